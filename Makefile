@@ -1,0 +1,44 @@
+# Two commands for a fresh machine: `make demo` and `make test`. Everything is installed in .venv and .engines.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ENGINE := .engines/deepspeed/.installed
+
+.PHONY: demo test test-all check bench engines clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+$(ENGINE): tests/engines/install_deepspeed.sh
+	PYTHON=$(PYTHON) bash tests/engines/install_deepspeed.sh
+	touch $@
+
+engines: $(ENGINE)
+
+## demo: train with DeepSpeed ZeRO-3, convert, read slices under other layouts, compare
+demo: $(STAMP) $(ENGINE)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m bench.demo
+
+## check: linter, formatter, types
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+## test: all but the full matrices, in less than 15 minutes on two cores
+test: check $(ENGINE)
+	$(BIN)/pytest -n 2 --dist worksteal -m "not matrix"
+
+## test-all: the full matrices too
+test-all: check $(ENGINE)
+	$(BIN)/pytest -n 2 --dist worksteal
+
+## bench: every benchmark, each printing ratios measured in one run
+bench: $(STAMP) $(ENGINE)
+	$(BIN)/python -m bench.run
+
+clean:
+	rm -rf $(VENV) .engines demo-out bench/out
