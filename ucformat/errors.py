@@ -1,0 +1,125 @@
+"""Every error ucformat raises on purpose.
+
+    UcformatError                     exit code
+    ├── UsageError      ValueError        2      a wrong argument, slice or reference
+    │   ├── OutOfBounds IndexError               an index past the end of a dim
+    │   └── LayoutError                          a layout file or rule that cannot be applied
+    │       └── CoverageError                    a hole, or an overlap of unequal owners
+    ├── NotFound        LookupError       3      nothing is there
+    │   ├── NotACheckpoint                       the place exists but holds no (committed) checkpoint
+    │   └── TensorNotFound  KeyError             no such tensor or state in the checkpoint
+    ├── Conflict        FileExistsError   4      somebody else committed, or changed what was read
+    ├── IntegrityError                    5      bytes are missing, truncated or not what they should be
+    │   ├── ChecksumError                        a stored checksum does not match the bytes
+    │   └── MissingData                          a file or part that must be there is not
+    ├── Refused         PermissionError   6      unsafe, or not possible in this place
+    └── UpgradeNeeded                     7      written by a newer ucformat
+
+Each carries `hint`, what to do next, which `str()` shows on a line of its own. What is damaged has one always.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ChecksumError",
+    "Conflict",
+    "CoverageError",
+    "IntegrityError",
+    "LayoutError",
+    "MissingData",
+    "NotACheckpoint",
+    "NotFound",
+    "OutOfBounds",
+    "Refused",
+    "TensorNotFound",
+    "UcformatError",
+    "UpgradeNeeded",
+    "UsageError",
+]
+
+
+class UcformatError(Exception):
+    """Root of all errors of ucformat; `exit_code` is what the command line exits with."""
+
+    exit_code = 1
+    usual_hint: str | None = None
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint or self.usual_hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:  # keyword-only `hint` must survive a process boundary
+        return (_rebuild, (type(self), self.message, self.hint))
+
+
+def _rebuild(cls: type[UcformatError], message: str, hint: str | None) -> UcformatError:
+    return cls(message, hint=hint)
+
+
+class UsageError(UcformatError, ValueError):
+    """A wrong argument, slice or reference."""
+
+    exit_code = 2
+
+
+class OutOfBounds(UsageError, IndexError):
+    """An index past the end of a dim."""
+
+
+class LayoutError(UsageError):
+    """A layout file or rule that cannot be applied."""
+
+
+class CoverageError(LayoutError):
+    """Pieces or extents leave a hole in a tensor, or overlap with unequal owners."""
+
+
+class NotFound(UcformatError, LookupError):
+    """Nothing is there."""
+
+    exit_code = 3
+
+
+class NotACheckpoint(NotFound):
+    """The place exists but holds no committed checkpoint that ucformat knows."""
+
+
+class TensorNotFound(NotFound, KeyError):
+    """The checkpoint holds no such tensor, or not in this state."""
+
+
+class Conflict(UcformatError, FileExistsError):
+    """Somebody else committed there, or changed what was read."""
+
+    exit_code = 4
+
+
+class IntegrityError(UcformatError):
+    """Bytes are missing, truncated or not what they should be."""
+
+    exit_code = 5
+    usual_hint = "the checkpoint is damaged: restore the file from another copy, or save it again"
+
+
+class ChecksumError(IntegrityError):
+    """A stored checksum does not match the bytes that were read."""
+
+
+class MissingData(IntegrityError):
+    """A file, or a part of a tensor, that must be there is not."""
+
+
+class Refused(UcformatError, PermissionError):
+    """Unsafe, or not possible in this place."""
+
+    exit_code = 6
+
+
+class UpgradeNeeded(UcformatError):
+    """Written by a newer ucformat than this one."""
+
+    exit_code = 7

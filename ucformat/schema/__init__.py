@@ -1,0 +1,1 @@
+"""Documents that cross a boundary, as pydantic models, and the JSON Schemas made from them."""

@@ -1,0 +1,183 @@
+"""The layout file: the language in which people write how tensors lie on ranks. `docs/layout.md` explains it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+
+__all__ = ["VERSION", "Faults", "LayoutDocument", "checked", "json_schema"]
+
+Model = TypeVar("Model", bound=BaseModel)
+
+VERSION = 1
+
+Size = Annotated[int, Field(ge=1)]
+Index = Annotated[int, Field(ge=0)]
+Text = Annotated[str, Field(min_length=1)]
+Names = Text | Annotated[list[Text], Field(min_length=1)]
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Shard(_Document):
+    """Cut along a dim over one or several axes; by default as `torch.chunk` cuts."""
+
+    shard: int = Field(description="The dim; -1 is the last.")
+    over: Names
+    sizes: list[Index] | None = Field(None, description="The width for each coordinate.")
+    parts: list[Index | list[Index]] | None = Field(
+        None,
+        description="The dim is a concatenation of parts, each cut by itself: widths or proportions, or for each "
+        "part a list of widths, one for each coordinate.",
+    )
+    pad_to: Size | None = Field(None, description="Pad the dim to a multiple of this, then cut evenly.")
+
+
+class Flat(_Document):
+    """The local tensors of a group, flattened, joined, padded and cut over one or several axes."""
+
+    flat: Text = Field(description="The group: optimizer, all, tensor, or a /regex/ whose first capture names it.")
+    over: Names
+    order: Literal["roster", "reverse", "round_robin"] = "roster"
+    cut: Literal["after_join", "before_join"] = "after_join"
+    tensor_align: Size = Field(1, description="Elements to a multiple of which each tensor's start is aligned.")
+    group_pad: Size = Field(1, description="The end is padded to a multiple of this times the degree.")
+    total_align: Size = Field(1, description="The end is padded to a multiple of this, too.")
+    max_elements: Size | None = Field(None, description="A buffer with so many elements is closed.")
+
+
+class Stage(_Document):
+    """Only one stage holds it: this one, or by the first layer of each stage."""
+
+    stage: int | Annotated[list[Index], Field(min_length=1)] = Field(
+        description="The stage (-1 is the last), or the first layer of each stage."
+    )
+    over: Names
+
+
+class Owner(_Document):
+    """Only one coordinate holds it: this one over the axes, by default over the whole mesh."""
+
+    owner: Index
+    over: Names | None = None
+
+
+class Partial(_Document):
+    """Each coordinate holds its own value; reduce to read."""
+
+    partial: Literal["mean"]
+    over: Names | None = None
+
+
+_KINDS = ("shard", "flat", "stage", "owner", "partial")
+
+
+def _kind(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "replicate"
+    names = value if isinstance(value, dict) else type(value).model_fields if isinstance(value, BaseModel) else ()
+    return next((kind for kind in _KINDS if kind in names), None)
+
+
+Placement = Annotated[
+    Annotated[Literal["replicate"], Tag("replicate")]
+    | Annotated[Shard, Tag("shard")]
+    | Annotated[Flat, Tag("flat")]
+    | Annotated[Stage, Tag("stage")]
+    | Annotated[Owner, Tag("owner")]
+    | Annotated[Partial, Tag("partial")],
+    Discriminator(
+        _kind,
+        custom_error_type="placement",
+        custom_error_message=f"a placement is replicate, or a mapping with one of the keys {', '.join(_KINDS)}",
+    ),
+]
+
+
+class Rule(_Document):
+    """Tensors by name and state, and how they are placed."""
+
+    match: Names = Field(description="Globs, in which * and ? match dots too, or /regex/es, of the whole name.")
+    states: list[Text] = Field([], description="Globs of states; by default all.")
+    mesh: Text | None = Field(None, description="Which of several meshes; by default the first.")
+    place: list[Placement] = Field(description="Placements, each on the local shape that the last one left.")
+
+
+class OrderedMesh(_Document):
+    """A mesh spelled so that no tool which sorts keys can change it, and that may list its ranks."""
+
+    axes: Annotated[list[Annotated[dict[Text, Size], Field(min_length=1, max_length=1)]], Field(min_length=1)] = Field(
+        description="One mapping of a name to a size for each axis, slowest first."
+    )
+    ranks: list[Index] | None = Field(None, description="The rank at each coordinate, in row-major order.")
+
+
+class NamedMesh(OrderedMesh):
+    """One of several meshes."""
+
+    name: Text
+
+
+def _mesh_kind(value: Any) -> str:
+    ordered = isinstance(value, OrderedMesh) or (isinstance(value, dict) and isinstance(value.get("axes"), list))
+    return "ordered" if ordered else "axes"
+
+
+Mesh = Annotated[
+    Annotated[dict[Text, Size], Field(min_length=1), Tag("axes")] | Annotated[OrderedMesh, Tag("ordered")],
+    Discriminator(_mesh_kind),
+]
+
+
+class Rename(_Document):
+    r"""A source's name, as a regex of the whole name, and the target's, which may say `\1` or `\g<name>`."""
+
+    from_: Text = Field(alias="from")
+    to: Text
+
+
+class LayoutDocument(_Document):
+    """A whole layout file."""
+
+    version: Literal[1]
+    mesh: Mesh | None = Field(None, description="Axis names and sizes, slowest first.")
+    meshes: (
+        Annotated[dict[Text, Mesh], Field(min_length=1)] | Annotated[list[NamedMesh], Field(min_length=1)] | None
+    ) = Field(
+        None, description="Several meshes over the same ranks, by name, instead of `mesh`; the first is the default."
+    )
+    stages: list[Rule] = Field([], description="Which pipeline stage holds a tensor; if given, for every tensor.")
+    rules: Annotated[list[Rule], Field(min_length=1)] = Field(description="How a tensor is cut; the first match wins.")
+    data: list[Rule] = Field(
+        [], description="How what is left is spread over data-parallel ranks (ZeRO, FSDP); if given, for every tensor."
+    )
+    renames: list[Rename] = Field([], description="Names of a source's tensors; the first match wins.")
+
+
+class Faults(ValueError):
+    """What is wrong with a document, each fault on a line: `rules[3].place[0].shard.over: Field required`."""
+
+
+def checked(model: type[Model], document: Any) -> Model:
+    """The document as a model; Faults where it is none."""
+    try:
+        return model.model_validate(document)
+    except ValidationError as e:
+        lines = []
+        for fault in e.errors(include_url=False):
+            where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in fault["loc"]).lstrip(".")
+            lines.append(f"{where}: {fault['msg']}" if where else fault["msg"])
+        raise Faults("\n".join(lines)) from e
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a layout file, published as `docs/schemas/layout-v1.json`."""
+    schema = LayoutDocument.model_json_schema(by_alias=True)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "title": "ucformat layout, version 1",
+    }

@@ -1,0 +1,117 @@
+"""The manifest: the one document that makes a checkpoint of the files beside it (docs/spec.md, "Manifest")."""
+
+from __future__ import annotations
+
+from datetime import datetime  # noqa: TC003 - pydantic reads it at run time
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ucformat.schema.dtypes import ITEMSIZE
+
+__all__ = [
+    "FORMAT_VERSION",
+    "AttemptDoc",
+    "FileDoc",
+    "GroupDoc",
+    "LineageDoc",
+    "Manifest",
+    "SidecarDoc",
+    "TensorDoc",
+    "manifest_json_schema",
+]
+
+FORMAT_VERSION = 1
+
+Size = Annotated[int, Field(ge=0)]
+Edge = Annotated[int, Field(ge=1)]
+Digest = Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64}|xxh3:[0-9a-f]{32})$")]
+Folder = Annotated[str, Field(pattern=r"^[A-Za-z0-9._~%/-]+$")]
+DType = Annotated[str, Field(json_schema_extra={"enum": list(ITEMSIZE)})]
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants")
+
+
+class TensorDoc(_Document):
+    """One tensor in one state. With `path` it is a Zarr array; without, the sidecar lists its extents."""
+
+    name: str
+    state: str
+    dtype: DType
+    shape: tuple[Size, ...]
+    chunk: tuple[Edge, ...] | None = None
+    shard: tuple[Edge, ...] | None = None
+    nbytes: Size
+    digest: Digest | None = None
+    path: Folder | None = None
+
+
+class FileDoc(_Document):
+    """A file that the checkpoint holds besides its tensors."""
+
+    path: str
+    nbytes: Size
+    digest: Digest
+
+
+class SidecarDoc(FileDoc):
+    """The extents of tensors that are not arrays; `roots` are the urls below which their files lie."""
+
+    roots: tuple[str, ...] = ()
+
+
+class GroupDoc(_Document):
+    """An optimizer group: its parameters by name, in order, and its hyper-parameters."""
+
+    params: tuple[str, ...]
+    options: dict[str, Any] = {}
+
+
+class LineageDoc(_Document):
+    """What this checkpoint was made from."""
+
+    kind: Literal["resume", "finetune", "convert", "reshard", "merge", "average", "quantize"]
+    url: str
+    id: str | None = None
+    engine: dict[str, str] = {}
+
+
+class Manifest(_Document):
+    """A committed checkpoint."""
+
+    format: Literal["ucformat"] = "ucformat"
+    version: Literal[1] = 1
+    id: str
+    attempt: str
+    created: datetime
+    producer: dict[str, str] = {}
+    run: str | None = None
+    step: int | None = None
+    metrics: dict[str, float] = {}
+    config: dict[str, Any] = {}
+    layout: dict[str, Any] = {}
+    groups: tuple[GroupDoc, ...] = ()
+    lineage: tuple[LineageDoc, ...] = ()
+    aliases: dict[str, str] = {}
+    objects: FileDoc | None = None
+    assets: dict[str, FileDoc] = {}
+    sidecar: SidecarDoc | None = None
+    tensors: tuple[TensorDoc, ...]
+
+
+class AttemptDoc(_Document):
+    """Who is writing what; put before the first byte of data."""
+
+    format: Literal["ucformat-attempt"] = "ucformat-attempt"
+    version: Literal[1] = 1
+    attempt: str
+    plan: Digest
+    owner: str
+    started: datetime
+
+
+def manifest_json_schema() -> dict[str, Any]:
+    """The JSON Schema of a manifest."""
+    return Manifest.model_json_schema(mode="validation")
