@@ -1,0 +1,112 @@
+"""For any shapes, mesh and placements: pieces tile every tensor, and load after save is the identity."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+
+from tests.geometry.reference import FILLER, gather, numbered, scatter, window
+from tests.geometry.strategies import rosters_and_layouts
+from ucformat.geometry.box import Box
+from ucformat.geometry.layout import Layout
+from ucformat.geometry.tensor import Roster
+
+Case = tuple[Roster, Layout, Layout]
+
+thorough = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@thorough
+@given(rosters_and_layouts)
+def test_save_under_one_layout_and_load_under_another_is_the_identity(case: Case) -> None:
+    roster, one, other = case
+    wholes = numbered(roster)
+    for layout in (one, other):
+        bound = layout.bind(roster)
+        wholes = gather(bound, scatter(bound, wholes))
+    for key, expected in numbered(roster).items():
+        np.testing.assert_array_equal(wholes[key], expected)
+
+
+@thorough
+@given(rosters_and_layouts)
+def test_elements_are_held_equally_often_by_all_holders(case: Case) -> None:
+    """Walk the elements, as `prove` never does, and hold the two against each other."""
+    roster, layout, _ = case
+    bound = layout.bind(roster)
+    bound.prove()
+    for info in roster.tensors:
+        count = np.zeros(info.shape, int)
+        for rank in range(bound.ranks):
+            for piece in bound.pieces(info.key, rank):
+                assert Box.whole(info.shape).contains(piece.box)
+                count[tuple(map(slice, piece.box.start, piece.box.stop))] += 1
+        assert not count.size or (count.min() == count.max() > 0)
+
+
+@thorough
+@given(rosters_and_layouts)
+def test_a_rank_holds_disjoint_pieces_within_its_buffer_in_order(case: Case) -> None:
+    roster, layout, _ = case
+    bound = layout.bind(roster)
+    for rank in range(bound.ranks):
+        buffers = bound.buffers(rank)
+        used = {key: np.zeros(b.size, bool) for key, b in buffers.items()}
+        assert list(bound.keys(rank)) == [i.key for i in roster.tensors if bound.local(i.key, rank) is not None]
+        for info in roster.tensors:
+            local = bound.local(info.key, rank)
+            if local is None:
+                assert bound.pieces(info.key, rank) == ()
+                continue
+            assert local.pieces == bound.pieces(info.key, rank)
+            assert local.size == math.prod(local.shape)
+            own = np.zeros(local.size, bool)
+            array = own if local.buffer is None else used[local.buffer, info.state]
+            assert not array[local.offset : local.offset + local.size].any()
+            for pieces in (local.pieces, local.padding):
+                assert [p.offset for p in pieces] == sorted(p.offset for p in pieces)
+                for piece in pieces:
+                    assert piece.buffer == local.buffer
+                    reach = sum((n - 1) * s for n, s in zip(piece.box.shape, piece.strides, strict=True))
+                    assert local.offset <= piece.offset <= piece.offset + reach < local.offset + local.size
+                    to = window(array, piece)
+                    assert not to.any()
+                    to[...] = True
+            assert array[local.offset : local.offset + local.size].all()  # pieces and padding leave nothing
+
+
+@thorough
+@given(rosters_and_layouts)
+def test_padding_is_a_tensor_of_its_own_that_is_tiled_too(case: Case) -> None:
+    roster, layout, _ = case
+    bound = layout.bind(roster)
+    for info in roster.tensors:
+        padding = bound.padding(info.key)
+        held = [p for r in range(bound.ranks) if (loc := bound.local(info.key, r)) for p in loc.padding]
+        if padding is None:
+            assert not held
+            continue
+        assert padding.key == (info.name, f"{info.state}.padding")
+        count = np.zeros(padding.shape, int)
+        for piece in held:
+            count[tuple(map(slice, piece.box.start, piece.box.stop))] += 1
+        assert not count.size or (count.min() == count.max() > 0)
+
+
+@thorough
+@given(rosters_and_layouts)
+def test_a_layout_survives_its_document(case: Case) -> None:
+    _, layout, other = case
+    for sort_keys in (False, True):  # a manifest may sort the keys
+        again = Layout.parse(json.loads(json.dumps(layout.dump(), sort_keys=sort_keys)))
+        assert again == layout
+        assert hash(again) == hash(layout)
+        assert (again == other) == (layout == other)
+    assert list(again.mesh.axes) == list(layout.mesh.axes)
+
+
+def test_the_filler_is_no_value() -> None:
+    assert FILLER < 0  # `numbered` counts from 0

@@ -1,0 +1,28 @@
+"""What a checkpoint says of itself, apart from its tensors' bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ucformat.geometry.tensor import Roster
+
+__all__ = ["Facts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Plain JSON values throughout, save the roster."""
+
+    roster: Roster
+    aliases: Mapping[str, str] = field(default_factory=dict)  # tied name -> name of the stored tensor
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    assets: tuple[str, ...] = ()  # keys of files to keep as they are
+    groups: tuple[Mapping[str, Any], ...] = ()  # optimizer groups: hyper-parameters and "params", names in order
+    step: int | None = None
+    layout: Mapping[str, Any] = field(default_factory=dict)  # {"zero": 3, "dp": 4, …}
+    engine: Mapping[str, str] = field(default_factory=dict)  # {"name": "deepspeed", "version": "0.19.8", …}
+    files: tuple[str, ...] = ()  # keys of every file that holds a part of it

@@ -1,0 +1,1 @@
+"""Boxes, placements, meshes, layouts and read plans: pure, exact, no I/O."""

@@ -1,0 +1,258 @@
+"""A layout bound to a roster: which box of which tensor each rank holds, and where."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from ucformat.errors import LayoutError, TensorNotFound
+from ucformat.geometry.coverage import prove
+from ucformat.geometry.cut import Cut, Dim, local_dims, pieces_of
+from ucformat.geometry.join import Joined, join
+from ucformat.geometry.placement import Flat, axes_of, compile_regex
+from ucformat.geometry.tensor import Key, Piece, Roster, TensorInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from ucformat.geometry.box import Box
+    from ucformat.geometry.layout import Layout
+    from ucformat.geometry.mesh import Mesh
+    from ucformat.geometry.rules import Placed, Rule
+
+__all__ = ["BoundLayout", "Buffer", "Local"]
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What one rank holds of a tensor: an array of its own, or a slice of a flat buffer.
+
+    `shape` and `size` (elements) include padding. `padding` are pieces of the padding tensor, in the same buffer.
+    For a flat buffer `shape` is `(size,)`, `offset` where the slice begins in it, in elements; else None and 0.
+    """
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    padding: tuple[Piece, ...]
+    buffer: str | None
+    offset: int
+    size: int
+
+
+class Buffer(NamedTuple):
+    """One rank's flat buffer of one state: its elements, padding included, and their dtype."""
+
+    size: int
+    dtype: str
+
+
+class _Group:
+    """The tensors of one flat group in all states, and its geometry at each coordinate."""
+
+    def __init__(self, name: str, flat: Flat, mesh: Mesh) -> None:
+        self.name, self.flat, self.mesh = name, flat, mesh
+        self.members: dict[str, tuple[TensorInfo, Placed]] = {}  # one state speaks for all
+        self.axes: tuple[str, ...] = ()
+        self._joined: dict[tuple[int, ...], Joined] = {}
+
+    def add(self, info: TensorInfo, placed: Placed) -> None:
+        first, as_first = self.members.setdefault(info.name, (info, placed))
+        if first.shape != info.shape:
+            raise LayoutError(
+                f"{info.key} of shape {info.shape} cannot share {self.name} with {first.key} of shape {first.shape}",
+                hint="match states of other shapes, such as a scalar step, by an earlier rule",
+            )
+        if (as_first.shards, as_first.holders) != (placed.shards, placed.holders):
+            raise LayoutError(f"{info.key} and {first.key} share {self.name}, but are cut differently before it")
+        self.axes = tuple(a for a in self.mesh.axes if a in self.axes or a in placed.axes)
+
+    def joined(self, coordinate: Mapping[str, int]) -> Joined:
+        """The group as it is joined by all who differ from this coordinate in the flat axes only."""
+        at = tuple(coordinate[a] for a in self.axes)
+        if at not in self._joined:
+            held = [
+                (name, math.prod(d.size for d in _dims(info, placed, coordinate)))
+                for name, (info, placed) in self.members.items()
+                if placed.holds(coordinate)
+            ]
+            self._joined[at] = join(self.flat, self.mesh.degree(axes_of(self.flat)), self.name, held)
+        return self._joined[at]
+
+
+class BoundLayout:
+    """A layout applied to the tensors of a roster. Made by `Layout.bind`, which raises LayoutError."""
+
+    def __init__(self, layout: Layout, roster: Roster, placed: Mapping[Key, Placed]) -> None:
+        self.layout = layout
+        self.roster = roster
+        self._placed = placed
+        self._infos = {info.key: info for info in roster.tensors}
+        groups: dict[tuple[str, Flat, Mesh], _Group] = {}
+        self._group: dict[Key, _Group] = {}
+        names: dict[tuple[str, str], _Group] = {}  # a buffer's name and state have one geometry
+        for key, info in self._infos.items():
+            where = placed[key]
+            _dims(info, where, dict.fromkeys(where.mesh.axes, 0))  # fails now, not at the first rank
+            flat, mesh = where.flat, where.mesh
+            if flat is None:
+                continue
+            name = self._buffer_name(info, where, flat)
+            group = groups.setdefault((name, flat, mesh), _Group(name, flat, mesh))
+            group.add(info, where)
+            self._group[key] = group
+            if names.setdefault((name, key.state), group) is not group:
+                raise LayoutError(
+                    f"{key} joins the flat buffer {name!r}, which another rule fills with other settings",
+                    hint="give the groups different names by a /regex/, or the same settings",
+                )
+        self._check_dtypes()
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.layout.mesh.size
+
+    def keys(self, rank: int) -> Iterator[Key]:
+        """The tensors of which this rank holds something, be it an empty shard, in the order of the roster."""
+        at = {mesh: mesh.coordinate(rank) for mesh in self.layout.meshes.values()}
+        return (key for key, placed in self._placed.items() if placed.holds(at[placed.mesh]))
+
+    def pieces(self, key: Key, rank: int) -> tuple[Piece, ...]:
+        """The boxes of a tensor that this rank holds, disjoint and ascending in offset."""
+        local = self.local(key, rank)
+        return local.pieces if local else ()
+
+    def local(self, key: Key, rank: int) -> Local | None:
+        """What this rank holds of a tensor; None where a stage or owner leaves it to other ranks."""
+        return self._local(key, self.placed(key).mesh.coordinate(rank))
+
+    def buffers(self, rank: int) -> dict[tuple[str, str], Buffer]:
+        """This rank's flat buffers, by name and state."""
+        out: dict[tuple[str, str], Buffer] = {}
+        for key, group in self._group.items():
+            at = group.mesh.coordinate(rank)
+            if self._placed[key].holds(at):
+                joined = group.joined(at)
+                name = joined.slots[key.name].buffer
+                out.setdefault((name, key.state), Buffer(joined.sizes[name], self._infos[key].dtype))
+        return out
+
+    def placed(self, key: Key) -> Placed:
+        """What the rules say of a tensor."""
+        try:
+            return self._placed[key]
+        except KeyError:
+            raise TensorNotFound(f"the layout is not bound to {Key(*key)}") from None
+
+    def rule_for(self, key: Key) -> Rule:
+        """The rule of the section `rules` that a tensor fell under."""
+        return next(r for r in self.placed(key).rules if r.label.startswith("rules"))
+
+    def reduction(self, key: Key) -> str | None:
+        """How the values of a `partial` tensor are reduced; None for any other."""
+        partial = self.placed(key).partial
+        return partial.reduction if partial else None
+
+    def padding(self, key: Key) -> TensorInfo | None:
+        """The tensor that `Local.padding` consists of: the rows that `pad_to` adds, in the state `<state>.padding`."""
+        placed, info = self.placed(key), self._infos[key]
+        for shard in placed.shards:
+            if shard.pad_to and (extra := -info.shape[shard.dim] % shard.pad_to):
+                shape = list(info.shape)
+                shape[shard.dim] = extra
+                return TensorInfo(info.name, f"{info.state}.padding", info.dtype, tuple(shape))
+        return None
+
+    def prove(self) -> None:
+        """Prove that the pieces of all ranks cover every tensor, replicas apart once; CoverageError if they do not.
+
+        Coordinates that hold the same are proved once, and so are tensors of the same shape and placement, and the
+        states that share the geometry of a flat buffer.
+        """
+        done: set[tuple[object, object]] = set()
+        for key, info in self._infos.items():
+            placed, group = self._placed[key], self._group.get(key)
+            same = (info.shape, placed) if group is None else (info.name, id(group))
+            if same in done:
+                continue
+            done.add(same)
+            own = (*placed.axes, *(axes_of(group.flat) if group else ()))
+            # Along axes that cut other tensors of its group, but not this one, it is cut at other places each time.
+            other = tuple(a for a in group.axes if a not in own) if group else ()
+            for base in placed.mesh.coordinates(other):
+                prove(info, self._boxes(key, placed, base))
+
+    def _boxes(self, key: Key, placed: Placed, base: Mapping[str, int]) -> Iterator[tuple[int, Box]]:
+        """The boxes of all coordinates that differ from `base` in the axes along which this tensor is cut."""
+        mesh, group = placed.mesh, self._group.get(key)
+        for at in mesh.coordinates(placed.axes, base):
+            if not placed.holds(at):
+                continue
+            holders: Iterable[Mapping[str, int]] = (at,)
+            if group is not None:  # of a thousand data-parallel ranks, few hold a share of it
+                joined, axes = group.joined(at), axes_of(group.flat)
+                slot = joined.slots[key.name]
+                shares = slot.holders(joined.sizes[slot.buffer], mesh.degree(axes))
+                holders = [mesh.move(at, axes, i) for i in shares]
+            for holder in holders:
+                for piece in self.pieces(key, rank := mesh.rank(holder)):
+                    yield rank, piece.box
+
+    def _local(self, key: Key, at: Mapping[str, int]) -> Local | None:
+        placed, group = self._placed[key], self._group.get(key)
+        if not placed.holds(at):
+            return None
+        dims = _dims(self._infos[key], placed, at)
+        if group is None:
+            shape = tuple(d.size for d in dims)
+            return Local(shape, *pieces_of(dims), None, 0, math.prod(shape))
+        joined = group.joined(at)
+        slot = joined.slots[key.name]
+        index = group.mesh.index(axes_of(group.flat), at)
+        start, stop, offset = slot.on(index, joined.sizes[slot.buffer])
+        pieces = pieces_of(dims, (start, stop), offset, slot.buffer)
+        return Local((stop - start,), *pieces, slot.buffer, offset, stop - start)
+
+    def _buffer_name(self, info: TensorInfo, placed: Placed, flat: Flat) -> str:
+        """`flat:<group>`, and the mesh's name between where there are several."""
+        prefix = next(f"flat:{n}:" for n, m in self.layout.meshes.items() if m is placed.mesh)
+        prefix = prefix if len(self.layout.meshes) > 1 else "flat:"
+        match flat.group:
+            case "all":
+                return prefix + "all"
+            case "tensor":
+                return prefix + info.name
+            case "optimizer":
+                if info.name in self.roster.groups:
+                    return f"{prefix}{self.roster.groups[info.name]}"
+                raise LayoutError(
+                    f"{info.key} is in no optimizer group, but {placed.rules[-1]} joins it to its group's flat buffer",
+                    hint="match frozen parameters by an earlier rule, or use another group",
+                )
+            case regex:
+                found = compile_regex(regex).fullmatch(info.name)
+                if found is None or found[1] is None:
+                    raise LayoutError(f"the flat group {regex} of {placed.rules[-1]} does not match {info.key}")
+                return prefix + found[1]
+
+    def _check_dtypes(self) -> None:
+        first: dict[tuple[str, str], TensorInfo] = {}
+        for key, group in self._group.items():
+            info = self._infos[key]
+            other = first.setdefault((group.name, key.state), info)
+            if other.dtype != info.dtype:
+                raise LayoutError(
+                    f"{key} is {info.dtype}, but shares the flat buffer {group.name!r} with {other.key}, {other.dtype}",
+                    hint="give each dtype a flat group of its own",
+                )
+
+
+def _dims(info: TensorInfo, placed: Placed, at: Mapping[str, int]) -> tuple[Dim, ...]:
+    mesh = placed.mesh
+    cuts = tuple(Cut(s, mesh.degree(axes_of(s)), mesh.index(axes_of(s), at)) for s in placed.shards)
+    try:
+        return local_dims(info.shape, cuts)
+    except LayoutError as e:
+        rules = ", ".join(str(r) for r in placed.rules if any(s in r.place for s in placed.shards))
+        raise type(e)(f"{info.key}: {e.message}, in {rules}", hint=e.hint) from e

@@ -1,0 +1,62 @@
+"""Boxes: hyper-rectangles of a tensor, and the few operations everything else is made of."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["Box", "row_major"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """A hyper-rectangle: the elements `start[d] <= i[d] < start[d] + shape[d]` for each dim `d`.
+
+    A 0-d box (`start == shape == ()`) holds one element; a box with a zero in `shape` holds none.
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """The box of a whole tensor of this shape."""
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        """First index past the box, for each dim."""
+        return tuple(a + n for a, n in zip(self.start, self.shape, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The box common to both, or None where they share no element."""
+        start = tuple(map(max, self.start, other.start))
+        shape = tuple(min(a + n, b + m) - s for a, n, b, m, s in zip(
+            self.start, self.shape, other.start, other.shape, start, strict=True))  # fmt: skip
+        return None if any(n <= 0 for n in shape) else Box(start, shape)
+
+    def contains(self, other: Box) -> bool:
+        """Whether every element of `other` is in this box."""
+        return other.size == 0 or self.intersect(other) == other
+
+    def shift(self, by: tuple[int, ...]) -> Box:
+        """The box moved by `by` elements in each dim."""
+        return Box(tuple(a + b for a, b in zip(self.start, by, strict=True)), self.shape)
+
+    def __str__(self) -> str:
+        """As a slice: `[0:512, 128:256]`; `[]` for a 0-d box."""
+        return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.start, self.shape, strict=True)) + "]"
+
+
+def row_major(shape: tuple[int, ...], unit: int = 1) -> tuple[int, ...]:
+    """Strides of a contiguous C-order array of this shape, in units of `unit`."""
+    strides, step = [], unit
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))

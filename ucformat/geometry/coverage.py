@@ -1,0 +1,157 @@
+"""The proof that boxes cover a tensor: no hole, and no overlap except exact replicas.
+
+Boxes are split into slabs that no box straddles, along one dim after another, until each slab holds one box that
+fills it. Every placement makes boxes that come apart so, in a few sorts: O(n log n). What does not come apart (a
+pinwheel, an overlap) is settled by a sweep over its pairs. Elements are never walked.
+"""
+
+from __future__ import annotations
+
+import math
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from ucformat.errors import CoverageError
+from ucformat.geometry.box import Box
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from ucformat.geometry.tensor import TensorInfo
+
+__all__ = ["prove"]
+
+Owner = int | str
+_Bounds = tuple[tuple[int, int], ...]  # (start, stop) for each dim: plain tuples sort and hash faster than boxes
+
+
+def prove(info: TensorInfo, boxes: Iterable[tuple[Owner, Box]], *, partial: bool = False) -> None:
+    """Prove that boxes, each with its owner (a rank, or a file), cover a tensor exactly, equal boxes counting once.
+
+    With `partial` every owner holds values of its own, so that each must cover the tensor alone. CoverageError names
+    the tensor, the state, and either a box that nobody holds or the two owners that overlap.
+    """
+    if partial:
+        apart: dict[Owner, list[tuple[Owner, Box]]] = {}
+        for owner, box in boxes:
+            apart.setdefault(owner, []).append((owner, box))
+        for some in apart.values() or [[]]:
+            prove(info, some)
+        return
+    whole = tuple((0, n) for n in info.shape)
+    owners = _owners(info, whole, boxes)
+    if any(a == b for a, b in whole):
+        return
+    todo = [(whole, list(owners))]
+    while todo:
+        region, inside = todo.pop()
+        if not inside:
+            raise _hole(info, region, owners)
+        if len(inside) == 1 and inside[0] == region:
+            continue
+        slabs = next(filter(None, (_slabs(region, inside, d) for d in range(len(region)))), None)
+        if slabs is None:
+            _settle(info, region, inside, owners)
+        else:
+            todo += slabs
+
+
+def _owners(info: TensorInfo, whole: _Bounds, boxes: Iterable[tuple[Owner, Box]]) -> dict[_Bounds, Owner]:
+    """The distinct boxes that hold anything, each with the first of its owners, all within the tensor."""
+    owners: dict[_Bounds, Owner] = {}
+    for owner, box in boxes:
+        if len(box.start) != len(whole):
+            raise CoverageError(f"{info.key} of shape {info.shape}: {_who(owner)} holds a box of other dims, {box}")
+        bounds = tuple((a, a + n) for a, n in zip(box.start, box.shape, strict=True))
+        if all(a < b for a, b in bounds):
+            owners.setdefault(bounds, owner)
+            if any(a < 0 or b > n for (a, b), (_, n) in zip(bounds, whole, strict=True)):
+                raise CoverageError(
+                    f"{info.key} of shape {info.shape}: {_who(owner)} holds {box}, which leaves the tensor"
+                )
+    return owners
+
+
+def _slabs(region: _Bounds, boxes: list[_Bounds], d: int) -> list[tuple[_Bounds, list[_Bounds]]] | None:
+    """The region cut along dim `d` wherever no box straddles, gaps included; None if it stays whole."""
+    boxes = sorted(boxes, key=itemgetter(d))
+    out: list[tuple[_Bounds, list[_Bounds]]] = []
+    end, stop = region[d]
+    first = 0  # of the boxes of the slab that ends at `end`
+
+    def close(a: int, b: int, inside: list[_Bounds]) -> None:
+        out.append(((*region[:d], (a, b), *region[d + 1 :]), inside))
+
+    begin = end
+    for i, box in enumerate(boxes):
+        a, b = box[d]
+        if a >= end:
+            if i > first:
+                close(begin, end, boxes[first:i])
+            if a > end:
+                close(end, a, [])
+            first, begin = i, a
+        end = max(end, b)
+    close(begin, end, boxes[first:])
+    if end < stop:
+        close(end, stop, [])
+    return out if len(out) > 1 else None
+
+
+def _settle(info: TensorInfo, region: _Bounds, boxes: list[_Bounds], owners: dict[_Bounds, Owner]) -> None:
+    """Judge boxes that no slab divides: raise for the first overlap, or else for a hole if sizes fall short."""
+    # The sweep keeps the boxes that reach past the current start: sweep where they are shortest.
+    d = min(range(len(region)), key=lambda d: sum(b[d][1] - b[d][0] for b in boxes) / (region[d][1] - region[d][0]))
+    active: list[_Bounds] = []
+    for box in sorted(boxes, key=itemgetter(d)):
+        active = [other for other in active if other[d][1] > box[d][0]]
+        for other in active:
+            if (both := _common(box, other)) is not None:
+                mine, theirs = owners[box], owners[other]
+                raise CoverageError(
+                    f"{info.key} of shape {info.shape}: {_who(theirs)} holds {_box(other)} and {_who(mine)} holds "
+                    f"{_box(box)}, which are not the same box but share {_box(both)}",
+                    hint="two placements or ranks claim these elements; replicas must hold equal boxes",
+                )
+        active.append(box)
+    while sum(map(_size, boxes)) < _size(region):  # halve the region, towards the hole
+        if not boxes:
+            raise _hole(info, region, owners)
+        region, boxes = next((r, inside) for r, inside in _halves(region, boxes) if sum(map(_size, inside)) < _size(r))
+
+
+def _halves(region: _Bounds, boxes: list[_Bounds]) -> Iterator[tuple[_Bounds, list[_Bounds]]]:
+    """The region cut in two at the middlemost side of a box, with the boxes clipped to each."""
+    edges = {d: sorted({x for b in boxes for x in b[d]} - set(region[d])) for d in range(len(region))}
+    d = max(edges, key=lambda d: len(edges[d]))
+    middle = edges[d][len(edges[d]) // 2]
+    for interval in ((region[d][0], middle), (middle, region[d][1])):
+        half = (*region[:d], interval, *region[d + 1 :])
+        yield half, [clipped for b in boxes if (clipped := _common(b, half)) is not None]
+
+
+def _common(a: _Bounds, b: _Bounds) -> _Bounds | None:
+    out = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
+    return out if all(p < q for p, q in out) else None
+
+
+def _size(bounds: _Bounds) -> int:
+    return math.prod(b - a for a, b in bounds)
+
+
+def _box(bounds: _Bounds) -> Box:
+    return Box(tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds))
+
+
+def _who(owner: Owner) -> str:
+    return f"rank {owner}" if isinstance(owner, int) else owner
+
+
+def _hole(info: TensorInfo, region: _Bounds, owners: dict[_Bounds, Owner]) -> CoverageError:
+    """The error of a region that no box covers; it names the owner whose box comes nearest before it."""
+    before = max((b for b in owners if b < region), default=None)
+    after = f"; {_who(owners[before])} holds {_box(before)} before it" if before else ""
+    return CoverageError(
+        f"{info.key} of shape {info.shape}: nobody holds {_box(region)}{after}",
+        hint="a rank, a file or a rule is missing" if owners else "no rank or file holds any of it",
+    )

@@ -1,0 +1,189 @@
+"""Between layout files and layouts: read, validate, lower to placements, and lift back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import LayoutError, NotFound, UpgradeNeeded
+from ucformat.geometry.mesh import Mesh
+from ucformat.geometry.placement import Flat, Owner, Partial, Placement, Replicate, Shard, Stage
+from ucformat.geometry.rules import Rule
+from ucformat.schema import layout as schema
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+    from pathlib import Path
+
+    import yaml
+
+__all__ = ["lift_mesh", "lift_rule", "lower", "lower_rule", "read", "validate"]
+
+
+def read(path: Path) -> Any:
+    """What a YAML or JSON file holds; LayoutError names the line of a fault."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as e:
+        raise NotFound(f"there is no layout file {path}") from e
+    except UnicodeDecodeError as e:
+        raise LayoutError(f"the layout file {path} is not UTF-8 text: {e}") from e
+    if path.suffix == ".json":
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as e:
+            raise LayoutError(f"{path} is not JSON: {e}") from e
+    return _yaml(path, text)
+
+
+def _yaml(path: Path, text: str) -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """A safe loader to which a key given twice is an error: YAML's default is that the last one wins."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002
+            seen = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
+                seen.add(str(key.value))
+            return super().construct_mapping(node, deep=deep)
+
+    try:
+        return yaml.load(text, Loader)  # noqa: S506 (it is a SafeLoader)
+    except yaml.YAMLError as e:
+        mark = getattr(e, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise LayoutError(f"{path}{line}: {getattr(e, 'problem', None) or e}") from e
+
+
+def validate(document: Any) -> schema.LayoutDocument:
+    """The document as a model; LayoutError says where each fault is, UpgradeNeeded that it is of a newer version."""
+    version = document.get("version") if isinstance(document, Mapping) else None
+    if isinstance(version, int) and version > schema.VERSION:
+        raise UpgradeNeeded(
+            f"the layout is of version {version}; this ucformat reads up to {schema.VERSION}", hint="upgrade ucformat"
+        )
+    try:
+        model = schema.checked(schema.LayoutDocument, document)
+    except schema.Faults as e:
+        raise LayoutError(f"not a layout:\n{e}", hint="docs/layout.md describes the file") from e
+    if (model.mesh is None) == (model.meshes is None):
+        raise LayoutError("a layout has either mesh or meshes")
+    return model
+
+
+def lower(model: schema.LayoutDocument) -> dict[str, Any]:
+    """The arguments of the layout that a document describes."""
+    meshes: Any
+    if model.mesh is not None:
+        meshes = _mesh(model.mesh)
+    elif isinstance(model.meshes, dict):
+        meshes = {name: _mesh(mesh) for name, mesh in model.meshes.items()}
+    else:
+        meshes = {mesh.name: _mesh(mesh) for mesh in model.meshes or ()}
+    return {
+        "mesh": meshes,
+        **{s: [_rule(r, f"{s}[{i}]") for i, r in enumerate(getattr(model, s))] for s in ("stages", "rules", "data")},
+        "renames": [(r.from_, r.to) for r in model.renames],
+    }
+
+
+def lower_rule(rule: Rule | Mapping[str, Any], label: str) -> Rule:
+    """A rule, or one spelled as in a layout file, with the name that errors give it."""
+    if isinstance(rule, Rule):
+        return replace(rule, label=label)
+    try:
+        return _rule(schema.checked(schema.Rule, dict(rule)), label)
+    except schema.Faults as e:
+        raise LayoutError(f"{label} is not a rule:\n{e}") from e
+
+
+def _mesh(mesh: dict[str, int] | schema.OrderedMesh) -> Mesh:
+    if isinstance(mesh, dict):
+        return Mesh(mesh)
+    axes = [pair for axis in mesh.axes for pair in axis.items()]
+    if len(dict(axes)) < len(axes):
+        raise LayoutError(f"a mesh names an axis twice: {', '.join(name for name, _ in axes)}")
+    return Mesh(dict(axes), mesh.ranks)
+
+
+def _rule(rule: schema.Rule, label: str) -> Rule:
+    match = (rule.match,) if isinstance(rule.match, str) else tuple(rule.match)
+    try:
+        return Rule(match, tuple(map(_placement, rule.place)), tuple(rule.states), rule.mesh, label)
+    except LayoutError as e:
+        if e.message.startswith(label):
+            raise
+        raise LayoutError(f"{label} (match {', '.join(map(repr, match))}): {e.message}", hint=e.hint) from e
+
+
+def _placement(p: schema.Placement) -> Placement:
+    match p:
+        case schema.Shard():
+            parts = None if p.parts is None else tuple(w if isinstance(w, int) else tuple(w) for w in p.parts)
+            sizes = None if p.sizes is None else tuple(p.sizes)
+            return Shard(p.shard, _over(p.over), sizes, parts, p.pad_to)
+        case schema.Flat():
+            return Flat(
+                _over(p.over), p.flat, p.order, p.cut, p.tensor_align, p.group_pad, p.total_align, p.max_elements
+            )
+        case schema.Stage():
+            index = p.stage if isinstance(p.stage, int) else None
+            return Stage(_over(p.over), index, None if isinstance(p.stage, int) else tuple(p.stage))
+        case schema.Owner():
+            return Owner(p.owner, _over(p.over))
+        case schema.Partial():
+            return Partial(p.partial, _over(p.over))
+        case _:
+            return Replicate()
+
+
+def _over(over: str | list[str] | None) -> tuple[str, ...]:
+    return () if over is None else (over,) if isinstance(over, str) else tuple(over)
+
+
+def lift_mesh(mesh: Mesh) -> dict[str, Any]:
+    """A mesh as a document that no sorting of keys changes."""
+    out: dict[str, Any] = {"axes": [{name: n} for name, n in mesh.axes.items()]}
+    return out if mesh.ranks == tuple(range(mesh.size)) else {**out, "ranks": list(mesh.ranks)}
+
+
+def lift_rule(rule: Rule) -> dict[str, Any]:
+    """A rule as a document; what has its default value is left out."""
+    out: dict[str, Any] = {"match": rule.match[0] if len(rule.match) == 1 else list(rule.match)}
+    if rule.states:
+        out["states"] = list(rule.states)
+    if rule.mesh is not None:
+        out["mesh"] = rule.mesh
+    return {**out, "place": [_lift(p) for p in rule.place]}
+
+
+def _lift(p: Placement) -> str | dict[str, Any]:
+    model: schema.Shard | schema.Flat | schema.Stage | schema.Owner | schema.Partial
+    match p:
+        case Replicate():
+            return "replicate"
+        case Shard():
+            parts = None if p.parts is None else [w if isinstance(w, int) else list(w) for w in p.parts]
+            sizes = None if p.sizes is None else list(p.sizes)
+            model = schema.Shard(shard=p.dim, over=_names(p), sizes=sizes, parts=parts, pad_to=p.pad_to)
+        case Flat():
+            model = schema.Flat(
+                flat=p.group, over=_names(p), order=p.order, cut=p.cut, tensor_align=p.tensor_align,
+                group_pad=p.group_pad, total_align=p.total_align, max_elements=p.max_elements,
+            )  # fmt: skip
+        case Stage():
+            model = schema.Stage(stage=p.index if p.starts is None else list(p.starts), over=_names(p))  # type: ignore[arg-type]
+        case Owner():
+            model = schema.Owner(owner=p.index, over=_names(p) or None)
+        case Partial():
+            model = schema.Partial(partial=p.reduction, over=_names(p) or None)
+    return model.model_dump(exclude_defaults=True)
+
+
+def _names(p: Shard | Flat | Stage | Owner | Partial) -> str | list[str]:
+    return p.over[0] if len(p.over) == 1 else list(p.over)

@@ -1,0 +1,197 @@
+"""Layouts: meshes, and rules from tensor names to placements."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import LayoutError
+from ucformat.geometry.bound import BoundLayout
+from ucformat.geometry.document import lift_mesh, lift_rule, lower, lower_rule, read, validate
+from ucformat.geometry.mesh import Mesh
+from ucformat.geometry.rules import Placed, Rule, place
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from ucformat.geometry.tensor import Key, Roster
+
+__all__ = ["Layout"]
+
+Rules = Sequence[Rule | Mapping[str, Any]]
+_SECTIONS = ("stages", "rules", "data")
+
+
+class Layout:
+    """How tensors lie on ranks; immutable.
+
+    `mesh` is one mesh (its axes and sizes, slowest first), or several by name, over the same ranks, of which the first
+    is the default. Three sections of rules say what becomes of a tensor, one after the other: `stages` who holds it,
+    `rules` how it is cut, `data` how what is left is spread over data-parallel ranks. In each the first rule that
+    matches wins; a section that is given must match every tensor. A rule may be a mapping, spelled as in a layout file.
+    `renames` are pairs of a regex of a source's whole name and the target's name.
+
+    LayoutError where a rule does not fit its mesh.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh | Mapping[str, int] | Mapping[str, Mesh | Mapping[str, int]],
+        rules: Rules,
+        *,
+        stages: Rules = (),
+        data: Rules = (),
+        renames: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        self.meshes = _meshes(mesh)
+        self.stages = _labelled("stages", stages)
+        self.rules = _labelled("rules", rules)
+        self.data = _labelled("data", data)
+        self.renames = tuple((str(a), str(b)) for a, b in renames)
+        self._renames = [_compiled(i, a, b) for i, (a, b) in enumerate(self.renames)]
+        if not self.rules:
+            raise LayoutError("a layout without rules places nothing", hint=_CATCH_ALL.format("rules"))
+        for section in _SECTIONS:
+            for rule in getattr(self, section):
+                self._check(rule)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh, or the default one of several."""
+        return next(iter(self.meshes.values()))
+
+    @classmethod
+    def parse(cls, document: Mapping[str, Any]) -> Layout:
+        """The layout that a document (what a layout file holds) describes; LayoutError names the faulty rule."""
+        return cls(**lower(validate(document)))
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Layout:
+        """The layout of a YAML or JSON file; LayoutError names the line or the rule, UpgradeNeeded a newer version."""
+        return cls.parse(read(Path(path)))
+
+    def dump(self) -> dict[str, Any]:
+        """The document that `parse` makes this layout of: JSON values whose meaning no sorting of keys changes."""
+        out: dict[str, Any] = {"version": 1}
+        if tuple(self.meshes) == (_ONLY,):
+            out["mesh"] = lift_mesh(self.mesh)
+        else:
+            out["meshes"] = [{"name": name, **lift_mesh(mesh)} for name, mesh in self.meshes.items()]
+        for section in _SECTIONS:
+            if rules := [lift_rule(rule) for rule in getattr(self, section)]:
+                out[section] = rules
+        if self.renames:
+            out["renames"] = [{"from": a, "to": b} for a, b in self.renames]
+        return out
+
+    def rename(self, name: str) -> str:
+        """The target's name of a source's tensor: by the first rename that matches it whole, else unchanged."""
+        for pattern, to in self._renames:
+            if found := pattern.fullmatch(name):
+                return found.expand(to)
+        return name
+
+    def bind(self, roster: Roster) -> BoundLayout:
+        """Apply the rules to the tensors of a roster.
+
+        LayoutError where no rule matches a tensor, where rules contradict each other, or where a placement does not
+        fit a tensor's shape; it names tensor, state and rule.
+        """
+        placed: dict[Key, Placed] = {}
+        known: dict[tuple[object, ...], Placed] = {}
+        matches = {n: self._matches(n) for n in dict.fromkeys(info.name for info in roster.tensors)}
+        missing: dict[str, list[Key]] = {}
+        for info in roster.tensors:
+            if info.key in placed:
+                raise LayoutError(f"the roster lists {info.key} twice")
+            found = []
+            for section, candidates in matches[info.name].items():
+                hit = next((c for c in candidates if c[0].has_state(info.state)), None)
+                if hit is None:
+                    missing.setdefault(section, []).append(info.key)
+                else:
+                    found.append(hit)
+            if missing:
+                continue
+            # Rules and captures decide all; thousands of tensors share few of them.
+            which = tuple((rule.label, match.re, match.groups()) for rule, match in found)
+            if which not in known:
+                try:
+                    known[which] = place(self._mesh_of(found), found)
+                except LayoutError as e:
+                    raise LayoutError(f"{info.key}: {e.message}", hint=e.hint) from e
+            placed[info.key] = known[which]
+        for section, keys in missing.items():
+            names = ", ".join(map(str, keys[:4])) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
+            raise LayoutError(f"no rule of the section {section} matches {names}", hint=_CATCH_ALL.format(section))
+        return BoundLayout(self, roster, placed)
+
+    def _matches(self, name: str) -> dict[str, list[tuple[Rule, re.Match[str]]]]:
+        """The rules of each section that a name matches, whatever the state."""
+        sections = {section: getattr(self, section) for section in _SECTIONS}
+        return {
+            section: [(rule, m) for rule in rules if (m := rule.find(name))]
+            for section, rules in sections.items()
+            if rules
+        }
+
+    def _mesh_of(self, found: list[tuple[Rule, re.Match[str]]]) -> Mesh:
+        """The one mesh that all placements of a tensor refer to."""
+        named = {rule.mesh: rule for rule, _ in found if rule.mesh is not None}
+        if len(named) > 1:
+            raise LayoutError(" and ".join(map(str, named.values())) + " name different meshes")
+        return self.meshes[next(iter(named))] if named else self.mesh
+
+    def _check(self, rule: Rule) -> None:
+        """Fail before any roster is known: a rule must fit its mesh, or where it names none, any."""
+        if rule.mesh is not None and rule.mesh not in self.meshes:
+            raise LayoutError(f"{rule} names the mesh {rule.mesh!r}", hint=f"the meshes are {', '.join(self.meshes)}")
+        errors = []
+        for mesh in self.meshes.values() if rule.mesh is None else (self.meshes[rule.mesh],):
+            try:
+                return rule.check(mesh)
+            except LayoutError as e:
+                errors.append(e)
+        raise errors[0]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.dump() == other.dump()
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.meshes.items()), self.stages, self.rules, self.data, self.renames))
+
+    def __repr__(self) -> str:
+        meshes = ", ".join(f"{name} {mesh}" for name, mesh in self.meshes.items())
+        return f"<Layout {meshes}: {len(self.stages)} + {len(self.rules)} + {len(self.data)} rules>"
+
+
+_ONLY = "mesh"  # the name of a layout's mesh, where there is but one
+_CATCH_ALL = 'end the section {} with a catch-all: {{match: "*", place: [replicate]}}'
+
+
+def _meshes(mesh: Mesh | Mapping[str, Any]) -> dict[str, Mesh]:
+    if isinstance(mesh, Mesh):
+        return {_ONLY: mesh}
+    if not mesh or all(isinstance(n, int) for n in mesh.values()):
+        return {_ONLY: Mesh(mesh)}
+    out = {name: m if isinstance(m, Mesh) else Mesh(m) for name, m in mesh.items()}
+    sizes = {m.size for m in out.values()}
+    if len(sizes) > 1:
+        sizes_of = ", ".join(f"{name} {m} has {m.size} ranks" for name, m in out.items())
+        raise LayoutError(f"all meshes must be over the same ranks, but {sizes_of}")
+    return out
+
+
+def _labelled(section: str, rules: Rules) -> tuple[Rule, ...]:
+    return tuple(lower_rule(rule, f"{section}[{i}]") for i, rule in enumerate(rules))
+
+
+def _compiled(i: int, pattern: str, to: str) -> tuple[re.Pattern[str], str]:
+    try:
+        compiled = re.compile(pattern)
+        compiled.sub(to, "")  # parses the template, too
+    except (re.error, IndexError) as e:
+        raise LayoutError(f"renames[{i}]: {pattern!r} to {to!r}: {e}") from e
+    return compiled, to

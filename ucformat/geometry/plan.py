@@ -1,0 +1,256 @@
+"""Read plans: which byte ranges to read, and where each byte of them goes. Pure data, made before any I/O."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Literal
+
+from ucformat.errors import MissingData
+from ucformat.geometry.coverage import prove
+from ucformat.geometry.moves import Check, Strided, moves
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from ucformat.geometry.moves import Move
+    from ucformat.geometry.tensor import Extent, Piece, TensorInfo, Tiles
+
+__all__ = ["Limits", "Part", "Plan", "Request", "Verify", "make_plan", "read_tensor"]
+
+#: Which checksums to check: of the chunks that are read whole, of all (reading whole chunks for it), of none.
+Verify = Literal["whole", "always", "never"]
+
+
+_TRIFLE = 16  # bytes of gaps that are never worth another request: checksums, alignment
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How byte ranges are merged and cut, in bytes.
+
+    Rows of one tensor whose gap is at most `gap` are read as one: the page cache would fetch it anyway. Neighbouring
+    requests are joined, to at most `join`, where the gap between them is at most a hundredth of them. No request is
+    longer than `request` unless a single chunk is.
+    """
+
+    gap: int = 4 << 10
+    request: int = 4 << 20
+    join: int = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one request gives to one buffer: the set `inner`, `count` times, at steps in the bytes read and in memory.
+
+    `inner.src` counts from the first byte of the request. With a `check`, each of the `count` sets lies in a chunk of
+    its own, whose checksum is to be checked.
+    """
+
+    buffer: int
+    inner: Strided
+    check: Check | None = None
+    count: int = 1
+    src_step: int = 0
+    dst_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One range of bytes of one file, and the parts of it that are wanted."""
+
+    file: str
+    offset: int
+    nbytes: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Requests in the order of files and offsets, and what they cost."""
+
+    requests: tuple[Request, ...]
+    bytes_needed: int
+    bytes_unverified: int
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that will be read from storage."""
+        return sum(r.nbytes for r in self.requests)
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Bytes that will be read from each file."""
+        read: Counter[str] = Counter()
+        for r in self.requests:
+            read[r.file] += r.nbytes
+        return dict(read)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Pieces of one tensor, each with the number of the buffer it goes to."""
+
+    info: TensorInfo
+    extents: Iterable[Extent | Tiles]
+    pieces: Sequence[tuple[int, Piece]]
+
+
+def make_plan(wanted: Iterable[Wanted], verify: Verify = "whole", limits: Limits = Limits()) -> Plan:
+    """How to fill all the pieces of all the tensors.
+
+    Raises:
+        MissingData: the extents of a tensor leave a hole in a piece.
+        CoverageError: two extents overlap and are not replicas of one box.
+    """
+    requests: list[Request] = []
+    needed = unverified = 0
+    for w in wanted:
+        found, exposed = read_tensor(w, verify, limits)
+        requests += found
+        unverified += exposed
+        needed += sum(p.box.size for _, p in w.pieces) * w.info.itemsize
+    requests.sort(key=lambda r: (r.file, r.offset))
+    return Plan(tuple(_join(requests, limits)), needed, unverified)
+
+
+def read_tensor(w: Wanted, verify: Verify, limits: Limits) -> tuple[list[Request], int]:
+    """The requests for one tensor's pieces, and how many of their bytes no checksum covers."""
+    requests: list[Request] = []
+    unverified = 0
+    pieces = [(b, p) for b, p in w.pieces if p.box.size]
+    if not pieces:
+        return requests, 0
+    extents = _distinct(w.extents)
+    for buffer, piece in pieces:
+        met = [e for e in extents if e.box.intersect(piece.box)]
+        _must_cover(w.info, piece, met)
+        for extent in met:
+            for move in moves(extent, piece, w.info.itemsize):
+                checked = move.check is not None and verify != "never" and (move.whole or verify == "always")
+                if not checked:
+                    unverified += move.nbytes
+                requests += _whole_chunks(buffer, move, limits) if checked else _ranges(buffer, move, limits)
+    return requests, unverified
+
+
+def _distinct(extents: Iterable[Extent | Tiles]) -> list[Extent | Tiles]:
+    """The extents without further replicas of a box."""
+    first: dict[object, Extent | Tiles] = {}
+    for e in extents:
+        first.setdefault(e.box, e)
+    return list(first.values())
+
+
+def _must_cover(info: TensorInfo, piece: Piece, extents: list[Extent | Tiles]) -> None:
+    """Prove that the extents hold all of the piece, each element once."""
+    common = [(e.file, box) for e in extents if (box := e.box.intersect(piece.box))]
+    if len(common) == 1 and common[0][1] == piece.box:
+        return
+    held = sum(box.size for _, box in common)
+    if held < piece.box.size:
+        raise MissingData(
+            f"{info.key}: {piece.box.size - held} elements of {piece.box} are stored in no file",
+            hint="a file of the checkpoint is missing or was written by another run",
+        )
+    shift = tuple(-s for s in piece.box.start)
+    prove(_like(info, piece), [(file, box.shift(shift)) for file, box in common])
+
+
+def _like(info: TensorInfo, piece: Piece) -> TensorInfo:
+    return type(info)(f"{info.name}{piece.box}", info.state, info.dtype, piece.box.shape)
+
+
+def _whole_chunks(buffer: int, move: Move, limits: Limits) -> Iterator[Request]:
+    """Requests for chunks that are read whole and checked; neighbours along the last dim of the grid together."""
+    check, inner, outer = move.check, move.inner, move.outer
+    assert check is not None  # noqa: S101
+    step = outer.src_strides[-1] if outer.shape else 0
+    adjacent = step == check.stored
+    most = max(1, limits.request // check.stored) if adjacent else 1
+    *leading, last = outer.shape or (1,)
+    for at in product(*map(range, leading)):
+        src = sum(i * s for i, s in zip(at, outer.src_strides, strict=False))
+        dst = sum(i * d for i, d in zip(at, outer.dst_strides, strict=False))
+        for first in range(0, last, most):
+            count = min(most, last - first)
+            begin = inner.src - check.skip + src + first * step
+            to = inner.dst + dst + first * (outer.dst_strides[-1] if outer.shape else 0)
+            part = Part(
+                buffer,
+                Strided(inner.shape, check.skip, inner.src_strides, to, inner.dst_strides),
+                check,
+                count,
+                step,
+                outer.dst_strides[-1] if outer.shape else 0,
+            )
+            yield Request(move.file, begin, (count - 1) * step + check.stored, (part,))
+
+
+def _ranges(buffer: int, move: Move, limits: Limits) -> Iterator[Request]:
+    """Requests for exactly the wanted bytes, save that small gaps are read over."""
+    whole = move.inner.within(move.outer)
+    n = len(whole.shape)
+    span = 1  # bytes of the file that the innermost dims from `n` on reach over
+    while n and whole.src_strides[n - 1] - span <= limits.gap:
+        size, step = whole.shape[n - 1], whole.src_strides[n - 1]
+        if (size - 1) * step + span > limits.request:
+            break
+        span += (size - 1) * step
+        n -= 1
+    most = 1
+    if n and whole.src_strides[n - 1] - span <= limits.gap:  # cut this dim: the request would be too long
+        most = max(1, (limits.request - span) // whole.src_strides[n - 1] + 1)
+    *leading, last = whole.shape[:n] or (1,)
+    src_step = whole.src_strides[n - 1] if n else 0
+    dst_step = whole.dst_strides[n - 1] if n else 0
+    for at in product(*map(range, leading)):
+        src = whole.src + sum(i * s for i, s in zip(at, whole.src_strides, strict=False))
+        dst = whole.dst + sum(i * d for i, d in zip(at, whole.dst_strides, strict=False))
+        for first in range(0, last, most):
+            count = min(most, last - first)
+            cut, cut_src, cut_dst = ((), (), ()) if most == 1 else ((count,), (src_step,), (dst_step,))
+            inner = Strided(
+                cut + whole.shape[n:],
+                0,
+                cut_src + whole.src_strides[n:],
+                dst + first * dst_step,
+                cut_dst + whole.dst_strides[n:],
+            )
+            yield Request(move.file, src + first * src_step, (count - 1) * src_step + span, (Part(buffer, inner),))
+
+
+def _join(requests: list[Request], limits: Limits) -> Iterator[Request]:
+    """Join sorted requests that are small and near each other."""
+    group: list[Request] = []
+    gaps = 0
+    for r in requests:
+        if group:
+            gap = r.offset - (group[-1].offset + group[-1].nbytes)
+            joined = r.offset + r.nbytes - group[0].offset
+            near = 0 <= gap <= limits.gap and gaps + gap <= max(_TRIFLE, joined // 100)
+            if r.file == group[0].file and near and joined <= limits.join:
+                gaps += gap
+            else:
+                yield _joined(group)
+                group, gaps = [], 0
+        group.append(r)
+    if group:
+        yield _joined(group)
+
+
+def _joined(group: list[Request]) -> Request:
+    if len(group) == 1:
+        return group[0]
+    first, last = group[0], group[-1]
+    parts = tuple(
+        Part(p.buffer, _from(p.inner, r.offset - first.offset), p.check, p.count, p.src_step, p.dst_step)
+        for r in group
+        for p in r.parts
+    )
+    return Request(first.file, first.offset, last.offset + last.nbytes - first.offset, parts)
+
+
+def _from(inner: Strided, by: int) -> Strided:
+    return Strided(inner.shape, inner.src + by, inner.src_strides, inner.dst, inner.dst_strides)

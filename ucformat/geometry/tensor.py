@@ -1,0 +1,150 @@
+"""The nouns of the whole project: a tensor, the extents that store it, the pieces that a rank holds of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from ucformat.errors import UsageError
+from ucformat.schema.dtypes import ITEMSIZE
+
+if TYPE_CHECKING:
+    from ucformat.geometry.box import Box
+
+__all__ = ["Block", "Extent", "Key", "Piece", "Roster", "TensorInfo", "Tiles"]
+
+
+class Key(NamedTuple):
+    """What names a stored tensor: its name and its state (`weight`, `master`, `exp_avg`, …)."""
+
+    name: str
+    state: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.state})"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A logical tensor in one state: what is known of it without reading its bytes."""
+
+    name: str
+    state: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        try:
+            (self.name + self.state).encode()
+        except UnicodeEncodeError:
+            raise UsageError(
+                f"the tensor name {self.name!r} ({self.state!r}) is not Unicode text",
+                hint="rename it where it is saved",
+            ) from None
+        if self.dtype not in ITEMSIZE:
+            raise UsageError(
+                f"tensor {self.name} ({self.state}) has the unknown dtype {self.dtype!r}",
+                hint=f"known are {', '.join(ITEMSIZE)}",
+            )
+        if any(n < 0 for n in self.shape):
+            raise UsageError(f"tensor {self.name} ({self.state}) has the impossible shape {self.shape}")
+
+    @property
+    def key(self) -> Key:
+        """Name and state."""
+        return Key(self.name, self.state)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.size * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The stored unit that a checksum covers: `nbytes` raw bytes from `offset` on.
+
+    `crc32c` is the expected checksum, or None where it is stored little-endian in the four bytes that follow.
+    """
+
+    offset: int
+    nbytes: int
+    crc32c: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A box of a tensor that lies, raw and little-endian, in a file.
+
+    `file` is a key of the store that the tensor's source reads. Element `box.start + i` lies at byte
+    `offset + sum(i[d] * strides[d])`; strides are in bytes, one for each dim. Extents of one tensor with the same box
+    are replicas: any one of them serves.
+    """
+
+    box: Box
+    file: str
+    offset: int
+    strides: tuple[int, ...]
+    block: Block | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A box of a tensor that lies in a file as equal chunks, one after another, each followed by its crc32c.
+
+    The chunks are those of a regular grid that begins at `box.start`, in C order; a chunk that reaches past the box is
+    padded to its full shape. Chunk number `k` begins at byte `offset + k * pitch`. Stands for one extent for each
+    chunk, so that planning costs nothing for each chunk.
+    """
+
+    box: Box
+    file: str
+    offset: int
+    chunk: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of chunks along each dim."""
+        return tuple(-(-n // c) for n, c in zip(self.box.shape, self.chunk, strict=True))
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from one chunk to the next."""
+        return math.prod(self.chunk) * self.itemsize + 4
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor and where it lies in one rank's local buffer.
+
+    Element `box.start + i` lies at element `offset + sum(i[d] * strides[d])` of the buffer. `buffer` names a flat
+    buffer that several tensors share; None is the tensor's own.
+    """
+
+    box: Box
+    offset: int
+    strides: tuple[int, ...]
+    buffer: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """The tensors of a checkpoint, in the order the training program lists them.
+
+    `groups` gives a parameter's optimizer group, by its name. Flat buffers depend on both.
+    """
+
+    tensors: tuple[TensorInfo, ...]
+    groups: dict[str, int] = field(default_factory=dict)
