@@ -1,0 +1,335 @@
+"""What every store does: one suite, run over each of them."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from ucformat.errors import Conflict, MissingData, NotFound, Refused
+from ucformat.storage.base import content_version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ucformat.storage.base import Store
+
+HOSTILE = ["", "..", "../x", "a/../../x", "/abs", "a//b", "a/./b", "a/", ".", "a\\b", "a\0b", "\ud800"]
+
+
+def put(store: Store, key: str, data: bytes = b"x") -> None:
+    with store.create(key) as out:
+        out.write(data)
+
+
+def keys(store: Store, prefix: str = "") -> list[str]:
+    return [i.key for i in store.list(prefix)]
+
+
+def outcomes(work: Callable[[int], object], n: int = 8) -> list[object]:
+    """What n threads return or raise that begin `work` together."""
+    barrier = threading.Barrier(n)
+
+    def one(i: int) -> object:
+        barrier.wait()
+        try:
+            return work(i)
+        except (Conflict, Refused) as error:
+            return error
+
+    with ThreadPoolExecutor(n) as pool:
+        return list(pool.map(one, range(n)))
+
+
+class StoreBehaviour:
+    can_put_if_absent = True
+    can_replace = True
+
+    # --- reading
+
+    def test_reads_ranges(self, store: Store) -> None:
+        put(store, "d/f", bytes(range(100)))
+        assert store.read("d/f") == bytes(range(100))
+        assert store.read("d/f", 90) == bytes(range(90, 100))
+        assert store.read("d/f", 10, 5) == bytes(range(10, 15))
+        assert store.read("d/f", 100) == b""
+        assert store.read("d/f", 40, 0) == b""
+
+    def test_scatters_a_range_over_buffers(self, store: Store) -> None:
+        data = random.Random(1).randbytes(100_000)
+        put(store, "f", data)
+        sizes = [1, 0, 4096, 3, 0, 70_000]
+        buffers = [bytearray(n) for n in sizes]
+        store.read_into("f", 17, [memoryview(b) for b in buffers])
+        assert b"".join(buffers) == data[17 : 17 + sum(sizes)]
+
+    def test_scatters_over_more_buffers_than_one_call_takes(self, store: Store) -> None:
+        data = random.Random(2).randbytes(9000)
+        put(store, "f", data)
+        target = bytearray(9000)
+        view = memoryview(target)
+        store.read_into("f", 0, [view[i : i + 3] for i in range(0, 9000, 3)])
+        assert target == data
+
+    def test_fills_buffers_of_any_item_type(self, store: Store) -> None:
+        put(store, "f", b"\x01\0\0\0\x02\0\0\0\x03\0\0\0\x04\0\0\0")
+        grid, scalar = np.zeros((1, 3), "<u4"), np.zeros((), "<u4")
+        store.read_into("f", 0, [grid.data, np.zeros((0, 3)).data, scalar.data])
+        assert (grid.tolist(), scalar.tolist()) == ([[1, 2, 3]], 4)
+
+    def test_reads_nothing_into_nothing(self, store: Store) -> None:
+        put(store, "f", b"abc")
+        store.read_into("f", 0, [])
+        store.read_into("f", 3, [memoryview(b"")])
+        store.read_into("f", 99, [])
+
+    @pytest.mark.parametrize(("offset", "nbytes"), [(0, 11), (9, 2), (10, 1), (500, 1), (-1, 2), (0, 1 << 60)])
+    def test_reading_past_the_end_names_file_range_and_size(self, store: Store, offset: int, nbytes: int) -> None:
+        put(store, "d/short", b"0123456789")
+        with pytest.raises(MissingData, match=rf"d/short: bytes {offset} to {offset + nbytes} .* has \d+"):
+            store.read("d/short", offset, nbytes)
+        if nbytes < 100:
+            with pytest.raises(MissingData, match=f"d/short: bytes {offset} to {offset + nbytes}"):
+                store.read_into("d/short", offset, [memoryview(bytearray(nbytes))])
+
+    def test_reading_from_beyond_the_end_to_the_end_is_missing_data(self, store: Store) -> None:
+        put(store, "f", b"abc")
+        with pytest.raises(MissingData):
+            store.read("f", 4)
+
+    def test_a_missing_file_is_not_found(self, store: Store) -> None:
+        put(store, "a/b/c")
+        for key in ("nothing", "a/nothing", "no/thing", "a/b", "a"):
+            for read in (
+                store.info,
+                store.read,
+                store.read_versioned,
+                store.adopt,
+                lambda k: store.read_into(k, 0, [memoryview(bytearray(1))]),
+            ):
+                with pytest.raises(NotFound, match=key):
+                    read(key)
+
+    def test_many_threads_read_the_same_files(self, store: Store) -> None:
+        files = {f"d/{i}": random.Random(i).randbytes(5000 + i) for i in range(20)}
+        for key, data in files.items():
+            put(store, key, data)
+
+        def work(seed: int) -> None:
+            dice = random.Random(seed)
+            for _ in range(100):
+                key, data = dice.choice(list(files.items()))
+                start = dice.randrange(len(data))
+                buffer = bytearray(dice.randrange(len(data) - start))
+                store.read_into(key, start, [memoryview(buffer)])
+                assert buffer == data[start : start + len(buffer)]
+
+        assert outcomes(work) == [None] * 8
+
+    def test_info_tells_size_and_changes_with_content(self, store: Store) -> None:
+        put(store, "d/f", b"one")
+        before = store.info("d/f")
+        assert (before.key, before.size) == ("d/f", 3)
+        assert store.info("d/f") == before
+        put(store, "d/f", b"two")
+        assert store.info("d/f").version != before.version
+
+    # --- streams
+
+    def test_a_stream_is_invisible_until_it_is_closed(self, store: Store) -> None:
+        out = store.create("d/f")
+        buffer = bytearray(b"abc")
+        out.write(buffer)
+        buffer[:] = b"xyz"  # the caller may use it again
+        out.write(memoryview(b"def"))
+        out.write(b"")
+        assert keys(store) == []
+        with pytest.raises(NotFound):
+            store.info("d/f")
+        out.close()
+        assert (keys(store), store.read("d/f")) == (["d/f"], b"abcdef")
+        out.close()
+        out.abort()
+        assert store.read("d/f") == b"abcdef"
+
+    def test_an_aborted_stream_leaves_nothing(self, store: Store) -> None:
+        out = store.create("d/f")
+        out.write(b"abc")
+        out.abort()
+        out.abort()
+        out.close()
+        with suppress(ZeroDivisionError), store.create("d/g") as out:
+            out.write(b"abc")
+            raise ZeroDivisionError
+        store.create("d/h")  # dropped on the floor
+        assert keys(store) == []
+
+    def test_an_empty_stream_is_an_empty_file(self, store: Store) -> None:
+        store.create("f").close()
+        assert (store.read("f"), store.info("f").size) == (b"", 0)
+
+    def test_a_stream_replaces_what_was_there_for_every_reader(self, store: Store) -> None:
+        buffer = memoryview(bytearray(3))
+        put(store, "f", b"old")
+        store.read_into("f", 0, [buffer])
+        out = store.create("f")
+        out.write(b"new")
+        assert store.read("f") == b"old"
+        out.close()
+        store.read_into("f", 0, [buffer])
+        assert (store.read("f"), bytes(buffer)) == (b"new", b"new")
+
+    def test_threads_write_streams_side_by_side(self, store: Store) -> None:
+        def work(i: int) -> None:
+            for j in range(10):
+                put(store, f"d{j}/{i}", bytes([i]) * 1000)
+
+        assert outcomes(work) == [None] * 8
+        store.flush()
+        assert len(keys(store)) == 80
+        assert all(store.read(k) == bytes([int(k[-1])]) * 1000 for k in keys(store))
+
+    def test_flush_and_adopt_can_be_called_at_any_time(self, store: Store) -> None:
+        store.flush()
+        put(store, "a/f")
+        store.adopt("a/f")
+        store.flush()
+        store.adopt("a/f")
+        store.delete_prefix("a")
+        store.flush()
+
+    # --- put_if_absent and replace
+
+    def test_put_if_absent_puts_once(self, store: Store) -> None:
+        if not self.can_put_if_absent:
+            with pytest.raises(Refused, match="not committed to"):
+                store.put_if_absent("d/f", b"one")
+            return
+        assert store.put_if_absent("d/f", b"one") == content_version(b"one")
+        with pytest.raises(Conflict, match="d/f"):
+            store.put_if_absent("d/f", b"two")
+        assert store.read("d/f") == b"one"
+        put(store, "g", b"stream")
+        with pytest.raises(Conflict):
+            store.put_if_absent("g", b"two")
+        store.delete("d/f")
+        store.put_if_absent("d/f", b"three")
+        assert keys(store) == ["d/f", "g"]
+
+    def test_one_of_many_threads_puts(self, store: Store) -> None:
+        if not self.can_put_if_absent:  # then nobody wins
+            assert all(isinstance(o, Refused) for o in outcomes(lambda i: store.put_if_absent("d/f", bytes([i]))))
+            return
+        for turn in range(20):
+            found = outcomes(lambda i, t=turn: store.put_if_absent(f"d{t}/f", bytes([i]) * 1000))  # type: ignore[misc]
+            winners = [i for i, o in enumerate(found) if isinstance(o, str)]
+            assert len(winners) == 1
+            assert store.read(f"d{turn}/f") == bytes(winners) * 1000
+        assert len(keys(store)) == 20
+
+    def test_replace_wants_the_version_that_stands_there(self, store: Store) -> None:
+        put(store, "d/f", b"one")
+        data, version = store.read_versioned("d/f")
+        assert (data, version) == (b"one", content_version(b"one"))
+        if not self.can_replace:
+            with pytest.raises(Refused, match="unchanged"):
+                store.replace("d/f", b"two", version)
+            return
+        second = store.replace("d/f", b"two", version)
+        assert store.read_versioned("d/f") == (b"two", second)
+        with pytest.raises(Conflict, match="d/f"):
+            store.replace("d/f", b"three", version)
+        with pytest.raises(Conflict):
+            store.replace("d/none", b"three", version)
+        store.replace("d/f", b"three", second)
+        assert (store.read("d/f"), keys(store)) == (b"three", ["d/f"])
+
+    def test_one_of_many_threads_replaces(self, store: Store) -> None:
+        if not self.can_replace:  # then nobody wins
+            assert all(isinstance(o, Refused) for o in outcomes(lambda i: store.replace("f", bytes([i]), "version")))
+            return
+        version = store.put_if_absent("f", b"first")
+        for turn in range(20):
+            found = outcomes(lambda i, t=turn, v=version: store.replace("f", b"%d of %d" % (i, t), v))  # type: ignore[misc]
+            [version] = [o for o in found if isinstance(o, str)]
+            assert store.read_versioned("f")[1] == version
+
+    # --- listing and deleting
+
+    def test_lists_in_the_order_of_keys(self, store: Store) -> None:
+        names = ["a/b/c", "a/b-d", "a/bc", "a/b.x", "a/b/a", "b", "a.b", "a-", "A", "z/y/x/w", "é", "a/b/.hidden"]
+        for name in names:
+            put(store, name, name.encode())
+        assert keys(store) == sorted(names)
+        assert keys(store, "a/b") == ["a/b/.hidden", "a/b/a", "a/b/c"]
+        assert keys(store, "z") == ["z/y/x/w"]
+        assert keys(store, "b") == keys(store, "nothing/here") == keys(store, "b/under/a/file") == []
+        assert [i.size for i in store.list("a/b")] == [11, 5, 5]
+        assert list(store.list("z")) == [store.info("z/y/x/w")]
+
+    def test_an_empty_place_lists_nothing(self, store: Store) -> None:
+        assert keys(store) == []
+
+    def test_deleting_twice_is_deleting(self, store: Store) -> None:
+        put(store, "a/b")
+        put(store, "a/bc")
+        for _ in range(2):
+            store.delete("a/b")
+            store.delete("never/was")
+        store.delete("a/bc/below/a/file")
+        assert keys(store) == ["a/bc"]
+
+    def test_deletes_a_folder_and_only_that(self, store: Store) -> None:
+        for name in ("a/b/x", "a/b/c/d/e", "a/bc", "a/b.x", "ab/x"):
+            put(store, name)
+        store.create("a/b/open").write(b"left by a killed writer")
+        for _ in range(2):
+            store.delete_prefix("a/b")
+        store.delete_prefix("never/was")
+        store.delete_prefix("a/bc")  # a file, not a folder
+        assert keys(store) == ["a/b.x", "a/bc", "ab/x"]
+        put(store, "a/b/x", b"again")
+        assert store.read("a/b/x") == b"again"
+
+    def test_many_threads_delete_the_same_folder(self, store: Store) -> None:
+        for i in range(50):
+            put(store, f"d/{i % 7}/{i}")
+        assert outcomes(lambda _: store.delete_prefix("d")) == [None] * 8
+        assert keys(store) == []
+
+    # --- names
+
+    @pytest.mark.parametrize("key", HOSTILE)
+    def test_a_key_that_leaves_the_root_is_refused(self, store: Store, key: str) -> None:
+        acts: list[Callable[[str], object]] = [
+            store.info,
+            store.read,
+            store.read_versioned,
+            store.create,
+            store.adopt,
+            store.delete,
+            store.delete_prefix,
+            lambda k: store.put_if_absent(k, b""),
+            lambda k: store.replace(k, b"", ""),
+            lambda k: store.read_into(k, 0, [memoryview(bytearray(1))]),
+            *([store.list] if key else []),
+        ]
+        for act in acts:
+            with pytest.raises(Refused, match="inside"):
+                act(key)
+        with pytest.raises(Refused, match="temporary"):
+            store.create("a/.ucf-b/c")
+        assert keys(store) == []
+
+    @pytest.mark.parametrize("name", ["é", "名前", "a b", "%2e%2e", "*", "[a]", "a?b#c", "a:b", "~", "...", "n" * 200])
+    def test_any_other_name_is_a_name(self, store: Store, name: str) -> None:
+        key = f"{name}/{name}"
+        put(store, key, b"abc")
+        assert (store.read(key), keys(store), keys(store, name)) == (b"abc", [key], [key])
+        store.delete(key)
+        assert keys(store) == []

@@ -1,0 +1,362 @@
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import ucformat
+from tests.storage.behaviour import keys, put
+from ucformat.errors import Conflict, NotFound, Refused, UcformatError
+from ucformat.storage import handles
+from ucformat.storage.base import content_version
+from ucformat.storage.local import LocalStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(ucformat.__file__).parents[1]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path)
+
+
+def spawn(code: str, *args: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, args)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def open_files(below: Path) -> int:
+    found = 0
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found += fd.readlink().is_relative_to(below)
+    return found
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, function: str, code: int) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, function, fail)
+
+
+RACE = """
+import sys, time, pathlib
+from ucformat.errors import Conflict
+from ucformat.storage.local import LocalStore
+root, act, me = sys.argv[1], sys.argv[2], sys.argv[3].encode()
+store = LocalStore(root)
+version = store.read_versioned("f")[1] if act == "replace" else ""
+print("ready", flush=True)
+while not pathlib.Path(root, "go").exists():
+    time.sleep(0.001)
+try:
+    store.put_if_absent("d/f", me * 5000) if act == "put" else store.replace("f", me * 5000, version)
+    print("won", flush=True)
+except Conflict:
+    print("lost", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("act", "key"), [("put", "d/f"), ("replace", "f")])
+def test_one_of_many_processes_wins(store: LocalStore, tmp_path: Path, act: str, key: str) -> None:
+    put(store, "f", b"first")
+    racers = [spawn(RACE, tmp_path, act, i) for i in range(8)]
+    assert [r.stdout.readline() for r in racers if r.stdout] == ["ready\n"] * 8
+    put(store, "go")
+    said = [r.communicate(timeout=60)[0] for r in racers]
+    assert sorted(said) == ["lost\n"] * 7 + ["won\n"]
+    assert store.read(key) == str(said.index("won\n")).encode() * 5000
+
+
+def test_a_killed_writer_leaves_nothing_to_see(store: LocalStore, tmp_path: Path) -> None:
+    code = """
+import sys, time
+from ucformat.storage.local import LocalStore
+out = LocalStore(sys.argv[1]).create("data/x/f")
+out.write(bytes(10_000_000))
+print("ready", flush=True)
+time.sleep(60)
+"""
+    writer = spawn(code, tmp_path)
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "ready\n"
+    writer.send_signal(signal.SIGKILL)
+    writer.communicate()
+    assert keys(store) == []
+    assert [p.stat().st_size for p in tmp_path.rglob("*.tmp")] == [10_000_000]
+    store.delete_prefix("data")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_open_files_are_few_and_closed_with_the_store(store: LocalStore, tmp_path: Path) -> None:
+    for i in range(300):
+        put(store, f"d/{i}", b"%d" % i)
+    store.flush()
+    assert open_files(tmp_path) == 0
+    buffer = memoryview(bytearray(1))
+    for i in range(300):
+        store.read_into(f"d/{i}", 0, [buffer])
+    assert open_files(tmp_path) == 128
+    reader = LocalStore(tmp_path)
+    reader.read_into("d/1", 0, [buffer])
+    del reader
+    assert open_files(tmp_path) == 128
+    store.delete("d/299")
+    assert open_files(tmp_path) == 127
+    store.delete_prefix("d")
+    assert open_files(tmp_path) == 0
+
+
+def test_a_file_replaced_while_it_is_opened_is_not_kept(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "f", b"old")
+    buffer = memoryview(bytearray(3))
+    opened = handles.OpenFile
+
+    def slowly(path: Path) -> handles.OpenFile:
+        file = opened(path)
+        put(store, "f", b"new")
+        return file
+
+    monkeypatch.setattr(handles, "OpenFile", slowly)
+    store.read_into("f", 0, [buffer])
+    monkeypatch.undo()
+    store.read_into("f", 0, [buffer])
+    assert bytes(buffer) == b"new"
+
+
+def test_short_reads_are_continued(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = os.urandom(1000)
+    put(store, "f", data)
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:7]], offset))
+    target = [bytearray(n) for n in (5, 0, 300, 7, 14, 100)]
+    store.read_into("f", 3, [memoryview(t) for t in target])
+    assert b"".join(target) == data[3:429]
+
+
+# --- durability
+
+
+def test_flush_syncs_each_file_and_the_folders_up_to_the_first_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def note(fd: int) -> None:
+        synced.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    store = LocalStore(tmp_path / "new" / "root")
+    put(store, "a/b/f")
+    assert not any(s.endswith(("/a/b", "/a")) for s in synced)
+    store.flush()
+    root = str(tmp_path / "new" / "root")
+    assert sorted(synced[1:]) == [str(tmp_path), str(tmp_path / "new"), root, f"{root}/a", f"{root}/a/b"]
+    synced.clear()
+    store.flush()
+    assert synced == []
+    other = LocalStore(tmp_path / "new" / "root")
+    other.adopt("a/b/f")
+    other.flush()
+    assert sorted(synced) == [root, f"{root}/a", f"{root}/a/b", f"{root}/a/b/f"]
+    synced.clear()
+    store.put_if_absent("a/c", b"x")
+    assert synced[1:] == [f"{root}/a", root]
+
+
+def test_an_error_of_write_back_raises_until_the_file_is_written_anew(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, "fsync", errno.EIO)
+    for key in ("a/f", "a/g", "b/h"):
+        put(store, key)
+    with pytest.raises(UcformatError, match=r"cannot make durable .*/f: Input/output error"):
+        store.flush()
+    monkeypatch.undo()
+    store.adopt("a/f")  # too late: what was lost stays lost
+    with pytest.raises(UcformatError, match="a/f"):
+        store.flush()
+    put(store, "a/f")
+    store.delete("a/g")
+    with pytest.raises(UcformatError, match="b/h"):
+        store.flush()
+    store.delete_prefix("b")
+    store.flush()
+
+
+# --- what the operating system refuses
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "hint"),
+    [
+        (errno.ENOSPC, UcformatError, "free some space"),
+        (errno.EDQUOT, UcformatError, "free some space"),
+        (errno.EACCES, Refused, "owner and the mode"),
+        (errno.EROFS, Refused, "owner and the mode"),
+        (errno.EIO, UcformatError, "Input/output"),
+    ],
+)
+def test_a_write_that_fails_says_what_to_do_and_leaves_nothing(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, error: type[UcformatError], hint: str
+) -> None:
+    put(store, "d/g", b"old")
+    acts: list[Callable[[], object]] = [
+        lambda: put(store, "d/f"),
+        lambda: store.put_if_absent("d/f", b"x"),
+        lambda: store.replace("d/g", b"x", content_version(b"old")),
+    ]
+    for act in acts:
+        with monkeypatch.context() as patch:
+            failing(patch, "write", code)
+            with pytest.raises(error, match=rf"(?s)cannot write .*/d/[fg].*{hint}"):
+                act()
+    assert keys(store) == ["d/g"]
+    assert not list(tmp_path.rglob("*.tmp"))
+    with monkeypatch.context() as patch:
+        failing(patch, "open", code)
+        with pytest.raises(error, match=rf"(?s)cannot read .*/d/g.*{hint}"):
+            store.read("d/g")
+
+
+def test_a_place_without_hard_links_is_refused(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for code in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+        failing(monkeypatch, "link", code)
+        with pytest.raises(Refused, match=r"(?s)cannot be put if absent.*hard links"):
+            store.put_if_absent("f", b"x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_whose_answer_got_lost_is_a_success(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def lossy(src: Path, dst: Path) -> None:
+        link(src, dst)
+        raise FileExistsError(errno.EEXIST, "File exists")
+
+    monkeypatch.setattr(os, "link", lossy)
+    store.put_if_absent("f", b"x")
+    with pytest.raises(Conflict):
+        store.put_if_absent("f", b"y")
+    assert keys(store) == ["f"]
+
+
+def test_a_folder_removed_under_a_stream_is_said_so(store: LocalStore) -> None:
+    out = store.create("d/f")
+    store.delete_prefix("d")
+    with pytest.raises(NotFound, match="removed meanwhile"):
+        out.close()
+
+
+def test_files_and_folders_in_each_others_place(store: LocalStore) -> None:
+    put(store, "d/f", b"x")
+    with pytest.raises(Refused, match="folder stands where"):
+        put(store, "d")
+    with pytest.raises(Refused, match="folder stands where"):
+        store.delete("d")
+    with pytest.raises(Refused, match="file stands where"):
+        put(store, "d/f/g")
+    with pytest.raises(Refused, match="file stands where"):
+        store.put_if_absent("d/f/g", b"")
+    with pytest.raises(Conflict):
+        store.put_if_absent("d", b"x")
+    with pytest.raises(NotFound, match="does not exist"):
+        store.read("d/f/g")
+    with pytest.raises(Refused, match="too long"):
+        put(store, "n" * 256)
+    assert keys(store) == ["d/f"]
+
+
+# --- symbolic links
+
+
+def test_reads_through_links_and_writes_only_inside(tmp_path: Path) -> None:
+    outside = LocalStore(tmp_path / "blobs")
+    put(outside, "sub/blob", b"abc")
+    store = LocalStore(tmp_path / "root")
+    put(store, "inside/f", b"x")
+    root = tmp_path / "root"
+    (root / "file").symlink_to(tmp_path / "blobs/sub/blob")
+    (root / "folder").symlink_to(tmp_path / "blobs/sub")
+    (root / "loop").symlink_to(root)
+    (root / "broken").symlink_to(root / "nowhere")
+    (root / "itself").symlink_to(root / "itself")
+    os.mkfifo(root / "pipe")
+    with pytest.raises(NotFound, match="not a file"):
+        store.info("pipe")
+    with pytest.raises(UcformatError, match=r"cannot read .*/pipe"):
+        store.read_into("pipe", 0, [memoryview(bytearray(1))])
+    assert (store.read("file"), store.read("folder/blob"), store.info("file").size) == (b"abc", b"abc", 3)
+    assert keys(store) == ["file", "inside/f"]
+    acts: list[Callable[[str], object]] = [
+        store.create,
+        store.delete,
+        store.delete_prefix,
+        lambda k: store.put_if_absent(k, b""),
+        lambda k: store.replace(k, b"", content_version(b"abc")),
+    ]
+    for act in acts:
+        with pytest.raises(Refused, match="symbolic link"):
+            act("folder/blob")
+    put(store, "loop/inside/g", b"y")
+    store.delete_prefix("folder")
+    store.delete("file")
+    store.delete_prefix("loop")
+    assert (keys(store), keys(outside)) == (["inside/f", "inside/g"], ["sub/blob"])
+    assert outside.read("sub/blob") == b"abc"
+
+
+def test_pickles_as_its_root(store: LocalStore) -> None:
+    put(store, "f", b"abc")
+    assert pickle.loads(pickle.dumps(store)).read("f") == b"abc"  # noqa: S301
+
+
+def test_many_closed_streams_do_not_run_out_of_descriptors(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync = os.fsync
+
+    def slow(fd: int) -> None:
+        time.sleep(0.002)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    store._durability._most = 32
+    most = 0
+    for i in range(200):
+        put(store, f"{i}")
+        most = max(most, open_files(Path(store.url)))
+    store.flush()
+    assert most <= 66
+
+
+def test_sweeping_removes_what_the_dead_left_and_nothing_of_the_living(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    living = store.create("a/living")
+    living.write(b"x" * 100)
+    dead = tmp_path / "a" / ".ucf-0123456789abcdef.tmp"
+    dead.write_bytes(b"y" * 100)
+    store.sweep()
+    assert not dead.exists()
+    living.close()
+    assert store.read("a/living") == b"x" * 100

@@ -1,0 +1,172 @@
+"""The storage protocol: what every back end does with bytes under one root url.
+
+A *key* is a relative path with `/` between its parts (`data/x/c/0`). Keys that are absolute, empty, or hold `..`, `.`,
+an empty part, a backslash, a NUL or what is not Unicode are refused before anything is touched, so no name read from a
+checkpoint ever leaves the root.
+
+There are two kinds of version. `Info.version` is cheap (size and time, an ETag, …) and only good for seeing that a file
+changed since another `info`. The version that `read_versioned`, `put_if_absent` and `replace` return is the hash of the
+content, `content_version`, the same in every store.
+
+A store pickles as its url, so that a worker process opens its own; it is not carried over a `fork`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, Self
+
+from ucformat.errors import MissingData, Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import TracebackType
+
+__all__ = ["HIDDEN", "Bytes", "Info", "Store", "Writer", "check_key", "check_range", "content_version"]
+
+#: What reads fill and writes take: any contiguous buffer.
+Bytes = bytes | bytearray | memoryview
+
+#: How the names of temporary files and locks begin, which `Store.list` does not show.
+HIDDEN = ".ucf-"
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """A stored file: its key, size in bytes, and a `version` token that changes whenever its content does."""
+
+    key: str
+    size: int
+    version: str
+
+
+class Writer(Protocol):
+    """A file being written front to back, by one thread; it is seen under its key only after `close`, and whole.
+
+    It is durable after the next `Store.flush`. As a context manager, it closes on success and aborts on an error.
+    """
+
+    def write(self, data: Bytes) -> None:
+        """Append these bytes; they may be reused by the caller when this returns."""
+
+    def close(self) -> None:
+        """Make the file visible, replacing what stood there; a second call does nothing."""
+
+    def abort(self) -> None:
+        """Drop what was written; nothing becomes visible. After `close` it does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+
+class Store(Protocol):
+    """Bytes under one root. Safe to use from several threads at once.
+
+    Reading what is not there is NotFound; what this place does not allow or cannot do is Refused; any other failure of
+    the place (a full disk, a lost connection) is an UcformatError. Each names the file.
+    """
+
+    @property
+    def url(self) -> str:
+        """The root, as the user would write it."""
+
+    def info(self, key: str) -> Info:
+        """Size and version of a file; NotFound where there is none."""
+
+    def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """Bytes `offset … offset + nbytes` of a file (to its end where None): for small things.
+
+        MissingData where the file ends before.
+        """
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill `buffers` one after another with the bytes from `offset` on; MissingData where the file is too short.
+
+        Buffers are writable and C-contiguous, of any item type. After an error their content is undefined.
+        """
+
+    def read_versioned(self, key: str) -> tuple[bytes, str]:
+        """A whole small file and its content version, which `replace` wants to see."""
+
+    def create(self, key: str) -> Writer:
+        """Write a file as a stream, and the folders above it."""
+
+    def flush(self) -> None:
+        """Return when every file that this store object has closed is durable, and the folders that name it.
+
+        A file that could not be made durable raises here, again on every call until it is written anew or deleted.
+        """
+
+    def adopt(self, key: str) -> None:
+        """Let the next `flush` cover this file too, which another store object or an earlier process has closed."""
+
+    def put_if_absent(self, key: str, data: bytes) -> str:
+        """Write a whole file, durably and atomically, unless one is there (Conflict); its content version."""
+
+    def replace(self, key: str, data: bytes, version: str) -> str:
+        """Write a whole file, durably and atomically, in place of one with this content version, else Conflict.
+
+        Returns the new content version.
+        """
+
+    def list(self, prefix: str = "") -> Iterator[Info]:
+        """All files below a folder (`""`: the root), in the order of their keys; none where there is no such folder.
+
+        A file that comes or goes meanwhile may be listed or not.
+        """
+
+    def delete(self, key: str) -> None:
+        """Remove a file; one that is already gone counts as removed."""
+
+    def delete_prefix(self, prefix: str) -> None:
+        """Remove a folder and all in it, leftovers of killed writers too; what is already gone counts as removed.
+
+        The root itself (`""`) is Refused.
+        """
+
+    def sweep(self) -> None:
+        """Remove what killed writers left below the root, and nothing of those that live."""
+
+
+def check_key(key: str) -> str:
+    """The key, where it names something below the root; else Refused."""
+    parts = key.split("/")
+    if any(p in ("", ".", "..") for p in parts) or "\\" in key or "\0" in key or not _encodable(key):
+        raise Refused(
+            f"the path {key!r} does not stay inside its checkpoint",
+            hint="the checkpoint is damaged or was made to do harm; nothing was read or written",
+        )
+    if any(p.startswith(HIDDEN) for p in parts):
+        raise Refused(f"the path {key!r} is not to be used: names that begin with {HIDDEN!r} are for temporary files")
+    return key
+
+
+def _encodable(key: str) -> bool:
+    try:
+        key.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_range(name: str, offset: int, nbytes: int, size: int) -> None:
+    """MissingData where a file of this size, named so in the message, lacks some of `nbytes` bytes from `offset` on."""
+    if offset < 0 or nbytes < 0 or (nbytes and offset + nbytes > size):
+        raise MissingData(
+            f"{name}: bytes {offset} to {offset + max(nbytes, 0)} are wanted, but the file has {size}",
+            hint="the file is truncated or another one than the checkpoint was made with; restore it from a copy",
+        )
+
+
+def content_version(data: bytes) -> str:
+    """The version of a file with this content."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

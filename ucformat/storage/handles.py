@@ -1,0 +1,88 @@
+"""Open files to read from, shared by threads and bounded in number; and the scattering read itself."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["Handles", "OpenFile", "read_scattered"]
+
+_IOV_MAX = 1024
+
+
+class OpenFile:
+    """A descriptor for reading, closed when nobody holds this object any more; a pipe fails, and does not wait."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, path: Path) -> None:
+        self.fd = -1
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+class Handles:
+    """The files read last, kept open: at most `limit`, besides those in the hands of a reading thread."""
+
+    def __init__(self, limit: int = 128) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._files: OrderedDict[str, OpenFile] = OrderedDict()
+        self._changes = 0
+
+    def get(self, key: str) -> OpenFile | None:
+        """The file, if it is open; hold it while reading."""
+        with self._lock:
+            file = self._files.get(key)
+            if file is not None:
+                self._files.move_to_end(key)
+            return file
+
+    def open(self, key: str, path: Path) -> OpenFile:
+        """Open the file, and keep it open."""
+        changes = self._changes
+        file = OpenFile(path)
+        with self._lock:
+            if changes == self._changes:  # else it may have been replaced since it was opened: use it once
+                self._files[key] = file
+                if len(self._files) > self._limit:
+                    self._files.popitem(last=False)
+        return file
+
+    def drop(self, key: str) -> None:
+        """Forget a file that was replaced or removed."""
+        with self._lock:
+            self._changes += 1
+            self._files.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget every file."""
+        with self._lock:
+            self._changes += 1
+            self._files.clear()
+
+
+def read_scattered(fd: int, offset: int, buffers: Sequence[memoryview]) -> int:
+    """Fill buffers one after another from `offset` on; the number of bytes read, less only at the end of the file."""
+    todo = [b.cast("B") for b in buffers if b.nbytes]
+    todo.reverse()
+    done = 0
+    while todo:
+        got = os.preadv(fd, todo[: -_IOV_MAX - 1 : -1], offset + done)
+        if got == 0:
+            break
+        done += got
+        while todo and got >= todo[-1].nbytes:
+            got -= todo.pop().nbytes
+        if got:
+            todo[-1] = todo[-1][got:]
+    return done

@@ -1,0 +1,306 @@
+"""Files under a local folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ucformat.errors import Conflict, NotFound, Refused
+from ucformat.storage.base import HIDDEN, Info, Writer, check_key, check_range, content_version
+from ucformat.storage.durable import Durability, sync_folder
+from ucformat.storage.folders import Folders
+from ucformat.storage.handles import Handles, OpenFile, read_scattered
+from ucformat.storage.oserrors import explaining
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from ucformat.storage.base import Bytes
+
+__all__ = ["LocalStore"]
+
+_WRITE = 256 << 10  # bytes of one write(2): ext4 was measured up to nine times slower with 8 MiB than with this
+
+
+class LocalStore:
+    """Files under a local folder, which need not exist before the first is written.
+
+    Symbolic links are followed when reading, also out of the root, because foreign checkpoints are made of them
+    (Hugging Face's cache); `list` shows linked files, not what is in linked folders. Writing through a link that leaves
+    the root is Refused. What a killed writer leaves are hidden files, which `sweep` and `delete_prefix` remove. Open
+    files are closed when the store is garbage-collected.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = Path(root).expanduser().absolute()
+        self._handles = Handles()
+        self._durability = Durability()
+        self._folders = Folders(self._root)
+
+    def __reduce__(self) -> tuple[type[LocalStore], tuple[Path]]:
+        return LocalStore, (self._root,)
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """The path of the root, absolute."""
+        return str(self._root)
+
+    def info(self, key: str) -> Info:
+        """Size and version of a file."""
+        path = self._path(key)
+        with explaining("read", str(path)):
+            found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise NotFound(f"{path} is not a file")
+        return _info(key, found)
+
+    def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """Bytes of a file, always of the one that stands there now."""
+        path = self._path(key)
+        with explaining("read", str(path)):
+            file = OpenFile(path)
+            size = os.fstat(file.fd).st_size
+            nbytes = size - offset if nbytes is None else nbytes
+            check_range(str(path), offset, nbytes, size)
+            data = bytearray(nbytes)
+            got = read_scattered(file.fd, offset, [memoryview(data)])
+            check_range(str(path), offset, nbytes, offset + got)
+            return bytes(data)
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill buffers by `preadv`, with no copy between."""
+        name = f"{self._root}/{key}"
+        wanted = sum(b.nbytes for b in buffers)
+        if offset < 0:
+            check_range(name, offset, wanted, 0)
+        with explaining("read", name):
+            file = self._handles.get(key) or self._handles.open(key, self._path(key))
+            got = read_scattered(file.fd, offset, buffers)
+            if got < wanted:
+                check_range(name, offset, wanted, min(offset + got, os.fstat(file.fd).st_size))
+
+    def read_versioned(self, key: str) -> tuple[bytes, str]:
+        """A whole small file and its content version."""
+        data = self.read(key)
+        return data, content_version(data)
+
+    def create(self, key: str) -> LocalWriter:
+        """Write a file as a stream, under a hidden name until it is closed."""
+        return LocalWriter(self, key)
+
+    def flush(self) -> None:
+        """Make every closed file durable, and the folders above it."""
+        self._durability.flush()
+        self._folders.lasts()
+
+    def adopt(self, key: str) -> None:
+        """Let the next `flush` cover this file too."""
+        path = self._path(key)
+        self.info(key)
+        if not self._durability.knows(path):
+            with explaining("read", str(path)):
+                self._durability.add(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC), self._make_folder(path))
+
+    def put_if_absent(self, key: str, data: bytes) -> str:
+        """Write a whole file by a hard link to a hidden one, which fails where a file is."""
+        path = self._path(key)
+        folders = self._make_folder(path)
+        with _hidden(path, data) as temporary:
+            try:
+                with explaining("create", str(path)):
+                    os.link(temporary, path)
+            except Conflict:
+                if temporary.stat().st_nlink != 2:  # else the link was made, and its answer lost, as happens over NFS
+                    raise
+            except Refused as error:
+                hint = "commit to a place with hard links, or to an object store"
+                raise Refused(f"{path} cannot be put if absent: {error.message}", hint=hint) from error
+        self._settled(key, folders)
+        return content_version(data)
+
+    def replace(self, key: str, data: bytes, version: str) -> str:
+        """Write a whole file in place of one with this content version, under a lock on its folder."""
+        path = self._path(key)
+        folders = self._make_folder(path)
+        lock = path.with_name(f"{HIDDEN}lock")
+        with explaining("lock", str(lock)):
+            fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            with explaining("lock", str(lock)):
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            try:
+                found = self.read_versioned(key)[1]
+            except NotFound:
+                found = "gone"
+            if found != version:
+                raise Conflict(
+                    f"{path} was changed by somebody else since it was read",
+                    hint="read it again, and decide anew what to write",
+                )
+            with _hidden(path, data) as temporary, explaining("write", str(path)):
+                temporary.rename(path)
+            self._settled(key, folders)
+        finally:
+            os.close(fd)
+        return content_version(data)
+
+    def list(self, prefix: str = "") -> Iterator[Info]:
+        """All files below a folder, in the order of their keys."""
+        folder = self._path(prefix) if prefix else self._root
+        return _walk(folder, f"{prefix}/" if prefix else "")
+
+    def delete(self, key: str) -> None:
+        """Remove a file."""
+        path = self._path(key)
+        self._folders.stay_inside(str(path.parent))
+        with suppress(NotFound), explaining("delete", str(path)):
+            if path.is_dir() and not path.is_symlink():
+                raise IsADirectoryError  # unlink would say EISDIR or EPERM, as the system likes
+            path.unlink()
+        self._handles.drop(key)
+        self._durability.forget(path.__eq__)
+
+    def delete_prefix(self, prefix: str) -> None:
+        """Remove a folder and all in it, hidden files too; a linked folder loses only its link."""
+        path = self._path(prefix)
+        self._folders.stay_inside(str(path.parent))
+        with explaining("delete", str(path)):
+            if path.is_symlink() and path.is_dir():
+                path.unlink(missing_ok=True)
+            while path.is_dir():
+                try:
+                    shutil.rmtree(path)
+                except FileNotFoundError:  # somebody else deletes here too
+                    continue
+        self._handles.clear()
+        self._folders.forget()
+        self._durability.forget(lambda file: path in file.parents)
+
+    def sweep(self) -> None:
+        """Remove hidden files on which nobody holds the lock that a writer holds as long as it lives."""
+        for folder, _, names in os.walk(self._root):
+            for name in names:
+                if not (name.startswith(HIDDEN) and name.endswith(".tmp")):
+                    continue
+                path = Path(folder, name)
+                with suppress(OSError):  # gone, or its writer lives
+                    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                    try:
+                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        path.unlink()
+                    finally:
+                        os.close(fd)
+
+    def _path(self, key: str) -> Path:
+        return self._root / check_key(key)
+
+    def _make_folder(self, path: Path) -> tuple[Path, ...]:
+        """Make the file's folder; the folders to sync so that its name lasts."""
+        return self._folders.make(os.path.dirname(path))  # noqa: PTH120 - a string, see Folders
+
+    def _settled(self, key: str, folders: Iterable[Path]) -> None:
+        self._handles.drop(key)
+        for folder in folders:
+            sync_folder(folder)
+
+
+class LocalWriter(Writer):
+    """A file being written under a hidden name beside its own."""
+
+    def __init__(self, store: LocalStore, key: str) -> None:
+        self._fd = -1
+        self._store, self._key, self._path = store, key, store._path(key)  # noqa: SLF001 - one thing in two classes
+        self._folders = store._make_folder(self._path)  # noqa: SLF001
+        self._temporary, self._fd = _open_hidden(self._path)
+
+    def write(self, data: Bytes) -> None:
+        """Append bytes."""
+        with explaining("write", str(self._path)):
+            _write_all(self._fd, memoryview(data))
+
+    def close(self) -> None:
+        """Give the file its name, and have it synced in the background."""
+        if self._fd < 0:
+            return
+        try:
+            with explaining("write", str(self._path)):
+                self._temporary.rename(self._path)
+        except BaseException:
+            self.abort()
+            raise
+        fd, self._fd = self._fd, -1
+        self._store._handles.drop(self._key)  # noqa: SLF001
+        self._store._durability.add(self._path, fd, self._folders)  # noqa: SLF001
+
+    def abort(self) -> None:
+        """Remove what was written."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+            self._temporary.unlink(missing_ok=True)
+
+    def __del__(self) -> None:
+        self.abort()
+
+
+@contextmanager
+def _hidden(path: Path, data: bytes) -> Iterator[Path]:
+    """A durable hidden file with this content beside `path`, there and locked until the block ends."""
+    temporary, fd = _open_hidden(path)
+    try:
+        with explaining("write", str(path)):
+            _write_all(fd, memoryview(data))
+            os.fsync(fd)
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+        os.close(fd)
+
+
+def _open_hidden(path: Path) -> tuple[Path, int]:
+    """A hidden file beside `path`, locked as long as it is open."""
+    while True:
+        temporary = path.with_name(f"{HIDDEN}{secrets.token_hex(8)}.tmp")
+        with explaining("write", str(path)):
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.fstat(fd).st_nlink:  # else somebody swept it before it was locked
+                return temporary, fd
+            os.close(fd)
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    if data.nbytes:
+        data = data.cast("B")
+        while data:
+            data = data[os.write(fd, data[:_WRITE]) :]
+
+
+def _info(key: str, s: os.stat_result) -> Info:
+    return Info(key, s.st_size, f"{s.st_size}-{s.st_mtime_ns}-{s.st_ino}")
+
+
+def _walk(folder: Path, prefix: str) -> Iterator[Info]:
+    entries: list[os.DirEntry[str]] = []
+    with suppress(NotFound), explaining("list", str(folder)), os.scandir(folder) as scan:
+        entries = [e for e in scan if not e.name.startswith(HIDDEN)]
+    folders = {e.name for e in entries if e.is_dir(follow_symlinks=False)}
+    for e in sorted(entries, key=lambda e: e.name + "/" * (e.name in folders)):
+        if e.name in folders:
+            yield from _walk(folder / e.name, f"{prefix}{e.name}/")
+            continue
+        try:
+            found = e.stat()
+        except OSError:  # deleted meanwhile, or a link to nowhere
+            continue
+        if stat.S_ISREG(found.st_mode):
+            yield _info(prefix + e.name, found)

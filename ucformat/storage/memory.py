@@ -1,0 +1,162 @@
+"""Files in the memory of this process, for tests and short-lived work."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ucformat.errors import Conflict, NotFound, Refused, UsageError
+from ucformat.storage.base import Info, Writer, check_key, check_range, content_version
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ucformat.storage.base import Bytes
+
+__all__ = ["MemoryStore"]
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    data: bytes
+    version: int
+
+
+_LOCK = threading.Lock()
+_FILES: dict[str, _File] = {}  # of the whole process, by root and key
+_VERSIONS = itertools.count()
+
+
+class MemoryStore:
+    """Files in memory, the same for all stores of one name in this process: `memory://name` or `memory://name/folder`."""
+
+    def __init__(self, name: str) -> None:
+        if not name.strip("/"):
+            raise UsageError("a memory store needs a name", hint="write memory://NAME")
+        self._root = check_key(name.strip("/")) + "/"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise Refused(f"{self.url} is in the memory of one process", hint="use a folder when several processes work")
+
+    def __repr__(self) -> str:
+        return f"MemoryStore({self._root[:-1]!r})"
+
+    @property
+    def url(self) -> str:
+        """`memory://` and the name."""
+        return f"memory://{self._root[:-1]}"
+
+    def info(self, key: str) -> Info:
+        """Size and version of a file."""
+        file = self._get(key)
+        return Info(key, len(file.data), str(file.version))
+
+    def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """Bytes of a file."""
+        data = self._get(key).data
+        nbytes = len(data) - offset if nbytes is None else nbytes
+        check_range(f"{self.url}/{key}", offset, nbytes, len(data))
+        return data[offset : offset + nbytes]
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Copy bytes into buffers."""
+        data = memoryview(self._get(key).data)
+        check_range(f"{self.url}/{key}", offset, sum(b.nbytes for b in buffers), len(data))
+        for buffer in buffers:
+            if buffer.nbytes:
+                buffer.cast("B")[:] = data[offset : offset + buffer.nbytes]
+                offset += buffer.nbytes
+
+    def read_versioned(self, key: str) -> tuple[bytes, str]:
+        """A whole file and its content version."""
+        data = self._get(key).data
+        return data, content_version(data)
+
+    def create(self, key: str) -> MemoryWriter:
+        """Write a file as a stream."""
+        return MemoryWriter(self._root + check_key(key))
+
+    def flush(self) -> None:
+        """Do nothing: memory is as durable as it gets."""
+
+    def adopt(self, key: str) -> None:
+        """See that the file is there."""
+        self._get(key)
+
+    def put_if_absent(self, key: str, data: bytes) -> str:
+        """Write a whole file unless one is there."""
+        path = self._root + check_key(key)
+        with _LOCK:
+            if path in _FILES:
+                raise Conflict(f"{self.url}/{key} exists already")
+            _FILES[path] = _File(bytes(data), next(_VERSIONS))
+        return content_version(data)
+
+    def replace(self, key: str, data: bytes, version: str) -> str:
+        """Write a whole file in place of one with this content version."""
+        path = self._root + check_key(key)
+        with _LOCK:
+            found = _FILES.get(path)
+            if found is None or content_version(found.data) != version:
+                raise Conflict(
+                    f"{self.url}/{key} was changed by somebody else since it was read",
+                    hint="read it again, and decide anew what to write",
+                )
+            _FILES[path] = _File(bytes(data), next(_VERSIONS))
+        return content_version(data)
+
+    def list(self, prefix: str = "") -> Iterator[Info]:
+        """All files below a folder, in the order of their keys."""
+        folder = f"{self._root}{check_key(prefix)}/" if prefix else self._root
+        with _LOCK:
+            found = sorted((path, file) for path, file in _FILES.items() if path.startswith(folder))
+        return (Info(path[len(self._root) :], len(file.data), str(file.version)) for path, file in found)
+
+    def delete(self, key: str) -> None:
+        """Remove a file."""
+        with _LOCK:
+            _FILES.pop(self._root + check_key(key), None)
+
+    def delete_prefix(self, prefix: str) -> None:
+        """Remove a folder and all in it."""
+        folder = f"{self._root}{check_key(prefix)}/"
+        with _LOCK:
+            for path in [p for p in _FILES if p.startswith(folder)]:
+                del _FILES[path]
+
+    def sweep(self) -> None:
+        """Nothing: what is not closed is nowhere."""
+
+    def _get(self, key: str) -> _File:
+        with _LOCK:
+            file = _FILES.get(self._root + check_key(key))
+        if file is None:
+            raise NotFound(f"{self.url}/{key} does not exist")
+        return file
+
+
+class MemoryWriter(Writer):
+    """A file of a MemoryStore being written."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._data: bytearray | None = bytearray()
+
+    def write(self, data: Bytes) -> None:
+        """Append bytes."""
+        if self._data is None:
+            raise ValueError("the writer is closed")
+        self._data += data
+
+    def close(self) -> None:
+        """Make the file visible."""
+        if self._data is not None:
+            with _LOCK:
+                _FILES[self._path] = _File(bytes(self._data), next(_VERSIONS))
+        self._data = None
+
+    def abort(self) -> None:
+        """Drop what was written."""
+        self._data = None

@@ -1,0 +1,84 @@
+"""From what a user writes for a place, a path or a url, to its store."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+from ucformat.errors import Refused, UcformatError, UsageError
+from ucformat.storage.local import LocalStore
+from ucformat.storage.memory import MemoryStore
+
+if TYPE_CHECKING:
+    from ucformat.storage.base import Store
+
+__all__ = ["open_store", "split_url"]
+
+_PACKAGES = {  # pip's name of what fsspec imports for a scheme
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "az": "adlfs",
+    "gcs": "gcsfs",
+    "gs": "gcsfs",
+    "hdfs": "pyarrow",
+    "hf": "huggingface_hub",
+    "http": "aiohttp",
+    "https": "aiohttp",
+    "oss": "ossfs",
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "sftp": "paramiko",
+    "smb": "smbprotocol",
+    "ssh": "paramiko",
+}
+
+
+def open_store(place: str | os.PathLike[str], **options: Any) -> Store:
+    """The store of a path, a `file://` or `memory://` url, or a url of any scheme that fsspec knows.
+
+    Nothing is read or written yet. `options` go to the file system behind fsspec (endpoint, credentials, …). UsageError
+    for a scheme nobody knows, Refused where its package is not installed.
+    """
+    scheme, rest = split_url(place)
+    if scheme not in ("", "file", "memory"):
+        return _open_fsspec(str(place), scheme, options)
+    if options:
+        raise UsageError(f"{place} takes no options, but {', '.join(sorted(options))} was given")
+    return MemoryStore(rest) if scheme == "memory" else LocalStore(rest)
+
+
+def split_url(place: str | os.PathLike[str]) -> tuple[str, str]:
+    """The scheme (`""` for a path) and the rest; of a `file` url the rest is the decoded path."""
+    text = os.fspath(place)
+    if not text:
+        raise UsageError("an empty string names no place", hint="write `.` for this folder")
+    if not isinstance(place, str) or "://" not in text:
+        return "", text
+    scheme, _, rest = text.partition("://")
+    scheme = scheme.lower()
+    if scheme == "file":
+        host, slash, path = rest.partition("/")
+        if host not in ("", "localhost") or not slash:
+            raise UsageError(f"{text} is not a file url of this machine", hint="write file:///an/absolute/path")
+        rest = unquote(slash + path)
+    return scheme, rest
+
+
+def _open_fsspec(url: str, scheme: str, options: dict[str, Any]) -> Store:
+    from ucformat.storage.fsspec_store import FsspecStore
+
+    try:
+        return FsspecStore(url, **options)
+    except ImportError as error:
+        missing = getattr(error.__cause__ or error, "name", None)
+        package = _PACKAGES.get(scheme) or missing or scheme
+        raise Refused(f"{url} needs the package {package}", hint=f"pip install {package}") from error
+    except ValueError as error:
+        if "rotocol not known" in str(error):
+            raise UsageError(
+                f"{url}: nobody knows the scheme {scheme!r}", hint="write a path, file://, s3://, gs://, abfs://, …"
+            ) from error
+        raise UsageError(f"{url} cannot be opened: {error}") from error
+    except Exception as error:  # each library behind fsspec has errors of its own
+        raise UcformatError(f"{url} cannot be opened: {type(error).__name__}: {error}") from error
