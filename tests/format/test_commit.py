@@ -1,0 +1,169 @@
+"""Attempts, manifests and the commit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ucformat
+from tests.fakes import ODD, FakeSource
+from ucformat.checkpoint import Checkpoint
+from ucformat.errors import Conflict, IntegrityError, MissingData, NotACheckpoint, UpgradeNeeded
+from ucformat.format.commit import begin, commit, new_id, on_commit, read_manifest
+from ucformat.schema.manifest import Manifest, manifest_json_schema
+from ucformat.storage.memory import MemoryStore
+
+ROOT = Path(__file__).parents[2]
+
+
+def manifest(attempt: str) -> Manifest:
+    return Manifest(id=new_id(), attempt=attempt, created="2026-01-01T00:00:00Z", tensors=())  # type: ignore[arg-type]
+
+
+def test_the_published_schema_is_that_of_the_code() -> None:
+    published = json.loads((ROOT / "docs" / "schemas" / "manifest-v1.json").read_text())
+    assert published == manifest_json_schema()
+
+
+def test_the_same_plan_is_the_same_attempt_and_another_is_another() -> None:
+    store = MemoryStore("attempts")
+    one = begin(store, {"a": 1}, overwrite=False)
+    assert begin(store, {"a": 1}, overwrite=False) == one
+    assert begin(store, {"a": 2}, overwrite=False).id != one.id
+    record = json.loads(store.read(f"attempts/{one.id}.json"))
+    assert record["attempt"] == one.id
+    assert record["owner"]
+
+
+def test_the_loser_of_a_race_is_told_and_leaves_nothing() -> None:
+    store = MemoryStore("loser")
+    one, two = (begin(store, {"a": n}, overwrite=False) for n in range(2))
+    with store.create(f"data/{two.id}/x") as out:
+        out.write(b"x")
+    commit(store, one, manifest(one.id))
+    with pytest.raises(Conflict, match="committed by somebody else"):
+        commit(store, two, manifest(two.id))
+    assert {i.key for i in store.list()} == {"manifest.json", f"attempts/{one.id}.json"}
+
+
+def test_whoever_commits_a_plan_second_gets_the_first_ones_checkpoint() -> None:
+    store = MemoryStore("twice")
+    one = begin(store, {"a": 1}, overwrite=False)
+    two = begin(store, {"a": 1}, overwrite=False)
+    first = commit(store, one, manifest(one.id))
+    assert commit(store, two, manifest(two.id)).id == first.id
+
+
+def test_overwriting_fails_when_the_checkpoint_was_replaced_meanwhile() -> None:
+    store = MemoryStore("replaced")
+    commit(store, old := begin(store, {"a": 0}, overwrite=False), manifest(old.id))
+    one, two = (begin(store, {"a": n}, overwrite=True) for n in (1, 2))
+    commit(store, one, manifest(one.id))
+    with pytest.raises(Conflict, match="somebody else"):
+        commit(store, two, manifest(two.id))
+    assert read_manifest(store)[0].attempt == one.id
+
+
+def test_listeners_hear_of_a_commit() -> None:
+    store = MemoryStore("heard")
+    heard: list[Any] = []
+    listener = lambda url, m: heard.append((url, m.id))  # noqa: E731
+    on_commit.append(listener)
+    try:
+        made = commit(store, a := begin(store, {"a": 1}, overwrite=False), manifest(a.id))
+    finally:
+        on_commit.remove(listener)
+    assert heard == [("memory://heard", made.id)]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    ucformat.convert(Checkpoint(FakeSource.write(MemoryStore("base"), ODD)), tmp_path / "ck", chunk_bytes=256)
+    return tmp_path / "ck"
+
+
+def change(checkpoint: Path, **changed: Any) -> None:
+    document = json.loads((checkpoint / "manifest.json").read_text())
+    document.update(changed)
+    (checkpoint / "manifest.json").write_text(json.dumps(document))
+
+
+def test_a_newer_version_asks_for_an_upgrade(checkpoint: Path) -> None:
+    change(checkpoint, version=2, tensors="something else")
+    with pytest.raises(UpgradeNeeded, match="format version 2") as caught:
+        ucformat.open(checkpoint)
+    assert caught.value.exit_code == 7
+    with pytest.raises(Conflict, match="cannot read"):
+        ucformat.convert(Checkpoint(FakeSource.write(MemoryStore("b2"), ODD)), checkpoint, overwrite=True)
+
+
+def test_unknown_keys_are_ignored(checkpoint: Path) -> None:
+    change(checkpoint, something_new={"a": 1})
+    assert len(ucformat.open(checkpoint)) == 7
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other", "version": 1}', '{"format": "ucformat"}'])
+def test_a_manifest_that_is_none_is_damage(checkpoint: Path, text: str) -> None:
+    (checkpoint / "manifest.json").write_text(text)
+    with pytest.raises(IntegrityError, match=r"manifest\.json"):
+        ucformat.open(checkpoint)
+
+
+def edit_tensor(checkpoint: Path, **changed: Any) -> None:
+    document = json.loads((checkpoint / "manifest.json").read_text())
+    next(t for t in document["tensors"] if t["name"] == "table").update(changed)
+    (checkpoint / "manifest.json").write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"shape": [1 << 40, 1 << 20]},
+        {"shape": [64]},
+        {"chunk": [3, 3]},
+        {"chunk": [0, 1]},
+        {"shape": [-1, 4]},
+        {"dtype": "float7"},
+        {"path": "/etc/passwd\n"},
+        {"nbytes": 7},
+        {"digest": "md5:0"},
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused_before_anything_is_allocated(
+    checkpoint: Path, changed: dict[str, Any]
+) -> None:
+    edit_tensor(checkpoint, **changed)
+    with pytest.raises(ucformat.errors.UcformatError) as caught:
+        ucformat.open(checkpoint)["table"][...]
+    assert caught.value.exit_code in (2, 5, 6)
+
+
+def test_paths_that_leave_the_checkpoint_are_refused(checkpoint: Path) -> None:
+    edit_tensor(checkpoint, path="data/../../../../etc")
+    with pytest.raises(ucformat.errors.Refused, match="does not stay inside"):
+        ucformat.open(checkpoint)["table"][...]
+
+
+def test_a_huge_tensor_over_small_files_is_refused_before_memory_is_taken(checkpoint: Path) -> None:
+    n = 1 << 32
+    edit_tensor(checkpoint, shape=[n, 64], nbytes=n * 64 * 16, shard=[n, 64])
+    with pytest.raises(IntegrityError):
+        ucformat.open(checkpoint)["table"].read()
+
+
+def test_a_missing_shard_is_named(checkpoint: Path) -> None:
+    doc = next(t for t in ucformat.open(checkpoint).manifest.tensors if t.name == "table")
+    next(p for p in (checkpoint / str(doc.path) / "c").rglob("*") if p.is_file()).unlink()
+    with pytest.raises((MissingData, ucformat.errors.NotFound), match="table"):
+        ucformat.open(checkpoint)["table"][...]
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+    with pytest.raises(NotACheckpoint, match="no checkpoint"):
+        ucformat.open(checkpoint)
+    with pytest.raises(ucformat.errors.NotFound, match="does not exist"):
+        ucformat.open(checkpoint / "nowhere")

@@ -1,0 +1,224 @@
+"""Plans and their execution against NumPy: any extents, any pieces, every verification mode."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from crc32c import crc32c
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ucformat.errors import ChecksumError, MissingData
+from ucformat.format.chunking import Grid
+from ucformat.format.execute import execute, memory_of
+from ucformat.format.shard import write_shard
+from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.plan import Limits, Verify, Wanted, make_plan
+from ucformat.geometry.tensor import Block, Extent, Piece, TensorInfo, Tiles
+from ucformat.storage.memory import MemoryStore
+from ucformat.storage.recording import RecordingStore
+
+DTYPES = {1: "uint8", 2: "uint16", 4: "float32", 8: "float64", 16: "complex128"}
+VERIFY: list[Verify] = ["whole", "always", "never"]
+
+
+def random_tensor(shape: tuple[int, ...], itemsize: int, seed: int = 0) -> np.ndarray:
+    data = np.random.default_rng(seed).bytes(math.prod(shape) * itemsize)
+    return np.frombuffer(data, f"V{itemsize}").reshape(shape)
+
+
+def put(store: MemoryStore, key: str, data: bytes) -> None:
+    with store.create(key) as out:
+        out.write(data)
+
+
+def store_tiles(store: MemoryStore, a: np.ndarray, grid: Grid) -> list[Tiles]:
+    """Write a tensor's shards and give its extents."""
+    found = []
+    for shard in grid.shards():
+        key = "s" + "_".join(map(str, shard))
+
+        def fill(band, raw):  # type: ignore[no-untyped-def]
+            padded = np.zeros(band.padded, a.dtype)
+            padded[tuple(map(slice, band.box.shape))] = a[slices(band.box)]
+            raw[:] = np.frombuffer(padded.tobytes(), np.uint8)
+
+        write_shard(store, key, grid, shard, fill)
+        found.append(grid.tiles(shard, key))
+    return found
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], int, list[Box]]:
+    shape = tuple(draw(st.lists(st.integers(1, 13), max_size=4)))
+    itemsize = draw(st.sampled_from(list(DTYPES)))
+    boxes = []
+    for _ in range(draw(st.integers(1, 3))):
+        start = tuple(draw(st.integers(0, n)) for n in shape)
+        boxes.append(Box(start, tuple(draw(st.integers(0, n - a)) for n, a in zip(shape, start, strict=True))))
+    return shape, itemsize, boxes
+
+
+def check_reads(
+    store: MemoryStore,
+    a: np.ndarray,
+    extents: list[Extent] | list[Tiles],
+    boxes: list[Box],
+    verify: Verify,
+    limits: Limits,
+) -> None:
+    """Each box is read exactly into a strided buffer, and the bytes read are those of the plan."""
+    info = TensorInfo("t", "weight", DTYPES[a.dtype.itemsize], a.shape)
+    spaces = [np.zeros([2 * n for n in b.shape], a.dtype) for b in boxes]
+    every_other: list[Any] = [(..., *(slice(None, None, 2) for _ in s.shape)) for s in spaces]
+    outs = [s[index] for s, index in zip(spaces, every_other, strict=True)]
+    pieces = [
+        (k, Piece(b, 0, tuple(s // a.dtype.itemsize for s in o.strides)))
+        for k, (b, o) in enumerate(zip(boxes, outs, strict=True))
+    ]
+    plan = make_plan([Wanted(info, extents, pieces)], verify, limits)
+    recorder = RecordingStore(store)
+    execute(plan, recorder, [memory_of(o) for o in outs], ["t"] * len(outs), threads=2)
+    for b, o, space in zip(boxes, outs, spaces, strict=True):
+        assert o.tobytes() == a[slices(b)].tobytes()
+        o[...] = np.zeros((), a.dtype)
+        assert not any(space.tobytes())  # what lies between is not written
+    assert recorder.nbytes == plan.bytes_read
+    assert plan.bytes_needed == sum(b.size for b in boxes) * a.dtype.itemsize
+    if verify == "always" and extents and isinstance(extents[0], Tiles):
+        assert plan.bytes_unverified == 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    case=cases(),
+    target=st.sampled_from([8, 64, 300]),
+    verify=st.sampled_from(VERIFY),
+    limits=st.sampled_from([Limits(), Limits(0, 50, 20), Limits(7, 1 << 20, 0)]),
+)
+def test_chunked_tensors_read_exactly(
+    case: tuple[tuple[int, ...], int, list[Box]], target: int, verify: Verify, limits: Limits
+) -> None:
+    shape, itemsize, boxes = case
+    a = random_tensor(shape, itemsize)
+    store = MemoryStore("tiles")
+    extents = store_tiles(store, a, Grid.of(shape, itemsize, target, 4 * target))
+    check_reads(store, a, extents, boxes, verify, limits)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    case=cases(),
+    cuts=st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1)), max_size=4),
+    verify=st.sampled_from(VERIFY),
+    order=st.permutations(range(4)),
+    limits=st.sampled_from([Limits(), Limits(0, 50, 20), Limits(7, 1 << 20, 0)]),
+    seal=st.booleans(),
+)
+def test_raw_extents_read_exactly(
+    case: tuple[tuple[int, ...], int, list[Box]],
+    cuts: list[tuple[int, float]],
+    verify: Verify,
+    order: list[int],
+    limits: Limits,
+    seal: bool,
+) -> None:
+    """Extents in any cut of the tensor, at odd offsets, their dims in any order in the file."""
+    shape, itemsize, boxes = case
+    a = random_tensor(shape, itemsize)
+    parts = [Box.whole(shape)]
+    for dim, where in cuts:
+        if dim < len(shape):
+            at = int(where * shape[dim])
+            parts = [q for p in parts for q in cut(p, dim, at)]
+    data, extents = bytearray(b"head"), []
+    axes = [d for d in order if d < len(shape)]
+    for p in parts:
+        block = np.ascontiguousarray(a[slices(p)].transpose(axes)).tobytes()
+        inner = dict(zip(axes, row_major(tuple(p.shape[d] for d in axes), itemsize), strict=True))
+        sealed = Block(len(data), len(block), crc32c(block)) if seal else None
+        extents.append(Extent(p, "f", len(data), tuple(inner[d] for d in range(len(shape))), sealed))
+        data += block + b"gap"
+    store = MemoryStore("raw")
+    put(store, "f", bytes(data))
+    check_reads(store, a, extents, boxes, verify, limits)
+
+
+def cut(p: Box, dim: int, at: int) -> list[Box]:
+    n = at - p.start[dim]
+    if not 0 < n < p.shape[dim]:
+        return [p]
+    low = Box(p.start, (*p.shape[:dim], n, *p.shape[dim + 1 :]))
+    start = (*p.start[:dim], at, *p.start[dim + 1 :])
+    return [low, Box(start, (*p.shape[:dim], p.shape[dim] - n, *p.shape[dim + 1 :]))]
+
+
+@pytest.mark.parametrize("verify", VERIFY)
+def test_a_flipped_bit_is_found_on_whole_chunks(verify: Verify) -> None:
+    a = random_tensor((64, 64), 4)
+    store = MemoryStore("flip")
+    tiles = store_tiles(store, a, Grid.of(a.shape, 4, 1024, 1 << 20))
+    data = bytearray(store.read("s0_0"))
+    data[5000] ^= 4
+    put(store, "s0_0", bytes(data))
+    info = TensorInfo("layer.weight", "exp_avg", "float32", a.shape)
+    out = np.empty(a.shape, a.dtype)
+    plan = make_plan([Wanted(info, tiles, [(0, Piece(Box.whole(a.shape), 0, (64, 1)))])], verify)
+    if verify == "never":
+        execute(plan, store, [memory_of(out)], ["layer.weight (exp_avg)"])
+        assert out.tobytes() != a.tobytes()
+        return
+    with pytest.raises(ChecksumError, match=r"layer\.weight \(exp_avg\): the chunk at bytes 4964:5028 of s0_0"):
+        execute(plan, store, [memory_of(out)], ["layer.weight (exp_avg)"])
+
+
+def test_a_hole_is_an_error_that_names_tensor_and_box() -> None:
+    info = TensorInfo("x", "weight", "float32", (4, 4))
+    extents = [Extent(Box((0, 0), (3, 4)), "f", 0, (16, 4))]
+    with pytest.raises(MissingData, match=r"x \(weight\): 4 elements of \[0:4, 0:4\] are stored in no file"):
+        make_plan([Wanted(info, extents, [(0, Piece(Box.whole((4, 4)), 0, (4, 1)))])])
+
+
+def test_replicas_are_read_once() -> None:
+    info = TensorInfo("x", "weight", "float32", (4, 4))
+    extents = [Extent(Box.whole((4, 4)), f"rank{k}", 0, (16, 4)) for k in range(3)]
+    plan = make_plan([Wanted(info, extents, [(0, Piece(Box.whole((4, 4)), 0, (4, 1)))])])
+    assert plan.bytes_read == 64
+    assert list(plan.files) == ["rank0"]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+@pytest.mark.parametrize("shape", [(4096, 1024), (1024, 4104), (2056, 2048)])
+def test_tensor_parallel_slices_read_only_what_they_need(shape: tuple[int, int], degree: int, dim: int) -> None:
+    grid = Grid.of(shape, 4)
+    info = TensorInfo("x", "weight", "float32", shape)
+    tiles = [grid.tiles(s, f"s{s}") for s in grid.shards()]
+    n = shape[dim] // degree
+    for rank in range(degree):
+        start = tuple(rank * n if d == dim else 0 for d in range(2))
+        box = Box(start, tuple(n if d == dim else shape[d] for d in range(2)))
+        for verify in VERIFY:
+            plan = make_plan([Wanted(info, tiles, [(0, Piece(box, 0, row_major(box.shape)))])], verify)
+            assert plan.bytes_read / plan.bytes_needed <= 1.02
+            assert verify == "never" or plan.bytes_unverified == 0
+
+
+@pytest.mark.parametrize("world", range(1, 8))
+@pytest.mark.parametrize("shape", [(4096, 1024), (1027, 4096), (4 << 20,), (1000, 64, 129)])
+def test_cuts_of_the_first_dim_read_only_what_they_need(shape: tuple[int, ...], world: int) -> None:
+    grid = Grid.of(shape, 4)
+    info = TensorInfo("x", "weight", "float32", shape)
+    tiles = [grid.tiles(s, f"s{s}") for s in grid.shards()]
+    step = -(-shape[0] // world)
+    for begin in range(0, shape[0], step):
+        box = Box((begin, *[0] * (len(shape) - 1)), (min(step, shape[0] - begin), *shape[1:]))
+        plan = make_plan([Wanted(info, tiles, [(0, Piece(box, 0, row_major(box.shape)))])])
+        assert plan.bytes_read / plan.bytes_needed <= 1.02

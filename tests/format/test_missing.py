@@ -1,0 +1,82 @@
+"""A file that a checkpoint speaks of and that is not there is damage, however it is noticed; never "nothing found"."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+import ucformat
+from tests.fakes import ODD, FakeSource
+from tests.golden.make import make_packed
+from ucformat import planning
+from ucformat.checkpoint import Checkpoint
+from ucformat.errors import IntegrityError, MissingData
+from ucformat.format import universal
+from ucformat.storage.memory import MemoryStore
+
+if TYPE_CHECKING:
+    from ucformat.storage.base import Store
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest) -> Store:
+    name = f"missing-{request.node.name}"
+    source = Checkpoint(FakeSource.write(MemoryStore(f"{name}-source"), ODD, objects={"a": 1}))
+    ucformat.convert(source, MemoryStore(name), chunk_bytes=256)
+    return MemoryStore(name)
+
+
+def lose(store: Store, part: str) -> None:
+    store.delete(next(i.key for i in store.list() if part in i.key))
+
+
+def test_a_shard_that_reading_needs(store: Store) -> None:
+    lose(store, "weight/table/c/")
+    with pytest.raises(MissingData, match=r"table \(weight\): .*weight/table/c/") as caught:
+        ucformat.open(store)["table"][...]
+    assert caught.value.hint
+
+
+def test_a_shard_that_a_large_plan_asks_the_size_of(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "_SMALL", 0)
+    lose(store, "weight/table/c/")
+    with pytest.raises(MissingData, match="weight/table/c/"):
+        ucformat.open(store)["table"].read()
+
+
+def test_a_shard_of_a_large_tensor(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(universal, "_LARGE", 0)
+    lose(store, "weight/table/c/")
+    with pytest.raises(MissingData, match=r"table \(weight\): .*weight/table/c/"):
+        ucformat.open(store)["table"].plan()
+
+
+def test_the_objects(store: Store) -> None:
+    lose(store, "objects/")
+    with pytest.raises(MissingData, match=r"objects\.json"):
+        ucformat.open(store).objects  # noqa: B018
+    assert "objects.json" in str(ucformat.verify(store).problems)
+
+
+@pytest.mark.parametrize("kept", [None, 0, 100])
+def test_verify_names_a_packed_file_that_is_gone_or_cut_and_goes_on(kept: int | None) -> None:
+    store = MemoryStore(f"missing-packed-{kept}")
+    whole = make_packed(store)
+    assert ucformat.verify(store)
+    attempt = whole.manifest.attempt
+    for rank in range(2):
+        key = f"data/{attempt}/rank{rank}.bin"
+        data = store.read(key)
+        store.delete(key)
+        if kept is not None:
+            with store.create(key) as out:
+                out.write(data[:kept])
+    problems = ucformat.verify(store).problems
+    assert {p.file for p in problems} == {f"data/{attempt}/rank{rank}.bin" for rank in range(2)}
+    assert {(p.name, p.state) for p in problems} >= {("square", "weight"), ("a", "weight"), ("dtypes.int8", "weight")}
+
+
+def test_damage_always_says_what_to_do() -> None:
+    assert "another copy" in str(IntegrityError("x"))
+    assert str(MissingData("x", hint="y")) == "x\n  hint: y"

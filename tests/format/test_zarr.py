@@ -1,0 +1,87 @@
+"""Foreign readers on what the encoder writes: every dtype, odd shapes, chunks from a few bytes on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import tensorstore
+import zarr
+
+import ucformat
+from tests.fakes import random_array, same
+from ucformat.errors import UsageError
+from ucformat.format.chunking import Grid
+from ucformat.format.dtypes import dtype_name, fill_value, numpy_dtype
+from ucformat.format.shard import Band, check_shard, write_shard
+from ucformat.format.zarr_json import array_json, shard_key
+from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.storage.local import LocalStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SHAPES: list[tuple[int, ...]] = [(), (0,), (5,), (3, 0, 2), (7, 9), (64, 48), (33, 17, 5), (16, 16, 16, 3), (1, 1)]
+SIZES: list[tuple[int | None, int | None]] = [(64, 1024), (4096, 1 << 16), (None, None), (24, 100)]
+
+
+def write_array(store: LocalStore, name: str, a: Any, grid: Grid) -> None:
+    def fill(band: Band, raw: Any) -> None:
+        padded = np.zeros(band.padded, a.dtype)
+        box = band.box
+        padded[tuple(map(slice, box.shape))] = a[tuple(slice(x, y) for x, y in zip(box.start, box.stop, strict=True))]
+        raw[:] = np.frombuffer(padded.tobytes(), np.uint8)
+
+    with store.create(f"{name}/zarr.json") as out:
+        out.write(array_json(dtype_name(a.dtype), grid, {"a": 1}))
+    for shard in grid.shards():
+        leaves = write_shard(store, shard_key(name, shard), grid, shard, fill)
+        assert check_shard(store, shard_key(name, shard), grid, shard) == (leaves, [])
+
+
+@pytest.mark.parametrize("dtype", ITEMSIZE)
+def test_tensorstore_and_zarr_python_read_what_we_write(dtype: str, tmp_path: Path) -> None:
+    ucformat.register_zarr_dtypes()
+    store = LocalStore(tmp_path)
+    for n, shape in enumerate(SHAPES):
+        a = random_array(shape, dtype, n)
+        chunk, shard = SIZES[n % len(SIZES)]
+        write_array(store, f"a{n}", a, Grid.of(shape, ITEMSIZE[dtype], chunk, shard))
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(tmp_path / f"a{n}")}}
+        assert same(np.asarray(tensorstore.open(spec).result().read().result()), a), shape
+        array = zarr.open_array(tmp_path / f"a{n}", mode="r")
+        assert same(np.asarray(array[...]), a), shape
+        assert array.attrs["a"] == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_tensorstore_reads_what_zarr_python_writes_with_our_types(dtype: str, tmp_path: Path) -> None:
+    ucformat.register_zarr_dtypes()
+    a = np.arange(63).reshape(9, 7).astype(numpy_dtype(dtype))
+    array = zarr.create_array(
+        str(tmp_path / "z"), shape=a.shape, dtype=a.dtype, chunks=(4, 4), fill_value=numpy_dtype(dtype).type("nan")
+    )
+    array[...] = a
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(tmp_path / "z")}}
+    assert same(np.asarray(tensorstore.open(spec).result().read().result()), a)
+    assert np.isnan(float(zarr.open_array(tmp_path / "z", mode="r").fill_value))
+
+
+@pytest.mark.parametrize("dtype", [d for d in ITEMSIZE if "float" in d])
+def test_a_missing_shard_never_reads_as_zeros(dtype: str, tmp_path: Path) -> None:
+    assert fill_value(dtype) == "NaN"
+    ucformat.register_zarr_dtypes()
+    a = np.zeros((40, 40), numpy_dtype(dtype))
+    write_array(LocalStore(tmp_path), "a", a, Grid.of(a.shape, a.itemsize, 256, 1024))
+    next(p for p in (tmp_path / "a" / "c").rglob("*") if p.is_file()).unlink()
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(tmp_path / "a")}}
+    assert np.isnan(np.asarray(tensorstore.open(spec).result().read().result()).astype("f8")).any()
+    assert np.isnan(np.asarray(zarr.open_array(tmp_path / "a", mode="r")[...]).astype("f8")).any()
+
+
+def test_unknown_dtypes_are_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="cannot store the dtype 'datetime64"):
+        dtype_name(np.dtype("M8[s]"))
+    with pytest.raises(UsageError, match="unknown dtype 'float7'"):
+        numpy_dtype("float7")

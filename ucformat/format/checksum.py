@@ -1,0 +1,19 @@
+"""CRC-32C of chunks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from crc32c import crc32c
+
+if TYPE_CHECKING:
+    from ucformat.storage.base import Bytes
+
+__all__ = ["checksum"]
+
+_LONG = 256 << 10  # bytes that take longer than handing the GIL over and back
+
+
+def checksum(data: Bytes) -> int:
+    """The CRC-32C (Castagnoli, RFC 3720) of some bytes."""
+    return crc32c(data, gil_release_mode=1 if len(data) >= _LONG else 0)

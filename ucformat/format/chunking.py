@@ -1,0 +1,131 @@
+"""The chunk and shard grids of a tensor: pure functions of its shape and dtype (format version 1)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+from ucformat.geometry.box import Box
+from ucformat.geometry.tensor import Tiles
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["CHUNK_BYTES", "SHARD_BYTES", "Grid", "chunk_shape", "shard_shape"]
+
+#: A chunk is the unit of reading and of checksums: at most this many bytes, unless one element is larger.
+CHUNK_BYTES = 1 << 20
+#: A shard is the unit of writing: at most this many bytes of chunks, at least half of it where the tensor allows.
+SHARD_BYTES = 128 << 20
+
+_DEGREES = 16  # cuts into 1, 2, 4, 8 and 16 fall on chunk boundaries
+_SMALLEST = 16  # tiles are not made smaller than 1/16 of the target
+
+
+def chunk_shape(shape: tuple[int, ...], itemsize: int, target: int = CHUNK_BYTES) -> tuple[int, ...]:
+    """The chunk of a tensor; `target` is in bytes.
+
+    A tensor of at most `target` bytes is one chunk. A larger one of two or more dims is tiled first, so that the
+    degrees 1 to 16 of each dim fall on chunk boundaries where the dim divides; dims that do not divide stay whole.
+    Where tiles would get too small, the first dims give way: cuts along them are adjacent bytes inside a chunk all the
+    same. What is still larger than `target` is cut along its first dims.
+    """
+    edges = [max(1, n) for n in shape]
+    total = math.prod(edges) * itemsize
+    if len(edges) > 1 and total > target:
+        degrees = [math.gcd(n, _DEGREES) for n in edges]
+        floor = max(itemsize, target // _SMALLEST)
+        for d in range(len(degrees)):
+            while degrees[d] > 1 and total // math.prod(degrees) < floor:
+                degrees[d] //= 2
+        edges = [n // g for n, g in zip(edges, degrees, strict=True)]
+    for d in range(len(edges)):
+        inner = math.prod(edges[d + 1 :]) * itemsize
+        if edges[d] * inner <= target:
+            break
+        edges[d] = _part(edges[d], max(1, target // inner))
+    return tuple(edges)
+
+
+def _part(n: int, most: int) -> int:
+    """The edge of at most `most` that cuts `n` evenly, with up to four times the chunks; else with little padding."""
+    fewest = -(-n // most)
+    for count in range(fewest, 4 * fewest + 1):
+        if n % count == 0:
+            return n // count
+    return -(-n // fewest)
+
+
+def shard_shape(
+    shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, target: int = SHARD_BYTES
+) -> tuple[int, ...]:
+    """The shard of a tensor: whole chunks, all along the last dims, as many as `target` bytes hold along the first."""
+    counts = [-(-max(1, n) // c) for n, c in zip(shape, chunk, strict=True)]
+    take = [1] * len(counts)
+    nbytes = math.prod(chunk) * itemsize
+    for d in reversed(range(len(counts))):
+        most = max(1, target // nbytes)
+        parts = -(-counts[d] // most)
+        take[d] = -(-counts[d] // parts)
+        nbytes *= take[d]
+        if parts > 1:
+            break
+    return tuple(c * t for c, t in zip(chunk, take, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How one tensor is cut: `shape`, `chunk` and `shard` in elements; all of one length."""
+
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    shard: tuple[int, ...]
+    itemsize: int
+
+    @classmethod
+    def of(
+        cls, shape: tuple[int, ...], itemsize: int, chunk_bytes: int | None = None, shard_bytes: int | None = None
+    ) -> Grid:
+        """The grid of format version 1 for these targets in bytes (None: the defaults)."""
+        chunk = chunk_shape(shape, itemsize, chunk_bytes or CHUNK_BYTES)
+        return cls(shape, chunk, shard_shape(shape, chunk, itemsize, shard_bytes or SHARD_BYTES), itemsize)
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes of a chunk, without its checksum."""
+        return math.prod(self.chunk) * self.itemsize
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Number of chunks of the tensor along each dim; a zero where it has no elements."""
+        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
+
+    @property
+    def chunks_in_shard(self) -> tuple[int, ...]:
+        """Number of chunks of a whole shard along each dim."""
+        return tuple(s // c for s, c in zip(self.shard, self.chunk, strict=True))
+
+    @property
+    def count(self) -> int:
+        """Number of shards."""
+        return math.prod(-(-n // s) for n, s in zip(self.shape, self.shard, strict=True))
+
+    def shards(self) -> Iterator[tuple[int, ...]]:
+        """Coordinates of the shards, in C order; none of a tensor without elements."""
+        return product(*(range(-(-n // s)) for n, s in zip(self.shape, self.shard, strict=True)))
+
+    def box(self, shard: tuple[int, ...]) -> Box:
+        """What a shard holds of the tensor."""
+        start = tuple(i * s for i, s in zip(shard, self.shard, strict=True))
+        return Box(start, tuple(min(s, n - a) for s, n, a in zip(self.shard, self.shape, start, strict=True)))
+
+    def tiles(self, shard: tuple[int, ...], file: str) -> Tiles:
+        """The extents of a shard whose file is `file`."""
+        return Tiles(self.box(shard), file, 0, self.chunk, self.itemsize)
+
+    def file_nbytes(self, shard: tuple[int, ...]) -> int:
+        """Bytes of a shard's file: its chunks with a checksum each, then the index with its own."""
+        held = math.prod(self.tiles(shard, "").grid)
+        return held * (self.chunk_nbytes + 4) + 16 * math.prod(self.chunks_in_shard) + 4

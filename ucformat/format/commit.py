@@ -1,0 +1,193 @@
+"""Attempts and the commit: what makes a set of files a checkpoint, all at once or not at all (docs/spec.md, "Commit").
+
+    1. `begin`   refuses a place that is committed (unless it is to be replaced), and puts the attempt's record.
+    2. the writer puts everything below `data/<attempt>`, `objects/<attempt>` and `assets/<attempt>`.
+    3. `commit`  makes that durable, then puts `manifest.json` if there is none, or in place of the one `begin` saw.
+
+The name of an attempt is made from the digest of its plan, so whoever runs the same plan again continues it, and
+every file is put whole under its name: two writers of one attempt write the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Literal
+from uuid import uuid4
+
+from pydantic import BaseModel, ValidationError
+
+from ucformat._version import __version__
+from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, UpgradeNeeded
+from ucformat.format.digest import document_digest
+from ucformat.schema.manifest import FORMAT_VERSION, AttemptDoc, Manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ucformat.storage.base import Store
+
+__all__ = [
+    "MANIFEST",
+    "Attempt",
+    "abandon",
+    "begin",
+    "commit",
+    "new_id",
+    "on_commit",
+    "parse_manifest",
+    "read_manifest",
+]
+
+MANIFEST = "manifest.json"
+_FOLDERS = ("data", "objects", "assets")
+
+#: Called with the url and the manifest of every checkpoint that this process commits (the catalog listens here).
+on_commit: list[Callable[[str, Manifest], None]] = []
+
+
+class _Head(BaseModel):
+    """What every version of the manifest begins with."""
+
+    format: Literal["ucformat"]
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One writer's try. `replaces` is the manifest that it will take the place of, with its version."""
+
+    id: str
+    replaces: tuple[Manifest, str] | None
+
+    def folder(self, kind: str) -> str:
+        """Where this attempt keeps its `data`, `objects` or `assets`."""
+        return f"{kind}/{self.id}"
+
+
+def read_manifest(store: Store) -> tuple[Manifest, str]:
+    """The manifest of a place, and the version of the file.
+
+    Raises:
+        NotACheckpoint: there is none.
+        UpgradeNeeded: it was written by a newer version of the format.
+        IntegrityError: it cannot be parsed.
+    """
+    try:
+        data, version = store.read_versioned(MANIFEST)
+    except NotFound:
+        raise NotACheckpoint(
+            f"{store.url} holds no committed checkpoint (no {MANIFEST})",
+            hint="a save or conversion that was interrupted leaves none; run it again, it continues",
+        ) from None
+    return parse_manifest(data, f"{store.url}/{MANIFEST}"), version
+
+
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """The manifest in these bytes; `where` names them in errors."""
+    try:
+        head = _Head.model_validate_json(data)
+    except ValidationError as error:
+        raise IntegrityError(f"{where} is not a ucformat manifest: {error.errors()[0]['msg']}") from None
+    if head.version > FORMAT_VERSION:
+        raise UpgradeNeeded(
+            f"{where} has format version {head.version}; this ucformat {__version__} reads up to {FORMAT_VERSION}",
+            hint="pip install --upgrade ucformat",
+        )
+    try:
+        return Manifest.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise IntegrityError(f"{where} is damaged: {place}: {first['msg']}") from None
+
+
+def begin(store: Store, plan: dict[str, Any], *, overwrite: bool) -> Attempt:
+    """Start or continue the attempt at this plan, a JSON value that tells apart all that is to be written.
+
+    Raises:
+        Conflict: a checkpoint is committed there already and `overwrite` is false.
+    """
+    replaces = None
+    try:
+        replaces = read_manifest(store)
+    except NotACheckpoint:
+        pass
+    except (IntegrityError, UpgradeNeeded) as error:
+        raise Conflict(
+            f"{store.url} holds a manifest that this ucformat cannot read: {error.message}",
+            hint="choose another place, or delete that checkpoint first",
+        ) from error
+    if replaces is not None and not overwrite:
+        same = ""
+        if replaces[0].attempt == _id(_digest(plan, None)):
+            same = " made by this very plan: nothing is left to do"
+            store.sweep()  # a writer killed just after its commit leaves the manifest's hidden second name
+        raise Conflict(
+            f"{store.url} already holds the committed checkpoint {replaces[0].id}{same}",
+            hint="choose another place, or say overwrite=True (--overwrite) to replace it",
+        )
+    digest = _digest(plan, replaces and replaces[0].id)
+    attempt = Attempt(_id(digest), replaces)
+    record = AttemptDoc(
+        attempt=attempt.id,
+        plan=digest,
+        owner=f"{socket.gethostname()}:{os.getpid()}",
+        started=datetime.now(UTC),
+    )
+    with suppress(Conflict):  # the same plan was begun before: continue it
+        store.put_if_absent(f"attempts/{attempt.id}.json", record.model_dump_json(indent=1).encode())
+    return attempt
+
+
+def _digest(plan: dict[str, Any], replaces: str | None) -> str:
+    return document_digest({"plan": plan, "replaces": replaces})
+
+
+def _id(digest: str) -> str:
+    return digest.removeprefix("sha256:")[:20]
+
+
+def commit(store: Store, attempt: Attempt, manifest: Manifest) -> Manifest:
+    """Make the attempt's files durable and commit them, then drop what they replace; the manifest that stands.
+
+    Raises:
+        Conflict: somebody else committed there in the meantime; this attempt's files are dropped.
+    """
+    store.flush()
+    store.sweep()
+    data = manifest.model_dump_json(indent=1, exclude_defaults=False).encode()
+    try:
+        if attempt.replaces is None:
+            store.put_if_absent(MANIFEST, data)
+        else:
+            store.replace(MANIFEST, data, attempt.replaces[1])
+    except Conflict as error:
+        winner, _ = read_manifest(store)
+        if winner.attempt == attempt.id:  # somebody ran the same plan; its checkpoint is this one
+            return winner
+        abandon(store, attempt.id)
+        raise Conflict(
+            f"{store.url} was committed by somebody else (checkpoint {winner.id}) while this one was written",
+            hint="their checkpoint is whole; this one's files were removed; choose another place and run it again",
+        ) from error
+    if attempt.replaces is not None:
+        abandon(store, attempt.replaces[0].attempt)
+    for listener in on_commit:
+        listener(store.url, manifest)
+    return manifest
+
+
+def abandon(store: Store, attempt: str) -> None:
+    """Delete all that an attempt wrote, its record last."""
+    for kind in _FOLDERS:
+        store.delete_prefix(f"{kind}/{attempt}")
+    store.delete(f"attempts/{attempt}.json")
+
+
+def new_id() -> str:
+    """A fresh checkpoint id."""
+    return uuid4().hex

@@ -1,0 +1,57 @@
+"""Content digests: XXH3-128 over the chunks of a tensor, then over those, so they are made from parts in any order.
+
+XXH3 tells apart whatever training writes, at memory speed; it is no proof against somebody who makes collisions on
+purpose. Small files have SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+from xxhash import xxh3_128_digest, xxh3_128_hexdigest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from ucformat.format.chunking import Grid
+    from ucformat.storage.base import Bytes
+
+__all__ = ["LEAF_BYTES", "bytes_digest", "document_digest", "leaf", "tensor_digest"]
+
+LEAF_BYTES = 16
+
+
+def leaf(chunk: Bytes) -> bytes:
+    """The digest of one chunk's bytes, its padding included: 16 bytes, the most significant first."""
+    return xxh3_128_digest(chunk)
+
+
+def bytes_digest(data: Bytes) -> str:
+    """The digest of a small file's bytes."""
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def document_digest(document: object) -> str:
+    """The digest of a JSON value, whatever the order of its keys."""
+    return bytes_digest(json.dumps(document, sort_keys=True, separators=(",", ":"), default=str).encode())
+
+
+def tensor_digest(dtype: str, grid: Grid, leaves: Mapping[tuple[int, ...], bytes]) -> str:
+    """The digest of a tensor from its chunks': `leaves` holds, for each shard, those of its chunks in C order.
+
+    XXH3-128 over a JSON line of dtype, shape and chunk, then over all chunks' digests in C order of the chunk grid, so
+    that neither the writer nor the shards matter (docs/spec.md, "Digests").
+    """
+    head = json.dumps({"dtype": dtype, "shape": grid.shape, "chunk": grid.chunk}, separators=(",", ":"))
+    ordered: NDArray[np.uint8] = np.empty((*grid.chunks, LEAF_BYTES), np.uint8)
+    per_shard = grid.chunks_in_shard
+    for shard in grid.shards():
+        held = grid.tiles(shard, "").grid
+        where = tuple(slice(i * n, i * n + h) for i, n, h in zip(shard, per_shard, held, strict=True))
+        ordered[where] = np.frombuffer(leaves[shard], np.uint8).reshape(*held, LEAF_BYTES)
+    return "xxh3:" + xxh3_128_hexdigest(head.encode() + b"\n" + ordered.tobytes())

@@ -1,0 +1,182 @@
+"""Executes read plans: each range goes straight into the destination's memory where its bytes lie as they must."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucformat.errors import ChecksumError, MissingData, NotFound, UsageError
+from ucformat.format.checksum import checksum
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from ucformat.geometry.plan import Part, Plan, Request
+    from ucformat.storage.base import Store
+
+    Memory = NDArray[np.uint8]
+    Progress = Callable[[int], None]
+
+__all__ = ["default_threads", "execute", "memory_of"]
+
+#: Rows at least this long are handed to the kernel one by one; shorter ones go through a scratch buffer.
+_LONG_ROW = 8 << 10
+
+
+def default_threads() -> int:
+    """Reads in flight unless told otherwise: one for each core, 2 at least and 16 at most."""
+    return min(16, max(2, len(os.sched_getaffinity(0))))
+
+
+def memory_of(array: NDArray[np.generic]) -> Memory:
+    """All bytes that an array spans, as one writable run that begins at its first element.
+
+    A strided array's run holds bytes of others too; a plan writes only those that are the array's own.
+    """
+    if not array.flags.writeable:
+        raise UsageError("the array to read into is read-only")
+    if any(s < 0 for s in array.strides):
+        raise UsageError("the array to read into has negative strides", hint="read into a copy, then assign")
+    if array.size == 0:
+        return np.empty(0, np.uint8)
+    span = sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)) + array.itemsize
+    first = array[tuple(slice(0, 1) for _ in array.shape)].reshape(1) if array.ndim else array.reshape(1)
+    return np.lib.stride_tricks.as_strided(first.view(np.uint8), (span,), (1,))
+
+
+def execute(
+    plan: Plan,
+    store: Store,
+    memories: Sequence[Memory],
+    labels: Sequence[str],
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Fill the memories (buffer numbers of the plan index them) with what the plan says.
+
+    At most `threads` requests are in flight, and each thread holds at most one request's bytes besides.
+
+    Raises:
+        ChecksumError: a chunk that was read whole does not match its checksum; `labels` name the tensors.
+        MissingData: a file is not there, or ends before what is to be read.
+    """
+    todo = iter(plan.requests)
+    lock = threading.Lock()
+    failed = threading.Event()
+
+    def next_request() -> Request | None:
+        with lock:
+            return None if failed.is_set() else next(todo, None)
+
+    def work() -> None:
+        scratch = np.empty(0, np.uint8)
+        try:
+            while (r := next_request()) is not None:
+                try:
+                    scratch = _serve(store, r, memories, labels, scratch)
+                except NotFound as error:  # the checkpoint speaks of this file: it is not the caller who erred
+                    of = labels[r.parts[0].buffer]
+                    raise MissingData(f"{of}: {error.message}") from error
+                if progress is not None:
+                    progress(r.nbytes)
+        except BaseException:
+            failed.set()
+            raise
+
+    count = min(threads or default_threads(), len(plan.requests))
+    if count <= 1:
+        work()
+        return
+    with ThreadPoolExecutor(count, thread_name_prefix="ucformat-read") as pool:
+        jobs = [pool.submit(work) for _ in range(count)]
+        for job in jobs:
+            job.result()
+
+
+def _serve(store: Store, r: Request, memories: Sequence[Memory], labels: Sequence[str], scratch: Memory) -> Memory:
+    """One request; returns the scratch buffer, grown if it had to be."""
+    if len(r.parts) == 1:
+        part = r.parts[0]
+        memory = memories[part.buffer]
+        sums: list[memoryview] = []
+        direct = list(_straight(part, r.nbytes, memory, sums))
+        if direct:
+            store.read_into(r.file, r.offset, direct)
+            if part.check is not None:
+                _check(r, part, (bytes(s) for s in sums), direct[::2] if sums else direct, labels)
+            return scratch
+    if scratch.size < r.nbytes:
+        scratch = np.empty(r.nbytes, np.uint8)
+    view = scratch.data
+    store.read_into(r.file, r.offset, [view[: r.nbytes]])
+    for part in r.parts:
+        if part.check is not None:
+            n, skip = part.check.nbytes, part.check.skip
+            begins = [part.inner.src - skip + k * part.src_step for k in range(part.count)]
+            _check(r, part, (bytes(view[b + n : b + n + 4]) for b in begins), [view[b : b + n] for b in begins], labels)
+        _copy(part, scratch, memories[part.buffer])
+    return scratch
+
+
+def _straight(part: Part, nbytes: int, memory: Memory, sums: list[memoryview]) -> Iterator[memoryview]:
+    """The buffers to read into if the bytes lie in the file as they must in memory; none where they do not.
+
+    Memory for stored checksums is put between the chunks, and into `sums`.
+    """
+    inner, check = part.inner, part.check
+    view = memory.data
+    if check is not None:
+        if inner.shape != (check.nbytes,):
+            return
+        for k in range(part.count):
+            begin = inner.dst + k * part.dst_step
+            yield view[begin : begin + check.nbytes]
+            if check.crc32c is None:
+                sums.append(memoryview(bytearray(4)))
+                yield sums[-1]
+    elif len(inner.shape) == 1 and part.count == 1 and inner.shape[0] == nbytes:
+        yield view[inner.dst : inner.dst + nbytes]
+    elif len(inner.shape) == 2 and inner.shape[1] >= _LONG_ROW and inner.src_strides[0] == inner.shape[1]:
+        rows, run = inner.shape
+        for k in range(rows):
+            begin = inner.dst + k * inner.dst_strides[0]
+            yield view[begin : begin + run]
+
+
+def _check(
+    r: Request, part: Part, stored: Iterator[bytes], chunks: Sequence[memoryview], labels: Sequence[str]
+) -> None:
+    check = part.check
+    assert check is not None  # noqa: S101
+    for k, chunk in enumerate(chunks):
+        expected = int.from_bytes(next(stored), "little") if check.crc32c is None else check.crc32c
+        if checksum(chunk) != expected:
+            at = r.offset + part.inner.src - check.skip + k * part.src_step
+            raise ChecksumError(
+                f"{labels[part.buffer]}: the chunk at bytes {at}:{at + check.nbytes} of {r.file} is damaged "
+                f"(its crc32c is not {expected:#010x})",
+                hint="restore the file from another copy; `ucp verify` names every damaged chunk",
+            )
+
+
+def _copy(part: Part, scratch: Memory, memory: Memory) -> None:
+    inner = part.inner
+    shape, src_strides, dst_strides = inner.shape, inner.src_strides, inner.dst_strides
+    unit = np.dtype(np.uint8)
+    if shape[-1] in (2, 4, 8):  # scattered elements: move each in one go
+        unit = np.dtype(f"u{shape[-1]}")
+        shape, src_strides, dst_strides = shape[:-1], src_strides[:-1], dst_strides[:-1]
+    if part.count > 1:
+        shape, src_strides, dst_strides = (
+            (part.count, *shape),
+            (part.src_step, *src_strides),
+            (part.dst_step, *dst_strides),
+        )
+    source = np.ndarray(shape, unit, scratch, inner.src, src_strides)
+    np.ndarray(shape, unit, memory, inner.dst, dst_strides)[...] = source

@@ -1,0 +1,176 @@
+"""Writes and reads back one shard: chunks, each with its crc32c, and a Zarr index at the end (`sharding_indexed`)."""
+
+from __future__ import annotations
+
+import math
+import struct
+import threading
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucformat.errors import NotFound
+from ucformat.format.checksum import checksum
+from ucformat.format.digest import leaf
+from ucformat.geometry.box import Box, row_major
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
+
+    from ucformat.format.chunking import Grid
+    from ucformat.storage.base import Store
+
+__all__ = ["BAND_BYTES", "Band", "Damage", "bands", "check_shard", "index_of", "write_shard"]
+
+#: Bytes that are gathered, encoded and written at once.
+BAND_BYTES = 4 << 20
+
+_ABSENT = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Consecutive chunks of a shard that together are one box of the tensor.
+
+    `padded` is the shape of a buffer that holds them whole; the box is smaller where the last chunks reach past the
+    tensor. `first` is the number of the first chunk in the shard.
+    """
+
+    box: Box
+    counts: tuple[int, ...]
+    padded: tuple[int, ...]
+    first: int
+
+
+def bands(grid: Grid, shard: tuple[int, ...], most: int = BAND_BYTES) -> Iterator[Band]:
+    """The bands of a shard, in order, each of at most `most` bytes unless one chunk has more."""
+    whole = grid.box(shard)
+    held = grid.tiles(shard, "").grid
+    steps, budget = [1] * len(held), max(1, most // grid.chunk_nbytes)
+    for d in reversed(range(len(held))):
+        steps[d] = min(held[d], budget)
+        budget //= steps[d]
+        if steps[d] < held[d]:
+            break
+    numbers = row_major(held)
+    for at in product(*(range(0, n, s) for n, s in zip(held, steps, strict=True))):
+        counts = tuple(min(s, n - a) for s, n, a in zip(steps, held, at, strict=True))
+        start = tuple(w + a * c for w, a, c in zip(whole.start, at, grid.chunk, strict=True))
+        padded = tuple(n * c for n, c in zip(counts, grid.chunk, strict=True))
+        shape = tuple(min(p, stop - a) for p, stop, a in zip(padded, whole.stop, start, strict=True))
+        yield Band(Box(start, shape), counts, padded, sum(a * n for a, n in zip(at, numbers, strict=True)))
+
+
+def write_shard(
+    store: Store,
+    key: str,
+    grid: Grid,
+    shard: tuple[int, ...],
+    fill: Callable[[Band, NDArray[np.uint8]], None],
+) -> bytes:
+    """Write a shard's file front to back; the digests of its chunks, one after another.
+
+    `fill` puts a band's elements, row-major in its padded shape, in the buffer it is given. No more than two bands
+    are held.
+    """
+    leaves = []
+    with store.create(key) as out:
+        for band in bands(grid, shard):
+            count = math.prod(band.counts)
+            raw = _memory("gathered", count * grid.chunk_nbytes)
+            if band.box.shape != band.padded:
+                raw[:] = 0
+            fill(band, raw)
+            data, found = _encode(grid, band, raw, _memory("encoded", count * (grid.chunk_nbytes + 4)))
+            leaves += found
+            out.write(data)
+        out.write(index_of(grid, shard))
+    return b"".join(leaves)
+
+
+_own = threading.local()
+
+
+def _memory(use: str, nbytes: int) -> NDArray[np.uint8]:
+    """Memory of this thread, the same for every band: fresh pages would cost more than the copies into them."""
+    held: NDArray[np.uint8] = getattr(_own, use, np.empty(0, np.uint8))
+    if held.size < nbytes:
+        held = np.empty(nbytes, np.uint8)
+        setattr(_own, use, held)
+    return held[:nbytes]
+
+
+def _encode(grid: Grid, band: Band, raw: NDArray[np.uint8], out: NDArray[np.uint8]) -> tuple[memoryview, list[bytes]]:
+    """A band's chunks as they are stored, each followed by its checksum, and their digests; `out` is memory for it."""
+    nbytes, pitch = grid.chunk_nbytes, grid.chunk_nbytes + 4
+    count = math.prod(band.counts)
+    chunk = (*grid.chunk[:-1], grid.chunk[-1] * grid.itemsize) if grid.chunk else (grid.itemsize,)
+    counts = band.counts or (1,)
+    n = len(counts)
+    by_chunk = raw.reshape([x for pair in zip(counts, chunk, strict=True) for x in pair])
+    by_chunk = by_chunk.transpose([*range(0, 2 * n, 2), *range(1, 2 * n, 2)])
+    strides = (*row_major(counts, pitch), *row_major(chunk))
+    np.ndarray((*counts, *chunk), np.uint8, out, 0, strides)[...] = by_chunk
+    view, leaves = out.data, []
+    for begin in range(0, count * pitch, pitch):
+        body = view[begin : begin + nbytes]
+        leaves.append(leaf(body))
+        struct.pack_into("<I", view, begin + nbytes, checksum(body))
+    return view, leaves
+
+
+def index_of(grid: Grid, shard: tuple[int, ...]) -> bytes:
+    """The index at the end of a shard's file: offset and length of each chunk, all ones where there is none, crc32c."""
+    held = grid.tiles(shard, "").grid
+    nbytes = grid.chunk_nbytes + 4  # Zarr counts the checksum, which a codec of the chunk appends
+    index = np.full((*grid.chunks_in_shard, 2), _ABSENT, "<u8")
+    entries = index[tuple(map(slice, held))]
+    entries[..., 0] = np.arange(math.prod(held), dtype="<u8").reshape(held) * nbytes
+    entries[..., 1] = nbytes
+    data = index.tobytes()
+    return data + struct.pack("<I", checksum(data))
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Something wrong with a shard's file; `chunk` are coordinates in the tensor's chunk grid, None: the whole file."""
+
+    file: str
+    chunk: tuple[int, ...] | None
+    reason: str
+
+
+def check_shard(store: Store, key: str, grid: Grid, shard: tuple[int, ...]) -> tuple[bytes, list[Damage]]:
+    """Read a shard's file back and check its size, every checksum and its index.
+
+    Returns the digests of its chunks, one after another, and what is wrong with it.
+    """
+    expected = grid.file_nbytes(shard)
+    try:
+        size = store.info(key).size
+    except NotFound:
+        return b"", [Damage(key, None, "the file is missing")]
+    if size != expected:
+        return b"", [Damage(key, None, f"the file has {size} bytes instead of {expected}")]
+    tiles = grid.tiles(shard, key)
+    pitch, nbytes, total = tiles.pitch, grid.chunk_nbytes, math.prod(tiles.grid)
+    most = max(1, BAND_BYTES // pitch)
+    leaves, damages = [], []
+    buffer = memoryview(bytearray(min(most, total) * pitch))
+    for first in range(0, total, most):
+        count = min(most, total - first)
+        store.read_into(key, first * pitch, [buffer[: count * pitch]])
+        for k in range(count):
+            body = buffer[k * pitch : k * pitch + nbytes]
+            leaves.append(leaf(body))
+            if checksum(body) != int.from_bytes(buffer[k * pitch + nbytes : (k + 1) * pitch], "little"):
+                at = np.unravel_index(first + k, tiles.grid) if tiles.grid else ()
+                where = tuple(int(i) + s * n for i, s, n in zip(at, shard, grid.chunks_in_shard, strict=True))
+                damages.append(Damage(key, where, f"crc32c differs (chunk at byte {(first + k) * pitch})"))
+    if store.read(key, total * pitch) != index_of(grid, shard):
+        damages.append(Damage(key, None, "the index at the end of the file is damaged"))
+    return b"".join(leaves), damages
