@@ -1,0 +1,98 @@
+"""Real checkpoints from real training engines, each made in a virtual environment of its own."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Made", "engine", "make_deepspeed", "torchrun"]
+
+_HERE = Path(__file__).parent
+_ROOT = _HERE.parents[1]
+_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "BOOL": "bool"}
+
+
+@dataclass(frozen=True)
+class Made:
+    """A checkpoint that an engine wrote, and the truth: `{(state, name): (dtype, shape, bytes)}`."""
+
+    name: str
+    folder: Path
+    facts: dict[str, Any]
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "ckpt"
+
+    @property
+    def truth(self) -> dict[tuple[str, str], tuple[str, tuple[int, ...], bytes]]:
+        data = (self.folder / "truth.safetensors").read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        out = {}
+        for key, entry in json.loads(data[8:start]).items():
+            if key != "__metadata__":
+                state, _, name = key.partition("/")
+                first, last = entry["data_offsets"]
+                out[state, name] = (_DTYPES[entry["dtype"]], tuple(entry["shape"]), data[start + first : start + last])
+        return out
+
+
+def engine(name: str) -> Path:
+    """The interpreter that has the engine; fails where there is none: what is not run is not proved."""
+    told = os.environ.get(f"UCFORMAT_{name.upper()}_PYTHON")
+    python = Path(told) if told else _ROOT / ".engines" / name / "bin" / "python"
+    if not python.exists():
+        raise RuntimeError(
+            f"no {name} at {python}: run `make engines`, or set UCFORMAT_{name.upper()}_PYTHON to a Python that has it"
+        )
+    return python
+
+
+def make_deepspeed(specs: list[dict[str, Any]], world: int, folder: Path) -> dict[str, Made]:
+    """Checkpoints of these configurations by name, made in one run of `world` processes unless they are there.
+
+    Test processes that share `folder` make them once: a file lock lets one work, and the others wait.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        left = [spec for spec in specs if not (folder / spec["name"] / "done").exists()]
+        if left:
+            (folder / "specs.json").write_text(json.dumps(left))
+            torchrun(world, [str(_HERE / "make_deepspeed.py"), str(folder / "specs.json"), str(folder)], folder / "log")
+    return {
+        spec["name"]: Made(
+            spec["name"], folder / spec["name"], json.loads((folder / spec["name"] / "truth.json").read_text())
+        )
+        for spec in specs
+    }
+
+
+def torchrun(world: int, script: list[str], log: Path) -> None:
+    python = engine("deepspeed")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+        "DS_BUILD_OPS": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.pop("PYTHONPATH", None)
+    command = [str(python), "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(port), *script]
+    with log.open("w") as output:
+        done = subprocess.run(command, env=environment, stdout=output, stderr=output, timeout=800, check=False)
+    if done.returncode:
+        lines = [line for line in log.read_text().splitlines() if "rank0" in line or "Error" in line]
+        raise RuntimeError(f"DeepSpeed failed, see {log}:\n" + "\n".join(lines[-12:]))

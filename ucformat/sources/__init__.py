@@ -1,0 +1,24 @@
+"""Foreign checkpoints as tensors and extents, read in place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ucformat.sources.deepspeed import DeepSpeed
+
+if TYPE_CHECKING:
+    from ucformat.sources.base import OpenSource, Source
+    from ucformat.storage.base import Store
+
+__all__ = ["SOURCES", "open_source"]
+
+#: The kinds of foreign checkpoint that are known, in the order in which they are tried.
+SOURCES: tuple[Source, ...] = (DeepSpeed(),)
+
+
+def open_source(store: Store, sources: tuple[Source, ...] = SOURCES) -> OpenSource | None:
+    """The checkpoint in this place, opened by the first source that recognises it; None where none does."""
+    for source in sources:
+        if source.find(store):
+            return source.open(store)
+    return None

@@ -1,0 +1,278 @@
+"""Which globals a pickle may name, and what each means.
+
+A name means one of four things: a plain value or container that is rebuilt; a tensor; a class of a training framework,
+which becomes an `Inert` that keeps its arguments and state and does nothing; or it is refused. Nothing is ever imported
+on behalf of a pickle, and nothing called but the functions below.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import math
+import reprlib
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import IntegrityError, Refused
+from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.sources.stand_ins import (
+    Dtype,
+    Inert,
+    InertClass,
+    Maker,
+    NdArray,
+    NumpyDtype,
+    Storage,
+    StorageType,
+    StoredTensor,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["FRAMEWORKS", "plain_key", "resolve", "spelling"]
+
+#: Packages whose classes become inert stand-ins.
+FRAMEWORKS = (
+    *("accelerate", "apex", "argparse", "bitsandbytes", "datasets", "deepspeed", "diffusers", "lightning"),
+    *("lightning_fabric", "megatron", "nemo", "numpy.random", "omegaconf", "peft", "pytorch_lightning", "timm"),
+    *("tokenizers", "torch.distributed", "torch.nn", "torch.optim", "torch.utils.data", "transformer_engine"),
+    *("transformers", "trl"),
+)
+
+_DIMS = 64  # torch's own limit
+_EXPANDED = 1 << 26  # elements that an expanded (stride 0) view may have beyond those its storage holds
+
+
+def _sizes(value: Any, what: str) -> tuple[int, ...]:
+    if not isinstance(value, tuple | list) or any(type(n) is not int or n < 0 for n in value):
+        raise IntegrityError(f"a tensor has the impossible {what} {reprlib.repr(value)}")
+    return tuple(value)
+
+
+def _tensor(
+    storage: Any, offset: Any, shape: Any, strides: Any, dtype: str | None = None, special: Any = None
+) -> StoredTensor:
+    """A tensor in a storage, once it is shown to lie inside it."""
+    if not isinstance(storage, Storage):
+        raise IntegrityError("a tensor without a storage")
+    if special:  # {"conj": True} or {"neg": True}: bytes that mean something else
+        raise Refused(
+            f"a tensor with the lazy operations {reprlib.repr(special)} is not read; save it after "
+            ".resolve_conj().resolve_neg()"
+        )
+    dtype = dtype or storage.dtype
+    if dtype is None:
+        raise IntegrityError("a tensor without a dtype")
+    shape, strides = _sizes(shape, "shape"), _sizes(strides, "strides")
+    numel = storage.nbytes // ITEMSIZE[dtype]
+    if type(offset) is not int or offset < 0 or not len(shape) == len(strides) <= _DIMS:
+        raise IntegrityError(
+            f"a tensor with shape {reprlib.repr(shape)}, strides {reprlib.repr(strides)} and "
+            f"offset {reprlib.repr(offset)}"
+        )
+    size = math.prod(shape)
+    last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if size and last >= numel:
+        raise IntegrityError(
+            f"a tensor of shape {shape}, strides {strides} from element {offset} on reaches past the {numel} "
+            f"elements of its storage {storage.key!r}"
+        )
+    if size > numel + _EXPANDED:
+        raise Refused(f"a tensor of shape {shape} expands a storage of {numel} elements to {size}")
+    return StoredTensor(storage.key, dtype, shape, strides, offset, numel)
+
+
+def _rebuild(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> StoredTensor:
+    return _tensor(storage, offset, shape, strides, special=rest[2] if len(rest) > 2 else None)
+
+
+def _rebuild_v3(
+    storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, dtype: Any, *rest: Any
+) -> StoredTensor:
+    if not isinstance(dtype, Dtype):
+        raise IntegrityError(f"a tensor with the dtype {reprlib.repr(dtype)}")
+    return _tensor(storage, offset, shape, strides, dtype.name, rest[0] if rest else None)
+
+
+def _parameter(data: Any, *_: Any) -> StoredTensor:
+    if not isinstance(data, StoredTensor):
+        raise IntegrityError("a parameter without a tensor")
+    return data
+
+
+def _from_type(function: Any, kind: Any, args: Any, _state: Any) -> Any:
+    plain = isinstance(kind, InertClass) and kind.name in ("torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+    if not (plain or kind == TENSOR_CLASS) or not isinstance(function, Maker):
+        raise Refused(f"a tensor of the class {reprlib.repr(getattr(kind, 'name', kind))} is not yet read")
+    return function.make(*args)
+
+
+def _encode(text: str, encoding: str = "utf-8") -> bytes:
+    if encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
+        raise Refused(f"the text encoding {reprlib.repr(encoding)} is not one that torch.save writes")
+    return text.encode(encoding)
+
+
+def _octets(data: Any = b"") -> bytes:
+    """`bytes` and `bytearray` of what is already bytes: never of a length."""
+    if not isinstance(data, bytes | bytearray):
+        raise Refused(f"the pickle makes bytes from a {type(data).__name__}")
+    return bytes(data)
+
+
+def plain_key(value: Any) -> Any:
+    """A value that may be hashed; Refused for others, because hashing deeply shared tuples takes for ever."""
+    if isinstance(value, _SCALARS) or (isinstance(value, tuple) and all(isinstance(v, _SCALARS) for v in value)):
+        return value
+    raise Refused(f"the pickle has a {type(value).__name__} as a key")
+
+
+def _set(members: Any = ()) -> set[Any]:
+    return {plain_key(v) for v in members}
+
+
+def _dict(pairs: Any = ()) -> dict[Any, Any]:
+    return dict(pairs) if isinstance(pairs, dict) else {plain_key(k): v for k, v in pairs}
+
+
+def _attribute(owner: Any, name: Any) -> Inert:
+    """`getattr` of a class by a constant name: how Python 3.11 pickles a member of an enumeration."""
+    if not isinstance(owner, InertClass) or not isinstance(name, str):
+        raise Refused("the pickle calls builtins.getattr", hint="nothing was run; do not trust this file")
+    return Inert(owner.name, (name,))
+
+
+def _reconstructor(owner: Any, *_: Any) -> Inert:
+    if not isinstance(owner, InertClass):
+        raise Refused(f"the pickle rebuilds an object of {reprlib.repr(owner)}")
+    return Inert(owner.name)
+
+
+def _dtype(code: Any, *_: Any) -> NumpyDtype:
+    if not isinstance(code, str) or "O" in code or code[:1] not in "?bBhHiIlLqQfdeFDgGuicSUVMm<>=|":
+        raise Refused(f"a numpy array of dtype {reprlib.repr(code)} is not read: it may hold any Python object")
+    return NumpyDtype(code)
+
+
+def _scalar(dtype: NumpyDtype, data: bytes) -> Any:
+    import numpy as np
+
+    return np.frombuffer(data, spelling(dtype), count=1)[0].item()
+
+
+def _frombuffer(data: Any, dtype: NumpyDtype, shape: Any, order: str = "C") -> NdArray:
+    return NdArray(spelling(dtype), _sizes(shape, "shape"), bytes(data), order == "F")
+
+
+def spelling(dtype: Any) -> str:
+    """A numpy dtype as numpy writes it, with its byte order."""
+    if not isinstance(dtype, NumpyDtype):
+        raise IntegrityError(f"a numpy array of dtype {reprlib.repr(dtype)}")
+    return dtype.code if dtype.code[:1] in "<>=|" else (dtype.order if dtype.order in "<>" else "") + dtype.code
+
+
+_SCALARS = (
+    str,
+    int,
+    float,
+    bytes,
+    type(None),
+    Dtype,
+    Inert,
+    InertClass,
+    PurePosixPath,
+    dt.date,
+    dt.timedelta,
+)
+TENSOR_CLASS = InertClass("torch.Tensor")
+
+_ALIASES = {"half": "float16", "float": "float32", "double": "float64", "cfloat": "complex64", "cdouble": "complex128"}
+_TORCH_DTYPES = {**{name: name for name in ITEMSIZE}, **_ALIASES}
+
+_STORAGES = {
+    "BoolStorage": "bool",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "FloatStorage": "float32",
+    "DoubleStorage": "float64",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+    "UntypedStorage": None,
+}
+
+_BUILTINS: dict[str, Callable[..., Any]] = {
+    "set": _set,
+    "frozenset": lambda members=(): frozenset(_set(members)),
+    "dict": _dict,
+    "bytearray": _octets,
+    "bytes": _octets,
+    "range": lambda *args: Inert("builtins.range", args),
+    "getattr": _attribute,
+    **{kind.__name__: kind for kind in (list, tuple, int, float, str, bool, complex, slice)},
+}
+
+_EXACT: dict[str, Callable[..., Any]] = {
+    "collections.OrderedDict": _dict,
+    "collections.Counter": _dict,
+    "collections.defaultdict": lambda _factory=None, pairs=(): _dict(pairs),
+    "collections.deque": lambda items=(), _length=None: list(items),
+    "torch.Size": lambda sizes=(): _sizes(sizes, "size"),
+    "torch._utils._rebuild_tensor": _rebuild,
+    "torch._utils._rebuild_tensor_v2": _rebuild,
+    "torch._utils._rebuild_tensor_v3": _rebuild_v3,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._tensor._rebuild_from_type_v2": _from_type,
+    "torch.torch_version.TorchVersion": str,
+    "_codecs.encode": _encode,
+    "copyreg._reconstructor": _reconstructor,
+    "copy_reg._reconstructor": _reconstructor,
+    "datetime.date": dt.date,
+    "datetime.datetime": dt.datetime,
+    "datetime.time": dt.time,
+    "datetime.timedelta": dt.timedelta,
+    "datetime.timezone": dt.timezone,
+    "pathlib.Path": PurePosixPath,
+    "pathlib.PosixPath": PurePosixPath,
+    "pathlib.PurePosixPath": PurePosixPath,
+    "numpy.dtype": _dtype,
+    **{f"numpy.{core}.multiarray._reconstruct": lambda *_: NdArray() for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
+    **{f"numpy.{core}.numeric._frombuffer": _frombuffer for core in ("core", "_core")},
+    **{f"{module}.{name}": make for module in ("builtins", "__builtin__") for name, make in _BUILTINS.items()},
+}
+
+
+def resolve(module: str, name: str, allow: tuple[str, ...] = ()) -> Any:
+    """What a global of a pickle stands for; Refused where it is none of those above.
+
+    `allow` names further packages whose classes become inert stand-ins.
+    """
+    whole = f"{module}.{name}"
+    if whole in _EXACT:
+        return Maker(whole, _EXACT[whole])
+    if module == "torch" and name in _TORCH_DTYPES:
+        return Dtype(_TORCH_DTYPES[name])
+    if module in ("torch", "torch.storage", "torch.cuda") and name in _STORAGES:
+        return StorageType(_STORAGES[name])
+    if whole in (
+        "torch.device",
+        "torch.Tensor",
+        "numpy.ndarray",
+        "types.SimpleNamespace",
+        "torch.serialization._get_layout",
+    ):
+        return InertClass(whole)
+    if any(module == package or module.startswith(package + ".") for package in FRAMEWORKS + allow):
+        return InertClass(whole)
+    raise Refused(
+        f"the pickle names {whole}, which is not one of the plain classes that a checkpoint needs",
+        hint="nothing was imported or run. If you trust the class, name its package: DeepSpeed(allow=("
+        f"{module.partition('.')[0]!r},)) keeps its state as plain values",
+    )

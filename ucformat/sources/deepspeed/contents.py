@@ -1,0 +1,189 @@
+"""What the readers of the ZeRO stages share: the tensors they find, and the ranks' files, opened when needed."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ucformat.errors import IntegrityError, Refused
+from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.sources.stand_ins import Inert, StoredTensor
+from ucformat.sources.torch_file import TorchFile
+from ucformat.sources.values import to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from ucformat.geometry.tensor import Extent
+    from ucformat.storage.base import Store
+
+__all__ = ["Contents", "Group", "Ranks", "hyper_parameters", "need", "scalars", "stage_of", "stored", "zero_options"]
+
+T = TypeVar("T")
+_THREADS = 8
+_SINGLE = 2  # requests that open just what they need; the next one opens all
+
+
+@dataclass(slots=True)
+class Group:
+    """An optimizer group: its hyper-parameters, plain state and the names of its parameters in order."""
+
+    names: list[str]
+    hyper: dict[str, Any]
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def json(self) -> dict[str, Any]:
+        """As the facts hold it."""
+        out = {**self.hyper, "params": self.names}
+        return {**out, "state": self.state} if self.state else out
+
+
+@dataclass(slots=True)
+class Contents:
+    """The tensors of a checkpoint and how to find each one's extents, by key."""
+
+    infos: dict[Key, TensorInfo] = field(default_factory=dict)
+    locate: dict[Key, Callable[[], Iterator[Extent]]] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
+    optimizer: dict[str, Any] = field(default_factory=dict)  # what the optimizer's file holds besides those, as JSON
+
+    def add(
+        self, name: str, state: str, dtype: str, shape: tuple[int, ...], locate: Callable[[], Iterator[Extent]]
+    ) -> None:
+        """A tensor; IntegrityError where it is there already."""
+        info = TensorInfo(name, state, dtype, shape)
+        if info.key in self.infos:
+            raise IntegrityError(f"{info.key} stands twice in the checkpoint")
+        self.infos[info.key], self.locate[info.key] = info, locate
+
+    def add_whole(self, name: str, state: str, file: TorchFile, tensor: StoredTensor) -> None:
+        """A tensor that lies whole in one file."""
+        self.add(name, state, tensor.dtype, tensor.shape, lambda: file.whole(tensor))
+
+    def add_large(self, path: str, file: TorchFile, tensor: StoredTensor) -> str:
+        """A tensor out of a plain value, under the name of its path, or one like it that is free; returns the name."""
+        taken = {key.name for key in self.infos}
+        name, number = path, 1
+        while name in taken:
+            number += 1
+            name = f"{path}~{number}"
+        self.add_whole(name, "weight", file, tensor)
+        return name
+
+    def keep_scalars(self, file: TorchFile, values: dict[str, Any]) -> None:
+        """What the optimizer's file says besides the tensors of its parameters."""
+
+        def spill(path: str, tensor: StoredTensor) -> str:
+            return self.add_large(path, file, tensor)
+
+        self.optimizer = to_json(values, read=file.read, spill=spill, path="optimizer")
+
+
+class Ranks(Generic[T]):
+    """The files of all ranks, opened and parsed when they are needed.
+
+    Opening the checkpoint takes the first rank's, and the first request what it needs; the next one that needs more
+    opens all that are left, eight at a time, because the caller then walks the whole checkpoint.
+    """
+
+    def __init__(
+        self, store: Store, keys: Sequence[str], allow: tuple[str, ...], parse: Callable[[int, TorchFile], T]
+    ) -> None:
+        self._store, self.keys, self._allow, self._parse = store, keys, allow, parse
+        self._open: dict[int, T] = {}
+        self._requests = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, rank: int) -> T:
+        return self.get((rank,))[rank]
+
+    def get(self, wanted: Iterable[int]) -> Mapping[int, T]:
+        """These ranks' files."""
+        with self._lock:
+            missing = [rank for rank in wanted if rank not in self._open]
+            if missing:
+                self._requests += 1
+                if self._requests > _SINGLE:
+                    missing = [rank for rank in range(len(self)) if rank not in self._open]
+                self._load(missing)
+            return self._open
+
+    def all(self) -> list[T]:
+        """Every rank's file, in order."""
+        opened = self.get(range(len(self)))
+        return [opened[rank] for rank in range(len(self))]
+
+    def _load(self, ranks: list[int]) -> None:
+        def load(rank: int) -> T:
+            return self._parse(rank, TorchFile(self._store, self.keys[rank], allow=self._allow))
+
+        if len(ranks) == 1:
+            self._open[ranks[0]] = load(ranks[0])
+            return
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for rank, loaded in zip(ranks, pool.map(load, ranks), strict=True):
+                self._open[rank] = loaded
+
+
+def need(mapping: Any, key: str, kind: type | tuple[type, ...], file: str) -> Any:
+    """A value that must be there and of this kind."""
+    value = mapping.get(key) if isinstance(mapping, dict) else None
+    if not isinstance(value, kind):
+        raise IntegrityError(
+            f"{file} has no usable {key!r} ({type(value).__name__})",
+            hint="the file is damaged, or of a version of DeepSpeed that ucformat does not know",
+        )
+    return value
+
+
+def stored(value: Any, what: str, file: str) -> StoredTensor:
+    """A value that must be a tensor."""
+    if not isinstance(value, StoredTensor):
+        raise IntegrityError(f"{what} in {file} is a {type(value).__name__} where a tensor should be")
+    return value
+
+
+def zero_options(value: dict[str, Any]) -> dict[str, Any]:
+    """`zero_optimization` of the DeepSpeed configuration in a file, or nothing."""
+    config = value.get("ds_config")
+    options = config.get("zero_optimization") if isinstance(config, dict) else None
+    return options if isinstance(options, dict) else {}
+
+
+def stage_of(value: Any) -> int | None:
+    """The ZeRO stage that an optimizer's `zero_stage` names: a number, or a member of DeepSpeed's enumeration."""
+    if isinstance(value, Inert) and value.args:
+        value = value.args[0]
+    names = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
+    stage = names.get(value) if isinstance(value, str) else value
+    return stage if isinstance(stage, int) else None
+
+
+def hyper_parameters(group: Any, file: TorchFile) -> dict[str, Any]:
+    """What an optimizer group says besides its parameters, as JSON."""
+    if not isinstance(group, dict):
+        raise IntegrityError(f"an optimizer group in {file.key} is a {type(group).__name__}")
+    plain: dict[str, Any] = to_json(
+        {k: v for k, v in group.items() if k != "params"}, read=file.read, path="param_groups"
+    )
+    return plain
+
+
+def scalars(file: TorchFile, state: dict[str, Any], dropped: frozenset[str]) -> dict[str, Any]:
+    """What an optimizer file says besides the tensors of its parameters: nothing is left out but what is named."""
+    known = ("optimizer_state_dict", "ds_config", "ds_version")  # the last two are in the model states too
+    around = {k: v for k, v in file.value.items() if k not in known}
+    return {**around, **{k: v for k, v in state.items() if k not in dropped}}
+
+
+def refuse_flat_state(state: str, tensor: StoredTensor, group: int, file: str) -> Refused:
+    """What to say of an optimizer state that is neither as long as the flat group nor a scalar."""
+    return Refused(
+        f"{file}: the optimizer state {state!r} of group {group} has shape {tensor.shape}, which is not laid along the "
+        "group's parameters; such optimizers are not yet read"
+    )

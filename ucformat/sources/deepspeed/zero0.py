@@ -1,0 +1,221 @@
+"""ZeRO 0: one file holds the module and the optimizer, whole, whose entries are numbered.
+
+What stands in `optimizer` depends on the precision (DeepSpeed 0.19.8):
+
+- fp32: the optimizer's own state dict; no master, the weights are fp32 themselves.
+- bf16, fp16 (FP16_UnfusedOptimizer): `optimizer_state_dict`, and `fp32_groups`: for each group a list of masters.
+- the same with a fused Adam (FP16_Optimizer, the usual one on a GPU): `fp32_groups_flat`: for each group one flat
+master,
+  of which the module's weights are views in the same order; states are flat too.
+"""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import IntegrityError, Refused, UsageError
+from ucformat.geometry.box import row_major
+from ucformat.sources.deepspeed.contents import Contents, Group, hyper_parameters, need, refuse_flat_state, stored
+from ucformat.sources.deepspeed.naming import Candidate, Entry, match, shape_of_states
+from ucformat.sources.stand_ins import StoredTensor
+from ucformat.sources.values import to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ucformat.geometry.tensor import Extent
+    from ucformat.sources.deepspeed.model import ModelStates
+
+__all__ = ["read_zero0"]
+
+_SAMPLE = 64  # elements
+_THREADS = 8
+
+
+def read_zero0(model: ModelStates, names: Sequence[Sequence[str]] | None, contents: Contents) -> None:
+    """The optimizer's tensors, groups and scalars; `names`: the parameters of each group, where the caller knows."""
+    state = model.value.get("optimizer")
+    if state is None:
+        return
+    state = need(model.value, "optimizer", dict, model.key)
+    if "base_optimizer_state" in state:
+        raise Refused(f"{model.key}: a ZeRO 0 checkpoint of BF16_Optimizer is not yet read")
+    wrapped = "optimizer_state_dict" in state
+    inner = need(state, "optimizer_state_dict", dict, model.key) if wrapped else state
+    found = need(inner, "state", dict, model.key)
+    hypers = need(inner, "param_groups", list, model.key)
+    states = [[found.get(i, {}) for i in need(g, "params", list, model.key)] for g in hypers]
+    for hyper in hypers:
+        contents.groups.append(Group([], hyper_parameters(hyper, model.file)))
+    if "fp32_groups_flat" in state:
+        _flat(model, state["fp32_groups_flat"], states, contents)
+    else:
+        masters = need(state, "fp32_groups", list, model.key) if wrapped else None
+        _single(model, masters, states, names or _told(hypers), contents)
+    dropped = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat") if wrapped else ("state", "param_groups")
+    contents.keep_scalars(model.file, {k: v for k, v in state.items() if k not in dropped})
+
+
+def _told(hypers: list[dict[str, Any]]) -> list[list[str]] | None:
+    """`param_names`, which optimizers keep that were given named parameters (PyTorch 2.6 and later)."""
+    names = [g.get("param_names") for g in hypers]
+    return [list(n) for n in names if n] if all(names) else None
+
+
+def _single(
+    model: ModelStates,
+    masters: list[list[Any]] | None,
+    states: list[list[dict[str, Any]]],
+    names: Sequence[Sequence[str]] | None,
+    contents: Contents,
+) -> None:
+    """One entry for each parameter."""
+    parameters = _parameters(model)
+    if masters is not None:
+        copies = [[stored(t, "fp32_groups", model.key) for t in group] for group in masters]
+        samples = _samples(model, [t for group in copies for t in group], list(parameters.values()))
+        by_name = dict(zip(parameters, samples[1], strict=True))
+        rest = iter(samples[0])
+        entries = [[Entry(t.shape, next(rest)) for t in group] for group in copies]
+        if [len(g) for g in states] != [len(g) for g in copies]:
+            raise IntegrityError(f"{model.key}: its optimizer has other entries than there are fp32 copies")
+    else:
+        copies, by_name = [], {}
+        entries = [[Entry(shape_of_states(s)) for s in group] for group in states]
+    candidates = [Candidate(name, t.shape, by_name.get(name)) for name, t in parameters.items()]
+    if names is None:
+        names = match(entries, candidates, model.key)
+    _check_names(names, entries, {c.name: c for c in candidates}, model.key)
+    for g, group in enumerate(names):
+        contents.groups[g].names = list(group)
+        plain: dict[str, Any] = {}
+        for i, name in enumerate(group):
+            if copies:
+                contents.add_whole(name, "master", model.file, copies[g][i])
+            for state, value in states[g][i].items():
+                if isinstance(value, StoredTensor):
+                    contents.add_whole(name, state, model.file, value)
+                else:
+                    plain.setdefault(state, {})[name] = to_json(value, read=model.file.read, path=state)
+        stateful = sum(map(bool, states[g]))  # a parameter that never had a gradient has no state
+        contents.groups[g].state = {
+            state: next(iter(values.values())) if len(values) == stateful and _one(values) else values
+            for state, values in plain.items()
+        }
+
+
+def _one(values: dict[str, Any]) -> bool:
+    """Whether all values are the same."""
+    first = next(iter(values.values()))
+    return all(type(v) is type(first) and v == first for v in values.values())
+
+
+def _check_names(
+    names: Sequence[Sequence[str]], entries: list[list[Entry]], known: dict[str, Candidate], file: str
+) -> None:
+    """The names exist, are as many as the entries, and what is known of each entry fits."""
+    if [len(g) for g in names] != [len(g) for g in entries]:
+        raise UsageError(
+            f"{file}: {[len(g) for g in names]} names are given for groups of {[len(g) for g in entries]} entries"
+        )
+    for group, of in zip(names, entries, strict=True):
+        for name, entry in zip(group, of, strict=True):
+            if name not in known or not known[name].fits(entry):
+                raise UsageError(
+                    f"{file}: {name} cannot be the optimizer entry at its place in the group (its shape, or its fp32 "
+                    "copy, "
+                    "is another)",
+                    hint="the names must be those of `module`, in the order in which the optimizer was given them",
+                )
+
+
+def _parameters(model: ModelStates) -> dict[str, StoredTensor]:
+    """The tensors of the module that may be parameters."""
+    aliases = model.aliases(zero3=False)
+    return {n: t for n, t in model.module.items() if n not in model.buffers and n not in aliases}
+
+
+def _samples(
+    model: ModelStates, masters: list[StoredTensor], weights: list[StoredTensor]
+) -> tuple[list[bytes], list[bytes]]:
+    """The first elements of masters, rounded to the weights' dtype, and of weights."""
+    low = {t.dtype for t in weights} & {"bfloat16", "float16"} or {"float32"}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        rounded = list(pool.map(lambda t: _sample(model, t, min(low)), masters))
+        return rounded, list(pool.map(lambda t: _sample(model, t, min(low)), weights))
+
+
+def _sample(model: ModelStates, tensor: StoredTensor, dtype: str) -> bytes:
+    """The first elements as bytes of this dtype."""
+    import ml_dtypes
+    import numpy as np
+
+    types = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("f2"), "float32": np.dtype("f4")}
+    if tensor.dtype not in types:
+        return b"?"
+    n = min(_SAMPLE, tensor.size, tensor.numel - tensor.offset)
+    head = StoredTensor(tensor.storage, tensor.dtype, (n,), (1,), tensor.offset, tensor.numel)
+    with np.errstate(over="ignore"):
+        return np.frombuffer(model.file.read(head), types[tensor.dtype]).astype(types[dtype]).tobytes() if n else b""
+
+
+def _flat(model: ModelStates, masters: list[Any], states: list[list[dict[str, Any]]], contents: Contents) -> None:
+    """One flat entry for each group, in which the module's weights lie where they do in their storage."""
+    if len(masters) != len(states) or any(len(s) != 1 for s in states):
+        raise IntegrityError(f"{model.key}: its optimizer has other groups than there are flat masters")
+    by_storage: dict[str, list[tuple[int, str]]] = {}
+    for name, tensor in _parameters(model).items():
+        if tensor.size:
+            by_storage.setdefault(tensor.storage, []).append((tensor.offset, name))
+    free = {key: sorted(members) for key, members in by_storage.items()}
+    for g, value in enumerate(masters):
+        master = stored(value, "fp32_groups_flat", model.key)
+        fitting = [key for key, members in free.items() if _tiles(model, members, master)]
+        if len(fitting) != 1:
+            raise UsageError(
+                f"{model.key}: {len(fitting) or 'no'} sets of weights fit the {master.size} elements of its flat "
+                f"group {g}, so "
+                "its optimizer states cannot be named",
+                hint="please report this checkpoint",
+            )
+        members = free.pop(fitting[0])
+        contents.groups[g].names = [name for _, name in members]
+        plain = {k: v for k, v in states[g][0].items() if not isinstance(v, StoredTensor)}
+        contents.groups[g].state = to_json(plain, read=model.file.read, path="state")
+        tensors = {k: v for k, v in states[g][0].items() if isinstance(v, StoredTensor)}
+        for offset, name in members:
+            shape = model.module[name].shape
+            for state, tensor in {"master": master, **tensors}.items():
+                if not tensor.shape and state != "master":
+                    contents.add_whole(name, state, model.file, tensor)
+                elif tensor.shape != (master.size,):
+                    raise refuse_flat_state(state, tensor, g, model.key)
+                else:
+                    contents.add(name, state, tensor.dtype, shape, _locator(model, tensor, offset, shape))
+
+
+def _tiles(model: ModelStates, members: list[tuple[int, str]], master: StoredTensor) -> bool:
+    """Whether these views fill their storage without a gap, as long as the master, with the master's rounded values."""
+    tensors = [model.module[name] for _, name in members]
+    at = 0
+    for tensor in tensors:
+        if tensor.offset != at or tensor.strides != row_major(tensor.shape):
+            return False
+        at += tensor.size
+    if at != tensors[0].numel or at != master.size:
+        return False
+    parts = [
+        StoredTensor(master.storage, master.dtype, (t.size,), (1,), master.offset + t.offset, master.numel)
+        for t in tensors
+    ]
+    rounded, weights = _samples(model, parts, tensors)
+    return rounded == weights
+
+
+def _locator(model: ModelStates, tensor: StoredTensor, offset: int, shape: tuple[int, ...]) -> Any:
+    def locate() -> Iterator[Extent]:
+        return model.file.flat(tensor, offset, shape, 0, math.prod(shape))
+
+    return locate

@@ -1,0 +1,294 @@
+"""ZeRO 1 and 2: each optimizer group is one flat buffer, cut into equal partitions over the ranks.
+
+The parameters of a group lie one after another in the order of `param_shapes`, each followed by its
+`param_alignment_paddings`; the end is padded so that all partitions are equal. Rank R's file holds partition R of the
+master (`single_partition_of_fp32_groups`, without the padding at the end; BF16_Optimizer keeps it) and of each state.
+Where a parameter lies is told three times, and what is told must agree: by those lengths, by `param_slice_mappings`
+(name -> place in the rank's partition), and by the module's tensors, which are views of one flat buffer in the same
+order.
+
+Under `round_robin_gradients` the buffer is in another order than the group, and DeepSpeed 0.19.8 computes the slice
+mappings as if it were not: then those of the group's own order are accepted too.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import IntegrityError, Refused
+from ucformat.sources.deepspeed.contents import (
+    Contents,
+    Group,
+    Ranks,
+    hyper_parameters,
+    need,
+    refuse_flat_state,
+    scalars,
+    stage_of,
+    stored,
+    zero_options,
+)
+from ucformat.sources.stand_ins import Inert, StoredTensor
+from ucformat.sources.values import to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ucformat.geometry.tensor import Extent
+    from ucformat.sources.deepspeed.model import ModelStates
+    from ucformat.sources.torch_file import TorchFile
+
+__all__ = ["Zero12"]
+
+_MASTER = "single_partition_of_fp32_groups"
+_TENSORS = frozenset(
+    (_MASTER, "base_optimizer_state", "param_slice_mappings", "group_paddings", "param_alignment_paddings")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatGroup:
+    """Where the parameters of a group lie in its flat buffer."""
+
+    shapes: dict[str, tuple[int, ...]]
+    starts: dict[str, int]
+    total: int
+    partition: int
+
+    @classmethod
+    def joined(cls, shapes: dict[str, tuple[int, ...]], paddings: list[int], partition: int) -> FlatGroup:
+        """One after another, each followed by its padding."""
+        lengths = [math.prod(s) + p for s, p in zip(shapes.values(), paddings, strict=True)]
+        starts = [0, *accumulate(lengths)]
+        return cls(shapes, dict(zip(shapes, starts, strict=False)), starts[-1], partition)
+
+    def slices(self, rank: int) -> dict[str, tuple[int, int]]:
+        """The parameters in a rank's partition: name -> (place in the partition, number of elements)."""
+        low, high, out = rank * self.partition, (rank + 1) * self.partition, {}
+        for name, start in self.starts.items():
+            begin, end = max(low, start), min(high, start + math.prod(self.shapes[name]))
+            if begin < end:
+                out[name] = (begin - low, end - begin)
+        return out
+
+    def padding(self, rank: int) -> int:
+        """Elements at the end of a rank's partition that belong to no parameter."""
+        return min(self.partition, max(0, (rank + 1) * self.partition - self.total))
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A rank's optimizer file: for each group its part of the master and the states."""
+
+    file: TorchFile
+    masters: list[StoredTensor]
+    states: list[dict[str, Any]]
+
+
+class Zero12:
+    """The flat groups of a ZeRO 1 or 2 checkpoint; ranks beyond the first are opened when their extents are wanted."""
+
+    def __init__(self, model: ModelStates, keys: tuple[str, ...], allow: tuple[str, ...], contents: Contents) -> None:
+        self.model, self.world, self.contents = model, len(keys), contents
+        self.flat: list[FlatGroup] = []
+        self.round_robin: list[FlatGroup] = []
+        self.ranks = Ranks(model.file.store, keys, allow, self._parse)
+        self.first = self.ranks[0]
+        self._scalars = self._read_scalars(self.first)
+        self._describe()
+
+    def _parse(self, rank: int, file: TorchFile) -> Partition:
+        """A rank's file, checked against the layout; rank 0, which is first, tells the layout."""
+        state = need(file.value, "optimizer_state_dict", dict, file.key)
+        groups = self.model.param_shapes or []
+        raw = need(state, _MASTER, list, file.key)
+        masters = [stored(t, _MASTER, file.key) for t in raw]
+        if len(masters) != len(groups):
+            raise IntegrityError(
+                f"{file.key} has {len(masters)} flat groups, but {self.model.key} describes {len(groups)}"
+            )
+        if not self.flat:
+            self._lay_out(state, masters, file)
+        counts = state.get("partition_count")
+        if any(n != self.world for n in (counts if isinstance(counts, list) else [counts])):
+            raise IntegrityError(
+                f"{file.key} was saved by {counts} ranks, but {self.world} files of optimizer states are there",
+                hint="files of different saves are mixed in one folder",
+            )
+        partition = Partition(file, masters, _states(state, len(groups), file.key))
+        self._check_lengths(rank, partition, padded="zero_stage" not in state)
+        self._check_slices(rank, state.get("param_slice_mappings"), file.key)
+        if rank:
+            self._compare(partition)
+        return partition
+
+    def _lay_out(self, state: dict[str, Any], masters: list[StoredTensor], file: TorchFile) -> None:
+        """The layout, from the shapes, the paddings and the length of rank 0's partitions."""
+        groups = self.model.param_shapes or []
+        paddings = need(state, "group_paddings", list, file.key)
+        aligned = state.get("param_alignment_paddings") or [[0] * len(g) for g in groups]
+        ends = paddings if "zero_stage" in state else [0] * len(groups)
+        for index, (shapes, pads, master, end) in enumerate(zip(groups, aligned, masters, ends, strict=True)):
+            group = FlatGroup.joined(shapes, pads, master.size + end)
+            if group.partition * self.world < group.total:
+                raise IntegrityError(
+                    f"group {index}: {self.world} partitions of {group.partition} elements in {file.key} do not hold "
+                    "the "
+                    f"{group.total} that {self.model.key} describes"
+                )
+            self._check_views(index, group)
+            self.flat.append(group)
+        if zero_options(self.model.value).get("round_robin_gradients"):
+            orders = (_undealt(list(group.shapes), self.world) for group in self.flat)
+            self.round_robin = [
+                FlatGroup.joined({n: g.shapes[n] for n in order}, [0] * len(order), g.partition)
+                for g, order in zip(self.flat, orders, strict=True)
+            ]
+
+    def _check_views(self, index: int, group: FlatGroup) -> None:
+        """The module's tensors, where they are views of one flat buffer, lie where the layout says."""
+        views = {n: self.model.module[n] for n in group.shapes if n in self.model.module}
+        for name, view in views.items():
+            if view.shape != group.shapes[name]:
+                raise IntegrityError(
+                    f"{self.model.key}: {name} has shape {view.shape} in `module`, {group.shapes[name]} in "
+                    "`param_shapes`"
+                )
+        if len({v.storage for v in views.values()}) != 1 or len(views) < 2:
+            return
+        if next(iter(views.values())).numel != group.partition * self.world:
+            return
+        wrong = [n for n, v in views.items() if v.offset != group.starts[n]]
+        if wrong:
+            raise IntegrityError(
+                f"{self.model.key}: {wrong[0]} lies at element {views[wrong[0]].offset} of the flat group {index}, "
+                "but the "
+                f"order of `param_shapes` puts it at {group.starts[wrong[0]]}",
+                hint="please report this checkpoint; it is not read because its layout is uncertain",
+            )
+
+    def _check_lengths(self, rank: int, partition: Partition, *, padded: bool) -> None:
+        for index, (group, master) in enumerate(zip(self.flat, partition.masters, strict=True)):
+            lean = group.partition - group.padding(rank)
+            if master.size != (group.partition if padded else lean):
+                raise IntegrityError(
+                    f"{partition.file.key}: the master of group {index} has {master.size} elements; the layout gives "
+                    "rank "
+                    f"{rank} {lean} of a partition of {group.partition}",
+                    hint="files of different saves are mixed in one folder",
+                )
+            for name, value in partition.states[index].items():
+                if isinstance(value, StoredTensor) and value.shape and value.shape not in ((lean,), (group.partition,)):
+                    raise refuse_flat_state(name, value, index, partition.file.key)
+
+    def _check_slices(self, rank: int, mappings: Any, file: str) -> None:
+        """`param_slice_mappings`, where the file has them, say the same as the layout."""
+        if not isinstance(mappings, list):
+            return
+        for index, told in enumerate(mappings):
+            said = {name: (a.get("start"), a.get("numel")) for name, a in told.items() if isinstance(a, Inert)}
+            accepted = [layout[index].slices(rank) for layout in (self.flat, self.round_robin) if layout]
+            if said not in accepted:
+                name = next((n for n in chain(said, accepted[0]) if said.get(n) != accepted[0].get(n)), "?")
+                raise IntegrityError(
+                    f"{file}: `param_slice_mappings` puts {name} at {said.get(name)} (start, elements) of group "
+                    f"{index}, the "
+                    f"order of `param_shapes` in {self.model.key} at {accepted[0].get(name)}",
+                    hint="please report this checkpoint; it is not read because its layout is uncertain",
+                )
+
+    def _read_scalars(self, partition: Partition) -> list[dict[str, bytes]]:
+        return [
+            {n: partition.file.read(v) for n, v in states.items() if isinstance(v, StoredTensor) and not v.shape}
+            for states in partition.states
+        ]
+
+    def _compare(self, partition: Partition) -> None:
+        """The states of another rank are those of rank 0, and so are its scalars (`step`)."""
+        for index, (mine, theirs) in enumerate(zip(self.first.states, partition.states, strict=True)):
+            if {n: _kind(v) for n, v in mine.items()} != {n: _kind(v) for n, v in theirs.items()}:
+                raise IntegrityError(
+                    f"{partition.file.key}: group {index} has the optimizer states {sorted(theirs)}, rank 0 "
+                    f"{sorted(mine)}"
+                )
+        if self._read_scalars(partition) != self._scalars:
+            raise IntegrityError(
+                f"{partition.file.key}: an optimizer scalar (`step`) differs from that in {self.first.file.key}",
+                hint="files of different saves are mixed in one folder",
+            )
+
+    def _describe(self) -> None:
+        """The tensors, groups and scalars, as rank 0's file tells them."""
+        file, contents = self.first.file, self.contents
+        state = file.value["optimizer_state_dict"]
+        base = state["base_optimizer_state"]
+        hypers = base["param_groups"] if isinstance(base, dict) else [{}] * len(self.flat)
+        for index, group in enumerate(self.flat):
+            states = self.first.states[index]
+            plain = {n: v for n, v in states.items() if not isinstance(v, StoredTensor)}
+            entry = Group(list(group.shapes), hyper_parameters(hypers[index], file))
+            entry.state = to_json(plain, read=file.read, path="state")
+            contents.groups.append(entry)
+            for name, shape in group.shapes.items():
+                contents.add(
+                    name, "master", self.first.masters[index].dtype, shape, self._locator(index, name, "master")
+                )
+                for kind, value in states.items():
+                    if isinstance(value, StoredTensor) and value.shape:
+                        contents.add(name, kind, value.dtype, shape, self._locator(index, name, kind))
+                    elif isinstance(value, StoredTensor):
+                        contents.add_whole(name, kind, file, value)
+        contents.keep_scalars(file, scalars(file, state, _TENSORS))
+        told = stage_of(state.get("zero_stage", 1))  # BF16_Optimizer, which is of ZeRO 1, says nothing
+        if told not in (1, 2):
+            raise IntegrityError(f"{file.key} says ZeRO {told}, but its files are those of ZeRO 1 and 2")
+        self.stage = told
+
+    def _locator(self, index: int, name: str, state: str) -> Any:
+        return lambda: self._extents(index, name, state)
+
+    def _extents(self, index: int, name: str, state: str) -> Iterator[Extent]:
+        """The parts of a parameter in the partitions that it touches."""
+        group = self.flat[index]
+        start, size = group.starts[name], math.prod(group.shapes[name])
+        wanted = range(start // group.partition, -(-(start + size) // group.partition)) if size else range(0)
+        opened = self.ranks.get(wanted)
+        for rank in wanted:
+            low = rank * group.partition
+            begin, end = max(start, low), min(start + size, low + group.partition)
+            part = opened[rank]
+            buffer = part.masters[index] if state == "master" else part.states[index][state]
+            yield from part.file.flat(buffer, begin - low, group.shapes[name], begin - start, end - start)
+
+
+def _states(state: dict[str, Any], groups: int, file: str) -> list[dict[str, Any]]:
+    """The optimizer's state for each group: by parameter index, or (elastic checkpoints) a list."""
+    base: Any = need(state, "base_optimizer_state", (dict, list), file)
+    if isinstance(base, dict):
+        indices = [need(g, "params", list, file) for g in need(base, "param_groups", list, file)]
+        if [len(i) for i in indices] != [1] * groups:
+            raise Refused(
+                f"{file}: its optimizer has not one flat tensor for each of the {groups} groups; not yet read"
+            )
+        base = [need(base, "state", dict, file).get(i[0], {}) for i in indices]
+    found: list[dict[str, Any]] = [s for s in base if isinstance(s, dict)]
+    if not len(base) == len(found) == groups:
+        raise IntegrityError(f"{file} has optimizer states for {len(base)} groups, but {groups} masters")
+    return found
+
+
+def _kind(value: Any) -> Any:
+    return (value.dtype, len(value.shape)) if isinstance(value, StoredTensor) else type(value)
+
+
+def _undealt(dealt: list[str], hands: int) -> list[str]:
+    """The order before a list was dealt to so many hands in turn, and the hands joined."""
+    order: list[str] = [""] * len(dealt)
+    names = iter(dealt)
+    for hand in range(hands):
+        for place in range(hand, len(dealt), hands):
+            order[place] = next(names)
+    return order

@@ -1,0 +1,211 @@
+"""ZeRO 3: each parameter is cut over the ranks by itself, and the parts are joined in flat groups.
+
+`param_shapes` lists the parameters of each flat group (a group here is a *sub-group*: `sub_group_size` cuts an
+optimizer group into several). A parameter of n elements is cut into parts of ceil(n / ranks), the last ones padded;
+rank R's `fp32_flat_groups` holds part R of each of the group's parameters, one after another, and so do the
+optimizer's states. Frozen parameters are cut the same way, each in a tensor of its own (`frozen_param_fragments` in
+the model states files). The weights of trained parameters are nowhere: the module holds empty placeholders, so their
+only copy is the master.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import IntegrityError, Refused
+from ucformat.sources.deepspeed.contents import (
+    Contents,
+    Group,
+    Ranks,
+    hyper_parameters,
+    need,
+    refuse_flat_state,
+    scalars,
+    stored,
+)
+from ucformat.sources.stand_ins import StoredTensor
+from ucformat.sources.values import to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ucformat.geometry.tensor import Extent
+    from ucformat.sources.deepspeed.model import ModelStates
+    from ucformat.sources.torch_file import TorchFile
+
+__all__ = ["Zero3", "add_frozen"]
+
+_MASTER = "fp32_flat_groups"
+
+
+@dataclass(frozen=True, slots=True)
+class SubGroup:
+    """Where the parts of parameters lie in each rank's flat group."""
+
+    shapes: dict[str, tuple[int, ...]]
+    parts: dict[str, int]
+    starts: dict[str, int]
+    length: int
+
+    @classmethod
+    def joined(cls, shapes: dict[str, tuple[int, ...]], world: int) -> SubGroup:
+        """Each parameter's part after that of the one before."""
+        parts = [-(-math.prod(shape) // world) for shape in shapes.values()]
+        starts = [0, *accumulate(parts)]
+        return cls(shapes, dict(zip(shapes, parts, strict=True)), dict(zip(shapes, starts, strict=False)), starts[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A rank's optimizer file: its flat groups and their states."""
+
+    file: TorchFile
+    masters: list[StoredTensor]
+    states: list[dict[str, Any]]
+    owners: list[int]  # the optimizer group of each flat group
+
+
+class Zero3:
+    """The flat groups of a ZeRO 3 checkpoint; ranks beyond the first are opened when their extents are wanted."""
+
+    def __init__(self, model: ModelStates, keys: tuple[str, ...], allow: tuple[str, ...], contents: Contents) -> None:
+        self.model, self.world, self.contents = model, len(keys), contents
+        self.groups = [SubGroup.joined(shapes, self.world) for shapes in model.param_shapes or []]
+        self.ranks = Ranks(model.file.store, keys, allow, self._parse)
+        self.first: Partition | None = None
+        self.first = self.ranks[0]
+        self._scalars = _read_scalars(self.first)
+        self._describe(self.first)
+
+    def _parse(self, rank: int, file: TorchFile) -> Partition:
+        state = need(file.value, "optimizer_state_dict", dict, file.key)
+        if state.get("ds_zero_partition_groups"):
+            raise Refused(f"{file.key}: DeepSpeed checkpoints with expert parallelism are not yet read")
+        if state.get("partition_count") not in (None, self.world):
+            raise IntegrityError(
+                f"{file.key} was saved by {state['partition_count']} ranks, but {self.world} files of optimizer "
+                "states are there",
+                hint="files of different saves are mixed in one folder",
+            )
+        masters = [stored(t, _MASTER, file.key) for t in need(state, _MASTER, list, file.key)]
+        inner = need(state, "optimizer_state_dict", dict, file.key)
+        found = need(inner, "state", dict, file.key)
+        members = [need(g, "params", list, file.key) for g in need(inner, "param_groups", list, file.key)]
+        indices = [i for group in members for i in group]
+        if len(masters) != len(self.groups) or indices != list(range(len(self.groups))):
+            raise IntegrityError(
+                f"{file.key} has {len(masters)} flat groups of {len(indices)} optimizer entries, but {self.model.key} "
+                f"describes {len(self.groups)}"
+            )
+        owners = [g for g, group in enumerate(members) for _ in group]
+        partition = Partition(file, masters, [found.get(i, {}) for i in indices], owners)
+        self._check(rank, partition)
+        return partition
+
+    def _check(self, rank: int, partition: Partition) -> None:
+        for index, (group, master) in enumerate(zip(self.groups, partition.masters, strict=True)):
+            if master.shape != (group.length,):
+                raise IntegrityError(
+                    f"{partition.file.key}: flat group {index} has shape {master.shape}; its parameters, cut over "
+                    f"{self.world} ranks, take {group.length} elements",
+                    hint="files of different saves are mixed in one folder, or the optimizer was offloaded to NVMe",
+                )
+            for name, value in partition.states[index].items():
+                if isinstance(value, StoredTensor) and value.shape not in ((), (group.length,)):
+                    raise refuse_flat_state(name, value, index, partition.file.key)
+        if rank and self.first and _kinds(partition) != _kinds(self.first):
+            raise IntegrityError(f"{partition.file.key} has other optimizer states than {self.first.file.key}")
+        if rank and self.first and _read_scalars(partition) != self._scalars:
+            raise IntegrityError(
+                f"{partition.file.key}: an optimizer scalar (`step`) differs from that in {self.first.file.key}",
+                hint="files of different saves are mixed in one folder",
+            )
+
+    def _describe(self, first: Partition) -> None:
+        """The tensors, groups and scalars, as rank 0's file tells them."""
+        file, contents = first.file, self.contents
+        state = file.value["optimizer_state_dict"]
+        for hyper in state["optimizer_state_dict"]["param_groups"]:
+            contents.groups.append(Group([], hyper_parameters(hyper, file)))
+        for index, group in enumerate(self.groups):
+            entry, states = contents.groups[first.owners[index]], first.states[index]
+            plain = to_json(
+                {n: v for n, v in states.items() if not isinstance(v, StoredTensor)}, read=file.read, path="state"
+            )
+            if entry.names and plain != entry.state:
+                raise Refused(
+                    f"{file.key}: the flat groups of one optimizer group have different plain states; not yet read"
+                )
+            entry.names.extend(group.shapes)
+            entry.state = plain
+            for name, shape in group.shapes.items():
+                contents.add(name, "master", first.masters[index].dtype, shape, self._locator(index, name, "master"))
+                for kind, value in states.items():
+                    if isinstance(value, StoredTensor) and value.shape:
+                        contents.add(name, kind, value.dtype, shape, self._locator(index, name, kind))
+                    elif isinstance(value, StoredTensor):
+                        contents.add_whole(name, kind, file, value)
+        contents.keep_scalars(file, scalars(file, state, frozenset((_MASTER, "optimizer_state_dict"))))
+
+    def _locator(self, index: int, name: str, state: str) -> Any:
+        return lambda: self._extents(index, name, state)
+
+    def _extents(self, index: int, name: str, state: str) -> Iterator[Extent]:
+        """The part of a parameter in each rank's flat group."""
+        group = self.groups[index]
+        part, size = group.parts[name], math.prod(group.shapes[name])
+        wanted = range(-(-size // part)) if part else range(0)
+        opened = self.ranks.get(wanted)
+        for rank in wanted:
+            rank_file = opened[rank]
+            buffer = rank_file.masters[index] if state == "master" else rank_file.states[index][state]
+            start, stop = rank * part, min((rank + 1) * part, size)
+            yield from rank_file.file.flat(buffer, group.starts[name], group.shapes[name], start, stop)
+
+
+def add_frozen(models: list[ModelStates], contents: Contents) -> None:
+    """The frozen parameters, from the model states of all ranks; empty ones are listed with them."""
+    world = len(models)
+    for name, shape in models[0].frozen_shapes.items():
+        size = math.prod(shape)
+        part = -(-size // world)
+        fragments = [
+            stored((m.value.get("frozen_param_fragments") or {}).get(name), f"frozen_param_fragments[{name!r}]", m.key)
+            for m in models
+        ]
+        for model, fragment in zip(models, fragments, strict=True):
+            if fragment.shape != (part,):
+                raise IntegrityError(
+                    f"{model.key}: the frozen {name} has a part of shape {fragment.shape}; cut over {world} ranks "
+                    "its shape "
+                    f"{shape} gives {part} elements"
+                )
+
+        def locate(
+            shape: tuple[int, ...] = shape,
+            part: int = part,
+            size: int = size,
+            fragments: list[StoredTensor] = fragments,
+        ) -> Iterator[Extent]:
+            for rank, (model, fragment) in enumerate(zip(models, fragments, strict=True)):
+                start, stop = min(rank * part, size), min((rank + 1) * part, size)
+                yield from model.file.flat(fragment, 0, shape, start, stop)
+
+        contents.add(name, "weight", fragments[0].dtype, shape, locate)
+
+
+def _kinds(partition: Partition) -> list[dict[str, Any]]:
+    return [
+        {n: (v.dtype, v.shape) if isinstance(v, StoredTensor) else type(v) for n, v in states.items()}
+        for states in partition.states
+    ]
+
+
+def _read_scalars(partition: Partition) -> list[dict[str, bytes]]:
+    return [
+        {n: partition.file.read(v) for n, v in states.items() if isinstance(v, StoredTensor) and not v.shape}
+        for states in partition.states
+    ]

@@ -1,0 +1,207 @@
+"""The zip files of `torch.save`, read by ranges: the pickle, and where each storage's raw bytes lie.
+
+Such a file (PyTorch 1.6 and later) is an uncompressed zip archive with one top folder: `<top>/data.pkl` is a pickle
+whose tensors name their storages by a persistent id, `<top>/data/<key>` is the raw bytes of a storage, and
+`<top>/byteorder` says `little` (PyTorch 2.1 and later write it). Opening one reads its last 64 KiB, the pickle and,
+where a caller asks for a storage, the 30 bytes of that member's local header; never the tensors.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ucformat.errors import IntegrityError, MissingData, Refused
+from ucformat.sources.base import Record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ucformat.storage.base import Store
+
+__all__ = ["MAX_PICKLE", "TorchZip"]
+
+MAX_PICKLE = 256 << 20  # bytes of data.pkl, and of the zip directory; real ones are kilobytes to a few megabytes
+_TAIL = 64 << 10
+_HEAD = 32 << 10  # read with the first bytes: the pickle stands first in the file and is mostly smaller
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_ENCRYPTED = 0x1
+_LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch's magic number, pickled: the format before PyTorch 1.6
+_SAVE_AGAIN = "save it again with torch.save of PyTorch 1.6 or later: torch.save(torch.load(old), new)"
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A file in the archive, as the directory at its end describes it."""
+
+    header_offset: int
+    nbytes: int
+    crc32: int
+
+
+class _Ranges(io.RawIOBase):
+    """A seekable file over ranged reads; it keeps the tail and the last other range that it fetched."""
+
+    def __init__(self, store: Store, key: str, size: int) -> None:
+        self._store, self._key, self._size, self._at = store, key, size, 0
+        start = max(0, size - _TAIL)
+        self._windows = [(start, store.read(key, start, size - start)), (0, b"")]
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise OSError("seek before the start")
+        self._at = base + offset
+        return self._at
+
+    def read(self, n: int = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        data = self.fetch(self._at, left if n < 0 else min(n, left))
+        self._at += len(data)
+        return data
+
+    def fetch(self, offset: int, n: int, ahead: int = 0) -> bytes:
+        """These bytes; where they must be read, `ahead` more are read with them."""
+        if n > MAX_PICKLE:
+            raise Refused(f"{self._key} has a directory or pickle of {n:,} bytes, more than {MAX_PICKLE:,}")
+        for start, data in self._windows:
+            if start <= offset and offset + n <= start + len(data):
+                return data[offset - start : offset - start + n]
+        data = self._store.read(self._key, offset, min(n + ahead, self._size - offset))
+        self._windows[1] = (offset, data)
+        return data[:n]
+
+
+class TorchZip:
+    """One file that `torch.save` wrote. `pickle` is its pickle; `nbytes` and `offset` tell where a storage lies."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self.store, self.key = store, key
+        self.size = store.info(key).size
+        self._ranges = _Ranges(store, key, self.size)
+        self._members = self._directory()
+        tops = {name.removesuffix("/data.pkl") for name in self._members if name.endswith("/data.pkl")}
+        tops = {top for top in tops if "/" not in top}
+        if len(tops) != 1 or any(f"{top}/constants.pkl" in self._members for top in tops):
+            raise Refused(
+                f"{key} is a zip file but not one of torch.save (a TorchScript archive, perhaps)",
+                hint="save the state dict with torch.save and read that",
+            )
+        self._top = tops.pop()
+        self._offsets: dict[str, int] = {}
+        order = f"{self._top}/byteorder"
+        if order in self._members and self._content(order) != b"little":
+            raise Refused(f"{key} was written on a big-endian machine; only little-endian files are read")
+        self.pickle = self._content(f"{self._top}/data.pkl")
+
+    def nbytes(self, storage: str) -> int:
+        """Bytes of a storage."""
+        return self._storage(storage).nbytes
+
+    def crc32(self, storage: str) -> int:
+        """CRC-32 of a storage, as the directory says; 0 where torch was told to compute none."""
+        return self._storage(storage).crc32
+
+    def records(self) -> Iterator[Record]:
+        """Every member, for whoever wants to check it; torch writes a checksum of 0 where it was told to compute none.
+
+        (`torch.serialization.set_crc32_options(False)`; of an empty member 0 is the checksum.)
+        """
+        for name, member in self._members.items():
+            crc = member.crc32 if member.crc32 or not member.nbytes else None
+            yield Record(self.key, name, member.nbytes, crc, partial(self._locate, name))
+
+    def offset(self, storage: str) -> int:
+        """Where in the file the bytes of a storage begin; the first call for each reads 30 bytes."""
+        if storage not in self._offsets:
+            self._offsets[storage] = self._locate(f"{self._top}/data/{storage}")
+        return self._offsets[storage]
+
+    def _storage(self, storage: str) -> _Member:
+        member = self._members.get(f"{self._top}/data/{storage}")
+        if member is None:
+            raise MissingData(
+                f"{self.key} lacks the storage {storage!r} that its pickle names",
+                hint="the file is damaged; copy it again from where it was saved",
+            )
+        return member
+
+    def _directory(self) -> dict[str, _Member]:
+        """The members by name, each checked to be plain bytes inside the file."""
+        if self.size < 4 or not self._ranges.fetch(0, min(512, self.size), ahead=_HEAD).startswith(b"PK\x03\x04"):
+            raise self._not_a_zip()
+        try:
+            with zipfile.ZipFile(self._ranges) as archive:
+                listed = archive.infolist()
+        except (zipfile.BadZipFile, OSError, ValueError, struct.error, NotImplementedError, UnicodeError) as error:
+            raise IntegrityError(
+                f"{self.key} begins as a zip file but has no directory at its end ({error}): it is truncated or "
+                "damaged",
+                hint="copy it again from where it was saved",
+            ) from error
+        members: dict[str, _Member] = {}
+        for info in listed:
+            name = info.filename
+            if info.flag_bits & _ENCRYPTED or info.compress_type != zipfile.ZIP_STORED:
+                raise Refused(
+                    f"{name} in {self.key} is compressed or encrypted, so it cannot be read in place",
+                    hint="the file was packed by something other than torch.save; " + _SAVE_AGAIN,
+                )
+            if info.file_size != info.compress_size or name in members:
+                raise IntegrityError(f"{name} in {self.key} has two sizes, or stands there twice")
+            if not 0 <= info.header_offset <= info.header_offset + info.file_size <= self.size:
+                raise IntegrityError(
+                    f"{name} in {self.key} would reach past the end of the file ({self.size:,} bytes)",
+                    hint="the file is truncated or damaged; copy it again from where it was saved",
+                )
+            members[name] = _Member(info.header_offset, info.file_size, info.CRC)
+        return members
+
+    def _not_a_zip(self) -> IntegrityError | Refused:
+        """What to say of a file that is no zip archive."""
+        head = self._ranges.fetch(0, min(512, self.size))
+        if _LEGACY in head[:32] or head[257:262] == b"ustar":
+            return Refused(f"{self.key} is in torch's format of before version 1.6", hint=_SAVE_AGAIN)
+        return IntegrityError(
+            f"{self.key} is not a file of torch.save ({self.size:,} bytes that begin with {head[:8]!r})",
+            hint="copy it again from where it was saved",
+        )
+
+    def _locate(self, name: str) -> int:
+        """Where the content of a member begins: after its local header, whose length only it knows itself."""
+        member = self._members.get(name)
+        if member is None:
+            raise MissingData(f"{self.key} lacks its member {name}")
+        head = self._ranges.fetch(member.header_offset, min(30, self.size - member.header_offset))
+        if len(head) < 30 or not head.startswith(b"PK\x03\x04"):
+            raise IntegrityError(f"{name} in {self.key} has no header where the directory puts it")
+        _, name_length, extra_length = _LOCAL_HEADER.unpack(head)
+        start = member.header_offset + 30 + name_length + extra_length
+        if start + member.nbytes > self.size:
+            raise IntegrityError(f"{name} in {self.key} would reach past the end of the file ({self.size:,} bytes)")
+        return int(start)
+
+    def _content(self, name: str) -> bytes:
+        """A small member, checked against its CRC-32."""
+        member = self._members[name]
+        if member.nbytes > MAX_PICKLE:
+            raise Refused(f"{name} in {self.key} has {member.nbytes:,} bytes, more than {MAX_PICKLE:,}")
+        self._ranges.fetch(member.header_offset, min(30, self.size - member.header_offset), ahead=member.nbytes + 1024)
+        data = self._ranges.fetch(self._locate(name), member.nbytes)
+        if member.crc32 and zlib.crc32(data) != member.crc32:
+            raise IntegrityError(f"{name} in {self.key} does not match its CRC-32", hint="the file is damaged")
+        return data

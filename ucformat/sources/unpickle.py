@@ -1,0 +1,303 @@
+"""A pickle machine that runs nothing: it rebuilds plain values, lazy tensors and inert stand-ins, and refuses the rest.
+
+It is a machine of its own, not a subclass of `pickle.Unpickler`, because that one resolves extension codes from a cache
+of live objects, sizes its memo by an index in the file, and calls what it finds. Here an opcode is in the table below
+or the file is refused; memory is proportional to the file; and every failure is an error of ours that names the file.
+
+It reads protocols 2 to 5, as torch.save writes them (2 unless told otherwise). The opcodes are those that Python's
+`pickletools` describes.
+"""
+
+from __future__ import annotations
+
+import reprlib
+import struct
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import IntegrityError, Refused, UcformatError
+from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.sources.allowed import plain_key, resolve, spelling
+from ucformat.sources.stand_ins import (
+    Inert,
+    InertClass,
+    Maker,
+    NdArray,
+    NumpyDtype,
+    Storage,
+    StorageType,
+    StoredTensor,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["unpickle"]
+
+
+def unpickle(data: bytes, *, file: str, storage_nbytes: Callable[[str], int], allow: tuple[str, ...] = ()) -> Any:
+    """The value that a pickle of torch.save describes; `storage_nbytes` gives the size of a storage by its key.
+
+    Refused where it names anything that is not plain, IntegrityError where it cannot be read; both name `file`.
+    """
+    try:
+        return _Machine(data, storage_nbytes, allow).run()
+    except UcformatError as error:
+        raise type(error)(f"{file}: {error.message}", hint=error.hint) from error
+    except Exception as error:
+        raise IntegrityError(
+            f"{file}: its pickle cannot be read ({type(error).__name__}: {error})",
+            hint="the file is damaged or was not written by torch.save",
+        ) from error
+
+
+class _Machine:
+    """The stack, the marks and the memo of one pickle."""
+
+    def __init__(self, data: bytes, storage_nbytes: Callable[[str], int], allow: tuple[str, ...]) -> None:
+        self.data, self.at, self.end = data, 0, len(data)
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.storage_nbytes, self.allow = storage_nbytes, allow
+
+    def run(self) -> Any:
+        data, table = self.data, _OPCODES
+        while True:
+            opcode = data[self.at]
+            self.at += 1
+            if opcode == 0x2E:  # STOP
+                return self.stack.pop()
+            action = table.get(opcode)
+            if action is None:
+                raise Refused(f"its pickle uses the opcode {bytes([opcode])!r}, which torch.save does not write")
+            action(self)
+
+    def take(self, n: int) -> bytes:
+        start = self.at
+        if n < 0 or start + n > self.end:
+            raise IntegrityError("its pickle ends in the middle of a value")
+        self.at = start + n
+        return self.data[start : self.at]
+
+    def number(self, form: str) -> int:
+        return int(struct.unpack("<" + form, self.take(struct.calcsize(form)))[0])
+
+    def line(self) -> str:
+        stop = self.data.index(b"\n", self.at)
+        return self.take(stop + 1 - self.at)[:-1].decode()
+
+    def popped_to_mark(self) -> list[Any]:
+        items, self.stack = self.stack, self.marks.pop()
+        return items
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    # what makes and fills objects
+
+    def make(self, maker: Any, args: Any) -> Any:
+        if not isinstance(args, tuple):
+            raise IntegrityError("its pickle makes an object from something that is not a tuple")
+        if isinstance(maker, InertClass):
+            return Inert(maker.name, args)
+        if not isinstance(maker, Maker):
+            raise Refused(f"its pickle calls a {type(maker).__name__}, which is not a class")
+        return maker.make(*args)
+
+    def reduce(self) -> None:
+        args = self.stack.pop()
+        self.stack[-1] = self.make(self.stack[-1], args)
+
+    def new_with_keywords(self) -> None:
+        keywords, args = self.stack.pop(), self.stack.pop()
+        made = self.make(self.stack[-1], args)
+        if keywords:
+            if not isinstance(made, Inert):
+                raise Refused("its pickle passes keywords to a plain class")
+            made.args = (*made.args, keywords)
+        self.stack[-1] = made
+
+    def build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if isinstance(target, Inert):
+            target.state = state
+        elif isinstance(target, NumpyDtype):
+            target.order = state[1] if state[1] in "<>" else target.order
+            if state[3] is not None or state[4] is not None:
+                raise Refused("a numpy array of a structured dtype is not read")
+        elif isinstance(target, NdArray):
+            _, target.shape, dtype, target.fortran, target.data = state
+            target.dtype = spelling(dtype)
+            if not isinstance(target.data, bytes):
+                raise Refused("a numpy array of Python objects is not read")
+        elif not isinstance(target, dict | StoredTensor):  # attributes of a state dict or a parameter say nothing
+            raise Refused(f"its pickle sets the state of a {type(target).__name__}")
+
+    def append(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if isinstance(target, Inert):
+            target.items.extend(items)
+        elif isinstance(target, list):
+            target.extend(items)
+        else:
+            raise IntegrityError(f"its pickle appends to a {type(target).__name__}")
+
+    def set_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        pairs = zip(items[::2], items[1::2], strict=True)
+        if isinstance(target, Inert):
+            target.items.extend(pairs)
+        elif isinstance(target, dict):
+            target.update((plain_key(k), v) for k, v in pairs)
+        else:
+            raise IntegrityError(f"its pickle sets items of a {type(target).__name__}")
+
+    def add_items(self) -> None:
+        items = self.popped_to_mark()
+        if not isinstance(self.stack[-1], set):
+            raise IntegrityError("its pickle adds to what is not a set")
+        self.stack[-1].update(map(plain_key, items))
+
+    def dictionary(self) -> None:
+        items = self.popped_to_mark()
+        self.push({plain_key(k): v for k, v in zip(items[::2], items[1::2], strict=True)})
+
+    def tuple_of(self, n: int) -> None:
+        if len(self.stack) < n:
+            raise IntegrityError("its pickle takes more values than there are")
+        items = tuple(self.stack[len(self.stack) - n :])
+        del self.stack[len(self.stack) - n :]
+        self.push(items)
+
+    def pop_pair(self) -> list[Any]:
+        value, key = self.stack.pop(), self.stack.pop()
+        return [key, value]
+
+    def pop(self) -> None:
+        if self.stack:
+            self.stack.pop()
+        else:
+            self.popped_to_mark()
+
+    # globals and storages
+
+    def name_global(self, module: Any, name: Any) -> None:
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise IntegrityError("its pickle names a global by something that is not text")
+        self.push(resolve(module, name, self.allow))
+
+    def stack_global(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        self.name_global(module, name)
+
+    def persistent(self) -> None:
+        identity = self.stack.pop()
+        if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage":
+            raise Refused(f"its pickle refers to an outside object {reprlib.repr(identity)}, which is not a storage")
+        _, kind, key, _, numel = identity[:5]
+        if not isinstance(kind, StorageType) or not isinstance(key, str) or type(numel) is not int or numel < 0:
+            raise IntegrityError(f"its pickle refers to a storage by {reprlib.repr(identity)}")
+        nbytes = self.storage_nbytes(key)
+        if numel * (ITEMSIZE[kind.dtype] if kind.dtype else 1) != nbytes:
+            raise IntegrityError(
+                f"the storage {key!r} should have {numel} elements of {kind.dtype}, but has {nbytes} bytes"
+            )
+        self.push(Storage(key, kind.dtype, nbytes))
+
+    def recall(self, index: int) -> None:
+        if index not in self.memo:
+            raise IntegrityError(f"its pickle recalls value {index}, which it never kept")
+        self.push(self.memo[index])
+
+    def keep(self, index: int) -> None:
+        self.memo[index] = self.stack[-1]
+
+    def mark(self) -> None:
+        self.marks.append(self.stack)
+        self.stack = []
+
+
+def _text(machine: _Machine, form: str) -> None:
+    machine.push(machine.take(machine.number(form)).decode())
+
+
+def _bytes(machine: _Machine, form: str, kind: Callable[[bytes], Any] = bytes) -> None:
+    machine.push(kind(machine.take(machine.number(form))))
+
+
+def _long(machine: _Machine, form: str) -> None:
+    machine.push(int.from_bytes(machine.take(machine.number(form)), "little", signed=True))
+
+
+def _old_text(machine: _Machine, form: str) -> None:
+    machine.push(machine.take(machine.number(form)).decode("latin1"))
+
+
+#: Opcode -> what it does. Absent, and so refused: extension codes, protocol 0 values, old-style instances, out-of-band
+#: buffers.
+_OPCODES: dict[int, Callable[[_Machine], None]] = {
+    ord(code): action
+    for code, action in {
+        "\x80": lambda m: _protocol(m.number("B")),
+        "\x95": lambda m: _ignore(m.take(8)),
+        "(": _Machine.mark,
+        "0": _Machine.pop,
+        "1": lambda m: _ignore(m.popped_to_mark()),
+        "2": lambda m: m.push(m.stack[-1]),
+        "N": lambda m: m.push(None),
+        "\x88": lambda m: m.push(True),
+        "\x89": lambda m: m.push(False),
+        "J": lambda m: m.push(m.number("i")),
+        "K": lambda m: m.push(m.number("B")),
+        "M": lambda m: m.push(m.number("H")),
+        "\x8a": lambda m: _long(m, "B"),
+        "\x8b": lambda m: _long(m, "i"),
+        "G": lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
+        "X": lambda m: _text(m, "I"),
+        "\x8c": lambda m: _text(m, "B"),
+        "\x8d": lambda m: _text(m, "Q"),
+        "U": lambda m: _old_text(m, "B"),
+        "T": lambda m: _old_text(m, "i"),
+        "B": lambda m: _bytes(m, "I"),
+        "C": lambda m: _bytes(m, "B"),
+        "\x8e": lambda m: _bytes(m, "Q"),
+        "\x96": lambda m: _bytes(m, "Q", bytearray),
+        "]": lambda m: m.push([]),
+        "}": lambda m: m.push({}),
+        ")": lambda m: m.push(()),
+        "\x8f": lambda m: m.push(set()),
+        "l": lambda m: m.push(m.popped_to_mark()),
+        "d": _Machine.dictionary,
+        "t": lambda m: m.push(tuple(m.popped_to_mark())),
+        "\x91": lambda m: m.push(frozenset(map(plain_key, m.popped_to_mark()))),
+        "\x85": lambda m: m.tuple_of(1),
+        "\x86": lambda m: m.tuple_of(2),
+        "\x87": lambda m: m.tuple_of(3),
+        "a": lambda m: m.append([m.stack.pop()]),
+        "e": lambda m: m.append(m.popped_to_mark()),
+        "s": lambda m: m.set_items(m.pop_pair()),
+        "u": lambda m: m.set_items(m.popped_to_mark()),
+        "\x90": _Machine.add_items,
+        "c": lambda m: m.name_global(m.line(), m.line()),
+        "\x93": _Machine.stack_global,
+        "R": _Machine.reduce,
+        "\x81": _Machine.reduce,  # NEWOBJ: here no different from a call
+        "\x92": _Machine.new_with_keywords,
+        "b": _Machine.build,
+        "Q": _Machine.persistent,
+        "h": lambda m: m.recall(m.number("B")),
+        "j": lambda m: m.recall(m.number("I")),
+        "q": lambda m: m.keep(m.number("B")),
+        "r": lambda m: m.keep(m.number("I")),
+        "\x94": lambda m: m.keep(len(m.memo)),
+    }.items()
+}
+
+
+def _protocol(version: int) -> None:
+    if not 2 <= version <= 5:
+        raise Refused(f"its pickle has protocol {version}; 2 to 5 are read")
+
+
+def _ignore(_: object) -> None:
+    """Drop a value."""

@@ -1,0 +1,213 @@
+"""Non-tensor values of a checkpoint as JSON, and back.
+
+None, booleans, finite numbers and text stand for themselves, lists and tuples are arrays, and a dictionary whose keys
+are text is an object. What JSON has no word for is an object with one key that begins with `$`:
+
+| form | value |
+|---|---|
+| `{"$float": "nan"}`, `"inf"`, `"-inf"` | a float that is not finite |
+| `{"$bytes": "…"}` | bytes, base64 |
+| `{"$complex": [re, im]}` | a complex number |
+| `{"$set": […]}` | a set or frozen set, sorted by their JSON |
+| `{"$slice": [start, stop, step]}` | a slice |
+| `{"$datetime": "…"}`, `{"$path": "…"}` | a date or time in ISO 8601 (a time span in seconds), a path |
+| `{"$dtype": "bfloat16"}` | a data type |
+| `{"$tensor": {"dtype", "shape", "data"}}` | a small tensor: little-endian row-major bytes, base64 |
+| `{"$ref": "client_state.ema.weight"}` | a larger tensor: that tensor of the checkpoint, in the state `weight` |
+| `{"$class": "deepspeed….LossScaler", "$args", "$state", "$items"}` | an object; empty parts are left out |
+| `{"$dict": [[key, value], …]}` | a dictionary with keys other than text and integers |
+
+Keys: an integer `3` becomes `"$int:3"`; text that begins with `$` gets another `$` in front. Tuples come back as lists.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+import json
+import math
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import Refused, UsageError
+from ucformat.sources.stand_ins import Dtype, Inert, InertClass, Maker, NdArray, StoredTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["SMALL", "from_json", "to_json"]
+
+SMALL = 64 << 10  # bytes of a tensor that is kept inside the JSON
+_DEPTH = 200
+_NODES = 5_000_000
+
+
+def to_json(
+    value: Any,
+    *,
+    read: Callable[[StoredTensor], bytes] | None = None,
+    spill: Callable[[str, StoredTensor], str] | None = None,
+    path: str = "",
+) -> Any:
+    """The JSON form of a value out of a pickle.
+
+    `read` gives the row-major bytes of a small tensor. `spill` is told of every larger one, by its path, and answers
+    with the name that it will have as a tensor of its own. Refused where a value is nested deeper than 200 levels
+    (or holds itself), has more than 5 million parts, or holds a tensor and there is no `read` or `spill`.
+    """
+    return _Encoder(read, spill).encode(value, path, 0)
+
+
+class _Encoder:
+    def __init__(
+        self, read: Callable[[StoredTensor], bytes] | None, spill: Callable[[str, StoredTensor], str] | None
+    ) -> None:
+        self.read, self.spill, self.nodes = read, spill, 0
+
+    def encode(self, value: Any, path: str, depth: int) -> Any:
+        self.nodes += 1
+        if depth > _DEPTH or self.nodes > _NODES:
+            raise Refused(
+                f"{path or 'a value'} of the checkpoint is nested too deeply or too large to be an object",
+                hint="save large or self-referring values outside the client state",
+            )
+        if value is None or isinstance(value, str | bool | int):
+            return value
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"$float": str(value)}
+        if isinstance(value, dict):
+            return self.dictionary(value, path, depth + 1)
+        if isinstance(value, list | tuple):
+            return [self.encode(v, _join(path, i), depth + 1) for i, v in enumerate(value)]
+        return self.special(value, path, depth + 1)
+
+    def dictionary(self, value: dict[Any, Any], path: str, depth: int) -> Any:
+        if all(type(k) in (str, int) for k in value):
+            return {_key(k): self.encode(v, _join(path, k), depth) for k, v in value.items()}
+        pairs = enumerate(value.items())
+        return {"$dict": [[self.encode(k, path, depth), self.encode(v, _join(path, i), depth)] for i, (k, v) in pairs]}
+
+    def special(self, value: Any, path: str, depth: int) -> Any:
+        if isinstance(value, StoredTensor):
+            return self.tensor(value, path)
+        if isinstance(value, Inert):
+            out: dict[str, Any] = {"$class": value.name}
+            for name, part in (("$args", value.args), ("$state", value.state), ("$items", value.items)):
+                if part is not None and not (isinstance(part, tuple | list) and not part):
+                    out[name] = self.encode(part, path, depth)
+            return out
+        if isinstance(value, set | frozenset):
+            return {"$set": sorted((self.encode(v, path, depth) for v in value), key=json.dumps)}
+        if isinstance(value, slice):
+            return {"$slice": self.encode([value.start, value.stop, value.step], path, depth)}
+        if isinstance(value, NdArray):
+            return _array(value)
+        return _plain(value, path)
+
+    def tensor(self, value: StoredTensor, path: str) -> Any:
+        if value.nbytes > SMALL and self.spill:
+            return {"$ref": self.spill(path, value)}
+        if value.nbytes > SMALL or self.read is None:
+            raise Refused(f"{path} is a tensor where a plain value is expected")
+        return _tensor(value.dtype, value.shape, self.read(value))
+
+
+def _plain(value: Any, path: str) -> Any:
+    """The special values that hold no others."""
+    if isinstance(value, bytes | bytearray):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, complex):
+        return {"$complex": [value.real, value.imag]}
+    if isinstance(value, Dtype):
+        return {"$dtype": value.name}
+    if isinstance(value, InertClass | Maker):  # the class itself, not an object of it
+        return {"$class": value.name}
+    if isinstance(value, dt.timedelta):
+        return {"$datetime": value.total_seconds()}
+    if isinstance(value, dt.date | dt.time):
+        return {"$datetime": value.isoformat()}
+    if isinstance(value, dt.timezone):
+        return {"$datetime": str(value)}
+    if isinstance(value, PurePosixPath):
+        return {"$path": str(value)}
+    raise Refused(f"{path or 'a value'} of the checkpoint is a {type(value).__name__}, which has no JSON form")
+
+
+def _tensor(dtype: str, shape: tuple[int, ...], data: bytes) -> Any:
+    return {"$tensor": {"dtype": dtype, "shape": list(shape), "data": base64.b64encode(data).decode()}}
+
+
+def _array(value: NdArray) -> Any:
+    import numpy as np
+
+    dtype = np.dtype(value.dtype)
+    array = np.frombuffer(value.data, dtype).reshape(value.shape, order="F" if value.fortran else "C")
+    if dtype.kind not in "biufc":
+        return {"$class": "numpy.ndarray", "$args": [dtype.str, list(value.shape)], "$items": _plain(value.data, "")}
+    return _tensor(dtype.name, value.shape, array.astype(dtype.newbyteorder("<")).tobytes())
+
+
+def _join(path: str, part: object) -> str:
+    return f"{path}.{part}" if path else str(part)
+
+
+def _key(key: str | int) -> str:
+    if isinstance(key, str):
+        return "$" + key if key.startswith("$") else key
+    return f"$int:{key}"
+
+
+def from_json(value: Any) -> Any:
+    """The value that its JSON form stands for.
+
+    Small tensors become numpy arrays, dates and paths text, slices slices. `$ref` and `$class` stay as they are: what
+    they stand for is not here.
+    """
+    if isinstance(value, list):
+        return [from_json(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        (key, inner), *_ = value.items()
+        if key in _DECODERS:
+            return _DECODERS[key](inner)
+    if "$class" in value or "$ref" in value:
+        return {k: v if k in ("$class", "$ref") else from_json(v) for k, v in value.items()}
+    return {_unkey(k): from_json(v) for k, v in value.items()}
+
+
+def _unkey(key: str) -> str | int:
+    if key.startswith("$int:"):
+        return int(key[5:])
+    if key.startswith("$") and not key.startswith("$$"):
+        raise UsageError(
+            f"{key!r} is not a key that ucformat writes", hint="the object was written by a newer ucformat"
+        )
+    return key.removeprefix("$")
+
+
+def _array_of(inner: dict[str, Any]) -> Any:
+    import ml_dtypes
+    import numpy as np
+
+    name = inner["dtype"]
+    dtype = np.dtype(getattr(ml_dtypes, name) if hasattr(ml_dtypes, name) else name)
+    return np.frombuffer(base64.b64decode(inner["data"]), dtype).reshape(inner["shape"])
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "$float": float,
+    "$bytes": base64.b64decode,
+    "$complex": lambda parts: complex(*parts),
+    "$set": lambda items: {tuple(v) if isinstance(v, list) else v for v in map(from_json, items)},
+    "$slice": lambda parts: slice(*parts),
+    "$datetime": lambda text: text,
+    "$path": lambda text: text,
+    "$dtype": lambda name: name,
+    "$tensor": _array_of,
+    "$dict": lambda pairs: {_hashable(from_json(k)): from_json(v) for k, v in pairs},
+}
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
