@@ -1,0 +1,239 @@
+"""The face of every checkpoint, foreign or universal: names, lazy tensors, plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from functools import cached_property
+from os import PathLike
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import NotACheckpoint, NotFound, TensorNotFound
+from ucformat.format.commit import MANIFEST
+from ucformat.format.universal import Universal
+from ucformat.geometry.tensor import Key
+from ucformat.planning import Bound, plan_rank
+from ucformat.schema.manifest import GroupDoc, Manifest, TensorDoc
+from ucformat.sources import open_source
+from ucformat.storage.url import open_store
+from ucformat.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ucformat.facts import Facts
+    from ucformat.geometry.layout import Layout
+    from ucformat.geometry.plan import Verify
+    from ucformat.geometry.tensor import TensorInfo
+    from ucformat.planning import ReadPlan
+    from ucformat.sources.base import OpenSource
+    from ucformat.storage.base import Store
+
+__all__ = ["Checkpoint", "open_checkpoint"]
+
+
+def open_checkpoint(place: str | PathLike[str] | Store) -> Checkpoint:
+    """Open a checkpoint in place, reading kilobytes of it; nothing in it is ever executed.
+
+    Args:
+        place: a path or url of a universal checkpoint, or of one that a known engine wrote.
+
+    Raises:
+        NotFound: there is nothing at that place.
+        NotACheckpoint: what is there is not a checkpoint, or not a committed one.
+    """
+    store = open_store(place) if isinstance(place, str | PathLike) else place
+    try:
+        store.info(MANIFEST)
+    except LookupError:
+        if next(iter(store.list()), None) is None:
+            raise NotFound(f"{store.url} does not exist, or is empty", hint="check the path") from None
+        source = open_source(store)
+        if source is None:
+            raise NotACheckpoint(
+                f"{store.url} holds no checkpoint that ucformat knows",
+                hint=f"a universal one has a {MANIFEST} (an interrupted conversion has none: run it again); "
+                "foreign ones that can be read: DeepSpeed",
+            ) from None
+        return Checkpoint(source)
+    return Checkpoint(Universal(store))
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """A checkpoint that is read in place, whatever wrote it.
+
+    `ck[name]` is a lazy tensor in state `weight`, or `master` where only that is stored; `ck[name, state]` in another.
+    """
+
+    def __init__(self, source: OpenSource | Universal) -> None:
+        self.source = source  # how it is read: for the rooms above, not for users
+        self._infos: dict[Key, TensorInfo] = {info.key: info for info in source.facts.roster.tensors}
+        self._states: dict[str, list[str]] = {}
+        self._bound: tuple[Layout, tuple[str, ...] | None, Bound] | None = None  # the last: ranks are planned in turn
+        for key in self._infos:
+            self._states.setdefault(key.name, []).append(key.state)
+
+    @property
+    def url(self) -> str:
+        """Where it lies."""
+        return self.source.store.url
+
+    @property
+    def store(self) -> Store:
+        """The store it is read from."""
+        return self.source.store
+
+    @property
+    def kind(self) -> str:
+        """Who wrote it: `ucformat`, `deepspeed`, …."""
+        return self.source.kind
+
+    @property
+    def facts(self) -> Facts:
+        """What it says of itself: roster, optimizer groups, step, source layout, engine."""
+        return self.source.facts
+
+    def names(self) -> list[str]:
+        """Names of the stored tensors, in the order of the training program; tied names are in `aliases`."""
+        return list(self._states)
+
+    def states(self, name: str) -> list[str]:
+        """The states in which a tensor is stored."""
+        return list(self._states[self._stored(name)])
+
+    @property
+    def tensors(self) -> Mapping[Key, TensorInfo]:
+        """What is known of each stored tensor, by (name, state)."""
+        return MappingProxyType(self._infos)
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Tied tensors: further name -> name under which it is stored."""
+        return self.facts.aliases
+
+    @cached_property
+    def objects(self) -> Mapping[str, Any]:
+        """The non-tensor values: step counters, scheduler, scaler, client state, random generators; plain JSON."""
+        return self.source.objects() if isinstance(self.source, Universal) else self.facts.objects
+
+    @cached_property
+    def assets(self) -> Mapping[str, bytes]:
+        """Files kept as they are, read when asked for."""
+        if isinstance(self.source, Universal):
+            docs, read = self.source.manifest.assets, self.source.read_file
+            return _Lazy({name: lambda d=doc: read(d) for name, doc in docs.items()})
+        store = self.store
+        return _Lazy({name: lambda n=name: store.read(n) for name in self.facts.assets})
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The manifest; of a foreign checkpoint the one that describes it, without attempt, paths and digests."""
+        if isinstance(self.source, Universal):
+            return self.source.manifest
+        facts = self.facts
+        return Manifest(
+            id="",
+            attempt="",
+            created=datetime.now(UTC),
+            producer={f"engine.{k}": v for k, v in facts.engine.items()},
+            step=facts.step,
+            layout=dict(facts.layout),
+            groups=group_docs(facts),
+            aliases=dict(facts.aliases),
+            tensors=tuple(
+                TensorDoc(name=i.name, state=i.state, dtype=i.dtype, shape=i.shape, nbytes=i.nbytes)
+                for i in facts.roster.tensors
+            ),
+        )
+
+    @property
+    def zarr_url(self) -> str | None:
+        """The Zarr v3 group that any Zarr reader opens; None of a foreign checkpoint."""
+        return f"{self.url}/data/{self.manifest.attempt}" if isinstance(self.source, Universal) else None
+
+    def _stored(self, name: str) -> str:
+        name = self.aliases.get(name, name)
+        if name not in self._states:
+            raise TensorNotFound(f"{self.url} has no tensor {name!r}", hint=_nearest(name, self._states))
+        return name
+
+    def __getitem__(self, key: str | tuple[str, str]) -> Tensor:
+        name, state = key if isinstance(key, tuple) else (key, None)
+        stored = self._stored(name)
+        states = self._states[stored]
+        if state is None:
+            state = next((s for s in ("weight", "master") if s in states), None)
+        if state not in states:
+            raise TensorNotFound(
+                f"{self.url} has no {name!r} in state {state or 'weight or master'!r}",
+                hint=f"it is stored in: {', '.join(states)}",
+            )
+        return Tensor(self._infos[Key(stored, state)], self.source)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __contains__(self, key: object) -> bool:
+        try:
+            self[key]  # type: ignore[index]
+        except (TensorNotFound, TypeError, ValueError):
+            return False
+        return True
+
+    def plan(
+        self,
+        layout: Layout,
+        rank: int,
+        states: Sequence[str] | None = None,
+        *,
+        verify: Verify = "whole",
+    ) -> ReadPlan:
+        """What `rank` of `layout` will read of these states (None: of all); reads no tensor bytes.
+
+        Args:
+            layout: where each tensor lies on each rank.
+            rank: the rank in the layout's mesh.
+            states: `weight`, `master`, `exp_avg`, …
+            verify: which checksums to check: of chunks that are read `whole`, `always` (reads whole chunks), `never`.
+        """
+        chosen = None if states is None else tuple(states)
+        if self._bound is None or self._bound[0] is not layout or self._bound[1] != chosen:
+            self._bound = (layout, chosen, Bound.of(self.source.facts.roster, layout, chosen))
+        return plan_rank(self.source, self._bound[2], rank, verify)
+
+    def __repr__(self) -> str:
+        total = sum(i.nbytes for i in self._infos.values())
+        return f"<ucformat.Checkpoint {self.url} ({self.kind}): {len(self)} tensors, {total} bytes>"
+
+
+class _Lazy(Mapping[str, bytes]):
+    def __init__(self, readers: Mapping[str, Any]) -> None:
+        self._readers = readers
+
+    def __getitem__(self, name: str) -> bytes:
+        data: bytes = self._readers[name]()
+        return data
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+
+def group_docs(facts: Facts) -> tuple[GroupDoc, ...]:
+    """The optimizer groups as the manifest holds them."""
+    return tuple(
+        GroupDoc(params=tuple(g["params"]), options={k: v for k, v in g.items() if k != "params"}) for g in facts.groups
+    )
+
+
+def _nearest(name: str, names: Mapping[str, Any]) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, names, 3, 0.4)
+    return f"did you mean {' or '.join(near)}?" if near else "`ck.names()` or `ucp show` lists them"

@@ -1,0 +1,1 @@
+"""Runs lists of idempotent tasks."""

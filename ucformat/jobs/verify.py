@@ -1,0 +1,276 @@
+"""Verifies a checkpoint: every byte that it speaks of is read, and compared with what is known of it."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ucformat.checkpoint import Checkpoint, open_checkpoint
+from ucformat.errors import ChecksumError, NotFound, UcformatError
+from ucformat.format.checksum import checksum
+from ucformat.format.digest import tensor_digest
+from ucformat.format.shard import check_shard
+from ucformat.format.universal import Universal, grid_of
+from ucformat.format.zarr_json import array_json, shard_key
+from ucformat.geometry.coverage import prove
+from ucformat.geometry.tensor import Key, Tiles
+from ucformat.jobs.run import run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from os import PathLike
+
+    from ucformat.format.chunking import Grid
+    from ucformat.geometry.tensor import Extent
+    from ucformat.schema.manifest import FileDoc
+    from ucformat.sources.base import OpenSource, Record
+    from ucformat.storage.base import Store
+
+__all__ = ["Problem", "Report", "verify"]
+
+_BLOCK = 4 << 20  # bytes of a record that are held at once
+_NAMED = 5  # of the tensors in a damaged record, so many are named
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong; `chunk` are a damaged chunk's coordinates in the tensor's chunk grid."""
+
+    file: str
+    reason: str
+    name: str | None = None
+    state: str | None = None
+    chunk: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        tensor = "" if self.name is None else f"{self.name} ({self.state})"
+        chunk = "" if self.chunk is None else f" chunk {list(self.chunk)}"
+        return f"{tensor}{chunk}{': ' if tensor else ''}{self.reason} [{self.file}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was verified, and what is wrong with it; true where nothing is.
+
+    `bytes_verified` were compared with a checksum; of `bytes_unverified` it is only known that they are there.
+    """
+
+    url: str
+    kind: str
+    tensors: int
+    bytes_verified: int
+    bytes_unverified: int
+    problems: tuple[Problem, ...]
+
+    def __bool__(self) -> bool:
+        return not self.problems
+
+    def raise_if_damaged(self) -> None:
+        """ChecksumError that names every problem, if there is one."""
+        if self.problems:
+            raise ChecksumError(
+                f"{self.url} is damaged:\n  " + "\n  ".join(map(str, self.problems)),
+                hint="restore these files from another copy of the checkpoint",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """One thing to read: `run` gives the digests that were made on the way and what is wrong."""
+
+    key: Key | None
+    shard: tuple[int, ...]
+    verified: int
+    unverified: int
+    run: Callable[[], tuple[bytes, list[Problem]]]
+
+
+def verify(
+    place: str | PathLike[str] | Store | Checkpoint,
+    workers: int | None = None,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Read every byte of a checkpoint and compare it with its checksums and digests.
+
+    Of a foreign checkpoint: that every extent lies inside its file, and the CRC-32 of every record of its zip files
+    that has one (torch computes them unless it is told not to).
+
+    Args:
+        place: a checkpoint, or where one lies.
+        workers: files read at once (default: one for each core).
+        progress: called with the bytes done and the bytes in all.
+
+    Raises:
+        NotACheckpoint: nothing is committed there.
+    """
+    ck = place if isinstance(place, Checkpoint) else open_checkpoint(place)
+    source = ck.source
+    checks = list(_universal(source) if isinstance(source, Universal) else _foreign(ck))
+    total, done = sum(c.verified + c.unverified for c in checks), 0
+    problems: list[Problem] = []
+    leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
+    for check, (found, wrong) in run(lambda c: c.run(), checks, workers):
+        problems += wrong
+        if check.key is not None:
+            leaves.setdefault(check.key, {})[check.shard] = found
+        done += check.verified + check.unverified
+        if progress is not None:
+            progress(done, total)
+    if isinstance(source, Universal):
+        problems += _digests(source, leaves, {(p.name, p.state) for p in problems})
+    return Report(
+        ck.url,
+        ck.kind,
+        len(ck.tensors),
+        sum(c.verified for c in checks),
+        sum(c.unverified for c in checks),
+        tuple(sorted(problems, key=lambda p: (p.file, p.chunk or (), p.reason))),
+    )
+
+
+def _universal(source: Universal) -> Iterator[_Check]:
+    manifest, store = source.manifest, source.store
+    files = [*manifest.assets.values(), *(f for f in (manifest.objects, manifest.sidecar) if f is not None)]
+    for doc in files:
+        yield _Check(None, (), doc.nbytes, 0, lambda d=doc: (b"", _file(source, d)))  # type: ignore[misc]
+    # What a damaged sidecar says cannot be believed; the damage is reported above.
+    believed = manifest.sidecar is None or not _file(source, manifest.sidecar)
+    for key, tensor in source.docs.items():
+        if tensor.path is None:
+            if believed:
+                extents = [e for e in source.extents(key) if not isinstance(e, Tiles)]
+                yield _extents(store, key, tensor.nbytes, extents)
+            continue
+        grid = grid_of(tensor)
+        yield _Check(None, (), 0, 0, lambda k=key, g=grid: (b"", _metadata(source, k, g)))  # type: ignore[misc]
+        for shard in grid.shards():
+            yield _Check(
+                key,
+                shard,
+                grid.file_nbytes(shard),
+                0,
+                lambda k=key, g=grid, s=shard: _shard(source, k, g, s),  # type: ignore[misc]
+            )
+
+
+def _shard(source: Universal, key: Key, grid: Grid, shard: tuple[int, ...]) -> tuple[bytes, list[Problem]]:
+    path = source.docs[key].path or ""
+    leaves, damages = check_shard(source.store, shard_key(path, shard), grid, shard)
+    return leaves, [Problem(d.file, d.reason, key.name, key.state, d.chunk) for d in damages]
+
+
+def _metadata(source: Universal, key: Key, grid: Grid) -> list[Problem]:
+    """Whether foreign readers find the array as the manifest has it."""
+    doc = source.docs[key]
+    file = f"{doc.path}/zarr.json"
+    try:
+        found = json.loads(source.store.read(file))
+    except (UcformatError, ValueError) as error:
+        return [Problem(file, f"cannot be read: {error}", key.name, key.state)]
+    expected = json.loads(array_json(doc.dtype, grid, found.get("attributes", {})))
+    return [] if found == expected else [Problem(file, "does not describe this tensor", key.name, key.state)]
+
+
+def _file(source: Universal, doc: FileDoc) -> list[Problem]:
+    try:
+        source.read_file(doc)
+    except UcformatError as error:
+        return [Problem(doc.path, error.message)]
+    return []
+
+
+def _digests(
+    source: Universal, leaves: dict[Key, dict[tuple[int, ...], bytes]], damaged: set[tuple[str | None, str | None]]
+) -> Iterator[Problem]:
+    """Tensors whose chunks are whole, but are not those that were committed."""
+    for key, doc in source.docs.items():
+        if doc.path is None or key in damaged:
+            continue
+        if tensor_digest(doc.dtype, grid_of(doc), leaves.get(key, {})) != doc.digest:
+            yield Problem(doc.path, "its chunks are whole, but not those of the manifest", key.name, key.state)
+
+
+def _foreign(ck: Checkpoint) -> Iterator[_Check]:
+    source = ck.source
+    assert not isinstance(source, Universal)  # noqa: S101
+    records = list(source.records())
+    in_records = {r.file for r in records}  # their bytes are counted there
+    for key, info in ck.tensors.items():
+        extents = list(source.extents(key))
+        prove(info, [(e.file, e.box) for e in extents])
+        apart = sum(e.box.size for e in extents if e.file not in in_records) * info.itemsize
+        yield _extents(ck.store, key, min(apart, info.nbytes), extents)
+    for r in records:
+        counted = (0, r.nbytes) if r.crc32 is None else (r.nbytes, 0)
+        yield _Check(None, (), *counted, lambda r=r: (b"", _record(source, r)))  # type: ignore[misc]
+
+
+def _record(source: OpenSource, record: Record) -> list[Problem]:
+    """Whether a record is what its CRC-32 says; read in blocks."""
+    try:
+        start, crc = record.offset(), 0
+        if record.crc32 is None:
+            return []
+        buffer = memoryview(bytearray(min(_BLOCK, record.nbytes)))
+        for done in range(0, record.nbytes, _BLOCK):
+            part = buffer[: min(_BLOCK, record.nbytes - done)]
+            source.store.read_into(record.file, start + done, [part])
+            crc = zlib.crc32(part, crc)
+    except UcformatError as error:
+        return [Problem(record.file, error.message)]
+    if crc == record.crc32:
+        return []
+    held = list(_tensors_in(source, record.file, start, start + record.nbytes))
+    reason = f"the CRC-32 of its record {record.name} differs"
+    if len(held) == 1:
+        return [Problem(record.file, reason, held[0].name, held[0].state)]
+    named = ", ".join(map(str, held[:_NAMED])) + (f" and {len(held) - _NAMED} more" if len(held) > _NAMED else "")
+    return [Problem(record.file, f"{reason}; it holds {named}" if held else reason)]
+
+
+def _tensors_in(source: OpenSource, file: str, start: int, stop: int) -> Iterator[Key]:
+    """The tensors that have bytes between these of a file."""
+    for info in source.facts.roster.tensors:
+        for e in source.extents(info.key):
+            if e.file == file and e.box.size and e.offset < stop and _last(e) + info.itemsize > start:
+                yield info.key
+                break
+
+
+def _last(e: Extent) -> int:
+    """Where the last element of an extent begins."""
+    return e.offset + sum((n - 1) * s for n, s in zip(e.box.shape, e.strides, strict=True))
+
+
+def _extents(store: Store, key: Key, nbytes: int, extents: list[Extent]) -> _Check:
+    """A check of a tensor that is not an array: of its blocks where it has some, else that its bytes are there."""
+    blocks = {(e.file, e.block) for e in extents if e.block is not None}
+    verified = min(nbytes, sum(b.nbytes for _, b in blocks))
+    bare = [e for e in extents if e.block is None]
+
+    def check() -> tuple[bytes, list[Problem]]:
+        wrong = []
+        for file, b in blocks:
+            try:
+                data = store.read(file, b.offset, b.nbytes + (4 if b.crc32c is None else 0))
+            except UcformatError as error:
+                wrong.append(Problem(file, error.message, key.name, key.state))
+                continue
+            expected = int.from_bytes(data[b.nbytes :], "little") if b.crc32c is None else b.crc32c
+            if checksum(data[: b.nbytes]) != expected:
+                wrong.append(Problem(file, f"crc32c differs (block at byte {b.offset})", key.name, key.state))
+        for e in bare:
+            last = _last(e)
+            try:
+                size = store.info(e.file).size
+            except NotFound:
+                wrong.append(Problem(e.file, "the file is missing", key.name, key.state))
+                continue
+            if e.box.size and last >= size:
+                wrong.append(Problem(e.file, f"the file ends at {size}, before byte {last}", key.name, key.state))
+        return b"", wrong
+
+    return _Check(None, (), verified, nbytes - verified, check)

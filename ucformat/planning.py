@@ -1,0 +1,279 @@
+"""A rank's read plan: what it costs, and the arrays that it fills."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucformat.errors import IntegrityError, MissingData, NotFound, UsageError
+from ucformat.format.dtypes import numpy_dtype
+from ucformat.format.execute import execute, memory_of
+from ucformat.geometry.plan import Wanted, make_plan
+from ucformat.geometry.tensor import Key, Roster, TensorInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from ucformat.format.universal import Universal
+    from ucformat.geometry.bound import BoundLayout, Local
+    from ucformat.geometry.layout import Layout
+    from ucformat.geometry.plan import Plan, Verify
+    from ucformat.sources.base import OpenSource
+    from ucformat.storage.base import Store
+
+__all__ = ["Bound", "Buffer", "Held", "ReadPlan", "check_sizes", "plan_rank"]
+
+_SMALL = 256 << 20  # plans of less are run without asking for the sizes of files first
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory that a plan fills: one tensor's local array, or a flat buffer that several tensors share."""
+
+    key: tuple[str, str]
+    dtype: str
+    shape: tuple[int, ...]
+    padded: bool  # some of it is filled by no tensor, and stays zero
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return int(np.prod(self.shape, dtype=np.int64)) * numpy_dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Where a rank's part of a tensor lies: `shape` elements from `offset` on in buffer number `buffer`."""
+
+    buffer: int
+    offset: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """What one rank will read; made without any I/O on tensors, run by `execute`."""
+
+    plan: Plan
+    store: Store
+    buffers: tuple[Buffer, ...]
+    held: Mapping[Key, Held]
+    zero_filled: Mapping[Key, int]  # elements of padding that no file holds
+    rank: int
+
+    @property
+    def bytes_needed(self) -> int:
+        """Bytes of the tensors' elements that this rank holds."""
+        return self.plan.bytes_needed
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that will be read from storage, checksums and gaps included."""
+        return self.plan.bytes_read
+
+    @property
+    def bytes_unverified(self) -> int:
+        """Bytes needed that no checksum will be checked for."""
+        return self.plan.bytes_unverified
+
+    @property
+    def requests(self) -> int:
+        """Number of ranges that will be read."""
+        return len(self.plan.requests)
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Bytes that will be read from each file."""
+        return self.plan.files
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the arrays that `execute` fills."""
+        return sum(b.nbytes for b in self.buffers)
+
+    def __str__(self) -> str:
+        ratio = self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
+        lines = [
+            f"rank {self.rank}: {len(self.held)} tensors, {_size(self.memory)} of memory",
+            f"  needed      {_size(self.bytes_needed)}",
+            f"  read        {_size(self.bytes_read)}  ({ratio:.3f} of what is needed)",
+            f"  unverified  {_size(self.bytes_unverified)}",
+            f"  requests    {self.requests} in {len(self.files)} files",
+        ]
+        if self.zero_filled:
+            lines.append(f"  zero-filled {sum(self.zero_filled.values())} elements of padding")
+        return "\n".join(lines)
+
+    def execute(
+        self,
+        into: Mapping[tuple[str, str], NDArray[np.generic]] | None = None,
+        *,
+        threads: int | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> dict[tuple[str, str], NDArray[np.generic]]:
+        """Read, straight into the arrays; these are given by (name, state).
+
+        Tensors laid in a flat buffer are views of it, and the buffer itself is given by (buffer, state), such as
+        `("flat:0", "exp_avg")`. Padding is zero where the checkpoint holds none.
+
+        Args:
+            into: contiguous arrays of yours to fill, by the keys of `buffers`; the others are allocated.
+            threads: requests in flight.
+            progress: called with the number of bytes of each request that is done.
+        """
+        check_sizes(self.plan, self.store)
+        given = dict(into or {})
+        arrays = [self._array(b, given.pop(b.key, None)) for b in self.buffers]
+        if given:
+            raise UsageError(
+                f"rank {self.rank} has no buffer {next(iter(given))}",
+                hint="`plan.buffers` lists the keys; tensors in a flat buffer are filled through the buffer",
+            )
+        labels = [" ".join(b.key) for b in self.buffers]
+        execute(self.plan, self.store, [memory_of(a) for a in arrays], labels, threads, progress)
+        out: dict[tuple[str, str], NDArray[np.generic]] = {}
+        for b, a in zip(self.buffers, arrays, strict=True):
+            out[b.key] = a
+        for key, held in self.held.items():
+            if key in out:  # it has a buffer of its own
+                continue
+            flat = arrays[held.buffer].reshape(-1)
+            size = int(np.prod(held.shape, dtype=np.int64))
+            out[key.name, key.state] = flat[held.offset : held.offset + size].reshape(held.shape)
+        return out
+
+    def _array(self, b: Buffer, given: NDArray[np.generic] | None) -> NDArray[np.generic]:
+        dtype = numpy_dtype(b.dtype)
+        if given is None:
+            return np.zeros(b.shape, dtype) if b.padded else np.empty(b.shape, dtype)
+        if given.shape != b.shape or given.dtype != dtype or not given.flags.c_contiguous:
+            raise UsageError(
+                f"{b.key[0]} ({b.key[1]}): the array to fill has dtype {given.dtype} and shape {given.shape}"
+                f"{'' if given.flags.c_contiguous else ', not contiguous'}; needed is {b.dtype} {b.shape}, contiguous"
+            )
+        if b.padded:
+            given[...] = np.zeros((), dtype)
+        return given
+
+
+def check_sizes(plan: Plan, store: Store) -> None:
+    """IntegrityError if a large plan reaches past the end of a file, or one is missing: before memory is allocated."""
+    if plan.bytes_needed < _SMALL:
+        return
+    ends: dict[str, int] = {}
+    for r in plan.requests:
+        ends[r.file] = max(ends.get(r.file, 0), r.offset + r.nbytes)
+    for file, end in ends.items():
+        try:
+            size = store.info(file).size
+        except NotFound as error:
+            raise MissingData(error.message) from error
+        if size < end:
+            raise IntegrityError(
+                f"{store.url}/{file} has {size} bytes, but tensors of the checkpoint reach to byte {end}",
+                hint="the file is truncated: restore it from another copy",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A layout bound to a checkpoint's tensors; `stored` gives the tensors as stored by the layout's names for them."""
+
+    layout: BoundLayout
+    stored: Mapping[Key, TensorInfo]
+
+    @classmethod
+    def of(cls, roster: Roster, layout: Layout, states: Sequence[str] | None) -> Bound:
+        """Bind to the tensors in these states (None: all).
+
+        Raises:
+            LayoutError: the layout does not fit the tensors.
+            UsageError: there is no such state, or renames give two tensors one name.
+        """
+        roster = _chosen(roster, states)
+        stored = {Key(layout.rename(i.name), i.state): i for i in roster.tensors}
+        if len(stored) != len(roster.tensors):
+            raise UsageError("the layout's renames give two tensors one name", hint="make them tell the tensors apart")
+        renamed = tuple(TensorInfo(k.name, k.state, i.dtype, i.shape) for k, i in stored.items())
+        groups = {layout.rename(n): g for n, g in roster.groups.items()}
+        return cls(layout.bind(Roster(renamed, groups)), stored)
+
+
+def plan_rank(source: OpenSource | Universal, bound: Bound, rank: int, verify: Verify) -> ReadPlan:
+    """What `rank` will read.
+
+    Raises:
+        UsageError: there is no such rank.
+        MissingData: the checkpoint's extents leave a hole.
+    """
+    ranks = bound.layout.ranks
+    if not 0 <= rank < ranks:
+        raise UsageError(f"there is no rank {rank}", hint=f"the layout has the ranks 0 to {ranks - 1}")
+    return _Planner(source, bound.layout, rank, bound.stored).plan(verify)
+
+
+def _chosen(roster: Roster, states: Sequence[str] | None) -> Roster:
+    if states is None:
+        return roster
+    tensors = tuple(i for i in roster.tensors if i.state in states)
+    unknown = set(states) - {i.state for i in tensors}
+    if unknown:
+        known = ", ".join(sorted({i.state for i in roster.tensors}))
+        raise UsageError(f"no tensor is stored in state {min(unknown)!r}", hint=f"there are: {known}")
+    return Roster(tensors, roster.groups)
+
+
+class _Planner:
+    """Lays out one rank's buffers, and wants its pieces."""
+
+    def __init__(
+        self, source: OpenSource | Universal, bound: BoundLayout, rank: int, stored: Mapping[Key, TensorInfo]
+    ) -> None:
+        self.source, self.bound, self.rank, self.stored = source, bound, rank, stored
+        self.infos = {i.key: i for i in source.facts.roster.tensors}
+        self.buffers = [Buffer(k, b.dtype, (b.size,), padded=True) for k, b in bound.buffers(rank).items()]
+        self.numbers = {b.key: n for n, b in enumerate(self.buffers)}
+        self.held: dict[Key, Held] = {}
+        self.zero_filled: dict[Key, int] = {}
+
+    def plan(self, verify: Verify) -> ReadPlan:
+        wanted = [w for key in self.bound.keys(self.rank) for w in self._wanted(key)]
+        plan = make_plan(wanted, verify)
+        return ReadPlan(plan, self.source.store, tuple(self.buffers), self.held, self.zero_filled, self.rank)
+
+    def _wanted(self, key: Key) -> list[Wanted]:
+        local = self.bound.local(key, self.rank)
+        if local is None:
+            return []
+        info = self.stored[key]
+        number = self._buffer(key, info, local)
+        self.held[key] = Held(number, local.offset, local.shape)
+        wanted = [Wanted(info, self.source.extents(info.key), [(number, p) for p in local.pieces])]
+        if local.padding:
+            like = self.bound.padding(key)
+            kept = self.infos.get(Key(info.name, f"{info.state}.padding"))
+            if like is not None and kept is not None and (kept.shape, kept.dtype) == (like.shape, like.dtype):
+                wanted.append(Wanted(kept, self.source.extents(kept.key), [(number, p) for p in local.padding]))
+            else:
+                self.zero_filled[key] = sum(p.box.size for p in local.padding)
+        return wanted
+
+    def _buffer(self, key: Key, info: TensorInfo, local: Local) -> int:
+        if local.buffer is not None:
+            return self.numbers[local.buffer, key.state]
+        self.buffers.append(Buffer((key.name, key.state), info.dtype, local.shape, padded=bool(local.padding)))
+        return len(self.buffers) - 1
+
+
+def _size(nbytes: int) -> str:
+    """Bytes for people: `1.5 MiB`."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"

@@ -1,0 +1,164 @@
+"""A lazy tensor: shape and dtype at once, bytes when sliced."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ucformat.errors import OutOfBounds, UsageError
+from ucformat.format.dtypes import numpy_dtype
+from ucformat.format.execute import execute, memory_of
+from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.plan import Wanted, make_plan
+from ucformat.geometry.tensor import Piece
+from ucformat.planning import check_sizes
+
+if TYPE_CHECKING:
+    from types import EllipsisType
+
+    from numpy.typing import DTypeLike, NDArray
+
+    from ucformat.format.universal import Universal
+    from ucformat.geometry.plan import Plan, Verify
+    from ucformat.geometry.tensor import TensorInfo
+    from ucformat.sources.base import OpenSource
+
+    Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
+
+__all__ = ["Tensor"]
+
+
+class Tensor:
+    """One tensor in one state. Slicing reads exactly the slice: `t[0:512, 128:]`, `t[...]`, `np.asarray(t)`."""
+
+    def __init__(self, info: TensorInfo, source: OpenSource | Universal) -> None:
+        self.info = info
+        self._source = source
+
+    @property
+    def name(self) -> str:
+        """The name under which it is stored."""
+        return self.info.name
+
+    @property
+    def state(self) -> str:
+        """`weight`, `master`, `exp_avg`, …."""
+        return self.info.state
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return self.info.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.info.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.info.size
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """NumPy's dtype, or that of `ml_dtypes` for bfloat16 and float8."""
+        return numpy_dtype(self.info.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.info.nbytes
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"<ucformat.Tensor {self.info.key}: {self.info.dtype} {list(self.shape)}>"
+
+    def __getitem__(self, index: Index) -> NDArray[Any]:
+        """Read a slice by NumPy's basic indexing: integers, slices and `...`."""
+        box, then = _parse(index, self.shape, str(self.info.key))
+        out = self._read(box, None)
+        return out[then] if then else out
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:  # noqa: FBT001
+        if copy is False:
+            raise ValueError(f"{self.info.key} lies in storage: it cannot become an array without a copy")
+        return self.read() if dtype is None else self.read().astype(dtype, copy=False)
+
+    def read(
+        self, out: NDArray[Any] | None = None, *, verify: Verify = "whole", threads: int | None = None
+    ) -> NDArray[Any]:
+        """Read the whole tensor, into `out` if it is given (same shape and dtype; it may be strided).
+
+        Args:
+            out: the array to fill.
+            verify: which checksums to check: of chunks that are read `whole`, `always`, or `never`.
+            threads: requests in flight.
+        """
+        if out is not None and (out.shape != self.shape or out.dtype != self.dtype):
+            raise UsageError(
+                f"{self.info.key}: `out` has dtype {out.dtype} and shape {out.shape}; needed is "
+                f"{self.info.dtype} {self.shape}",
+                hint="nothing is cast unasked: read first, then cast",
+            )
+        return self._read(Box.whole(self.shape), out, verify, threads)
+
+    def plan(self, box: Box | None = None, *, verify: Verify = "whole") -> Plan:
+        """What reading a box (None: all) will read, into contiguous memory."""
+        box = box or Box.whole(self.shape)
+        return self._plan(box, row_major(box.shape), verify)
+
+    def _plan(self, box: Box, strides: tuple[int, ...], verify: Verify) -> Plan:
+        return make_plan(
+            [Wanted(self.info, self._source.extents(self.info.key), [(0, Piece(box, 0, strides))])], verify
+        )
+
+    def _read(
+        self, box: Box, out: NDArray[Any] | None, verify: Verify = "whole", threads: int | None = None
+    ) -> NDArray[Any]:
+        strides = row_major(box.shape) if out is None else tuple(s // self.info.itemsize for s in out.strides)
+        plan = self._plan(box, strides, verify)
+        check_sizes(plan, self._source.store)
+        if out is None:
+            out = np.empty(box.shape, self.dtype)
+        execute(plan, self._source.store, [memory_of(out)], [str(self.info.key)], threads)
+        return out
+
+
+def _parse(index: Index, shape: tuple[int, ...], label: str) -> tuple[Box, tuple[int | slice, ...]]:
+    """The box to read, and what to take of it: integers drop their dim, steps skip."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if sum(p is Ellipsis for p in parts) > 1 or len([p for p in parts if p is not Ellipsis]) > len(shape):
+        raise UsageError(f"{label}: the index {index!r} does not fit the shape {shape}")
+    if not any(p is Ellipsis for p in parts):
+        parts = (*parts, Ellipsis)
+    at = next(i for i, p in enumerate(parts) if p is Ellipsis)
+    missing = len(shape) - (len(parts) - 1)
+    parts = (*parts[:at], *[slice(None)] * missing, *parts[at + 1 :])
+    start: list[int] = []
+    lengths: list[int] = []
+    then: list[int | slice] = []
+    for dim, (part, n) in enumerate(zip(parts, shape, strict=True)):
+        if isinstance(part, slice):
+            chosen = range(n)[part]
+            low, high = (min(chosen[0], chosen[-1]), max(chosen[0], chosen[-1]) + 1) if chosen else (0, 0)
+            then.append(slice(None, None, chosen.step))
+        elif isinstance(part, int | np.integer) and not isinstance(part, bool):
+            low = int(part)
+            if not -n <= low < n:
+                raise OutOfBounds(f"{label}: index {low} is out of bounds for dim {dim} of size {n}")
+            low, high = low % n, low % n + 1
+            then.append(0)
+        else:
+            raise UsageError(
+                f"{label}: cannot index by {part!r}",
+                hint="integers, slices and `...` are read exactly; for more, index the array: np.asarray(t)[…]",
+            )
+        start.append(low)
+        lengths.append(high - low)
+    return Box(tuple(start), tuple(lengths)), tuple(then)
