@@ -1,0 +1,70 @@
+"""`ucp convert`: a universal checkpoint of any checkpoint."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from ucformat.cli.options import SIZE, SRC, STATES, command
+from ucformat.cli.text import bytes_text, plural
+
+if TYPE_CHECKING:
+    from ucformat.cli.output import Output
+
+__all__ = ["convert"]
+
+
+@command
+@SRC
+@click.argument("dst", metavar="DST")
+@STATES
+@click.option("--chunk-bytes", type=SIZE, help="Most bytes of a chunk, the unit of reading.  [default: 1MiB]")
+@click.option("--shard-bytes", type=SIZE, help="Most bytes of a shard, the unit of writing.  [default: 128MiB]")
+@click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST; it stays whole until the new one is.")
+@click.option(
+    "-w", "--workers", type=click.IntRange(min=1), metavar="N", help="Shards written at once.  [default: one a core]"
+)
+def convert(
+    src: str,
+    dst: str,
+    states: tuple[str, ...],
+    chunk_bytes: int | None,
+    shard_bytes: int | None,
+    overwrite: bool,  # noqa: FBT001
+    workers: int | None,
+    out: Output,
+) -> None:
+    """Make a universal checkpoint at DST of what SRC holds, and commit it.
+
+    Stopped at any instant, it leaves nothing that opens; the same command again continues, and writes only what is not
+    there yet.
+    """
+    import ucformat
+    from ucformat.cli.program import Interrupted
+
+    begun = time.perf_counter()
+    try:
+        with out.progress("converting") as progress:
+            ck = ucformat.convert(
+                src, dst, list(states) or None, chunk_bytes, shard_bytes, overwrite, workers, progress=progress
+            )
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"interrupted: nothing is committed at {dst}; run the same command again and it continues"
+        ) from None
+    seconds = time.perf_counter() - begun
+    nbytes = sum(info.nbytes for info in ck.tensors.values())
+    found = {
+        "url": ck.url,
+        "id": ck.manifest.id,
+        "tensors": len(ck.tensors),
+        "bytes": nbytes,
+        "seconds": round(seconds, 3),
+        "mb_per_s": round(nbytes / seconds / 1e6, 3),
+    }
+    amount = (
+        f"{plural(len(ck.tensors), 'tensor')}, {bytes_text(nbytes)} in {seconds:.1f} s, {found['mb_per_s']:,.0f} MB/s"
+    )
+    out.result(lambda: [f"{ck.url}  {ck.manifest.id}  {amount}"], lambda: found, lambda: [ck.manifest.id])

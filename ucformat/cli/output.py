@@ -1,0 +1,130 @@
+"""The one sink of all commands: results to stdout for people, for scripts (`-q`) or as JSON; all else to stderr."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+__all__ = ["INTERRUPTED", "Heading", "Output", "clean", "print_error", "terminal_width"]
+
+#: As a shell says of a process that Ctrl-C ended, and of one whose reader went away.
+INTERRUPTED, SIGPIPE = 130, 141
+
+
+class Heading(str):
+    """A line that is bold on a terminal."""
+
+    __slots__ = ()
+
+
+class Output:
+    """Where a command puts what it has to say; `--json` wins over `-q`, which then only silences progress."""
+
+    def __init__(self, *, as_json: bool, quiet: bool) -> None:
+        self.as_json = as_json
+        self.quiet = quiet
+
+    def result(
+        self,
+        people: Callable[[], Iterable[str]],
+        data: Callable[[], dict[str, Any]],
+        bare: Callable[[], Iterable[str]] = tuple,
+    ) -> None:
+        """Print the result to stdout: as lines for people, as one JSON object, or as the bare lines of `-q`."""
+        if self.as_json:
+            _write(sys.stdout, dumps(data(), indent=_indent(sys.stdout)))
+            return
+        for line in (bare if self.quiet else people)():
+            text = clean(line, keep="")
+            if isinstance(line, Heading) and coloured(sys.stdout):
+                text = click.style(text, bold=True)
+            _write(sys.stdout, text)
+
+    def note(self, message: str) -> None:
+        """Tell a person something besides the result; JSON has a key for it instead."""
+        if not (self.quiet or self.as_json):
+            _write(sys.stderr, f"note: {clean(message)}")
+
+    @contextmanager
+    def progress(self, what: str, unit: str = "bytes") -> Iterator[Callable[[int, int], None]]:
+        """A bar on stderr, if a person watches it; gives what to call with how much is done and in all."""
+        if self.quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+            yield lambda _done, _total: None
+            return
+        from ucformat.cli.progress import bar
+
+        with bar(what, unit) as update:
+            yield update
+
+
+def print_error(message: str, hint: str | None = None, *, as_json: bool, kind: str, code: int) -> None:
+    """Say on stderr what went wrong and what to do next."""
+    if as_json:
+        error = {"type": kind, "message": message, "hint": hint, "exit_code": code}
+        _write(sys.stderr, dumps({"error": error}, indent=_indent(sys.stderr)))
+        return
+    bold = coloured(sys.stderr)
+    if code == INTERRUPTED:
+        _write(sys.stderr, f"{chr(10) * sys.stderr.isatty()}{clean(message)}")  # the terminal shows ^C on this line
+        return
+    label = click.style("error:", fg="red", bold=True) if bold else "error:"
+    _write(sys.stderr, f"{label} {clean(message)}")
+    if hint:
+        _write(sys.stderr, f"{click.style('hint:', bold=True) if bold else 'hint:'} {clean(hint)}")
+
+
+def _indent(stream: Any) -> int | None:
+    return 2 if stream.isatty() else None  # a program gets its object on one line
+
+
+def dumps(data: dict[str, Any], indent: int | None = None) -> str:
+    """As JSON; a number that JSON has no word for is `{"$float": "nan"}`, as in a checkpoint's objects."""
+    import json
+
+    try:
+        return json.dumps(data, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(data), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"$float": str(value)}
+    return value
+
+
+def clean(text: str, keep: str = "\n") -> str:
+    """The text with control characters escaped: names come from files, and must not steer the terminal."""
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
+
+
+def coloured(stream: Any) -> bool:
+    """Whether to use colours: on a terminal, unless NO_COLOR is set or the terminal has none."""
+    return bool(stream.isatty()) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def terminal_width() -> int | None:
+    """Columns that lines have to fit into; None where stdout is a pipe or a file, and nothing is to be shortened."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def _write(stream: Any, text: str) -> None:
+    try:
+        click.echo(text, file=stream, color=True)
+    except BrokenPipeError:
+        with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - what is still buffered goes there at exit
+            os.dup2(nowhere.fileno(), stream.fileno())
+        raise click.exceptions.Exit(SIGPIPE) from None

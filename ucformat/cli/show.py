@@ -1,0 +1,184 @@
+"""`ucp show`: what a checkpoint holds."""
+
+from __future__ import annotations
+
+import json
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ucformat.cli.options import SRC, STATES, command
+from ucformat.cli.output import Heading, terminal_width
+from ucformat.cli.text import bytes_text, count, field, plural, shape_text, table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.cli.output import Output
+    from ucformat.geometry.tensor import TensorInfo
+
+__all__ = ["show"]
+
+
+@command
+@SRC
+@click.option(
+    "-t",
+    "--tensors",
+    "globs",
+    metavar="GLOB",
+    multiple=True,
+    help="List the tensors whose names match: '*' for all, '*.bias', … Give it again for several.",
+)
+@STATES
+def show(src: str, globs: tuple[str, ...], states: tuple[str, ...], out: Output) -> None:
+    """Say what a checkpoint holds: who wrote it, its step and layout, its tensors by state, and what is beside them.
+
+    SRC is a path or a url. Kilobytes are read, whatever its size.
+    """
+    import ucformat
+
+    ck = ucformat.open(src)
+    tensors = _chosen(ck, globs, states)
+
+    def data() -> dict[str, Any]:
+        found = _summary(ck, tensors)
+        return found | {"tensors": [_tensor(i) for i in tensors]} if globs else found
+
+    out.result(
+        lambda: _list(tensors) if globs else _describe(_summary(ck, tensors)),
+        data,
+        lambda: dict.fromkeys(i.name for i in tensors),
+    )
+
+
+def _chosen(ck: Checkpoint, globs: Sequence[str], states: Sequence[str]) -> list[TensorInfo]:
+    from ucformat.errors import TensorNotFound, UsageError
+
+    known = dict.fromkeys(key.state for key in ck.tensors)
+    if unknown := [s for s in states if s not in known]:
+        raise UsageError(f"no tensor is stored in state {unknown[0]!r}", hint=f"there are: {', '.join(known)}")
+    names: dict[str, list[str]] = {}
+    for alias, name in ck.aliases.items():
+        names.setdefault(name, []).append(alias)
+    chosen = [
+        info
+        for info in ck.tensors.values()
+        if (not states or info.state in states)
+        and (not globs or any(fnmatchcase(n, g) for g in globs for n in (info.name, *names.get(info.name, ()))))
+    ]
+    if globs and not chosen:
+        wanted = " or ".join(map(repr, globs))
+        raise TensorNotFound(
+            f"no tensor's name matches {wanted}",
+            hint="a glob has to match the whole name, as '*.bias' does; `ucp show SRC -t '*'` lists all",
+        )
+    return chosen
+
+
+def _tensor(info: TensorInfo) -> dict[str, Any]:
+    shape = list(info.shape)
+    return {"name": info.name, "state": info.state, "dtype": info.dtype, "shape": shape, "bytes": info.nbytes}
+
+
+def _summary(ck: Checkpoint, tensors: Sequence[TensorInfo]) -> dict[str, Any]:
+    by_state: dict[str, dict[str, Any]] = {}
+    for info in tensors:
+        empty = {"state": info.state, "tensors": 0, "elements": 0, "bytes": 0, "dtypes": []}
+        entry = by_state.setdefault(info.state, empty)
+        entry["tensors"] += 1
+        entry["elements"] += info.size
+        entry["bytes"] += info.nbytes
+        if info.dtype not in entry["dtypes"]:
+            entry["dtypes"].append(info.dtype)
+    facts = ck.facts
+    return {
+        "url": ck.url,
+        "kind": ck.kind,
+        "id": ck.manifest.id or None,
+        "step": facts.step,
+        "engine": dict(facts.engine),
+        "layout": dict(facts.layout),
+        "states": list(by_state.values()),
+        "total": {key: sum(e[key] for e in by_state.values()) for key in ("tensors", "elements", "bytes")},
+        "aliases": dict(ck.aliases),
+        "groups": [
+            {"params": list(g["params"]), "options": {k: v for k, v in g.items() if k != "params"}}
+            for g in facts.groups
+        ],
+        "objects": list(ck.objects),
+        "assets": list(ck.assets),
+        "zarr_url": ck.zarr_url,
+    }
+
+
+def _list(tensors: Sequence[TensorInfo]) -> Iterator[str]:
+    width = terminal_width()
+    rows, last = [], None
+    for info in tensors:
+        name = "" if width is not None and info.name == last else info.name  # for people once, for pipes on every line
+        rows.append((name, info.state, info.dtype, shape_text(info.shape), bytes_text(info.nbytes)))
+        last = info.name
+    return table(("name", "state", "dtype", "shape", "size"), rows, left=3, width=width)
+
+
+def _describe(s: Mapping[str, Any]) -> Iterator[str]:
+    width = terminal_width()
+    yield Heading(s["url"])
+    engine = " ".join(v for k, v in s["engine"].items() if k in ("name", "version"))
+    universal = "universal, of " if engine else "universal"
+    facts = {
+        "kind": f"{universal}{engine}" if s["kind"] == "ucformat" else engine or s["kind"],
+        "id": s["id"],
+        "step": None if s["step"] is None else count(s["step"]),
+        "layout": ", ".join(f"{k} {_value(v)}" for k, v in s["layout"].items()),
+    }
+    for label, text in facts.items():
+        if text:
+            yield from field(label, text, width)
+    yield ""
+    yield from _states(s, width)
+    beside = list(_beside(s, width))
+    if beside:
+        yield ""
+        yield from beside
+
+
+def _states(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
+    head = ("state", "dtype", "tensors", "elements", "size")
+    rows = [
+        (e["state"], _few(e["dtypes"]), count(e["tensors"]), count(e["elements"]), bytes_text(e["bytes"]))
+        for e in s["states"]
+    ]
+    t = s["total"]
+    total = ("total", "", count(t["tensors"]), count(t["elements"]), bytes_text(t["bytes"]))
+    return table(head, rows, left=2, width=width, total=total)
+
+
+def _beside(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
+    for alias, name in s["aliases"].items():
+        yield from field("tied", f"{alias} = {name}", width)
+    for i, group in enumerate(s["groups"]):
+        said = [f"{k} {_value(v)}" for k, v in group["options"].items() if v is not None and v is not False]
+        tensors = plural(len(group["params"]), "tensor")
+        yield from field(f"group {i}", f"{tensors}: {', '.join(said)}" if said else tensors, width)
+    for label in ("objects", "assets"):
+        if s[label]:
+            yield from field(label, ", ".join(s[label]), width)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 2 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _value(value: Any) -> str:
+    match value:
+        case str():
+            return value
+        case float():
+            return f"{value:.6g}"
+        case list():
+            return f"[{', '.join(map(_value, value))}]"
+    return json.dumps(value)

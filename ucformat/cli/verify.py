@@ -1,0 +1,76 @@
+"""`ucp verify`: whether every byte is what was saved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ucformat.cli.options import SRC, command
+from ucformat.cli.output import Heading
+from ucformat.cli.text import bytes_text, plural
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ucformat.cli.output import Output
+    from ucformat.jobs.verify import Report
+
+__all__ = ["verify"]
+
+
+@command
+@SRC
+@click.option(
+    "-w", "--workers", type=click.IntRange(min=1), metavar="N", help="Files read at once.  [default: one a core]"
+)
+def verify(src: str, workers: int | None, out: Output) -> None:
+    """Read every byte of a checkpoint and compare it with its checksums and digests.
+
+    Every problem is printed on a line of its own, and the exit code is 5. Of a foreign checkpoint, what has no checksum
+    is only seen to be there.
+    """
+    import ucformat
+    from ucformat.errors import ChecksumError
+
+    with out.progress("verifying") as progress:
+        report = ucformat.verify(src, workers, progress=progress)
+    out.result(lambda: _describe(report), lambda: _data(report), lambda: map(str, report.problems))
+    if not report:
+        raise ChecksumError(
+            f"{report.url} is damaged: {plural(len(report.problems), 'problem')}",
+            hint="restore the files named in brackets from another copy of the checkpoint",
+        )
+
+
+def _describe(report: Report) -> Iterator[str]:
+    if report.problems:
+        yield from map(str, report.problems)
+        return
+    yield Heading(f"{report.url} is whole")
+    yield f"  {plural(report.tensors, 'tensor')}"
+    if report.bytes_verified or not report.bytes_unverified:
+        yield f"  {bytes_text(report.bytes_verified)} compared with checksums"
+    if report.bytes_unverified:
+        yield f"  {bytes_text(report.bytes_unverified)} there, but without checksums to compare with"
+
+
+def _data(report: Report) -> dict[str, Any]:
+    return {
+        "url": report.url,
+        "kind": report.kind,
+        "ok": bool(report),
+        "tensors": report.tensors,
+        "bytes_verified": report.bytes_verified,
+        "bytes_unverified": report.bytes_unverified,
+        "problems": [
+            {
+                "file": p.file,
+                "reason": p.reason,
+                "name": p.name,
+                "state": p.state,
+                "chunk": None if p.chunk is None else list(p.chunk),
+            }
+            for p in report.problems
+        ],
+    }
