@@ -1,0 +1,174 @@
+"""Make the golden checkpoints of this version of the format: small ones that every later version must read.
+
+    python -m tests.golden.make
+
+writes `tests/golden/v<version>`: each checkpoint in a folder, and what it must hold in a JSON file beside it (seeds
+and SHA-256 of the tensors, facts). It overwrites nothing: once a version is released its folder is never made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from crc32c import crc32c
+
+import ucformat
+from tests.fakes import FakeSource, random_array
+from ucformat.checkpoint import Checkpoint
+from ucformat.format.commit import begin, commit, new_id
+from ucformat.format.digest import bytes_digest
+from ucformat.format.dtypes import dtype_name
+from ucformat.format.sidecar import encode
+from ucformat.geometry.box import row_major
+from ucformat.geometry.flat import flat_boxes
+from ucformat.geometry.tensor import Block, Extent
+from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.schema.manifest import FORMAT_VERSION, GroupDoc, Manifest, SidecarDoc, TensorDoc
+from ucformat.storage.local import LocalStore
+from ucformat.storage.memory import MemoryStore
+
+if TYPE_CHECKING:
+    from tests.fakes import Arrays
+    from ucformat.storage.base import Store
+
+HERE = Path(__file__).parent
+CHUNK, SHARD = 64, 256
+
+#: (name, state) -> dtype, shape; the seed is the place in this list.
+TENSORS: list[tuple[str, str, str, tuple[int, ...]]] = [
+    ("embed.weight", "weight", "bfloat16", (13, 6)),
+    ("embed.weight", "master", "float32", (13, 6)),
+    ("embed.weight", "exp_avg", "float32", (13, 6)),
+    ("embed.weight", "step", "float32", ()),
+    ("norm.bias", "weight", "float16", (7,)),
+    ("experts", "weight", "float8_e4m3fn", (3, 8, 10)),
+    ("experts", "scale", "float8_e5m2", (3, 1)),
+    ("square", "weight", "float64", (16, 16)),
+    ("empty", "weight", "int64", (0, 4)),
+    *((f"dtypes.{d}", "weight", d, (3, 5)) for d in ITEMSIZE),
+    *((n, "weight", "int32", (2, 3)) for n in ("../../x", "a", "a/b", "zarr.json", "c", "n" * 300, "Case", "case")),
+    *((n, "weight", "uint8", (5,)) for n in ("__x", "", "ü/ß", ".hidden", "a\0b", "~")),
+]
+
+FACTS: dict[str, Any] = {
+    "groups": (
+        {"params": ["embed.weight", "square"], "lr": 0.1, "betas": [0.9, 0.95], "foreach": None},
+        {"params": ["norm.bias"], "lr": float("inf"), "state": {"step": 3}},
+    ),
+    "aliases": {"head.weight": "embed.weight"},
+    "objects": {
+        "scheduler": {"last": 3},
+        "nan": {"$float": "nan"},
+        "rng": {"$tensor": {"dtype": "uint8", "shape": [3], "data": "AQID"}},
+        "$int:5": ["text ü", True, None, {"$bytes": "AAEC"}],
+    },
+    "step": 17,
+    "layout": {"zero": 3, "dp": 3},
+    "engine": {"name": "golden", "version": "1"},
+}
+ASSETS = {"tokenizer/vocab.txt": "a\nü\n".encode()}
+
+
+def tensors() -> Arrays:
+    """The values, from their seeds."""
+    return {(n, s): random_array(shape, d, seed) for seed, (n, s, d, shape) in enumerate(TENSORS)}
+
+
+def make_arrays(store: Store) -> Checkpoint:
+    """One of arrays with tiny chunks and many shards."""
+    source = MemoryStore("golden-source")
+    for name, data in ASSETS.items():
+        with source.create(name) as out:
+            out.write(data)
+    foreign = Checkpoint(FakeSource.write(source, tensors(), assets=tuple(ASSETS), **FACTS))
+    return ucformat.convert(foreign, store, chunk_bytes=CHUNK, shard_bytes=SHARD)
+
+
+def make_packed(store: Store, ranks: int = 2) -> Checkpoint:
+    """One whose tensors lie in a file for each rank, with checksums in the sidecar, behind the bytes, or without."""
+    arrays = tensors()
+    attempt = begin(store, {"golden": "packed"}, overwrite=False)
+    files = [bytearray(b"rank%d\n" % k) for k in range(ranks)]
+    extents: list[list[Extent]] = []
+    for number, a in enumerate(arrays.values()):
+        found, strides = [], row_major(a.shape, a.itemsize)
+        part = -(-a.size // ranks)
+        for k, file in enumerate(files):
+            start, stop = min(k * part, a.size), min((k + 1) * part, a.size)
+            data, at = a.tobytes()[start * a.itemsize : stop * a.itemsize], len(file)
+            crc = crc32c(data)
+            file.extend(data + (crc.to_bytes(4, "little") if number % 3 == 1 else b""))
+            block = None if number % 3 == 2 else Block(at, len(data), None if number % 3 == 1 else crc)
+            for box in flat_boxes(a.shape, start, stop):
+                flat = sum(x * s for x, s in zip(box.start, strides, strict=True))
+                offset = at + flat - start * a.itemsize
+                found.append(Extent(box, f"data/{attempt.id}/rank{k}.bin", offset, strides, block))
+        extents.append(found)
+    for k, file in enumerate(files):
+        with store.create(f"data/{attempt.id}/rank{k}.bin") as out:
+            out.write(bytes(file))
+    data, path = encode(extents), f"data/{attempt.id}/extents.safetensors"
+    with store.create(path) as out:
+        out.write(data)
+    groups = (
+        GroupDoc(params=tuple(g["params"]), options={k: v for k, v in g.items() if k != "params"})
+        for g in FACTS["groups"]
+    )
+    manifest = Manifest(
+        id=new_id(),
+        attempt=attempt.id,
+        created="2026-01-01T00:00:00Z",  # type: ignore[arg-type]
+        step=FACTS["step"],
+        layout=FACTS["layout"],
+        aliases=FACTS["aliases"],
+        groups=tuple(groups),
+        producer={f"engine.{k}": v for k, v in FACTS["engine"].items()},
+        tensors=tuple(
+            TensorDoc(name=n, state=s, dtype=dtype_name(a.dtype), shape=a.shape, nbytes=a.nbytes)
+            for (n, s), a in arrays.items()
+        ),
+        sidecar=SidecarDoc(path=path, nbytes=len(data), digest=bytes_digest(data)),
+    )
+    commit(store, attempt, manifest)
+    return ucformat.open(store)
+
+
+def expected(ck: Checkpoint) -> dict[str, Any]:
+    """What a reader must find: none of it comes from reading the checkpoint, but for the digests of its arrays."""
+    docs = {(d.name, d.state): d for d in ck.manifest.tensors}
+    objects = FACTS["objects"] if ck.manifest.objects else {}
+    assets = {n: hashlib.sha256(ASSETS[n]).hexdigest() for n in ck.manifest.assets}
+    return {
+        "tensors": [
+            {
+                "name": n,
+                "state": s,
+                "dtype": dtype,
+                "shape": shape,
+                "seed": seed,
+                "sha256": hashlib.sha256(random_array(shape, dtype, seed).tobytes()).hexdigest(),
+                "digest": docs[n, s].digest,
+            }
+            for seed, (n, s, dtype, shape) in enumerate(TENSORS)
+        ],
+        "facts": {**FACTS, "objects": objects},
+        "assets": assets,
+    }
+
+
+def main() -> None:
+    """Make all of them."""
+    root = HERE / f"v{FORMAT_VERSION}"
+    root.mkdir()  # fails where they are already
+    for name, maker in (("arrays", make_arrays), ("packed", make_packed)):
+        ck = maker(LocalStore(root / name))
+        for file in (root / name / "attempts").iterdir():  # who made it is nobody's business
+            file.write_text(json.dumps({**json.loads(file.read_text()), "owner": "golden:1"}, indent=1))
+        (root / f"{name}.json").write_text(json.dumps(expected(ck), indent=1, ensure_ascii=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()
