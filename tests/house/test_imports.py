@@ -1,0 +1,116 @@
+"""Imports run downwards only, and the public face costs nothing until it is used."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ucformat
+
+ROOT = Path(ucformat.__file__).parent
+
+#: Room -> what it may import of ucformat. A module at the top of the package is a room of its own.
+ALLOWED: dict[str, set[str]] = {
+    "_version": set(),
+    "errors": set(),
+    "schema": set(),
+    "geometry": {"schema", "errors"},
+    "facts": {"geometry"},
+    "storage": {"schema", "errors"},
+    "format": {"schema", "errors", "geometry", "storage", "facts", "_version"},
+    "sources": {"schema", "errors", "geometry", "storage", "facts"},
+    "planning": {"schema", "errors", "geometry", "storage", "facts", "format", "sources"},
+    "tensor": {"schema", "errors", "geometry", "storage", "facts", "format", "sources", "planning"},
+    "checkpoint": {"schema", "errors", "geometry", "storage", "facts", "format", "sources", "planning", "tensor"},
+    "jobs": {"schema", "errors", "geometry", "storage", "facts", "format", "sources", "checkpoint", "_version"},
+    "catalog": {"schema", "errors"},
+    "migrations": set(),
+}
+FACES = {"cli", "web", "__init__"}  # nothing imports them; they may import everything
+
+#: Room -> the third-party packages it may import at all.
+OUTSIDE: dict[str, set[str]] = {
+    "errors": set(),
+    "facts": set(),
+    "schema": {"pydantic"},
+    "geometry": {"pydantic", "yaml"},
+    "storage": {"fsspec"},
+    "format": {"numpy", "ml_dtypes", "crc32c", "xxhash", "pydantic", "safetensors", "zarr"},
+    "sources": {"numpy", "ml_dtypes"},
+    "planning": {"numpy"},
+    "tensor": {"numpy"},
+    "checkpoint": set(),
+    "jobs": {"numpy", "crc32c"},
+    "cli": {"click", "rich", "numpy", "yaml"},
+    "_version": set(),
+    "__init__": set(),
+    "catalog": {"sqlalchemy", "pydantic"},
+    "migrations": {"alembic", "sqlalchemy"},
+}
+
+
+def imports(file: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} imports relatively"
+            found.add(str(node.module))
+            if node.module == "ucformat":
+                found |= {f"ucformat.{a.name}" for a in node.names}
+    return found
+
+
+def room(file: Path) -> str:
+    return file.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_imports_run_downwards_only(file: Path) -> None:
+    own = room(file)
+    ours = {i.split(".")[1] for i in imports(file) if i.startswith("ucformat.")}
+    theirs = {i.split(".")[0] for i in imports(file)} - set(sys.stdlib_module_names) - {"ucformat"}
+    if own not in FACES:
+        assert ours - {own} <= ALLOWED[own], f"{own} imports {ours - {own} - ALLOWED[own]}"
+    if own != "__init__":
+        assert not ours & FACES - {own}
+    assert theirs <= OUTSIDE[own], f"{own} imports {theirs - OUTSIDE[own]}"
+
+
+def loaded(code: str) -> set[str]:
+    script = f"import sys, json; {code}; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_importing_ucformat_loads_nothing_heavy() -> None:
+    heavy = {"numpy", "torch", "sqlalchemy", "tensorstore", "zarr", "pydantic", "fsspec", "rich", "yaml"}
+    assert not loaded("import ucformat") & heavy
+
+
+def test_opening_and_converting_load_no_engine_and_no_zarr_library() -> None:
+    code = "import ucformat; ucformat.open, ucformat.convert, ucformat.verify, ucformat.Layout"
+    assert not loaded(code) & {"torch", "deepspeed", "sqlalchemy", "tensorstore", "zarr"}
+
+
+def test_the_public_face_is_sorted_documented_and_real() -> None:
+    assert ucformat.__all__ == sorted(ucformat.__all__)
+    for name in ucformat.__all__:
+        assert getattr(ucformat, name) is not None
+    assert set(dir(ucformat)) == set(ucformat.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = ucformat.nonsense
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.name != "__init__.py"], ids=lambda f: str(f.relative_to(ROOT)))
+def test_every_module_is_of_a_size_to_read(file: Path) -> None:
+    assert len(file.read_text().splitlines()) <= 400
