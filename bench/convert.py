@@ -1,0 +1,95 @@
+"""Conversion of a real ZeRO-3 checkpoint of 1.1 GB: ucformat, DeepSpeed's `ds_to_universal`, and `cp -r` + `sync -f`.
+
+`python -m bench.convert`. All on the same files, interleaved, durable at the end, whole processes from start to exit.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from typing import TYPE_CHECKING
+
+import ucformat
+from bench.common import OUT, Run, engine_environment, median, ours, real_checkpoint, run, table
+from tests.engines import engine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ROUNDS = 5
+WORKERS = [(1, 1), (2, 2), (4, 2)]  # of extraction and of merging; the last is DeepSpeed's default
+
+
+def main() -> None:
+    source = real_checkpoint()
+    tag = source / (source / "latest").read_text()
+    size = sum(f.stat().st_size for f in source.rglob("*") if f.is_file())
+    python, environment = str(engine("deepspeed")), engine_environment()
+    target = OUT / "target"
+
+    def deepspeed(extract: int, merge: int) -> list[str]:
+        workers = ["--num_extract_workers", str(extract), "--num_merge_workers", str(merge)]
+        folders = ["--input_folder", str(tag), "--output_folder", str(target)]
+        return [python, "-m", "deepspeed.checkpoint.ds_to_universal", *folders, *workers, "--inject_missing_state"]
+
+    copy = ["sh", "-c", f"cp -r {source} {target} && sync -f {target}"]
+    convert = [ours(), "-m", "ucformat.cli", "convert", str(source), str(target)]
+    empty = [ours(), "-c", "import ucformat; ucformat.convert, ucformat.open, ucformat.Layout"]
+
+    best = min(WORKERS, key=lambda w: once(deepspeed(*w), target, environment).seconds)
+    times: dict[str, list[Run]] = {"cp": [], "ucformat": [], "api": [], "deepspeed": []}
+    once(convert, target)
+    once(copy, target)
+    for _ in range(ROUNDS):
+        times["cp"].append(once(copy, target))
+        times["ucformat"].append(once(convert, target))
+        times["api"].append(called(source, target))
+        times["deepspeed"].append(once(deepspeed(*best), target, environment))
+    seconds = {k: median([r.seconds for r in v]) for k, v in times.items()}
+    idle = run(empty).peak
+    names = {
+        "cp": "`cp -r` + `sync -f`",
+        "ucformat": "`ucp convert` (durable)",
+        "api": "`ucformat.convert` (durable), called in this process",
+        "deepspeed": f"`ds_to_universal`, workers {best} (not durable)",
+    }
+    rows = [
+        [
+            names[k],
+            f"{seconds[k]:.2f} ({min(r.seconds for r in v):.2f}–{max(r.seconds for r in v):.2f})",
+            f"{seconds[k] / seconds['cp']:.2f}",
+            f"{seconds['deepspeed'] / seconds[k]:.1f}",
+            f"{max(r.peak for r in v) / 1e6:.0f}" if k != "api" else "",
+        ]
+        for k, v in times.items()
+    ]
+    print(f"{size / 1e9:.2f} GB, {ROUNDS} interleaved rounds, medians (range):\n")
+    print(table(["", "seconds", "× cp", "DeepSpeed ÷ it", "peak RSS, MB"], rows))
+    print(f"\nThe interpreter with all of ucformat imported: {idle / 1e6:.0f} MB.")
+
+
+def called(source: Path, target: Path) -> Run:
+    """One call, without the start of an interpreter."""
+    clean(target)
+    begun = time.perf_counter()
+    ucformat.convert(source, target)
+    return Run(time.perf_counter() - begun, 0)
+
+
+def clean(target: Path) -> None:
+    """Nothing at the target, and nothing left to write back from before."""
+    shutil.rmtree(target, ignore_errors=True)
+    for leftover in OUT.glob("latest_universal"):
+        leftover.unlink()
+    subprocess.run(["sync", "-f", str(OUT)], check=True)
+
+
+def once(command: list[str], target: Path, environment: dict[str, str] | None = None) -> Run:
+    """One run of a process into a fresh folder."""
+    clean(target)
+    return run(command, environment)
+
+
+if __name__ == "__main__":
+    main()

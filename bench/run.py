@@ -1,0 +1,53 @@
+"""Every benchmark, or those named; writes `bench/RESULTS.md`, keeping what is not run anew. Run by `make bench`."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from bench.common import OUT
+
+BENCHMARKS = {
+    "open": "Opening in place, and one row",
+    "convert": "Conversion",
+    "memory": "Memory of a conversion",
+    "read": "Reading",
+}
+
+
+def main() -> None:
+    chosen = sys.argv[1:] or list(BENCHMARKS)
+    for name in chosen:
+        done = subprocess.run([sys.executable, "-m", f"bench.{name}"], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(done.stdout + done.stderr)
+        print(done.stdout, flush=True)
+        part = f"## {BENCHMARKS[name]}\n\n`python -m bench.{name}`\n\n{done.stdout.strip()}\n"
+        (OUT / f"{name}.md").write_text(part)
+    parts = [(OUT / f"{name}.md").read_text() for name in BENCHMARKS if (OUT / f"{name}.md").exists()]
+    Path("bench/RESULTS.md").write_text(header() + "\n" + "\n".join(parts))
+
+
+def header() -> str:
+    """What they ran on."""
+    packages = ", ".join(f"{p} {version(p)}" for p in ("numpy", "tensorstore", "safetensors", "crc32c", "xxhash"))
+    cpu = next(s.split(":")[1].strip() for s in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in s)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return (
+        "# Results\n\n"
+        "Ratios measured in one run on the same files, runs interleaved; `make bench` makes the files and "
+        "writes this page.\n"
+        "Absolute numbers are those of one shared virtual machine and mean little.\n\n"
+        f"{dt.datetime.now(dt.UTC).date()}; {cpu}, {os.cpu_count()} cores, {memory:.0f} GiB; {platform.system()} "
+        f"{platform.release()}; Python {platform.python_version()}; {packages}; peers: "
+        "torch 2.13.0, DeepSpeed 0.19.8.\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
