@@ -98,7 +98,7 @@ def test_kill_9_at_any_instant(part: int, tmp_path: Path) -> None:
             ck = ucformat.convert(source, target, chunk_bytes=4096, shard_bytes=1 << 18)
         else:
             seen["checkpoint"] += 1
-            with pytest.raises(Conflict, match="nothing is left to do"):  # and that clears away what the killed one left
+            with pytest.raises(Conflict, match="nothing is left to do"):  # and clears away what the killed one left
                 ucformat.convert(source, target, chunk_bytes=4096, shard_bytes=1 << 18)
         ucformat.verify(ck).raise_if_damaged()
         for key, a in truth.items():
