@@ -49,7 +49,7 @@ OUTSIDE: dict[str, set[str]] = {
     "cli": {"click", "rich", "numpy", "yaml"},
     "_version": set(),
     "__init__": set(),
-    "catalog": {"sqlalchemy", "pydantic"},
+    "catalog": {"alembic", "lark", "pydantic", "sqlalchemy"},
     "migrations": {"alembic", "sqlalchemy"},
 }
 
