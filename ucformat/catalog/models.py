@@ -132,7 +132,7 @@ class Tensor(Base):
     """One tensor of a structure. `shape`, `chunk` and `shard` are written `4096,1024`; of a scalar they are empty."""
 
     __tablename__ = "tensor"
-    __table_args__: ClassVar[Any] = (Index(None, "name", "state"), {"sqlite_with_rowid": False})
+    __table_args__ = (Index(None, "name", "state"), {"sqlite_with_rowid": False})
     tensor_set_id: Mapped[int] = mapped_column(ForeignKey("tensor_set.id", ondelete="CASCADE"), primary_key=True)
     position: Mapped[int] = mapped_column(primary_key=True)
     name: Mapped[str]
@@ -153,7 +153,7 @@ class Checkpoint(Base):
     """
 
     __tablename__ = "checkpoint"
-    __table_args__: ClassVar[Any] = (Index(None, "run_id", "step"), Index(None, "state", "created"))
+    __table_args__ = (Index(None, "run_id", "step"), Index(None, "state", "created"))
     serial: Mapped[int] = mapped_column(primary_key=True)
     id: Mapped[str] = mapped_column(unique=True)
     kind: Mapped[str]
@@ -183,7 +183,7 @@ class Digest(Base):
     """
 
     __tablename__ = "digest"
-    __table_args__: ClassVar[Any] = (Index(None, "block", "digest"), {"sqlite_with_rowid": False})
+    __table_args__ = (Index(None, "block", "digest"), {"sqlite_with_rowid": False})
     checkpoint: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     position: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     block: Mapped[int]
@@ -204,7 +204,7 @@ class Metric(Base):
     """A measured number; without `value` it was not a number (NaN)."""
 
     __tablename__ = "metric"
-    __table_args__: ClassVar[Any] = (Index(None, "name", "value"),)
+    __table_args__ = (Index(None, "name", "value"),)
     checkpoint: Mapped[int] = _of_checkpoint(primary_key=True)
     name: Mapped[str] = mapped_column(primary_key=True)
     value: Mapped[float | None]
@@ -218,7 +218,7 @@ class Edge(Base):
     """
 
     __tablename__ = "edge"
-    __table_args__: ClassVar[Any] = (Index(None, "child", "kind", "parent_url", unique=True),)
+    __table_args__ = (Index(None, "child", "kind", "parent_url", unique=True),)
     id: Mapped[int] = mapped_column(primary_key=True)
     child: Mapped[int] = mapped_column(ForeignKey("checkpoint.serial", ondelete="CASCADE"))
     parent: Mapped[int | None] = mapped_column(ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True)
@@ -242,7 +242,7 @@ class AliasMove(Base):
     """The history of an alias; without `target`, it was removed."""
 
     __tablename__ = "alias_move"
-    __table_args__: ClassVar[Any] = (Index(None, "name", "version", unique=True),)
+    __table_args__ = (Index(None, "name", "version", unique=True),)
     id: Mapped[int] = mapped_column(primary_key=True)
     name: Mapped[str]
     version: Mapped[int]
@@ -256,7 +256,7 @@ class Tag(Base):
     """A word on a checkpoint, for ever; several checkpoints may bear it."""
 
     __tablename__ = "tag"
-    __table_args__: ClassVar[Any] = (Index(None, "name"),)
+    __table_args__ = (Index(None, "name"),)
     checkpoint: Mapped[int] = _of_checkpoint(primary_key=True)
     name: Mapped[str] = mapped_column(primary_key=True)
     created: Mapped[datetime]
