@@ -45,7 +45,7 @@ def test_every_public_name_is_documented() -> None:
 def test_the_core_installs_without_torch() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     core = " ".join(project["dependencies"])
-    assert all(heavy not in core for heavy in ("torch", "zarr", "tensorstore", "sqlalchemy", "dask"))
+    assert all(heavy not in core for heavy in ("torch", "zarr", "tensorstore", "psycopg", "dask"))
 
 
 def test_the_changelog_knows_this_version() -> None:

@@ -1,8 +1,8 @@
 """The tables of the catalog (docs/catalog.md, "Tables").
 
-`checkpoint.serial` is the number that other tables refer to, `checkpoint.id` the id that manifests and people use. What a
-checkpoint's tensors are called and how they are cut is a *tensor set*, stored once for all checkpoints of that structure;
-only their digests are rows of each checkpoint.
+`checkpoint.serial` is the number that other tables refer to, `checkpoint.id` the id that manifests and people use. What
+a checkpoint's tensors are called and how they are cut is a *tensor set*, stored once for all checkpoints of that
+structure; only their digests are rows of each checkpoint.
 """
 
 from __future__ import annotations
@@ -10,7 +10,19 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sqlalchemy import JSON, BigInteger, Boolean, DateTime, Float, ForeignKey, Index, Integer, MetaData, Text, TypeDecorator
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    DateTime,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    Text,
+    TypeDecorator,
+)
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -39,8 +51,8 @@ __all__ = [
     "Verification",
 ]
 
-#: So many checkpoints in a row share a block of the digest index: what is inserted next to each other stays on few pages
-#: of the index, and a search looks into each block once.
+#: So many checkpoints in a row share a block of the digest index: what is inserted in turn stays on few pages of the
+#: index, and a search looks into each block once.
 BLOCK = 64
 
 
@@ -163,6 +175,7 @@ class Checkpoint(Base):
     created: Mapped[datetime]
     recorded: Mapped[datetime]
     deleted: Mapped[datetime | None]
+    purge_after: Mapped[datetime | None]
     tensors: Mapped[int]
     nbytes: Mapped[int] = mapped_column(BigInteger)
     format_version: Mapped[int | None]

@@ -1,0 +1,16 @@
+"""Runs revisions over a connection that `ucformat.catalog.engine` has opened, locked and put into the configuration."""
+
+from __future__ import annotations
+
+from alembic import context
+
+attributes = context.config.attributes
+context.configure(
+    connection=attributes["connection"],
+    target_metadata=attributes["metadata"],
+    version_table=attributes["version_table"],
+    render_as_batch=True,  # SQLite alters a table only by copying it
+    compare_type=True,
+    transaction_per_migration=False,  # all or nothing: the transaction is the caller's
+)
+context.run_migrations()
