@@ -28,7 +28,8 @@ ALLOWED: dict[str, set[str]] = {
     "tensor": {"schema", "errors", "geometry", "storage", "facts", "format", "sources", "planning"},
     "checkpoint": {"schema", "errors", "geometry", "storage", "facts", "format", "sources", "planning", "tensor"},
     "jobs": {"schema", "errors", "geometry", "storage", "facts", "format", "sources", "checkpoint", "_version"},
-    "catalog": {"schema", "errors"},
+    "settings": {"errors"},
+    "catalog": {"schema", "errors", "settings", "migrations"},
     "migrations": set(),
 }
 FACES = {"cli", "web", "__init__"}  # nothing imports them; they may import everything
@@ -47,6 +48,7 @@ OUTSIDE: dict[str, set[str]] = {
     "checkpoint": set(),
     "jobs": {"numpy", "crc32c"},
     "cli": {"click", "rich", "numpy", "yaml"},
+    "settings": {"platformdirs", "pydantic", "pydantic_settings"},
     "_version": set(),
     "__init__": set(),
     "catalog": {"alembic", "lark", "pydantic", "sqlalchemy"},

@@ -1,1 +1,1 @@
-"""The SQL catalog of checkpoints: the room is kept, its models come with the catalog itself."""
+"""The SQL catalog: which checkpoints exist, where they came from, what is said of them, which may be deleted."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
+import time
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from uuid import uuid4
 
 import sqlalchemy as sa
@@ -18,14 +20,18 @@ from ucformat.errors import Refused, UcformatError, UpgradeNeeded, UsageError
 from ucformat.migrations import HEAD, KNOWN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from sqlalchemy.engine import URL, Connection, Engine
 
 __all__ = ["VERSION_TABLE", "Database", "explaining"]
 
+T = TypeVar("T")
+
 VERSION_TABLE = "ucformat_version"
 _WAIT = 60  # seconds to wait for another writer of SQLite
+_TRIES = 10
+_CLASHES = ("40001", "40P01")  # serialization failure, deadlock detected
 _LOCK = 0x75636661  # PostgreSQL's advisory lock while tables are made or changed: "ucfa"
 _NETWORK = {
     "nfs",
@@ -128,6 +134,20 @@ class Database:
                     yield connection
             finally:
                 connection.info["writing"] = False
+
+    def write(self, work: Callable[[Connection], T]) -> T:
+        """Do something in a transaction that writes, again where PostgreSQL ended one of two that waited for each other."""
+        for left in reversed(range(_TRIES)):
+            try:
+                with self.writing() as connection:
+                    return work(connection)
+            except UcformatError as error:
+                cause = error.__cause__
+                clashed = isinstance(cause, DBAPIError) and getattr(cause.orig, "sqlstate", None) in _CLASHES
+                if not clashed or not left:
+                    raise
+                time.sleep(random.uniform(0.01, 0.1))  # noqa: S311 - so that they do not meet again
+        raise AssertionError  # the last try returns or raises
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:

@@ -1,0 +1,177 @@
+"""What the catalog gives back: frozen values, never rows of the database."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from ucformat.catalog.models import (
+    Alias,
+    Checkpoint,
+    Config,
+    Hold,
+    Location,
+    Metric,
+    Note,
+    Run,
+    Tag,
+    Verification,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from datetime import datetime
+
+    from sqlalchemy import Connection, Row
+
+__all__ = ["Entry", "HoldEntry", "NoteEntry", "VerificationEntry", "load"]
+
+_PAGE = 5000  # serials in one IN list
+
+
+@dataclass(frozen=True, slots=True)
+class HoldEntry:
+    """Why a checkpoint must not be deleted; without `until`, as long as nobody releases it."""
+
+    id: int
+    reason: str
+    until: datetime | None
+    created: datetime
+    who: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoteEntry:
+    """What somebody wrote about a checkpoint."""
+
+    text: str
+    created: datetime
+    who: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerificationEntry:
+    """What a verification found; `problems` are the first of them."""
+
+    at: datetime
+    ok: bool
+    url: str
+    bytes_verified: int
+    bytes_unverified: int
+    problems: tuple[str, ...]
+    tool: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A checkpoint as the catalog knows it.
+
+    `kind` is `ucformat`, or the engine that wrote it; `state` is committed, deleted, purged or replaced. `urls` are the
+    places where it lies. `holds` are those in force. A metric that is not a number is NaN.
+    """
+
+    id: str
+    kind: str
+    state: str
+    run: str | None
+    step: int | None
+    created: datetime
+    recorded: datetime
+    deleted: datetime | None
+    purge_after: datetime | None
+    tensors: int
+    nbytes: int
+    format_version: int | None
+    engine: str | None
+    producer: Mapping[str, Any] = field(default_factory=dict)
+    topology: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    urls: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    holds: tuple[HoldEntry, ...] = ()
+    notes: tuple[NoteEntry, ...] = ()
+    verified: VerificationEntry | None = None
+
+    @property
+    def url(self) -> str | None:
+        """The first place where it lies; None if it is gone."""
+        return self.urls[0] if self.urls else None
+
+    @property
+    def name(self) -> str:
+        """How people call it: `run7@1000`, else the beginning of its id."""
+        return self.id[:12] if self.run is None or self.step is None else f"{self.run}@{self.step}"
+
+
+def load(connection: Connection, serials: Sequence[int], now: datetime) -> list[Entry]:
+    """The entries of these checkpoints, in this order."""
+    found: dict[int, Entry] = {}
+    for at in range(0, len(serials), _PAGE):
+        found |= _load_page(connection, serials[at : at + _PAGE], now)
+    return [found[s] for s in serials]
+
+
+def _load_page(connection: Connection, serials: Sequence[int], now: datetime) -> dict[int, Entry]:
+    def many(table: Any, order: Any, value: Callable[[Row[Any]], Any], *where: Any) -> dict[int, list[Any]]:
+        rows = connection.execute(
+            sa.select(table.__table__).where(table.checkpoint.in_(serials), *where).order_by(order)
+        )
+        grouped: dict[int, list[Any]] = {}
+        for row in rows:
+            grouped.setdefault(row.checkpoint, []).append(value(row))
+        return grouped
+
+    metrics = many(Metric, Metric.name, lambda r: (r.name, float("nan") if r.value is None else r.value))
+    tags = many(Tag, Tag.name, lambda r: r.name)
+    aliases = many(Alias, Alias.name, lambda r: r.name)
+    urls = many(Location, Location.id, lambda r: r.url)
+    in_force = (Hold.released.is_(None), sa.or_(Hold.until.is_(None), Hold.until > now))
+    holds = many(Hold, Hold.id, lambda r: HoldEntry(r.id, r.reason, r.until, r.created, r.who), *in_force)
+    notes = many(Note, Note.id, lambda r: NoteEntry(r.text, r.created, r.who))
+    verified = many(Verification, Verification.id, _verification)
+    rows = connection.execute(
+        sa.select(Checkpoint.__table__, Run.name.label("run"), Config.document.label("config"))
+        .outerjoin(Run, Run.id == Checkpoint.run_id)
+        .outerjoin(Config, Config.id == Checkpoint.config_id)
+        .where(Checkpoint.serial.in_(serials))
+    )
+    return {
+        r.serial: Entry(
+            id=r.id,
+            kind=r.kind,
+            state=r.state,
+            run=r.run,
+            step=r.step,
+            created=r.created,
+            recorded=r.recorded,
+            deleted=r.deleted,
+            purge_after=r.purge_after,
+            tensors=r.tensors,
+            nbytes=r.nbytes,
+            format_version=r.format_version,
+            engine=r.engine,
+            producer=r.producer,
+            topology=r.topology,
+            config=r.config or {},
+            urls=_tuple(urls.get(r.serial)),
+            metrics=dict(metrics.get(r.serial, ())),
+            tags=_tuple(tags.get(r.serial)),
+            aliases=_tuple(aliases.get(r.serial)),
+            holds=_tuple(holds.get(r.serial)),
+            notes=_tuple(notes.get(r.serial)),
+            verified=verified[r.serial][-1] if r.serial in verified else None,
+        )
+        for r in rows
+    }
+
+
+def _tuple(found: Iterable[Any] | None) -> tuple[Any, ...]:
+    return tuple(found or ())
+
+
+def _verification(r: Row[Any]) -> VerificationEntry:
+    return VerificationEntry(r.at, r.ok, r.url, r.bytes_verified, r.bytes_unverified, tuple(r.problems), r.tool)

@@ -1,0 +1,263 @@
+"""What people say of checkpoints: aliases, tags, holds, metrics, notes, and which of them lie beside the checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import sqlalchemy as sa
+
+from ucformat.catalog.models import Alias, AliasMove, Checkpoint, Hold, Metric, Note, Tag
+from ucformat.catalog.recording import event, insert_if_absent, stored_metric
+from ucformat.errors import Conflict, NotFound, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from datetime import datetime
+
+    from sqlalchemy import Connection
+
+__all__ = [
+    "ANY",
+    "AliasEntry",
+    "MoveEntry",
+    "Stamp",
+    "add_hold",
+    "add_metrics",
+    "add_note",
+    "add_tags",
+    "alias_history",
+    "aliases",
+    "move_alias",
+    "release_holds",
+    "remove_alias",
+    "touch",
+]
+
+
+class _Any:
+    """Whatever the alias points to now."""
+
+    def __repr__(self) -> str:
+        return "ANY"
+
+
+ANY: Final = _Any()
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Who does something, and when."""
+
+    who: str
+    now: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class AliasEntry:
+    """An alias and the id of the checkpoint that it points to."""
+
+    name: str
+    id: str
+    version: int
+    moved: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class MoveEntry:
+    """One move of an alias, from a checkpoint's id to another's; None where it did not or does not exist."""
+
+    name: str
+    version: int
+    source: str | None
+    target: str | None
+    moved: datetime
+    who: str
+
+
+def touch(connection: Connection, serials: Iterable[int]) -> None:
+    """Note that the documents beside these checkpoints have to be written again."""
+    for serial in sorted(set(serials)):  # in one order, so that two writers cannot wait for each other
+        connection.execute(
+            sa.update(Checkpoint)
+            .where(Checkpoint.serial == serial)
+            .values(document_revision=Checkpoint.document_revision + 1)
+        )
+
+
+def move_alias(
+    connection: Connection, name: str, target: int, expect: int | _Any | None, stamp: Stamp
+) -> tuple[int, ...]:
+    """Point an alias to a checkpoint, if it points to `expect` now (None: if there is none). The checkpoints touched.
+
+    Raises:
+        Conflict: it points to another one.
+    """
+    check_word("an alias", name)
+    if name == "latest":
+        raise UsageError("`latest` means the last step of a run, and cannot be an alias", hint="choose another name")
+    found = _alias(connection, name)
+    _check_expected(connection, name, None if found is None else found.checkpoint, expect)
+    if found is not None and found.checkpoint == target:
+        return ()
+    version = _next_version(connection, name) if found is None else found.version + 1
+    values = {"checkpoint": target, "version": version, "moved": stamp.now}
+    if found is None:
+        moved = insert_if_absent(connection, Alias, {"name": name}, values, Alias.version) is not None
+    else:
+        moved = bool(
+            connection.execute(
+                sa.update(Alias).where(Alias.name == name, Alias.version == found.version).values(**values)
+            ).rowcount
+        )
+    if not moved:
+        if expect is ANY:  # somebody was quicker, and that does not matter
+            return move_alias(connection, name, target, expect, stamp)
+        raise _moved(name)
+    source = None if found is None else found.checkpoint
+    _note_move(connection, name, version, source, target, stamp)
+    return (target,) if source is None else (source, target)
+
+
+def remove_alias(connection: Connection, name: str, expect: int | _Any | None, stamp: Stamp) -> tuple[int, ...]:
+    """Remove an alias, if it points to `expect`; its history stays. The checkpoints touched."""
+    found = _alias(connection, name)
+    if found is None:
+        raise NotFound(f"there is no alias {name!r}", hint="`ucp alias list` shows those there are")
+    _check_expected(connection, name, found.checkpoint, expect)
+    gone = connection.execute(sa.delete(Alias).where(Alias.name == name, Alias.version == found.version))
+    if not gone.rowcount:
+        raise _moved(name)
+    _note_move(connection, name, found.version + 1, found.checkpoint, None, stamp)
+    return (found.checkpoint,)
+
+
+def _alias(connection: Connection, name: str) -> Any:
+    return connection.execute(sa.select(Alias.__table__).where(Alias.name == name).with_for_update()).one_or_none()
+
+
+def _check_expected(connection: Connection, name: str, found: int | None, expect: int | _Any | None) -> None:
+    if expect is ANY or found == expect:
+        return
+    now = "does not exist" if found is None else f"points to {_id(connection, found)}"
+    wanted = "not exist" if expect is None else f"point to {_id(connection, int(str(expect)))}"
+    raise Conflict(
+        f"the alias {name!r} {now}, and was expected to {wanted}",
+        hint="look again, and decide anew where it shall point",
+    )
+
+
+def _id(connection: Connection, serial: int) -> str:
+    return connection.execute(sa.select(Checkpoint.id).where(Checkpoint.serial == serial)).scalar_one()
+
+
+def _moved(name: str) -> Conflict:
+    return Conflict(f"the alias {name!r} was moved by somebody else just now", hint="look again, and decide anew")
+
+
+def _next_version(connection: Connection, name: str) -> int:
+    return 1 + (connection.scalar(sa.select(sa.func.max(AliasMove.version)).where(AliasMove.name == name)) or 0)
+
+
+def _note_move(
+    connection: Connection, name: str, version: int, source: int | None, target: int | None, stamp: Stamp
+) -> None:
+    connection.execute(
+        sa.insert(AliasMove).values(
+            name=name, version=version, source=source, target=target, moved=stamp.now, who=stamp.who
+        )
+    )
+    event(connection, "alias", stamp.who, stamp.now, target or source, name=name, removed=target is None)
+
+
+def aliases(connection: Connection) -> list[AliasEntry]:
+    """All aliases, by name."""
+    rows = connection.execute(
+        sa.select(Alias.name, Checkpoint.id, Alias.version, Alias.moved)
+        .join(Checkpoint, Checkpoint.serial == Alias.checkpoint)
+        .order_by(Alias.name)
+    )
+    return [AliasEntry(*r) for r in rows]
+
+
+def alias_history(connection: Connection, name: str) -> list[MoveEntry]:
+    """The moves of an alias, the first one first."""
+    source, target = sa.orm.aliased(Checkpoint), sa.orm.aliased(Checkpoint)
+    rows = connection.execute(
+        sa.select(AliasMove.name, AliasMove.version, source.id, target.id, AliasMove.moved, AliasMove.who)
+        .outerjoin(source, source.serial == AliasMove.source)
+        .outerjoin(target, target.serial == AliasMove.target)
+        .where(AliasMove.name == name)
+        .order_by(AliasMove.version)
+    )
+    return [MoveEntry(*r) for r in rows]
+
+
+def add_tags(connection: Connection, serial: int, tags: Sequence[str], stamp: Stamp) -> bool:
+    """Put tags on a checkpoint, for ever; whether any is new."""
+    new = []
+    for tag in tags:
+        check_word("a tag", tag)
+        keys = {"checkpoint": serial, "name": tag}
+        if insert_if_absent(connection, Tag, keys, {"created": stamp.now, "who": stamp.who}, Tag.name) is not None:
+            new.append(tag)
+    if new:
+        event(connection, "tag", stamp.who, stamp.now, serial, tags=new)
+    return bool(new)
+
+
+def add_hold(connection: Connection, serial: int, reason: str, until: datetime | None, stamp: Stamp) -> int:
+    """Keep a checkpoint from being deleted; the hold's number."""
+    if not reason.strip():
+        raise UsageError("a hold needs a reason", hint="say why it must be kept, for those who find it later")
+    if until is not None and until <= stamp.now:
+        raise UsageError(f"a hold until {until.isoformat()} would be over already", hint="give a time to come")
+    values = {"reason": reason, "until": until, "created": stamp.now, "who": stamp.who}
+    number = connection.execute(sa.insert(Hold).values(checkpoint=serial, **values).returning(Hold.id)).scalar_one()
+    event(connection, "hold", stamp.who, stamp.now, serial, hold=number, reason=reason)
+    return int(number)
+
+
+def release_holds(connection: Connection, serial: int, stamp: Stamp, number: int | None = None) -> int:
+    """End the holds on a checkpoint, or the one of this number; how many."""
+    which = [Hold.checkpoint == serial, Hold.released.is_(None)]
+    if number is not None:
+        which.append(Hold.id == number)
+    ended = connection.execute(sa.update(Hold).where(*which).values(released=stamp.now)).rowcount
+    if ended:
+        event(connection, "release", stamp.who, stamp.now, serial, holds=ended)
+    return ended
+
+
+def add_metrics(connection: Connection, serial: int, metrics: Mapping[str, float], stamp: Stamp) -> bool:
+    """Write metrics of a checkpoint, in place of older ones of the same names; whether any changed."""
+    changed = {}
+    for name, value in sorted(metrics.items()):
+        check_word("a metric", name)
+        stored = stored_metric(value)
+        row = {"value": stored, "measured": stamp.now}
+        keys = {"checkpoint": serial, "name": name}
+        if insert_if_absent(connection, Metric, keys, row, Metric.name) is not None:
+            changed[name] = stored
+            continue
+        where = (Metric.checkpoint == serial, Metric.name == name, Metric.value.is_distinct_from(stored))
+        if connection.execute(sa.update(Metric).where(*where).values(**row)).rowcount:
+            changed[name] = stored
+    if changed:
+        said = {n: v if v is None or abs(v) != float("inf") else str(v) for n, v in changed.items()}
+        event(connection, "metric", stamp.who, stamp.now, serial, metrics=said)
+    return bool(changed)
+
+
+def add_note(connection: Connection, serial: int, text: str, stamp: Stamp) -> None:
+    """Write something about a checkpoint."""
+    if not text.strip():
+        raise UsageError("the note is empty")
+    connection.execute(sa.insert(Note).values(checkpoint=serial, text=text, created=stamp.now, who=stamp.who))
+    event(connection, "note", stamp.who, stamp.now, serial)
+
+
+def check_word(what: str, word: str) -> None:
+    """UsageError unless the word can be a name: printable, and without blanks at its ends."""
+    if not word or word != word.strip() or not word.isprintable():
+        raise UsageError(f"{word!r} cannot be {what}", hint="write printable characters, without blanks at the ends")

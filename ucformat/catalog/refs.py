@@ -1,0 +1,170 @@
+"""References to checkpoints: one grammar for Python, command line and web.
+
+a place        a path or a url: anything with `://`, or that begins with `/`, `./`, `../` or `~`
+run7@1000      the checkpoint of a run at a step
+run7@latest    the one of its last step
+run7@best      where the alias `run7/best` points to, else the alias `best` if that is a checkpoint of this run
+alias:best     where an alias points to
+d829318292     an id, or the beginning of one, at least four characters
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+import sqlalchemy as sa
+
+from ucformat.catalog.models import Alias, Checkpoint, Location, Run
+from ucformat.errors import NotFound, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sqlalchemy import Connection
+
+__all__ = ["Ref", "is_place", "parse_ref", "resolve", "same_url"]
+
+_ID = re.compile(r"[0-9a-f]{4,64}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A reference, parsed: exactly one of place, alias, id, or a run with a step, `latest` or an alias."""
+
+    text: str
+    place: str | None = None
+    alias: str | None = None
+    id: str | None = None
+    run: str | None = None
+    at: int | str | None = None
+
+
+def is_place(text: str) -> bool:
+    """Whether a reference can only be a path or a url."""
+    return "://" in text or text.startswith(("/", "./", "../", "~")) or text in (".", "..")
+
+
+def parse_ref(text: str) -> Ref:
+    """The reference in this text; what is none of the others is a place."""
+    if not text:
+        raise UsageError("an empty reference names no checkpoint", hint="write run@step, alias:name, an id, or a path")
+    if is_place(text):
+        return Ref(text, place=same_url(text))
+    if text.startswith("alias:"):
+        if not text[6:]:
+            raise UsageError(
+                "`alias:` lacks the name of the alias", hint="write alias:best; `ucp alias list` shows all"
+            )
+        return Ref(text, alias=text[6:])
+    run, at, which = text.rpartition("@")
+    if at and run and which:
+        return Ref(text, run=run, at=int(which) if re.fullmatch(r"\d{1,18}", which, re.ASCII) else which)
+    if _ID.fullmatch(text):
+        return Ref(text, id=text)
+    return Ref(text, place=same_url(text))
+
+
+def same_url(place: str) -> str:
+    """A place as the catalog holds it: an absolute path, or a url, without a slash at the end."""
+    scheme, found, rest = place.partition("://")
+    if found and scheme.lower() != "file":
+        return place.rstrip("/")
+    path = unquote(f"/{rest.partition('/')[2]}") if found else place
+    return os.path.abspath(Path(path).expanduser())  # noqa: PTH100 - links stay as they are written
+
+
+def resolve(connection: Connection, ref: Ref) -> int:
+    """The serial of the checkpoint that a reference means.
+
+    Raises:
+        NotFound: the catalog knows none.
+        UsageError: it means several; the message lists them.
+    """
+    if ref.alias is not None:
+        return _alias(connection, ref.alias)
+    if ref.run is not None:
+        return _of_run(connection, ref, ref.run)
+    if ref.id is not None:
+        where = Checkpoint.id.startswith(ref.id, autoescape=True)
+        found = _rows(connection, sa.select(*_COLUMNS).where(where))
+        if found:
+            return _one(ref, [r for r in found if r.id == ref.id] or found)
+    place = ref.place or same_url(ref.text)
+    serial = connection.scalar(sa.select(Location.checkpoint).where(Location.url == place))
+    if serial is None:
+        raise NotFound(
+            f"the catalog knows no checkpoint {ref.text!r}",
+            hint="`ucp ls` lists those it knows; `ucp register PLACE` makes one known",
+        )
+    return serial
+
+
+_COLUMNS = (Checkpoint.serial, Checkpoint.id, Checkpoint.kind, Checkpoint.state, Checkpoint.step)
+
+
+def _rows(connection: Connection, query: Any) -> Sequence[Any]:
+    return connection.execute(query.order_by(Checkpoint.serial).limit(100)).all()
+
+
+def _alias(connection: Connection, name: str) -> int:
+    serial = connection.scalar(sa.select(Alias.checkpoint).where(Alias.name == name))
+    if serial is None:
+        known = connection.scalars(sa.select(Alias.name)).all()
+        raise NotFound(f"there is no alias {name!r}", hint=_nearest(name, known) or "`ucp alias list` shows all")
+    return serial
+
+
+def _of_run(connection: Connection, ref: Ref, run: str) -> int:
+    run_id = connection.scalar(sa.select(Run.id).where(Run.name == run))
+    if run_id is None:
+        known = connection.scalars(sa.select(Run.name)).all()
+        raise NotFound(f"the catalog knows no run {run!r}", hint=_nearest(run, known) or "`ucp ls` lists checkpoints")
+    here = sa.select(*_COLUMNS).where(Checkpoint.run_id == run_id, Checkpoint.state == "committed")
+    if isinstance(ref.at, int):
+        found = _rows(connection, here.where(Checkpoint.step == ref.at))
+        if not found:
+            raise NotFound(
+                f"the run {run!r} has no checkpoint of step {ref.at}",
+                hint=f"`ucp ls \"run = '{run}'\"` lists its steps",
+            )
+        return _one(ref, found)
+    if ref.at == "latest":
+        last = sa.select(sa.func.max(Checkpoint.step)).where(
+            Checkpoint.run_id == run_id, Checkpoint.state == "committed"
+        )
+        found = _rows(connection, here.where(Checkpoint.step == last.scalar_subquery()))
+        if not found:
+            raise NotFound(f"the run {run!r} has no checkpoint with a step")
+        return _one(ref, found)
+    scoped = connection.scalar(sa.select(Alias.checkpoint).where(Alias.name == f"{run}/{ref.at}"))
+    if scoped is not None:
+        return scoped
+    serial = _alias(connection, str(ref.at))
+    if connection.scalar(sa.select(Checkpoint.run_id).where(Checkpoint.serial == serial)) != run_id:
+        raise NotFound(
+            f"the alias {ref.at!r} points to a checkpoint of another run than {run!r}",
+            hint=f"write alias:{ref.at}, or give the run an alias of its own: ucp alias set {run}/{ref.at} REF",
+        )
+    return serial
+
+
+def _one(ref: Ref, found: Sequence[Any]) -> int:
+    """The one that is meant: among copies of a step in several forms the universal one."""
+    if len(found) > 1 and ref.run is not None:
+        found = [r for r in found if r.kind == "ucformat"] or found
+    if len(found) > 1:
+        several = ", ".join(r.id[:12] for r in found[:5]) + (" and more" if len(found) > 5 else "")
+        raise UsageError(f"{ref.text!r} means several checkpoints: {several}", hint="write one of these ids")
+    return int(found[0].serial)
+
+
+def _nearest(word: str, known: Sequence[str]) -> str | None:
+    from difflib import get_close_matches
+
+    near = get_close_matches(word, known, 3, 0.5)
+    return f"did you mean {' or '.join(near)}?" if near else None

@@ -1,0 +1,81 @@
+"""Settings: what an option says, else `UCP_*` of the environment, else the project's file, else the user's.
+
+The project's file is the nearest `ucformat.toml` in this folder or one above; the user's is `config.toml` in the user's
+configuration folder (`~/.config/ucformat` on Linux).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from platformdirs import user_config_path, user_data_path
+from pydantic import ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from ucformat.errors import UsageError
+
+__all__ = ["Settings", "load_settings"]
+
+PROJECT_FILE = "ucformat.toml"
+
+
+class Settings(BaseSettings):
+    """What can be set."""
+
+    model_config = SettingsConfigDict(env_prefix="UCP_", extra="forbid", frozen=True)
+
+    catalog: str = ""  # a file's path or a url; "none" switches it off, "" is the default
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - we read no .env files
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - nor secrets from files
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The sources, the first one wins."""
+        files = [TomlConfigSettingsSource(settings_cls, f) for f in (_project_file(), _user_file()) if f is not None]
+        return (init_settings, env_settings, *files)
+
+    def catalog_url(self) -> str | None:
+        """The catalog; None if it is switched off. By default a file in the user's data folder."""
+        if self.catalog.lower() == "none":
+            return None
+        return self.catalog or str(user_data_path("ucformat") / "catalog.db")
+
+
+def load_settings(**given: str | None) -> Settings:
+    """The settings; what is given here, and is not None, wins over all else.
+
+    Raises:
+        UsageError: a file cannot be read, or sets what cannot be set.
+    """
+    try:
+        return Settings(**{k: v for k, v in given.items() if v is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UsageError(
+            f"the settings cannot be used: {key}: {first['msg']}",
+            hint=f"look into {', '.join(str(f) for f in (_project_file(), _user_file()) if f) or 'UCP_* variables'}; "
+            f"there are: {', '.join(Settings.model_fields)}",
+        ) from None
+    except ValueError as error:  # not TOML
+        raise UsageError(f"a settings file cannot be read: {error}") from None
+
+
+def _project_file() -> Path | None:
+    here = Path.cwd()
+    return next((f for d in (here, *here.parents) if (f := d / PROJECT_FILE).is_file()), None)
+
+
+def _user_file() -> Path | None:
+    found = user_config_path("ucformat") / "config.toml"
+    return found if found.is_file() else None
