@@ -9,16 +9,19 @@ from ucformat._version import __version__
 
 if TYPE_CHECKING:
     from ucformat import errors
+    from ucformat.catalog.catalog import Catalog
     from ucformat.checkpoint import Checkpoint
-    from ucformat.checkpoint import open_checkpoint as open  # noqa: A004
     from ucformat.format.zarr_types import register_zarr_dtypes
     from ucformat.geometry.layout import Layout
     from ucformat.jobs.convert import convert
+    from ucformat.jobs.register import register, reindex
     from ucformat.jobs.verify import Report, verify
     from ucformat.planning import ReadPlan
+    from ucformat.references import open_reference as open  # noqa: A004
     from ucformat.tensor import Tensor
 
 __all__ = [
+    "Catalog",
     "Checkpoint",
     "Layout",
     "ReadPlan",
@@ -28,11 +31,14 @@ __all__ = [
     "convert",
     "errors",
     "open",
+    "register",
     "register_zarr_dtypes",
+    "reindex",
     "verify",
 ]
 
 _HOMES = {
+    "Catalog": "catalog.catalog:Catalog",
     "Checkpoint": "checkpoint:Checkpoint",
     "Layout": "geometry.layout:Layout",
     "ReadPlan": "planning:ReadPlan",
@@ -40,10 +46,15 @@ _HOMES = {
     "Tensor": "tensor:Tensor",
     "convert": "jobs.convert:convert",
     "errors": "errors:",
-    "open": "checkpoint:open_checkpoint",
+    "open": "references:open_reference",
+    "register": "jobs.register:register",
     "register_zarr_dtypes": "format.zarr_types:register_zarr_dtypes",
+    "reindex": "jobs.register:reindex",
     "verify": "jobs.verify:verify",
 }
+
+#: What has to listen before a name is used, for the rooms below know nothing of those above.
+_SUBSCRIBES = {"Catalog": "keep_documents", "convert": "record_commits"}
 
 
 def __getattr__(name: str) -> object:
@@ -54,6 +65,8 @@ def __getattr__(name: str) -> object:
     found: object = import_module(f"ucformat.{module}")
     if attribute:
         found = getattr(found, attribute)
+    if name in _SUBSCRIBES:
+        getattr(import_module("ucformat.jobs.record"), _SUBSCRIBES[name])()
     globals()[name] = found
     return found
 

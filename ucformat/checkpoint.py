@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import NotACheckpoint, NotFound, TensorNotFound
 from ucformat.format.commit import MANIFEST
+from ucformat.format.digest import document_digest
 from ucformat.format.universal import Universal
 from ucformat.geometry.tensor import Key
 from ucformat.planning import Bound, plan_rank
@@ -80,6 +81,26 @@ class Checkpoint(Mapping[str, Tensor]):
         return self.source.store.url
 
     @property
+    def home(self) -> str:
+        """The url of the folder that is the checkpoint: of a DeepSpeed run that was opened, its tag folder."""
+        return f"{self.url}/{self.facts.folder}" if self.facts.folder else self.url
+
+    @cached_property
+    def id(self) -> str:
+        """The id: of a universal checkpoint the manifest's, of a foreign one a digest of its content.
+
+        The latter is made of the checksums in its files, wherever these lie; where the writer made none, of the place,
+        and the files' sizes and times.
+        """
+        if isinstance(self.source, Universal):
+            return self.source.manifest.id
+        sums = sorted((r.file.rpartition("/")[2], r.name, r.nbytes, r.crc32) for r in self.source.records() if r.crc32)
+        if not sums:
+            files = [self.store.info(f) for f in self.facts.files]
+            return document_digest([self.home, *((i.key, i.size, i.version) for i in files)]).rpartition(":")[2][:32]
+        return document_digest([self.kind, sums]).rpartition(":")[2][:32]
+
+    @property
     def store(self) -> Store:
         """The store it is read from."""
         return self.source.store
@@ -128,7 +149,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The manifest; of a foreign checkpoint the one that describes it, without attempt, paths and digests."""
+        """The manifest; of a foreign checkpoint the one that describes it, without id, attempt, paths and digests."""
         if isinstance(self.source, Universal):
             return self.source.manifest
         facts = self.facts

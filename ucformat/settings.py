@@ -6,7 +6,10 @@ configuration folder (`~/.config/ucformat` on Linux).
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from platformdirs import user_config_path, user_data_path
 from pydantic import ValidationError
@@ -19,7 +22,12 @@ from pydantic_settings import (
 
 from ucformat.errors import UsageError
 
-__all__ = ["Settings", "load_settings"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["PROJECT_FILE", "Settings", "load_settings", "using"]
+
+_given: ContextVar[dict[str, str]] = ContextVar("ucformat_settings", default={})  # noqa: B039 - never changed in place
 
 PROJECT_FILE = "ucformat.toml"
 
@@ -51,6 +59,16 @@ class Settings(BaseSettings):
         return self.catalog or str(user_data_path("ucformat") / "catalog.db")
 
 
+@contextmanager
+def using(**given: str | None) -> Iterator[None]:
+    """In the block, what is given here, and is not None, wins over all else: the options of a command."""
+    token = _given.set(_given.get() | {k: v for k, v in given.items() if v is not None})
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
 def load_settings(**given: str | None) -> Settings:
     """The settings; what is given here, and is not None, wins over all else.
 
@@ -58,7 +76,7 @@ def load_settings(**given: str | None) -> Settings:
         UsageError: a file cannot be read, or sets what cannot be set.
     """
     try:
-        return Settings(**{k: v for k, v in given.items() if v is not None})
+        return Settings(**(_given.get() | {k: v for k, v in given.items() if v is not None}))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))

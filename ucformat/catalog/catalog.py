@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import getpass
 import socket
-from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import sqlalchemy as sa
 
 from ucformat.catalog import names, query, recording
+from ucformat.catalog.document import absorb
 from ucformat.catalog.engine import Database
 from ucformat.catalog.entries import load
-from ucformat.catalog.models import Checkpoint, Edge, Verification
+from ucformat.catalog.models import Checkpoint, Verification
 from ucformat.catalog.names import ANY, Stamp
 from ucformat.catalog.refs import parse_ref, resolve, same_url
 from ucformat.errors import Refused, UsageError
 from ucformat.schema.manifest import LineageDoc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from types import TracebackType
 
     from sqlalchemy import Connection
@@ -32,19 +32,24 @@ if TYPE_CHECKING:
     from ucformat.catalog.names import AliasEntry, MoveEntry
     from ucformat.catalog.query import EventEntry, TensorEntry
     from ucformat.catalog.sql import Table
+    from ucformat.schema.catalog_document import CatalogDoc
     from ucformat.schema.manifest import Manifest
 
 __all__ = ["Catalog", "on_change"]
 
+T = TypeVar("T")
+
+_PROBLEMS = 100  # of a damaged checkpoint so many are kept
+
 #: Called after every change that the documents beside checkpoints have to hold (who writes them listens here).
-on_change: list[Callable[[Catalog], None]] = []
+on_change: list[Callable[[Catalog], object]] = []
 
 
 class Catalog:
     """A catalog of checkpoints in SQLite or PostgreSQL.
 
-    Every method is one transaction: it happens as a whole or not at all, whoever else works on the catalog. A `ref` is a
-    place, `run@step`, `run@latest`, `alias:name`, an id or the beginning of one.
+    Every method is one transaction: it happens as a whole or not at all, whoever else works on the catalog. A `ref` is
+    a place, `run@step`, `run@latest`, `alias:name`, an id or the beginning of one.
 
     Args:
         url: a file's path, `sqlite:///…` or `postgresql://…`; None for the one that the settings name.
@@ -132,7 +137,7 @@ class Catalog:
         """The checkpoints that hold a tensor with this very content, and that tensor."""
         with self._database.reading() as c:
             found = query.holding(c, digest)
-            entries = {s: e for s, e in zip(found, load(c, list(found), _now()), strict=True)}
+            entries = dict(zip(found, load(c, list(found), _now()), strict=True))
             return [(entries[s], t) for s, tensors in found.items() for t in tensors]
 
     def lineage(self, ref: str, direction: Literal["up", "down"] = "up", depth: int | None = None) -> Lineage:
@@ -180,6 +185,24 @@ class Catalog:
 
         return self._write(work)
 
+    def absorb(self, checkpoint: str, doc: CatalogDoc) -> Entry:
+        """Take in what another catalog, or this one before it was lost, wrote beside the checkpoint of this id."""
+        stamp = _stamp()
+
+        def work(c: Connection) -> Entry:
+            serial = c.execute(sa.select(Checkpoint.serial).where(Checkpoint.id == checkpoint)).scalar_one()
+            absorb(c, serial, doc, stamp)
+            return load(c, [serial], stamp.now)[0]
+
+        return self._database.write(work)
+
+    def forget_places(self, root: str, present: Collection[str]) -> list[str]:
+        """Forget the places at or below `root` where nothing is any more, all but those `present`; gives them."""
+        stamp = _stamp()
+        return self._database.write(
+            lambda c: recording.forget_places(c, same_url(root), present, now=stamp.now, who=stamp.who)
+        )
+
     def link(self, child: str, parent: str, kind: str) -> None:
         """Say from what a checkpoint was made; `parent` may be a place that the catalog does not know.
 
@@ -201,19 +224,25 @@ class Catalog:
         self._write(work)
 
     def verified(
-        self, ref: str, *, ok: bool, bytes_verified: int, bytes_unverified: int, problems: Sequence[str], tool: str
+        self,
+        ref: str,
+        *,
+        url: str,
+        ok: bool,
+        bytes_verified: int,
+        bytes_unverified: int,
+        problems: Sequence[str] = (),
+        tool: str = "",
     ) -> None:
-        """Note what a verification found."""
+        """Note what a verification of a checkpoint found, in one of the places where it lies."""
         stamp = _stamp()
+        values = {"ok": ok, "bytes_verified": bytes_verified, "bytes_unverified": bytes_unverified, "tool": tool}
 
         def work(c: Connection) -> None:
             serial = resolve(c, parse_ref(ref))
-            entry = load(c, [serial], stamp.now)[0]
-            values = {"ok": ok, "bytes_verified": bytes_verified, "bytes_unverified": bytes_unverified, "tool": tool}
-            place = same_url(ref) if same_url(ref) in entry.urls else entry.url or ""
             c.execute(
                 sa.insert(Verification).values(
-                    checkpoint=serial, url=place, at=stamp.now, problems=list(problems)[:100], **values
+                    checkpoint=serial, url=same_url(url), at=stamp.now, problems=list(problems)[:_PROBLEMS], **values
                 )
             )
             recording.event(c, "verify", stamp.who, stamp.now, serial, ok=ok, problems=len(problems))
@@ -283,10 +312,10 @@ class Catalog:
         """Write something about a checkpoint."""
         self._say(ref, lambda c, serial, stamp: names.add_note(c, serial, text, stamp))
 
-    def _say(self, ref: str, say: Callable[[Connection, int, Stamp], Any], *, alive: bool = True) -> Any:
+    def _say(self, ref: str, say: Callable[[Connection, int, Stamp], T], *, alive: bool = True) -> T:
         stamp = _stamp()
 
-        def work(c: Connection) -> Any:
+        def work(c: Connection) -> T:
             serial = _alive(c, ref) if alive else resolve(c, parse_ref(ref))
             found = say(c, serial, stamp)
             if found or found is None:
@@ -295,7 +324,7 @@ class Catalog:
 
         return self._write(work)
 
-    def _write(self, work: Callable[[Connection], Any]) -> Any:
+    def _write(self, work: Callable[[Connection], T]) -> T:
         found = self._database.write(work)
         for listener in on_change:
             listener(self)

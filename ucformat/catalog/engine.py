@@ -136,7 +136,7 @@ class Database:
                 connection.info["writing"] = False
 
     def write(self, work: Callable[[Connection], T]) -> T:
-        """Do something in a transaction that writes, again where PostgreSQL ended one of two that waited for each other."""
+        """Do something in a transaction that writes; again, if it clashed with another and was to give way."""
         for left in reversed(range(_TRIES)):
             try:
                 with self.writing() as connection:

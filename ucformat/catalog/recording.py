@@ -26,7 +26,7 @@ from ucformat.catalog.models import (
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from datetime import datetime
 
     from sqlalchemy import Connection
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "canonical_hash",
     "event",
+    "forget_places",
     "insert_if_absent",
     "locate",
     "one_id",
@@ -119,6 +120,20 @@ def locate(connection: Connection, serial: int, url: str, now: datetime) -> None
         .where(Checkpoint.serial == serial, Checkpoint.state.in_(("replaced", "purged")))
         .values(state="committed", deleted=None, purge_after=None)
     )
+
+
+def forget_places(connection: Connection, root: str, present: Collection[str], *, now: datetime, who: str) -> list[str]:
+    """Forget the places at or below `root` that are not `present`; a checkpoint without any left is purged."""
+    below = sa.or_(Location.url == root, Location.url.startswith(f"{root}/", autoescape=True))
+    known = connection.execute(sa.select(Location.url, Location.checkpoint).where(below).order_by(Location.url)).all()
+    gone = [row for row in known if row.url not in present]
+    for row in gone:
+        connection.execute(sa.delete(Location).where(Location.url == row.url))
+        elsewhere = sa.exists().where(Location.checkpoint == row.checkpoint)
+        lost = (Checkpoint.serial == row.checkpoint, Checkpoint.state != "replaced", ~elsewhere)
+        connection.execute(sa.update(Checkpoint).where(*lost).values(state="purged"))
+        event(connection, "missing", who, now, row.checkpoint, url=row.url)
+    return [row.url for row in gone]
 
 
 def _add_details(connection: Connection, serial: int, manifest: Manifest, url: str, now: datetime) -> None:

@@ -22,7 +22,8 @@ from ucformat.format.zarr_json import array_json, group_json, shard_key
 from ucformat.geometry.box import row_major
 from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Key, Piece
-from ucformat.jobs.run import run
+from ucformat.jobs.run import run as run_tasks
+from ucformat.references import open_reference
 from ucformat.schema.manifest import FileDoc, LineageDoc, Manifest, TensorDoc
 from ucformat.storage.url import open_store
 
@@ -70,6 +71,7 @@ def convert(
     overwrite: bool = False,  # noqa: FBT001, FBT002 - the signature users know
     workers: int | None = None,
     *,
+    run: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
     """Write a universal checkpoint of what another holds, and commit it.
@@ -85,12 +87,13 @@ def convert(
         shard_bytes: the most bytes of a shard, the unit of writing (default 128 MiB).
         overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one is.
         workers: shards written at once (default: one for each core).
+        run: the name of the training run, for the catalog; by default the source's, if it says.
         progress: called with the bytes done and the bytes in all.
 
     Raises:
         Conflict: a checkpoint is committed at `dst` already, or somebody else committed one meanwhile.
     """
-    source = src if isinstance(src, Checkpoint) else open_checkpoint(src)
+    source = src if isinstance(src, Checkpoint) else open_reference(src)
     store = open_store(dst) if isinstance(dst, str | PathLike) else dst
     for what, given in (("chunk_bytes", chunk_bytes), ("shard_bytes", shard_bytes), ("workers", workers)):
         if given is not None and given < 1:
@@ -105,6 +108,9 @@ def convert(
         attempt=attempt.id,
         created=datetime.now(UTC),
         producer=_producer(source),
+        run=run or source.manifest.run,
+        metrics=source.manifest.metrics,
+        config=source.manifest.config,
         step=source.facts.step,
         layout=dict(source.facts.layout),
         groups=group_docs(source.facts),
@@ -179,7 +185,7 @@ def _write_all(
         _write_metadata(store, attempt, arrays)
         return b""
 
-    for task, found in run(work, [*tasks[:1], None, *tasks[1:]], workers):
+    for task, found in run_tasks(work, [*tasks[:1], None, *tasks[1:]], workers):
         if task is None:
             continue
         leaves[task.array.info.key][task.shard] = found
@@ -247,4 +253,4 @@ def _producer(source: Checkpoint) -> dict[str, str]:
 
 
 def _lineage(source: Checkpoint) -> LineageDoc:
-    return LineageDoc(kind="convert", url=source.url, id=source.manifest.id or None, engine=dict(source.facts.engine))
+    return LineageDoc(kind="convert", url=source.home, id=source.id, engine=dict(source.facts.engine))

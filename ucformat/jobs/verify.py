@@ -7,7 +7,7 @@ import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucformat.checkpoint import Checkpoint, open_checkpoint
+from ucformat.checkpoint import Checkpoint
 from ucformat.errors import ChecksumError, NotFound, UcformatError
 from ucformat.format.checksum import checksum
 from ucformat.format.digest import tensor_digest
@@ -16,7 +16,9 @@ from ucformat.format.universal import Universal, grid_of
 from ucformat.format.zarr_json import array_json, shard_key
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Key, Tiles
+from ucformat.jobs.record import record_verification
 from ucformat.jobs.run import run
+from ucformat.references import open_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -96,7 +98,8 @@ def verify(
     """Read every byte of a checkpoint and compare it with its checksums and digests.
 
     Of a foreign checkpoint: that every extent lies inside its file, and the CRC-32 of every record of its zip files
-    that has one (torch computes them unless it is told not to).
+    that has one (torch computes them unless it is told not to). The catalog, if it knows the checkpoint,
+    is told what was found.
 
     Args:
         place: a checkpoint, or where one lies.
@@ -106,7 +109,7 @@ def verify(
     Raises:
         NotACheckpoint: nothing is committed there.
     """
-    ck = place if isinstance(place, Checkpoint) else open_checkpoint(place)
+    ck = place if isinstance(place, Checkpoint) else open_reference(place)
     source = ck.source
     checks = list(_universal(source) if isinstance(source, Universal) else _foreign(ck))
     total, done = sum(c.verified + c.unverified for c in checks), 0
@@ -121,7 +124,7 @@ def verify(
             progress(done, total)
     if isinstance(source, Universal):
         problems += _digests(source, leaves, {(p.name, p.state) for p in problems})
-    return Report(
+    report = Report(
         ck.url,
         ck.kind,
         len(ck.tensors),
@@ -129,6 +132,8 @@ def verify(
         sum(c.unverified for c in checks),
         tuple(sorted(problems, key=lambda p: (p.file, p.chunk or (), p.reason))),
     )
+    record_verification(ck, report)
+    return report
 
 
 def _universal(source: Universal) -> Iterator[_Check]:

@@ -1,8 +1,8 @@
 """The one alembic chain of the catalog's tables, for SQLite and PostgreSQL alike.
 
 A new revision: change `catalog/models.py`, write a file in `versions/` as the others are, and add its number to
-`KNOWN`; `tests/catalog/test_migrations.py` says what the models have and the chain has not. Revisions never import the models,
-which change under them.
+`KNOWN`; `tests/catalog/test_migrations.py` says what the models have and the chain has not. Revisions never import the
+models, which change under them.
 """
 
 __all__ = ["HEAD", "KNOWN"]

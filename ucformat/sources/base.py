@@ -45,6 +45,9 @@ class Source(Protocol):
 
     kind: str
 
+    def marks(self, name: str) -> bool:
+        """Whether a folder with a file of this name is a checkpoint of this kind: how a tree of them is searched."""
+
     def find(self, store: Store) -> bool:
         """Whether this place looks like a checkpoint of this kind; reads a folder listing and little else."""
 

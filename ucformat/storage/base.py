@@ -34,11 +34,15 @@ HIDDEN = ".ucf-"
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """A stored file: its key, size in bytes, and a `version` token that changes whenever its content does."""
+    """A stored file: its key, size in bytes, and a `version` token that changes whenever its content does.
+
+    `modified` is when, in seconds since 1970, where the place tells.
+    """
 
     key: str
     size: int
     version: str
+    modified: float | None = None
 
 
 class Writer(Protocol):

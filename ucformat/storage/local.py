@@ -286,7 +286,7 @@ def _write_all(fd: int, data: memoryview) -> None:
 
 
 def _info(key: str, s: os.stat_result) -> Info:
-    return Info(key, s.st_size, f"{s.st_size}-{s.st_mtime_ns}-{s.st_ino}")
+    return Info(key, s.st_size, f"{s.st_size}-{s.st_mtime_ns}-{s.st_ino}", s.st_mtime)
 
 
 def _walk(folder: Path, prefix: str) -> Iterator[Info]:

@@ -23,7 +23,7 @@ from ucformat.storage.base import check_key
 if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
-__all__ = ["Files", "find_tag", "list_files", "looks_like_deepspeed"]
+__all__ = ["Files", "find_tag", "is_model_or_optimizer", "list_files", "looks_like_deepspeed"]
 
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _RANK = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
@@ -55,6 +55,11 @@ class Files:
         """Every one of them."""
         single = [key for key in (self.latest, self.model) if key]
         return (*single, *self.rank_models, *self.optims)
+
+
+def is_model_or_optimizer(name: str) -> bool:
+    """Whether DeepSpeed names the files of a tag folder so."""
+    return _ANY.fullmatch(name) is not None
 
 
 def looks_like_deepspeed(store: Store) -> bool:

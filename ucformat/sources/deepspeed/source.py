@@ -9,7 +9,14 @@ from ucformat.errors import IntegrityError, Refused, TensorNotFound
 from ucformat.facts import Facts
 from ucformat.geometry.tensor import Roster
 from ucformat.sources.deepspeed.contents import Contents, zero_options
-from ucformat.sources.deepspeed.folder import Files, check_world, find_tag, list_files, looks_like_deepspeed
+from ucformat.sources.deepspeed.folder import (
+    Files,
+    check_world,
+    find_tag,
+    is_model_or_optimizer,
+    list_files,
+    looks_like_deepspeed,
+)
 from ucformat.sources.deepspeed.model import ModelStates
 from ucformat.sources.deepspeed.objects import Objects
 from ucformat.sources.deepspeed.zero0 import read_zero0
@@ -41,6 +48,10 @@ class DeepSpeed:
 
     def __init__(self, *, allow: Sequence[str] = (), groups: Sequence[Sequence[str]] | None = None) -> None:
         self._allow, self._groups = tuple(allow), groups
+
+    def marks(self, name: str) -> bool:
+        """Whether a folder with a file of this name is a tag folder."""
+        return is_model_or_optimizer(name)
 
     def find(self, store: Store) -> bool:
         """Whether this folder has `latest`, or model states as DeepSpeed names them."""
@@ -109,6 +120,7 @@ class OpenDeepSpeed:
             layout=_layout(stage, model),
             engine={"name": "deepspeed", "version": str(model.value.get("ds_version", ""))},
             files=files.all,
+            folder=files.tag,
         )
 
     def extents(self, key: Key) -> Iterator[Extent]:

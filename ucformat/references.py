@@ -1,0 +1,61 @@
+"""Opening by reference: a path or a url, or what the catalog knows by run and step, alias or id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ucformat.checkpoint import open_checkpoint
+from ucformat.errors import NotFound
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.storage.base import Store
+
+__all__ = ["open_reference"]
+
+
+def open_reference(place: str | PathLike[str] | Store) -> Checkpoint:
+    """Open a checkpoint in place, reading kilobytes of it; nothing in it is ever executed.
+
+    Args:
+        place: a path or url of a universal checkpoint, or of one that a known engine wrote; or, of one that the catalog
+            knows, `run@step`, `run@latest`, `alias:name`, its id or the beginning of that. A path that exists wins.
+
+    Raises:
+        NotFound: there is nothing at that place, or the catalog knows no such checkpoint.
+        NotACheckpoint: what is there is not a checkpoint, or not a committed one.
+        UsageError: the reference means several checkpoints.
+    """
+    if not isinstance(place, str) or not _is_reference(place):
+        return open_checkpoint(place)
+    from ucformat.catalog.catalog import Catalog
+    from ucformat.settings import load_settings
+
+    if load_settings().catalog_url() is None:
+        raise NotFound(
+            f"there is no {place}, and no catalog to look it up in", hint="check the path, or set UCP_CATALOG"
+        )
+    with Catalog() as catalog:
+        entry = catalog.get(place)
+    if entry.state != "committed":
+        hint = f"`ucp restore {place}` brings it back" if entry.state == "deleted" else "its bytes are gone"
+        raise NotFound(f"the checkpoint {place} is {entry.state}", hint=hint)
+    for i, url in enumerate(entry.urls):
+        try:
+            return open_checkpoint(url)
+        except NotFound:
+            if i + 1 == len(entry.urls):
+                raise
+    raise NotFound(f"the catalog knows {place}, but no place where it lies", hint="`ucp register PLACE` tells it one")
+
+
+def _is_reference(text: str) -> bool:
+    """Whether this can only be looked up: no place, and nothing is there under this name."""
+    if "://" in text or text.startswith(("/", "./", "../", "~")) or Path(text).exists():
+        return False
+    run, at, which = text.rpartition("@")
+    hexadecimal = len(text) >= 4 and not set(text) - set("0123456789abcdef")
+    return text.startswith("alias:") or bool(at and run and which) or hexadecimal

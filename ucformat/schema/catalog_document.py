@@ -1,0 +1,99 @@
+"""The document beside a checkpoint with what people said of it: from storage alone, a catalog can be made anew."""
+
+from __future__ import annotations
+
+from datetime import datetime  # noqa: TC003 - pydantic reads it at run time
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from ucformat.schema.manifest import LineageDoc
+
+__all__ = [
+    "CATALOG_DOCUMENT",
+    "AliasDoc",
+    "CatalogDoc",
+    "EdgeDoc",
+    "HoldDoc",
+    "MetricDoc",
+    "NoteDoc",
+    "TagDoc",
+    "catalog_json_schema",
+]
+
+#: The name of the document, in the checkpoint's folder.
+CATALOG_DOCUMENT = "ucformat-catalog.json"
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
+
+
+class AliasDoc(_Document):
+    """An alias that points here; of two that claim it, the higher version is right."""
+
+    name: str
+    version: int
+    moved: datetime
+
+
+class TagDoc(_Document):
+    """A tag."""
+
+    name: str
+    created: datetime
+    who: str
+
+
+class HoldDoc(_Document):
+    """A hold that nobody has released."""
+
+    reason: str
+    until: datetime | None = None
+    created: datetime
+    who: str
+
+
+class MetricDoc(_Document):
+    """A measured number; null if it was not a number (NaN)."""
+
+    value: float | None
+    measured: datetime
+
+
+class NoteDoc(_Document):
+    """What somebody wrote."""
+
+    text: str
+    created: datetime
+    who: str
+
+
+class EdgeDoc(LineageDoc):
+    """What this checkpoint was made from; with `depends`, its bytes lie in the parent's files."""
+
+    depends: bool = False
+
+
+class CatalogDoc(_Document):
+    """What a catalog knows of a checkpoint and its manifest does not."""
+
+    format: Literal["ucformat-catalog"] = "ucformat-catalog"
+    version: Literal[1] = 1
+    id: str
+    catalog: str
+    revision: int
+    run: str | None = None
+    deleted: datetime | None = None
+    purge_after: datetime | None = None
+    aliases: tuple[AliasDoc, ...] = ()
+    tags: tuple[TagDoc, ...] = ()
+    holds: tuple[HoldDoc, ...] = ()
+    metrics: dict[str, MetricDoc] = {}
+    notes: tuple[NoteDoc, ...] = ()
+    lineage: tuple[EdgeDoc, ...] = ()
+
+
+def catalog_json_schema() -> dict[str, Any]:
+    """The JSON Schema of the document."""
+    return CatalogDoc.model_json_schema(mode="validation")
