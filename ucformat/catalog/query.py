@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from ucformat.catalog.filter import check_names, compile_filter, compile_sort, parse, parse_sort, used_keys
-from ucformat.catalog.models import BLOCK, Checkpoint, Digest, Event, Tensor
+from ucformat.catalog.models import Checkpoint, Digest, Event, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -82,20 +82,25 @@ def _where(connection: Connection, where: str, now: datetime, *, deleted: bool) 
 
 def tensors(connection: Connection, serial: int) -> list[TensorEntry]:
     """The tensors of a checkpoint, in the manifest's order."""
-    query = (
-        sa.select(Tensor.__table__, Digest.digest)
-        .select_from(Checkpoint)
-        .join(Tensor, Tensor.tensor_set_id == Checkpoint.tensor_set_id)
-        .outerjoin(Digest, sa.and_(Digest.checkpoint == Checkpoint.serial, Digest.position == Tensor.position))
+    rows = connection.execute(
+        sa.select(Tensor.__table__)
+        .join(Checkpoint, Checkpoint.tensor_set_id == Tensor.tensor_set_id)
         .where(Checkpoint.serial == serial)
         .order_by(Tensor.position)
-    )
-    return [_tensor(r) for r in connection.execute(query)]
+    ).all()
+    digests = dict(connection.execute(_digests(serial)).all())
+    return [_tensor(r, digests.get(r.position)) for r in rows]
+
+
+def _digests(serial: int) -> Any:
+    """Position and digest of the tensors of a checkpoint."""
+    block = sa.select(Checkpoint.digest_block).where(Checkpoint.serial == serial).scalar_subquery()
+    return sa.select(Digest.position, Digest.digest).where(Digest.block == block, Digest.checkpoint == serial)
 
 
 def holding(connection: Connection, digest: str) -> dict[int, list[TensorEntry]]:
     """The serials of the checkpoints that hold a tensor with this digest, and the tensors."""
-    blocks = sa.select((Checkpoint.serial // BLOCK).label("block")).distinct().subquery()
+    blocks = sa.select(Checkpoint.digest_block.label("block")).distinct().subquery()
     query = (
         sa.select(Digest.checkpoint, Tensor.__table__, Digest.digest)
         .select_from(blocks)
@@ -106,13 +111,13 @@ def holding(connection: Connection, digest: str) -> dict[int, list[TensorEntry]]
     )
     found: dict[int, list[TensorEntry]] = {}
     for r in connection.execute(query):
-        found.setdefault(r.checkpoint, []).append(_tensor(r))
+        found.setdefault(r.checkpoint, []).append(_tensor(r, r.digest))
     return found
 
 
-def _tensor(r: Any) -> TensorEntry:
+def _tensor(r: Any, digest: str | None) -> TensorEntry:
     return TensorEntry(
-        r.name, r.state, r.dtype, _split(r.shape) or (), _split(r.chunk), _split(r.shard), r.nbytes, r.digest
+        r.name, r.state, r.dtype, _split(r.shape) or (), _split(r.chunk), _split(r.shard), r.nbytes, digest
     )
 
 

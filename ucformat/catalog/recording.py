@@ -14,7 +14,6 @@ from ucformat.catalog.models import (
     BLOCK,
     Checkpoint,
     Config,
-    Digest,
     Edge,
     Event,
     Location,
@@ -75,6 +74,7 @@ def record(
                 "topology": storable(manifest.layout),
                 "config_id": _config(connection, manifest.config) if manifest.config else None,
                 "tensor_set_id": _tensor_set(connection, manifest.tensors),
+                "digest_block": _digest_block(connection, len(manifest.tensors)),
                 "document_revision": 0,
                 "document_written": 0,
             },
@@ -224,9 +224,7 @@ def canonical_hash(value: Any) -> str:
 
 def _tensor_set(connection: Connection, tensors: Sequence[TensorDoc]) -> int:
     """The id of this structure; its tensors are written if nobody has it yet."""
-    structure = hashlib.sha256(
-        repr([(t.name, t.state, t.dtype, t.shape, t.chunk, t.shard, t.nbytes) for t in tensors]).encode()
-    ).hexdigest()
+    structure = _structure_hash(tensors)
     found = connection.scalar(sa.select(TensorSet.id).where(TensorSet.hash == structure))
     if found is not None:
         return found
@@ -234,61 +232,69 @@ def _tensor_set(connection: Connection, tensors: Sequence[TensorDoc]) -> int:
     if made is None:
         return connection.execute(sa.select(TensorSet.id).where(TensorSet.hash == structure)).scalar_one()
     if tensors:
-        _insert_many(
-            connection,
-            Tensor,
-            {
-                "tensor_set_id": [made] * len(tensors),
-                "position": list(range(len(tensors))),
-                "name": [t.name for t in tensors],
-                "state": [t.state for t in tensors],
-                "dtype": [t.dtype for t in tensors],
-                "shape": [_joined(t.shape) for t in tensors],
-                "chunk": [_joined(t.chunk) for t in tensors],
-                "shard": [_joined(t.shard) for t in tensors],
-                "nbytes": [t.nbytes for t in tensors],
-            },
+        connection.execute(
+            sa.insert(Tensor),
+            [
+                {
+                    "tensor_set_id": made,
+                    "position": i,
+                    "name": t.name,
+                    "state": t.state,
+                    "dtype": t.dtype,
+                    "shape": _joined(t.shape),
+                    "chunk": _joined(t.chunk),
+                    "shard": _joined(t.shard),
+                    "nbytes": t.nbytes,
+                }
+                for i, t in enumerate(tensors)
+            ],
         )
     return made
+
+
+def _structure_hash(tensors: Sequence[TensorDoc]) -> str:
+    """The SHA-256 of all that is the same in the steps of a run: column by column, which is the fastest way."""
+    cuts: dict[Any, str] = {}  # of few kinds: layers repeat
+    columns = (
+        [t.name for t in tensors],
+        [t.state for t in tensors],
+        [t.dtype for t in tensors],
+        [cuts.get(c) or cuts.setdefault(c, repr(c)) for t in tensors for c in [(t.shape, t.chunk, t.shard, t.nbytes)]],
+    )
+    return hashlib.sha256("\1".join("\0".join(c) for c in columns).encode()).hexdigest()
 
 
 def _joined(numbers: Sequence[int] | None) -> str | None:
     return None if numbers is None else ",".join(map(str, numbers))
 
 
+def _digest_block(connection: Connection, tensors: int) -> int:
+    """The block that takes the digests of a checkpoint with so many tensors: the last one, if it has room for them."""
+    last = connection.scalar(sa.select(sa.func.max(Checkpoint.digest_block)))
+    if last is None:
+        return 0
+    filled = sa.select(sa.func.sum(Checkpoint.tensors)).where(Checkpoint.digest_block == last)
+    return last if connection.execute(filled).scalar_one() + tensors <= BLOCK else last + 1
+
+
 def _add_digests(connection: Connection, serial: int, tensors: Sequence[TensorDoc]) -> None:
-    known = [(i, t.digest) for i, t in enumerate(tensors) if t.digest is not None]
-    if known:
-        _insert_many(
-            connection,
-            Digest,
-            {
-                "checkpoint": [serial] * len(known),
-                "position": [i for i, _ in known],
-                "block": [serial // BLOCK] * len(known),
-                "digest": [d for _, d in known],
-            },
-        )
-
-
-def _insert_many(connection: Connection, table: Any, columns: dict[str, list[Any]]) -> None:
-    """Insert thousands of rows: by one statement over arrays where the database has them, else row by row.
-
-    SQLAlchemy's own batches take three times as long, most of it in making the statements.
-    """
-    names = list(columns)
-    if connection.dialect.name == "postgresql":
-        arrays = ", ".join(f"cast(%s as {table.__table__.c[n].type.compile(connection.dialect)}[])" for n in names)
-        connection.exec_driver_sql(
-            f"insert into {table.__tablename__} ({', '.join(names)}) select * from unnest({arrays})",  # noqa: S608 - names of ours
-            tuple(columns.values()),
-        )
+    """Insert the digests by one statement, which takes them as one text: a fourth of the time of row by row."""
+    digests = [t.digest or "" for t in tensors]
+    if not any(digests):
         return
-    marks = ", ".join("?" * len(names))
-    connection.exec_driver_sql(
-        f"insert into {table.__tablename__} ({', '.join(names)}) values ({marks})",  # noqa: S608 - names of ours
-        list(zip(*columns.values(), strict=True)),
+    if connection.dialect.name == "postgresql":
+        packed = ",".join(digests)
+        rows = "unnest(string_to_array(:packed, ',')) with ordinality as row (value, number)"
+        position = "number - 1"
+    else:
+        packed = json.dumps(digests)
+        rows = "json_each(:packed) as row"
+        position = "key"
+    statement = sa.text(
+        f"insert into digest (block, digest, checkpoint, position) select checkpoint.digest_block, row.value, :serial,"  # noqa: S608 - constants
+        f" {position} from checkpoint, {rows} where checkpoint.serial = :serial and row.value <> '' order by row.value"
     )
+    connection.execute(statement, {"packed": packed, "serial": serial})
 
 
 def one_id(connection: Connection, table: Any, keys: Mapping[str, Any], values: Mapping[str, Any]) -> int:

@@ -33,14 +33,13 @@ def upgrade() -> None:
     )
     op.create_table(
         "digest",
+        sa.Column("block", sa.Integer(), autoincrement=False, nullable=False),
+        sa.Column("digest", sa.Text().with_variant(sa.Text(collation="C"), "postgresql"), nullable=False),
         sa.Column("checkpoint", sa.Integer(), autoincrement=False, nullable=False),
         sa.Column("position", sa.Integer(), autoincrement=False, nullable=False),
-        sa.Column("block", sa.Integer(), nullable=False),
-        sa.Column("digest", sa.Text(), nullable=False),
-        sa.PrimaryKeyConstraint("checkpoint", "position", name="pk_digest"),
+        sa.PrimaryKeyConstraint("block", "digest", "checkpoint", "position", name="pk_digest"),
         sqlite_with_rowid=False,
     )
-    op.create_index("ix_digest_block_digest", "digest", ["block", "digest"])
 
     op.create_table(
         "run",
@@ -77,6 +76,7 @@ def upgrade() -> None:
         sa.Column("topology", DOCUMENT, nullable=False),
         sa.Column("config_id", sa.Integer(), nullable=True),
         sa.Column("tensor_set_id", sa.Integer(), nullable=False),
+        sa.Column("digest_block", sa.Integer(), nullable=False),
         sa.Column("document_revision", sa.Integer(), nullable=False),
         sa.Column("document_written", sa.Integer(), nullable=False),
         sa.ForeignKeyConstraint(["config_id"], ["config.id"], name="fk_checkpoint_config_id_config"),
@@ -86,6 +86,7 @@ def upgrade() -> None:
         sa.UniqueConstraint("id", name="uq_checkpoint_id"),
     )
     op.create_index("ix_checkpoint_config_id", "checkpoint", ["config_id"])
+    op.create_index("ix_checkpoint_digest_block", "checkpoint", ["digest_block"])
     op.create_index("ix_checkpoint_run_id_step", "checkpoint", ["run_id", "step"])
     op.create_index("ix_checkpoint_state_created", "checkpoint", ["state", "created"])
     op.create_index("ix_checkpoint_tensor_set_id", "checkpoint", ["tensor_set_id"])
