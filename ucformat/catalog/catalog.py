@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import sqlalchemy as sa
 
-from ucformat.catalog import names, query, recording
+from ucformat.catalog import deletion, names, query, recording
 from ucformat.catalog.document import absorb
 from ucformat.catalog.engine import Database
 from ucformat.catalog.entries import load
 from ucformat.catalog.models import Checkpoint, Verification
 from ucformat.catalog.names import ANY, Stamp
+from ucformat.catalog.purge import plan_purge
 from ucformat.catalog.refs import parse_ref, resolve, same_url
-from ucformat.errors import Refused, UsageError
+from ucformat.catalog.retention import plan_retention
+from ucformat.errors import Conflict, Refused, UsageError
 from ucformat.schema.manifest import LineageDoc
 
 if TYPE_CHECKING:
@@ -30,14 +32,20 @@ if TYPE_CHECKING:
     from ucformat.catalog.entries import Entry
     from ucformat.catalog.lineage import Lineage
     from ucformat.catalog.names import AliasEntry, MoveEntry
+    from ucformat.catalog.purge import PurgePlan
     from ucformat.catalog.query import EventEntry, TensorEntry
+    from ucformat.catalog.retention import RetentionPlan
     from ucformat.catalog.sql import Table
     from ucformat.schema.catalog_document import CatalogDoc
     from ucformat.schema.manifest import Manifest
+    from ucformat.schema.policy import Policy
 
-__all__ = ["Catalog", "on_change"]
+__all__ = ["GRACE", "Catalog", "on_change"]
 
 T = TypeVar("T")
+
+#: How long a deleted checkpoint can be restored, where nobody says.
+GRACE = timedelta(days=7)
 
 _PROBLEMS = 100  # of a damaged checkpoint so many are kept
 
@@ -75,6 +83,11 @@ class Catalog:
     def database(self) -> Database:
         """The database: for the rooms above, not for users."""
         return self._database
+
+    @property
+    def who(self) -> str:
+        """What the audit log calls us."""
+        return _stamp().who
 
     def close(self) -> None:
         """Close the connections."""
@@ -249,6 +262,56 @@ class Catalog:
 
         self._write(work)
 
+    # What may go
+
+    def retain(self, policy: Policy, *, apply: str | None = None) -> RetentionPlan:
+        """What a policy keeps and deletes; with `apply`, the id of a plan that was looked at, it is deleted, softly.
+
+        Raises:
+            Conflict: the plan is another one by now; nothing was deleted.
+        """
+        stamp = _stamp()
+
+        def plan(c: Connection) -> RetentionPlan:
+            rows = deletion.retention_rows(c, stamp.now, filters=policy.filters(), metrics=policy.metrics())
+            return plan_retention(policy, rows, stamp.now)
+
+        if apply is None:
+            with self._database.reading() as c:
+                return plan(c)
+
+        def work(c: Connection) -> RetentionPlan:
+            deletion.lock(c, [r.serial for r in plan(c).delete])
+            found = plan(c)
+            if found.id != apply:
+                raise Conflict(
+                    "the checkpoints have changed since the plan was made, and so has the plan: nothing was deleted",
+                    hint="look at the new plan, and apply that",
+                )
+            deletion.delete(c, [r.serial for r in found.delete], found.grace, stamp, why={"plan": found.id})
+            return found
+
+        return self._write(work)
+
+    def delete(self, *refs: str, grace: timedelta = GRACE) -> None:
+        """Delete checkpoints softly: all of them or none. They can be restored until `gc` finds the grace over.
+
+        Raises:
+            Refused: one is aliased, tagged, held, needed by another, or not written by ucformat.
+        """
+        stamp = _stamp()
+        self._write(lambda c: deletion.delete(c, [resolve(c, parse_ref(r)) for r in refs], grace, stamp, why={}))
+
+    def restore(self, *refs: str) -> None:
+        """Take deletions back: all of them or none."""
+        stamp = _stamp()
+        self._write(lambda c: deletion.restore(c, [resolve(c, parse_ref(r)) for r in refs], stamp))
+
+    def purgeable(self, grace: timedelta = GRACE) -> PurgePlan:
+        """Which deleted checkpoints `gc` may remove from storage now; `grace` counts where they have none of their own."""
+        with self._database.reading() as c:
+            return plan_purge(deletion.retention_rows(c, _now()), _now(), grace)
+
     # What people say of it
 
     def alias(self, name: str, ref: str, *, expect: Any = ANY) -> None:
@@ -334,7 +397,7 @@ class Catalog:
 def _alive(connection: Connection, ref: str) -> int:
     """The serial of a checkpoint that is not purged or replaced; else Refused: nothing more can be said of it."""
     serial = resolve(connection, parse_ref(ref))
-    state = connection.scalar(sa.select(Checkpoint.state).where(Checkpoint.serial == serial))
+    state = deletion.lock(connection, [serial])[serial]
     if state != "committed":
         hint = "`ucp restore` brings it back" if state == "deleted" else "its bytes are gone"
         raise Refused(f"the checkpoint {ref} is {state}", hint=hint)

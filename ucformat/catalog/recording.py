@@ -270,11 +270,13 @@ def _joined(numbers: Sequence[int] | None) -> str | None:
 
 def _digest_block(connection: Connection, tensors: int) -> int:
     """The block that takes the digests of a checkpoint with so many tensors: the last one, if it has room for them."""
-    last = connection.scalar(sa.select(sa.func.max(Checkpoint.digest_block)))
+    last: int | None = connection.scalar(sa.select(sa.func.max(Checkpoint.digest_block)))
     if last is None:
         return 0
-    filled = sa.select(sa.func.sum(Checkpoint.tensors)).where(Checkpoint.digest_block == last)
-    return last if connection.execute(filled).scalar_one() + tensors <= BLOCK else last + 1
+    filled: int = connection.execute(
+        sa.select(sa.func.sum(Checkpoint.tensors)).where(Checkpoint.digest_block == last)
+    ).scalar_one()
+    return last if filled + tensors <= BLOCK else last + 1
 
 
 def _add_digests(connection: Connection, serial: int, tensors: Sequence[TensorDoc]) -> None:

@@ -24,6 +24,7 @@ from ucformat._version import __version__
 from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, UpgradeNeeded
 from ucformat.format.digest import document_digest
 from ucformat.schema.manifest import FORMAT_VERSION, AttemptDoc, Manifest
+from ucformat.schema.tombstone import TOMBSTONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,9 +110,15 @@ def begin(store: Store, plan: dict[str, Any], *, overwrite: bool) -> Attempt:
     """Start or continue the attempt at this plan, a JSON value that tells apart all that is to be written.
 
     Raises:
-        Conflict: a checkpoint is committed there already and `overwrite` is false.
+        Conflict: a checkpoint is committed there already and `overwrite` is false, or one is being removed.
     """
     replaces = None
+    with suppress(NotFound):
+        store.info(TOMBSTONE)
+        raise Conflict(
+            f"what lay at {store.url} was deleted, and is not yet removed as a whole",
+            hint="`ucp gc --apply` ends that; or choose another place",
+        )
     try:
         replaces = read_manifest(store)
     except NotACheckpoint:

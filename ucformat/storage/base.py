@@ -140,6 +140,9 @@ class Store(Protocol):
     def sweep(self) -> None:
         """Remove what killed writers left below the root, and nothing of those that live."""
 
+    def prune(self) -> None:
+        """Remove the folders below the root that hold nothing, and the root if it does: for one who writes no more."""
+
 
 def check_key(key: str) -> str:
     """The key, where it names something below the root; else Refused."""

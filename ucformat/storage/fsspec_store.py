@@ -165,6 +165,9 @@ class FsspecStore:
     def sweep(self) -> None:
         """Nothing: the file systems behind fsspec do not tell a killed writer from a slow one."""
 
+    def prune(self) -> None:
+        """Nothing: most places behind fsspec have no folders."""
+
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalStore"]
 
+_LOCK = f"{HIDDEN}lock"
 _WRITE = 256 << 10  # bytes of one write(2): ext4 was measured up to nine times slower with 8 MiB than with this
 
 
@@ -131,7 +132,7 @@ class LocalStore:
         """Write a whole file in place of one with this content version, under a lock on its folder."""
         path = self._path(key)
         folders = self._make_folder(path)
-        lock = path.with_name(f"{HIDDEN}lock")
+        lock = path.with_name(_LOCK)
         with explaining("lock", str(lock)):
             fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -199,6 +200,15 @@ class LocalStore:
                         path.unlink()
                     finally:
                         os.close(fd)
+
+    def prune(self) -> None:
+        """Remove folders that hold nothing, or nothing but the lock of `replace`."""
+        for folder, _, names in os.walk(self._root, topdown=False):
+            with suppress(OSError):  # it holds something
+                if names == [_LOCK]:
+                    Path(folder, _LOCK).unlink()
+                Path(folder).rmdir()
+        self._folders.forget()
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)

@@ -129,6 +129,9 @@ class MemoryStore:
     def sweep(self) -> None:
         """Nothing: what is not closed is nowhere."""
 
+    def prune(self) -> None:
+        """Nothing: there are no folders."""
+
     def _get(self, key: str) -> _File:
         with _LOCK:
             file = _FILES.get(self._root + check_key(key))

@@ -74,3 +74,7 @@ class WrappedStore:
     def sweep(self) -> None:
         """See Store."""
         self.inner.sweep()
+
+    def prune(self) -> None:
+        """See Store."""
+        self.inner.prune()
