@@ -1,0 +1,221 @@
+"""What a policy keeps and what it deletes: a pure function of the policy, the checkpoints and the time.
+
+Nothing here reads the catalog or deletes anything. The repository fills the rows, shows the plan, and applies it if
+planning again gives a plan of the same id. docs/retention.md says for people what is kept and why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+from heapq import nlargest
+from typing import TYPE_CHECKING
+
+from ucformat.schema.policy import duration_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from datetime import datetime, timedelta
+
+    from ucformat.schema.policy import Best, Last, Policy
+
+__all__ = ["Held", "Kept", "RetentionPlan", "Row", "digest", "order", "plan_retention", "protections"]
+
+OURS = "ucformat"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Why a checkpoint must not be deleted, and until when (None: until it is released)."""
+
+    reason: str
+    until: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What retention needs to know of a checkpoint.
+
+    `kind` is `ucformat`, or the engine that wrote it. `holds` are those that were not released. `dependents` are the
+    ids of the checkpoints whose bytes lie in this one's files, deleted ones too, but no purged ones. `matches` are
+    the indexes, in `policy.filters()`, of the filters that it satisfies; of `metrics`, those in
+    `policy.metrics()` suffice.
+    """
+
+    serial: int
+    id: str
+    kind: str
+    state: str
+    run: str | None
+    step: int | None
+    created: datetime
+    nbytes: int
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    holds: tuple[Held, ...] = ()
+    dependents: tuple[str, ...] = ()
+    matches: frozenset[int] = frozenset()
+    deleted: datetime | None = None
+    purge_after: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A checkpoint that stays, and all the reasons why."""
+
+    row: Row
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPlan:
+    """What a policy does: each row is in one of `keep`, `delete` and `untouched`.
+
+    Two plans have the same `id` if the same policy deletes the same checkpoints. `untouched` are those that were not
+    judged, and why. `idle` are the rules of the policy that keep nothing, which may be misspelled.
+    """
+
+    id: str
+    keep: tuple[Kept, ...]
+    delete: tuple[Row, ...]
+    untouched: tuple[Kept, ...]
+    idle: tuple[str, ...]
+    grace: timedelta
+
+    @property
+    def bytes_kept(self) -> int:
+        """The size of what was judged and stays."""
+        return sum(kept.row.nbytes for kept in self.keep)
+
+    @property
+    def bytes_deleted(self) -> int:
+        """The size of what is deleted, which is free once it is purged."""
+        return sum(row.nbytes for row in self.delete)
+
+
+def plan_retention(policy: Policy, rows: Iterable[Row], now: datetime) -> RetentionPlan:
+    """What the policy keeps and deletes of these checkpoints."""
+    judged, untouched, keep, delete = [], [], [], []
+    for row in sorted(rows, key=order):
+        why = _not_judged(policy, row)
+        if why is None:
+            judged.append(row)
+        else:
+            untouched.append(Kept(row, (why,)))
+    rules = [(text, {row.serial for row in found}) for text, found in _rules(policy, judged, now)]
+    for row in judged:
+        reasons = (*protections(row, now), *(text for text, serials in rules if row.serial in serials))
+        if reasons:
+            keep.append(Kept(row, reasons))
+        else:
+            delete.append(row)
+    idle = tuple(text for text, serials in rules if not serials)
+    identity = digest(policy.model_dump(mode="json"), delete)
+    return RetentionPlan(identity, tuple(keep), tuple(delete), tuple(untouched), idle, policy.grace)
+
+
+def order(row: Row) -> tuple[object, ...]:
+    """The order in which plans list checkpoints: by run, in it by step; what has neither comes first."""
+    return (row.run is not None, row.run or "", *_by_step(row))
+
+
+def protections(row: Row, now: datetime) -> tuple[str, ...]:
+    """Why nothing may delete this checkpoint at this time, whatever a policy says."""
+    return (
+        *(f"alias {name}" for name in sorted(row.aliases)),
+        *(f"tag {name}" for name in sorted(row.tags)),
+        *(_hold(h) for h in row.holds if h.until is None or h.until > now),
+        *(f"needed by {name}" for name in sorted(row.dependents)),
+    )
+
+
+def _hold(hold: Held) -> str:
+    return f"held: {hold.reason}" if hold.until is None else f"held until {hold.until:%Y-%m-%d}: {hold.reason}"
+
+
+def digest(what: object, rows: Iterable[Row]) -> str:
+    """The id of a plan that does this to these checkpoints."""
+    text = json.dumps([what, sorted(row.id for row in rows)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _not_judged(policy: Policy, row: Row) -> str | None:
+    if row.kind != OURS:
+        return f"not ours: written by {row.kind}"
+    if row.state != "committed":
+        return f"already {row.state}"
+    if policy.scope is not None and 0 not in row.matches:
+        return "out of scope"
+    return None
+
+
+def _rules(policy: Policy, rows: Sequence[Row], now: datetime) -> Iterator[tuple[str, Iterable[Row]]]:
+    """Each rule of the policy, in words, and what it keeps."""
+    keep = policy.keep
+    for last in keep.last:
+        yield f"{_counted('last', last.count)} of {_of(last)}", _last(last, rows)
+    if keep.every is not None:
+        every = keep.every
+        yield f"step divisible by {every}", [row for row in rows if row.step is not None and row.step % every == 0]
+    for best in keep.best:
+        yield f"{_counted('best', best.count)} of {_of(best)} by {best.mode} {best.metric}", _best(best, rows)
+    if keep.younger is not None:
+        younger = keep.younger
+        yield f"younger than {duration_text(younger)}", [row for row in rows if now - row.created < younger]
+    first = len(policy.filters()) - len(keep.where)
+    for i, text in enumerate(keep.where, first):
+        yield f"where {text}", [row for row in rows if i in row.matches]
+
+
+def _counted(word: str, count: int) -> str:
+    return word if count == 1 else f"{word} {count}"
+
+
+def _of(rule: Last | Best) -> str:
+    return "all" if rule.group == "all" else "its run"
+
+
+def _groups(rule: Last | Best, rows: Sequence[Row]) -> Iterable[Sequence[Row]]:
+    """Which checkpoints compete. Those of no run have nothing in common: none of them displaces another."""
+    if rule.group == "all":
+        return [rows]
+    runs: dict[object, list[Row]] = defaultdict(list)
+    for row in rows:
+        runs[row.serial if row.run is None else row.run].append(row)
+    return runs.values()
+
+
+def _last(rule: Last, rows: Sequence[Row]) -> Iterator[Row]:
+    """By step and by time: of a run taken back to an earlier step, the newest checkpoints have not the highest steps.
+
+    Steps of different runs are not compared, so that over all of them only the time counts.
+    """
+    for group in _groups(rule, rows):
+        yield from nlargest(rule.count, group, key=_by_time)
+        if rule.group == "run":
+            yield from nlargest(rule.count, [row for row in group if row.step is not None], key=_by_step)
+
+
+def _by_time(row: Row) -> tuple[object, ...]:
+    return (row.created, -1 if row.step is None else row.step, row.serial)
+
+
+def _by_step(row: Row) -> tuple[object, ...]:
+    return (-1 if row.step is None else row.step, row.created, row.serial)
+
+
+def _best(rule: Best, rows: Sequence[Row]) -> Iterator[Row]:
+    """Those no worse than the k-th best, all that are tied with it. What is not finite is a failure, never a best."""
+    sign = 1 if rule.mode == "max" else -1
+    for group in _groups(rule, rows):
+        scores = [(sign * value, row) for row in group if (value := _finite(row.metrics.get(rule.metric))) is not None]
+        top = nlargest(rule.count, (score for score, _ in scores))
+        yield from (row for score, row in scores if score >= top[-1])
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
