@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime  # noqa: TC003 - pydantic reads it at run time
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -18,7 +18,6 @@ __all__ = [
     "MetricDoc",
     "NoteDoc",
     "TagDoc",
-    "catalog_json_schema",
 ]
 
 #: The name of the document, in the checkpoint's folder.
@@ -92,8 +91,3 @@ class CatalogDoc(_Document):
     metrics: dict[str, MetricDoc] = {}
     notes: tuple[NoteDoc, ...] = ()
     lineage: tuple[EdgeDoc, ...] = ()
-
-
-def catalog_json_schema() -> dict[str, Any]:
-    """The JSON Schema of the document."""
-    return CatalogDoc.model_json_schema(mode="validation")
