@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ucformat.format.zarr_types import register_zarr_dtypes
     from ucformat.geometry.layout import Layout
     from ucformat.jobs.convert import convert
+    from ucformat.jobs.gc import collect
     from ucformat.jobs.register import register, reindex
     from ucformat.jobs.verify import Report, verify
     from ucformat.planning import ReadPlan
@@ -28,6 +29,7 @@ __all__ = [
     "Report",
     "Tensor",
     "__version__",
+    "collect",
     "convert",
     "errors",
     "open",
@@ -44,6 +46,7 @@ _HOMES = {
     "ReadPlan": "planning:ReadPlan",
     "Report": "jobs.verify:Report",
     "Tensor": "tensor:Tensor",
+    "collect": "jobs.gc:collect",
     "convert": "jobs.convert:convert",
     "errors": "errors:",
     "open": "references:open_reference",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ucformat._version import __version__
 from ucformat.errors import NotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.checkpoint import Checkpoint
@@ -41,17 +41,15 @@ def keep_documents() -> None:
 
 def record_commit(url: str, manifest: Manifest) -> None:
     """Record a checkpoint that was just committed, in the catalog that the settings name."""
-    with _catalog(f"the checkpoint {url} is committed, but not in the catalog", f"`ucp reindex {url}`") as catalog:
-        if catalog is not None:
-            catalog.record(manifest, url)
+    failed = f"the checkpoint {url} is committed, but not in the catalog"
+    _tell(lambda catalog: catalog.record(manifest, url), failed, f"`ucp reindex {url}` makes up for it")
 
 
 def record_verification(ck: Checkpoint, report: Report) -> None:
     """Note what a verification found, if the catalog knows the checkpoint."""
-    with _catalog(f"the verification of {ck.url} is not in the catalog", "`ucp verify` again") as catalog:
-        if catalog is None:
-            return
-        try:
+
+    def note(catalog: Catalog) -> None:
+        with suppress(NotFound):
             catalog.verified(
                 ck.id,
                 url=ck.home,
@@ -61,22 +59,21 @@ def record_verification(ck: Checkpoint, report: Report) -> None:
                 problems=[str(p) for p in report.problems],
                 tool=f"ucformat {__version__}",
             )
-        except NotFound:
-            return
+
+    _tell(note, f"the verification of {ck.url} is not in the catalog", "verify it again")
 
 
-@contextmanager
-def _catalog(failed: str, remedy: str) -> Iterator[Catalog | None]:
-    """The catalog of the settings, None if it is off; whatever goes wrong in the block becomes a warning."""
+def _tell(tell: Callable[[Catalog], object], failed: str, remedy: str) -> None:
+    """Tell the catalog of the settings, unless it is switched off; whatever goes wrong becomes a warning."""
     try:
-        from ucformat.catalog.catalog import Catalog
         from ucformat.settings import load_settings
 
         url = load_settings().catalog_url()
         if url is None:
-            yield None
             return
+        from ucformat.catalog.catalog import Catalog
+
         with Catalog(url) as catalog:
-            yield catalog
-    except Exception as error:  # noqa: BLE001 - the checkpoint is committed, whatever the catalog says
-        _log.warning("%s: %s; %s makes up for it", failed, getattr(error, "message", error), remedy)
+            tell(catalog)
+    except Exception as error:  # noqa: BLE001 - what happened has happened, whatever the catalog says
+        _log.warning("%s: %s; %s", failed, getattr(error, "message", error), remedy)
