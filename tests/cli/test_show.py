@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING
+
+import pytest
 
 from tests.cli.conftest import object_of
 from tests.fakes import ODD, FakeSource, random_array
@@ -13,11 +16,11 @@ from ucformat.jobs.convert import convert
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
-    import pytest
-
     from tests.cli.conftest import Run
+    from ucformat.catalog.entries import Entry
 
 
 def test_the_summary_says_what_there_is(run: Run, committed: Path) -> None:
@@ -42,7 +45,7 @@ def test_json_has_everything(run: Run, committed: Path) -> None:
     found = object_of(run("show", committed, "--json").stdout)
     assert list(found) == [
         "url", "kind", "id", "step", "engine", "layout", "states", "total", "aliases", "groups", "objects", "assets",
-        "zarr_url",
+        "zarr_url", "catalog",
     ]  # fmt: skip
     assert found["kind"] == "ucformat"
     assert found["step"] == 1700
@@ -50,6 +53,7 @@ def test_json_has_everything(run: Run, committed: Path) -> None:
     assert found["groups"][0] == {"params": ["embed.weight"], "options": {"lr": 0.1, "foreach": None}}
     assert found["groups"][1]["options"]["lr"] == {"$float": "inf"}
     assert found["zarr_url"].startswith(f"{committed}/data/")
+    assert found["catalog"] is None
 
 
 def test_tensors_are_listed_by_glob_and_state(run: Run, committed: Path) -> None:
@@ -96,3 +100,85 @@ def test_a_name_cannot_steer_the_terminal(run: Run, tmp_path: Path) -> None:
         assert "\x1b" not in text
         assert "\u202e" not in text
         assert "a\\x1b[31m\\nb" in text
+
+
+@pytest.fixture
+def known(run: Run, committed: Path, catalog: Path) -> Path:
+    """A checkpoint that the catalog knows, and much of it."""
+    run("register", committed, "--run", "run9")
+    run("tag", "run9@1700", "good", "paper")
+    run("alias", "set", "best", "run9@1700")
+    run("metric", "run9@1700", "val_loss=2.13", "acc=nan")
+    run("hold", "run9@1700", "--reason", "being evaluated", "--until", "2099-01-01")
+    run("note", "run9@1700", "looks good")
+    run("link", "run9@1700", "run7@3000", "--kind", "finetune")
+    return committed
+
+
+def test_what_the_catalog_knows_is_shown(run: Run, known: Path, entry: Callable[[str], Entry]) -> None:
+    lines = run("show", "alias:best").stdout.splitlines()
+    assert lines[0] == str(known)
+    assert lines[5:10] == [
+        "  run       run9",
+        "  alias     best",
+        "  tag       good, paper",
+        "  metric    acc nan, val_loss 2.13",
+        f"  hold 1    being evaluated, until 2099-01-01 23:59Z ({entry('alias:best').holds[0].who}, {lines[9][-18:]}",
+    ]
+    assert lines[10].startswith("  note      looks good (")
+    assert lines[11].endswith("/src (convert)")
+    assert lines[12] == "  from      run7@3000 (finetune)"
+    found = object_of(run("show", known, "--json").stdout)["catalog"]
+    assert found["name"] == "run9@1700"
+    assert found["urls"] == [str(known)]
+    assert found["metrics"] == {"acc": {"$float": "nan"}, "val_loss": 2.13}
+    parent = entry("run7@3000")
+    assert [p["kind"] for p in found["parents"]] == ["convert", "finetune"]
+    assert found["parents"][1:] == [{"kind": "finetune", "id": parent.id, "name": "run7@3000", "url": parent.url}]
+
+
+def test_where_else_it_lies_and_whether_it_is_whole(run: Run, known: Path, tmp_path: Path) -> None:
+    shutil.copytree(known, tmp_path / "copy")
+    run("register", tmp_path / "copy")
+    run("verify", known)
+    lines = run("show", tmp_path / "copy").stdout.splitlines()
+    assert f"  also in   {known}" in lines
+    assert any(line.startswith("  verified  ") and line.endswith(", whole") for line in lines)
+
+
+def test_without_a_catalog_the_rest_is_shown(run: Run, known: Path, tmp_path: Path) -> None:
+    everything = run("show", known).stdout
+    (tmp_path / "broken.db").write_text("this is no database, and never was one")
+    for url in ("none", tmp_path / "never-made.db", tmp_path / "broken.db", "postgresql://127.0.0.1:1/x"):
+        result = run("show", known, "--catalog", url)
+        assert set(result.stdout.splitlines()) < set(everything.splitlines())
+        assert result.stderr.startswith("note: without what the catalog knows: ") is ("never" not in str(url) != "none")
+        assert object_of(run("show", known, "--catalog", url, "--json").stdout)["catalog"] is None
+    assert not (tmp_path / "never-made.db").exists()
+    assert "no catalog" in run("show", "run9@1700", "--catalog", "none", code=3).stderr
+
+
+def test_of_what_is_gone_the_catalog_still_knows(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None:
+    gone = entry("run7@2000")
+    result = run("show", "run7@2000")
+    assert result.stderr.endswith("; this is what the catalog knows of it\n")
+    lines = result.stdout.splitlines()
+    assert lines[0] == "/nowhere/run7/2000"
+    assert "  step      2,000" in lines
+    assert "  from      run7@1000 (resume)" in lines
+    assert lines[-1].split() == ["total", "1", "8", "32", "B"]
+    found = object_of(run("show", gone.id[:8], "--json").stdout)
+    assert (found["id"], found["groups"], found["objects"], found["zarr_url"]) == (gone.id, None, None, None)
+    assert found["catalog"]["state"] == "committed"
+    assert run("show", "run7@2000", "-t", "*", "-q").stdout == "w\n"
+
+
+def test_one_that_is_deleted_or_purged_is_shown_too(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None:
+    run("delete", "run7@2000")
+    lines = run("show", "run7@2000").stdout.splitlines()
+    assert any(line.startswith("  state     deleted 20") for line in lines)
+    run("reindex", "/nowhere")
+    lines = run("show", "run7@2000").stdout.splitlines()
+    assert lines[0] == object_of(run("show", "run7@2000", "--json").stdout)["id"]
+    assert "  state     purged" in lines
+    assert run("show", "run7@2001", code=3).stdout == ""

@@ -9,6 +9,32 @@ from ucformat.cli.program import LazyGroup, Program
 
 __all__ = ["main", "ucp"]
 
+_ALIAS = LazyGroup(
+    "alias",
+    {
+        "set": ("ucformat.cli.alias:set_", "Point an alias to a checkpoint."),
+        "rm": ("ucformat.cli.alias:rm", "Remove an alias."),
+        "list": ("ucformat.cli.alias:list_", "List the aliases and where they point."),
+        "log": ("ucformat.cli.alias:log", "Show where an alias has pointed."),
+    },
+    help="Names that point to checkpoints, and can be moved.",
+)
+
+_CATALOG = LazyGroup(
+    "catalog",
+    {
+        "info": ("ucformat.cli.catalog:info", "Say which catalog is used and what is in it."),
+        "upgrade": ("ucformat.cli.catalog:upgrade", "Bring a catalog of an older ucformat up to date."),
+    },
+    help="The catalog itself.",
+)
+
+_LAYOUT = LazyGroup(
+    "layout",
+    {"schema": ("ucformat.cli.layout:schema", "Print the JSON Schema of layout files.")},
+    help="Layout files: how tensors lie on ranks.",
+)
+
 ucp = Program(
     "ucp",
     {
@@ -17,22 +43,34 @@ ucp = Program(
         "plan": ("ucformat.cli.plan:plan", "Say what ranks of a layout would read, before any of it is read."),
         "convert": ("ucformat.cli.convert:convert", "Make a universal checkpoint of any checkpoint."),
         "verify": ("ucformat.cli.verify:verify", "Read every byte and compare it with its checksums."),
-        "layout": (
-            LazyGroup(
-                "layout",
-                {"schema": ("ucformat.cli.layout:schema", "Print the JSON Schema of layout files.")},
-                help="Layout files: how tensors lie on ranks.",
-            ),
-            "Layout files: how tensors lie on ranks.",
-        ),
+        "layout": (_LAYOUT, "Layout files: how tensors lie on ranks."),
+        "ls": ("ucformat.cli.ls:ls", "List the checkpoints that the catalog knows."),
+        "lineage": ("ucformat.cli.lineage:lineage", "Show what a checkpoint was made from, or what was made from it."),
+        "register": ("ucformat.cli.register:register", "Make checkpoints known to the catalog."),
+        "reindex": ("ucformat.cli.register:reindex", "Make the catalog know what lies below a place, and no more."),
+        "tag": ("ucformat.cli.mark:tag", "Put tags on a checkpoint, for ever."),
+        "alias": (_ALIAS, "Names that point to checkpoints, and can be moved."),
+        "metric": ("ucformat.cli.mark:metric", "Write metrics of a checkpoint."),
+        "note": ("ucformat.cli.mark:note", "Write something about a checkpoint."),
+        "hold": ("ucformat.cli.mark:hold", "Keep a checkpoint from being deleted."),
+        "release": ("ucformat.cli.mark:release", "End the holds on a checkpoint."),
+        "link": ("ucformat.cli.lineage:link", "Say that a checkpoint was made from another one."),
+        "log": ("ucformat.cli.log:log", "Show who did what, when."),
+        "delete": ("ucformat.cli.delete:delete", "Delete checkpoints; they can be restored for a time."),
+        "restore": ("ucformat.cli.delete:restore", "Take a deletion back."),
+        "retain": ("ucformat.cli.retain:retain", "Show what a policy keeps and deletes, and delete it."),
+        "gc": ("ucformat.cli.gc:gc", "Show what can be removed from storage, and remove it."),
+        "catalog": (_CATALOG, "The catalog itself: which it is, and upgrading it."),
     },
+    sections={"show": "Checkpoints", "ls": "The catalog of checkpoints"},
     help="""Checkpoints for large models: every layout saves them, every layout reads exactly its slice.
 
-    A checkpoint SRC is a path or a url, of a universal checkpoint or of one that DeepSpeed wrote: both are read in
-    place, and nothing in them is ever executed.
+    A checkpoint SRC or REF is a path or a url, of a universal checkpoint or of one that DeepSpeed wrote: both are read
+    in place, and nothing in them is ever executed. One that the catalog knows is also run@step, run@latest, alias:name,
+    or its id or the beginning of it.
 
     Results go to stdout, all else to stderr. Exit codes: 0 ok, 1 failed, 2 usage, 3 not found, 4 conflict, 5 damaged,
-    6 refused, 7 needs a newer ucformat. UCP_DEBUG=1 shows where an error came from.""",
+    6 refused, 7 needs an upgrade. UCP_DEBUG=1 shows where an error came from.""",
 )
 click.version_option(__version__, prog_name="ucp", message="%(prog)s %(version)s")(ucp)
 

@@ -12,12 +12,16 @@ from ucformat.cli.output import Output
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from datetime import timedelta
 
     _Type = click.ParamType[int]
+    _TimeType = click.ParamType[timedelta]
 else:
-    _Type = click.ParamType  # generic only in newer versions of click
+    _Type = _TimeType = click.ParamType  # generic only in newer versions of click
 
-__all__ = ["SIZE", "SRC", "STATES", "command"]
+__all__ = ["CATALOG", "REF", "SIZE", "SRC", "STATES", "TIME", "command", "ref_argument"]
+
+_REFERENCE = "a path or url, run@step, run@latest, alias:name, or an id or the beginning of one"
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -46,7 +50,41 @@ class _Size(_Type):
 
 SIZE = _Size()
 
-SRC = click.argument("src", metavar="SRC")
+
+class _Time(_TimeType):
+    """A span of time: `90s`, `15m`, `48h`, `7d`, `2w`."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> timedelta:
+        from ucformat.schema.policy import parse_duration
+
+        try:
+            return parse_duration(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+TIME = _Time()
+
+
+class _Ref(click.Argument):
+    """An argument that takes a reference to a checkpoint; the help of its command says what that is."""
+
+
+def ref_argument(name: str, metavar: str, *, many: bool = False, optional: bool = False) -> Callable[[Any], Any]:
+    """An argument that takes a reference to a checkpoint, or with `many` one or more of them."""
+    return click.argument(name, metavar=metavar, cls=_Ref, nargs=-1 if many else 1, required=not optional)
+
+
+REF, SRC = ref_argument("ref", "REF"), ref_argument("src", "SRC")
+
+CATALOG = click.option(
+    "--catalog",
+    "catalog_url",
+    metavar="URL",
+    help="The catalog: a file's path, sqlite:///… or postgresql://….  [default: UCP_CATALOG, else the settings]",
+)
 
 STATES = click.option(
     "-s",
@@ -63,11 +101,18 @@ def command(function: Callable[..., None]) -> click.Command:
 
     @functools.wraps(function)
     def wrapped(*args: Any, as_json: bool, quiet: bool, **options: Any) -> None:
-        function(*args, out=Output(as_json=as_json, quiet=quiet), **options)
+        from ucformat.cli.warned import hearing
+
+        out = Output(as_json=as_json, quiet=quiet)
+        with hearing(out):
+            function(*args, out=out, **options)
 
     made = click.command(context_settings={"help_option_names": ["-h", "--help"]})(wrapped)
     made.params += [
         click.Option(["as_json", "--json"], is_flag=True, help="Print one JSON object; errors too, to stderr."),
         click.Option(["-q", "--quiet"], is_flag=True, help="Print the bare result for scripts; no progress, no notes."),
     ]
+    if refs := [str(p.metavar).strip("[]…") for p in made.params if isinstance(p, _Ref)]:
+        means = "is" if len(refs) == 1 else "are each"
+        made.epilog = f"{' and '.join(refs)} {means} {_REFERENCE}."
     return made

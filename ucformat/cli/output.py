@@ -14,7 +14,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["INTERRUPTED", "Heading", "Output", "clean", "print_error", "terminal_width"]
+__all__ = ["INTERRUPTED", "Heading", "Output", "Tabbed", "clean", "print_error", "terminal_width"]
 
 #: As a shell says of a process that Ctrl-C ended, and of one whose reader went away.
 INTERRUPTED, SIGPIPE = 130, 141
@@ -22,6 +22,12 @@ INTERRUPTED, SIGPIPE = 130, 141
 
 class Heading(str):
     """A line that is bold on a terminal."""
+
+    __slots__ = ()
+
+
+class Tabbed(str):
+    """A line of cells with tabs between them, which are kept."""
 
     __slots__ = ()
 
@@ -44,7 +50,7 @@ class Output:
             _write(sys.stdout, dumps(data(), indent=_indent(sys.stdout)))
             return
         for line in (bare if self.quiet else people)():
-            text = clean(line, keep="")
+            text = str(line) if isinstance(line, Tabbed) else clean(line, keep="")
             if isinstance(line, Heading) and coloured(sys.stdout):
                 text = click.style(text, bold=True)
             _write(sys.stdout, text)
@@ -53,6 +59,14 @@ class Output:
         """Tell a person something besides the result; JSON has a key for it instead."""
         if not (self.quiet or self.as_json):
             _write(sys.stderr, f"note: {clean(message)}")
+
+    def warn(self, message: str) -> None:
+        """Tell of something that went wrong and did not stop the command."""
+        if self.as_json:
+            _write(sys.stderr, dumps({"warning": {"message": message}}, indent=_indent(sys.stderr)))
+            return
+        label = click.style("warning:", fg="yellow", bold=True) if coloured(sys.stderr) else "warning:"
+        _write(sys.stderr, f"{label} {clean(message)}")
 
     @contextmanager
     def progress(self, what: str, unit: str = "bytes") -> Iterator[Callable[[int, int], None]]:

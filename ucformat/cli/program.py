@@ -29,13 +29,21 @@ class Interrupted(Exception):
 class LazyGroup(click.Group):
     """A group that knows its commands by name and one line of help, and imports one when it is called.
 
-    `lazy` gives for each name where the command is (`module:attribute`, or a command itself) and its line of help.
+    `lazy` gives for each name where the command is (`module:attribute`, or a command itself) and its line of help;
+    `sections` the first names of the parts into which the help divides them, with their titles.
     """
 
-    def __init__(self, name: str, lazy: Mapping[str, tuple[str | click.Command, str]], **attributes: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        lazy: Mapping[str, tuple[str | click.Command, str]],
+        sections: Mapping[str, str] | None = None,
+        **attributes: Any,
+    ) -> None:
         super().__init__(name, **attributes)
         self.context_settings = {"help_option_names": ["-h", "--help"]}
         self.lazy = lazy
+        self.sections = sections or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """The names, in the order in which they were given."""
@@ -63,8 +71,14 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         """List the commands without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in self.lazy.items()])
+        parts: dict[str, list[tuple[str, str]]] = {}
+        title = "Commands"
+        for name, (_, text) in self.lazy.items():
+            title = self.sections.get(name, title)
+            parts.setdefault(title, []).append((name, text))
+        for title, rows in parts.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
 
 class Program(LazyGroup):

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.options import SRC, STATES, command
+from ucformat.cli.options import CATALOG, SRC, STATES, command
 from ucformat.cli.output import Heading, terminal_width
 from ucformat.cli.text import bytes_text, count, field, plural, shape_text, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from ucformat.catalog.entries import Entry
     from ucformat.checkpoint import Checkpoint
     from ucformat.cli.output import Output
+    from ucformat.cli.recorded import Recorded
     from ucformat.geometry.tensor import TensorInfo
 
 __all__ = ["show"]
@@ -33,39 +35,61 @@ __all__ = ["show"]
     help="List the tensors whose names match: '*' for all, '*.bias', … Give it again for several.",
 )
 @STATES
-def show(src: str, globs: tuple[str, ...], states: tuple[str, ...], out: Output) -> None:
+@CATALOG
+def show(src: str, globs: tuple[str, ...], states: tuple[str, ...], catalog_url: str | None, out: Output) -> None:
     """Say what a checkpoint holds: who wrote it, its step and layout, its tensors by state, and what is beside them.
 
-    SRC is a path or a url. Kilobytes are read, whatever its size.
+    Kilobytes are read, whatever its size. What the catalog knows of it is shown too, and of one whose files are gone
+    nothing else.
     """
-    import ucformat
-
-    ck = ucformat.open(src)
-    tensors = _chosen(ck, globs, states)
+    found, every, known = _opened(src, catalog_url, out)
+    tensors = _chosen(every, found["aliases"] or {}, globs, states)
+    found |= _totals(tensors)
 
     def data() -> dict[str, Any]:
-        found = _summary(ck, tensors)
-        return found | {"tensors": [_tensor(i) for i in tensors]} if globs else found
+        listed = {"tensors": [_tensor(i) for i in tensors]} if globs else {}
+        return found | listed | {"catalog": None if known is None else known.data()}
 
     out.result(
-        lambda: _list(tensors) if globs else _describe(_summary(ck, tensors)),
+        lambda: _list(tensors) if globs else _describe(found, known),
         data,
         lambda: dict.fromkeys(i.name for i in tensors),
     )
 
 
-def _chosen(ck: Checkpoint, globs: Sequence[str], states: Sequence[str]) -> list[TensorInfo]:
+def _opened(src: str, flag: str | None, out: Output) -> tuple[dict[str, Any], Sequence[TensorInfo], Recorded | None]:
+    """What a checkpoint says of itself, its tensors, and what the catalog knows of it."""
+    import ucformat
+    from ucformat.cli.recorded import look_up
+    from ucformat.errors import NotFound
+    from ucformat.settings import using
+
+    try:
+        with using(catalog=flag):
+            ck = ucformat.open(src)
+    except NotFound as gone:
+        known = look_up(src, flag, out, tensors=True)
+        if known is None:
+            raise
+        out.note(f"{gone.message}; this is what the catalog knows of it")
+        return _remembered(known.entry), known.tensors, known
+    return _summary(ck), list(ck.tensors.values()), look_up(ck.manifest.id or ck.home, flag, out)
+
+
+def _chosen(
+    every: Sequence[TensorInfo], aliases: Mapping[str, str], globs: Sequence[str], states: Sequence[str]
+) -> list[TensorInfo]:
     from ucformat.errors import TensorNotFound, UsageError
 
-    known = dict.fromkeys(key.state for key in ck.tensors)
+    known = dict.fromkeys(info.state for info in every)
     if unknown := [s for s in states if s not in known]:
         raise UsageError(f"no tensor is stored in state {unknown[0]!r}", hint=f"there are: {', '.join(known)}")
     names: dict[str, list[str]] = {}
-    for alias, name in ck.aliases.items():
+    for alias, name in aliases.items():
         names.setdefault(name, []).append(alias)
     chosen = [
         info
-        for info in ck.tensors.values()
+        for info in every
         if (not states or info.state in states)
         and (not globs or any(fnmatchcase(n, g) for g in globs for n in (info.name, *names.get(info.name, ()))))
     ]
@@ -83,16 +107,7 @@ def _tensor(info: TensorInfo) -> dict[str, Any]:
     return {"name": info.name, "state": info.state, "dtype": info.dtype, "shape": shape, "bytes": info.nbytes}
 
 
-def _summary(ck: Checkpoint, tensors: Sequence[TensorInfo]) -> dict[str, Any]:
-    by_state: dict[str, dict[str, Any]] = {}
-    for info in tensors:
-        empty = {"state": info.state, "tensors": 0, "elements": 0, "bytes": 0, "dtypes": []}
-        entry = by_state.setdefault(info.state, empty)
-        entry["tensors"] += 1
-        entry["elements"] += info.size
-        entry["bytes"] += info.nbytes
-        if info.dtype not in entry["dtypes"]:
-            entry["dtypes"].append(info.dtype)
+def _summary(ck: Checkpoint) -> dict[str, Any]:
     facts = ck.facts
     return {
         "url": ck.url,
@@ -101,8 +116,8 @@ def _summary(ck: Checkpoint, tensors: Sequence[TensorInfo]) -> dict[str, Any]:
         "step": facts.step,
         "engine": dict(facts.engine),
         "layout": dict(facts.layout),
-        "states": list(by_state.values()),
-        "total": {key: sum(e[key] for e in by_state.values()) for key in ("tensors", "elements", "bytes")},
+        "states": [],
+        "total": {},
         "aliases": dict(ck.aliases),
         "groups": [
             {"params": list(g["params"]), "options": {k: v for k, v in g.items() if k != "params"}}
@@ -112,6 +127,39 @@ def _summary(ck: Checkpoint, tensors: Sequence[TensorInfo]) -> dict[str, Any]:
         "assets": list(ck.assets),
         "zarr_url": ck.zarr_url,
     }
+
+
+def _remembered(entry: Entry) -> dict[str, Any]:
+    """The summary of a checkpoint whose files are not there; None is what the catalog does not keep."""
+    return {
+        "url": entry.url,
+        "kind": entry.kind,
+        "id": entry.id,
+        "step": entry.step,
+        "engine": {k.removeprefix("engine."): v for k, v in entry.producer.items() if k.startswith("engine.")},
+        "layout": dict(entry.topology),
+        "states": [],
+        "total": {},
+        "aliases": None,
+        "groups": None,
+        "objects": None,
+        "assets": None,
+        "zarr_url": None,
+    }
+
+
+def _totals(tensors: Sequence[TensorInfo]) -> dict[str, Any]:
+    by_state: dict[str, dict[str, Any]] = {}
+    for info in tensors:
+        empty = {"state": info.state, "tensors": 0, "elements": 0, "bytes": 0, "dtypes": []}
+        entry = by_state.setdefault(info.state, empty)
+        entry["tensors"] += 1
+        entry["elements"] += info.size
+        entry["bytes"] += info.nbytes
+        if info.dtype not in entry["dtypes"]:
+            entry["dtypes"].append(info.dtype)
+    total = {key: sum(e[key] for e in by_state.values()) for key in ("tensors", "elements", "bytes")}
+    return {"states": list(by_state.values()), "total": total}
 
 
 def _list(tensors: Sequence[TensorInfo]) -> Iterator[str]:
@@ -124,9 +172,9 @@ def _list(tensors: Sequence[TensorInfo]) -> Iterator[str]:
     return table(("name", "state", "dtype", "shape", "size"), rows, left=3, width=width)
 
 
-def _describe(s: Mapping[str, Any]) -> Iterator[str]:
+def _describe(s: Mapping[str, Any], known: Recorded | None) -> Iterator[str]:
     width = terminal_width()
-    yield Heading(s["url"])
+    yield Heading(s["url"] or s["id"])
     engine = " ".join(v for k, v in s["engine"].items() if k in ("name", "version"))
     universal = "universal, of " if engine else "universal"
     facts = {
@@ -138,6 +186,8 @@ def _describe(s: Mapping[str, Any]) -> Iterator[str]:
     for label, text in facts.items():
         if text:
             yield from field(label, text, width)
+    if known is not None:
+        yield from known.lines(s["url"], width)
     yield ""
     yield from _states(s, width)
     beside = list(_beside(s, width))
@@ -158,9 +208,9 @@ def _states(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
 
 
 def _beside(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
-    for alias, name in s["aliases"].items():
+    for alias, name in (s["aliases"] or {}).items():
         yield from field("tied", f"{alias} = {name}", width)
-    for i, group in enumerate(s["groups"]):
+    for i, group in enumerate(s["groups"] or ()):
         said = [f"{k} {_value(v)}" for k, v in group["options"].items() if v is not None and v is not False]
         tensors = plural(len(group["params"]), "tensor")
         yield from field(f"group {i}", f"{tensors}: {', '.join(said)}" if said else tensors, width)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import textwrap
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from ucformat.cli.output import Heading
+from ucformat.cli.output import Heading, Tabbed, clean
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
-__all__ = ["bytes_text", "count", "field", "plural", "shape_text", "shorten", "table"]
+__all__ = ["ago", "bytes_text", "count", "field", "moment", "plural", "shape_text", "shorten", "tabbed", "table"]
+
+_NARROWEST = 12  # to which columns of a table are shortened
 
 
 def bytes_text(nbytes: float) -> str:
@@ -63,23 +66,26 @@ def table(
     head: Sequence[str],
     rows: Iterable[Sequence[str]],
     *,
-    left: int = 1,
+    left: int | Collection[int] = 1,
+    shrink: Collection[int] = (0,),
     width: int | None = None,
     total: Sequence[str] | None = None,
 ) -> Iterator[str]:
-    """Aligned columns: the first `left` ones to the left, the others to the right.
+    """Aligned columns: the first `left` ones, or those that it names, to the left, the others to the right.
 
-    Where a width is given, the first column is shortened so that the lines fit. A `total` is set off by a rule.
+    Where a width is given, the columns that `shrink` names are shortened so that the lines fit, the widest first. A
+    `total` is set off by a rule.
     """
     body = [list(row) for row in rows]
     every = [list(head), *body, *([list(total)] if total else [])]
     widths = [max(len(row[i]) for row in every) for i in range(len(head))]
+    lefts = range(left) if isinstance(left, int) else left
     if width is not None:
-        widths[0] = max(12, min(widths[0], width - sum(w + 2 for w in widths[1:])))
+        _fit(widths, shrink, width)
 
     def line(row: Sequence[str]) -> str:
-        cells = [shorten(row[0], widths[0]), *row[1:]]
-        padded = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+        cells = [shorten(c, w) for c, w in zip(row, widths, strict=True)]
+        padded = [c.ljust(w) if i in lefts else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
         return "  ".join(padded).rstrip()
 
     yield Heading(line(head))
@@ -87,3 +93,28 @@ def table(
     if total:
         yield "  ".join("─" * w for w in widths)
         yield line(total)
+
+
+def _fit(widths: list[int], shrink: Collection[int], width: int) -> None:
+    """Take from the widest of these columns what is too much, down to a width in which both ends still tell."""
+    excess = sum(widths) + 2 * (len(widths) - 1) - width
+    while excess > 0 and (wide := [i for i in shrink if widths[i] > _NARROWEST]):
+        widths[max(wide, key=widths.__getitem__)] -= 1
+        excess -= 1
+
+
+def tabbed(cells: Iterable[str]) -> Tabbed:
+    """Cells with tabs between them, for scripts: one line, whatever is in the cells."""
+    return Tabbed("\t".join(clean(c, keep="") for c in cells))
+
+
+def moment(at: datetime) -> str:
+    """An instant to the minute, in UTC: `2026-11-21 05:45Z`."""
+    return f"{at.astimezone(UTC):%Y-%m-%d %H:%M}Z"
+
+
+def ago(at: datetime, now: datetime | None = None) -> str:
+    """How long ago, in one unit: `40s`, `5m`, `7h`, `30d`; of what is to come `0s`."""
+    seconds = max(0, int(((now or datetime.now(UTC)) - at).total_seconds()))
+    unit, size = next(((u, n) for u, n in (("d", 86400), ("h", 3600), ("m", 60)) if seconds >= 2 * n), ("s", 1))
+    return f"{seconds // size}{unit}"

@@ -1,0 +1,110 @@
+"""`ucp ls`: the checkpoints of the catalog, for people, for scripts and for programs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.cli.conftest import LONG_RUN, object_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.cli.conftest import Run, Terminal
+    from ucformat.catalog.entries import Entry
+
+CHECKPOINT = [
+    "id", "name", "kind", "state", "run", "step", "created", "recorded", "deleted", "purge_after", "tensors", "bytes",
+    "format_version", "engine", "topology", "config", "urls", "metrics", "tags", "aliases", "holds", "notes",
+    "verified",
+]  # fmt: skip
+
+
+def test_the_newest_come_first(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None:
+    lines = run("ls").stdout.splitlines()
+    assert lines[0].split() == ["name", "id", "kind", "size", "age", "alias", "tag"]
+    assert [line.split()[0] for line in lines[1:]] == [f"{LONG_RUN}@4000", "run7@3000", "run7@2000", "run7@1000"]
+    assert lines[2].split() == ["run7@3000", entry("run7@3000").id, "ucformat", "32", "B", "8d", "-", "-"]
+
+
+def test_json_and_ids(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None:
+    found = object_of(run("ls", "run = 'run7'", "--sort", "step", "-n", 2, "--json").stdout)
+    assert list(found) == ["checkpoints", "total"]
+    assert found["total"] == 3
+    first = found["checkpoints"][0]
+    assert list(first) == CHECKPOINT
+    assert first["name"] == "run7@1000"
+    assert first["metrics"] == {"val_loss": 2.5}
+    assert first["config"]["optimizer"]["name"] == "adamw"
+    assert first["urls"] == ["/nowhere/run7/1000"]
+    assert first["created"].endswith("Z")
+    assert run("ls", "-q", "step >= 2000", "--sort=step", "--offset", 1).stdout.split() == [
+        entry("run7@3000").id,
+        entry(f"{LONG_RUN}@4000").id,
+    ]
+    assert object_of(run("ls", "--offset", 3, "--json").stdout)["total"] == 4
+
+
+def test_people_are_told_that_there_are_more(run: Run, catalog: Path) -> None:
+    assert run("ls", "-n", 2).stderr == "note: 2 of 4 checkpoints; -n 4 shows more, or a narrower filter\n"
+    assert run("ls", "-n", 2, "--offset", 2).stderr == ""
+    assert run("ls", "-n", 4).stderr == ""
+    assert run("ls", "-n", 0).stderr == ""
+    assert run("ls", "-n", 2, "-q").stderr == ""
+
+
+def test_columns_are_keys_of_the_filter_language(run: Run, catalog: Path) -> None:
+    run("tag", "run7@2000", "good")
+    run("metric", "run7@2000", "acc=nan")
+    keys = "name,step,metric.val_loss,metric.acc,config.optimizer.lr,config.optimizer,topology.dp,tag,url,config.none"
+    lines = run("ls", "run = 'run7' and step < 3000", "--columns", keys).stdout.splitlines()
+    assert lines[0].split() == keys.split(",")
+    row = lines[1].replace('{"lr": 0.0006, "name": "adamw"}', "{}").split()
+    assert row == ["run7@2000", "2,000", "2", "nan", "0.0006", "{}", "8", "good", "/nowhere/run7/2000", "-"]
+    assert "did you mean step?" in run("ls", "--columns", "stepp", code=2).stderr
+    assert "config.KEY" in run("ls", "--columns", "nonsense.x", code=2).stderr
+
+
+def test_filters_that_cannot_be_read_are_usage(run: Run, catalog: Path) -> None:
+    assert run("ls", "step >", code=2).stdout == ""
+    assert "step" in run("ls", "stepp > 1", code=2).stderr
+    assert run("ls", "--sort", "nonsense", code=2).stderr.startswith("error: ")
+
+
+def test_an_empty_catalog(run: Run, tmp_path: Path) -> None:
+    assert run("ls", "--catalog", tmp_path / "new.db").stdout == "no checkpoints\n"
+    assert object_of(run("ls", "--json", "--catalog", tmp_path / "new.db").stdout) == {"checkpoints": [], "total": 0}
+    assert run("ls", "-q", "--catalog", tmp_path / "new.db").stdout == ""
+    assert "switched off" in run("ls", "--catalog", "none", code=6).stderr
+
+
+def test_tables_fit_a_terminal(terminal: Terminal, run: Run, catalog: Path) -> None:
+    run("alias", "set", "best-of-all-that-were-ever-tried-in-this-sweep", f"{LONG_RUN}@4000")
+    run("tag", f"{LONG_RUN}@4000", *(f"tag-{k}" for k in range(20)))
+    run("note", f"{LONG_RUN}@4000", "word " * 40)
+    run("hold", f"{LONG_RUN}@4000", "--reason", "word " * 40)
+    text = terminal(
+        ["ls"], ["ls", "--all"], ["ls", "--columns", "name,url,config.optimizer,note,tag"], ["log"], ["alias", "list"],
+        ["alias", "log", "best-of-all-that-were-ever-tried-in-this-sweep"], ["catalog", "info"],
+        ["show", f"{LONG_RUN}@4000"],
+    )  # fmt: skip
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80, [line for line in lines if len(line) > 80]
+    assert "…" in lines[1]
+    assert lines[1].startswith("a-sweep-")
+    assert "@4000" in lines[1]
+    assert lines[2].startswith("run7@3000")
+
+
+def test_columns_in_which_nothing_stands_are_left_out_for_people(terminal: Terminal, run: Run, catalog: Path) -> None:
+    assert terminal(["ls"]).splitlines()[0].split() == ["name", "id", "kind", "size", "age"]
+    assert "alias" in run("ls").stdout
+    assert "tag" in terminal(["ls", "--columns", "name,tag"])
+
+
+@pytest.mark.parametrize("line", ["ucp ls | head -1", "ucp ls -q | true", "ucp log | head -1"])
+def test_a_reader_that_goes_away_is_no_error(shell: Callable[..., object], catalog: Path, line: str) -> None:
+    done = shell(line)
+    assert done.stderr == ""  # type: ignore[attr-defined]

@@ -1,0 +1,99 @@
+"""`ucp register`, `ucp reindex`: the catalog learns what lies in storage."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.cli.conftest import object_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.cli.conftest import Run
+    from ucformat.catalog.entries import Entry
+
+
+@pytest.fixture
+def tree(committed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a checkpoint of run9, and a catalog that knows nothing."""
+    monkeypatch.setenv("UCP_CATALOG", str(tmp_path / "catalog.db"))
+    shutil.copytree(committed, tmp_path / "tree" / "run9" / "1700")
+    return tmp_path / "tree"
+
+
+def _damage(tree: Path) -> None:
+    (tree / "run9" / "x").mkdir()
+    (tree / "run9" / "x" / "manifest.json").write_text("no")
+
+
+def test_one_checkpoint(run: Run, tree: Path) -> None:
+    place = tree / "run9" / "1700"
+    lines = run("register", place).stdout.splitlines()
+    assert lines[0].split() == ["name", "id", "kind", "size", "url"]
+    assert lines[1].startswith("run9@1700  ")
+    assert lines[1].endswith(f"  {place}")
+    found = object_of(run("register", place, "--run", "other", "--json").stdout)
+    assert list(found) == ["checkpoints", "failures"]
+    assert found["checkpoints"][0]["name"] == "other@1700"
+    assert run("register", place, "-q").stdout == f"{found['checkpoints'][0]['id']}\n"
+    assert run("register", tree, code=3).stdout == ""
+
+
+def test_a_tree_with_one_that_cannot_be_read(run: Run, tree: Path) -> None:
+    _damage(tree)
+    result = run("register", "-r", tree, "--json", code=1)
+    found = object_of(result.stdout)
+    assert [c["name"] for c in found["checkpoints"]] == ["run9@1700"]
+    assert [list(f) for f in found["failures"]] == [["url", "message"]]
+    assert found["failures"][0]["url"] == f"{tree}/run9/x"
+    result = run("register", "-r", tree, code=1)
+    assert f"  failed    {tree}/run9/x: " in result.stdout
+    assert "error: 1 place could not be read, and 1 could" in result.stderr
+
+
+def test_a_lost_catalog_comes_back(run: Run, tree: Path, tmp_path: Path) -> None:
+    run("register", "-r", tree)
+    run("tag", "run9@1700", "good")
+    run("alias", "set", "best", "run9@1700")
+    (tmp_path / "catalog.db").unlink()
+    found = object_of(run("reindex", tree, "--json").stdout)
+    assert list(found) == ["checkpoints", "failures", "missing"]
+    assert found["checkpoints"][0]["tags"] == ["good"]
+    assert found["checkpoints"][0]["aliases"] == ["best"]
+    assert run("reindex", tree).stdout.splitlines()[0].startswith("1 checkpoint, ")
+    shutil.rmtree(tree / "run9" / "1700")
+    assert run("reindex", tree).stdout == f"0 checkpoints, 0 B\n  missing   {tree}/run9/1700\n"
+    assert run("reindex", tree, "-q").stdout == ""
+    _damage(tree)
+    assert "  failed    " in run("reindex", tree, code=1).stdout
+
+
+def test_interrupted_what_is_recorded_stays(
+    run: Run, tree: Path, entry: Callable[[str], Entry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ucformat.jobs.register.write_documents", interrupted)
+    for command in ("register", "reindex"):
+        assert "stays" in run(command, tree / "run9" / "1700", code=130).stderr
+
+
+def test_what_goes_wrong_beside_it_is_a_warning(run: Run, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ucformat.errors import UcformatError
+    from ucformat.jobs import documents
+
+    def full(*_: Any) -> None:
+        raise UcformatError("the disk is full")
+
+    run("register", "-r", tree)
+    monkeypatch.setattr(documents, "_write", full)
+    result = run("tag", "run9@1700", "good")
+    assert result.stdout == "run9@1700: good\n"
+    assert result.stderr.startswith("warning: what the catalog knows of ")
+    result = run("tag", "run9@1700", "better", "--json")
+    assert "the disk is full" in object_of(result.stderr)["warning"]["message"]

@@ -1,0 +1,143 @@
+"""`ucp catalog`: which catalog the commands use, and bringing its tables up to date."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+from ucformat.cli.catalogs import file_of, url_of
+from ucformat.cli.options import CATALOG, command
+from ucformat.cli.output import Heading, terminal_width
+from ucformat.cli.text import count, field
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ucformat.catalog.catalog import Catalog
+    from ucformat.cli.output import Output
+
+__all__ = ["info", "upgrade"]
+
+_STATES = ("committed", "deleted", "purging", "purged", "replaced")
+_SOURCES = {
+    "flag": "the option --catalog",
+    "env": "the variable UCP_CATALOG",
+    "project": "the project's file ucformat.toml",
+    "user": "the user's file config.toml",
+    "default": "default",
+}
+
+
+@command
+@CATALOG
+def info(catalog_url: str | None, out: Output) -> None:
+    """Say which catalog is used, who says so, its revision, and how much is in it; it is not made for that."""
+    from ucformat.errors import UcformatError
+    from ucformat.settings import load_settings
+
+    url = load_settings(catalog=catalog_url).catalog_url()
+    found: dict[str, Any] = {
+        "url": None if url is None else _masked(url),
+        "from": _source(catalog_url),
+        "state": "off",
+        "revision": None,
+        "checkpoints": None,
+        "runs": None,
+        "aliases": None,
+    }
+    error = None
+    if url is not None:
+        try:
+            found |= _look(url)
+        except UcformatError as told:
+            error = told
+            found["state"] = "older" if told.exit_code == 7 else "away"
+    out.result(lambda: _describe(found), lambda: found, lambda: [str(found["url"] or "none")])
+    if error is not None:
+        raise error
+
+
+def _look(url: str) -> dict[str, Any]:
+    """What is in the catalog; one that is not there yet is not made."""
+    from ucformat.catalog.catalog import Catalog
+
+    file = file_of(url)
+    if file is not None and not file.exists():
+        return {"state": "not made yet"}
+    with Catalog(url) as catalog:
+        return {
+            "url": catalog.url,
+            "state": "ready" if catalog.database.newer is None else "newer",
+            "revision": catalog.database.revision,
+            "checkpoints": {s: catalog.count(f"state = '{s}'") for s in _STATES},
+            "runs": _runs(catalog),
+            "aliases": len(catalog.aliases()),
+        }
+
+
+def _runs(catalog: Catalog) -> int:
+    return int(catalog.sql("select count(*) from run").rows[0][0])
+
+
+def _masked(url: str) -> str:
+    return re.sub(r"(://[^/@:]*:)[^/@]*@", r"\1***@", url)
+
+
+def _source(flag: str | None) -> str:
+    """Who says which catalog is used."""
+    import tomllib
+    from pathlib import Path
+
+    from ucformat.settings import PROJECT_FILE, load_settings
+
+    if flag is not None:
+        return "flag"
+    if any(name.upper() == "UCP_CATALOG" for name in os.environ):
+        return "env"
+    here = Path.cwd()
+    project = next((f for d in (here, *here.parents) if (f := d / PROJECT_FILE).is_file()), None)
+    if project is not None and "catalog" in tomllib.loads(project.read_text(encoding="utf-8")):
+        return "project"
+    return "user" if load_settings().catalog else "default"
+
+
+def _describe(found: dict[str, Any]) -> Iterator[str]:
+    width = terminal_width()
+    yield Heading(found["url"] or "the catalog is switched off")
+    yield from field("set by", _SOURCES[found["from"]], width)
+    yield from field("state", found["state"], width)
+    if found["revision"] is not None:
+        yield from field("revision", found["revision"], width)
+        for state, n in found["checkpoints"].items():
+            if n or state == "committed":
+                yield from field(state, count(n), width)
+        yield from field("runs", count(found["runs"]), width)
+        yield from field("aliases", count(found["aliases"]), width)
+
+
+@command
+@CATALOG
+def upgrade(catalog_url: str | None, out: Output) -> None:
+    """Bring the tables of a catalog that an older ucformat made up to date. Back it up first.
+
+    It happens as a whole or not at all; older versions of ucformat cannot write into the catalog afterwards.
+    """
+    from ucformat.catalog.catalog import Catalog
+    from ucformat.errors import UpgradeNeeded
+
+    url = url_of(catalog_url)
+    upgraded = False
+    try:
+        catalog = Catalog(url)
+    except UpgradeNeeded:
+        catalog = Catalog(url, upgrade=True)
+        upgraded = True
+    with catalog:
+        found = {"url": catalog.url, "upgraded": upgraded, "revision": catalog.database.revision}
+    said = "brought up to" if upgraded else "already of"
+    out.result(
+        lambda: [f"{found['url']}: {said} revision {found['revision']}"],
+        lambda: found,
+        lambda: [str(found["revision"])],
+    )

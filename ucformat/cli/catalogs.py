@@ -1,0 +1,127 @@
+"""The catalog that a command works with, and its checkpoints as JSON."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from datetime import datetime
+    from pathlib import Path
+
+    from ucformat.catalog.catalog import Catalog
+    from ucformat.catalog.entries import Entry, HoldEntry, NoteEntry, VerificationEntry
+
+__all__ = ["catalog_at", "entry_data", "file_of", "find_any", "hold_data", "instant", "note_data", "url_of"]
+
+
+def url_of(flag: str | None) -> str:
+    """The url of the catalog that --catalog, or else the settings, name; Refused where it is switched off."""
+    from ucformat.errors import Refused
+    from ucformat.settings import load_settings
+
+    url = load_settings(catalog=flag).catalog_url()
+    if url is None:
+        raise Refused("the catalog is switched off", hint="name one: --catalog URL, or the variable UCP_CATALOG")
+    return url
+
+
+@contextmanager
+def catalog_at(flag: str | None) -> Iterator[Catalog]:
+    """The catalog that the option --catalog, or else the settings, name; closed at the end of the block."""
+    import ucformat
+
+    with ucformat.Catalog(url_of(flag)) as catalog:
+        yield catalog
+
+
+def find_any(catalog: Catalog, ref: str) -> Entry:
+    """The checkpoint that a reference means, also by run@step where it is no longer committed: the last of those."""
+    from ucformat.catalog.refs import parse_ref
+    from ucformat.errors import NotFound
+
+    try:
+        return catalog.get(ref)
+    except NotFound:
+        parsed = parse_ref(ref)
+        if parsed.run is None or not isinstance(parsed.at, int):
+            raise
+        run = parsed.run.replace("'", "''")
+        found = catalog.find(f"run = '{run}' and step = {parsed.at} and state != 'committed'", limit=1)
+        if not found:
+            raise
+        return found[0]
+
+
+def file_of(url: str) -> Path | None:
+    """The file that a catalog in SQLite is kept in; None of one in PostgreSQL."""
+    from pathlib import Path
+
+    if "://" not in url:
+        return Path(url).expanduser()
+    return Path(url.partition("://")[2][1:].partition("?")[0]) if url.startswith("sqlite") else None
+
+
+def entry_data(entry: Entry) -> dict[str, Any]:
+    """A checkpoint of the catalog as JSON has it, in all commands alike."""
+    return {
+        "id": entry.id,
+        "name": entry.name,
+        "kind": entry.kind,
+        "state": entry.state,
+        "run": entry.run,
+        "step": entry.step,
+        "created": instant(entry.created),
+        "recorded": instant(entry.recorded),
+        "deleted": instant(entry.deleted),
+        "purge_after": instant(entry.purge_after),
+        "tensors": entry.tensors,
+        "bytes": entry.nbytes,
+        "format_version": entry.format_version,
+        "engine": entry.engine,
+        "topology": dict(entry.topology),
+        "config": dict(entry.config),
+        "urls": list(entry.urls),
+        "metrics": dict(entry.metrics),
+        "tags": list(entry.tags),
+        "aliases": list(entry.aliases),
+        "holds": [hold_data(h) for h in entry.holds],
+        "notes": [note_data(n) for n in entry.notes],
+        "verified": None if entry.verified is None else _verified(entry.verified),
+    }
+
+
+def hold_data(hold: HoldEntry) -> dict[str, Any]:
+    """A hold as JSON has it."""
+    return {
+        "number": hold.id,
+        "reason": hold.reason,
+        "until": instant(hold.until),
+        "created": instant(hold.created),
+        "who": hold.who,
+    }
+
+
+def note_data(note: NoteEntry) -> dict[str, Any]:
+    """A note as JSON has it."""
+    return {"text": note.text, "created": instant(note.created), "who": note.who}
+
+
+def _verified(found: VerificationEntry) -> dict[str, Any]:
+    return {
+        "at": instant(found.at),
+        "ok": found.ok,
+        "url": found.url,
+        "bytes_verified": found.bytes_verified,
+        "bytes_unverified": found.bytes_unverified,
+        "problems": list(found.problems),
+        "tool": found.tool,
+    }
+
+
+def instant(at: datetime | None) -> str | None:
+    """An instant as JSON has it: ISO 8601, in UTC."""
+    from datetime import UTC
+
+    return None if at is None else at.astimezone(UTC).isoformat().replace("+00:00", "Z")

@@ -1,0 +1,56 @@
+"""`ucp delete`, `ucp restore`: deleting checkpoints softly, and taking that back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from ucformat.cli.catalogs import catalog_at, find_any, instant
+from ucformat.cli.options import CATALOG, TIME, command, ref_argument
+from ucformat.cli.text import moment
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from ucformat.cli.output import Output
+
+__all__ = ["delete", "restore"]
+
+_REFS = ref_argument("refs", "REF…", many=True)
+
+
+@command
+@_REFS
+@click.option("--grace", type=TIME, default="7d", metavar="TIME", help="How long it can be restored.  [default: 7d]")
+@CATALOG
+def delete(refs: tuple[str, ...], grace: timedelta, catalog_url: str | None, out: Output) -> None:
+    """Delete checkpoints, all of them or none; `ucp restore` takes it back.
+
+    Not a byte is touched: that does `ucp gc`, when the grace is over. What is aliased, tagged, held, needed by others
+    or not written by ucformat is refused.
+    """
+    with catalog_at(catalog_url) as catalog:
+        ids = dict.fromkeys(catalog.get(ref).id for ref in refs)
+        catalog.delete(*ids, grace=grace)
+        gone = [catalog.get(i) for i in ids]
+    out.result(
+        lambda: (f"{e.name}: deleted; can be restored until {moment(e.purge_after)}" for e in gone if e.purge_after),
+        lambda: {"deleted": [{"id": e.id, "name": e.name, "purge_after": instant(e.purge_after)} for e in gone]},
+        lambda: (e.id for e in gone),
+    )
+
+
+@command
+@_REFS
+@CATALOG
+def restore(refs: tuple[str, ...], catalog_url: str | None, out: Output) -> None:
+    """Take the deletion of checkpoints back, of all of them or none, before `ucp gc` has removed them."""
+    with catalog_at(catalog_url) as catalog:
+        found = {e.id: e for e in (find_any(catalog, ref) for ref in refs)}
+        catalog.restore(*found)
+    out.result(
+        lambda: (f"{e.name}: restored" for e in found.values()),
+        lambda: {"restored": [{"id": e.id, "name": e.name} for e in found.values()]},
+        lambda: found,
+    )

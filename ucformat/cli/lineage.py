@@ -1,0 +1,104 @@
+"""`ucp lineage`, `ucp link`: what checkpoints were made from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ucformat.cli.catalogs import catalog_at, instant
+from ucformat.cli.options import CATALOG, REF, command, ref_argument
+from ucformat.cli.output import terminal_width
+from ucformat.cli.text import shorten
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ucformat.catalog.lineage import Lineage, LineageNode
+    from ucformat.cli.output import Output
+
+__all__ = ["lineage", "link"]
+
+_KINDS = ("resume", "finetune", "convert", "reshard", "merge", "average", "quantize")
+
+
+@command
+@REF
+@click.option("--up/--down", default=True, help="What it was made from, or what was made from it.  [default: --up]")
+@click.option("--depth", type=click.IntRange(min=1), metavar="N", help="At most so many steps.  [default: all]")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["tree", "mermaid", "dot"]),
+    default="tree",
+    help="A tree, or a graph for Mermaid or Graphviz.  [default: tree]",
+)
+@CATALOG
+def lineage(
+    ref: str,
+    up: bool,  # noqa: FBT001
+    depth: int | None,
+    form: str,
+    catalog_url: str | None,
+    out: Output,
+) -> None:
+    """Show what a checkpoint was made from, or what was made from it, over any number of steps."""
+    with catalog_at(catalog_url) as catalog:
+        found = catalog.lineage(ref, "up" if up else "down", depth)
+    out.result(
+        lambda: _lines(found, form),
+        lambda: _data(found),
+        lambda: (key for key in found.nodes if key != found.root),
+    )
+
+
+def _lines(found: Lineage, form: str) -> Iterator[str]:
+    from ucformat.catalog.lineage_text import dot, mermaid, tree
+
+    if form != "tree":
+        return iter((dot if form == "dot" else mermaid)(found).splitlines())
+    width = terminal_width()
+    return (shorten(line, width) for line in tree(found))
+
+
+def _data(found: Lineage) -> dict[str, Any]:
+    return {
+        "root": found.root,
+        "direction": found.direction,
+        "nodes": [_node(key, node) for key, node in found.nodes.items()],
+        "edges": [{"child": e.child, "parent": e.parent, "kind": e.kind, "depends": e.depends} for e in found.edges],
+    }
+
+
+def _node(key: str, node: LineageNode) -> dict[str, Any]:
+    return {
+        "key": key,
+        "id": node.id,
+        "name": node.name,
+        "url": node.url,
+        "state": node.state,
+        "kind": node.kind,
+        "run": node.run,
+        "step": node.step,
+        "created": instant(node.created),
+        "distance": node.distance,
+    }
+
+
+@command
+@ref_argument("child", "CHILD")
+@ref_argument("parent", "PARENT")
+@click.option("--kind", type=click.Choice(_KINDS), required=True, help="How the child was made.")
+@CATALOG
+def link(child: str, parent: str, kind: str, catalog_url: str | None, out: Output) -> None:
+    """Say that a checkpoint was made from another one.
+
+    PARENT may also be a path or url that the catalog does not know. What ucformat makes is linked by itself.
+    """
+    with catalog_at(catalog_url) as catalog:
+        entry = catalog.get(child)
+        catalog.link(entry.id, parent, kind)
+    out.result(
+        lambda: [f"{entry.name} was made from {parent} ({kind})"],
+        lambda: {"id": entry.id, "name": entry.name, "parent": parent, "kind": kind},
+    )

@@ -1,0 +1,71 @@
+"""`ucp log`: who did what with the catalog, when."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ucformat.cli.catalogs import catalog_at, instant
+from ucformat.cli.options import CATALOG, command, ref_argument
+from ucformat.cli.output import terminal_width
+from ucformat.cli.text import moment, tabbed, table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ucformat.catalog.query import EventEntry
+    from ucformat.cli.output import Output
+
+__all__ = ["log"]
+
+
+@command
+@ref_argument("ref", "[REF]", optional=True)
+@click.option(
+    "-n", "--limit", type=click.IntRange(min=1), default=100, metavar="N", help="At most so many.  [default: 100]"
+)
+@CATALOG
+def log(ref: str | None, limit: int, catalog_url: str | None, out: Output) -> None:
+    """Show who did what with a checkpoint, or with all, the newest first."""
+    with catalog_at(catalog_url) as catalog:
+        events = catalog.events(ref, limit)
+    out.result(
+        lambda: _table(events),
+        lambda: {"events": [_data(e) for e in events]},
+        lambda: (tabbed(_row(e)) for e in events),
+    )
+
+
+def _data(event: EventEntry) -> dict[str, Any]:
+    return {
+        "at": instant(event.at),
+        "who": event.who,
+        "action": event.action,
+        "id": event.id,
+        "detail": dict(event.detail),
+    }
+
+
+def _row(event: EventEntry) -> tuple[str, ...]:
+    return (
+        str(instant(event.at)),
+        event.who,
+        event.action,
+        event.id or "",
+        json.dumps(dict(event.detail), ensure_ascii=False),
+    )
+
+
+def _table(events: Sequence[EventEntry]) -> Iterator[str]:
+    if not events:
+        return iter(("no events",))
+    width = terminal_width()
+    cut = None if width is None else 12
+    rows = [(moment(e.at), e.action, (e.id or "")[:cut], e.who, _detail(e)) for e in events]
+    return table(("when", "what", "checkpoint", "who", "detail"), rows, left=5, shrink=(3, 4), width=width)
+
+
+def _detail(event: EventEntry) -> str:
+    return ", ".join(f"{k} {v if isinstance(v, str) else json.dumps(v)}" for k, v in event.detail.items())

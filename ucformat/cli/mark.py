@@ -1,0 +1,144 @@
+"""`ucp tag`, `ucp metric`, `ucp note`, `ucp hold`, `ucp release`: what people say of a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ucformat.cli.catalogs import catalog_at, hold_data, note_data
+from ucformat.cli.options import CATALOG, REF, command
+from ucformat.cli.text import moment, plural
+
+if TYPE_CHECKING:
+    from datetime import datetime, timedelta
+
+    from ucformat.cli.output import Output
+
+__all__ = ["hold", "metric", "note", "release", "tag"]
+
+
+@command
+@REF
+@click.argument("tags", metavar="TAG…", nargs=-1, required=True)
+@CATALOG
+def tag(ref: str, tags: tuple[str, ...], catalog_url: str | None, out: Output) -> None:
+    """Put tags on a checkpoint.
+
+    A tag stays for ever, and a checkpoint that bears one is not deleted. For a name that moves, see `ucp alias`.
+    """
+    with catalog_at(catalog_url) as catalog:
+        entry = catalog.get(ref)
+        catalog.tag(entry.id, *tags)
+        now = catalog.get(entry.id).tags
+    out.result(lambda: [f"{entry.name}: {', '.join(now)}"], lambda: _data(entry, tags=list(now)))
+
+
+@command
+@REF
+@click.argument("metrics", metavar="NAME=VALUE…", nargs=-1, required=True)
+@CATALOG
+def metric(ref: str, metrics: tuple[str, ...], catalog_url: str | None, out: Output) -> None:
+    """Write metrics of a checkpoint, in place of older ones of the same names.
+
+    VALUE is a number; nan says that it was measured and was none.
+    """
+    given = dict(map(_metric, metrics))
+    with catalog_at(catalog_url) as catalog:
+        entry = catalog.get(ref)
+        catalog.metric(entry.id, given)
+        now = catalog.get(entry.id).metrics
+    out.result(
+        lambda: [f"{entry.name}: {', '.join(f'{n} {now[n]:g}' for n in given)}"],
+        lambda: _data(entry, metrics=dict(now)),
+    )
+
+
+def _metric(text: str) -> tuple[str, float]:
+    name, equals, value = text.rpartition("=")
+    try:
+        number = float(value)
+    except ValueError:
+        number = None
+    if not equals or not name or number is None:
+        raise click.BadParameter(f"{text!r} is not NAME=VALUE, as val_loss=2.13 is", param_hint="'NAME=VALUE…'")
+    return name, number
+
+
+@command
+@REF
+@click.argument("text", metavar="TEXT")
+@CATALOG
+def note(ref: str, text: str, catalog_url: str | None, out: Output) -> None:
+    """Write something about a checkpoint; `ucp show` shows it."""
+    with catalog_at(catalog_url) as catalog:
+        entry = catalog.get(ref)
+        catalog.note(entry.id, text)
+        now = catalog.get(entry.id).notes
+    out.result(
+        lambda: [f"{entry.name}: {plural(len(now), 'note')}"], lambda: _data(entry, notes=[note_data(n) for n in now])
+    )
+
+
+@command
+@REF
+@click.option("--reason", required=True, metavar="TEXT", help="Why it must stay, for those who find the hold later.")
+@click.option("--until", metavar="WHEN", help="For how long: 12h, 30d, or through 2026-12-31 (UTC).  [default: always]")
+@CATALOG
+def hold(ref: str, reason: str, until: str | None, catalog_url: str | None, out: Output) -> None:
+    """Keep a checkpoint from being deleted, until a time or until `ucp release`."""
+    end = None if until is None else _until(until)
+    with catalog_at(catalog_url) as catalog:
+        entry = catalog.get(ref)
+        number = catalog.hold(entry.id, reason, end)
+        made = next(h for h in catalog.get(entry.id).holds if h.id == number)
+    time = "until it is released" if made.until is None else f"until {moment(made.until)}"
+    out.result(
+        lambda: [f"{entry.name}: hold {number}, {time}"],
+        lambda: _data(entry, hold=hold_data(made)),
+        lambda: [str(number)],
+    )
+
+
+def _until(text: str) -> datetime | timedelta:
+    from datetime import UTC, date, datetime, time
+
+    from ucformat.schema.policy import parse_duration
+
+    try:
+        if re.fullmatch(r"\d+[a-z]", text, re.ASCII):
+            return parse_duration(text)
+        if re.fullmatch(r"\d{4}-\d{2}-\d{2}", text, re.ASCII):
+            return datetime.combine(date.fromisoformat(text), time.max, UTC)
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        hint = "write a time from now, as 12h or 30d, or a date, as 2026-12-31"
+        raise click.BadParameter(f"{text!r} is not a time: {hint}", param_hint="'--until'") from None
+    return at if at.tzinfo else at.replace(tzinfo=UTC)
+
+
+@command
+@REF
+@click.option("--hold", "number", type=int, metavar="N", help="Only the hold of this number.  [default: all]")
+@CATALOG
+def release(ref: str, number: int | None, catalog_url: str | None, out: Output) -> None:
+    """End the holds on a checkpoint."""
+    from ucformat.errors import NotFound
+
+    with catalog_at(catalog_url) as catalog:
+        entry = catalog.get(ref)
+        ended = catalog.release(entry.id, number)
+        left = catalog.get(entry.id).holds
+    if number is not None and not ended:
+        held = ", ".join(str(h.id) for h in left)
+        raise NotFound(f"{entry.name} has no hold {number}", hint=f"there are: {held}" if held else "nothing holds it")
+    out.result(
+        lambda: [f"{entry.name}: {plural(ended, 'hold')} released{f', {len(left)} left' if left else ''}"],
+        lambda: _data(entry, released=ended, holds=[hold_data(h) for h in left]),
+        lambda: [str(ended)],
+    )
+
+
+def _data(entry: Any, **said: Any) -> dict[str, Any]:
+    return {"id": entry.id, "name": entry.name, **said}

@@ -1,0 +1,116 @@
+"""What the catalog knows of a checkpoint that `ucp show` shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ucformat.cli.catalogs import entry_data, file_of, find_any
+from ucformat.cli.text import field, moment, plural
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ucformat.catalog.catalog import Catalog
+    from ucformat.catalog.entries import Entry, HoldEntry, VerificationEntry
+    from ucformat.cli.output import Output
+    from ucformat.geometry.tensor import TensorInfo
+
+__all__ = ["Recorded", "look_up"]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A checkpoint as the catalog knows it, what it was made from, and its tensors if they were asked for."""
+
+    entry: Entry
+    parents: tuple[dict[str, Any], ...]
+    tensors: tuple[TensorInfo, ...] = ()
+
+    def data(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return entry_data(self.entry) | {"parents": list(self.parents)}
+
+    def lines(self, here: str | None, width: int | None) -> Iterator[str]:
+        """For people; `here` is the place that they see already."""
+        for label, text in self._facts(here):
+            yield from field(label, text, width)
+
+    def _facts(self, here: str | None) -> Iterator[tuple[str, str]]:
+        entry = self.entry
+        if entry.run is not None:
+            yield "run", entry.run
+        if entry.state != "committed":
+            yield "state", _state(entry)
+        if entry.aliases:
+            yield "alias", ", ".join(entry.aliases)
+        if entry.tags:
+            yield "tag", ", ".join(entry.tags)
+        if entry.metrics:
+            yield "metric", ", ".join(f"{name} {value:.6g}" for name, value in entry.metrics.items())
+        for hold in entry.holds:
+            yield f"hold {hold.id}", _hold(hold)
+        for note in entry.notes:
+            yield "note", f"{note.text} ({note.who}, {moment(note.created)})"
+        for parent in self.parents:
+            yield "from", f"{parent['name']} ({parent['kind']})"
+        if entry.verified is not None:
+            yield "verified", _verified(entry.verified)
+        for url in entry.urls:
+            if url != here:
+                yield "place" if here is None else "also in", url
+
+
+def _state(entry: Entry) -> str:
+    if entry.state != "deleted" or entry.deleted is None:
+        return entry.state
+    until = "" if entry.purge_after is None else f", can be restored until {moment(entry.purge_after)}"
+    return f"deleted {moment(entry.deleted)}{until}"
+
+
+def _hold(hold: HoldEntry) -> str:
+    until = "" if hold.until is None else f", until {moment(hold.until)}"
+    return f"{hold.reason}{until} ({hold.who}, {moment(hold.created)})"
+
+
+def _verified(found: VerificationEntry) -> str:
+    said = "whole" if found.ok else f"damaged: {plural(len(found.problems), 'problem')}"
+    return f"{moment(found.at)}, {said}"
+
+
+def look_up(ref: str, flag: str | None, out: Output, *, tensors: bool = False) -> Recorded | None:
+    """What the catalog knows of a checkpoint; None if it does not know it, or there is no catalog.
+
+    A catalog that cannot be asked is a note: what lies in storage can be shown without it.
+    """
+    from ucformat.errors import NotFound, UcformatError
+    from ucformat.settings import load_settings
+
+    try:
+        url = load_settings(catalog=flag).catalog_url()
+        file = None if url is None else file_of(url)
+        if url is None or (file is not None and not file.exists()):  # nobody has made one yet, and we need none
+            return None
+        from ucformat.catalog.catalog import Catalog
+
+        with Catalog(url) as catalog:
+            return _look_up(catalog, ref, tensors=tensors)
+    except NotFound:
+        return None
+    except UcformatError as error:
+        out.note(f"without what the catalog knows: {error.message}")
+        return None
+
+
+def _look_up(catalog: Catalog, ref: str, *, tensors: bool) -> Recorded:
+    from ucformat.geometry.tensor import TensorInfo
+
+    entry = find_any(catalog, ref)
+    above = catalog.lineage(entry.id, depth=1)
+    parents = [(e.kind, above.nodes[e.parent]) for e in above.edges]
+    found = catalog.tensors(entry.id) if tensors else ()
+    return Recorded(
+        entry,
+        tuple({"kind": kind, "id": node.id, "name": node.name, "url": node.url} for kind, node in parents),
+        tuple(TensorInfo(t.name, t.state, t.dtype, t.shape) for t in found),
+    )
