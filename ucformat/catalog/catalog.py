@@ -180,17 +180,30 @@ class Catalog:
 
     # What happens to it
 
-    def record(self, manifest: Manifest, url: str, *, kind: str = "ucformat", run: str | None = None) -> Entry:
+    def record(
+        self,
+        manifest: Manifest,
+        url: str,
+        *,
+        kind: str = "ucformat",
+        run: str | None = None,
+        files: tuple[int, int] | None = None,
+    ) -> Entry:
         """Record a checkpoint that lies at `url`; one whose id is known only gets the place, and the run if given.
 
-        The run is `run`, else the manifest's, else the name of the folder that the checkpoint's folder is in.
+        Args:
+            manifest: what it holds; of a foreign one, the manifest that describes it, with an id.
+            url: where it lies.
+            kind: `ucformat`, or the engine that wrote it.
+            run: its run; by default the manifest's, else the name of the folder that the checkpoint's folder is in.
+            files: of a foreign one, in how many files its extents lie, and how large these are.
         """
         stamp, url = _stamp(), same_url(url)
 
         def work(c: Connection) -> Entry:
             given = run or manifest.run
             serial = recording.record(
-                c, manifest, url, kind=kind, run=given or _folder(url), now=stamp.now, who=stamp.who
+                c, manifest, url, kind=kind, run=given or _folder(url), files=files, now=stamp.now, who=stamp.who
             )
             if run is not None and recording.set_run(c, serial, run, stamp.now):
                 names.touch(c, [serial])
@@ -308,7 +321,7 @@ class Catalog:
         self._write(lambda c: deletion.restore(c, [resolve(c, parse_ref(r)) for r in refs], stamp))
 
     def purgeable(self, grace: timedelta = GRACE) -> PurgePlan:
-        """Which deleted checkpoints `gc` may remove from storage now; `grace` counts where they have none of their own."""
+        """Which deleted checkpoints `gc` may remove from storage now; `grace` is for those without one of their own."""
         with self._database.reading() as c:
             return plan_purge(deletion.retention_rows(c, _now()), _now(), grace)
 

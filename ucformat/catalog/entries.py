@@ -68,8 +68,9 @@ class VerificationEntry:
 class Entry:
     """A checkpoint as the catalog knows it.
 
-    `kind` is `ucformat`, or the engine that wrote it; `state` is committed, deleted, purged or replaced. `urls` are the
-    places where it lies. `holds` are those in force. A metric that is not a number is NaN.
+    `kind` is `ucformat`, or the engine that wrote it; `state` is committed, deleted, purging, purged or replaced. It
+    lies at `urls`; a foreign one's extents are in `files` files, `files_nbytes` large. `holds` are those in force. A
+    metric that is not a number is NaN.
     """
 
     id: str
@@ -83,6 +84,8 @@ class Entry:
     purge_after: datetime | None
     tensors: int
     nbytes: int
+    files: int | None
+    files_nbytes: int | None
     format_version: int | None
     engine: str | None
     producer: Mapping[str, Any] = field(default_factory=dict)
@@ -152,6 +155,8 @@ def _load_page(connection: Connection, serials: Sequence[int], now: datetime) ->
             purge_after=r.purge_after,
             tensors=r.tensors,
             nbytes=r.nbytes,
+            files=r.files,
+            files_nbytes=r.files_nbytes,
             format_version=r.format_version,
             engine=r.engine,
             producer=r.producer,

@@ -160,8 +160,9 @@ class Checkpoint(Base):
     """A checkpoint, whether it is still there or not (`state`: committed, deleted, purged or replaced).
 
     `deleted` ones are still in storage and can be restored; of `purged` and `replaced` ones only this row is left, with
-    what lineage needs. Its digests are in the block `digest_block`. `document_revision` counts the changes that the
-    document beside the checkpoint has to hold, `document_written` is the last that it does hold.
+    what lineage needs. A foreign one's extents lie in so many `files`, `files_nbytes` large. Digests are in the block
+    `digest_block`. `document_revision` counts the changes that the document beside the checkpoint has to hold,
+    `document_written` is the last that it does hold.
     """
 
     __tablename__ = "checkpoint"
@@ -178,6 +179,8 @@ class Checkpoint(Base):
     purge_after: Mapped[datetime | None]
     tensors: Mapped[int]
     nbytes: Mapped[int] = mapped_column(BigInteger)
+    files: Mapped[int | None]
+    files_nbytes: Mapped[int | None] = mapped_column(BigInteger)
     format_version: Mapped[int | None]
     attempt: Mapped[str | None]
     engine: Mapped[str | None]

@@ -47,7 +47,15 @@ __all__ = [
 
 
 def record(
-    connection: Connection, manifest: Manifest, url: str, *, kind: str, run: str | None, now: datetime, who: str
+    connection: Connection,
+    manifest: Manifest,
+    url: str,
+    *,
+    kind: str,
+    run: str | None,
+    files: tuple[int, int] | None,
+    now: datetime,
+    who: str,
 ) -> int:
     """Record a checkpoint that lies at `url`, unless it is known; then only where it lies is noted. Its serial."""
     if not manifest.id:
@@ -67,6 +75,8 @@ def record(
                 "recorded": now,
                 "tensors": len(manifest.tensors),
                 "nbytes": sum(t.nbytes for t in manifest.tensors),
+                "files": None if files is None else files[0],
+                "files_nbytes": None if files is None else files[1],
                 "format_version": manifest.version if kind == "ucformat" else None,
                 "attempt": manifest.attempt or None,
                 "engine": manifest.producer.get("engine.name"),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.schema.catalog_document import CatalogDoc
     from ucformat.schema.manifest import Manifest
+    from ucformat.storage.base import Info
 
 __all__ = ["Failure", "Registered", "Reindexed", "register", "reindex"]
 
@@ -57,6 +58,7 @@ class _Found:
     url: str
     kind: str
     manifest: Manifest
+    files: tuple[int, int] | None
     doc: CatalogDoc | None
 
 
@@ -141,21 +143,23 @@ def _open_all(roots: Sequence[str]) -> Iterator[tuple[str, _Found | UcformatErro
 def _try_open(root: str) -> _Found | UcformatError:
     try:
         ck = open_checkpoint(root)
-        home = open_store(ck.home)
-        return _Found(ck.home, ck.kind, _manifest(ck), read_document(home))
+        doc = read_document(open_store(ck.home))
+        if ck.kind == "ucformat":
+            return _Found(ck.home, ck.kind, ck.manifest, None, doc)
+        infos = [ck.store.info(f) for f in ck.facts.files]
+        files = (len(infos), sum(i.size for i in infos))
+        return _Found(ck.home, ck.kind, _described(ck, infos), files, doc)
     except UcformatError as error:
         return error
 
 
-def _manifest(ck: Checkpoint) -> Manifest:
-    """The manifest; of a foreign checkpoint with an id, and the time of its newest file."""
-    if ck.kind == "ucformat":
-        return ck.manifest
-    times = [t for f in ck.facts.files if (t := ck.store.info(f).modified) is not None]
+def _described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:
+    """The manifest of a foreign checkpoint, with its id, and the time of its newest file."""
+    times = [i.modified for i in files if i.modified is not None]
     created = datetime.fromtimestamp(max(times), UTC) if times else ck.manifest.created
     return ck.manifest.model_copy(update={"id": ck.id, "created": created})
 
 
 def _record(catalog: Catalog, found: _Found, run: str | None) -> Entry:
-    entry = catalog.record(found.manifest, found.url, kind=found.kind, run=run)
+    entry = catalog.record(found.manifest, found.url, kind=found.kind, run=run, files=found.files)
     return entry if found.doc is None else catalog.absorb(entry.id, found.doc)

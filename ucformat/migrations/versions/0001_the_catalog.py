@@ -69,6 +69,8 @@ def upgrade() -> None:
         sa.Column("deleted", UTC_TIME, nullable=True),
         sa.Column("tensors", sa.Integer(), nullable=False),
         sa.Column("nbytes", sa.BigInteger(), nullable=False),
+        sa.Column("files", sa.Integer(), nullable=True),
+        sa.Column("files_nbytes", sa.BigInteger(), nullable=True),
         sa.Column("format_version", sa.Integer(), nullable=True),
         sa.Column("attempt", sa.Text(), nullable=True),
         sa.Column("engine", sa.Text(), nullable=True),
