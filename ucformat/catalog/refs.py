@@ -124,9 +124,10 @@ def _of_run(connection: Connection, ref: Ref, run: str) -> int:
     if run_id is None:
         known = connection.scalars(sa.select(Run.name)).all()
         raise NotFound(f"the catalog knows no run {run!r}", hint=_nearest(run, known) or "`ucp ls` lists checkpoints")
-    here = sa.select(*_COLUMNS).where(Checkpoint.run_id == run_id, Checkpoint.state == "committed")
+    here = sa.select(*_COLUMNS).where(Checkpoint.run_id == run_id)
     if isinstance(ref.at, int):
-        found = _rows(connection, here.where(Checkpoint.step == ref.at))
+        found = _rows(connection, here.where(Checkpoint.step == ref.at, Checkpoint.state.in_(("committed", "deleted"))))
+        found = [r for r in found if r.state == "committed"] or found  # a deleted one can be restored by its name
         if not found:
             raise NotFound(
                 f"the run {run!r} has no checkpoint of step {ref.at}",
@@ -134,10 +135,9 @@ def _of_run(connection: Connection, ref: Ref, run: str) -> int:
             )
         return _one(ref, found)
     if ref.at == "latest":
-        last = sa.select(sa.func.max(Checkpoint.step)).where(
-            Checkpoint.run_id == run_id, Checkpoint.state == "committed"
-        )
-        found = _rows(connection, here.where(Checkpoint.step == last.scalar_subquery()))
+        there = (Checkpoint.run_id == run_id, Checkpoint.state == "committed")
+        last = sa.select(sa.func.max(Checkpoint.step)).where(*there).scalar_subquery()
+        found = _rows(connection, here.where(Checkpoint.step == last, *there))
         if not found:
             raise NotFound(f"the run {run!r} has no checkpoint with a step")
         return _one(ref, found)
