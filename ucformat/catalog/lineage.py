@@ -1,0 +1,210 @@
+"""Lineage: what a checkpoint was made from, or what was made from it, over any number of steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import sqlalchemy as sa
+
+from ucformat.catalog.models import Checkpoint, Edge, Location, Run
+from ucformat.catalog.recording import event, insert_edge
+from ucformat.catalog.refs import parse_ref, resolve
+from ucformat.errors import NotFound, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from datetime import datetime
+
+    from sqlalchemy import CTE, Connection, Row
+
+    from ucformat.catalog.names import Stamp
+
+__all__ = ["Direction", "Lineage", "LineageEdge", "LineageNode", "add_link", "lineage"]
+
+Direction = Literal["up", "down"]
+
+_NEAR = 64  # up to this depth the database counts the steps; further, it walks all the way, which costs less
+_LOCK = 0x7563666C  # PostgreSQL's advisory lock of those who add links: "ucfl"
+
+
+@dataclass(frozen=True, slots=True)
+class LineageNode:
+    """A checkpoint, `distance` steps from the root; of one that the catalog does not know, there is only a url."""
+
+    id: str | None
+    name: str
+    url: str | None
+    state: str | None
+    kind: str | None
+    run: str | None
+    step: int | None
+    created: datetime | None
+    distance: int
+
+
+@dataclass(frozen=True, slots=True)
+class LineageEdge:
+    """A step, between the keys of two nodes; with `depends`, the child's bytes lie in the parent's files."""
+
+    child: str
+    parent: str
+    kind: str
+    depends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The nodes that are reached from the one whose key is `root`, and the edges that lead to them, nearest first.
+
+    A node's key is the checkpoint's id, or the url of one that the catalog does not know. Parents come in the order in
+    which they were recorded, children the oldest first.
+    """
+
+    root: str
+    direction: Direction
+    nodes: Mapping[str, LineageNode]
+    edges: tuple[LineageEdge, ...]
+
+
+def lineage(
+    connection: Connection,
+    serial: int,
+    direction: Direction,
+    depth: int | None,
+    now: datetime,  # noqa: ARG001 - as all questions are asked
+) -> Lineage:
+    """What a checkpoint was made from (`up`), or what was made from it (`down`), at most `depth` steps away."""
+    if direction not in ("up", "down"):
+        raise UsageError(f"{direction!r} is not a direction of lineage", hint="it is `up` or `down`")
+    if depth is not None and depth < 0:
+        raise UsageError(f"the depth of a lineage cannot be {depth}", hint="leave it out for all of it")
+    up = direction == "up"
+    start = connection.execute(
+        sa.select(*_NODE).select_from(Checkpoint).outerjoin(Run).where(Checkpoint.serial == serial)
+    ).one()
+    steps: dict[int, list[Row[Any]]] = {}
+    for r in _edges(connection, serial, depth, up=up):
+        steps.setdefault(r.child if up else r.parent, []).append(r)
+
+    keys, root = {serial: start.id}, start.id
+    nodes = {root: _node(start, 0)}
+    edges: list[LineageEdge] = []
+    queue = deque([serial])
+    while queue:
+        near = queue.popleft()
+        distance = nodes[keys[near]].distance + 1
+        if depth is not None and distance > depth:
+            break
+        found = steps.get(near, [])
+        for r in found if up else sorted(found, key=lambda r: (r.created, r.id)):
+            key = r.id or r.parent_url
+            if key not in nodes:
+                nodes[key] = _node(r, distance)
+                if r.id:
+                    keys[r.serial] = key
+                    queue.append(r.serial)
+            child, parent = (keys[near], key) if up else (key, keys[near])
+            edges.append(LineageEdge(child, parent, r.edge_kind, r.depends))
+    return Lineage(root, direction, nodes, tuple(edges))
+
+
+def add_link(connection: Connection, serial: int, parent: str, kind: str, stamp: Stamp) -> bool:
+    """Say from what a checkpoint was made: a reference, or a place that the catalog does not know; whether it is new.
+
+    Raises:
+        NotFound: the parent is neither known nor a place.
+        UsageError: the parent is the checkpoint itself, or descends from it.
+    """
+    ref = parse_ref(parent)
+    try:
+        known = resolve(connection, ref)
+    except NotFound:
+        if ref.place is None:
+            raise
+        new = insert_edge(connection, serial, kind, ref.place, None, depends=False)
+    else:
+        new = _link(connection, serial, known, ref.place, kind)
+    if new:
+        event(connection, "link", stamp.who, stamp.now, serial, parent=parent, kind=kind)
+    return new
+
+
+def _link(connection: Connection, serial: int, parent: int, place: str | None, kind: str) -> bool:
+    if connection.dialect.name == "postgresql":  # two links at a time could close a circle that neither sees
+        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
+    walk = _walk(connection, parent, None, up=True)
+    if parent == serial or connection.scalar(sa.select(walk.c.far).where(walk.c.far == serial).limit(1)) is not None:
+        raise UsageError(
+            "a checkpoint cannot be made from itself, or from one that was made from it",
+            hint="`ucp lineage` shows what was made from what",
+        )
+    known = sa.select(Edge.id).where(Edge.child == serial, Edge.parent == parent, Edge.kind == kind)
+    if connection.scalar(known.limit(1)) is not None:
+        return False
+    found = connection.execute(sa.select(Checkpoint.id, _URL).where(Checkpoint.serial == parent)).one()
+    # A place may have held another parent before, which the edge of that url leads to.
+    urls = (place or found.url or found.id, found.id)
+    return any(insert_edge(connection, serial, kind, url, found.id, depends=False) for url in urls)
+
+
+_URL = (
+    sa.select(Location.url)
+    .where(Location.checkpoint == Checkpoint.serial)
+    .order_by(Location.id + 0)  # else PostgreSQL walks the index of ids until it meets this checkpoint
+    .limit(1)
+    .correlate(Checkpoint)
+    .scalar_subquery()
+    .label("url")
+)
+_NODE = (
+    Checkpoint.serial,
+    Checkpoint.id,
+    Checkpoint.state,
+    Checkpoint.kind,
+    Checkpoint.step,
+    Checkpoint.created,
+    Run.name.label("run"),
+    _URL,
+)
+
+
+def _walk(connection: Connection, serial: int, depth: int | None, *, up: bool) -> CTE:
+    """The edges that are reached from a checkpoint, and where they lead.
+
+    UNION drops an edge that was reached before, which ends circles and keeps diamonds from multiplying.
+    """
+    near, far = (Edge.child, Edge.parent) if up else (Edge.parent, Edge.child)
+    counted = depth is not None and depth <= _NEAR
+    distance = sa.literal_column("1", sa.Integer).label("distance")
+    first = sa.select(Edge.id.label("edge"), far.label("far"), distance).where(near == serial)
+    walk = first.cte("walk", recursive=True)
+    distance = (walk.c.distance + 1 if counted else walk.c.distance).label("distance")
+    if connection.dialect.name == "postgresql":  # would read the whole table at every step while it has no statistics
+        look = sa.select(Edge.id, far.label("far")).where(near == walk.c.far).offset(sa.literal_column("0")).lateral()
+        further = sa.select(look.c.id, look.c.far, distance).join_from(walk, look, sa.true())
+    else:
+        further = sa.select(Edge.id, far, distance).join(walk, near == walk.c.far)
+    return walk.union(further.where(walk.c.distance < depth) if counted else further)
+
+
+def _edges(connection: Connection, serial: int, depth: int | None, *, up: bool) -> Sequence[Row[Any]]:
+    """Each edge that is reached, in the order of recording, with the checkpoint that it leads to."""
+    walk = _walk(connection, serial, depth, up=up)
+    reached = sa.select(walk.c.edge, walk.c.far).distinct().subquery("reached")
+    return connection.execute(
+        sa.select(Edge.child, Edge.parent, Edge.parent_url, Edge.kind.label("edge_kind"), Edge.depends, *_NODE)
+        .select_from(reached)
+        .join(Edge, Edge.id == reached.c.edge)
+        .outerjoin(Checkpoint, Checkpoint.serial == reached.c.far)
+        .outerjoin(Run, Run.id == Checkpoint.run_id)
+        .order_by(Edge.id)
+    ).all()
+
+
+def _node(r: Row[Any], distance: int) -> LineageNode:
+    if r.id is None:
+        return LineageNode(None, r.parent_url, r.parent_url, None, None, None, None, None, distance)
+    name = r.id[:12] if r.run is None or r.step is None else f"{r.run}@{r.step}"
+    return LineageNode(r.id, name, r.url, r.state, r.kind, r.run, r.step, r.created, distance)
