@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -138,6 +139,16 @@ class StoreBehaviour:
         assert store.info("d/f") == before
         put(store, "d/f", b"two")
         assert store.info("d/f").version != before.version
+
+    def test_info_tells_when_a_file_was_written(self, store: Store) -> None:
+        before = time.time()
+        put(store, "d/f", b"one")
+        for found in (store.info("d/f"), next(iter(store.list()))):
+            assert found.modified is not None
+            assert before - 0.1 <= found.modified <= time.time() + 0.1
+        time.sleep(0.02)
+        put(store, "d/f", b"two")
+        assert store.info("d/f").modified > found.modified  # type: ignore[operator]
 
     # --- streams
 
@@ -301,6 +312,26 @@ class StoreBehaviour:
             put(store, f"d/{i % 7}/{i}")
         assert outcomes(lambda _: store.delete_prefix("d")) == [None] * 8
         assert keys(store) == []
+
+    def test_prune_removes_no_file(self, store: Store) -> None:
+        for name in ("a/b/c/f", "a/d/g", "h"):
+            put(store, name)
+        put(store, "a/e/gone")
+        store.delete("a/e/gone")
+        store.create("a/open/f").write(b"a killed writer's")
+        store.prune()
+        store.prune()
+        assert keys(store) == ["a/b/c/f", "a/d/g", "h"]
+
+    def test_prune_ends_no_place(self, store: Store) -> None:
+        store.prune()
+        put(store, "a/b/f")
+        store.delete("a/b/f")
+        store.prune()
+        put(store, "a/b/f", b"again")
+        store.prune()
+        store.flush()
+        assert store.read("a/b/f") == b"again"
 
     # --- names
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import uuid
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import fsspec
@@ -110,6 +111,7 @@ class ObjectStore(fsspec.AbstractFileSystem):
     def __init__(self) -> None:
         super().__init__()
         self.files: dict[str, bytes] = {}
+        self.times: dict[str, datetime] = {}
         self.discarded = 0
         self.fail = False
 
@@ -120,6 +122,7 @@ class ObjectStore(fsspec.AbstractFileSystem):
         assert mode == "create"
         if self.files.setdefault(path, value) is not value:
             raise FileExistsError(path)
+        self.times[path] = datetime.now(UTC)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: object) -> bytes:
         if self.fail:
@@ -132,7 +135,8 @@ class ObjectStore(fsspec.AbstractFileSystem):
 
     def info(self, path: str, **_: object) -> dict[str, object]:
         if path in self.files:
-            return {"name": path, "size": len(self.files[path]), "type": "file", "ETag": str(id(self.files[path]))}
+            found = {"name": path, "size": len(self.files[path]), "type": "file"}
+            return {**found, "ETag": str(id(self.files[path])), "LastModified": self.times[path]}
         if any(p.startswith(path + "/") for p in self.files):
             return {"name": path, "size": 0, "type": "directory"}
         raise FileNotFoundError(path)
@@ -156,6 +160,7 @@ class _Upload(fsspec.spec.AbstractBufferedFile):
         self.parts.append(self.buffer.getvalue())
         if final:
             self.fs.files[self.path] = b"".join(self.parts)
+            self.fs.times[self.path] = datetime.now(UTC)
 
     def discard(self) -> None:
         self.fs.discarded += 1

@@ -22,6 +22,7 @@ __all__ = ["FsspecStore"]
 
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}  # what s3fs, gcsfs and adlfs call themselves
 _PROCESS = threading.RLock()  # fsspec's memory file system lives in one process and takes no locks
+_MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")  # as each library calls it
 _VERSION = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime", "created", "ino", "size")
 
 
@@ -268,4 +269,6 @@ class FsspecWriter(Writer):
 def _info(key: str, found: dict[str, Any]) -> Info:
     facts = (found[k] for k in _VERSION if k in found)
     version = "-".join(str(f.timestamp() if isinstance(f, datetime) else f) for f in facts)
-    return Info(key, int(found["size"]), version)
+    times = (f.timestamp() if isinstance(f, datetime) else f for k in _MODIFIED if (f := found.get(k)) is not None)
+    modified = next((float(t) for t in times if isinstance(t, int | float)), None)
+    return Info(key, int(found["size"]), version, modified)

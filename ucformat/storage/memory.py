@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ucformat.errors import Conflict, NotFound, Refused, UsageError
@@ -22,6 +23,10 @@ __all__ = ["MemoryStore"]
 class _File:
     data: bytes
     version: int
+    modified: float = field(default_factory=time.time)
+
+    def info(self, key: str) -> Info:
+        return Info(key, len(self.data), str(self.version), self.modified)
 
 
 _LOCK = threading.Lock()
@@ -50,8 +55,7 @@ class MemoryStore:
 
     def info(self, key: str) -> Info:
         """Size and version of a file."""
-        file = self._get(key)
-        return Info(key, len(file.data), str(file.version))
+        return self._get(key).info(key)
 
     def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """Bytes of a file."""
@@ -112,7 +116,7 @@ class MemoryStore:
         folder = f"{self._root}{check_key(prefix)}/" if prefix else self._root
         with _LOCK:
             found = sorted((path, file) for path, file in _FILES.items() if path.startswith(folder))
-        return (Info(path[len(self._root) :], len(file.data), str(file.version)) for path, file in found)
+        return (file.info(path[len(self._root) :]) for path, file in found)
 
     def delete(self, key: str) -> None:
         """Remove a file."""
