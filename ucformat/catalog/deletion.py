@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from ucformat.catalog.filter import check_names, compile_filter, parse
+from ucformat.catalog.locks import lock
 from ucformat.catalog.models import Alias, Checkpoint, Digest, Edge, Hold, Location, Metric, Run, Tag
 from ucformat.catalog.names import touch
 from ucformat.catalog.recording import event
@@ -21,7 +22,7 @@ from ucformat.catalog.retention import Held, Row, protections
 from ucformat.errors import Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from datetime import datetime, timedelta
 
     from sqlalchemy import Connection
@@ -33,21 +34,12 @@ __all__ = ["begin_purge", "delete", "end_purge", "lock", "restore", "retention_r
 _LIVE = ("committed", "deleted", "purging")
 
 
-def lock(connection: Connection, serials: Iterable[int]) -> dict[int, str]:
-    """Lock checkpoints until the end of the transaction; their states."""
-    found = {}
-    for serial in sorted(set(serials)):  # in one order, so that two cannot wait for each other
-        query = sa.select(Checkpoint.state).where(Checkpoint.serial == serial).with_for_update()
-        found[serial] = connection.execute(query).scalar_one()
-    return found
-
-
 def retention_rows(
     connection: Connection,
     now: datetime,
     *,
     filters: Sequence[str] = (),
-    metrics: Sequence[str] = (),
+    metrics: Collection[str] = (),
     serials: Sequence[int] | None = None,
 ) -> list[Row]:
     """What retention has to know of all checkpoints that are not purged, or of these."""
@@ -62,7 +54,7 @@ def retention_rows(
 
     aliases, tags = many(Alias, lambda r: r.name), many(Tag, lambda r: r.name)
     holds = many(Hold, lambda r: Held(r.reason, r.until), Hold.released.is_(None))
-    measured = many(Metric, lambda r: (r.name, r.value), Metric.name.in_(metrics))
+    measured = many(Metric, lambda r: (r.name, r.value), Metric.name.in_(sorted(metrics)))
     dependents = _dependents(connection)
     matches = [_matching(connection, text, now) for text in filters]
     rows = connection.execute(
@@ -190,6 +182,7 @@ def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] 
 
 def end_purge(connection: Connection, serial: int, stamp: Stamp) -> None:
     """Note that nothing of a checkpoint is left in storage; what lineage needs of it stays in the catalog."""
+    lock(connection, [serial])
     block = sa.select(Checkpoint.digest_block).where(Checkpoint.serial == serial).scalar_subquery()
     connection.execute(sa.delete(Digest).where(Digest.block == block, Digest.checkpoint == serial))
     connection.execute(sa.delete(Location).where(Location.checkpoint == serial))

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from ucformat.catalog.catalog import GRACE
 from ucformat.catalog.deletion import begin_purge, end_purge
 from ucformat.catalog.names import Stamp
+from ucformat.catalog.reader import GRACE
 from ucformat.catalog.refs import Ref, resolve
 from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, UcformatError, UpgradeNeeded
 from ucformat.format.commit import MANIFEST, abandon, read_manifest

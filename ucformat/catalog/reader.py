@@ -1,0 +1,176 @@
+"""The questions that a catalog answers: frozen values out, one transaction each."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Literal, Self
+
+from ucformat.catalog import deletion, names, query
+from ucformat.catalog.engine import Database
+from ucformat.catalog.entries import load
+from ucformat.catalog.names import Stamp
+from ucformat.catalog.purge import plan_purge
+from ucformat.catalog.refs import parse_ref, resolve
+from ucformat.errors import Refused
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from ucformat.catalog.diff import Diff
+    from ucformat.catalog.entries import Entry
+    from ucformat.catalog.lineage import Lineage
+    from ucformat.catalog.names import AliasEntry, MoveEntry
+    from ucformat.catalog.purge import PurgePlan
+    from ucformat.catalog.query import EventEntry, TensorEntry
+    from ucformat.catalog.sql import Table
+
+__all__ = ["GRACE", "Reader", "make_stamp", "now"]
+
+#: How long a deleted checkpoint can be restored, where nobody says.
+GRACE = timedelta(days=7)
+
+
+class Reader:
+    """What can be asked of a catalog."""
+
+    def __init__(self, url: str | None = None, *, read_only: bool = False, upgrade: bool = False) -> None:
+        if url is None:
+            from ucformat.settings import load_settings
+
+            url = load_settings().catalog_url()
+            if url is None:
+                raise Refused("the catalog is switched off", hint="set UCP_CATALOG, or give --catalog URL")
+        self._database = Database(url, read_only=read_only, upgrade=upgrade)
+
+    @property
+    def url(self) -> str:
+        """Where it is, without a password."""
+        return self._database.url
+
+    @property
+    def database(self) -> Database:
+        """The database: for the rooms above, not for users."""
+        return self._database
+
+    @property
+    def who(self) -> str:
+        """What the audit log calls us."""
+        return make_stamp().who
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._database.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<ucformat.Catalog {self.url}>"
+
+    def find(
+        self,
+        where: str = "",
+        *,
+        sort: str = "-created",
+        limit: int | None = None,
+        offset: int = 0,
+        deleted: bool = False,
+    ) -> list[Entry]:
+        """The checkpoints that a filter takes, in order; with `deleted` also those that are no longer committed.
+
+        A filter that speaks of `state` itself sees them all. The language is in docs/filters.md.
+
+        Raises:
+            UsageError: the filter or the sort cannot be read, or names a key that nobody has.
+        """
+        with self._database.reading() as c:
+            found = query.find(c, where, now(), sort=sort, limit=limit, offset=offset, deleted=deleted)
+            return load(c, found, now())
+
+    def count(self, where: str = "", *, deleted: bool = False) -> int:
+        """How many checkpoints a filter takes."""
+        with self._database.reading() as c:
+            return query.count(c, where, now(), deleted=deleted)
+
+    def get(self, ref: str) -> Entry:
+        """The checkpoint that a reference means.
+
+        Raises:
+            NotFound: there is none.
+            UsageError: the reference means several.
+        """
+        with self._database.reading() as c:
+            return load(c, [resolve(c, parse_ref(ref))], now())[0]
+
+    def tensors(self, ref: str) -> list[TensorEntry]:
+        """The tensors of a checkpoint, as its manifest lists them."""
+        with self._database.reading() as c:
+            return query.tensors(c, resolve(c, parse_ref(ref)))
+
+    def holding(self, digest: str) -> list[tuple[Entry, TensorEntry]]:
+        """The checkpoints that hold a tensor with this very content, and that tensor."""
+        with self._database.reading() as c:
+            found = query.holding(c, digest)
+            entries = dict(zip(found, load(c, list(found), now()), strict=True))
+            return [(entries[s], t) for s, tensors in found.items() for t in tensors]
+
+    def lineage(self, ref: str, direction: Literal["up", "down"] = "up", depth: int | None = None) -> Lineage:
+        """What a checkpoint was made from (`up`), or what was made from it (`down`), so many steps far."""
+        from ucformat.catalog.lineage import lineage
+
+        with self._database.reading() as c:
+            return lineage(c, resolve(c, parse_ref(ref)), direction, depth, now())
+
+    def diff(self, a: str, b: str) -> Diff:
+        """In what two checkpoints differ: configuration, tensors, topology, metrics; reads no tensor."""
+        from ucformat.catalog.diff import diff
+
+        with self._database.reading() as c:
+            return diff(c, resolve(c, parse_ref(a)), resolve(c, parse_ref(b)), now())
+
+    def sql(self, statement: str, limit: int | None = None) -> Table:
+        """The rows of one SQL statement, which the database does not let write."""
+        from ucformat.catalog.sql import run_sql
+
+        return run_sql(self._database, statement, limit)
+
+    def events(self, ref: str | None = None, limit: int = 100) -> list[EventEntry]:
+        """The audit log, the newest first: of one checkpoint, or of all."""
+        with self._database.reading() as c:
+            return query.events(c, None if ref is None else resolve(c, parse_ref(ref)), limit)
+
+    def aliases(self) -> list[AliasEntry]:
+        """All aliases, by name."""
+        with self._database.reading() as c:
+            return names.aliases(c)
+
+    def alias_history(self, name: str) -> list[MoveEntry]:
+        """Where an alias pointed to, the first first."""
+        with self._database.reading() as c:
+            return names.alias_history(c, name)
+
+    def purgeable(self, grace: timedelta = GRACE) -> PurgePlan:
+        """Which deleted checkpoints `gc` may remove from storage now; `grace` is for those without one of their own."""
+        with self._database.reading() as c:
+            return plan_purge(deletion.retention_rows(c, now()), now(), grace)
+
+
+def now() -> datetime:
+    """The time, with its zone."""
+    return datetime.now(UTC)
+
+
+def make_stamp() -> Stamp:
+    """Who we are, and the time."""
+    user = "unknown"
+    with suppress(OSError, KeyError):  # a user id without a name, as in many containers
+        user = getpass.getuser()
+    return Stamp(f"{user}@{socket.gethostname()}", now())
