@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, IntegrityError, MissingData, NotACheckpoint, UpgradeNeeded
 from ucformat.format.commit import begin, commit, new_id, on_commit, read_manifest
 from ucformat.schema.manifest import Manifest, manifest_json_schema
+from ucformat.schema.tombstone import TombstoneDoc
 from ucformat.storage.memory import MemoryStore
+from ucformat.storage.wrapped import WrappedStore
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,6 +68,65 @@ def test_overwriting_fails_when_the_checkpoint_was_replaced_meanwhile() -> None:
     with pytest.raises(Conflict, match="somebody else"):
         commit(store, two, manifest(two.id))
     assert read_manifest(store)[0].attempt == one.id
+
+
+def tombstone(checkpoint: str, attempt: str) -> bytes:
+    return TombstoneDoc(id=checkpoint, attempt=attempt, created=datetime.now(UTC)).model_dump_json().encode()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("committed", [False, True])
+def test_nobody_begins_where_a_checkpoint_is_being_removed(overwrite: bool, committed: bool) -> None:
+    store = MemoryStore(f"tombstone-{overwrite}-{committed}")
+    old = begin(store, {"a": 0}, overwrite=False)
+    if committed:
+        commit(store, old, manifest(old.id))
+    store.put_if_absent("tombstone.json", tombstone("x", old.id))
+    before = [i.key for i in store.list()]
+    with pytest.raises(Conflict, match="was deleted, and is not yet removed") as caught:
+        begin(store, {"a": 1}, overwrite=overwrite)
+    assert "ucp gc" in str(caught.value.hint)
+    assert [i.key for i in store.list()] == before
+
+
+def test_one_that_begins_while_the_manifest_goes_is_told() -> None:
+    """It finds no manifest any more; the tombstone was there before that went."""
+
+    class Removed(WrappedStore):
+        def read_versioned(self, key: str) -> tuple[bytes, str]:
+            self.inner.put_if_absent("tombstone.json", tombstone("x", "y"))
+            self.inner.delete("manifest.json")
+            return self.inner.read_versioned(key)
+
+    store = MemoryStore("begun-too-late")
+    commit(store, old := begin(store, {"a": 0}, overwrite=False), manifest(old.id))
+    with pytest.raises(Conflict, match="was deleted"):
+        begin(Removed(store), {"a": 0}, overwrite=False)
+
+
+def test_a_manifest_that_became_a_tombstone_is_no_checkpoint() -> None:
+    store = MemoryStore("became")
+    store.put_if_absent("manifest.json", tombstone("x", "y"))
+    with pytest.raises(NotACheckpoint, match="is being removed"):
+        read_manifest(store)
+    with pytest.raises(NotACheckpoint, match="is being removed"):
+        ucformat.open("memory://became")
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_what_was_to_be_replaced_may_be_deleted_meanwhile(gone: bool) -> None:
+    store = MemoryStore(f"deleted-{gone}")
+    commit(store, old := begin(store, {"a": 0}, overwrite=False), manifest(old.id))
+    new = begin(store, {"a": 1}, overwrite=True)
+    with store.create(f"data/{new.id}/x") as out:
+        out.write(b"x")
+    if gone:
+        store.delete("manifest.json")
+    else:
+        store.replace("manifest.json", tombstone("x", old.id), store.read_versioned("manifest.json")[1])
+    with pytest.raises(Conflict, match="deleted meanwhile"):
+        commit(store, new, manifest(new.id))
+    assert new.id not in " ".join(i.key for i in store.list())
 
 
 def test_listeners_hear_of_a_commit() -> None:

@@ -24,7 +24,7 @@ from ucformat._version import __version__
 from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, UpgradeNeeded
 from ucformat.format.digest import document_digest
 from ucformat.schema.manifest import FORMAT_VERSION, AttemptDoc, Manifest
-from ucformat.schema.tombstone import TOMBSTONE
+from ucformat.schema.tombstone import TOMBSTONE, is_tombstone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +73,7 @@ def read_manifest(store: Store) -> tuple[Manifest, str]:
     """The manifest of a place, and the version of the file.
 
     Raises:
-        NotACheckpoint: there is none.
+        NotACheckpoint: there is none, or one that is being removed.
         UpgradeNeeded: it was written by a newer version of the format.
         IntegrityError: it cannot be parsed.
     """
@@ -84,7 +84,14 @@ def read_manifest(store: Store) -> tuple[Manifest, str]:
             f"{store.url} holds no committed checkpoint (no {MANIFEST})",
             hint="a save or conversion that was interrupted leaves none; run it again, it continues",
         ) from None
-    return parse_manifest(data, f"{store.url}/{MANIFEST}"), version
+    try:
+        return parse_manifest(data, f"{store.url}/{MANIFEST}"), version
+    except IntegrityError:
+        if not is_tombstone(data):
+            raise
+    raise NotACheckpoint(
+        f"the checkpoint at {store.url} was deleted, and is being removed", hint="`ucp gc --apply` ends that"
+    )
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
@@ -113,12 +120,6 @@ def begin(store: Store, plan: dict[str, Any], *, overwrite: bool) -> Attempt:
         Conflict: a checkpoint is committed there already and `overwrite` is false, or one is being removed.
     """
     replaces = None
-    with suppress(NotFound):
-        store.info(TOMBSTONE)
-        raise Conflict(
-            f"what lay at {store.url} was deleted, and is not yet removed as a whole",
-            hint="`ucp gc --apply` ends that; or choose another place",
-        )
     try:
         replaces = read_manifest(store)
     except NotACheckpoint:
@@ -128,6 +129,12 @@ def begin(store: Store, plan: dict[str, Any], *, overwrite: bool) -> Attempt:
             f"{store.url} holds a manifest that this ucformat cannot read: {error.message}",
             hint="choose another place, or delete that checkpoint first",
         ) from error
+    with suppress(NotFound):  # looked for last: whoever removes a checkpoint puts it before the manifest goes
+        store.info(TOMBSTONE)
+        raise Conflict(
+            f"what lay at {store.url} was deleted, and is not yet removed as a whole",
+            hint="`ucp gc --apply` ends that; or choose another place",
+        )
     if replaces is not None and not overwrite:
         same = ""
         if replaces[0].attempt == _id(_digest(plan, None)):
@@ -173,10 +180,17 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest) -> Manifest:
         else:
             store.replace(MANIFEST, data, attempt.replaces[1])
     except Conflict as error:
-        winner, _ = read_manifest(store)
-        if winner.attempt == attempt.id:  # somebody ran the same plan; its checkpoint is this one
+        winner = _winner(store)
+        if (
+            winner is not None and winner.attempt == attempt.id
+        ):  # somebody ran the same plan; its checkpoint is this one
             return winner
         abandon(store, attempt.id)
+        if winner is None:
+            raise Conflict(
+                f"the checkpoint at {store.url} that was to be replaced was deleted meanwhile",
+                hint="this one's files were removed; run it again",
+            ) from error
         raise Conflict(
             f"{store.url} was committed by somebody else (checkpoint {winner.id}) while this one was written",
             hint="their checkpoint is whole; this one's files were removed; choose another place and run it again",
@@ -186,6 +200,14 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest) -> Manifest:
     for listener in on_commit:
         listener(store.url, manifest)
     return manifest
+
+
+def _winner(store: Store) -> Manifest | None:
+    """The manifest that stands where one could not be committed; None if it was deleted."""
+    try:
+        return read_manifest(store)[0]
+    except NotACheckpoint:
+        return None
 
 
 def abandon(store: Store, attempt: str) -> None:

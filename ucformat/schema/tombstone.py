@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import datetime  # noqa: TC003 - pydantic reads it at run time
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-__all__ = ["TOMBSTONE", "TombstoneDoc"]
+__all__ = ["TOMBSTONE", "TombstoneDoc", "is_tombstone"]
 
 #: The name of the document, in the checkpoint's folder.
 TOMBSTONE = "tombstone.json"
@@ -24,3 +24,18 @@ class TombstoneDoc(BaseModel):
     attempt: str
     files: tuple[str, ...] = ()
     created: datetime
+
+
+class _Head(BaseModel):
+    """What every version of the tombstone begins with."""
+
+    format: Literal["ucformat-tombstone"]
+
+
+def is_tombstone(data: bytes) -> bool:
+    """Whether a document is a tombstone, of whatever version."""
+    try:
+        _Head.model_validate_json(data)
+    except ValidationError:
+        return False
+    return True
