@@ -22,14 +22,14 @@ from ucformat.catalog.retention import Held, Row, protections
 from ucformat.errors import Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from datetime import datetime, timedelta
 
     from sqlalchemy import Connection
 
     from ucformat.catalog.names import Stamp
 
-__all__ = ["begin_purge", "delete", "end_purge", "lock", "restore", "retention_rows"]
+__all__ = ["begin_purge", "delete", "end_purge", "restore", "retention_rows"]
 
 _LIVE = ("committed", "deleted", "purging")
 
@@ -134,10 +134,11 @@ def delete(
                 f"{name} is not deleted: {'; '.join(reasons)}",
                 hint="nothing was deleted; docs/retention.md says what protects",
             )
-    values = {"state": "deleted", "deleted": stamp.now, "purge_after": stamp.now + grace}
+    over = stamp.now + grace
+    values = {"state": "deleted", "deleted": stamp.now, "purge_after": over}
     for serial in serials:
         connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(**values))
-        event(connection, "delete", stamp.who, stamp.now, serial, purge_after=values["purge_after"].isoformat(), **why)
+        event(connection, "delete", stamp.who, stamp.now, serial, purge_after=over.isoformat(), **why)
     touch(connection, serials)
 
 
