@@ -1,0 +1,216 @@
+"""Lark's reading of the grammar: the tree of a filter, or an error that says what should stand where."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from datetime import timedelta
+from fractions import Fraction
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, cast
+
+from lark import Lark, Transformer, UnexpectedCharacters, UnexpectedToken, v_args
+
+from ucformat.catalog.filter.pointing import pointing_error
+from ucformat.catalog.filter.syntax import And, By, Compare, In, IsNull, Like, Not, Or, Sort, atoms
+from ucformat.catalog.filter.values import AGE_UNITS, SIZE_UNITS, Age, Key, Number, Size, Text, Truth
+from ucformat.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lark import Token
+
+    from ucformat.catalog.filter.syntax import Node
+    from ucformat.catalog.filter.values import Place, Value
+
+__all__ = ["Reader"]
+
+_DIGITS = 320  # of a number: what is longer is too large, or finer than any float
+_SIZES = {unit.upper(): size for unit, size in SIZE_UNITS.items()}
+
+_VALUES = {"INT", "FLOAT", "AGE", "SIZE", "STRING", "TRUE", "FALSE"}
+_WORDS = {
+    "NAME": "a key",
+    "INDEX": "an index",
+    "_DOT": "a dot",
+    "OPERATOR": "a comparison such as = or <",
+    "_IN": "in",
+    "_LIKE": "like",
+    "_IS": "is",
+    "_NULL": "null",
+    "NOT": "not",
+    "_COMMA": "a comma",
+    "_AND": "and",
+    "_OR": "or",
+    "_LPAR": "(",
+    "_RPAR": ")",
+    "_COLON": ":",
+    "DIRECTION": "asc or desc",
+    "MINUS": "-",
+    "$END": "the end",
+}
+
+
+class Reader:
+    """Reads filters and orders; it takes a moment to make."""
+
+    def __init__(self) -> None:
+        grammar = files("ucformat.catalog.filter").joinpath("grammar.lark").read_text(encoding="utf-8")
+        self._lark = Lark(
+            grammar, parser="lalr", start=["filter", "sort"], transformer=_Build(), maybe_placeholders=True
+        )
+
+    def read(self, text: str, start: str) -> Node | Sort:
+        """The tree; UsageError where the text is none."""
+        try:
+            return cast("Node | Sort", self._lark.parse(text, start=start))
+        except UnexpectedToken as e:
+            if e.token.type == "$END":
+                end = (len(text), len(text))
+                raise pointing_error("the text ends too early", text, end, hint=_expected(e.accepts)) from None
+            raise pointing_error("this does not belong here", text, _at(e.token), hint=_hint(e, text)) from None
+        except UnexpectedCharacters as e:
+            wrong = e.pos_in_stream or 0
+            match text[wrong]:
+                case "'" | '"':
+                    message, hint = "this quote is not closed", "a quote within text is written twice"
+                case "&" | "|" | "!" | "~" | "^":
+                    message, hint = "this is no word of the language", "write and, or, not"
+                case _:
+                    message, hint = "this does not belong here", _expected(e.allowed)
+            raise pointing_error(message, text, (wrong, wrong + 1), hint=hint) from None
+        except _Misfit as e:
+            raise pointing_error(e.error.message, text, e.at, hint=e.error.hint) from None
+
+
+class _Misfit(Exception):
+    """An error of a leaf or node, and its place."""
+
+    def __init__(self, error: UsageError, at: Place | None) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.at = at
+
+
+@v_args(inline=True)
+class _Build(Transformer[Any, Any]):
+    """Makes the tree while the text is parsed, so that nothing recurses."""
+
+    def disjunction(self, *nodes: Node) -> Node:
+        with _placed(_start(nodes[0])):
+            return Or(nodes)
+
+    def conjunction(self, *nodes: Node) -> Node:
+        with _placed(_start(nodes[0])):
+            return And(nodes)
+
+    def negated(self, word: Token, node: Node) -> Node:
+        with _placed(_at(word)):
+            return Not(node)
+
+    def compare(self, key: Key, operator: Token, value: Value) -> Node:
+        return Compare(key, {"==": "=", "<>": "!="}.get(operator, str(operator)), value)
+
+    def member(self, key: Key, negation: Token | None, *values: Value) -> Node:
+        return In(key, values, negated=negation is not None)
+
+    def like(self, key: Key, negation: Token | None, pattern: Text) -> Node:
+        with _placed(pattern.at):
+            return Like(key, pattern, negated=negation is not None)
+
+    def null(self, key: Key, negation: Token | None) -> Node:
+        return IsNull(key, negated=negation is not None)
+
+    def sort(self, *keys: By) -> Sort:
+        with _placed(keys[-1].key.at):
+            return Sort(keys)
+
+    def by(self, minus: Token | None, key: Key, direction: Token | None) -> By:
+        if minus is not None and direction is not None:
+            with _placed(_at(direction)):
+                raise UsageError("the order is given twice", hint="write either a minus, or :asc or :desc")
+        return By(key, minus is not None or (direction is not None and direction.lower() == "desc"))
+
+    def key(self, *parts: Token) -> Key:
+        at = (_at(parts[0])[0], _at(parts[-1])[1])
+        with _placed(at):
+            return Key(tuple(map(_unquoted, parts)), at=at)
+
+    def text(self, token: Token) -> Text:
+        return Text(_unquoted(token), at=_at(token))
+
+    def integer(self, token: Token) -> Number:
+        with _placed(_at(token)):
+            return Number(int(_short(token)), at=_at(token))
+
+    def real(self, token: Token) -> Number:
+        with _placed(_at(token)):
+            return Number(float(token), at=_at(token))
+
+    def truth(self, token: Token) -> Truth:
+        return Truth(token.lower() == "true", at=_at(token))
+
+    def age(self, token: Token) -> Age:
+        with _placed(_at(token)):
+            micros = round(Fraction(_short(token)[:-1]) * AGE_UNITS[token[-1]] * 10**6)
+            try:
+                return Age(timedelta(microseconds=micros), at=_at(token))
+            except OverflowError:
+                raise UsageError("this age is too large", hint="ages go up to 999999999d") from None
+
+    def size(self, token: Token) -> Size:
+        with _placed(_at(token)):
+            number = _short(token).rstrip("kmgtibKMGTIB")
+            return Size(round(Fraction(number) * _SIZES[token[len(number) :].upper()]), at=_at(token))
+
+
+@contextmanager
+def _placed(at: Place | None) -> Iterator[None]:
+    """An error of what is made here is an error of this place."""
+    try:
+        yield
+    except UsageError as e:
+        raise _Misfit(e, at) from None
+
+
+def _at(token: Token) -> Place:
+    start = token.start_pos or 0
+    return start, start + len(token)
+
+
+def _start(node: Node) -> Place | None:
+    return next(atoms(node)).key.at
+
+
+def _short(token: Token) -> str:
+    if len(token) > _DIGITS:
+        raise UsageError(f"a number has at most {_DIGITS} digits")
+    return str(token)
+
+
+def _unquoted(token: Token) -> str:
+    quote = token[0]
+    return token[1:-1].replace(quote * 2, quote) if token.type == "STRING" else str(token)
+
+
+def _expected(terminals: set[str] | None) -> str:
+    expected = set(terminals or ())
+    if expected == {"STRING"}:
+        return "expected text in quotes"
+    if expected >= _VALUES:
+        return "expected a value: text in quotes, a number, true or false"
+    *words, last = [word for name, word in _WORDS.items() if name in expected] or ["nothing more"]
+    return f"expected {', '.join(words)}{' or ' * bool(words)}{last}"
+
+
+def _hint(error: UnexpectedToken, text: str) -> str:
+    token = error.token
+    start = _at(token)[0]
+    value = set(error.accepts or ()) >= _VALUES
+    if value and token.type == "NAME":
+        return f"text stands in quotes: '{token}'"
+    if value and token.type == "_NULL":
+        return "what has no value is found by: KEY is null"
+    if token.type == "NAME" and text[start - 1 : start].isdigit() and "_AND" in (error.accepts or ()):
+        return f"ages end in one of {' '.join(AGE_UNITS)}, sizes in one of {' '.join(SIZE_UNITS)}"
+    return _expected(error.accepts)
