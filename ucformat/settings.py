@@ -1,24 +1,20 @@
 """Settings: what an option says, else `UCP_*` of the environment, else the project's file, else the user's.
 
 The project's file is the nearest `ucformat.toml` in this folder or one above; the user's is `config.toml` in the user's
-configuration folder (`~/.config/ucformat` on Linux).
+configuration folder (`~/.config/ucformat` on Linux). A path in a file is relative to the folder of the file.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import tomllib
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from platformdirs import user_config_path, user_data_path
-from pydantic import ValidationError
-from pydantic_settings import (
-    BaseSettings,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
-)
+from pydantic import TypeAdapter, ValidationError
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ucformat.errors import UsageError
 
@@ -35,7 +31,7 @@ PROJECT_FILE = "ucformat.toml"
 class Settings(BaseSettings):
     """What can be set."""
 
-    model_config = SettingsConfigDict(env_prefix="UCP_", extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="UCP_", env_ignore_empty=True, extra="forbid", frozen=True)
 
     catalog: str = ""  # a file's path or a url; "none" switches it off, "" is the default
 
@@ -49,7 +45,7 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - nor secrets from files
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """The sources, the first one wins."""
-        files = [TomlConfigSettingsSource(settings_cls, f) for f in (_project_file(), _user_file()) if f is not None]
+        files = [InitSettingsSource(settings_cls, _read(f)) for f in (_project_file(), _user_file()) if f is not None]
         return (init_settings, env_settings, *files)
 
     def catalog_url(self) -> str | None:
@@ -80,20 +76,39 @@ def load_settings(**given: str | None) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise UsageError(
-            f"the settings cannot be used: {key}: {first['msg']}",
-            hint=f"look into {', '.join(str(f) for f in (_project_file(), _user_file()) if f) or 'UCP_* variables'}; "
-            f"there are: {', '.join(Settings.model_fields)}",
-        ) from None
-    except ValueError as error:  # not TOML
-        raise UsageError(f"a settings file cannot be read: {error}") from None
+        raise UsageError(f"the setting {key} cannot be used: {first['msg']}", hint=_KNOWN) from None
+
+
+_KNOWN = f"what can be set: {', '.join(Settings.model_fields)}"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """What a file sets."""
+    try:
+        found = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the settings in {file} cannot be read: {error}", hint="it is a TOML file") from error
+    for key, value in found.items():
+        if key not in Settings.model_fields:
+            raise UsageError(f"{file} sets {key!r}, which is no setting", hint=_KNOWN)
+        try:
+            TypeAdapter(Settings.model_fields[key].rebuild_annotation()).validate_python(value)
+        except ValidationError as error:
+            raise UsageError(f"{file} sets {key!r} to what it cannot be: {error.errors()[0]['msg']}") from None
+    if (catalog := found.get("catalog", "")) and catalog.lower() != "none" and "://" not in catalog:
+        found["catalog"] = str(file.parent / Path(catalog).expanduser())
+    return found
 
 
 def _project_file() -> Path | None:
-    here = Path.cwd()
-    return next((f for d in (here, *here.parents) if (f := d / PROJECT_FILE).is_file()), None)
+    with suppress(OSError):  # the folder was removed, or must not be looked into
+        here = Path.cwd()
+        return next((f for d in (here, *here.parents) if (f := d / PROJECT_FILE).is_file()), None)
+    return None
 
 
 def _user_file() -> Path | None:
     found = user_config_path("ucformat") / "config.toml"
-    return found if found.is_file() else None
+    with suppress(OSError):
+        return found if found.is_file() else None
+    return None
