@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
+from ucformat.catalog.locks import lock, take_turns
 from ucformat.catalog.models import (
     Alias,
     AliasMove,
@@ -24,7 +25,7 @@ from ucformat.catalog.models import (
     Run,
     Tag,
 )
-from ucformat.catalog.names import touch
+from ucformat.catalog.names import alias_here, touch
 from ucformat.catalog.recording import event, insert_edge, insert_if_absent, set_run
 from ucformat.schema.catalog_document import (
     AliasDoc,
@@ -117,7 +118,9 @@ def absorb(connection: Connection, serial: int, doc: CatalogDoc, stamp: Stamp) -
 
     A document that this catalog itself wrote, and that is not ahead of it, says nothing new.
     """
-    row = connection.execute(sa.select(Checkpoint.__table__).where(Checkpoint.serial == serial).with_for_update()).one()
+    take_turns(connection, *(f"alias {a.name}" for a in doc.aliases), *(e.id or e.url for e in doc.lineage))
+    lock(connection, [serial])
+    row = connection.execute(sa.select(Checkpoint.__table__).where(Checkpoint.serial == serial)).one()
     if doc.id != row.id or (doc.catalog == _identity(connection) and doc.revision <= row.document_written):
         return False
     if doc.run is not None:
@@ -168,24 +171,21 @@ def _absorb_row(connection: Connection, table: Any, serial: int, keys: dict[str,
 
 def _absorb_alias(connection: Connection, serial: int, alias: AliasDoc, stamp: Stamp) -> None:
     """Point an alias here, unless the catalog knows of a later move."""
-    found = connection.execute(
-        sa.select(Alias.__table__).where(Alias.name == alias.name).with_for_update()
-    ).one_or_none()
+    here = alias_here(connection, alias.name)
     last = connection.scalar(sa.select(sa.func.max(AliasMove.version)).where(AliasMove.name == alias.name)) or 0
     if last >= alias.version:
         return
     values = {"checkpoint": serial, "version": alias.version, "moved": alias.moved}
-    if found is None:
-        if insert_if_absent(connection, Alias, {"name": alias.name}, values, Alias.name) is None:
-            return  # somebody else absorbs it at this instant
+    if here is None:
+        connection.execute(sa.insert(Alias).values(name=alias.name, **values))
     else:
         connection.execute(sa.update(Alias).where(Alias.name == alias.name).values(**values))
-        touch(connection, [found.checkpoint])
+        touch(connection, [here])
     connection.execute(
         sa.insert(AliasMove).values(
             name=alias.name,
             version=alias.version,
-            source=None if found is None else found.checkpoint,
+            source=here,
             target=serial,
             moved=alias.moved,
             who=stamp.who,

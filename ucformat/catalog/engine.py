@@ -92,9 +92,9 @@ class Database:
         file.parent.mkdir(parents=True, exist_ok=True)
 
     def _engine(self) -> Engine:
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"isolation_level": "READ COMMITTED"}  # whatever the server's default is
         if self.sqlite:
-            options["connect_args"] = {"timeout": _WAIT, "check_same_thread": False, "isolation_level": None}
+            options = {"connect_args": {"timeout": _WAIT, "check_same_thread": False, "isolation_level": None}}
         try:
             engine = sa.create_engine(self._url, **options)
         except ModuleNotFoundError as error:

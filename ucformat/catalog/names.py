@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
 
+from ucformat.catalog.locks import take_turns
 from ucformat.catalog.models import Alias, AliasMove, Checkpoint, Hold, Metric, Note, Tag
 from ucformat.catalog.recording import event, insert_if_absent, stored_metric
 from ucformat.errors import Conflict, NotFound, UsageError
@@ -26,6 +27,7 @@ __all__ = [
     "add_metrics",
     "add_note",
     "add_tags",
+    "alias_here",
     "alias_history",
     "aliases",
     "move_alias",
@@ -103,17 +105,9 @@ def move_alias(
     version = _next_version(connection, name) if found is None else found.version + 1
     values = {"checkpoint": target, "version": version, "moved": stamp.now}
     if found is None:
-        moved = insert_if_absent(connection, Alias, {"name": name}, values, Alias.version) is not None
+        connection.execute(sa.insert(Alias).values(name=name, **values))
     else:
-        moved = bool(
-            connection.execute(
-                sa.update(Alias).where(Alias.name == name, Alias.version == found.version).values(**values)
-            ).rowcount
-        )
-    if not moved:
-        if expect is ANY:  # somebody was quicker, and that does not matter
-            return move_alias(connection, name, target, expect, stamp)
-        raise _moved(name)
+        connection.execute(sa.update(Alias).where(Alias.name == name).values(**values))
     source = None if found is None else found.checkpoint
     _note_move(connection, name, version, source, target, stamp)
     return (target,) if source is None else (source, target)
@@ -125,15 +119,20 @@ def remove_alias(connection: Connection, name: str, expect: int | _Any | None, s
     if found is None:
         raise NotFound(f"there is no alias {name!r}", hint="`ucp alias list` shows those there are")
     _check_expected(connection, name, found.checkpoint, expect)
-    gone = connection.execute(sa.delete(Alias).where(Alias.name == name, Alias.version == found.version))
-    if not gone.rowcount:
-        raise _moved(name)
+    connection.execute(sa.delete(Alias).where(Alias.name == name))
     _note_move(connection, name, found.version + 1, found.checkpoint, None, stamp)
     return (found.checkpoint,)
 
 
+def alias_here(connection: Connection, name: str) -> int | None:
+    """The checkpoint that an alias points to, and will point to until the transaction ends or moves it itself."""
+    found = _alias(connection, name)
+    return None if found is None else int(found.checkpoint)
+
+
 def _alias(connection: Connection, name: str) -> Any:
-    return connection.execute(sa.select(Alias.__table__).where(Alias.name == name).with_for_update()).one_or_none()
+    take_turns(connection, f"alias {name}")
+    return connection.execute(sa.select(Alias.__table__).where(Alias.name == name)).one_or_none()
 
 
 def _check_expected(connection: Connection, name: str, found: int | None, expect: int | _Any | None) -> None:
@@ -149,10 +148,6 @@ def _check_expected(connection: Connection, name: str, found: int | None, expect
 
 def _id(connection: Connection, serial: int) -> str:
     return connection.execute(sa.select(Checkpoint.id).where(Checkpoint.serial == serial)).scalar_one()
-
-
-def _moved(name: str) -> Conflict:
-    return Conflict(f"the alias {name!r} was moved by somebody else just now", hint="look again, and decide anew")
 
 
 def _next_version(connection: Connection, name: str) -> int:

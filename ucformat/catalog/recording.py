@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
+from ucformat.catalog.locks import lock, take_turns
 from ucformat.catalog.models import (
     BLOCK,
     Checkpoint,
@@ -60,13 +61,12 @@ def record(
     """Record a checkpoint that lies at `url`, unless it is known; then only where it lies is noted. Its serial."""
     if not manifest.id:
         raise UsageError(f"the checkpoint at {url} has no id to record it by", hint="give the manifest one")
+    take_turns(connection, manifest.id, url, *(p.id or _place(p.url) for p in manifest.lineage))
     serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == manifest.id))
     if serial is None:
-        serial = insert_if_absent(
-            connection,
-            Checkpoint,
-            {"id": manifest.id},
+        made = sa.insert(Checkpoint).values(
             {
+                "id": manifest.id,
                 "kind": kind,
                 "state": "committed",
                 "run_id": None if run is None else one_id(connection, Run, {"name": run}, {"created": now}),
@@ -87,14 +87,11 @@ def record(
                 "digest_block": _digest_block(connection, len(manifest.tensors)),
                 "document_revision": 0,
                 "document_written": 0,
-            },
-            Checkpoint.serial,
+            }
         )
-        if serial is not None:
-            _add_details(connection, serial, manifest, url, now)
-            event(connection, "record", who, now, serial, url=url, kind=kind)
-        else:  # somebody else recorded it at this instant
-            serial = connection.execute(sa.select(Checkpoint.serial).where(Checkpoint.id == manifest.id)).scalar_one()
+        serial = connection.execute(made.returning(Checkpoint.serial)).scalar_one()
+        _add_details(connection, serial, manifest, url, now)
+        event(connection, "record", who, now, serial, url=url, kind=kind)
     locate(connection, serial, url, now)
     _adopt_children(connection, serial, manifest.id, url)
     return serial
@@ -112,19 +109,22 @@ def set_run(connection: Connection, serial: int, run: str, now: datetime) -> boo
 
 
 def locate(connection: Connection, serial: int, url: str, now: datetime) -> None:
-    """Note that a checkpoint lies at `url`; what was recorded there before has been replaced by it."""
-    known = connection.execute(sa.select(Location.id, Location.checkpoint).where(Location.url == url)).one_or_none()
-    if known is None:
-        insert_if_absent(connection, Location, {"url": url}, {"checkpoint": serial, "seen": now}, Location.id)
-    else:
-        connection.execute(sa.update(Location).where(Location.id == known.id).values(checkpoint=serial, seen=now))
-        if known.checkpoint != serial:
-            elsewhere = sa.exists().where(Location.checkpoint == known.checkpoint)
-            connection.execute(
-                sa.update(Checkpoint)
-                .where(Checkpoint.serial == known.checkpoint, Checkpoint.state != "purged", ~elsewhere)
-                .values(state="replaced")
-            )
+    """Note that a checkpoint lies at `url`; what was recorded there before has been replaced by it.
+
+    Whoever calls has the turn of the url.
+    """
+    before = connection.scalar(sa.select(Location.checkpoint).where(Location.url == url))
+    lock(connection, {serial, serial if before is None else before})  # so that nobody forgets a place meanwhile
+    here = {"checkpoint": serial, "seen": now}
+    if not connection.execute(sa.update(Location).where(Location.url == url).values(**here)).rowcount:
+        connection.execute(sa.insert(Location).values(url=url, **here))
+    elif before != serial:
+        elsewhere = sa.exists().where(Location.checkpoint == before)
+        connection.execute(
+            sa.update(Checkpoint)
+            .where(Checkpoint.serial == before, Checkpoint.state != "purged", ~elsewhere)
+            .values(state="replaced")
+        )
     connection.execute(  # it is there again, whatever was believed of it
         sa.update(Checkpoint)
         .where(Checkpoint.serial == serial, Checkpoint.state.in_(("replaced", "purged")))
@@ -137,8 +137,10 @@ def forget_places(connection: Connection, root: str, present: Collection[str], *
     below = sa.or_(Location.url == root, Location.url.startswith(f"{root}/", autoescape=True))
     known = connection.execute(sa.select(Location.url, Location.checkpoint).where(below).order_by(Location.url)).all()
     gone = [row for row in known if row.url not in present]
+    lock(connection, {row.checkpoint for row in gone})
     for row in gone:
-        connection.execute(sa.delete(Location).where(Location.url == row.url))
+        here = (Location.url == row.url, Location.checkpoint == row.checkpoint)
+        connection.execute(sa.delete(Location).where(*here))
         elsewhere = sa.exists().where(Location.checkpoint == row.checkpoint)
         lost = (Checkpoint.serial == row.checkpoint, Checkpoint.state != "replaced", ~elsewhere)
         connection.execute(sa.update(Checkpoint).where(*lost).values(state="purged"))
@@ -175,7 +177,8 @@ def insert_edge(
     connection: Connection, serial: int, kind: str, parent_url: str, parent_id: str | None, *, depends: bool
 ) -> bool:
     """Note an edge, linked to the parent if that is recorded; whether it is new."""
-    parent_url = parent_url.rstrip("/") or parent_url
+    parent_url = _place(parent_url)
+    take_turns(connection, parent_id or parent_url)
     parent = None
     if parent_id is not None:
         parent = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == parent_id))
@@ -194,6 +197,10 @@ def _adopt_children(connection: Connection, serial: int, checkpoint_id: str, url
         connection.execute(
             sa.update(Edge).where(which, Edge.parent.is_(None), Edge.child != serial).values(parent=serial)
         )
+
+
+def _place(url: str) -> str:
+    return url.rstrip("/") or url
 
 
 def _below(url: str, root: str) -> bool:
