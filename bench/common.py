@@ -12,6 +12,8 @@ from pathlib import Path
 
 from tests.engines import engine, torchrun
 
+os.environ["UCP_CATALOG"] = "none"  # bench/catalog.py measures recording
+
 OUT = Path("bench/out")
 ROOT = Path(__file__).parents[1]
 

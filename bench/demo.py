@@ -5,6 +5,7 @@ Run by `make demo`. What it prints is what `ucp` prints; every comparison is bit
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -19,22 +20,32 @@ LAYOUT = Path("docs/layouts/demo-tp2-zero1.yaml")
 
 def main() -> None:
     say("Train a small model with DeepSpeed ZeRO-3 on 3 ranks (two optimizer groups, tied embedding), and save it")
+    os.environ["UCP_CATALOG"] = str(OUT / "catalog.db")
     spec = {"name": "zero3", "zero": 3, "dtype": "bf16", "tied": True}
     made = make_deepspeed([spec], world=3, folder=OUT / "engine")["zero3"]
     source, target = made.checkpoint, OUT / "universal"
     shutil.rmtree(target, ignore_errors=True)
+    for file in OUT.glob("catalog.db*"):
+        file.unlink()
     ucp("show", str(source))
 
     say("Read it in place, without converting: four rows of one tensor")
     ucp("get", str(source), "blocks.0.up.weight", "0:4,:3", "--out", "-")
 
     say("Materialise it as Zarr arrays, and verify every byte")
-    ucp("convert", str(source), str(target))
+    ucp("convert", str(source), str(target), "--run", "demo")
     ucp("verify", str(target))
 
     say(f"What each rank of {LAYOUT} will read (TP 2 x DP 2, ZeRO-1), then read it")
     ucp("plan", str(target), "--layout", str(LAYOUT), "--rank", "all")
     compare(made, target)
+
+    say("What the catalog knows: the conversion recorded itself; the source is registered in place")
+    ucp("register", str(source))
+    ucp("metric", "demo@latest", "val_loss=2.13")
+    ucp("alias", "set", "best", "demo@latest")
+    ucp("ls", "metric.val_loss < 2.5 or kind = 'deepspeed'")
+    ucp("lineage", "alias:best")
     print("\nEvery rank's slices equal the engine's own values, bit for bit.")
 
 
