@@ -1,0 +1,190 @@
+"""In what two checkpoints differ, as far as the catalog knows: no tensor is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from ucformat.catalog.entries import load
+from ucformat.catalog.query import tensors
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from sqlalchemy import Connection
+
+    from ucformat.catalog.entries import Entry
+    from ucformat.catalog.query import TensorEntry
+
+__all__ = ["MISSING", "Aspect", "Changed", "Diff", "Missing", "TensorChange", "TensorsDiff", "diff"]
+
+Aspect = Literal["shape", "dtype", "digest", "grid"]
+
+_BARE = re.compile(r"[^\W\d]\w*(-\w+)*|[0-9]+")
+
+
+class Missing(Enum):
+    """The type of MISSING."""
+
+    MISSING = "missing"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+#: There is no such value on this side, which is not the same as None.
+MISSING: Final = Missing.MISSING
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A value that is another one in `b` than in `a`; its path is written as in filters: `optimizer.betas.0`."""
+
+    path: str
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChange:
+    """A tensor that is another one in `b` than in `a`, and in `what`."""
+
+    name: str
+    state: str
+    what: tuple[Aspect, ...]
+    a: TensorEntry
+    b: TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class TensorsDiff:
+    """In what the tensors differ.
+
+    `same` have the same digest. Of `unknown` ones it cannot be said: shape and dtype are the same, but one has no
+    digest, or they are of different chunk grids, on which digests depend.
+    """
+
+    added: tuple[TensorEntry, ...]
+    removed: tuple[TensorEntry, ...]
+    changed: tuple[TensorChange, ...]
+    unknown: int
+    same: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether all tensors are known to be the same."""
+        return not (self.added or self.removed or self.changed or self.unknown)
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """In what checkpoint `b` differs from checkpoint `a`; changes are in the order of their paths."""
+
+    a: Entry
+    b: Entry
+    config: tuple[Changed, ...]
+    topology: tuple[Changed, ...]
+    producer: tuple[Changed, ...]
+    metrics: tuple[Changed, ...]
+    tensors: TensorsDiff
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs of all that is compared here, and all tensors are known to be the same.
+
+        What tells the two apart is not compared: id, kind, run, step, times, places, and what people said of them.
+        """
+        return self.tensors.equal and not (self.config or self.topology or self.producer or self.metrics)
+
+
+def diff(connection: Connection, a_serial: int, b_serial: int, now: datetime) -> Diff:
+    """In what two checkpoints differ."""
+    a, b = (load(connection, [serial], now)[0] for serial in (a_serial, b_serial))
+    return Diff(
+        a,
+        b,
+        _changes(a.config, b.config),
+        _changes(a.topology, b.topology),
+        _changes(a.producer, b.producer),
+        _changes(a.metrics, b.metrics),
+        _tensors(tensors(connection, a_serial), tensors(connection, b_serial)),
+    )
+
+
+def _changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Changed, ...]:
+    left, right = _leaves(a), _leaves(b)
+    paths = sorted({**left, **right}, key=lambda path: [(isinstance(part, str), part) for part in path])
+    pairs = ((p, left.get(p, MISSING), right.get(p, MISSING)) for p in paths)
+    return tuple(Changed(_spelled(p), x, y) for p, x, y in pairs if not _same(x, y))
+
+
+def _leaves(document: Mapping[str, Any]) -> dict[tuple[str | int, ...], Any]:
+    """All values that are not made of others, by their paths; without recursion, however deep they nest."""
+    found: dict[tuple[str | int, ...], Any] = {}
+    left: list[tuple[tuple[str | int, ...], Any]] = [((), document)]
+    while left:
+        path, value = left.pop()
+        below: Any = ()
+        if isinstance(value, Mapping) and list(value) != ["$float"]:  # a number that JSON has no word for
+            below = value.items()
+        elif isinstance(value, list):
+            below = enumerate(value)
+        if below and value:
+            left.extend(((*path, key), v) for key, v in below)
+        elif path:
+            found[path] = value
+    return found
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two leaves are equal: 1 is 1.0, which databases do not keep apart, but not True; NaN is NaN."""
+    if isinstance(a, bool) is not isinstance(b, bool):
+        return False
+    return bool(a == b or (a != a and b != b))
+
+
+def _spelled(path: tuple[str | int, ...]) -> str:
+    parts = map(str, path)
+    return ".".join(p if _BARE.fullmatch(p) else '"' + p.replace('"', '""') + '"' for p in parts)
+
+
+def _tensors(a: list[TensorEntry], b: list[TensorEntry]) -> TensorsDiff:
+    left, right = ({(t.name, t.state): t for t in side} for side in (a, b))
+    changed, unknown, same = [], 0, 0
+    for key, x in left.items():
+        y = right.get(key)
+        if y is None:
+            continue
+        what = _aspects(x, y)
+        if what:
+            changed.append(TensorChange(x.name, x.state, what, x, y))
+        elif x.digest is not None and x.digest == y.digest:
+            same += 1
+        else:
+            unknown += 1
+    added = tuple(t for key, t in right.items() if key not in left)
+    removed = tuple(t for key, t in left.items() if key not in right)
+    return TensorsDiff(added, removed, tuple(changed), unknown, same)
+
+
+def _aspects(a: TensorEntry, b: TensorEntry) -> tuple[Aspect, ...]:
+    """In what two tensors differ for certain; another grid alone is no difference."""
+    differ: dict[Aspect, bool] = {
+        "shape": a.shape != b.shape,
+        "dtype": a.dtype != b.dtype,
+        "digest": _comparable(a, b) and a.digest != b.digest,
+    }
+    if not any(differ.values()):
+        return ()
+    differ["grid"] = (a.chunk, a.shard) != (b.chunk, b.shard)
+    return tuple(aspect for aspect, found in differ.items() if found)
+
+
+def _comparable(a: TensorEntry, b: TensorEntry) -> bool:
+    """Whether both have digests of one kind, over the same chunks."""
+    if a.digest is None or b.digest is None or (a.shape, a.dtype, a.chunk) != (b.shape, b.dtype, b.chunk):
+        return False
+    return a.digest.partition(":")[0] == b.digest.partition(":")[0]
