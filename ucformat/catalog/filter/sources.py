@@ -126,7 +126,5 @@ def _last_verified(condition: ColumnElement[bool]) -> ColumnElement[bool]:
 
 def _with_digest(condition: ColumnElement[bool]) -> ColumnElement[bool]:
     """By one look into each block, where the condition names the digest."""
-    other = aliased(Checkpoint)
-    blocks = select(other.digest_block.label("block")).distinct().subquery()
-    found = select(Digest.checkpoint).join(blocks, Digest.block == blocks.c.block).where(condition)
-    return Checkpoint.serial.in_(found)
+    blocks = select(aliased(Checkpoint).digest_block)
+    return Checkpoint.serial.in_(select(Digest.checkpoint).where(Digest.block.in_(blocks), condition))
