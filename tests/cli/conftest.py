@@ -44,7 +44,7 @@ FACTS: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def committed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A universal checkpoint; tests that change it make a copy."""
+    """A universal checkpoint; tests that change it, or make it known to a catalog, make a copy."""
     root = tmp_path_factory.mktemp("cli")
     source = Checkpoint(FakeSource.write(LocalStore(root / "src"), ODD, **FACTS))
     ucformat.convert(source, root / "dst", chunk_bytes=256, shard_bytes=4096)
@@ -138,8 +138,9 @@ def shell() -> Shell:
 def terminal() -> Terminal:
     """What commands show at a terminal of 80 columns, all run in one process of their own; without colours."""
 
-    def call(*commands: list[str]) -> str:
+    def call(*commands: list[object], answer: str = "") -> str:
         master, slave = pty.openpty()
+        os.write(master, answer.encode())  # typed ahead
         code = (
             "from ucformat.cli.main import ucp\n"
             f"for args in {[[str(a) for a in c] for c in commands]}:\n"
@@ -147,7 +148,7 @@ def terminal() -> Terminal:
             "    except SystemExit: pass"
         )
         environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
-        with subprocess.Popen([sys.executable, "-c", code], stdout=slave, stderr=slave, env=environ):
+        with subprocess.Popen([sys.executable, "-c", code], stdin=slave, stdout=slave, stderr=slave, env=environ):
             os.close(slave)
             text = b""
             try:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.cli.conftest import object_of
+from ucformat.catalog import names
 from ucformat.cli.text import ago
 
 if TYPE_CHECKING:
@@ -102,10 +103,12 @@ def test_the_log(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None
 def test_interrupted_it_has_not_happened(
     run: Run, catalog: Path, entry: Callable[[str], Entry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: Any) -> None:
+    def interrupted(*arguments: Any) -> None:
+        add_tags(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ucformat.catalog.names.touch", interrupted)
+    add_tags = names.add_tags
+    monkeypatch.setattr(names, "add_tags", interrupted)
     assert run("tag", "run7@1000", "good", code=130).stderr.strip() == "interrupted"
     assert entry("run7@1000").tags == ()
 

@@ -103,16 +103,18 @@ def test_a_name_cannot_steer_the_terminal(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def known(run: Run, committed: Path, catalog: Path) -> Path:
+def known(run: Run, committed: Path, catalog: Path, tmp_path: Path) -> Path:
     """A checkpoint that the catalog knows, and much of it."""
-    run("register", committed, "--run", "run9")
+    place = tmp_path / "run9" / "1700"
+    shutil.copytree(committed, place)
+    run("register", place)
     run("tag", "run9@1700", "good", "paper")
     run("alias", "set", "best", "run9@1700")
     run("metric", "run9@1700", "val_loss=2.13", "acc=nan")
     run("hold", "run9@1700", "--reason", "being evaluated", "--until", "2099-01-01")
     run("note", "run9@1700", "looks good")
     run("link", "run9@1700", "run7@3000", "--kind", "finetune")
-    return committed
+    return place
 
 
 def test_what_the_catalog_knows_is_shown(run: Run, known: Path, entry: Callable[[str], Entry]) -> None:

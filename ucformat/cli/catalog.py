@@ -86,20 +86,29 @@ def _masked(url: str) -> str:
 
 def _source(flag: str | None) -> str:
     """Who says which catalog is used."""
-    import tomllib
-    from pathlib import Path
-
-    from ucformat.settings import PROJECT_FILE, load_settings
+    from ucformat.settings import load_settings
 
     if flag is not None:
         return "flag"
-    if any(name.upper() == "UCP_CATALOG" for name in os.environ):
+    if any(name.upper() == "UCP_CATALOG" and value for name, value in os.environ.items()):
         return "env"
-    here = Path.cwd()
-    project = next((f for d in (here, *here.parents) if (f := d / PROJECT_FILE).is_file()), None)
-    if project is not None and "catalog" in tomllib.loads(project.read_text(encoding="utf-8")):
+    if _project_says():
         return "project"
     return "user" if load_settings().catalog else "default"
+
+
+def _project_says() -> bool:
+    import tomllib
+    from pathlib import Path
+
+    from ucformat.settings import PROJECT_FILE
+
+    try:
+        here = Path.cwd()
+    except OSError:  # the folder was removed
+        return False
+    project = next((f for d in (here, *here.parents) if (f := d / PROJECT_FILE).is_file()), None)
+    return project is not None and "catalog" in tomllib.loads(project.read_text(encoding="utf-8"))
 
 
 def _describe(found: dict[str, Any]) -> Iterator[str]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.entries import Entry, HoldEntry, NoteEntry, VerificationEntry
 
-__all__ = ["catalog_at", "entry_data", "file_of", "find_any", "hold_data", "instant", "note_data", "url_of"]
+__all__ = ["catalog_at", "entry_data", "file_of", "hold_data", "instant", "note_data", "url_of"]
 
 
 def url_of(flag: str | None) -> str:
@@ -34,24 +34,6 @@ def catalog_at(flag: str | None) -> Iterator[Catalog]:
 
     with ucformat.Catalog(url_of(flag)) as catalog:
         yield catalog
-
-
-def find_any(catalog: Catalog, ref: str) -> Entry:
-    """The checkpoint that a reference means, also by run@step where it is no longer committed: the last of those."""
-    from ucformat.catalog.refs import parse_ref
-    from ucformat.errors import NotFound
-
-    try:
-        return catalog.get(ref)
-    except NotFound:
-        parsed = parse_ref(ref)
-        if parsed.run is None or not isinstance(parsed.at, int):
-            raise
-        run = parsed.run.replace("'", "''")
-        found = catalog.find(f"run = '{run}' and step = {parsed.at} and state != 'committed'", limit=1)
-        if not found:
-            raise
-        return found[0]
 
 
 def file_of(url: str) -> Path | None:
@@ -78,6 +60,8 @@ def entry_data(entry: Entry) -> dict[str, Any]:
         "purge_after": instant(entry.purge_after),
         "tensors": entry.tensors,
         "bytes": entry.nbytes,
+        "files": entry.files,
+        "files_bytes": entry.files_nbytes,
         "format_version": entry.format_version,
         "engine": entry.engine,
         "topology": dict(entry.topology),

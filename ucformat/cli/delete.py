@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ucformat.cli.catalogs import catalog_at, find_any, instant
+from ucformat.cli.catalogs import catalog_at, instant
 from ucformat.cli.options import CATALOG, TIME, command, ref_argument
 from ucformat.cli.text import moment
 
@@ -47,7 +47,7 @@ def delete(refs: tuple[str, ...], grace: timedelta, catalog_url: str | None, out
 def restore(refs: tuple[str, ...], catalog_url: str | None, out: Output) -> None:
     """Take the deletion of checkpoints back, of all of them or none, before `ucp gc` has removed them."""
     with catalog_at(catalog_url) as catalog:
-        found = {e.id: e for e in (find_any(catalog, ref) for ref in refs)}
+        found = {e.id: e for e in (catalog.get(ref) for ref in refs)}
         catalog.restore(*found)
     out.result(
         lambda: (f"{e.name}: restored" for e in found.values()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ucformat.cli.catalogs import entry_data, file_of, find_any
+from ucformat.cli.catalogs import entry_data, file_of
 from ucformat.cli.text import field, moment, plural
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def look_up(ref: str, flag: str | None, out: Output, *, tensors: bool = False) -
 def _look_up(catalog: Catalog, ref: str, *, tensors: bool) -> Recorded:
     from ucformat.geometry.tensor import TensorInfo
 
-    entry = find_any(catalog, ref)
+    entry = _find(catalog, ref)
     above = catalog.lineage(entry.id, depth=1)
     parents = [(e.kind, above.nodes[e.parent]) for e in above.edges]
     found = catalog.tensors(entry.id) if tensors else ()
@@ -114,3 +114,21 @@ def _look_up(catalog: Catalog, ref: str, *, tensors: bool) -> Recorded:
         tuple({"kind": kind, "id": node.id, "name": node.name, "url": node.url} for kind, node in parents),
         tuple(TensorInfo(t.name, t.state, t.dtype, t.shape) for t in found),
     )
+
+
+def _find(catalog: Catalog, ref: str) -> Entry:
+    """The checkpoint that a reference means, also by run@step where it is gone: the last of those."""
+    from ucformat.catalog.refs import parse_ref
+    from ucformat.errors import NotFound
+
+    try:
+        return catalog.get(ref)
+    except NotFound:
+        parsed = parse_ref(ref)
+        if parsed.run is None or not isinstance(parsed.at, int):
+            raise
+        run = parsed.run.replace("'", "''")
+        found = catalog.find(f"run = '{run}' and step = {parsed.at} and state != 'committed'", limit=1)
+        if not found:
+            raise
+        return found[0]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ago", "bytes_text", "count", "field", "moment", "plural", "shape_text", "shorten", "tabbed", "table"]
 
-_NARROWEST = 12  # to which columns of a table are shortened
+_NARROWEST = (12, 6)  # to which columns of a table are shortened, and if they must be, further
 
 
 def bytes_text(nbytes: float) -> str:
@@ -52,7 +52,7 @@ def shorten(text: str, width: int | None) -> str:
 
 def field(label: str, text: str, width: int | None) -> Iterator[str]:
     """`  label     text`, wrapped under the text."""
-    start = f"  {label:<10}"
+    start = f"  {label:<9} "
     if width is None:
         yield f"{start}{text}"
         return
@@ -96,11 +96,12 @@ def table(
 
 
 def _fit(widths: list[int], shrink: Collection[int], width: int) -> None:
-    """Take from the widest of these columns what is too much, down to a width in which both ends still tell."""
+    """Take from the widest of these columns what is too much, down to widths in which both ends still tell."""
     excess = sum(widths) + 2 * (len(widths) - 1) - width
-    while excess > 0 and (wide := [i for i in shrink if widths[i] > _NARROWEST]):
-        widths[max(wide, key=widths.__getitem__)] -= 1
-        excess -= 1
+    for narrowest in _NARROWEST:
+        while excess > 0 and (wide := [i for i in shrink if widths[i] > narrowest]):
+            widths[max(wide, key=widths.__getitem__)] -= 1
+            excess -= 1
 
 
 def tabbed(cells: Iterable[str]) -> Tabbed:

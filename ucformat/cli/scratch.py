@@ -1,0 +1,37 @@
+"""A catalog for a moment: comparing checkpoints that the catalog does not know, as it compares those it does."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ucformat.catalog.catalog import Catalog
+    from ucformat.catalog.diff import Diff
+
+__all__ = ["diff_opened"]
+
+
+def diff_opened(a: str, b: str, flag: str | None, known: Catalog | None) -> Diff:
+    """In what two checkpoints differ, from their manifests; with the metrics that the catalog `known` has of either."""
+    from ucformat.catalog.catalog import Catalog
+
+    with TemporaryDirectory(prefix="ucformat-") as folder, Catalog(f"{folder}/catalog.db") as scratch:
+        return scratch.diff(*(_note(ref, scratch, flag, known) for ref in (a, b)))
+
+
+def _note(ref: str, scratch: Catalog, flag: str | None, known: Catalog | None) -> str:
+    """Record a checkpoint, which is opened for that, in the scratch catalog; its id."""
+    import ucformat
+    from ucformat.errors import NotFound
+    from ucformat.settings import using
+
+    with using(catalog=flag):
+        ck = ucformat.open(ref)
+    manifest = ck.manifest.model_copy(update={"id": ck.id})
+    if known is not None:
+        with suppress(NotFound):
+            manifest = manifest.model_copy(update={"metrics": dict(known.get(ck.id).metrics)})
+    scratch.record(manifest, ck.home, kind=ck.kind)
+    return ck.id

@@ -1,0 +1,84 @@
+"""`ucp sql`: questions to the catalog in SQL."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ucformat.cli.catalogs import catalog_at
+from ucformat.cli.options import CATALOG, command
+from ucformat.cli.output import terminal_width
+from ucformat.cli.text import plural, tabbed, table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ucformat.catalog.sql import Table
+    from ucformat.cli.output import Output
+
+__all__ = ["sql"]
+
+_MOST = 100
+
+
+@command
+@click.argument("statement", metavar="STATEMENT")
+@click.option(
+    "-n",
+    "--limit",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help=f"At most so many rows; 0 for all.  [default: {_MOST}, with -q and --json all]",
+)
+@CATALOG
+def sql(statement: str, limit: int | None, catalog_url: str | None, out: Output) -> None:
+    """Ask the catalog in SQL; the database lets nothing be written.
+
+    For one: ucp sql 'select run.name, max(step) from checkpoint join run on run.id = run_id group by 1'.
+    docs/catalog.md describes the tables, which may change from version to version; `ucp ls` will not.
+    """
+    if limit is None and not (out.quiet or out.as_json):
+        limit = _MOST
+    with catalog_at(catalog_url) as catalog:
+        found = catalog.sql(statement, limit or None)
+    out.result(
+        lambda: _table(found),
+        lambda: {
+            "columns": list(found.columns),
+            "rows": [[_plain(v) for v in row] for row in found.rows],
+            "truncated": found.truncated,
+        },
+        lambda: (tabbed(_text(v, "") for v in row) for row in found.rows),
+    )
+    if found.truncated:
+        out.note(f"there are more than {plural(len(found.rows), 'row')}; -n 0 shows all")
+
+
+def _table(found: Table) -> Iterator[str]:
+    columns = range(len(found.columns))
+    numbers = [i for i in columns if all(isinstance(row[i], int | float | None) for row in found.rows)]
+    left = [i for i in columns if i not in numbers or not found.rows]
+    rows = [[_text(v, "-") for v in row] for row in found.rows]
+    yield from table(found.columns, rows, left=left, shrink=left, width=terminal_width())
+    if not found.rows:
+        yield "no rows"
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: bytes as hexadecimal digits."""
+    return value.hex() if isinstance(value, bytes) else value
+
+
+def _text(value: Any, null: str) -> str:
+    match value:
+        case None:
+            return null
+        case str():
+            return value
+        case bytes():
+            return value.hex()
+        case int() | float():
+            return str(value)
+    return json.dumps(value, ensure_ascii=False)
