@@ -65,6 +65,15 @@ def test_columns_are_keys_of_the_filter_language(run: Run, catalog: Path) -> Non
     assert "config.KEY" in run("ls", "--columns", "nonsense.x", code=2).stderr
 
 
+def test_a_column_that_nobody_has_may_be_misspelled(run: Run, catalog: Path) -> None:
+    result = run("ls", "--columns", "name,metric.val_los,config.optimizer.lr", "-n", 0)
+    assert result.stderr.startswith("note: ")
+    assert "metric.val_los" in result.stderr
+    assert "val_loss" in result.stderr
+    run("metric", "run7@1000", "acc=1")
+    assert run("ls", "run = 'run7' and step > 1000", "--columns", "name,metric.acc").stderr == ""
+
+
 def test_filters_that_cannot_be_read_are_usage(run: Run, catalog: Path) -> None:
     assert run("ls", "step >", code=2).stdout == ""
     assert "step" in run("ls", "stepp > 1", code=2).stderr

@@ -63,6 +63,11 @@ class Column:
         self._value = value
 
     @property
+    def path(self) -> bool:
+        """Whether it is a path into what checkpoints may have, and not a key of all."""
+        return self.key not in KEYS
+
+    @property
     def shrinks(self) -> bool:
         """Whether its texts may be shortened."""
         return self.key not in (*_WHOLE, *_RIGHT)

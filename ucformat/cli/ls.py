@@ -14,6 +14,7 @@ from ucformat.cli.text import count, plural, table
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.entries import Entry
     from ucformat.cli.columns import Column
     from ucformat.cli.output import Output
@@ -65,6 +66,9 @@ def ls(
         found = catalog.find(where, sort=sort, limit=limit or None, offset=offset, deleted=deleted)
         full = limit and len(found) == limit
         total = catalog.count(where, deleted=deleted) if full or offset else len(found)
+        for column in chosen or ():
+            if column.path and column.empty(found):
+                _check_known(catalog, column.key, out)
     out.result(
         lambda: _table(found, chosen or _default(found, deleted=deleted)),
         lambda: {"checkpoints": [entry_data(e) for e in found], "total": total},
@@ -72,6 +76,16 @@ def ls(
     )
     if full and total > offset + len(found):
         out.note(f"{count(len(found))} of {plural(total, 'checkpoint')}; -n {total} shows more, or a narrower filter")
+
+
+def _check_known(catalog: Catalog, key: str, out: Output) -> None:
+    """Tell if no checkpoint at all has such a key: it may be misspelled."""
+    from ucformat.errors import UsageError
+
+    try:
+        catalog.count(f"{key} is null")
+    except UsageError as error:
+        out.note(f"{error.message.splitlines()[0]}{f'; {error.hint}' if error.hint else ''}")
 
 
 def _default(found: Sequence[Entry], *, deleted: bool) -> list[Column]:
