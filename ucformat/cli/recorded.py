@@ -93,7 +93,7 @@ def look_up(ref: str, flag: str | None, out: Output, *, tensors: bool = False) -
             return None
         from ucformat.catalog.catalog import Catalog
 
-        with Catalog(url) as catalog:
+        with Catalog(url, read_only=True) as catalog:
             return _look_up(catalog, ref, tensors=tensors)
     except NotFound:
         return None
