@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.cli.conftest import object_of
+from ucformat.errors import UcformatError
+from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,16 +86,14 @@ def test_interrupted_what_is_recorded_stays(
 
 
 def test_what_goes_wrong_beside_it_is_a_warning(run: Run, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ucformat.errors import UcformatError
-    from ucformat.jobs import documents
-
     def full(*_: Any) -> None:
         raise UcformatError("the disk is full")
 
     run("register", "-r", tree)
-    monkeypatch.setattr(documents, "_write", full)
+    monkeypatch.setattr(LocalStore, "put_if_absent", full)
+    monkeypatch.setattr(LocalStore, "replace", full)
     result = run("tag", "run9@1700", "good")
     assert result.stdout == "run9@1700: good\n"
-    assert result.stderr.startswith("warning: what the catalog knows of ")
+    assert result.stderr.startswith("warning: ")
     result = run("tag", "run9@1700", "better", "--json")
     assert "the disk is full" in object_of(result.stderr)["warning"]["message"]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.cli.conftest import LONG_RUN, object_of
+from ucformat.errors import UcformatError
+from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,29 +151,23 @@ def test_storage_is_freed_when_the_grace_is_over(run: Run, stored: Path, monkeyp
 
 
 def test_a_removal_that_fails_is_told(run: Run, stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ucformat.errors import UcformatError
-    from ucformat.jobs import gc
-
     def away(*_: Any) -> None:
         raise UcformatError("the storage is away")
 
     run("delete", "run9@1700", "--grace", "0s")
-    monkeypatch.setattr(gc, "_remove", away)
+    monkeypatch.setattr(LocalStore, "delete", away)
     result = run("gc", "--apply", code=1)
     assert "the storage is away" in result.stdout.splitlines()[-1]
     assert result.stderr.startswith("error: 1 removal failed\n")
-    monkeypatch.undo()
 
 
 def test_interrupted_the_next_one_goes_on(run: Run, stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ucformat.jobs import gc
-
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
     run("delete", "run9@1700", "--grace", "0s")
     with monkeypatch.context() as patch:
-        patch.setattr(gc, "_remove", interrupted)
+        patch.setattr(LocalStore, "delete", interrupted)
         assert "again removes the rest" in run("gc", "--apply", code=130).stderr
     assert "its removal was begun before" in run("gc").stdout
     assert object_of(run("gc", "--json").stdout)["resumed"] == run("gc", "-q").stdout.split()
