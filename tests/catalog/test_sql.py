@@ -1,0 +1,437 @@
+"""SQL of users: every query runs, and nothing writes, whatever they try."""
+
+from __future__ import annotations
+
+import _thread
+import sqlite3
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import sqlalchemy as sa
+
+from tests.catalog.manifests import manifest
+from ucformat.catalog import sql
+from ucformat.catalog.engine import Database
+from ucformat.catalog.models import Base, Run
+from ucformat.catalog.recording import record
+from ucformat.catalog.sql import Table, run_sql
+from ucformat.errors import Refused, UcformatError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.catalog.databases import Postgres
+
+NOW = datetime(2026, 6, 1, tzinfo=UTC)
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
+    """One for all: if a statement writes, the next test sees it too."""
+    if request.param == "sqlite":
+        url = f"sqlite:///{tmp_path_factory.mktemp('sql')}/catalog.db"
+    else:
+        url = request.getfixturevalue("postgres_server").fresh()
+    database = Database(url)
+    with database.writing() as c:
+        for i in (1, 2, 3):
+            m = manifest(i, step=i, config={"lr": 0.1}, metrics={"loss": 0.5})
+            record(c, m, f"/r/{i}", kind="ucformat", run="run7", files=None, now=NOW, who="me")
+    yield database
+    database.close()
+
+
+def contents(database: Database) -> dict[str, list[Any]]:
+    """All rows of all tables."""
+    with database.reading() as c:
+        return {t: sorted(map(repr, c.execute(sa.select(table)))) for t, table in Base.metadata.tables.items()}
+
+
+def test_rows_and_columns(database: Database) -> None:
+    found = run_sql(database, "select step, id as who from checkpoint order by step", None)
+    assert found == Table(("step", "who"), tuple((i, manifest(i).id) for i in (1, 2, 3)), truncated=False)
+    assert run_sql(database, "select 1 as a, 2 as a", None) == Table(("a", "a"), ((1, 2),), truncated=False)
+    empty = run_sql(database, "select id from checkpoint where step > 100", None)
+    assert empty == Table(("id",), (), truncated=False)
+
+
+@pytest.mark.parametrize(("limit", "rows", "truncated"), [(0, 0, True), (2, 2, True), (3, 3, False), (9, 3, False)])
+def test_a_limit(database: Database, limit: int, rows: int, truncated: bool) -> None:
+    found = run_sql(database, "select step from checkpoint", limit)
+    assert (len(found.rows), found.truncated) == (rows, truncated)
+
+
+def test_a_limit_fetches_no_more(database: Database) -> None:
+    series = "with recursive n(i) as (select 1 union all select i + 1 from n) select i from n"
+    assert run_sql(database, series, 5) == Table(("i",), ((1,), (2,), (3,), (4,), (5,)), truncated=True)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "values (1), (2)",
+        "with x as (select 1) select * from x",
+        "select 1 union all select 2",
+        "select 1;",
+        "  \n\tselect 1 -- with a remark; and more\n",
+        "/* first */ select 1;",
+        "select '; delete from checkpoint'",
+        "select '%s %(a)s % ? :x {} $1'",
+        "select run.name, count(*), sum(nbytes) from checkpoint join run on run.id = run_id group by run.name",
+        "select 'größe 模型 \U0001f600'",
+    ],
+)
+def test_queries_of_all_forms(database: Database, statement: str) -> None:
+    assert run_sql(database, statement, None).rows
+
+
+def test_texts_come_back_as_they_were_written(database: Database) -> None:
+    text = "%s %(a)s % ? :x {} $1 größe 模型 \U0001f600\n\r\t\x01"
+    assert run_sql(database, f"select '{text}'", None).rows == ((text,),)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "insert into run (name, created) values ('x', '2026-01-01')",
+        "insert into run (name, created) values ('x', '2026-01-01') returning id",
+        "delete from checkpoint",
+        "update checkpoint set step = 0",
+        "drop table tag",
+        "create table mine (a int)",
+        "create temporary table mine (a int)",
+        "create view mine as select 1 as a",
+        "alter table tag rename to gat",
+        "create index mine on run (created)",
+        "begin",
+        "commit",
+        "rollback",
+        "savepoint x",
+        "analyze",
+        "reindex table run",
+        "vacuum",
+        "DELETE FROM checkpoint;",
+        "/* a query */ delete from checkpoint",
+    ],
+)
+def test_whatever_writes_is_refused(database: Database, statement: str) -> None:
+    before = contents(database)
+    if statement.startswith("reindex") and database.sqlite:
+        statement = "reindex run"
+    with pytest.raises(Refused, match="only one query that reads") as caught:
+        run_sql(database, statement, None)
+    assert caught.value.hint
+    assert contents(database) == before
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "commit; delete from checkpoint",
+        "rollback; delete from checkpoint",
+        "begin; delete from checkpoint; commit",
+        "select 1; delete from checkpoint",
+        "select 1; select 2",
+        "select 1; commit; delete from checkpoint",
+        "set transaction read write; delete from checkpoint",
+        "delete from checkpoint; select 1",
+        "select 1\n;\ndelete from checkpoint",
+        "select 1 /* ; */ ; delete from checkpoint -- ",
+    ],
+)
+def test_several_statements_are_none(database: Database, statement: str) -> None:
+    before = contents(database)
+    with pytest.raises((UsageError, Refused)):
+        run_sql(database, statement, None)
+    assert contents(database) == before
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("selec 1", "selec"),
+        ("select * from nowhere", "nowhere"),
+        ("select nothing from checkpoint", "nothing"),
+        ("delete from nowhere", "nowhere"),
+        ("select * from checkpoint where", "incomplete|end of input"),
+        ("select ?", "bindings|end of input"),
+        ("select $1", "bindings|parameters"),
+        ("", "no SQL"),
+        (" \n\t", "no SQL"),
+        ("select 1\0; delete from checkpoint", "NUL"),
+        ("select '\ud800'", "Unicode"),
+    ],
+)
+def test_what_the_engine_cannot_make_sense_of(database: Database, statement: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        run_sql(database, statement, None)
+
+
+@pytest.mark.parametrize("statement", ["-- nothing", ";", "/* nothing */"])
+def test_nothing_but_remarks(database: Database, statement: str) -> None:
+    with pytest.raises(Refused):
+        run_sql(database, statement, None)
+
+
+def test_a_limit_below_zero(database: Database) -> None:
+    with pytest.raises(UsageError, match="cannot be -1"):
+        run_sql(database, "select 1", -1)
+
+
+def test_what_was_written_before_is_seen(database_url: str) -> None:
+    database = Database(database_url)
+    for i in (10, 20):
+        with database.writing() as c:
+            c.execute(sa.insert(Run).values(name=f"run{i}", created=NOW))
+        assert (f"run{i}",) in run_sql(database, "select name from run", None).rows
+    with pytest.raises(Refused):
+        run_sql(database, "delete from run", None)
+    with database.writing() as c:
+        c.execute(sa.insert(Run).values(name="later", created=NOW))
+    assert run_sql(database, "select count(*) from run", None).rows == ((3,),)
+    database.close()
+
+
+def test_a_catalog_that_was_opened_to_be_read(database: Database) -> None:
+    reader = Database(database.engine.url.render_as_string(hide_password=False), read_only=True)
+    assert run_sql(reader, "select count(*) from checkpoint", None).rows == ((3,),)
+    with pytest.raises(Refused):
+        run_sql(reader, "delete from checkpoint", None)
+    reader.close()
+
+
+def test_any_value_is_a_plain_one(database: Database) -> None:
+    ((step, created, config, value, nothing),) = run_sql(
+        database,
+        "select step, created, document, value, null from checkpoint join config on config.id = config_id"
+        " join metric on metric.checkpoint = serial where step = 1",
+        None,
+    ).rows
+    assert (step, value, nothing) == (1, 0.5, None)
+    assert datetime.fromisoformat(created).replace(tzinfo=UTC) == manifest(1).created
+    assert config == ('{"lr": 0.1}' if database.sqlite else {"lr": 0.1})
+
+
+# SQLite
+
+
+@pytest.fixture
+def lite(tmp_path: Path) -> Iterator[Database]:
+    folder = tmp_path / "a #folder? with 100%41 odd & names ü"
+    folder.mkdir()
+    database = Database(str(folder / "cata log#1.db"))
+    yield database
+    database.close()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "attach '{other}' as other",
+        "attach database 'file:{other}?mode=rwc' as other",
+        "detach main",
+        "vacuum into '{other}'",
+        "pragma query_only = off",
+        "pragma query_only",
+        "pragma writable_schema = on",
+        "pragma journal_mode = delete",
+        "pragma wal_checkpoint(truncate)",
+        "pragma user_version = 7",
+        "select * from pragma_wal_checkpoint",
+        "select load_extension('{other}')",
+        "release x",
+        "end",
+        "explain delete from run",
+        "update sqlite_master set name = 'x'",
+        "update sqlite_temp_master set name = 'x'",
+        "insert into sqlite_master values (1, 2, 3, 4, 5)",
+        "delete from sqlite_master",
+        "create virtual table mine using fts5(a)",
+        "create temporary table mine as select 1",
+        "create temporary trigger t after insert on run begin delete from tag; end",
+    ],
+)
+def test_sqlite_lets_nothing_else_through(lite: Database, tmp_path: Path, statement: str) -> None:
+    other = tmp_path / "other.db"
+    sqlite3.connect(tmp_path / "bait.db").close()
+    before = {p for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises((Refused, UsageError)):
+        run_sql(lite, statement.format(other=other), None)
+    assert {p for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_sqlite_refuses_even_without_the_authorizer(lite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sql, "_allowed", lambda *_: True)
+    opened, connect = [], sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda url, **more: opened.append(url) or connect(url, **more))  # type: ignore[func-returns-value]
+    with pytest.raises(Refused, match="readonly"):
+        run_sql(lite, "delete from run", None)
+    assert [url.partition("?")[2] for url in opened] == ["mode=ro"]
+
+
+def test_sqlite_tells_of_its_tables(lite: Database) -> None:
+    assert ("name",) in run_sql(lite, "select name from pragma_table_info('run')", None).rows
+    assert "pk" in run_sql(lite, "PRAGMA table_info(run)", None).columns
+    assert run_sql(lite, "explain query plan select * from run", None).rows
+    assert run_sql(lite, "select value from json_each('[1, 2]')", None).rows == ((1,), (2,))
+
+
+def test_sqlite_gives_what_it_stores(lite: Database) -> None:
+    found = run_sql(lite, "select x'00ff', 9223372036854775807, 1.5, cast(x'41ff' as text), '', 1e999", None).rows
+    assert found == ((b"\x00\xff", 2**63 - 1, 1.5, "A\ufffd", "", float("inf")),)
+
+
+def test_sqlite_reads_a_catalog_that_nobody_has_open(lite: Database) -> None:
+    lite.close()
+    assert run_sql(lite, "select count(*) from run", None).rows == ((0,),)
+
+
+def test_sqlite_says_when_the_file_is_broken(lite: Database) -> None:
+    file = Path(str(lite.engine.url.database))
+    lite.close()
+    file.write_bytes(b"this is no database" * 1000)
+    with pytest.raises(UcformatError, match="not a database") as caught:
+        run_sql(lite, "select 1 from run", None)
+    assert not isinstance(caught.value, UsageError | Refused)
+
+
+def test_sqlite_can_be_interrupted(lite: Database) -> None:
+    endless = "with recursive n(i) as (select 1 union all select i + 1 from n) select count(*) from n"
+    timer = threading.Timer(0.3, _thread.interrupt_main)
+    timer.start()
+    started = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_sql(lite, endless, None)
+    finally:
+        timer.cancel()
+    assert time.monotonic() - started < 30
+
+
+# PostgreSQL
+
+
+@pytest.fixture(scope="module")
+def server(postgres_server: Postgres) -> Iterator[Database]:
+    url = postgres_server.fresh()
+    database = Database(url)
+    with database.writing() as c:
+        c.execute(sa.insert(Run).values(name="keep", created=NOW))
+    yield database
+    database.close()
+    postgres_server.drop(url)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "set transaction read write",
+        "set session characteristics as transaction read write",
+        "set default_transaction_read_only = off",
+        "reset all",
+        "select set_config('transaction_read_only', 'off', false)",
+        "select nextval('checkpoint_serial_seq')",
+        "select setval('checkpoint_serial_seq', 1)",
+        "select 1 into mine",
+        "with gone as (delete from run returning *) select * from gone",
+        "select * from run for update",
+        "select lo_create(0)",
+        "select query_to_xml('delete from run', true, true, '')",
+        "copy run to program 'touch {other}'",
+        "copy run to '{other}'",
+        "copy run from '{other}'",
+        "do $$ begin delete from run; end $$",
+        "do $$ begin commit; delete from run; end $$",
+        "lock table run in access exclusive mode",
+        "listen x",
+        "prepare x as delete from run",
+        "declare c cursor for select 1",
+        "explain analyze delete from run",
+        "merge into run using run as r on false when matched then delete",
+    ],
+)
+def test_postgresql_lets_nothing_else_through(server: Database, tmp_path: Path, statement: str) -> None:
+    before = contents(server)
+    with pytest.raises(Refused):
+        run_sql(server, statement.format(other=tmp_path / "other"), None)
+    assert contents(server) == before
+    assert not list(tmp_path.iterdir())
+
+
+def test_postgresql_keeps_functions_from_writing(server: Database) -> None:
+    with server.writing() as c:
+        for name, body in (
+            ("writes", "delete from catalog;"),
+            ("turns", "set transaction read write; delete from catalog;"),
+            ("configures", "perform set_config('transaction_read_only', 'off', true); delete from catalog;"),
+        ):
+            code = f"create function {name}() returns int language plpgsql as $$ begin {body} return 1; end $$"
+            c.exec_driver_sql(code)
+    before = contents(server)
+    assert before["catalog"]
+    for name in ("writes", "turns", "configures"):
+        with pytest.raises(Refused):
+            run_sql(server, f"select {name}()", None)
+    assert contents(server) == before
+
+
+def test_postgresql_forgets_what_a_query_did_to_the_session(server: Database) -> None:
+    ((first,),) = run_sql(server, "select pg_backend_pid() from (select pg_advisory_lock(7)) as locked", None).rows
+    run_sql(server, "select set_config('search_path', 'nowhere', false)", None)
+    ((second,),) = run_sql(server, "select pg_backend_pid()", None).rows
+    assert first != second
+    for _ in range(100):
+        if run_sql(server, "select count(*) from pg_locks where locktype = 'advisory'", None).rows == ((0,),):
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("the lock outlived its query")
+    assert run_sql(server, "select count(*) from run", None).rows == ((1,),)
+
+
+def test_postgresql_values_are_plain_ones(server: Database) -> None:
+    statement = (
+        "select 1.5::numeric, 10::numeric, 12345678901234567890::numeric, 'NaN'::float8, true, '\\x00ff'::bytea,"
+        " array[1, 2], interval '90 minutes', date '2020-01-02', timestamptz '2020-01-02 03:04:05.5+00',"
+        " time '01:02:03', '10.0.0.1'::inet, '{\"a\": [1.5, null]}'::jsonb, 'x'::name, row(1, 2), ''::text"
+    )
+    (row,) = run_sql(server, statement, None).rows
+    assert repr(row[3]) == "nan"
+    assert row[:3] + row[4:] == (
+        1.5,
+        10,
+        12345678901234567890,
+        True,
+        b"\x00\xff",
+        [1, 2],
+        "1:30:00",
+        "2020-01-02",
+        "2020-01-02T03:04:05.500000+00:00",
+        "01:02:03",
+        "10.0.0.1",
+        {"a": [1.5, None]},
+        "x",
+        ["1", "2"],
+        "",
+    )
+    assert [type(v) for v in row[:2]] == [float, int]
+
+
+def test_postgresql_sleeps(server: Database) -> None:
+    assert len(run_sql(server, "select pg_sleep(0.01)", None).rows) == 1
+
+
+def test_postgresql_says_when_the_connection_is_lost(server: Database) -> None:
+    with pytest.raises(UcformatError, match="connection") as caught:
+        run_sql(server, "select pg_terminate_backend(pg_backend_pid())", None)
+    assert not isinstance(caught.value, UsageError | Refused)
+    assert run_sql(server, "select 1", None).rows == ((1,),)
+
+
+def test_postgresql_times_that_python_has_not(server: Database) -> None:
+    with pytest.raises(UsageError, match="too large"):
+        run_sql(server, "select 'infinity'::timestamptz", None)
