@@ -100,13 +100,12 @@ def _digests(serial: int) -> Any:
 
 def holding(connection: Connection, digest: str) -> dict[int, list[TensorEntry]]:
     """The serials of the checkpoints that hold a tensor with this digest, and the tensors."""
-    blocks = sa.select(Checkpoint.digest_block.label("block")).distinct().subquery()
+    blocks = sa.select(sa.orm.aliased(Checkpoint).digest_block)  # IN: for a join SQLite would scan all digests
     query = (
         sa.select(Digest.checkpoint, Tensor.__table__, Digest.digest)
-        .select_from(blocks)
-        .join(Digest, sa.and_(Digest.block == blocks.c.block, Digest.digest == digest))
         .join(Checkpoint, Checkpoint.serial == Digest.checkpoint)
         .join(Tensor, sa.and_(Tensor.tensor_set_id == Checkpoint.tensor_set_id, Tensor.position == Digest.position))
+        .where(Digest.block.in_(blocks), Digest.digest == digest)
         .order_by(Digest.checkpoint, Digest.position)
     )
     found: dict[int, list[TensorEntry]] = {}
