@@ -45,7 +45,7 @@ def test_of_the_catalog(run: Run, catalog: Path, entry: Callable[[str], Entry]) 
         ["metrics", "run7@1000", "run7@2000"],
         ["val_loss", "2.5", "2"],
     ]
-    assert lines[9].split() == ["w", "weight", "values", "float32", "4", "x", "2"]
+    assert lines[9].split() == ["w", "weight", "values"]
     assert lines[10] == "0 tensors the same"
     found = object_of(run("diff", "run7@1000", "run7@2000", "--json").stdout)
     assert list(found) == ["a", "b", "equal", "config", "topology", "producer", "metrics", "tensors"]
@@ -53,7 +53,7 @@ def test_of_the_catalog(run: Run, catalog: Path, entry: Callable[[str], Entry]) 
     assert found["equal"] is False
     assert found["config"] == [{"path": "optimizer.lr", "a": 3e-4, "b": 6e-4}]
     assert found["topology"] == []
-    assert list(found["tensors"]) == ["added", "removed", "changed", "unknown", "same"]
+    assert list(found["tensors"]) == ["added", "removed", "changed", "unknown", "same", "values"]
     (changed,) = found["tensors"]["changed"]
     assert list(changed) == ["name", "state", "what", "a", "b"]
     assert changed["what"] == ["digest"]
@@ -110,13 +110,41 @@ def test_of_one_that_it_knows_and_one_that_it_does_not(
     assert found["metrics"] == [{"path": "val_loss", "a": 2.0}]
 
 
+def test_values_are_read_when_asked(run: Run, catalog: Path, committed: Path, other: Path) -> None:
+    found = object_of(run("diff", committed, other, "--values", "-w", 1, "--json").stdout)["tensors"]["values"]
+    by_name = {(v["name"], v["state"]): v for v in found}
+    assert list(found[0]) == [
+        "name", "state", "shape", "dtypes", "equal", "elements", "differing", "nan_mismatches", "max_abs", "max_rel",
+        "by_digest",
+    ]  # fmt: skip
+    assert by_name["embed.weight", "master"]["by_digest"] is True
+    changed = by_name["embed.weight", "exp_avg"]
+    assert changed["equal"] is False
+    assert 0 < changed["differing"] <= changed["elements"]
+    lines = run("diff", committed, other, "--values").stdout.splitlines()
+    assert next(line for line in lines if line.startswith("values of")).split()[2:4] == ["state", "differ"]
+    assert ["embed.weight", "exp_avg"] in [line.split()[:2] for line in lines]
+    assert "by their digests" in lines[-1]
+    assert "\nvalues\tembed.weight\texp_avg\t" in run("diff", committed, other, "--values", "-q").stdout
+    assert "leaves out" in run("diff", committed, other, "--values", "--what", "config", code=2).stderr
+
+
+def test_values_tell_where_digests_cannot(run: Run, catalog: Path, committed: Path, tmp_path: Path) -> None:
+    ucformat.convert(committed, tmp_path / "other-grid", chunk_bytes=4096)
+    pair = ("diff", committed, tmp_path / "other-grid", "--what", "tensors", "--exit-code")
+    assert "without digests to compare; --values reads them" in run(*pair, code=1).stdout
+    assert " are equal in tensors\n" in run(*pair, "--values").stdout
+    assert object_of(run(*pair, "--values", "--json").stdout)["equal"] is True
+
+
 def test_many_tensors_and_long_names_at_a_terminal(terminal: Terminal, run: Run, catalog: Path, tmp_path: Path) -> None:
     name = "model.decoder.layers.{}.mixture_of_experts.experts.local_experts.3.linear_fc1.weight"
     for k in range(2):
         arrays = {(name.format(i), "weight"): random_array((2, 2), "float32", 100 * k + i) for i in range(30)}
         source = Checkpoint(FakeSource.write(LocalStore(tmp_path / f"src{k}"), arrays))
         ucformat.convert(source, tmp_path / f"dst{k}")
-    text = terminal(["diff", tmp_path / "dst0", tmp_path / "dst1"], ["diff", "run7@1000", f"{LONG_RUN}@4000"])
+    pair = (tmp_path / "dst0", tmp_path / "dst1")
+    text = terminal(["diff", *pair], ["diff", *pair, "--values"], ["diff", "run7@1000", f"{LONG_RUN}@4000"])
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     assert "and 10 more in values only" in lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,9 +16,11 @@ from ucformat.cli.text import count, plural, shape_text, shorten, tabbed, table
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ucformat.catalog.diff import Changed, Diff, TensorsDiff
+    from ucformat.catalog.diff import Changed, Diff
+    from ucformat.catalog.entries import Entry
     from ucformat.catalog.query import TensorEntry
     from ucformat.cli.output import Output
+    from ucformat.jobs.compare import TensorDifference
 
 __all__ = ["diff"]
 
@@ -35,24 +38,34 @@ _MOST = 20  # tensors of which only the values differ that people are shown
     metavar="PARTS",
     help=f"What to compare, of {','.join(_PARTS)}.  [default: all]",
 )
+@click.option("--values", is_flag=True, help="Read the tensors too, and say how far their values are apart.")
+@click.option(
+    "-w", "--workers", type=click.IntRange(min=1), metavar="N", help="With --values, blocks compared at once."
+)
 @click.option("--exit-code", "fail", is_flag=True, help="Exit with 1 if they differ, or may.")
 @CATALOG
 def diff(
     a: str,
     b: str,
     parts: str,
+    values: bool,  # noqa: FBT001
+    workers: int | None,
     fail: bool,  # noqa: FBT001
     catalog_url: str | None,
     out: Output,
 ) -> None:
     """Show in what checkpoint B differs from A: configuration, topology, versions, metrics, tensors.
 
-    No tensor is read: the digests that were made when it was written tell whether its values are the same. Checkpoints
-    that the catalog does not know are opened where they lie.
+    Without --values no tensor is read: the digests that were made when it was written tell whether its values are the
+    same. Checkpoints that the catalog does not know are opened where they lie.
     """
+    from ucformat.cli.values import read_values
+
     chosen = _chosen(parts)
-    found = _diff(a, b, catalog_url)
-    equal = not any(_differs(found, part) for part in chosen)
+    if values and "tensors" not in chosen:
+        raise click.UsageError("--values compares tensors, which --what leaves out")
+    found = _Found(_diff(a, b, catalog_url), read_values(a, b, catalog_url, workers, out) if values else None)
+    equal = not any(found.differs(part) for part in chosen)
     out.result(
         lambda: _lines(found, (a, b), chosen, equal=equal),
         lambda: _data(found, chosen, equal=equal),
@@ -60,6 +73,29 @@ def diff(
     )
     if fail and not equal:
         raise click.exceptions.Exit(1)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the catalog or the manifests tell, and what the values do if they were read."""
+
+    diff: Diff
+    values: list[TensorDifference] | None
+
+    def changed(self, part: str) -> Sequence[Changed]:
+        """What differs in a part that is not the tensors."""
+        changed: Sequence[Changed] = getattr(self.diff, part)
+        return changed
+
+    def differs(self, part: str) -> bool:
+        """Whether a part differs, or may."""
+        if part != "tensors":
+            return bool(self.changed(part))
+        t = self.diff.tensors
+        if self.values is None:
+            return not t.equal
+        other = any(set(c.what) & {"shape", "dtype"} for c in t.changed)
+        return bool(t.added or t.removed) or other or not all(v.equal for v in self.values)
 
 
 def _chosen(text: str) -> list[str]:
@@ -84,25 +120,20 @@ def _diff(a: str, b: str, flag: str | None) -> Diff:
             return diff_opened(a, b, flag, catalog)
 
 
-def _differs(found: Diff, part: str) -> bool:
-    return not found.tensors.equal if part == "tensors" else bool(getattr(found, part))
-
-
-def _lines(found: Diff, names: tuple[str, str], chosen: Sequence[str], *, equal: bool) -> Iterator[str]:
+def _lines(found: _Found, names: tuple[str, str], chosen: Sequence[str], *, equal: bool) -> Iterator[str]:
     width = terminal_width()
     if equal:
         yield f"{' and '.join(names)} are equal in {', '.join(chosen)}"
         return
     yield Heading(shorten(" -> ".join(names), width))
     for part in chosen:
-        if not _differs(found, part):
+        if not found.differs(part):
             continue
         yield ""
         if part == "tensors":
-            yield from _tensors(found.tensors, width)
+            yield from _tensors(found, width)
         else:
-            changed: Sequence[Changed] = getattr(found, part)
-            rows = [(c.path, _value(c.a), _value(c.b)) for c in changed]
+            rows = [(c.path, _value(c.a), _value(c.b)) for c in found.changed(part)]
             yield from table((part, *names), rows, left=3, shrink=(0, 1, 2), width=width)
 
 
@@ -116,34 +147,43 @@ def _value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _tensors(found: TensorsDiff, width: int | None) -> Iterator[str]:
-    values = [c for c in found.changed if c.what == ("digest",)]
-    shown = [c for c in found.changed if c.what != ("digest",)] + values[:_MOST]
-    rows = [(t.name, t.state, "added", "", _tensor(t)) for t in found.added]
-    rows += [(t.name, t.state, "removed", _tensor(t), "") for t in found.removed]
+def _tensors(found: _Found, width: int | None) -> Iterator[str]:
+    from ucformat.cli.values import value_lines
+
+    t = found.diff.tensors
+    rows = [(x.name, x.state, "added", "", _tensor(x)) for x in t.added]
+    rows += [(x.name, x.state, "removed", _tensor(x), "") for x in t.removed]
+    alone = [c for c in t.changed if c.what == ("digest",)]
+    shown = [c for c in t.changed if c.what != ("digest",)] + (alone[:_MOST] if found.values is None else [])
     for c in shown:
         what = ", ".join("values" if aspect == "digest" else aspect for aspect in c.what)
         x, y = _tensor(c.a), _tensor(c.b)
-        rows.append((c.name, c.state, what, x, y if y != x else ""))
+        rows.append((c.name, c.state, what, *((x, y) if x != y else ("", ""))))
     if rows:
         head = ("tensor", "state", "differs in", "was", "is")
         yield from table(head, rows, left=5, shrink=(0, 2, 3, 4), width=width)
-    if len(values) > _MOST:
-        yield f"and {count(len(values) - _MOST)} more in values only"
-    sums = [(found.same, "the same"), (found.unknown, "without digests to compare")]
-    yield ", ".join(f"{plural(n, 'tensor')} {what}" for n, what in sums if n or what == "the same")
+    if found.values is not None:
+        yield from ["", *value_lines(found.values, width)] if rows else value_lines(found.values, width)
+        return
+    if len(alone) > _MOST:
+        yield f"and {count(len(alone) - _MOST)} more in values only"
+    yield f"{plural(t.same, 'tensor')} the same" + (
+        f", {count(t.unknown)} without digests to compare; --values reads them" if t.unknown else ""
+    )
 
 
 def _tensor(tensor: TensorEntry) -> str:
     return f"{tensor.dtype} {shape_text(tensor.shape)}"
 
 
-def _data(found: Diff, chosen: Sequence[str], *, equal: bool) -> dict[str, Any]:
-    data: dict[str, Any] = {side: _side(found, side) for side in ("a", "b")}
+def _data(found: _Found, chosen: Sequence[str], *, equal: bool) -> dict[str, Any]:
+    from ucformat.cli.values import value_data
+
+    data: dict[str, Any] = {side: _side(getattr(found.diff, side)) for side in ("a", "b")}
     data["equal"] = equal
     for part in _PARTS[:-1]:
-        data[part] = [_change(c) for c in getattr(found, part)] if part in chosen else None
-    t = found.tensors
+        data[part] = [_change(c) for c in found.changed(part)] if part in chosen else None
+    t = found.diff.tensors
     data["tensors"] = None
     if "tensors" in chosen:
         data["tensors"] = {
@@ -155,12 +195,12 @@ def _data(found: Diff, chosen: Sequence[str], *, equal: bool) -> dict[str, Any]:
             ],
             "unknown": t.unknown,
             "same": t.same,
+            "values": None if found.values is None else value_data(found.values),
         }
     return data
 
 
-def _side(found: Diff, side: str) -> dict[str, Any]:
-    entry = getattr(found, side)
+def _side(entry: Entry) -> dict[str, Any]:
     return {"id": entry.id, "name": entry.name, "url": entry.url}
 
 
@@ -182,14 +222,17 @@ def _tensor_data(tensor: TensorEntry) -> dict[str, Any]:
     }
 
 
-def _bare(found: Diff, chosen: Sequence[str]) -> Iterator[str]:
+def _bare(found: _Found, chosen: Sequence[str]) -> Iterator[str]:
     for part in chosen:
         if part == "tensors":
-            t = found.tensors
+            t = found.diff.tensors
             every = [*((x, "added") for x in t.added), *((x, "removed") for x in t.removed)]
             every += [(c.b, ",".join(c.what)) for c in t.changed]
             for x, what in every:
                 yield tabbed((part, x.name, x.state, what))
+            for v in found.values or ():
+                if not v.equal:
+                    yield tabbed(("values", v.name, v.state, str(v.differing), repr(v.max_abs), repr(v.max_rel)))
         else:
-            for change in getattr(found, part):
+            for change in found.changed(part):
                 yield tabbed((part, change.path, _value(change.a), _value(change.b)))
