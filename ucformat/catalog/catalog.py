@@ -13,9 +13,11 @@ from ucformat.catalog.entries import load
 from ucformat.catalog.locks import lock
 from ucformat.catalog.models import Checkpoint, Verification
 from ucformat.catalog.names import ANY, Stamp
+from ucformat.catalog.plain import storable
 from ucformat.catalog.reader import GRACE, Reader, make_stamp
 from ucformat.catalog.refs import parse_ref, resolve, same_url
 from ucformat.catalog.retention import plan_retention
+from ucformat.catalog.rows import TOUCHED, event, touch
 from ucformat.errors import Conflict, Refused, UsageError
 from ucformat.schema.manifest import LineageDoc
 
@@ -36,8 +38,9 @@ T = TypeVar("T")
 
 _PROBLEMS = 100  # of a damaged checkpoint so many are kept
 
-#: Called after every change that the documents beside checkpoints have to hold (who writes them listens here).
-on_change: list[Callable[[Catalog], object]] = []
+#: Called after every change that the documents beside checkpoints have to hold (who writes them listens here), with the
+#: serials of these checkpoints.
+on_change: list[Callable[[Catalog, frozenset[int]], object]] = []
 
 
 class Catalog(Reader):
@@ -80,7 +83,7 @@ class Catalog(Reader):
                 c, manifest, url, kind=kind, run=given or _folder(url), files=files, now=stamp.now, who=stamp.who
             )
             if run is not None and recording.set_run(c, serial, run, stamp.now):
-                names.touch(c, [serial])
+                touch(c, [serial])
             return load(c, [serial], stamp.now)[0]
 
         return self._write(work)
@@ -98,9 +101,9 @@ class Catalog(Reader):
 
     def forget_places(self, root: str, present: Collection[str]) -> list[str]:
         """Forget the places at or below `root` where nothing is any more, all but those `present`; gives them."""
-        stamp = make_stamp()
+        stamp, there = make_stamp(), {same_url(p) for p in present}
         return self._database.write(
-            lambda c: recording.forget_places(c, same_url(root), present, now=stamp.now, who=stamp.who)
+            lambda c: recording.forget_places(c, same_url(root), there, now=stamp.now, who=stamp.who)
         )
 
     def link(self, child: str, parent: str, kind: str) -> None:
@@ -119,7 +122,7 @@ class Catalog(Reader):
 
             serial = resolve(c, parse_ref(child))
             if add_link(c, serial, parent, kind, stamp):
-                names.touch(c, [serial])
+                touch(c, [serial])
 
         self._write(work)
 
@@ -142,10 +145,14 @@ class Catalog(Reader):
             serial = resolve(c, parse_ref(ref))
             c.execute(
                 sa.insert(Verification).values(
-                    checkpoint=serial, url=same_url(url), at=stamp.now, problems=list(problems)[:_PROBLEMS], **values
+                    checkpoint=serial,
+                    url=same_url(url),
+                    at=stamp.now,
+                    problems=storable(problems[:_PROBLEMS]),
+                    **values,
                 )
             )
-            recording.event(c, "verify", stamp.who, stamp.now, serial, ok=ok, problems=len(problems))
+            event(c, "verify", stamp.who, stamp.now, serial, ok=ok, problems=len(problems))
 
         self._write(work)
 
@@ -222,7 +229,7 @@ class Catalog(Reader):
 
         def work(c: Connection) -> None:
             old = resolve(c, parse_ref(expect)) if isinstance(expect, str) else expect
-            names.touch(c, move(c, stamp, old))
+            touch(c, move(c, stamp, old))
 
         self._write(work)
 
@@ -258,15 +265,19 @@ class Catalog(Reader):
             serial = _alive(c, ref) if alive else resolve(c, parse_ref(ref))
             found = say(c, serial, stamp)
             if found or found is None:
-                names.touch(c, [serial])
+                touch(c, [serial])
             return found
 
         return self._write(work)
 
     def _write(self, work: Callable[[Connection], T]) -> T:
-        found = self._database.write(work)
-        for listener in on_change:
-            listener(self)
+        def noting(c: Connection) -> tuple[T, frozenset[int]]:
+            c.info[TOUCHED] = set()
+            return work(c), frozenset(c.info[TOUCHED])
+
+        found, touched = self._database.write(noting)
+        for listener in on_change if touched else ():
+            listener(self, touched)
         return found
 
 

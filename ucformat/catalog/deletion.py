@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
+from ucformat.catalog.content import remove_digests
 from ucformat.catalog.filter import check_names, compile_filter, parse
 from ucformat.catalog.locks import lock
-from ucformat.catalog.models import Alias, Checkpoint, Digest, Edge, Hold, Location, Metric, Run, Tag
-from ucformat.catalog.names import touch
-from ucformat.catalog.recording import event
+from ucformat.catalog.models import Alias, Checkpoint, Edge, Hold, Location, Metric, Run, Tag
 from ucformat.catalog.retention import Held, Row, protections
+from ucformat.catalog.rows import begins_with, event, touch
 from ucformat.errors import Refused
 
 if TYPE_CHECKING:
@@ -106,8 +106,8 @@ def _dependents(connection: Connection) -> dict[int, list[str]]:
     for e in edges:
         if e.parent is not None:
             found.setdefault(e.parent, set()).add(e.id)
-        inside = Location.url.startswith(f"{e.parent_url}/", autoescape=True)
-        around = sa.literal(e.parent_url).startswith(Location.url + "/")
+        inside = begins_with(Location.url, f"{e.parent_url}/")
+        around = begins_with(sa.literal(e.parent_url), Location.url + "/")
         at = sa.select(Location.checkpoint).where(sa.or_(Location.url == e.parent_url, inside, around))
         for serial in connection.scalars(at):
             if serial != e.child:
@@ -184,8 +184,7 @@ def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] 
 def end_purge(connection: Connection, serial: int, stamp: Stamp) -> None:
     """Note that nothing of a checkpoint is left in storage; what lineage needs of it stays in the catalog."""
     lock(connection, [serial])
-    block = sa.select(Checkpoint.digest_block).where(Checkpoint.serial == serial).scalar_subquery()
-    connection.execute(sa.delete(Digest).where(Digest.block == block, Digest.checkpoint == serial))
+    remove_digests(connection, serial)
     connection.execute(sa.delete(Location).where(Location.checkpoint == serial))
     connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(state="purged"))
     event(connection, "purged", stamp.who, stamp.now, serial)

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
+from ucformat.catalog.deletion import retention_rows
 from ucformat.catalog.locks import lock, take_turns
 from ucformat.catalog.models import (
     Alias,
     AliasMove,
     Checkpoint,
     Edge,
+    Event,
     Hold,
     Identity,
     Location,
@@ -25,8 +27,10 @@ from ucformat.catalog.models import (
     Run,
     Tag,
 )
-from ucformat.catalog.names import alias_here, touch
-from ucformat.catalog.recording import event, insert_edge, insert_if_absent, set_run
+from ucformat.catalog.names import alias_here
+from ucformat.catalog.recording import insert_edge, set_run, stored_metric
+from ucformat.catalog.retention import protections
+from ucformat.catalog.rows import event, insert_if_absent, touch
 from ucformat.schema.catalog_document import (
     AliasDoc,
     CatalogDoc,
@@ -38,11 +42,15 @@ from ucformat.schema.catalog_document import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from sqlalchemy import Connection
 
     from ucformat.catalog.names import Stamp
 
 __all__ = ["Stale", "absorb", "compose", "stale", "written"]
+
+_PAGE = 5000  # serials in one IN list
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +61,19 @@ class Stale:
     urls: tuple[str, ...]
 
 
-def stale(connection: Connection, limit: int | None) -> list[Stale]:
-    """The checkpoints whose documents are behind the catalog."""
+def stale(connection: Connection, limit: int | None, first: Collection[int] = ()) -> list[Stale]:
+    """Checkpoints whose documents are behind the catalog: these first, then the newest; so many besides these."""
     due = sa.select(Checkpoint.serial).where(
         Checkpoint.document_revision > Checkpoint.document_written, Checkpoint.state.in_(("committed", "deleted"))
     )
-    serials = connection.scalars(due.order_by(Checkpoint.serial.desc()).limit(limit)).all()
-    urls: dict[int, list[str]] = {s: [] for s in serials}
-    for row in connection.execute(sa.select(Location.checkpoint, Location.url).where(Location.checkpoint.in_(serials))):
-        urls[row.checkpoint].append(row.url)
+    chosen = list(connection.scalars(due.where(Checkpoint.serial.in_(first)))) if first else []
+    others = due.where(Checkpoint.serial.not_in(chosen)) if chosen else due
+    chosen += connection.scalars(others.order_by(Checkpoint.serial.desc()).limit(limit))
+    urls: dict[int, list[str]] = {s: [] for s in chosen}
+    for at in range(0, len(chosen), _PAGE):
+        some = Location.checkpoint.in_(chosen[at : at + _PAGE])
+        for row in connection.execute(sa.select(Location.checkpoint, Location.url).where(some)):
+            urls[row.checkpoint].append(row.url)
     return [Stale(s, tuple(u)) for s, u in urls.items()]
 
 
@@ -114,7 +126,7 @@ def _identity(connection: Connection) -> str:
 
 
 def absorb(connection: Connection, serial: int, doc: CatalogDoc, stamp: Stamp) -> bool:
-    """Take from a document what the catalog does not know; whether there was anything it could not know yet.
+    """Take from a document what the catalog does not know; whether there was anything.
 
     A document that this catalog itself wrote, and that is not ahead of it, says nothing new.
     """
@@ -123,33 +135,60 @@ def absorb(connection: Connection, serial: int, doc: CatalogDoc, stamp: Stamp) -
     row = connection.execute(sa.select(Checkpoint.__table__).where(Checkpoint.serial == serial)).one()
     if doc.id != row.id or (doc.catalog == _identity(connection) and doc.revision <= row.document_written):
         return False
-    if doc.run is not None:
-        set_run(connection, serial, doc.run, stamp.now)
+    before = _content(compose(connection, serial))
+    unsaid = row.document_revision > row.document_written  # something of ours is in no document yet
     _absorb_words(connection, serial, doc)
     for alias in doc.aliases:
         _absorb_alias(connection, serial, alias, stamp)
     for edge in doc.lineage:
         insert_edge(connection, serial, edge.kind, edge.url, edge.id, depends=edge.depends)
+    if doc.revision > row.document_written:
+        if doc.run is not None and not unsaid:
+            set_run(connection, serial, doc.run, stamp.now)
+        _absorb_deletion(connection, row, doc, stamp, unsaid=unsaid)
+    after = _content(compose(connection, serial))
     latest = max(row.document_revision, doc.revision)
-    behind = row.document_revision > row.document_written  # something of ours is not in it
-    values: dict[str, Any] = {"document_revision": latest + behind, "document_written": latest}
-    if doc.deleted is not None and row.state == "committed":
-        values |= {"state": "deleted", "deleted": doc.deleted, "purge_after": doc.purge_after}
+    due = unsaid or after != _content(doc)
+    values = {"document_revision": latest + due, "document_written": latest}
     connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(**values))
-    event(connection, "absorb", stamp.who, stamp.now, serial, catalog=doc.catalog, revision=doc.revision)
-    return True
+    if after != before:
+        event(connection, "absorb", stamp.who, stamp.now, serial, catalog=doc.catalog, revision=doc.revision)
+    return after != before
+
+
+def _content(doc: CatalogDoc) -> dict[str, Any]:
+    """What a document says, whoever wrote it, in whatever order."""
+    said = doc.model_dump(exclude={"catalog", "revision"}, mode="json")
+    return {k: sorted(v, key=repr) if isinstance(v, list) else v for k, v in said.items()}
+
+
+def _absorb_deletion(connection: Connection, row: Any, doc: CatalogDoc, stamp: Stamp, *, unsaid: bool) -> None:
+    """Delete or restore what the others did; but never what is protected here, or what was restored here since."""
+    if doc.deleted is not None and row.state == "committed":
+        [now] = retention_rows(connection, stamp.now, serials=[row.serial])
+        since = (Event.checkpoint == row.serial, Event.action == "restore", Event.at >= doc.deleted)
+        if protections(now, stamp.now) or connection.scalar(sa.select(sa.exists().where(*since))):
+            return
+        values = {"state": "deleted", "deleted": doc.deleted, "purge_after": doc.purge_after}
+    elif doc.deleted is None and row.state == "deleted" and not unsaid:
+        values = {"state": "committed", "deleted": None, "purge_after": None}
+    else:
+        return
+    connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == row.serial).values(**values))
 
 
 def _absorb_words(connection: Connection, serial: int, doc: CatalogDoc) -> None:
     for tag in doc.tags:
         keys = {"checkpoint": serial, "name": tag.name}
         insert_if_absent(connection, Tag, keys, {"created": tag.created, "who": tag.who}, Tag.name)
+    created = sa.select(Checkpoint.created).where(Checkpoint.serial == serial).scalar_subquery()
     for name, metric in doc.metrics.items():
-        values = {"value": metric.value, "measured": metric.measured}
+        values = {"value": None if metric.value is None else stored_metric(metric.value), "measured": metric.measured}
         keys = {"checkpoint": serial, "name": name}
         if insert_if_absent(connection, Metric, keys, values, Metric.name) is None:
-            older = (Metric.checkpoint == serial, Metric.name == name, Metric.measured < metric.measured)
-            connection.execute(sa.update(Metric).where(*older).values(**values))
+            here = (Metric.checkpoint == serial, Metric.name == name)
+            older = sa.or_(Metric.measured < metric.measured, Metric.measured == created)  # the latter: the manifest's
+            connection.execute(sa.update(Metric).where(*here, older).values(**values))
     for hold in doc.holds:
         _absorb_row(
             connection,

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import sqlalchemy as sa
 
 from ucformat.catalog.models import Checkpoint, Edge, Location, Run
-from ucformat.catalog.recording import event, insert_edge
+from ucformat.catalog.recording import insert_edge
 from ucformat.catalog.refs import parse_ref, resolve
+from ucformat.catalog.rows import event
 from ucformat.errors import NotFound, UsageError
 
 if TYPE_CHECKING:

@@ -26,6 +26,8 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from ucformat.catalog.plain import plain
+
 if TYPE_CHECKING:
     from sqlalchemy.engine import Dialect
 
@@ -76,6 +78,17 @@ class UtcDateTime(TypeDecorator[datetime]):
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
+class PlainText(TypeDecorator[str]):
+    """Text of any length, without what one of the databases does not take (see `plain`)."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:  # noqa: ARG002
+        """As it can be stored, and so found again."""
+        return None if value is None else plain(value)
+
+
 class Base(DeclarativeBase):
     """What all tables share: names of constraints that migrations can rely on, and column types."""
 
@@ -89,7 +102,7 @@ class Base(DeclarativeBase):
         }
     )
     type_annotation_map: ClassVar[dict[Any, Any]] = {
-        str: Text,
+        str: PlainText,
         int: Integer,
         float: Float(53),
         bool: Boolean,

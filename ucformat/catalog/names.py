@@ -9,11 +9,12 @@ import sqlalchemy as sa
 
 from ucformat.catalog.locks import take_turns
 from ucformat.catalog.models import Alias, AliasMove, Checkpoint, Hold, Metric, Note, Tag
-from ucformat.catalog.recording import event, insert_if_absent, stored_metric
+from ucformat.catalog.recording import stored_metric
+from ucformat.catalog.rows import event, insert_if_absent
 from ucformat.errors import Conflict, NotFound, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from datetime import datetime
 
     from sqlalchemy import Connection
@@ -33,7 +34,6 @@ __all__ = [
     "move_alias",
     "release_holds",
     "remove_alias",
-    "touch",
 ]
 
 
@@ -75,16 +75,6 @@ class MoveEntry:
     target: str | None
     moved: datetime
     who: str
-
-
-def touch(connection: Connection, serials: Iterable[int]) -> None:
-    """Note that the documents beside these checkpoints have to be written again."""
-    for serial in sorted(set(serials)):  # in one order, so that two writers cannot wait for each other
-        connection.execute(
-            sa.update(Checkpoint)
-            .where(Checkpoint.serial == serial)
-            .values(document_revision=Checkpoint.document_revision + 1)
-        )
 
 
 def move_alias(
@@ -205,6 +195,8 @@ def add_hold(connection: Connection, serial: int, reason: str, until: datetime |
     """Keep a checkpoint from being deleted; the hold's number."""
     if not reason.strip():
         raise UsageError("a hold needs a reason", hint="say why it must be kept, for those who find it later")
+    if until is not None and until.tzinfo is None:
+        raise UsageError(f"{until.isoformat()} says no time zone", hint="give the time one, UTC for instance")
     if until is not None and until <= stamp.now:
         raise UsageError(f"a hold until {until.isoformat()} would be over already", hint="give a time to come")
     values = {"reason": reason, "until": until, "created": stamp.now, "who": stamp.who}

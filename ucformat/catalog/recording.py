@@ -5,44 +5,34 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 
+from ucformat.catalog.content import add_digests, digest_block, remove_digests, tensor_set
 from ucformat.catalog.locks import lock, take_turns
-from ucformat.catalog.models import (
-    BLOCK,
-    Checkpoint,
-    Config,
-    Edge,
-    Event,
-    Location,
-    Metric,
-    Run,
-    Tensor,
-    TensorSet,
-)
+from ucformat.catalog.models import Checkpoint, Config, Edge, Location, Metric, Run
+from ucformat.catalog.plain import plain, storable
+from ucformat.catalog.refs import same_url
+from ucformat.catalog.rows import begins_with, event, insert_if_absent, one_id, touch
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping
     from datetime import datetime
 
     from sqlalchemy import Connection
 
-    from ucformat.schema.manifest import LineageDoc, Manifest, TensorDoc
+    from ucformat.schema.manifest import Manifest
 
 __all__ = [
     "canonical_hash",
-    "event",
     "forget_places",
-    "insert_if_absent",
+    "insert_edge",
     "locate",
-    "one_id",
     "record",
     "set_run",
-    "storable",
     "stored_metric",
 ]
 
@@ -59,8 +49,8 @@ def record(
     who: str,
 ) -> int:
     """Record a checkpoint that lies at `url`, unless it is known; then only where it lies is noted. Its serial."""
-    if not manifest.id:
-        raise UsageError(f"the checkpoint at {url} has no id to record it by", hint="give the manifest one")
+    nbytes = sum(t.nbytes for t in manifest.tensors)
+    _check(manifest, url, nbytes)
     take_turns(connection, manifest.id, url, *(p.id or _place(p.url) for p in manifest.lineage))
     serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == manifest.id))
     if serial is None:
@@ -71,10 +61,10 @@ def record(
                 "state": "committed",
                 "run_id": None if run is None else one_id(connection, Run, {"name": run}, {"created": now}),
                 "step": manifest.step,
-                "created": manifest.created,
+                "created": _created(manifest),
                 "recorded": now,
                 "tensors": len(manifest.tensors),
-                "nbytes": sum(t.nbytes for t in manifest.tensors),
+                "nbytes": nbytes,
                 "files": None if files is None else files[0],
                 "files_nbytes": None if files is None else files[1],
                 "format_version": manifest.version if kind == "ucformat" else None,
@@ -83,18 +73,36 @@ def record(
                 "producer": storable(manifest.producer),
                 "topology": storable(manifest.layout),
                 "config_id": _config(connection, manifest.config) if manifest.config else None,
-                "tensor_set_id": _tensor_set(connection, manifest.tensors),
-                "digest_block": _digest_block(connection, len(manifest.tensors)),
+                "tensor_set_id": tensor_set(connection, manifest.tensors),
+                "digest_block": digest_block(connection, len(manifest.tensors)),
                 "document_revision": 0,
                 "document_written": 0,
             }
         )
         serial = connection.execute(made.returning(Checkpoint.serial)).scalar_one()
-        _add_details(connection, serial, manifest, url, now)
+        _add_details(connection, serial, manifest, url)
         event(connection, "record", who, now, serial, url=url, kind=kind)
-    locate(connection, serial, url, now)
+    if locate(connection, serial, url, now=now, who=who):
+        remove_digests(connection, serial)
+        add_digests(connection, serial, manifest.tensors)
     _adopt_children(connection, serial, manifest.id, url)
     return serial
+
+
+def _check(manifest: Manifest, url: str, nbytes: int) -> None:
+    """Refuse what no database can hold; text that it cannot is changed, except where it must be found again."""
+    if not manifest.id:
+        raise UsageError(f"the checkpoint at {url} has no id to record it by", hint="give the manifest one")
+    for what, text in (("place", url), ("id", manifest.id)):
+        if plain(text) != text:
+            raise UsageError(f"the checkpoint at {plain(url)} cannot be recorded: its {what} is not text: {text!r}")
+    if max(abs(manifest.step or 0), nbytes) >= 2**63:
+        raise UsageError(f"the checkpoint at {url} cannot be recorded: its step or its size is beyond any bound")
+
+
+def _created(manifest: Manifest) -> datetime:
+    created = manifest.created
+    return created if created.tzinfo is not None else created.replace(tzinfo=UTC)
 
 
 def set_run(connection: Connection, serial: int, run: str, now: datetime) -> bool:
@@ -108,33 +116,36 @@ def set_run(connection: Connection, serial: int, run: str, now: datetime) -> boo
     return changed.rowcount > 0
 
 
-def locate(connection: Connection, serial: int, url: str, now: datetime) -> None:
+def locate(connection: Connection, serial: int, url: str, *, now: datetime, who: str) -> bool:
     """Note that a checkpoint lies at `url`; what was recorded there before has been replaced by it.
 
-    Whoever calls has the turn of the url.
+    Whoever calls has the turn of the url. Whether the checkpoint was believed to be gone.
     """
     before = connection.scalar(sa.select(Location.checkpoint).where(Location.url == url))
     lock(connection, {serial, serial if before is None else before})  # so that nobody forgets a place meanwhile
     here = {"checkpoint": serial, "seen": now}
     if not connection.execute(sa.update(Location).where(Location.url == url).values(**here)).rowcount:
         connection.execute(sa.insert(Location).values(url=url, **here))
-    elif before != serial:
+    elif before is not None and before != serial:
         elsewhere = sa.exists().where(Location.checkpoint == before)
-        connection.execute(
-            sa.update(Checkpoint)
-            .where(Checkpoint.serial == before, Checkpoint.state != "purged", ~elsewhere)
-            .values(state="replaced")
-        )
-    connection.execute(  # it is there again, whatever was believed of it
-        sa.update(Checkpoint)
-        .where(Checkpoint.serial == serial, Checkpoint.state.in_(("replaced", "purged")))
-        .values(state="committed", deleted=None, purge_after=None)
-    )
+        over = sa.update(Checkpoint).where(Checkpoint.serial == before, Checkpoint.state != "purged", ~elsewhere)
+        if connection.execute(over.values(state="replaced")).rowcount:
+            event(connection, "replaced", who, now, before, url=url)
+    if before != serial:  # what people said of it has to be beside it there, too
+        said = sa.select(Checkpoint.serial).where(Checkpoint.serial == serial, Checkpoint.document_revision > 0)
+        touch(connection, connection.scalars(said).all())
+    gone = (Checkpoint.serial == serial, Checkpoint.state.in_(("replaced", "purged")))
+    again = {"state": "committed", "deleted": None, "purge_after": None}
+    found = connection.execute(sa.update(Checkpoint).where(*gone).values(**again)).rowcount > 0
+    if found:
+        event(connection, "found", who, now, serial, url=url)
+    return found
 
 
 def forget_places(connection: Connection, root: str, present: Collection[str], *, now: datetime, who: str) -> list[str]:
     """Forget the places at or below `root` that are not `present`; a checkpoint without any left is purged."""
-    below = sa.or_(Location.url == root, Location.url.startswith(f"{root}/", autoescape=True))
+    root = root.rstrip("/")
+    below = sa.or_(Location.url == root, begins_with(Location.url, f"{root}/"))
     known = connection.execute(sa.select(Location.url, Location.checkpoint).where(below).order_by(Location.url)).all()
     gone = [row for row in known if row.url not in present]
     lock(connection, {row.checkpoint for row in gone})
@@ -148,29 +159,24 @@ def forget_places(connection: Connection, root: str, present: Collection[str], *
     return [row.url for row in gone]
 
 
-def _add_details(connection: Connection, serial: int, manifest: Manifest, url: str, now: datetime) -> None:
-    _add_digests(connection, serial, manifest.tensors)
+def _add_details(connection: Connection, serial: int, manifest: Manifest, url: str) -> None:
+    add_digests(connection, serial, manifest.tensors)
     if manifest.metrics:
+        measured = _created(manifest)
+        metrics = {plain(n): stored_metric(v) for n, v in manifest.metrics.items()}
         connection.execute(
             sa.insert(Metric),
-            [
-                {"checkpoint": serial, "name": n, "value": stored_metric(v), "measured": now}
-                for n, v in manifest.metrics.items()
-            ],
+            [{"checkpoint": serial, "name": n, "value": v, "measured": measured} for n, v in metrics.items()],
         )
     roots = () if manifest.sidecar is None else manifest.sidecar.roots
-    outside = [r.rstrip("/") for r in roots if not _below(r, url)]
-    for parent in manifest.lineage:
-        depends = any(_below(r, parent.url) or _below(parent.url, r) for r in outside)
-        add_edge(connection, serial, parent, depends=depends)
+    outside = [r for r in map(_place, roots) if not _below(r, url)]
+    parents = [(p, _place(p.url)) for p in manifest.lineage]
+    for parent, place in parents:
+        depends = any(_below(r, place) or _below(place, r) for r in outside)
+        insert_edge(connection, serial, parent.kind, place, parent.id, depends=depends)
     for root in outside:
-        if not any(_below(root, p.url) or _below(p.url, root) for p in manifest.lineage):
+        if not any(_below(root, place) or _below(place, root) for _, place in parents):
             insert_edge(connection, serial, "convert", root, None, depends=True)
-
-
-def add_edge(connection: Connection, serial: int, parent: LineageDoc, *, depends: bool) -> None:
-    """Note what a checkpoint was made from."""
-    insert_edge(connection, serial, parent.kind, parent.url, parent.id, depends=depends)
 
 
 def insert_edge(
@@ -200,7 +206,8 @@ def _adopt_children(connection: Connection, serial: int, checkpoint_id: str, url
 
 
 def _place(url: str) -> str:
-    return url.rstrip("/") or url
+    """A place as documents name it, as the catalog does: a path that is not absolute stays as it is."""
+    return same_url(url) if url.lower().startswith(("/", "file://")) else url.rstrip("/") or url
 
 
 def _below(url: str, root: str) -> bool:
@@ -219,126 +226,7 @@ def _config(connection: Connection, config: Mapping[str, Any]) -> int:
     return one_id(connection, Config, {"hash": canonical_hash(document)}, {"document": document})
 
 
-def storable(value: Any) -> Any:
-    """A JSON value that both databases take: numbers that JSON has no word for as `{"$float": "nan"}`, no NUL."""
-    match value:
-        case float() if not math.isfinite(value):
-            return {"$float": str(value)}
-        case str():
-            return value.replace("\0", "\ufffd")
-        case dict():
-            return {storable(str(k)): storable(v) for k, v in value.items()}
-        case list() | tuple():
-            return [storable(v) for v in value]
-    return value
-
-
 def canonical_hash(value: Any) -> str:
     """The SHA-256 of a JSON value, whatever the order of its keys."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
-
-
-def _tensor_set(connection: Connection, tensors: Sequence[TensorDoc]) -> int:
-    """The id of this structure; its tensors are written if nobody has it yet."""
-    structure = _structure_hash(tensors)
-    found = connection.scalar(sa.select(TensorSet.id).where(TensorSet.hash == structure))
-    if found is not None:
-        return found
-    made = insert_if_absent(connection, TensorSet, {"hash": structure}, {}, TensorSet.id)
-    if made is None:
-        return connection.execute(sa.select(TensorSet.id).where(TensorSet.hash == structure)).scalar_one()
-    if tensors:
-        connection.execute(
-            sa.insert(Tensor),
-            [
-                {
-                    "tensor_set_id": made,
-                    "position": i,
-                    "name": t.name,
-                    "state": t.state,
-                    "dtype": t.dtype,
-                    "shape": _joined(t.shape),
-                    "chunk": _joined(t.chunk),
-                    "shard": _joined(t.shard),
-                    "nbytes": t.nbytes,
-                }
-                for i, t in enumerate(tensors)
-            ],
-        )
-    return made
-
-
-def _structure_hash(tensors: Sequence[TensorDoc]) -> str:
-    """The SHA-256 of all that is the same in the steps of a run: column by column, which is the fastest way."""
-    cuts: dict[Any, str] = {}  # of few kinds: layers repeat
-    columns = (
-        [t.name for t in tensors],
-        [t.state for t in tensors],
-        [t.dtype for t in tensors],
-        [cuts.get(c) or cuts.setdefault(c, repr(c)) for t in tensors for c in [(t.shape, t.chunk, t.shard, t.nbytes)]],
-    )
-    return hashlib.sha256("\1".join("\0".join(c) for c in columns).encode()).hexdigest()
-
-
-def _joined(numbers: Sequence[int] | None) -> str | None:
-    return None if numbers is None else ",".join(map(str, numbers))
-
-
-def _digest_block(connection: Connection, tensors: int) -> int:
-    """The block that takes the digests of a checkpoint with so many tensors: the last one, if it has room for them."""
-    last: int | None = connection.scalar(sa.select(sa.func.max(Checkpoint.digest_block)))
-    if last is None:
-        return 0
-    filled: int = connection.execute(
-        sa.select(sa.func.sum(Checkpoint.tensors)).where(Checkpoint.digest_block == last)
-    ).scalar_one()
-    return last if filled + tensors <= BLOCK else last + 1
-
-
-def _add_digests(connection: Connection, serial: int, tensors: Sequence[TensorDoc]) -> None:
-    """Insert the digests by one statement, which takes them as one text: a fourth of the time of row by row."""
-    digests = [t.digest or "" for t in tensors]
-    if not any(digests):
-        return
-    if connection.dialect.name == "postgresql":
-        packed = ",".join(digests)
-        rows = "unnest(string_to_array(:packed, ',')) with ordinality as row (value, number)"
-        position = "number - 1"
-    else:
-        packed = json.dumps(digests)
-        rows = "json_each(:packed) as row"
-        position = "key"
-    statement = sa.text(
-        f"insert into digest (block, digest, checkpoint, position) select checkpoint.digest_block, row.value, :serial,"  # noqa: S608 - constants
-        f" {position} from checkpoint, {rows} where checkpoint.serial = :serial and row.value <> '' order by row.value"
-    )
-    connection.execute(statement, {"packed": packed, "serial": serial})
-
-
-def one_id(connection: Connection, table: Any, keys: Mapping[str, Any], values: Mapping[str, Any]) -> int:
-    """The id of the row with these unique values, which is made if nobody has it yet."""
-    where = [getattr(table, k) == v for k, v in keys.items()]
-    found = connection.scalar(sa.select(table.id).where(*where))
-    if found is None:
-        found = insert_if_absent(connection, table, keys, values, table.id)
-    if found is None:  # somebody else made it at this instant
-        found = connection.execute(sa.select(table.id).where(*where)).scalar_one()
-    return int(found)
-
-
-def insert_if_absent(
-    connection: Connection, table: Any, keys: Mapping[str, Any], values: Mapping[str, Any], returning: Any
-) -> int | None:
-    """Insert a row unless one with these unique values is there; what `returning` says of it, or None."""
-    insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
-    statement = (
-        insert(table).values(**keys, **values).on_conflict_do_nothing(index_elements=list(keys)).returning(returning)
-    )
-    found: int | None = connection.execute(statement).scalar()
-    return found
-
-
-def event(connection: Connection, action: str, who: str, now: datetime, checkpoint: int | None, **detail: Any) -> None:
-    """Write into the audit log."""
-    connection.execute(sa.insert(Event).values(at=now, who=who, action=action, checkpoint=checkpoint, detail=detail))

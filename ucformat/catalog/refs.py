@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -75,7 +74,7 @@ def same_url(place: str) -> str:
     if found and scheme.lower() != "file":
         return place.rstrip("/")
     path = unquote(f"/{rest.partition('/')[2]}") if found else place
-    return os.path.abspath(Path(path).expanduser())  # noqa: PTH100 - links stay as they are written
+    return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111 - links stay as they are written
 
 
 def resolve(connection: Connection, ref: Ref) -> int:
@@ -89,13 +88,18 @@ def resolve(connection: Connection, ref: Ref) -> int:
         return _alias(connection, ref.alias)
     if ref.run is not None:
         return _of_run(connection, ref, ref.run)
+    by_id = sa.select(Checkpoint.serial).where(Checkpoint.id == ref.text)
+    serial: int | None = None
     if ref.id is not None:
-        where = Checkpoint.id.startswith(ref.id, autoescape=True)
-        found = _rows(connection, sa.select(*_COLUMNS).where(where))
-        if found:
-            return _one(ref, [r for r in found if r.id == ref.id] or found)
-    place = ref.place or same_url(ref.text)
-    serial = connection.scalar(sa.select(Location.checkpoint).where(Location.url == place))
+        serial = connection.scalar(by_id)
+        found = _rows(connection, sa.select(*_COLUMNS).where(Checkpoint.id.startswith(ref.id, autoescape=True)))
+        if serial is None and found:
+            return _one(ref, found)
+    if serial is None:
+        place = ref.place or same_url(ref.text)
+        serial = connection.scalar(sa.select(Location.checkpoint).where(Location.url == place))
+    if serial is None:  # the ids that other writers give need not look like ours
+        serial = connection.scalar(by_id)
     if serial is None:
         raise NotFound(
             f"the catalog knows no checkpoint {ref.text!r}",

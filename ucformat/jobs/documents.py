@@ -8,52 +8,79 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from ucformat.catalog.document import compose, stale, written
-from ucformat.errors import Conflict, NotFound, UcformatError
+from ucformat.checkpoint import open_checkpoint
+from ucformat.errors import Conflict, IntegrityError, NotFound, Refused, UcformatError
 from ucformat.schema.catalog_document import CATALOG_DOCUMENT, CatalogDoc
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.document import Stale
     from ucformat.storage.base import Store
 
-__all__ = ["read_document", "write_documents"]
+__all__ = ["find_document", "read_document", "write_documents"]
 
 _TRIES = 10
-_AT_ONCE = 20  # documents that are brought up to date along with one's own
+_AT_ONCE = 20  # documents that are brought up to date along with those of a change
 _log = logging.getLogger("ucformat")
 
 
-def write_documents(catalog: Catalog, limit: int | None = _AT_ONCE) -> int:
-    """Bring documents up to date, the newest checkpoints first; how many were due.
+def write_documents(catalog: Catalog, limit: int | None = _AT_ONCE, *, changed: Collection[int] = ()) -> int:
+    """Bring documents up to date: of the checkpoints that changed, by their serials, and of the newest others.
 
-    One that cannot be written is a warning, and due again the next time.
+    One that cannot be written is a warning, and due again the next time. How many were due.
     """
     with catalog.database.reading() as c:
-        due = stale(c, limit)
+        due = stale(c, limit, changed)
     for checkpoint in due:
-        for url in checkpoint.urls:
-            try:
-                _write(catalog, checkpoint, open_store(url))
-            except UcformatError as error:
-                _log.warning("what the catalog knows of %s is not kept beside it: %s", url, error.message)
+        _write_everywhere(catalog, checkpoint)
     return len(due)
 
 
 def read_document(store: Store) -> CatalogDoc | None:
-    """The document of a checkpoint; None if there is none, or none of ours."""
+    """The document of a checkpoint; None if there is none.
+
+    Raises:
+        IntegrityError: there is one that is none of ours, or of a version that we do not know.
+    """
     try:
-        return _parse(store.read(CATALOG_DOCUMENT), store.url)
+        data = store.read(CATALOG_DOCUMENT)
     except NotFound:
         return None
+    return _parse(data, store)
 
 
-def _parse(data: bytes, url: str) -> CatalogDoc | None:
+def find_document(store: Store) -> CatalogDoc | None:
+    """The document of a checkpoint; one that cannot be read is a warning, and as good as none."""
+    try:
+        return read_document(store)
+    except UcformatError as error:
+        _log.warning("%s", error.message)
+        return None
+
+
+def _parse(data: bytes, store: Store) -> CatalogDoc:
     try:
         return CatalogDoc.model_validate_json(data)
-    except ValidationError:
-        _log.warning("%s/%s cannot be read, and is left alone", url, CATALOG_DOCUMENT)
-        return None
+    except ValidationError as error:
+        raise IntegrityError(
+            f"{store.url}/{CATALOG_DOCUMENT} cannot be read, and is left alone: {error.errors()[0]['msg']}",
+            hint="a newer ucformat may know it; if nobody does, move it away",
+        ) from None
+
+
+def _write_everywhere(catalog: Catalog, checkpoint: Stale) -> None:
+    """Write the document of a checkpoint in all places where it lies."""
+    revisions = []
+    for url in checkpoint.urls:
+        try:
+            revisions.append(_write(catalog, checkpoint.serial, open_store(url)))
+        except UcformatError as error:
+            _log.warning("what the catalog knows of %s is not kept beside it: %s", url, error.message)
+    if revisions and len(revisions) == len(checkpoint.urls):
+        catalog.database.write(lambda c: written(c, checkpoint.serial, min(revisions)))
 
 
 def _composed(catalog: Catalog, serial: int) -> CatalogDoc:
@@ -61,31 +88,50 @@ def _composed(catalog: Catalog, serial: int) -> CatalogDoc:
         return compose(c, serial)
 
 
-def _write(catalog: Catalog, checkpoint: Stale, store: Store) -> None:
-    """Write one document at one place, whoever else writes it at the same time."""
+def _write(catalog: Catalog, serial: int, store: Store) -> int:
+    """Write a document at one place, whoever else writes it at the same time; the revision that is there now."""
     for _ in range(_TRIES):
+        there, version = _versioned(store)
+        doc = _composed(catalog, serial)
+        if there is None:
+            if next(iter(store.list()), None) is None:
+                return doc.revision  # the checkpoint is gone: nothing to keep a document for
+        elif there.id != doc.id:
+            if open_checkpoint(store).id != doc.id:
+                raise Conflict("another checkpoint lies there by now", hint="`ucp reindex` makes the catalog know it")
+        else:
+            if there.catalog != doc.catalog or there.revision > doc.revision:
+                catalog.absorb(doc.id, there)
+                doc = _composed(catalog, serial)
+            if there.revision >= doc.revision:
+                return there.revision
         try:
-            data, version = store.read_versioned(CATALOG_DOCUMENT)
-        except NotFound:
-            data, version = b"", ""
-        there = _parse(data, store.url) if data else None
-        if data and there is None:
-            return
-        if not data and next(iter(store.list()), None) is None:
-            return  # the checkpoint is gone: nothing to keep a document for
-        doc = _composed(catalog, checkpoint.serial)
-        if there is not None and (there.catalog != doc.catalog or there.revision > doc.revision):
-            catalog.absorb(doc.id, there)
-            doc = _composed(catalog, checkpoint.serial)
-        if there is None or there.catalog != doc.catalog or there.revision < doc.revision:
-            made = doc.model_dump_json(indent=1).encode()
-            try:
-                if data:
-                    store.replace(CATALOG_DOCUMENT, made, version)
-                else:
-                    store.put_if_absent(CATALOG_DOCUMENT, made)
-            except Conflict:
-                continue
-        catalog.database.write(lambda c, r=doc.revision: written(c, checkpoint.serial, r))  # type: ignore[misc]
-        return
+            _put(store, doc.model_dump_json(indent=1).encode(), version)
+        except Conflict:
+            continue
+        return doc.revision
     raise Conflict(f"{store.url}/{CATALOG_DOCUMENT} was changed again and again by others", hint="try again later")
+
+
+def _versioned(store: Store) -> tuple[CatalogDoc | None, str | None]:
+    """The document that is there, and the version of the file."""
+    try:
+        data, version = store.read_versioned(CATALOG_DOCUMENT)
+    except NotFound:
+        return None, None
+    return _parse(data, store), version
+
+
+def _put(store: Store, data: bytes, version: str | None) -> None:
+    """Write the document, if the one that was read is still there."""
+    if version is None:
+        store.put_if_absent(CATALOG_DOCUMENT, data)
+        return
+    try:
+        store.replace(CATALOG_DOCUMENT, data, version)
+    except Refused:  # object stores cannot: there the last one wins, so look whether it was this one
+        with store.create(CATALOG_DOCUMENT) as out:
+            out.write(data)
+        store.flush()
+        if store.read(CATALOG_DOCUMENT) != data:
+            raise Conflict(f"{store.url}/{CATALOG_DOCUMENT} was written by somebody else, too") from None

@@ -10,7 +10,7 @@ from ucformat._version import __version__
 from ucformat.errors import NotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.checkpoint import Checkpoint
@@ -33,10 +33,15 @@ def record_commits() -> None:
 def keep_documents() -> None:
     """Have every change that is made through a catalog written beside the checkpoints."""
     from ucformat.catalog.catalog import on_change
+
+    if _keep_documents not in on_change:
+        on_change.append(_keep_documents)
+
+
+def _keep_documents(catalog: Catalog, changed: Collection[int]) -> None:
     from ucformat.jobs.documents import write_documents
 
-    if write_documents not in on_change:
-        on_change.append(write_documents)
+    write_documents(catalog, changed=changed)
 
 
 def record_commit(url: str, manifest: Manifest) -> None:

@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import NotFound, UcformatError
 from ucformat.format.commit import MANIFEST
-from ucformat.jobs.documents import read_document, write_documents
+from ucformat.jobs.documents import find_document, write_documents
+from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.sources import SOURCES
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.entries import Entry
     from ucformat.checkpoint import Checkpoint
     from ucformat.schema.catalog_document import CatalogDoc
     from ucformat.schema.manifest import Manifest
-    from ucformat.storage.base import Info
+    from ucformat.storage.base import Info, Store
 
 __all__ = ["Failure", "Registered", "Reindexed", "register", "reindex"]
 
@@ -82,68 +83,101 @@ def register(
     Raises:
         NotFound: nothing is at one of the places, or no checkpoint.
     """
-    roots = [r for p in places for r in (_search(p) if recursive else [p])]
-    if recursive and not roots:
+    opened = (f for p in places for f in _open_below(p)) if recursive else _open_all(places)
+    done = _record_all(catalog, opened, run, progress, strict=not recursive)
+    if recursive and not done.entries and not done.failures:
         raise NotFound(f"there is no checkpoint below {', '.join(places)}", hint="check the path")
-    entries, failures = [], []
-    for done, (root, found) in enumerate(_open_all(roots), 1):
-        if isinstance(found, UcformatError):
-            if not recursive:
-                raise found
-            failures.append(Failure(root, found.message))
-        else:
-            entries.append(_record(catalog, found, run))
-        if progress is not None:
-            progress(done, len(roots))
     write_documents(catalog, None)
-    return Registered(tuple(entries), tuple(failures))
+    return Registered(done.entries, done.failures)
 
 
 def reindex(place: str, catalog: Catalog, *, progress: Callable[[int, int], None] | None = None) -> Reindexed:
     """Record all that lies below a place, with what catalogs wrote beside it, and forget what is gone from there."""
-    url = open_store(place).url
-    roots = list(_search(place))
-    entries, failures = [], []
-    for done, (root, found) in enumerate(_open_all(roots), 1):
-        if isinstance(found, UcformatError):
-            failures.append(Failure(root, found.message))
-        else:
-            entries.append(_record(catalog, found, None))
-        if progress is not None:
-            progress(done, len(roots))
-    present = {u for e in entries for u in e.urls} | {f.url for f in failures}
-    missing = catalog.forget_places(url, present)
+    done = _record_all(catalog, _open_below(place), None, progress, strict=False)
+    missing = catalog.forget_places(open_store(place).url, done.present)
     write_documents(catalog, None)
-    return Reindexed(tuple(entries), tuple(failures), tuple(missing))
+    return Reindexed(done.entries, done.failures, tuple(missing))
 
 
-def _search(place: str) -> Iterator[str]:
-    """The folders below a place, or itself, that look like checkpoints, in order; not what lies inside of one."""
-    store = open_store(place)
-    folders: set[str] = set()
+@dataclass(frozen=True, slots=True)
+class _Done:
+    entries: tuple[Entry, ...]
+    failures: tuple[Failure, ...]
+    present: frozenset[str]  # the places that were opened, or could not be
+
+
+def _record_all(
+    catalog: Catalog,
+    opened: Iterable[tuple[str, _Found | UcformatError, int]],
+    run: str | None,
+    progress: Callable[[int, int], None] | None,
+    *,
+    strict: bool,
+) -> _Done:
+    """Record what was opened; what could not be opened or recorded is a failure, or if `strict` an error."""
+    entries, failures, present = [], [], set()
+    for done, (root, found, left) in enumerate(opened, 1):
+        try:
+            if isinstance(found, UcformatError):
+                raise found
+            entries.append(_record(catalog, found, run))
+            present.add(found.url)
+        except UcformatError as error:
+            if strict:
+                raise
+            failures.append(Failure(root, error.message))
+            present.add(root)
+        if progress is not None:
+            progress(done, done + left)
+    return _Done(tuple(entries), tuple(failures), frozenset(present))
+
+
+def _search(store: Store) -> list[str]:
+    """The folders of a store that look like checkpoints, in order, an outer one before those inside of it."""
+    folders = set()
     for info in store.list():
         folder, _, name = info.key.rpartition("/")
-        if name == MANIFEST or any(s.marks(name) for s in SOURCES):
+        if name in (MANIFEST, TOMBSTONE) or any(s.marks(name) for s in SOURCES):
             folders.add(folder)
-    last: str | None = None
-    for folder in sorted(folders, key=lambda f: f.split("/") if f else []):
-        if last is None or not (folder.startswith(f"{last}/") or last == ""):
-            last = folder
-            yield f"{store.url}/{folder}" if folder else store.url
+    return sorted(folders, key=lambda f: f.split("/") if f else [])
 
 
-def _open_all(roots: Sequence[str]) -> Iterator[tuple[str, _Found | UcformatError]]:
-    """Open them, several at a time, in order."""
+def _open_below(place: str) -> Iterator[tuple[str, _Found | UcformatError, int]]:
+    """Open what looks like a checkpoint below a place, or itself, and not what lies inside of one.
+
+    What lies inside of a folder that turns out to be none is opened after it: anybody may call a file manifest.json.
+    """
+    store = open_store(place)
+    folders = _search(store)
+    while folders:
+        inside: dict[str, list[str]] = {}  # of each outermost one
+        for folder in folders:
+            last = next(reversed(inside), None)
+            if last is not None and (last == "" or folder.startswith(f"{last}/")):
+                inside[last].append(folder)
+            else:
+                inside[folder] = []
+        folders = []
+        roots = {f"{store.url}/{folder}" if folder else store.url: found for folder, found in inside.items()}
+        for root, found, left in _open_all(list(roots)):
+            if isinstance(found, UcformatError):
+                folders += roots[root]
+            yield root, found, left + len(folders)
+
+
+def _open_all(roots: Sequence[str]) -> Iterator[tuple[str, _Found | UcformatError, int]]:
+    """Open them, several at a time, in order; with each the number of those that are left."""
     with ThreadPoolExecutor(_THREADS, "ucformat-register") as pool:
         for at in range(0, len(roots), _AHEAD):
             part = roots[at : at + _AHEAD]
-            yield from zip(part, pool.map(_try_open, part), strict=True)
+            for i, (root, found) in enumerate(zip(part, pool.map(_try_open, part), strict=True), at + 1):
+                yield root, found, len(roots) - i
 
 
 def _try_open(root: str) -> _Found | UcformatError:
     try:
         ck = open_checkpoint(root)
-        doc = read_document(open_store(ck.home))
+        doc = find_document(open_store(ck.home))
         if ck.kind == "ucformat":
             return _Found(ck.home, ck.kind, ck.manifest, None, doc)
         infos = [ck.store.info(f) for f in ck.facts.files]
@@ -162,4 +196,8 @@ def _described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:
 
 def _record(catalog: Catalog, found: _Found, run: str | None) -> Entry:
     entry = catalog.record(found.manifest, found.url, kind=found.kind, run=run, files=found.files)
-    return entry if found.doc is None else catalog.absorb(entry.id, found.doc)
+    if found.doc is not None:
+        entry = catalog.absorb(entry.id, found.doc)
+    if run is not None and entry.run != run:  # the document says another, but not as loud
+        entry = catalog.record(found.manifest, found.url, run=run)
+    return entry

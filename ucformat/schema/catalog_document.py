@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from datetime import datetime  # noqa: TC003 - pydantic reads it at run time
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
 from ucformat.schema.manifest import LineageDoc
 
@@ -24,6 +23,9 @@ __all__ = [
 CATALOG_DOCUMENT = "ucformat-catalog.json"
 
 
+Count = Annotated[int, Field(ge=0, lt=2**31 - 1)]  # as the tables hold it, with room for one more
+
+
 class _Document(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
 
@@ -32,15 +34,15 @@ class AliasDoc(_Document):
     """An alias that points here; of two that claim it, the higher version is right."""
 
     name: str
-    version: int
-    moved: datetime
+    version: Count
+    moved: AwareDatetime
 
 
 class TagDoc(_Document):
     """A tag."""
 
     name: str
-    created: datetime
+    created: AwareDatetime
     who: str
 
 
@@ -48,8 +50,8 @@ class HoldDoc(_Document):
     """A hold that nobody has released."""
 
     reason: str
-    until: datetime | None = None
-    created: datetime
+    until: AwareDatetime | None = None
+    created: AwareDatetime
     who: str
 
 
@@ -57,14 +59,14 @@ class MetricDoc(_Document):
     """A measured number; null if it was not a number (NaN)."""
 
     value: float | None
-    measured: datetime
+    measured: AwareDatetime
 
 
 class NoteDoc(_Document):
     """What somebody wrote."""
 
     text: str
-    created: datetime
+    created: AwareDatetime
     who: str
 
 
@@ -81,10 +83,10 @@ class CatalogDoc(_Document):
     version: Literal[1] = 1
     id: str
     catalog: str
-    revision: int
+    revision: Count
     run: str | None = None
-    deleted: datetime | None = None
-    purge_after: datetime | None = None
+    deleted: AwareDatetime | None = None
+    purge_after: AwareDatetime | None = None
     aliases: tuple[AliasDoc, ...] = ()
     tags: tuple[TagDoc, ...] = ()
     holds: tuple[HoldDoc, ...] = ()
