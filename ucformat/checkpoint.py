@@ -16,6 +16,7 @@ from ucformat.format.universal import Universal
 from ucformat.geometry.tensor import Key
 from ucformat.planning import Bound, plan_rank
 from ucformat.schema.manifest import GroupDoc, Manifest, TensorDoc
+from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.sources import open_source
 from ucformat.storage.url import open_store
 from ucformat.tensor import Tensor
@@ -45,13 +46,16 @@ def open_checkpoint(place: str | PathLike[str] | Store) -> Checkpoint:
         NotACheckpoint: what is there is not a checkpoint, or not a committed one.
     """
     store = open_store(place) if isinstance(place, str | PathLike) else place
-    try:
-        store.info(MANIFEST)
-    except LookupError:
+    if not _holds(store, MANIFEST):
         if next(iter(store.list()), None) is None:
             raise NotFound(f"{store.url} does not exist, or is empty", hint="check the path") from None
         source = open_source(store)
         if source is None:
+            if _holds(store, TOMBSTONE):
+                raise NotACheckpoint(
+                    f"the checkpoint at {store.url} was deleted, and is not yet removed as a whole",
+                    hint=f"`ucp gc {store.url} --apply` ends that",
+                )
             raise NotACheckpoint(
                 f"{store.url} holds no checkpoint that ucformat knows",
                 hint=f"a universal one has a {MANIFEST} (an interrupted conversion has none: run it again); "
@@ -59,6 +63,14 @@ def open_checkpoint(place: str | PathLike[str] | Store) -> Checkpoint:
             ) from None
         return Checkpoint(source)
     return Checkpoint(Universal(store))
+
+
+def _holds(store: Store, key: str) -> bool:
+    try:
+        store.info(key)
+    except NotFound:
+        return False
+    return True
 
 
 class Checkpoint(Mapping[str, Tensor]):

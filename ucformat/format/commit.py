@@ -129,12 +129,7 @@ def begin(store: Store, plan: dict[str, Any], *, overwrite: bool) -> Attempt:
             f"{store.url} holds a manifest that this ucformat cannot read: {error.message}",
             hint="choose another place, or delete that checkpoint first",
         ) from error
-    with suppress(NotFound):  # looked for last: whoever removes a checkpoint puts it before the manifest goes
-        store.info(TOMBSTONE)
-        raise Conflict(
-            f"what lay at {store.url} was deleted, and is not yet removed as a whole",
-            hint="`ucp gc --apply` ends that; or choose another place",
-        )
+    _refuse_tombstone(store)  # looked for last: whoever removes a checkpoint puts it before the manifest goes
     if replaces is not None and not overwrite:
         same = ""
         if replaces[0].attempt == _id(_digest(plan, None)):
@@ -157,6 +152,15 @@ def begin(store: Store, plan: dict[str, Any], *, overwrite: bool) -> Attempt:
     return attempt
 
 
+def _refuse_tombstone(store: Store) -> None:
+    with suppress(NotFound):
+        store.info(TOMBSTONE)
+        raise Conflict(
+            f"what lay at {store.url} was deleted, and is not yet removed as a whole",
+            hint="`ucp gc --apply` ends that; or choose another place",
+        )
+
+
 def _digest(plan: dict[str, Any], replaces: str | None) -> str:
     return document_digest({"plan": plan, "replaces": replaces})
 
@@ -169,11 +173,13 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest) -> Manifest:
     """Make the attempt's files durable and commit them, then drop what they replace; the manifest that stands.
 
     Raises:
-        Conflict: somebody else committed there in the meantime; this attempt's files are dropped.
+        Conflict: somebody else committed there in the meantime, and this attempt's files are dropped; or one that was
+            committed there is being removed.
     """
     store.flush()
     store.sweep()
     data = manifest.model_dump_json(indent=1, exclude_defaults=False).encode()
+    _refuse_tombstone(store)  # of one that was committed and deleted since this began
     try:
         if attempt.replaces is None:
             store.put_if_absent(MANIFEST, data)

@@ -8,29 +8,29 @@ next `collect` goes on.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from ucformat.catalog.deletion import begin_purge, end_purge
-from ucformat.catalog.names import Stamp
-from ucformat.catalog.reader import GRACE
+from ucformat.catalog.entries import load
+from ucformat.catalog.reader import GRACE, make_stamp
 from ucformat.catalog.refs import Ref, resolve
-from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, UcformatError, UpgradeNeeded
-from ucformat.format.commit import MANIFEST, abandon, read_manifest
+from ucformat.errors import NotFound, UcformatError
+from ucformat.format.commit import abandon
 from ucformat.jobs.documents import read_document
-from ucformat.schema.catalog_document import CATALOG_DOCUMENT
+from ucformat.jobs.removal import bury, folders_of, read_tombstone, remove, standing
 from ucformat.schema.manifest import AttemptDoc
-from ucformat.schema.tombstone import TOMBSTONE, TombstoneDoc
+from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from datetime import datetime, timedelta
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.purge import PurgePlan
-    from ucformat.schema.manifest import Manifest
+    from ucformat.schema.tombstone import TombstoneDoc
     from ucformat.storage.base import Store
 
 __all__ = ["Collected", "Leftover", "collect"]
@@ -74,16 +74,18 @@ def collect(
         grace: for deleted checkpoints that have none of their own, and for attempts.
         progress: called with the checkpoints and attempts done and in all.
     """
-    plan = catalog.purgeable(grace)
-    if apply and _absorb(catalog, [r.id for r in plan.purge]):
-        plan = catalog.purgeable(grace)  # another catalog protects some of them
     resumed = tuple(e.id for e in catalog.find("state = 'purging'"))
-    before = datetime.now(UTC) - grace
-    leftovers = tuple(left for place in places for left in _leftovers(place, before))
+    failures: list[str] = []
+    before = make_stamp().now - grace
+    leftovers = tuple(left for place in places for left in _leftovers(place, before, resumed, failures))
+    plan = catalog.purgeable(grace)
     if not apply:
-        return Collected(plan, resumed, leftovers, (), ())
-    purged, failures = [], []
-    ids = [*resumed, *(r.id for r in plan.purge)]
+        return Collected(plan, resumed, leftovers, (), tuple(failures))
+    unclear = _consult(catalog, [r.id for r in plan.purge])
+    failures += unclear.values()
+    plan = catalog.purgeable(grace)  # of which others protect some, perhaps
+    ids = [*resumed, *(r.id for r in plan.purge if r.id not in unclear)]
+    purged = []
     for done, checkpoint in enumerate(ids, 1):
         try:
             if _purge(catalog, checkpoint):
@@ -94,7 +96,7 @@ def collect(
             progress(done, len(ids) + len(leftovers))
     for done, left in enumerate(leftovers, len(ids) + 1):
         try:
-            _remove_leftover(left)
+            _remove_leftover(left, before)
         except UcformatError as error:
             failures.append(f"{left.url}: {error.message}")
         if progress is not None:
@@ -102,119 +104,101 @@ def collect(
     return Collected(plan, resumed, leftovers, tuple(purged), tuple(failures))
 
 
-def _absorb(catalog: Catalog, ids: Sequence[str]) -> bool:
-    """Take in what other catalogs say of these checkpoints; whether they said anything."""
-    said = False
+def _places(catalog: Catalog, checkpoint: str) -> tuple[int, tuple[str, ...]]:
+    """The serial of the checkpoint of an id, and where it lies."""
+    with catalog.database.reading() as c:
+        serial = resolve(c, Ref(checkpoint, id=checkpoint))
+        return serial, load(c, [serial], make_stamp().now)[0].urls
+
+
+def _consult(catalog: Catalog, ids: Sequence[str]) -> dict[str, str]:
+    """Take in what other catalogs say of these checkpoints; of which that cannot be known, and why."""
+    unclear = {}
     for checkpoint in ids:
-        entry = catalog.get(checkpoint)
-        for url in entry.urls:
-            doc = read_document(open_store(url))
-            if doc is not None and doc.id == checkpoint:
-                said |= catalog.absorb(checkpoint, doc) != entry
-    return said
+        for url in _places(catalog, checkpoint)[1]:
+            try:
+                doc = read_document(open_store(url))
+                if doc is not None and doc.id == checkpoint:
+                    catalog.absorb(checkpoint, doc)
+            except UcformatError as error:
+                unclear[checkpoint] = f"{checkpoint}: others may need it: {error.message}"
+    return unclear
 
 
 def _purge(catalog: Catalog, checkpoint: str) -> bool:
     """Remove one checkpoint from all its places; False if something protects it by now."""
-    stamp = Stamp(catalog.who, datetime.now(UTC))
-    with catalog.database.reading() as c:
-        serial = resolve(c, Ref(checkpoint, id=checkpoint))
+    stamp = make_stamp()
+    serial, _ = _places(catalog, checkpoint)
     urls = catalog.database.write(lambda c: begin_purge(c, serial, stamp))
     if urls is None:
         return False
+    failures = []
     for url in urls:
-        _remove(open_store(url), checkpoint)
-    catalog.database.write(lambda c: end_purge(c, serial, stamp))
+        try:
+            remove(open_store(url), checkpoint)
+        except UcformatError as error:
+            failures.append(error.message)
+    if failures:
+        raise UcformatError("; ".join(failures))
+    catalog.database.write(lambda c: end_purge(c, serial, make_stamp()))
     return True
 
 
-def _remove(store: Store, checkpoint: str) -> None:
-    """Remove a checkpoint from one place, if it is still that one which lies there."""
-    try:
-        manifest, _ = read_manifest(store)
-    except NotACheckpoint:
-        tombstone = _tombstone(store)  # of a purge that was interrupted: nobody writes here until it is done
-        if tombstone is not None and tombstone.id == checkpoint:
-            _bury(store, tombstone)
-        return
-    if manifest.id != checkpoint:
-        return  # another one replaced it, and removed its files
-    tombstone = TombstoneDoc(id=checkpoint, attempt=manifest.attempt, files=_files(manifest), created=datetime.now(UTC))
-    try:
-        store.put_if_absent(TOMBSTONE, tombstone.model_dump_json(indent=1).encode())
-    except Conflict:
-        other = _tombstone(store)
-        if other is None or other.id != checkpoint:
-            raise
-    store.delete(MANIFEST)
-    _bury(store, tombstone)
+def _leftovers(place: str, before: datetime, resumed: Sequence[str], failures: list[str]) -> Iterator[Leftover]:
+    """What is left below a place, and nobody wrote to since: attempts, and tombstones of purges that we do not resume.
 
-
-def _files(manifest: Manifest) -> tuple[str, ...]:
-    """The files that a manifest names and that may lie outside of the attempt's folders."""
-    files = [*manifest.assets.values(), *(f for f in (manifest.objects, manifest.sidecar) if f is not None)]
-    return tuple(f.path for f in files)
-
-
-def _bury(store: Store, tombstone: TombstoneDoc) -> None:
-    """Remove all that a tombstone names, itself last."""
-    for file in tombstone.files:
-        store.delete(file)
-    abandon(store, tombstone.attempt)
-    store.delete(CATALOG_DOCUMENT)
-    store.delete(TOMBSTONE)
-    store.prune()
-
-
-def _tombstone(store: Store) -> TombstoneDoc | None:
-    try:
-        return TombstoneDoc.model_validate_json(store.read(TOMBSTONE))
-    except NotFound:
-        return None
-    except ValidationError:
-        raise IntegrityError(
-            f"{store.url}/{TOMBSTONE} cannot be read",
-            hint="look at it; delete the checkpoint's folder by hand if it may go",
-        ) from None
-
-
-def _leftovers(place: str, before: datetime) -> Iterator[Leftover]:
-    """Attempts below a place that no manifest commits and that began before this time."""
+    Places where that cannot be told are failures.
+    """
     store = open_store(place)
-    attempts = [
-        i.key
-        for i in store.list()
-        if i.key.rpartition("/")[0].rpartition("/")[2] == "attempts" or i.key.startswith("attempts/")
-    ]
-    for key in attempts:
-        root = key.rpartition("attempts/")[0].rstrip("/")
-        try:
-            doc = AttemptDoc.model_validate_json(store.read(key))
-        except (ValidationError, NotFound):
-            continue  # not a record of ours
+    homes: dict[str, list[str]] = {}
+    for info in store.list():
+        *folder, name = info.key.split("/")
+        if folder[-1:] == ["attempts"] and name.endswith(".json"):
+            homes.setdefault("/".join(folder[:-1]), []).append(name.removesuffix(".json"))
+        elif name == TOMBSTONE:
+            homes.setdefault("/".join(folder), [])
+    for root, attempts in homes.items():
         home = open_store(f"{store.url}/{root}" if root else store.url)
-        if key.rpartition("/")[2] != f"{doc.attempt}.json" or doc.started > before or _committed(home) == doc.attempt:
-            continue
-        nbytes = sum(i.size for kind in ("data", "objects", "assets") for i in home.list(f"{kind}/{doc.attempt}"))
-        yield Leftover(home.url, doc.attempt, nbytes, doc.started)
+        try:
+            tombstone, manifest = read_tombstone(home), standing(home)
+            whose = manifest or tombstone
+            found = [_leftover(home, a, before) for a in attempts if whose is None or a != whose.attempt]
+            if tombstone is not None and manifest is None and tombstone.id not in resumed:
+                found.append(_grave(home, tombstone, before))
+        except UcformatError as error:
+            failures.append(f"{home.url}: {error.message}")
+        else:
+            yield from (left for left in found if left is not None)
 
 
-def _committed(store: Store) -> str | None:
-    """The attempt that the manifest of a place commits."""
+def _leftover(store: Store, attempt: str, before: datetime) -> Leftover | None:
+    """An attempt, if it is one that began and was last written to before this time."""
     try:
-        return read_manifest(store)[0].attempt
-    except NotACheckpoint:
-        tombstone = _tombstone(store)
-        return None if tombstone is None else tombstone.attempt
+        doc = AttemptDoc.model_validate_json(store.read(f"attempts/{attempt}.json"))
+    except (ValidationError, NotFound):
+        return None  # not a record of ours
+    infos = [i for folder in folders_of(attempt) for i in store.list(folder)]
+    last = max([doc.started.timestamp(), *(i.modified for i in infos if i.modified is not None)])
+    if doc.attempt != attempt or last > before.timestamp():
+        return None
+    return Leftover(store.url, attempt, sum(i.size for i in infos), doc.started)
 
 
-def _remove_leftover(left: Leftover) -> None:
+def _grave(store: Store, tombstone: TombstoneDoc, before: datetime) -> Leftover | None:
+    """What is left to be removed of a purge, if that began before this time."""
+    if tombstone.created > before:
+        return None
+    nbytes = sum(i.size for folder in folders_of(tombstone.attempt) for i in store.list(folder))
+    return Leftover(store.url, tombstone.attempt, nbytes, tombstone.created)
+
+
+def _remove_leftover(left: Leftover, before: datetime) -> None:
+    """Remove what is left, if it still is what it was."""
     store = open_store(left.url)
-    try:
-        if _committed(store) == left.attempt:  # it was committed after all
-            return
-    except (IntegrityError, UpgradeNeeded) as error:
-        raise Conflict(f"its manifest cannot be read: {error.message}") from error
-    abandon(store, left.attempt)
-    store.sweep()
-    store.prune()
+    tombstone, manifest = read_tombstone(store), standing(store)
+    if tombstone is not None and manifest is None and tombstone.attempt == left.attempt:
+        bury(store, tombstone)
+    elif (manifest is None or manifest.attempt != left.attempt) and _leftover(store, left.attempt, before) is not None:
+        abandon(store, left.attempt)
+        store.sweep()
+        store.prune()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime  # noqa: TC003 - pydantic reads it at run time
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
 from ucformat.schema.dtypes import ITEMSIZE
 
@@ -109,7 +109,7 @@ class AttemptDoc(_Document):
     attempt: str
     plan: Digest
     owner: str
-    started: datetime
+    started: AwareDatetime
 
 
 def manifest_json_schema() -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from datetime import datetime  # noqa: TC003 - pydantic reads it at run time
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
 __all__ = ["TOMBSTONE", "TombstoneDoc", "is_tombstone"]
 
@@ -23,7 +22,7 @@ class TombstoneDoc(BaseModel):
     id: str
     attempt: str
     files: tuple[str, ...] = ()
-    created: datetime
+    created: AwareDatetime
 
 
 class _Head(BaseModel):
