@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING
 
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import NotFound
+from ucformat.errors import NotFound, UcformatError
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -43,18 +43,26 @@ def open_reference(place: str | PathLike[str] | Store) -> Checkpoint:
     if entry.state != "committed":
         hint = f"`ucp restore {place}` brings it back" if entry.state == "deleted" else "its bytes are gone"
         raise NotFound(f"the checkpoint {place} is {entry.state}", hint=hint)
-    for i, url in enumerate(entry.urls):
+    failure: UcformatError | None = None
+    for url in entry.urls:
         try:
-            return open_checkpoint(url)
-        except NotFound:
-            if i + 1 == len(entry.urls):
-                raise
-    raise NotFound(f"the catalog knows {place}, but no place where it lies", hint="`ucp register PLACE` tells it one")
+            ck = open_checkpoint(url)
+        except UcformatError as error:  # it may lie elsewhere, too
+            failure = failure or error
+            continue
+        if ck.kind != "ucformat" or ck.id == entry.id:  # engines write a step again in place, and then that is meant
+            return ck
+        failure = failure or NotFound(
+            f"at {url} lies another checkpoint by now, {ck.id}", hint=f"`ucp register {url}` makes the catalog know it"
+        )
+    raise failure or NotFound(
+        f"the catalog knows {place}, but no place where it lies", hint="`ucp register PLACE` tells it one"
+    )
 
 
 def _is_reference(text: str) -> bool:
     """Whether this can only be looked up: no place, and nothing is there under this name."""
-    if "://" in text or text.startswith(("/", "./", "../", "~")) or Path(text).exists():
+    if "://" in text or text.startswith(("/", "./", "../", "~")) or os.path.exists(text):  # noqa: PTH110 - never fails
         return False
     run, at, which = text.rpartition("@")
     hexadecimal = len(text) >= 4 and not set(text) - set("0123456789abcdef")

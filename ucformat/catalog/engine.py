@@ -72,12 +72,16 @@ class Database:
         self._url = _parse(url)
         self.sqlite = self._url.get_backend_name() == "sqlite"
         self.url = self._url.render_as_string(hide_password=True)
+        self.read_only = read_only
         if self.sqlite:
             self._check_place()
-        self.read_only = read_only
         self.newer: str | None = None  # the revision of tables that a newer ucformat made
         self.engine = self._engine()
-        self._settle(upgrade=upgrade)
+        try:
+            self._settle(upgrade=upgrade)
+        except BaseException:
+            self.close()
+            raise
 
     def _check_place(self) -> None:
         if self._url.database in (None, "", ":memory:"):
@@ -89,7 +93,16 @@ class Database:
                 f"the catalog {file} is on a network file system ({kind}), where SQLite loses data",
                 hint="set UCP_CATALOG to a file on a local disk, or to postgresql://… for a team",
             )
-        file.parent.mkdir(parents=True, exist_ok=True)
+        if self.read_only:
+            if not file.exists():
+                raise Refused(f"there is no catalog at {self.url} yet, and it was opened to be read only")
+            return
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Refused(
+                f"the catalog {file} cannot be made: {error.strerror}", hint="set UCP_CATALOG to a file elsewhere"
+            ) from error
 
     def _engine(self) -> Engine:
         options: dict[str, Any] = {"isolation_level": "READ COMMITTED"}  # whatever the server's default is
