@@ -1,0 +1,246 @@
+"""Compares the values of two checkpoints, element by element, in memory that does not grow with their tensors."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ucformat.checkpoint import Checkpoint, open_checkpoint
+from ucformat.errors import UsageError
+from ucformat.format.dtypes import numpy_dtype
+from ucformat.format.execute import execute
+from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.plan import Wanted, make_plan
+from ucformat.geometry.tensor import Key, Piece
+from ucformat.jobs.run import default_workers, run
+from ucformat.jobs.values import Found, compare_values
+from ucformat.schema.dtypes import ITEMSIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from os import PathLike
+
+    from numpy.typing import NDArray
+
+    from ucformat.geometry.tensor import Extent, TensorInfo, Tiles
+    from ucformat.schema.manifest import TensorDoc
+    from ucformat.storage.base import Store
+
+    Progress = Callable[[int, int], None]
+
+__all__ = ["TensorDifference", "compare"]
+
+_BLOCK = 16 << 20  # bytes of a tensor that a worker holds at once
+_LARGEST = max(ITEMSIZE.values())
+_WORKERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """How far a tensor of one checkpoint is from that of another.
+
+    Attributes:
+        name: its name.
+        state: `weight`, `master`, `exp_avg`, ….
+        shape: its shape, which both have.
+        dtypes: the dtype of each.
+        equal: whether they are of one dtype, and equal bit for bit.
+        differing: elements whose bits differ; of different dtypes, those whose values do, where NaN equals NaN.
+        nan_mismatches: elements of which one is NaN and the other is not.
+        max_abs: the largest |a - b| of the others, as float64; of integers the exact one, rounded once.
+        max_rel: the largest |a - b| / max(|a|, |b|) of the others; 0 where both are 0, infinite where |a - b| is.
+        by_digest: whether their digests said that they are equal, and neither was read.
+    """
+
+    name: str
+    state: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, str]
+    equal: bool
+    differing: int
+    nan_mismatches: int
+    max_abs: float
+    max_rel: float
+    by_digest: bool
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+def compare(
+    a: str | PathLike[str] | Store | Checkpoint,
+    b: str | PathLike[str] | Store | Checkpoint,
+    *,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    names: Collection[str] | None = None,
+) -> Iterator[TensorDifference]:
+    """Compare every tensor that both checkpoints hold in the same state and shape, in the order of the first.
+
+    Tied tensors are found under all their names. What digests show to be equal is not read. Memory: less than 64 MiB
+    for each worker, whatever the sizes of the tensors.
+
+    Args:
+        a: a checkpoint, or where one lies.
+        b: the other one.
+        workers: blocks compared at once (default: one for each core, at most 4).
+        progress: called with the bytes done and the bytes in all, of both checkpoints.
+        names: compare only the tensors of these names.
+
+    Raises:
+        TensorNotFound: one of the checkpoints has no tensor of a name that is given.
+    """
+    if workers is not None and workers < 1:
+        raise UsageError(f"workers must be at least 1, not {workers}")
+    left, right = (ck if isinstance(ck, Checkpoint) else open_checkpoint(ck) for ck in (a, b))
+    pairs = [p for p in _pairs(left, right, names) if p.a.shape == p.b.shape]
+    return _differences(pairs, workers or min(_WORKERS, default_workers()), progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A tensor as each checkpoint stores it; cut at edges of `chunk`, its chunks are read whole, and so verified."""
+
+    key: Key
+    a: TensorInfo
+    b: TensorInfo
+    checkpoints: tuple[Checkpoint, Checkpoint]
+    same_digest: bool
+    chunk: tuple[int, ...] | None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.same_digest else self.a.nbytes + self.b.nbytes
+
+    def boxes(self) -> list[Box]:
+        if self.same_digest:
+            return []
+        return list(_boxes(self.a.shape, max(self.a.itemsize, self.b.itemsize), self.chunk))
+
+
+def _pairs(a: Checkpoint, b: Checkpoint, names: Collection[str] | None) -> Iterator[_Pair]:
+    keys: Iterable[Key] = dict.fromkeys([*a.tensors, *b.tensors])
+    if names is not None:
+        keys = [Key(n, s) for n in dict.fromkeys(names) for s in _common(a.states(n), b.states(n))]
+    docs = [{Key(d.name, d.state): d for d in ck.manifest.tensors} for ck in (a, b)]
+    for key in keys:
+        x, y = (ck.tensors.get(Key(ck.aliases.get(key.name, key.name), key.state)) for ck in (a, b))
+        if x is not None and y is not None:
+            of_x, of_y = docs[0][x.key], docs[1][y.key]
+            yield _Pair(key, x, y, (a, b), _same_digest(of_x, of_y), of_x.chunk or of_y.chunk)
+
+
+def _common(a: Sequence[str], b: Sequence[str]) -> list[str]:
+    return [state for state in a if state in b]
+
+
+def _same_digest(a: TensorDoc, b: TensorDoc) -> bool:
+    """A digest says dtype, shape and chunks too: where two are equal, so are the tensors."""
+    return a.digest is not None and a.digest == b.digest
+
+
+def _boxes(shape: tuple[int, ...], itemsize: int, chunk: tuple[int, ...] | None) -> Iterator[Box]:
+    """The tensor, cut along its first dims into boxes of at most `_BLOCK` bytes, where possible at chunk edges."""
+    steps = list(shape)
+    for d, n in enumerate(shape):
+        inner = math.prod(shape[d + 1 :]) * itemsize
+        if n * inner <= _BLOCK:
+            break
+        steps[d] = max(1, _BLOCK // inner)
+        if chunk is not None and steps[d] > chunk[d]:
+            steps[d] -= steps[d] % chunk[d]
+    if not math.prod(shape):
+        return
+    for start in product(*(range(0, n, s) for n, s in zip(shape, steps, strict=True))):
+        yield Box(start, tuple(min(s, n - i) for s, n, i in zip(steps, shape, start, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A box of a tensor to compare, and where it lies in each checkpoint."""
+
+    number: int
+    box: Box
+    sides: tuple[_Side, _Side]
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * sum(s.info.itemsize for s in self.sides)
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    info: TensorInfo
+    store: Store
+    extents: list[Extent | Tiles]
+
+    @classmethod
+    def of(cls, info: TensorInfo, ck: Checkpoint) -> _Side:
+        return cls(info, ck.store, list(ck.source.extents(info.key)))
+
+    def read(self, box: Box, memory: NDArray[np.uint8]) -> NDArray[Any]:
+        """The elements of a box, one after another, in the memory that is given."""
+        raw = memory[: box.size * self.info.itemsize]
+        piece = Piece(box, 0, row_major(box.shape))
+        plan = make_plan([Wanted(self.info, self.extents, [(0, piece)])])
+        execute(plan, self.store, [raw], [str(self.info.key)], threads=1)
+        return raw.view(numpy_dtype(self.info.dtype))
+
+
+def _differences(pairs: Sequence[_Pair], workers: int, progress: Progress | None) -> Iterator[TensorDifference]:
+    total, done, at = sum(p.nbytes for p in pairs), 0, 0
+    found: dict[int, Found] = {}
+    left: dict[int, int] = {}  # boxes of a tensor that are not compared yet
+
+    def tasks() -> Iterator[_Task]:
+        for number, p in enumerate(pairs):
+            boxes = p.boxes()
+            found[number], left[number] = Found(), len(boxes)
+            if boxes:
+                sides = (_Side.of(p.a, p.checkpoints[0]), _Side.of(p.b, p.checkpoints[1]))
+                for box in boxes:
+                    yield _Task(number, box, sides)
+
+    own = threading.local()  # memory of each worker, the same for every box
+
+    def work(task: _Task) -> Found:
+        arrays = []
+        for which, side in enumerate(task.sides):
+            if not hasattr(own, f"side{which}"):
+                setattr(own, f"side{which}", np.empty(max(_BLOCK, _LARGEST), np.uint8))
+            arrays.append(side.read(task.box, getattr(own, f"side{which}")))
+        return compare_values(arrays[0], arrays[1])
+
+    for task, part in run(work, tasks(), workers):
+        found[task.number] += part
+        left[task.number] -= 1
+        done += task.nbytes
+        if progress is not None:
+            progress(done, total)
+        while left.get(at) == 0:
+            yield _difference(pairs[at], found.pop(at))
+            at += 1
+    for number in range(at, len(pairs)):  # without a box
+        yield _difference(pairs[number], found[number])
+
+
+def _difference(p: _Pair, found: Found) -> TensorDifference:
+    return TensorDifference(
+        p.key.name,
+        p.key.state,
+        p.a.shape,
+        (p.a.dtype, p.b.dtype),
+        p.a.dtype == p.b.dtype and not found.differing,
+        found.differing,
+        found.nan_mismatches,
+        found.max_abs,
+        found.max_rel,
+        p.same_digest,
+    )
