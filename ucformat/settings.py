@@ -6,6 +6,7 @@ configuration folder (`~/.config/ucformat` on Linux). A path in a file is relati
 
 from __future__ import annotations
 
+import os
 import tomllib
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -21,7 +22,7 @@ from ucformat.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["PROJECT_FILE", "Settings", "load_settings", "using"]
+__all__ = ["PROJECT_FILE", "Settings", "load_settings", "source_of", "using"]
 
 _given: ContextVar[dict[str, str]] = ContextVar("ucformat_settings", default={})  # noqa: B039 - never changed in place
 
@@ -77,6 +78,18 @@ def load_settings(**given: str | None) -> Settings:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise UsageError(f"the setting {key} cannot be used: {first['msg']}", hint=_KNOWN) from None
+
+
+def source_of(key: str) -> str:
+    """Who says what a setting is: `flag`, `env`, `project`, `user` or `default`."""
+    if key in _given.get():
+        return "flag"
+    if any(name.upper() == f"UCP_{key.upper()}" and value for name, value in os.environ.items()):
+        return "env"
+    for who, file in (("project", _project_file()), ("user", _user_file())):
+        if file is not None and key in _read(file):
+            return who
+    return "default"
 
 
 _KNOWN = f"what can be set: {', '.join(Settings.model_fields)}"

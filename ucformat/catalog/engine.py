@@ -29,6 +29,7 @@ __all__ = ["VERSION_TABLE", "Database", "explaining"]
 T = TypeVar("T")
 
 VERSION_TABLE = "ucformat_version"
+_CONNECT = 10  # seconds to wait for PostgreSQL's first answer
 _WAIT = 60  # seconds to wait for another writer of SQLite
 _TRIES = 10
 _CLASHES = ("40001", "40P01")  # serialization failure, deadlock detected
@@ -105,7 +106,10 @@ class Database:
             ) from error
 
     def _engine(self) -> Engine:
-        options: dict[str, Any] = {"isolation_level": "READ COMMITTED"}  # whatever the server's default is
+        options: dict[str, Any] = {
+            "isolation_level": "READ COMMITTED",  # whatever the server's default is
+            "connect_args": {"connect_timeout": _CONNECT},
+        }
         if self.sqlite:
             options = {"connect_args": {"timeout": _WAIT, "check_same_thread": False, "isolation_level": None}}
         try:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.catalogs import catalog_at, instant
+from ucformat.cli.catalogs import instant, opened_catalog
 from ucformat.cli.options import CATALOG, REF, command
 from ucformat.cli.output import terminal_width
 from ucformat.cli.text import moment, table
@@ -36,7 +36,6 @@ def set_(
     ref: str,
     expect: str | None,
     new: bool,  # noqa: FBT001
-    catalog_url: str | None,
     out: Output,
 ) -> None:
     """Point an alias to a checkpoint; one that exists is moved.
@@ -47,7 +46,7 @@ def set_(
 
     if new and expect is not None:
         raise click.UsageError("--new and --expect exclude each other")
-    with catalog_at(catalog_url) as catalog:
+    with opened_catalog() as catalog:
         entry = catalog.get(ref)
         catalog.alias(name, entry.id, expect=None if new else ANY if expect is None else expect)
         last = catalog.alias_history(name)[-1]
@@ -62,11 +61,11 @@ def set_(
 @_NAME
 @_EXPECT
 @CATALOG
-def rm(name: str, expect: str | None, catalog_url: str | None, out: Output) -> None:
+def rm(name: str, expect: str | None, out: Output) -> None:
     """Remove an alias; the checkpoint and the history of the alias stay."""
     from ucformat.catalog.names import ANY
 
-    with catalog_at(catalog_url) as catalog:
+    with opened_catalog() as catalog:
         catalog.unalias(name, expect=ANY if expect is None else expect)
         last = catalog.alias_history(name)[-1]
     out.result(
@@ -77,9 +76,9 @@ def rm(name: str, expect: str | None, catalog_url: str | None, out: Output) -> N
 
 @command
 @CATALOG
-def list_(catalog_url: str | None, out: Output) -> None:
+def list_(out: Output) -> None:
     """List the aliases and where they point."""
-    with catalog_at(catalog_url) as catalog:
+    with opened_catalog() as catalog:
         found = catalog.aliases()
         pointed = {e.id: e.name for e in catalog.find("alias is not null", deleted=True)} if found else {}
 
@@ -110,11 +109,11 @@ def _list(found: Sequence[AliasEntry], pointed: dict[str, str]) -> Iterator[str]
 @command
 @_NAME
 @CATALOG
-def log(name: str, catalog_url: str | None, out: Output) -> None:
+def log(name: str, out: Output) -> None:
     """Show where an alias has pointed, when, and who moved it; the first move first."""
     from ucformat.errors import NotFound
 
-    with catalog_at(catalog_url) as catalog:
+    with opened_catalog() as catalog:
         moves = catalog.alias_history(name)
     if not moves:
         raise NotFound(f"there was never an alias {name!r}", hint="`ucp alias list` shows those there are")

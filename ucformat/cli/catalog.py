@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import TYPE_CHECKING, Any
 
-from ucformat.cli.catalogs import file_of, url_of
+from ucformat.cli.catalogs import file_of, url_of_catalog
 from ucformat.cli.options import CATALOG, command
 from ucformat.cli.output import Heading, terminal_width
 from ucformat.cli.text import count, field
@@ -31,15 +30,15 @@ _SOURCES = {
 
 @command
 @CATALOG
-def info(catalog_url: str | None, out: Output) -> None:
+def info(out: Output) -> None:
     """Say which catalog is used, who says so, its revision, and how much is in it; it is not made for that."""
     from ucformat.errors import UcformatError
-    from ucformat.settings import load_settings
+    from ucformat.settings import load_settings, source_of
 
-    url = load_settings(catalog=catalog_url).catalog_url()
+    url = load_settings().catalog_url()
     found: dict[str, Any] = {
         "url": None if url is None else _masked(url),
-        "from": _source(catalog_url),
+        "from": source_of("catalog"),
         "state": "off",
         "revision": None,
         "checkpoints": None,
@@ -84,33 +83,6 @@ def _masked(url: str) -> str:
     return re.sub(r"(://[^/@:]*:)[^/@]*@", r"\1***@", url)
 
 
-def _source(flag: str | None) -> str:
-    """Who says which catalog is used."""
-    from ucformat.settings import load_settings
-
-    if flag is not None:
-        return "flag"
-    if any(name.upper() == "UCP_CATALOG" and value for name, value in os.environ.items()):
-        return "env"
-    if _project_says():
-        return "project"
-    return "user" if load_settings().catalog else "default"
-
-
-def _project_says() -> bool:
-    import tomllib
-    from pathlib import Path
-
-    from ucformat.settings import PROJECT_FILE
-
-    try:
-        here = Path.cwd()
-    except OSError:  # the folder was removed
-        return False
-    project = next((f for d in (here, *here.parents) if (f := d / PROJECT_FILE).is_file()), None)
-    return project is not None and "catalog" in tomllib.loads(project.read_text(encoding="utf-8"))
-
-
 def _describe(found: dict[str, Any]) -> Iterator[str]:
     width = terminal_width()
     yield Heading(found["url"] or "the catalog is switched off")
@@ -127,7 +99,7 @@ def _describe(found: dict[str, Any]) -> Iterator[str]:
 
 @command
 @CATALOG
-def upgrade(catalog_url: str | None, out: Output) -> None:
+def upgrade(out: Output) -> None:
     """Bring the tables of a catalog that an older ucformat made up to date. Back it up first.
 
     It happens as a whole or not at all; older versions of ucformat cannot write into the catalog afterwards.
@@ -135,7 +107,7 @@ def upgrade(catalog_url: str | None, out: Output) -> None:
     from ucformat.catalog.catalog import Catalog
     from ucformat.errors import UpgradeNeeded
 
-    url = url_of(catalog_url)
+    url = url_of_catalog()
     upgraded = False
     try:
         catalog = Catalog(url)

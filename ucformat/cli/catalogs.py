@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.entries import Entry, HoldEntry, NoteEntry, VerificationEntry
 
-__all__ = ["catalog_at", "entry_data", "file_of", "hold_data", "instant", "note_data", "url_of"]
+__all__ = ["entry_data", "file_of", "hold_data", "instant", "note_data", "opened_catalog", "url_of_catalog"]
 
 
-def url_of(flag: str | None) -> str:
+def url_of_catalog() -> str:
     """The url of the catalog that --catalog, or else the settings, name; Refused where it is switched off."""
     from ucformat.errors import Refused
     from ucformat.settings import load_settings
 
-    url = load_settings(catalog=flag).catalog_url()
+    url = load_settings().catalog_url()
     if url is None:
         raise Refused("the catalog is switched off", hint="name one: --catalog URL, or the variable UCP_CATALOG")
     return url
 
 
 @contextmanager
-def catalog_at(flag: str | None) -> Iterator[Catalog]:
+def opened_catalog() -> Iterator[Catalog]:
     """The catalog that the option --catalog, or else the settings, name; closed at the end of the block."""
     import ucformat
 
-    with ucformat.Catalog(url_of(flag)) as catalog:
+    with ucformat.Catalog(url_of_catalog()) as catalog:
         yield catalog
 
 

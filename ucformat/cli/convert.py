@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ucformat.cli.options import SIZE, SRC, STATES, command
+from ucformat.cli.options import CATALOG, SIZE, SRC, STATES, command
 from ucformat.cli.text import bytes_text, plural
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ __all__ = ["convert"]
 @click.option(
     "-w", "--workers", type=click.IntRange(min=1), metavar="N", help="Shards written at once.  [default: one a core]"
 )
+@click.option("--run", metavar="NAME", help="The training run, for the catalog.  [default: SRC's, else DST's folder]")
+@CATALOG
 def convert(
     src: str,
     dst: str,
@@ -34,6 +36,7 @@ def convert(
     shard_bytes: int | None,
     overwrite: bool,  # noqa: FBT001
     workers: int | None,
+    run: str | None,
     out: Output,
 ) -> None:
     """Make a universal checkpoint at DST of what SRC holds, and commit it.
@@ -48,7 +51,7 @@ def convert(
     try:
         with out.progress("converting") as progress:
             ck = ucformat.convert(
-                src, dst, list(states) or None, chunk_bytes, shard_bytes, overwrite, workers, progress=progress
+                src, dst, list(states) or None, chunk_bytes, shard_bytes, overwrite, workers, run=run, progress=progress
             )
     except KeyboardInterrupt:
         raise Interrupted(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ucformat.cli.catalogs import catalog_at, instant
+from ucformat.cli.catalogs import instant, opened_catalog
 from ucformat.cli.options import CATALOG, TIME, command, ref_argument
 from ucformat.cli.text import moment
 
@@ -24,13 +24,13 @@ _REFS = ref_argument("refs", "REF…", many=True)
 @_REFS
 @click.option("--grace", type=TIME, default="7d", metavar="TIME", help="How long it can be restored.  [default: 7d]")
 @CATALOG
-def delete(refs: tuple[str, ...], grace: timedelta, catalog_url: str | None, out: Output) -> None:
+def delete(refs: tuple[str, ...], grace: timedelta, out: Output) -> None:
     """Delete checkpoints, all of them or none; `ucp restore` takes it back.
 
     Not a byte is touched: that does `ucp gc`, when the grace is over. What is aliased, tagged, held, needed by others
     or not written by ucformat is refused.
     """
-    with catalog_at(catalog_url) as catalog:
+    with opened_catalog() as catalog:
         ids = dict.fromkeys(catalog.get(ref).id for ref in refs)
         catalog.delete(*ids, grace=grace)
         gone = [catalog.get(i) for i in ids]
@@ -44,9 +44,9 @@ def delete(refs: tuple[str, ...], grace: timedelta, catalog_url: str | None, out
 @command
 @_REFS
 @CATALOG
-def restore(refs: tuple[str, ...], catalog_url: str | None, out: Output) -> None:
+def restore(refs: tuple[str, ...], out: Output) -> None:
     """Take the deletion of checkpoints back, of all of them or none, before `ucp gc` has removed them."""
-    with catalog_at(catalog_url) as catalog:
+    with opened_catalog() as catalog:
         found = {e.id: e for e in (catalog.get(ref) for ref in refs)}
         catalog.restore(*found)
     out.result(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.catalogs import catalog_at
+from ucformat.cli.catalogs import opened_catalog
 from ucformat.cli.options import CATALOG, command, ref_argument
 from ucformat.cli.output import Heading, terminal_width
 from ucformat.cli.text import count, plural, shape_text, shorten, tabbed, table
@@ -51,7 +51,6 @@ def diff(
     values: bool,  # noqa: FBT001
     workers: int | None,
     fail: bool,  # noqa: FBT001
-    catalog_url: str | None,
     out: Output,
 ) -> None:
     """Show in what checkpoint B differs from A: configuration, topology, versions, metrics, tensors.
@@ -64,7 +63,7 @@ def diff(
     chosen = _chosen(parts)
     if values and "tensors" not in chosen:
         raise click.UsageError("--values compares tensors, which --what leaves out")
-    found = _Found(_diff(a, b, catalog_url), read_values(a, b, catalog_url, workers, out) if values else None)
+    found = _Found(_diff(a, b), read_values(a, b, workers, out) if values else None)
     equal = not any(found.differs(part) for part in chosen)
     out.result(
         lambda: _lines(found, (a, b), chosen, equal=equal),
@@ -105,19 +104,19 @@ def _chosen(text: str) -> list[str]:
     return [part for part in _PARTS if part in chosen]
 
 
-def _diff(a: str, b: str, flag: str | None) -> Diff:
+def _diff(a: str, b: str) -> Diff:
     """From the catalog if it knows both, else from what lies in storage."""
     from ucformat.cli.scratch import diff_opened
     from ucformat.errors import NotFound
     from ucformat.settings import load_settings
 
-    if load_settings(catalog=flag).catalog_url() is None:
-        return diff_opened(a, b, flag, None)
-    with catalog_at(flag) as catalog:
+    if load_settings().catalog_url() is None:
+        return diff_opened(a, b, None)
+    with opened_catalog() as catalog:
         try:
             return catalog.diff(a, b)
         except NotFound:
-            return diff_opened(a, b, flag, catalog)
+            return diff_opened(a, b, catalog)
 
 
 def _lines(found: _Found, names: tuple[str, str], chosen: Sequence[str], *, equal: bool) -> Iterator[str]:

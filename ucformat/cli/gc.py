@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.catalogs import catalog_at, instant
+from ucformat.cli.catalogs import instant, opened_catalog
 from ucformat.cli.options import CATALOG, TIME, command
 from ucformat.cli.output import Heading, terminal_width
 from ucformat.cli.rows import YES, agreed, row_data, row_table
@@ -41,7 +41,6 @@ def gc(
     apply: bool,  # noqa: FBT001
     grace: timedelta,
     yes: bool,  # noqa: FBT001
-    catalog_url: str | None,
     out: Output,
 ) -> None:
     """Show what can be removed from storage, and with --apply remove it, for good.
@@ -53,7 +52,7 @@ def gc(
     from ucformat.errors import UcformatError
     from ucformat.jobs.gc import collect
 
-    with catalog_at(catalog_url) as catalog:
+    with opened_catalog() as catalog:
         found = collect(catalog, places, grace=grace)
         if not (out.as_json or out.quiet):
             out.result(lambda: _lines(found), dict)

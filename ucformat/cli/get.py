@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.options import SRC, command
+from ucformat.cli.options import CATALOG, SRC, command
 from ucformat.cli.output import terminal_width
 from ucformat.cli.text import bytes_text, shape_text
 
@@ -31,6 +31,7 @@ _MOST_PRINTED = 10_000
 @click.option("-o", "--out", "target", default="-", metavar="FILE", help="A .npy file, or - to print.  [default: -]")
 @click.option("--dtype", metavar="DTYPE", help="Cast to this dtype, float32 for one; by default nothing is cast.")
 @click.option("-f", "--force", is_flag=True, help="Replace FILE if it exists.")
+@CATALOG
 def get(
     src: str,
     name: str,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.catalogs import catalog_at, instant
+from ucformat.cli.catalogs import instant, opened_catalog
 from ucformat.cli.options import CATALOG, REF, command, ref_argument
 from ucformat.cli.output import terminal_width
 from ucformat.cli.text import shorten
@@ -39,11 +39,10 @@ def lineage(
     up: bool,  # noqa: FBT001
     depth: int | None,
     form: str,
-    catalog_url: str | None,
     out: Output,
 ) -> None:
     """Show what a checkpoint was made from, or what was made from it, over any number of steps."""
-    with catalog_at(catalog_url) as catalog:
+    with opened_catalog() as catalog:
         found = catalog.lineage(ref, "up" if up else "down", depth)
     out.result(
         lambda: _lines(found, form),
@@ -90,12 +89,12 @@ def _node(key: str, node: LineageNode) -> dict[str, Any]:
 @ref_argument("parent", "PARENT")
 @click.option("--kind", type=click.Choice(_KINDS), required=True, help="How the child was made.")
 @CATALOG
-def link(child: str, parent: str, kind: str, catalog_url: str | None, out: Output) -> None:
+def link(child: str, parent: str, kind: str, out: Output) -> None:
     """Say that a checkpoint was made from another one.
 
     PARENT may also be a path or url that the catalog does not know. What ucformat makes is linked by itself.
     """
-    with catalog_at(catalog_url) as catalog:
+    with opened_catalog() as catalog:
         entry = catalog.get(child)
         catalog.link(entry.id, parent, kind)
     out.result(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.catalogs import catalog_at, instant
+from ucformat.cli.catalogs import instant, opened_catalog
 from ucformat.cli.options import CATALOG, command, ref_argument
 from ucformat.cli.output import terminal_width
 from ucformat.cli.text import moment, tabbed, table
@@ -27,9 +27,9 @@ __all__ = ["log"]
     "-n", "--limit", type=click.IntRange(min=1), default=100, metavar="N", help="At most so many.  [default: 100]"
 )
 @CATALOG
-def log(ref: str | None, limit: int, catalog_url: str | None, out: Output) -> None:
+def log(ref: str | None, limit: int, out: Output) -> None:
     """Show who did what with a checkpoint, or with all, the newest first."""
-    with catalog_at(catalog_url) as catalog:
+    with opened_catalog() as catalog:
         events = catalog.events(ref, limit)
     out.result(
         lambda: _table(events),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ucformat.cli.catalogs import catalog_at, entry_data
+from ucformat.cli.catalogs import entry_data, opened_catalog
 from ucformat.cli.options import CATALOG, command
 from ucformat.cli.output import terminal_width
 from ucformat.cli.text import count, plural, table
@@ -50,7 +50,6 @@ def ls(
     offset: int,
     columns: str | None,
     deleted: bool,  # noqa: FBT001
-    catalog_url: str | None,
     out: Output,
 ) -> None:
     """List the checkpoints that the catalog knows, or those that FILTER takes.
@@ -62,7 +61,7 @@ def ls(
     chosen = None if columns is None else parse_columns(columns)
     if limit is None and not (out.quiet or out.as_json):
         limit = _MOST
-    with catalog_at(catalog_url) as catalog:
+    with opened_catalog() as catalog:
         found = catalog.find(where, sort=sort, limit=limit or None, offset=offset, deleted=deleted)
         full = limit and len(found) == limit
         total = catalog.count(where, deleted=deleted) if full or offset else len(found)

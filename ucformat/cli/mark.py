@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.catalogs import catalog_at, hold_data, note_data
+from ucformat.cli.catalogs import hold_data, note_data, opened_catalog
 from ucformat.cli.options import CATALOG, REF, command
 from ucformat.cli.text import moment, plural
 
@@ -23,12 +23,12 @@ __all__ = ["hold", "metric", "note", "release", "tag"]
 @REF
 @click.argument("tags", metavar="TAG…", nargs=-1, required=True)
 @CATALOG
-def tag(ref: str, tags: tuple[str, ...], catalog_url: str | None, out: Output) -> None:
+def tag(ref: str, tags: tuple[str, ...], out: Output) -> None:
     """Put tags on a checkpoint.
 
     A tag stays for ever, and a checkpoint that bears one is not deleted. For a name that moves, see `ucp alias`.
     """
-    with catalog_at(catalog_url) as catalog:
+    with opened_catalog() as catalog:
         entry = catalog.get(ref)
         catalog.tag(entry.id, *tags)
         now = catalog.get(entry.id).tags
@@ -39,13 +39,13 @@ def tag(ref: str, tags: tuple[str, ...], catalog_url: str | None, out: Output) -
 @REF
 @click.argument("metrics", metavar="NAME=VALUE…", nargs=-1, required=True)
 @CATALOG
-def metric(ref: str, metrics: tuple[str, ...], catalog_url: str | None, out: Output) -> None:
+def metric(ref: str, metrics: tuple[str, ...], out: Output) -> None:
     """Write metrics of a checkpoint, in place of older ones of the same names.
 
     VALUE is a number; nan says that it was measured and was none.
     """
     given = dict(map(_metric, metrics))
-    with catalog_at(catalog_url) as catalog:
+    with opened_catalog() as catalog:
         entry = catalog.get(ref)
         catalog.metric(entry.id, given)
         now = catalog.get(entry.id).metrics
@@ -70,9 +70,9 @@ def _metric(text: str) -> tuple[str, float]:
 @REF
 @click.argument("text", metavar="TEXT")
 @CATALOG
-def note(ref: str, text: str, catalog_url: str | None, out: Output) -> None:
+def note(ref: str, text: str, out: Output) -> None:
     """Write something about a checkpoint; `ucp show` shows it."""
-    with catalog_at(catalog_url) as catalog:
+    with opened_catalog() as catalog:
         entry = catalog.get(ref)
         catalog.note(entry.id, text)
         now = catalog.get(entry.id).notes
@@ -86,10 +86,10 @@ def note(ref: str, text: str, catalog_url: str | None, out: Output) -> None:
 @click.option("--reason", required=True, metavar="TEXT", help="Why it must stay, for those who find the hold later.")
 @click.option("--until", metavar="WHEN", help="For how long: 12h, 30d, or through 2026-12-31 (UTC).  [default: always]")
 @CATALOG
-def hold(ref: str, reason: str, until: str | None, catalog_url: str | None, out: Output) -> None:
+def hold(ref: str, reason: str, until: str | None, out: Output) -> None:
     """Keep a checkpoint from being deleted, until a time or until `ucp release`."""
     end = None if until is None else _until(until)
-    with catalog_at(catalog_url) as catalog:
+    with opened_catalog() as catalog:
         entry = catalog.get(ref)
         number = catalog.hold(entry.id, reason, end)
         made = next(h for h in catalog.get(entry.id).holds if h.id == number)
@@ -122,11 +122,11 @@ def _until(text: str) -> datetime | timedelta:
 @REF
 @click.option("--hold", "number", type=int, metavar="N", help="Only the hold of this number.  [default: all]")
 @CATALOG
-def release(ref: str, number: int | None, catalog_url: str | None, out: Output) -> None:
+def release(ref: str, number: int | None, out: Output) -> None:
     """End the holds on a checkpoint."""
     from ucformat.errors import NotFound
 
-    with catalog_at(catalog_url) as catalog:
+    with opened_catalog() as catalog:
         entry = catalog.get(ref)
         ended = catalog.release(entry.id, number)
         left = catalog.get(entry.id).holds

@@ -79,9 +79,19 @@ def ref_argument(name: str, metavar: str, *, many: bool = False, optional: bool 
 
 REF, SRC = ref_argument("ref", "REF"), ref_argument("src", "SRC")
 
+
+def _use_catalog(ctx: click.Context, _: click.Parameter, url: str | None) -> None:
+    if url is not None:
+        from ucformat.settings import using
+
+        ctx.with_resource(using(catalog=url))
+
+
+#: For every command that asks a catalog, or tells it something: as long as it runs, the settings name this one.
 CATALOG = click.option(
     "--catalog",
-    "catalog_url",
+    expose_value=False,
+    callback=_use_catalog,
     metavar="URL",
     help="The catalog: a file's path, sqlite:///… or postgresql://….  [default: UCP_CATALOG, else the settings]",
 )

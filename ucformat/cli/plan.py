@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from ucformat.cli.options import SRC, STATES, command
+from ucformat.cli.options import CATALOG, SRC, STATES, command
 from ucformat.cli.output import terminal_width
 from ucformat.cli.text import bytes_text, count, table
 
@@ -34,6 +34,7 @@ _SUMS = ("tensors", "memory", "bytes_needed", "bytes_read", "bytes_unverified", 
     help="Which checksums reading checks: of chunks it reads whole, of all (reads whole chunks for it), or none.  "
     "[default: whole]",
 )
+@CATALOG
 def plan(
     src: str,
     file: str,

@@ -78,7 +78,7 @@ def _verified(found: VerificationEntry) -> str:
     return f"{moment(found.at)}, {said}"
 
 
-def look_up(ref: str, flag: str | None, out: Output, *, tensors: bool = False) -> Recorded | None:
+def look_up(ref: str, out: Output, *, tensors: bool = False) -> Recorded | None:
     """What the catalog knows of a checkpoint; None if it does not know it, or there is no catalog.
 
     A catalog that cannot be asked is a note: what lies in storage can be shown without it.
@@ -87,7 +87,7 @@ def look_up(ref: str, flag: str | None, out: Output, *, tensors: bool = False) -
     from ucformat.settings import load_settings
 
     try:
-        url = load_settings(catalog=flag).catalog_url()
+        url = load_settings().catalog_url()
         file = None if url is None else file_of(url)
         if url is None or (file is not None and not file.exists()):  # nobody has made one yet, and we need none
             return None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.catalogs import catalog_at, entry_data
+from ucformat.cli.catalogs import entry_data, opened_catalog
 from ucformat.cli.options import CATALOG, command
 from ucformat.cli.output import Heading, terminal_width
 from ucformat.cli.text import bytes_text, plural, table
@@ -31,7 +31,6 @@ def register(
     places: tuple[str, ...],
     recursive: bool,  # noqa: FBT001
     run: str | None,
-    catalog_url: str | None,
     out: Output,
 ) -> None:
     """Make checkpoints known to the catalog, universal ones and those of DeepSpeed, as they lie.
@@ -43,7 +42,7 @@ def register(
     from ucformat.cli.program import Interrupted
 
     try:
-        with catalog_at(catalog_url) as catalog, out.progress("registering", "checkpoints") as progress:
+        with opened_catalog() as catalog, out.progress("registering", "checkpoints") as progress:
             found = ucformat.register(places, catalog, recursive=recursive, run=run, progress=progress)
     except KeyboardInterrupt:
         raise Interrupted("interrupted: what was registered until now stays; the same command continues") from None
@@ -54,7 +53,7 @@ def register(
 @command
 @click.argument("place", metavar="PLACE")
 @CATALOG
-def reindex(place: str, catalog_url: str | None, out: Output) -> None:
+def reindex(place: str, out: Output) -> None:
     """Make the catalog know what lies below PLACE, and forget what no longer does.
 
     A catalog that was lost comes back this way, with the tags, aliases, holds, metrics and notes that were written
@@ -64,7 +63,7 @@ def reindex(place: str, catalog_url: str | None, out: Output) -> None:
     from ucformat.cli.program import Interrupted
 
     try:
-        with catalog_at(catalog_url) as catalog, out.progress("reindexing", "checkpoints") as progress:
+        with opened_catalog() as catalog, out.progress("reindexing", "checkpoints") as progress:
             found = ucformat.reindex(place, catalog, progress=progress)
     except KeyboardInterrupt:
         raise Interrupted("interrupted: what was recorded until now stays; the same command again does all") from None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.catalogs import catalog_at
+from ucformat.cli.catalogs import opened_catalog
 from ucformat.cli.options import CATALOG, command
 from ucformat.cli.output import Heading
 from ucformat.cli.rows import YES, agreed, row_data, row_table
@@ -31,7 +31,6 @@ def retain(
     file: str,
     apply: bool,  # noqa: FBT001
     yes: bool,  # noqa: FBT001
-    catalog_url: str | None,
     out: Output,
 ) -> None:
     """Show what a policy keeps and deletes, and with --apply delete it.
@@ -43,7 +42,7 @@ def retain(
 
     policy = load_policy(file)
     applied = False
-    with catalog_at(catalog_url) as catalog:
+    with opened_catalog() as catalog:
         plan = catalog.retain(policy)
         if not (out.as_json or out.quiet):
             out.result(lambda: _lines(plan), dict)

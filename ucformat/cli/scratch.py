@@ -13,22 +13,20 @@ if TYPE_CHECKING:
 __all__ = ["diff_opened"]
 
 
-def diff_opened(a: str, b: str, flag: str | None, known: Catalog | None) -> Diff:
+def diff_opened(a: str, b: str, known: Catalog | None) -> Diff:
     """In what two checkpoints differ, from their manifests; with the metrics that the catalog `known` has of either."""
     from ucformat.catalog.catalog import Catalog
 
     with TemporaryDirectory(prefix="ucformat-") as folder, Catalog(f"{folder}/catalog.db") as scratch:
-        return scratch.diff(*(_note(ref, scratch, flag, known) for ref in (a, b)))
+        return scratch.diff(*(_note(ref, scratch, known) for ref in (a, b)))
 
 
-def _note(ref: str, scratch: Catalog, flag: str | None, known: Catalog | None) -> str:
+def _note(ref: str, scratch: Catalog, known: Catalog | None) -> str:
     """Record a checkpoint, which is opened for that, in the scratch catalog; its id."""
     import ucformat
     from ucformat.errors import NotFound
-    from ucformat.settings import using
 
-    with using(catalog=flag):
-        ck = ucformat.open(ref)
+    ck = ucformat.open(ref)
     manifest = ck.manifest.model_copy(update={"id": ck.id})
     if known is not None:
         with suppress(NotFound):

@@ -36,13 +36,13 @@ __all__ = ["show"]
 )
 @STATES
 @CATALOG
-def show(src: str, globs: tuple[str, ...], states: tuple[str, ...], catalog_url: str | None, out: Output) -> None:
+def show(src: str, globs: tuple[str, ...], states: tuple[str, ...], out: Output) -> None:
     """Say what a checkpoint holds: who wrote it, its step and layout, its tensors by state, and what is beside them.
 
     Kilobytes are read, whatever its size. What the catalog knows of it is shown too, and of one whose files are gone
     nothing else.
     """
-    found, every, known = _opened(src, catalog_url, out)
+    found, every, known = _opened(src, out)
     tensors = _chosen(every, found["aliases"] or {}, globs, states)
     found |= _totals(tensors)
 
@@ -57,23 +57,21 @@ def show(src: str, globs: tuple[str, ...], states: tuple[str, ...], catalog_url:
     )
 
 
-def _opened(src: str, flag: str | None, out: Output) -> tuple[dict[str, Any], Sequence[TensorInfo], Recorded | None]:
+def _opened(src: str, out: Output) -> tuple[dict[str, Any], Sequence[TensorInfo], Recorded | None]:
     """What a checkpoint says of itself, its tensors, and what the catalog knows of it."""
     import ucformat
     from ucformat.cli.recorded import look_up
     from ucformat.errors import NotFound
-    from ucformat.settings import using
 
     try:
-        with using(catalog=flag):
-            ck = ucformat.open(src)
+        ck = ucformat.open(src)
     except NotFound as gone:
-        known = look_up(src, flag, out, tensors=True)
+        known = look_up(src, out, tensors=True)
         if known is None:
             raise
         out.note(f"{gone.message}; this is what the catalog knows of it")
         return _remembered(known.entry), known.tensors, known
-    return _summary(ck), list(ck.tensors.values()), look_up(ck.manifest.id or ck.home, flag, out)
+    return _summary(ck), list(ck.tensors.values()), look_up(ck.manifest.id or ck.home, out)
 
 
 def _chosen(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.catalogs import catalog_at
+from ucformat.cli.catalogs import opened_catalog
 from ucformat.cli.options import CATALOG, command
 from ucformat.cli.output import terminal_width
 from ucformat.cli.text import plural, tabbed, table
@@ -33,7 +33,7 @@ _MOST = 100
     help=f"At most so many rows; 0 for all.  [default: {_MOST}, with -q and --json all]",
 )
 @CATALOG
-def sql(statement: str, limit: int | None, catalog_url: str | None, out: Output) -> None:
+def sql(statement: str, limit: int | None, out: Output) -> None:
     """Ask the catalog in SQL; the database lets nothing be written.
 
     For one: ucp sql 'select run.name, max(step) from checkpoint join run on run.id = run_id group by 1'.
@@ -41,7 +41,7 @@ def sql(statement: str, limit: int | None, catalog_url: str | None, out: Output)
     """
     if limit is None and not (out.quiet or out.as_json):
         limit = _MOST
-    with catalog_at(catalog_url) as catalog:
+    with opened_catalog() as catalog:
         found = catalog.sql(statement, limit or None)
     out.result(
         lambda: _table(found),

@@ -15,14 +15,12 @@ if TYPE_CHECKING:
 __all__ = ["read_values", "value_data", "value_lines"]
 
 
-def read_values(a: str, b: str, flag: str | None, workers: int | None, out: Output) -> list[TensorDifference]:
+def read_values(a: str, b: str, workers: int | None, out: Output) -> list[TensorDifference]:
     """Compare what both checkpoints hold in the same state and shape, element by element."""
     import ucformat
     from ucformat.jobs.compare import compare
-    from ucformat.settings import using
 
-    with using(catalog=flag):
-        left, right = ucformat.open(a), ucformat.open(b)
+    left, right = ucformat.open(a), ucformat.open(b)
     with out.progress("comparing") as progress:
         return list(compare(left, right, workers=workers, progress=progress))
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.options import SRC, command
+from ucformat.cli.options import CATALOG, SRC, command
 from ucformat.cli.output import Heading
 from ucformat.cli.text import bytes_text, plural
 
@@ -24,6 +24,7 @@ __all__ = ["verify"]
 @click.option(
     "-w", "--workers", type=click.IntRange(min=1), metavar="N", help="Files read at once.  [default: one a core]"
 )
+@CATALOG
 def verify(src: str, workers: int | None, out: Output) -> None:
     """Read every byte of a checkpoint and compare it with its checksums and digests.
 
