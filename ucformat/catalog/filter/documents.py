@@ -8,6 +8,7 @@ integers beyond are taken as floats, which is what SQLite makes of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     Test = Callable[["Found"], ColumnElement[bool]]
 
 __all__ = ["Found", "document_order", "document_test"]
+
+_BEYOND = 2**63  # from here on, upwards and downwards, integers are taken as floats
 
 
 def document_test(document: Any, path: Sequence[str], test: Test) -> ColumnElement[bool]:
@@ -67,8 +70,12 @@ class Found(ABC):
     def _when_number(self, condition: ColumnElement[bool]) -> ColumnElement[bool]: ...
 
     @abstractmethod
-    def _number(self, bounds: Sequence[float]) -> tuple[ColumnElement[Any], list[ColumnElement[Any]]]:
-        """It as a number, and the numbers that it is compared with."""
+    def _number(self, bounds: Sequence[float]) -> ColumnElement[Any]:
+        """It as a number, to be compared with these."""
+
+    @abstractmethod
+    def _bounds(self, bound: float) -> list[ColumnElement[Any]]:
+        """The number that it is compared with; the least and the greatest, if that has two spellings."""
 
     def compare(self, operator: str, value: Value) -> ColumnElement[bool]:
         """It is of the value's type, and compares so."""
@@ -77,8 +84,8 @@ class Found(ABC):
             case Text(text):
                 return self._when_text(compared(by_code_point(self.text), _text(text)))
             case Number(number) | Size(number):
-                value_of, [bound] = self._number([number])
-                return self._when_number(compared(value_of, bound))
+                bound = self._bounds(number)[0 if operator in {"<", ">="} else -1]
+                return self._when_number(compared(self._number([number]), bound))
             case _:
                 return self.among([value])
 
@@ -90,8 +97,8 @@ class Found(ABC):
         if texts:
             found.append(self._when_text(self.text.in_(texts)))
         if numbers:
-            value_of, bounds = self._number(numbers)
-            found.append(self._when_number(value_of.in_(bounds)))
+            bounds = [bound for number in numbers for bound in self._bounds(number)]
+            found.append(self._when_number(self._number(numbers).in_(bounds)))
         return sa.or_(sa.false(), *found)
 
     def like(self, pattern: str) -> ColumnElement[bool]:
@@ -133,9 +140,12 @@ class _OnSqlite(Found):
     def _when_number(self, condition: ColumnElement[bool]) -> ColumnElement[bool]:
         return sa.and_(self._type.in_(["integer", "real"]), condition)
 
-    def _number(self, bounds: Sequence[float]) -> tuple[ColumnElement[Any], list[ColumnElement[Any]]]:
-        # bounds are read by what reads the document, so that the digits of both are rounded alike
-        return self.text, [sa.func.json_extract(_text(repr(bound)), "$") for bound in bounds]
+    def _number(self, bounds: Sequence[float]) -> ColumnElement[Any]:  # noqa: ARG002
+        return self.text
+
+    def _bounds(self, bound: float) -> list[ColumnElement[Any]]:
+        # read by what reads the document, so that the digits of both are rounded alike
+        return [sa.func.json_extract(_text(repr(bound)), "$")]
 
 
 class _Nested(_OnSqlite):
@@ -214,16 +224,22 @@ class _OnPostgres(Found):
     def _when(self, kind: str, condition: ColumnElement[bool]) -> ColumnElement[bool]:
         return sa.case((self._type == kind, condition), else_=sa.false())
 
-    def _number(self, bounds: Sequence[float]) -> tuple[ColumnElement[Any], list[ColumnElement[Any]]]:
-        inside = all(-(2**63) <= bound < 2**63 for bound in bounds)  # what is rounded does not come into it
-        written = [repr(bound if is_long(bound) else float(bound)) for bound in bounds]
-        return self._exact if inside else self._rounded(), [sa.cast(_text(w), sa.Numeric) for w in written]
+    def _number(self, bounds: Sequence[float]) -> ColumnElement[Any]:
+        # what is rounded equals nothing inside, and is on the same side of it
+        return self._exact if all(abs(bound) < _BEYOND for bound in bounds) else self._rounded()
+
+    def _bounds(self, bound: float) -> list[ColumnElement[Any]]:
+        # jsonb keeps the digits of large floats, which are not all the digits of the integer they are
+        spelled = {Decimal(repr(float(bound) if abs(bound) >= _BEYOND else bound))}
+        if isinstance(bound, float) and bound.is_integer() and abs(bound) < _BEYOND:
+            spelled.add(Decimal(bound))
+        return [sa.cast(_text(str(number)), sa.Numeric) for number in sorted(spelled)]
 
     def _rounded(self) -> ColumnElement[Any]:
         """The number; as the nearest float, or as infinite, if it is beyond 64 bits."""
         digits = sa.cast(sa.cast(self._exact, sa.Double), sa.String)  # a cast to numeric alone would keep 15 of them
         return sa.case(
-            (self._exact.between(sa.literal_column(str(-(2**63))), sa.literal_column(str(2**63 - 1))), self._exact),
+            (sa.func.abs(self._exact) < sa.literal_column(str(_BEYOND)), self._exact),
             (sa.func.abs(self._exact) < sa.literal_column("1.7976931348623158e308"), sa.cast(digits, sa.Numeric)),
             else_=sa.func.sign(self._exact) * sa.literal_column("1e400"),
         )

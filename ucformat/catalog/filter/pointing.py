@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["pointing_error"]
 
 _LONGEST = 400  # characters of a message, which may quote the filter
-_BEFORE, _AFTER = 50, 30  # so much of a long filter is shown around the place
+_BEFORE, _AFTER = 60, 40  # so much of a long filter is shown around the place
 
 
 def pointing_error(message: str, text: str | None, at: Place | None, *, hint: str | None = None) -> UsageError:
@@ -23,8 +23,9 @@ def pointing_error(message: str, text: str | None, at: Place | None, *, hint: st
     if text is None or at is None:
         return UsageError(message, hint=hint)
     start, end = at
-    left = max(0, start - _BEFORE)
-    right = min(len(text), start + _AFTER)
+    whole = len(text) <= _BEFORE + _AFTER
+    left = 0 if whole else max(0, start - _BEFORE)
+    right = len(text) if whole else min(len(text), start + _AFTER)
     before = "…" * (left > 0) + _shown(text[left:start])
     marked = _shown(text[start : min(end, right)])
     after = _shown(text[min(max(start, end), right) : right]) + "…" * (right < len(text))
