@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.catalog.databases import Postgres, running_postgres
+from tests.catalog.manifests import BEGIN
+from ucformat.catalog.catalog import Catalog
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,3 +33,30 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
     url = server.fresh()
     yield url
     server.drop(url)
+
+
+@pytest.fixture
+def catalog(database_url: str) -> Iterator[Catalog]:
+    """An empty catalog, on each engine in turn."""
+    with Catalog(database_url) as opened:
+        yield opened
+
+
+class Clock:
+    """The time of all catalogs, which only passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = BEGIN + timedelta(days=100)
+
+    def __call__(self) -> datetime:
+        return self.now
+
+    def wait(self, **span: float) -> None:
+        self.now += timedelta(**span)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("ucformat.catalog.reader.now", made)
+    return made

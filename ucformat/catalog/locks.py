@@ -30,7 +30,7 @@ def take_turns(connection: Connection, *words: str) -> None:
     For what has no row to lock, as it is not there yet: a parent that is recorded while a child looks for it.
     """
     if connection.dialect.name == "postgresql":
-        hashes = {blake2b(w.encode(), digest_size=8).digest() for w in words}
+        hashes = {blake2b(w.encode("utf-8", "surrogatepass"), digest_size=8).digest() for w in words}
         numbers = sorted(int.from_bytes(h, "big", signed=True) for h in hashes)
         connection.execute(_TURNS, {"numbers": numbers})
 
