@@ -1,0 +1,540 @@
+"""What the catalog knows is written beside the checkpoint after every change, and nothing of others is lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.jobs.conftest import document, foreign, universal
+from ucformat.catalog.document import compose, stale
+from ucformat.catalog.refs import parse_ref, resolve
+from ucformat.checkpoint import open_checkpoint
+from ucformat.errors import IntegrityError, Refused
+from ucformat.jobs import documents
+from ucformat.jobs.documents import find_document, read_document, write_documents
+from ucformat.jobs.register import register
+from ucformat.schema.catalog_document import CATALOG_DOCUMENT, CatalogDoc
+from ucformat.storage.local import LocalStore
+from ucformat.storage.url import open_store
+from ucformat.storage.wrapped import WrappedStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.catalog.conftest import Clock
+    from tests.jobs.conftest import Recorded
+    from ucformat.catalog.catalog import Catalog
+    from ucformat.schema.manifest import Manifest
+    from ucformat.storage.base import Store
+
+
+def composed(catalog: Catalog, ref: str) -> CatalogDoc:
+    with catalog.database.reading() as c:
+        return compose(c, resolve(c, parse_ref(ref)))
+
+
+def due(catalog: Catalog) -> int:
+    with catalog.database.reading() as c:
+        return len(stale(c, None))
+
+
+def stores(monkeypatch: pytest.MonkeyPatch, wrap: Callable[[Store], Store]) -> None:
+    """Have documents written through stores of this kind."""
+    monkeypatch.setattr(documents, "open_store", lambda place: wrap(open_store(place)))
+
+
+# --- after every change
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_every_change_is_written(catalog: Catalog, recorded: Recorded, tmp_path: Path, memory: bool) -> None:
+    places = [f"memory://{tmp_path.name}{n}" if memory else tmp_path / "run7" / str(n) for n in (1, 2)]
+    one, two = (recorded(n, place, run="run7 ") for n, place in enumerate(places, 1))
+    assert read_document(open_store(str(one.url))) is None
+    number = 0
+
+    def hold() -> None:
+        nonlocal number
+        number = catalog.hold(one.id, "paper", until=timedelta(days=1))
+
+    changes: list[Callable[[], object]] = [
+        lambda: catalog.tag(one.id, "good", "better"),
+        hold,
+        lambda: catalog.metric(one.id, {"a": 0.1 + 0.2, "nan": float("nan"), "inf": float("-inf")}),
+        lambda: catalog.note(one.id, "looks\ngood 🦔"),
+        lambda: catalog.alias("best", one.id),
+        lambda: catalog.link(one.id, "s3://else/where", "finetune"),
+        lambda: catalog.record(universal_manifest(one.url), str(one.url), run="another"),
+        lambda: catalog.release(one.id, number),
+    ]
+    revision = 0
+    for change in changes:
+        change()
+        found = document(one.url)
+        assert found == composed(catalog, one.id), change
+        assert found.revision > revision
+        assert due(catalog) == 0
+        revision = found.revision
+    assert (found.id, found.run, [t.name for t in found.tags], found.holds) == (
+        one.id,
+        "another",
+        ["better", "good"],
+        (),
+    )
+    catalog.delete(two.id)
+    assert document(two.url).deleted is not None
+    assert document(two.url).purge_after == catalog.get(two.id).purge_after
+    catalog.restore(two.id)
+    assert document(two.url).deleted is None
+
+
+def universal_manifest(place: Any) -> Manifest:
+    return open_checkpoint(place).manifest
+
+
+def test_both_documents_are_written_when_an_alias_moves(catalog: Catalog, recorded: Recorded) -> None:
+    one, two = recorded(1), recorded(2)
+    catalog.alias("best", one.id)
+    assert [(a.name, a.version) for a in document(one.url).aliases] == [("best", 1)]
+    catalog.alias("best", two.id)
+    assert document(one.url).aliases == ()
+    assert [(a.name, a.version) for a in document(two.url).aliases] == [("best", 2)]
+    catalog.unalias("best")
+    assert document(two.url).aliases == ()
+
+
+def test_what_changes_nothing_writes_nothing(catalog: Catalog, recorded: Recorded) -> None:
+    entry = recorded()
+    catalog.tag(entry.id, "good")
+    before = (Path(str(entry.url)) / CATALOG_DOCUMENT).stat()
+    catalog.tag(entry.id, "good")
+    catalog.metric(entry.id, {})
+    catalog.release(entry.id)
+    catalog.verified(entry.id, url=str(entry.url), ok=True, bytes_verified=1, bytes_unverified=0)
+    recorded(2)
+    assert write_documents(catalog) == 0
+    assert (Path(str(entry.url)) / CATALOG_DOCUMENT).stat() == before
+
+
+def test_one_that_an_engine_wrote_has_one_in_its_tag_folder(catalog: Catalog, tmp_path: Path) -> None:
+    tag = foreign(tmp_path / "run7")
+    [entry] = register([str(tmp_path / "run7")], catalog).entries
+    catalog.note(entry.id, "x")
+    assert document(tag).id == entry.id
+    assert [e.id for e in register([str(tag)], catalog).entries] == [entry.id]  # which does not change what it is
+
+
+def test_in_all_places_where_it_lies(catalog: Catalog, recorded: Recorded, tmp_path: Path) -> None:
+    entry = recorded()
+    catalog.tag(entry.id, "good")
+    shutil.copytree(str(entry.url), tmp_path / "copy")
+    (tmp_path / "copy" / CATALOG_DOCUMENT).unlink()
+    register([str(tmp_path / "copy")], catalog)
+    assert document(tmp_path / "copy") == document(entry.url)
+    catalog.note(entry.id, "both")
+    assert document(tmp_path / "copy") == document(entry.url) == composed(catalog, entry.id)
+
+
+# --- what cannot be written
+
+
+class ReadOnly(WrappedStore):
+    def put_if_absent(self, key: str, data: bytes) -> str:
+        raise Refused(f"cannot create {key}: Read-only file system")
+
+    def replace(self, key: str, data: bytes, version: str) -> str:
+        raise Refused(f"cannot write {key}: Read-only file system")
+
+    def create(self, key: str) -> Any:
+        raise Refused(f"cannot write {key}: Read-only file system")
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning_and_due_again(
+    catalog: Catalog, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = recorded()
+    with monkeypatch.context() as patch:
+        stores(patch, ReadOnly)
+        for tag in ("one", "two"):
+            caplog.clear()
+            catalog.tag(entry.id, tag)
+            [record] = caplog.records
+            assert (record.name, record.levelno) == ("ucformat", logging.WARNING)
+            assert f"{entry.url} is not kept beside it: cannot create" in record.getMessage()
+        assert catalog.get(entry.id).tags == ("one", "two")
+        assert due(catalog) == 1
+    caplog.clear()
+    catalog.note(recorded(2).id, "a change of another")
+    assert caplog.records == []
+    assert due(catalog) == 0
+    assert [t.name for t in document(entry.url).tags] == ["one", "two"]
+
+
+def test_one_place_of_several_that_cannot_be_written_stays_due(
+    catalog: Catalog, recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = recorded()
+    shutil.copytree(str(entry.url), tmp_path / "a copy")
+    register([str(tmp_path / "a copy")], catalog)
+    for away in (entry.url, str(tmp_path / "a copy")):
+        with monkeypatch.context() as patch:
+            stores(patch, lambda s, away=away: ReadOnly(s) if s.url == away else s)  # type: ignore[misc]
+            catalog.note(entry.id, "x")
+            assert due(catalog) == 1
+        assert write_documents(catalog) == 1
+        assert due(catalog) == 0
+        assert document(entry.url) == document(tmp_path / "a copy") == composed(catalog, entry.id)
+
+
+def test_many_that_cannot_be_written_do_not_keep_one_from_being(
+    catalog: Catalog, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = recorded(0)
+    others = [recorded(n) for n in range(1, 5)]
+    monkeypatch.setattr(write_documents, "__defaults__", (3,))
+    stores(monkeypatch, lambda s: s if s.url == first.url else ReadOnly(s))
+    for entry in others:
+        catalog.note(entry.id, "x")
+    catalog.note(first.id, "x")
+    assert [n.text for n in document(first.url).notes] == ["x"]
+    assert due(catalog) == 4
+
+
+def test_nothing_is_made_again_for_one_that_is_gone(
+    catalog: Catalog, recorded: Recorded, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = recorded()
+    shutil.rmtree(str(entry.url))
+    catalog.tag(entry.id, "good")
+    assert not Path(str(entry.url)).exists()
+    assert caplog.records == []
+    assert due(catalog) == 0
+
+
+ODD = {
+    "nothing": b"",
+    "no JSON": b"{",
+    "binary": b"\xff\x00\xfe",
+    "a list": b"[]",
+    "another's": b'{"format": "wandb", "id": "x"}',
+    "of a newer version": b'{"format": "ucformat-catalog", "version": 2, "id": "x", "catalog": "c", "revision": 1}',
+    "a revision beyond any bound": json.dumps({"id": "x", "catalog": "c", "revision": 1 << 31}).encode(),
+    "a time without a zone": json.dumps(
+        {
+            "id": "x",
+            "catalog": "c",
+            "revision": 1,
+            "tags": [{"name": "a", "created": "2026-01-01T00:00:00", "who": "x"}],
+        }
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize("data", ODD.values(), ids=ODD)
+def test_one_that_is_none_of_ours_is_left_alone(
+    catalog: Catalog, recorded: Recorded, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = recorded()
+    file = Path(str(entry.url)) / CATALOG_DOCUMENT
+    file.write_bytes(data)
+    catalog.tag(entry.id, "good")
+    assert [r.name for r in caplog.records] == ["ucformat"]
+    assert "left alone" in caplog.records[0].getMessage()
+    assert file.read_bytes() == data
+    assert due(catalog) == 1
+    with pytest.raises(IntegrityError, match=CATALOG_DOCUMENT):
+        read_document(LocalStore(str(entry.url)))
+    caplog.clear()
+    assert find_document(LocalStore(str(entry.url))) is None
+    assert len(caplog.records) == 1
+    assert [e.tags for e in register([str(entry.url)], catalog).entries] == [("good",)]
+    assert file.read_bytes() == data
+
+
+def test_the_document_of_an_overwritten_checkpoint_makes_way(catalog: Catalog, recorded: Recorded) -> None:
+    old = recorded()
+    for word in "abcdef":
+        catalog.tag(old.id, word)
+    new = catalog.record(universal(str(old.url), 2, overwrite=True).manifest, str(old.url))
+    assert document(new.url).id == old.id
+    catalog.note(new.id, "new")
+    assert document(new.url) == composed(catalog, new.id)
+    assert (document(new.url).id, document(new.url).tags) == (new.id, ())
+
+
+def test_the_document_of_one_that_the_catalog_does_not_know_stays(
+    catalog: Catalog, other: Catalog, recorded: Recorded, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = recorded()
+    new = universal(str(old.url), 2, overwrite=True)
+    other.record(new.manifest, new.url)
+    other.tag(new.id, "released")
+    catalog.note(old.id, "the catalog believes that it is still there")
+    assert "another checkpoint lies there" in caplog.text
+    assert (document(new.url).id, [t.name for t in document(new.url).tags]) == (new.id, ["released"])
+
+
+# --- others write, too
+
+
+class Meddler(WrappedStore):
+    """Between a read and a write of the document, somebody else does something."""
+
+    def __init__(self, inner: Store, act: Callable[[], object], times: int) -> None:
+        super().__init__(inner)
+        self.act, self.times = act, times
+
+    def _meddle(self) -> None:
+        if self.times:
+            self.times -= 1
+            self.act()
+
+    def put_if_absent(self, key: str, data: bytes) -> str:
+        self._meddle()
+        return super().put_if_absent(key, data)
+
+    def replace(self, key: str, data: bytes, version: str) -> str:
+        self._meddle()
+        return super().replace(key, data, version)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_two_catalogs_that_write_at_once_lose_nothing(
+    catalog: Catalog, other: Catalog, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    entry = recorded()
+    other.record(universal_manifest(entry.url), str(entry.url))
+    if there:
+        catalog.note(entry.id, "before")
+    real = open_store
+    meddling = [Meddler(LocalStore(str(entry.url)), lambda: other.tag(entry.id, "theirs"), 1)]
+    monkeypatch.setattr(documents, "open_store", lambda p: meddling.pop() if meddling else real(p))
+    catalog.tag(entry.id, "ours")
+    assert {t.name for t in document(entry.url).tags} == {"ours", "theirs"}
+    assert set(catalog.get(entry.id).tags) == {"ours", "theirs"}
+    assert due(catalog) == 0
+    other.note(entry.id, "later")
+    assert set(other.get(entry.id).tags) == {"ours", "theirs"}
+    assert {n.text for n in document(entry.url).notes} == {"later", *(["before"] * there)}
+
+
+def test_two_processes_of_one_catalog_lose_nothing(
+    catalog: Catalog, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = recorded()
+    catalog.note(entry.id, "before")
+    real = open_store
+    meddling = [Meddler(LocalStore(str(entry.url)), lambda: catalog.tag(entry.id, "second"), 1)]
+    monkeypatch.setattr(documents, "open_store", lambda p: meddling.pop() if meddling else real(p))
+    catalog.tag(entry.id, "first")
+    assert document(entry.url) == composed(catalog, entry.id)
+    assert [t.name for t in document(entry.url).tags] == ["first", "second"]
+    assert due(catalog) == 0
+
+
+def test_one_who_never_gets_to_write_says_so(
+    catalog: Catalog, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = recorded()
+    catalog.note(entry.id, "before")
+    file = Path(str(entry.url)) / CATALOG_DOCUMENT
+
+    def rewrite() -> None:
+        file.write_bytes(file.read_bytes() + b"\n")
+
+    stores(monkeypatch, lambda s: Meddler(s, rewrite, 100))
+    catalog.tag(entry.id, "x")
+    assert "again and again" in caplog.text
+    assert due(catalog) == 1
+
+
+def test_on_object_stores_the_last_one_wins(
+    catalog: Catalog, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """fsspec cannot replace conditionally there."""
+
+    class ObjectStore(WrappedStore):
+        def replace(self, key: str, data: bytes, version: str) -> str:
+            raise Refused("cannot replace a file only if it is unchanged")
+
+    entry = recorded()
+    stores(monkeypatch, ObjectStore)
+    for word in "abc":
+        catalog.tag(entry.id, word)
+        assert document(entry.url) == composed(catalog, entry.id)
+    assert caplog.records == []
+
+
+def test_anything_else_that_goes_wrong_is_no_warning(
+    catalog: Catalog, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Any) -> Any:
+        raise ZeroDivisionError
+
+    entry = recorded()
+    stores(monkeypatch, broken)
+    with pytest.raises(ZeroDivisionError):
+        catalog.tag(entry.id, "x")
+    assert catalog.get(entry.id).tags == ("x",)
+
+
+# --- what another catalog says
+
+
+def said(catalog: Catalog, ref: str, **changed: Any) -> CatalogDoc:
+    """The document as another catalog leaves it that has read ours."""
+    doc = composed(catalog, ref)
+    return doc.model_copy(update={"catalog": "another", "revision": doc.revision + 1, **changed})
+
+
+def test_what_is_absorbed_is_there_once(catalog: Catalog, other: Catalog, recorded: Recorded, clock: Clock) -> None:
+    entry = recorded()
+    catalog.tag(entry.id, "good")
+    catalog.hold(entry.id, "paper", until=timedelta(days=30))
+    number = catalog.hold(entry.id, "to be released")
+    catalog.note(entry.id, "note")
+    catalog.metric(entry.id, {"a": 1, "nan": float("nan")})
+    catalog.alias("best", entry.id)
+    catalog.link(entry.id, "/p", "resume")
+    doc = document(entry.url)
+    catalog.release(entry.id, number)
+    before, events = catalog.get(entry.id), catalog.events()
+    for again in (doc, doc.model_copy(update={"catalog": "another", "revision": 99})):
+        assert repr(catalog.absorb(entry.id, again)) == repr(before)
+    assert catalog.events() == events
+    other.record(universal_manifest(entry.url), str(entry.url))
+    for _ in range(2):
+        found = other.absorb(entry.id, doc)
+    assert [h.reason for h in found.holds] == ["paper", "to be released"]
+    assert (found.tags, found.aliases, found.urls) == (before.tags, before.aliases, before.urls)
+    assert [n.text for n in found.notes] == ["note"]
+    assert [e.action for e in other.events()] == ["absorb", "record"]
+    assert [(m.version, m.target) for m in other.alias_history("best")] == [(1, entry.id)]
+
+
+def test_a_document_of_another_checkpoint_is_not_taken(catalog: Catalog, recorded: Recorded) -> None:
+    one, two = recorded(1), recorded(2)
+    catalog.tag(one.id, "good")
+    assert catalog.absorb(two.id, said(catalog, one.id)).tags == ()
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_of_two_who_claim_an_alias_the_later_move_is_right(
+    catalog: Catalog, other: Catalog, recorded: Recorded, in_order: bool
+) -> None:
+    one, two = recorded(1), recorded(2)
+    catalog.alias("best", one.id)
+    first = document(one.url)
+    catalog.alias("best", two.id)
+    second = document(two.url)
+    for entry in (one, two):
+        other.record(universal_manifest(entry.url), str(entry.url))
+    for doc in (first, second) if in_order else (second, first):
+        other.absorb(doc.id, doc)
+    assert [(a.id, a.version) for a in other.aliases()] == [(two.id, 2)]
+    (Path(str(one.url)) / CATALOG_DOCUMENT).write_text(first.model_dump_json())
+    write_documents(other)
+    assert document(one.url).aliases == ()  # so that it does not come back when the alias is removed
+
+
+def test_a_metric_that_was_measured_later_wins(catalog: Catalog, recorded: Recorded, clock: Clock) -> None:
+    entry = recorded()
+    catalog.metric(entry.id, {"a": 1.0, "b": 1.0})
+    doc = said(catalog, entry.id)
+    metric = doc.metrics["a"]
+    later = {
+        "a": metric.model_copy(update={"value": 2.0, "measured": clock.now + timedelta(seconds=1)}),
+        "b": metric.model_copy(update={"value": 2.0, "measured": clock.now - timedelta(seconds=1)}),
+        "c": metric.model_copy(update={"value": None}),
+    }
+    found = catalog.absorb(entry.id, doc.model_copy(update={"metrics": later}))
+    assert repr(found.metrics) == repr({"a": 2.0, "b": 1.0, "c": float("nan")})
+    write_documents(catalog)
+    assert document(entry.url).metrics["b"].value == 1.0
+
+
+def test_what_others_deleted_is_deleted_and_what_they_restored_is_back(
+    catalog: Catalog, recorded: Recorded, clock: Clock
+) -> None:
+    entry = recorded()
+    over = {"deleted": clock.now, "purge_after": clock.now + timedelta(days=1)}
+    doc = said(catalog, entry.id, **over)
+    assert catalog.absorb(entry.id, doc).state == "deleted"
+    assert catalog.get(entry.id).purge_after == over["purge_after"]
+    back = said(catalog, entry.id, deleted=None, purge_after=None)
+    assert catalog.absorb(entry.id, back).state == "committed"
+    assert catalog.get(entry.id).purge_after is None
+    stale_copy = doc.model_copy(update={"catalog": "a third"})
+    assert catalog.absorb(entry.id, stale_copy).state == "committed"
+
+
+@pytest.mark.parametrize("protect", ["tag", "alias", "hold"])
+def test_what_is_protected_here_is_not_deleted_by_others(
+    catalog: Catalog, recorded: Recorded, clock: Clock, protect: str
+) -> None:
+    entry = recorded()
+    if protect == "tag":
+        catalog.tag(entry.id, "good")
+    elif protect == "alias":
+        catalog.alias("best", entry.id)
+    else:
+        catalog.hold(entry.id, "paper")
+    found = catalog.absorb(entry.id, said(catalog, entry.id, deleted=clock.now, purge_after=clock.now))
+    assert found.state == "committed"
+    assert due(catalog) == 1
+    write_documents(catalog)
+    assert document(entry.url).deleted is None
+
+
+def test_what_was_restored_here_since_is_not_deleted_again(catalog: Catalog, recorded: Recorded, clock: Clock) -> None:
+    entry = recorded()
+    catalog.delete(entry.id)
+    doc = said(catalog, entry.id)
+    clock.wait(hours=1)
+    catalog.restore(entry.id)
+    assert catalog.absorb(entry.id, doc.model_copy(update={"revision": 99})).state == "committed"
+
+
+def test_the_run_that_others_gave_is_taken_unless_ours_is_not_written_yet(
+    catalog: Catalog, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = recorded()
+    assert catalog.absorb(entry.id, said(catalog, entry.id, run="theirs")).run == "theirs"
+    stores(monkeypatch, ReadOnly)
+    catalog.record(universal_manifest(entry.url), str(entry.url), run="ours")
+    assert catalog.absorb(entry.id, said(catalog, entry.id, run="theirs")).run == "ours"
+
+
+def test_an_absorbed_document_with_any_text(catalog: Catalog, recorded: Recorded, clock: Clock) -> None:
+    entry = recorded()
+    doc = CatalogDoc.model_validate_json(
+        json.dumps(
+            {
+                "id": entry.id,
+                "catalog": "c",
+                "revision": 1 << 30,
+                "run": "a\0b",
+                "aliases": [{"name": "latest", "version": 1 << 30, "moved": "2026-01-01T00:00:00Z"}],
+                "tags": [{"name": "\0", "created": "2026-01-01T00:00:00+05:00", "who": ""}] * 2,
+                "holds": [{"reason": "", "created": "2026-01-01T00:00:00Z", "who": "x" * 5000}],
+                "metrics": {"m\0": {"value": "Infinity", "measured": "2026-01-01T00:00:00Z"}},
+                "notes": [{"text": "\0" * 3, "created": "2026-01-01T00:00:00Z", "who": "x"}] * 2,
+                "lineage": [{"kind": "merge", "url": "\0", "id": "\0"}],
+                "more": 1,
+            }
+        )
+    )
+    found = catalog.absorb(entry.id, doc)
+    assert (found.run, found.tags, found.metrics) == ("a\ufffdb", ("\ufffd",), {"m\ufffd": float("inf")})
+    assert len(found.notes) == 1
+    assert repr(catalog.absorb(entry.id, doc)) == repr(found)
+    catalog.tag(entry.id, "more")
+    assert document(entry.url) == composed(catalog, entry.id)
+    catalog.alias("latest one", entry.id)
+    assert document(entry.url) == composed(catalog, entry.id)
