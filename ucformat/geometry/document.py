@@ -2,62 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import LayoutError, NotFound, UpgradeNeeded
+from ucformat.errors import LayoutError, UpgradeNeeded
 from ucformat.geometry.mesh import Mesh
 from ucformat.geometry.placement import Flat, Owner, Partial, Placement, Replicate, Shard, Stage
 from ucformat.geometry.rules import Rule
 from ucformat.schema import layout as schema
+from ucformat.written import read_written
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
     from pathlib import Path
-
-    import yaml
 
 __all__ = ["lift_mesh", "lift_rule", "lower", "lower_rule", "read", "validate"]
 
 
 def read(path: Path) -> Any:
     """What a YAML or JSON file holds; LayoutError names the line of a fault."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as e:
-        raise NotFound(f"there is no layout file {path}") from e
-    except UnicodeDecodeError as e:
-        raise LayoutError(f"the layout file {path} is not UTF-8 text: {e}") from e
-    if path.suffix == ".json":
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as e:
-            raise LayoutError(f"{path} is not JSON: {e}") from e
-    return _yaml(path, text)
-
-
-def _yaml(path: Path, text: str) -> Any:
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """A safe loader to which a key given twice is an error: YAML's default is that the last one wins."""
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002
-            seen = set()
-            for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
-                seen.add(str(key.value))
-            return super().construct_mapping(node, deep=deep)
-
-    try:
-        return yaml.load(text, Loader)  # noqa: S506 (it is a SafeLoader)
-    except yaml.YAMLError as e:
-        mark = getattr(e, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise LayoutError(f"{path}{line}: {getattr(e, 'problem', None) or e}") from e
+    return read_written(path, "layout file", LayoutError)
 
 
 def validate(document: Any) -> schema.LayoutDocument:
