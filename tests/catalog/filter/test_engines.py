@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from operator import ne
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import create_engine, delete, insert, select, update
 
+from tests.catalog.filter.reference import OPERATORS
 from tests.catalog.filter.world import NOW, WORLDS, store
 from ucformat.catalog.filter import check_names, compile_filter, compile_sort, parse, parse_sort
 from ucformat.catalog.models import Checkpoint, Config, Metric, Tag
@@ -73,6 +75,17 @@ def test_values_of_documents(connection: Connection) -> None:
             for condition in false:
                 assert not is_so(connection, f"{key} {condition}".replace("config.x", key)), (value, key, condition)
                 assert is_so(connection, f"not ({key} {condition})".replace("config.x", key)), (value, key, condition)
+
+
+def test_metrics_and_integers_between_two_floats(connection: Connection) -> None:
+    connection.execute(insert(Metric).values(checkpoint=1, name="tokens", value=0, measured=NOW))
+    for value in (2.0**53, 2.0**53 + 2, 2.0**53 + 4, -(2.0**53) - 4):
+        connection.execute(update(Metric).where(Metric.name == "tokens").values(value=value))
+        for bound in (*range(2**53 - 1, 2**53 + 6), -(2**53) - 3, -(2**53) - 5, 10**30):
+            for operator, compared in {**OPERATORS, "!=": ne}.items():
+                text = f"metric.tokens {operator} {bound}"
+                assert is_so(connection, text) == compared(value, bound), (value, text)
+            assert is_so(connection, f"metric.tokens in (1, {bound})") == (value == bound)
 
 
 def test_a_list_is_not_an_object_and_an_object_no_list(connection: Connection) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.catalog.filter.strategies import OPERATORS, any_text, filters, sorts
 from ucformat.catalog.filter import parse, parse_sort, unparse, used_keys, used_names
+from ucformat.catalog.filter.keys import MANY, SCALARS, TENSOR
 from ucformat.catalog.filter.syntax import And, By, Compare, In, IsNull, Like, Not, Or, Sort
 from ucformat.catalog.filter.values import Age, Key, Number, Size, Text, Truth
 from ucformat.errors import UsageError
@@ -79,6 +82,19 @@ EXAMPLES: dict[str, Node] = {
 @pytest.mark.parametrize("text", EXAMPLES)
 def test_examples(text: str) -> None:
     assert repr(parse(text)) == repr(EXAMPLES[text])  # equality alone takes 1 for 1.0
+
+
+def test_what_is_documented() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "filters.md").read_text()
+    examples = re.findall(r"^\| `(.+?)` \|", page[page.index("## Examples") :], re.MULTILINE)
+    assert len(examples) >= 10
+    for text in [*examples, *re.findall(r'ucp ls "(.+)"', page), *re.findall(r'find\("(.+?)"', page)]:
+        parse(text)
+    for text in [*re.findall(r'sort="(.+?)"', page), *re.findall(r"--sort=([^`]+)`", page)]:
+        parse_sort(text)
+    keys = set(re.findall(r"`([a-z_]+)`", page[page.index("## Keys") : page.index("Without `state`")]))
+    assert {*SCALARS, *MANY} <= keys
+    assert all(f".{name}`" in page for name in TENSOR)
 
 
 def test_a_text_that_is_written_is_the_shortest_that_is_exact() -> None:
