@@ -10,32 +10,41 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from bench.common import OUT
-
 BENCHMARKS = {
     "open": "Opening in place, and one row",
     "convert": "Conversion",
     "memory": "Memory of a conversion",
     "read": "Reading",
+    "catalog": "Catalog",
 }
 
 
+RESULTS = Path("bench/RESULTS.md")
+
+
 def main() -> None:
-    chosen = sys.argv[1:] or list(BENCHMARKS)
-    for name in chosen:
+    parts = before()
+    for name in sys.argv[1:] or list(BENCHMARKS):
         done = subprocess.run([sys.executable, "-m", f"bench.{name}"], capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(done.stdout + done.stderr)
         print(done.stdout, flush=True)
-        part = f"## {BENCHMARKS[name]}\n\n`python -m bench.{name}`\n\n{done.stdout.strip()}\n"
-        (OUT / f"{name}.md").write_text(part)
-    parts = [(OUT / f"{name}.md").read_text() for name in BENCHMARKS if (OUT / f"{name}.md").exists()]
-    Path("bench/RESULTS.md").write_text(header() + "\n" + "\n".join(parts))
+        parts[BENCHMARKS[name]] = f"`python -m bench.{name}`\n\n{done.stdout.strip()}"
+        written = [f"## {title}\n\n{parts[title]}\n" for title in BENCHMARKS.values() if title in parts]
+        RESULTS.write_text(header() + "\n" + "\n".join(written))
+
+
+def before() -> dict[str, str]:
+    """What the page says now, by title."""
+    _, *sections = RESULTS.read_text().split("\n## ") if RESULTS.exists() else [""]
+    return {title: text.strip() for title, _, text in (s.partition("\n") for s in sections)}
 
 
 def header() -> str:
     """What they ran on."""
-    packages = ", ".join(f"{p} {version(p)}" for p in ("numpy", "tensorstore", "safetensors", "crc32c", "xxhash"))
+    packages = ", ".join(
+        f"{p} {version(p)}" for p in ("numpy", "tensorstore", "safetensors", "crc32c", "xxhash", "sqlalchemy")
+    )
     cpu = next(s.split(":")[1].strip() for s in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in s)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return (
@@ -45,7 +54,7 @@ def header() -> str:
         "Absolute numbers are those of one shared virtual machine and mean little.\n\n"
         f"{dt.datetime.now(dt.UTC).date()}; {cpu}, {os.cpu_count()} cores, {memory:.0f} GiB; {platform.system()} "
         f"{platform.release()}; Python {platform.python_version()}; {packages}; peers: "
-        "torch 2.13.0, DeepSpeed 0.19.8.\n"
+        "torch 2.13.0, DeepSpeed 0.19.8, MLflow 3.17.2.\n"
     )
 
 
