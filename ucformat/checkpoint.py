@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.planning import ReadPlan
     from ucformat.sources.base import OpenSource
-    from ucformat.storage.base import Store
+    from ucformat.storage.base import Info, Store
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
@@ -108,8 +108,8 @@ class Checkpoint(Mapping[str, Tensor]):
             return self.source.manifest.id
         sums = sorted((r.file.rpartition("/")[2], r.name, r.nbytes, r.crc32) for r in self.source.records() if r.crc32)
         if not sums:
-            files = [self.store.info(f) for f in self.facts.files]
-            return document_digest([self.home, *((i.key, i.size, i.version) for i in files)]).rpartition(":")[2][:32]
+            known = [(i.key.rpartition("/")[2], i.size, i.version) for i in self.files()]
+            return document_digest([self.home, *known]).rpartition(":")[2][:32]
         return document_digest([self.kind, sums]).rpartition(":")[2][:32]
 
     @property
@@ -179,6 +179,11 @@ class Checkpoint(Mapping[str, Tensor]):
                 for i in facts.roster.tensors
             ),
         )
+
+    def files(self) -> list[Info]:
+        """The files of a foreign checkpoint as they are now; where its run was opened, those of the tag folder."""
+        below = f"{self.facts.folder}/" if self.facts.folder else ""
+        return [self.store.info(f) for f in self.facts.files if f.startswith(below)]
 
     @property
     def zarr_url(self) -> str | None:

@@ -56,14 +56,14 @@ def document(place: Path | str | None) -> CatalogDoc:
 @pytest.fixture
 def catalog(tmp_path: Path) -> Iterator[Catalog]:
     """An empty catalog."""
-    with Catalog(str(tmp_path / "catalog.db")) as opened:
+    with Catalog(str(tmp_path / "ours.db")) as opened:
         yield opened
 
 
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[Catalog]:
     """The empty catalog of another team."""
-    with Catalog(str(tmp_path / "other.db")) as opened:
+    with Catalog(str(tmp_path / "theirs.db")) as opened:
         yield opened
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Row
 
-__all__ = ["Entry", "HoldEntry", "NoteEntry", "VerificationEntry", "load"]
+__all__ = ["Entry", "HoldEntry", "NoteEntry", "VerificationEntry", "load", "load_ids"]
 
 _PAGE = 5000  # serials in one IN list
 
@@ -116,6 +116,15 @@ def load(connection: Connection, serials: Sequence[int], now: datetime) -> list[
     for at in range(0, len(serials), _PAGE):
         found |= _load_page(connection, serials[at : at + _PAGE], now)
     return [found[s] for s in serials]
+
+
+def load_ids(connection: Connection, ids: Sequence[str], now: datetime) -> list[Entry]:
+    """The entries of the checkpoints of these ids, in this order."""
+    serials: dict[str, int] = {}
+    for at in range(0, len(ids), _PAGE):
+        page = Checkpoint.id.in_(ids[at : at + _PAGE])
+        serials |= dict(connection.execute(sa.select(Checkpoint.id, Checkpoint.serial).where(page)).all())
+    return load(connection, [serials[i] for i in ids], now)
 
 
 def _load_page(connection: Connection, serials: Sequence[int], now: datetime) -> dict[int, Entry]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from ucformat.catalog.entries import load_ids
+from ucformat.catalog.reader import now
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import NotFound, UcformatError
 from ucformat.format.commit import MANIFEST
@@ -85,10 +87,10 @@ def register(
     """
     opened = (f for p in places for f in _open_below(p)) if recursive else _open_all(places)
     done = _record_all(catalog, opened, run, progress, strict=not recursive)
-    if recursive and not done.entries and not done.failures:
+    if recursive and not done.present:
         raise NotFound(f"there is no checkpoint below {', '.join(places)}", hint="check the path")
     write_documents(catalog, None)
-    return Registered(done.entries, done.failures)
+    return Registered(_entries(catalog, done.ids), done.failures)
 
 
 def reindex(place: str, catalog: Catalog, *, progress: Callable[[int, int], None] | None = None) -> Reindexed:
@@ -96,12 +98,18 @@ def reindex(place: str, catalog: Catalog, *, progress: Callable[[int, int], None
     done = _record_all(catalog, _open_below(place), None, progress, strict=False)
     missing = catalog.forget_places(open_store(place).url, done.present)
     write_documents(catalog, None)
-    return Reindexed(done.entries, done.failures, tuple(missing))
+    return Reindexed(_entries(catalog, done.ids), done.failures, tuple(missing))
+
+
+def _entries(catalog: Catalog, ids: Sequence[str]) -> tuple[Entry, ...]:
+    """The checkpoints of these ids as they are now that all is recorded."""
+    with catalog.database.reading() as c:
+        return tuple(load_ids(c, ids, now()))
 
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    entries: tuple[Entry, ...]
+    ids: tuple[str, ...]
     failures: tuple[Failure, ...]
     present: frozenset[str]  # the places that were opened, or could not be
 
@@ -115,12 +123,12 @@ def _record_all(
     strict: bool,
 ) -> _Done:
     """Record what was opened; what could not be opened or recorded is a failure, or if `strict` an error."""
-    entries, failures, present = [], [], set()
+    ids, failures, present = [], [], set()
     for done, (root, found, left) in enumerate(opened, 1):
         try:
             if isinstance(found, UcformatError):
                 raise found
-            entries.append(_record(catalog, found, run))
+            ids.append(_record(catalog, found, run).id)
             present.add(found.url)
         except UcformatError as error:
             if strict:
@@ -129,7 +137,7 @@ def _record_all(
             present.add(root)
         if progress is not None:
             progress(done, done + left)
-    return _Done(tuple(entries), tuple(failures), frozenset(present))
+    return _Done(tuple(ids), tuple(failures), frozenset(present))
 
 
 def _search(store: Store) -> list[str]:
@@ -180,7 +188,7 @@ def _try_open(root: str) -> _Found | UcformatError:
         doc = find_document(open_store(ck.home))
         if ck.kind == "ucformat":
             return _Found(ck.home, ck.kind, ck.manifest, None, doc)
-        infos = [ck.store.info(f) for f in ck.facts.files]
+        infos = ck.files()
         files = (len(infos), sum(i.size for i in infos))
         return _Found(ck.home, ck.kind, _described(ck, infos), files, doc)
     except UcformatError as error:
