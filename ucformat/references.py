@@ -38,7 +38,7 @@ def open_reference(place: str | PathLike[str] | Store) -> Checkpoint:
         raise NotFound(
             f"there is no {place}, and no catalog to look it up in", hint="check the path, or set UCP_CATALOG"
         )
-    with Catalog() as catalog:
+    with Catalog(read_only=True) as catalog:
         entry = catalog.get(place)
     if entry.state != "committed":
         hint = f"`ucp restore {place}` brings it back" if entry.state == "deleted" else "its bytes are gone"

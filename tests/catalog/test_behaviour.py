@@ -502,6 +502,6 @@ class TestReadOnly:
                 c.execute(sa.insert(Run).values(name="x", created=BEGIN))
 
     def test_it_makes_nothing(self, database_url: str, tmp_path: Path) -> None:
-        with pytest.raises(Refused, match="no catalog"):
+        with pytest.raises(NotFound, match="no catalog"):
             Catalog(database_url, read_only=True)
         assert list(tmp_path.iterdir()) == []

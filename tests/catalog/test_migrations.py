@@ -14,7 +14,7 @@ from tests.catalog.manifests import manifest
 from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.engine import VERSION_TABLE, Database
 from ucformat.catalog.models import Base
-from ucformat.errors import Refused, UpgradeNeeded
+from ucformat.errors import NotFound, Refused, UpgradeNeeded
 from ucformat.migrations import HEAD, KNOWN
 from ucformat.migrations.config import configuration
 
@@ -227,5 +227,5 @@ def _upgrade(url: str) -> str:
 
 
 def test_a_catalog_that_is_only_read_is_not_made(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="no catalog"):
+    with pytest.raises(NotFound, match="no catalog"):
         Database(f"sqlite:///{tmp_path}/new/catalog.db", read_only=True)

@@ -16,7 +16,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
 from ucformat.catalog.models import Base, Identity
-from ucformat.errors import Refused, UcformatError, UpgradeNeeded, UsageError
+from ucformat.errors import NotFound, Refused, UcformatError, UpgradeNeeded, UsageError
 from ucformat.migrations import HEAD, KNOWN
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class Database:
 
     Raises:
         UsageError: the url is not one of SQLite or PostgreSQL.
+        NotFound: it is only to be read, and there is none.
         Refused: SQLite on a network file system; tables of somebody else.
         UpgradeNeeded: the tables are older than this ucformat (`upgrade=True` brings them up to date).
     """
@@ -96,7 +97,7 @@ class Database:
             )
         if self.read_only:
             if not file.exists():
-                raise Refused(f"there is no catalog at {self.url} yet, and it was opened to be read only")
+                raise NotFound(f"there is no catalog at {self.url} yet", hint=_MADE)
             return
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +190,7 @@ class Database:
                     _migrate(connection)
                     connection.execute(sa.insert(Identity).values(id=uuid4().hex, created=datetime.now(UTC)))
         elif found == "empty":
-            raise Refused(f"there is no catalog at {self.url} yet, and it was opened to be read only")
+            raise NotFound(f"there is no catalog at {self.url} yet", hint=_MADE)
         elif found == "older" and upgrade:
             with self._alone() as connection:
                 if _state(connection) == "older":
@@ -236,6 +237,7 @@ def _parse(url: str) -> URL:
     return found
 
 
+_MADE = "it is made when something is recorded: `ucp register PLACE`"
 _URLS = "write a file's path, sqlite:////an/absolute/path.db, or postgresql://user@host/database"
 
 
