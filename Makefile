@@ -34,7 +34,7 @@ test: check $(ENGINE)
 
 ## test-all: the full matrices too
 test-all: check $(ENGINE)
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=explore
 
 ## bench: every benchmark, each printing ratios measured in one run
 bench: $(STAMP) $(ENGINE)

@@ -56,7 +56,9 @@ def find(
 ) -> list[int]:
     """The serials of the checkpoints that a filter takes, in order."""
     chosen = sa.select(Checkpoint.serial).where(*_where(connection, where, now, deleted=deleted))
-    for order in compile_sort(parse_sort(sort), now=now):
+    by = parse_sort(sort)
+    check_names(connection, by, sort)
+    for order in compile_sort(by, now=now):
         chosen = chosen.order_by(order)
     return list(connection.scalars(chosen.limit(limit).offset(offset)))
 
