@@ -62,7 +62,7 @@ def gc(
                 raise click.exceptions.Exit(1)
             try:
                 with out.progress("removing", "checkpoints") as progress:
-                    found = collect(catalog, places, apply=True, grace=grace, progress=progress)
+                    found = collect(catalog, places, apply=True, expect=found.plan.id, grace=grace, progress=progress)
             except KeyboardInterrupt:
                 raise Interrupted("interrupted: the same command again removes the rest") from None
     done = f"removed {plural(len(found.purged), 'checkpoint')}" if apply else "nothing was removed; --apply does it"

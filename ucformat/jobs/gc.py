@@ -16,7 +16,7 @@ from ucformat.catalog.deletion import begin_purge, end_purge
 from ucformat.catalog.entries import load
 from ucformat.catalog.reader import GRACE, make_stamp
 from ucformat.catalog.refs import Ref, resolve
-from ucformat.errors import NotFound, UcformatError
+from ucformat.errors import Conflict, NotFound, UcformatError
 from ucformat.format.commit import abandon
 from ucformat.jobs.documents import read_document
 from ucformat.jobs.removal import bury, folders_of, read_tombstone, remove, standing
@@ -62,6 +62,7 @@ def collect(
     places: Sequence[str] = (),
     *,
     apply: bool = False,
+    expect: str | None = None,
     grace: timedelta = GRACE,
     progress: Callable[[int, int], None] | None = None,
 ) -> Collected:
@@ -71,8 +72,12 @@ def collect(
         catalog: whose deleted checkpoints are purged, once their grace is over and if nothing protects them.
         places: also look below these for attempts that nobody committed and nobody wrote to for `grace`.
         apply: remove it; without, nothing is touched.
+        expect: the id of a plan that was looked at: only if it is still the same, anything is removed.
         grace: for deleted checkpoints that have none of their own, and for attempts.
         progress: called with the checkpoints and attempts done and in all.
+
+    Raises:
+        Conflict: the plan is another one than was expected; nothing was removed.
     """
     resumed = tuple(e.id for e in catalog.find("state = 'purging'"))
     failures: list[str] = []
@@ -81,6 +86,11 @@ def collect(
     plan = catalog.purgeable(grace)
     if not apply:
         return Collected(plan, resumed, leftovers, (), tuple(failures))
+    if expect is not None and plan.id != expect:
+        raise Conflict(
+            "what can be removed has changed since the plan was made: nothing was removed",
+            hint="look at the new plan, and apply that",
+        )
     unclear = _consult(catalog, [r.id for r in plan.purge])
     failures += unclear.values()
     plan = catalog.purgeable(grace)  # of which others protect some, perhaps
