@@ -316,7 +316,7 @@ def test_a_place_may_be_spelled_in_many_ways(
     monkeypatch.chdir(tmp_path / "work")
     data = {
         "relative": "../data",
-        "dots": f"{tmp_path}/work/../data",
+        "dots": f"{tmp_path}/job/../data",
         "slash": f"{tmp_path}/data/",
         "url": f"file://{tmp_path}/data",
     }[spell]

@@ -133,7 +133,7 @@ def test_converted_it_says_of_itself_what_it_said_in_place(made: Made, truth: Ar
     for group, names, hyper in zip(ck.facts.groups, made.facts["groups"], made.facts["hyper"], strict=True):
         assert sorted(group["params"]) == sorted(n for n in names if n in group["params"] or n != "idle.nothing")
         assert (group["lr"], group["weight_decay"]) == (hyper["lr"], hyper["weight_decay"])
-    assert ck.manifest.lineage[0].url == source.url
+    assert ck.manifest.lineage[0].url == source.home
 
 
 def test_client_state_with_tensors_survives(chosen: Callable[[int, str], Made], tmp_path: Path) -> None:
