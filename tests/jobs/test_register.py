@@ -312,8 +312,8 @@ def test_what_is_gone_is_forgotten(told: Catalog, tmp_path: Path) -> None:
 def test_a_place_may_be_spelled_in_many_ways(
     told: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spell: str
 ) -> None:
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
+    (tmp_path / "job").mkdir()
+    monkeypatch.chdir(tmp_path / "job")
     data = {
         "relative": "../data",
         "dots": f"{tmp_path}/job/../data",
