@@ -350,6 +350,7 @@ class TestEdges:
     def test_a_parent_known_by_its_id_is_not_taken_for_what_lies_at_its_place(self, catalog: Catalog) -> None:
         put(catalog, 9, "/data/last")
         catalog.record(manifest(2, step=2, lineage=made_from(manifest(1), url="/data/last")), "/data/2")
+        put(catalog, 8, "/data/last")
         assert self.edges(catalog, "/data/2") == [("/data/last", False)]
 
     def test_links_are_added_later(self, catalog: Catalog) -> None:
@@ -374,6 +375,8 @@ class TestEdges:
             ("/data/run7/1", "/data/run7/1"),
             ("/data/run7/1/", "/data/run7/1"),
             ("file:///data/run7/1", "/data/run7/1"),
+            ("/data/run8/../run7/1", "/data/./run7/1/"),
+            ("/data/run8/../run7/1", None),
             ("/data/run7/1/data", "/data/run7/1"),
             ("/data/run7", "/data/run7/1"),
             ("/data/run7/1", None),
@@ -406,6 +409,7 @@ class TestEdges:
         put(catalog, 1)
         child = manifest(2, step=2, lineage=made_from(manifest(1), url="/data/run7/1"), sidecar=packed_over("/v/2/x"))
         catalog.record(child, "/v/2")
+        assert self.edges(catalog, "/v/2") == [(manifest(1).id, False)]
         catalog.record(manifest(3, step=3, sidecar=packed_over("/data/RUN7/1", "/data/run_", "/data/run7/11")), "/v/3")
         catalog.delete("run7@1")
 
