@@ -324,6 +324,21 @@ def test_two_catalogs_that_write_at_once_lose_nothing(
     assert {n.text for n in document(entry.url).notes} == {"later", *(["before"] * there)}
 
 
+def test_what_is_found_in_one_place_comes_to_the_others(
+    catalog: Catalog, other: Catalog, recorded: Recorded, tmp_path: Path
+) -> None:
+    entry = recorded()
+    shutil.copytree(str(entry.url), tmp_path / "z copy")
+    register([str(tmp_path / "z copy")], catalog)
+    other.record(universal_manifest(entry.url), str(tmp_path / "z copy"))
+    other.tag(entry.id, "theirs")
+    catalog.tag(entry.id, "ours")
+    assert {t.name for t in document(tmp_path / "z copy").tags} == {"ours", "theirs"}
+    write_documents(catalog)
+    assert document(entry.url) == document(tmp_path / "z copy") == composed(catalog, entry.id)
+    assert due(catalog) == 0
+
+
 def test_two_processes_of_one_catalog_lose_nothing(
     catalog: Catalog, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
