@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from ucformat.errors import IntegrityError, Refused
 from ucformat.jobs import documents
 from ucformat.jobs.documents import find_document, read_document, write_documents
 from ucformat.jobs.register import register
-from ucformat.schema.catalog_document import CATALOG_DOCUMENT, CatalogDoc
+from ucformat.schema.catalog_document import CATALOG_DOCUMENT, CatalogDoc, NoteDoc
 from ucformat.storage.local import LocalStore
 from ucformat.storage.url import open_store
 from ucformat.storage.wrapped import WrappedStore
@@ -383,6 +383,18 @@ def test_on_object_stores_the_last_one_wins(
     for word in "abc":
         catalog.tag(entry.id, word)
         assert document(entry.url) == composed(catalog, entry.id)
+    theirs = said(catalog, entry.id, notes=(NoteDoc(text="theirs", created=datetime.now(UTC), who="they"),))
+    left = [theirs]
+
+    class Overwritten(ObjectStore):
+        def flush(self) -> None:
+            if left:
+                (Path(self.url) / CATALOG_DOCUMENT).write_text(left.pop().model_dump_json())
+
+    stores(monkeypatch, Overwritten)
+    catalog.tag(entry.id, "d")
+    assert document(entry.url) == composed(catalog, entry.id)
+    assert [n.text for n in catalog.get(entry.id).notes] == ["theirs"]
     assert caplog.records == []
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ucformat
+from tests.catalog.acts import purge
 from tests.catalog.manifests import packed_over
 from tests.jobs.conftest import document, foreign, universal
 from tests.storage.faulty import FaultyStore
@@ -209,6 +210,8 @@ def test_what_engines_wrote_is_never_purged(catalog: Catalog, tmp_path: Path) ->
         c.exec_driver_sql("update checkpoint set state = 'deleted', deleted = '2020-01-01', purge_after = '2020-01-01'")
     done = collect(catalog, apply=True)
     assert (done.purged, [w.reasons for w in done.plan.wait]) == ((), [("not ours: written by deepspeed",)])
+    with pytest.raises(AssertionError):  # nor if a plan had it in
+        purge(catalog, entry.id)
     assert content(entry.url) == before
 
 
@@ -237,6 +240,10 @@ class Wrapped(WrappedStore):
         if self.wanted == (method, key):
             self.wanted = ("", "")
             self.act()
+
+    def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        self._meddle("look", key)
+        return super().read(key, offset, nbytes)
 
     def read_versioned(self, key: str) -> tuple[bytes, str]:
         self._meddle("read", key)
@@ -314,6 +321,22 @@ def test_nobody_writes_where_a_purge_has_begun(
         deleted(catalog, entry)
 
 
+def test_one_who_commits_into_a_grave_stays(
+    catalog: Catalog, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It began before the checkpoint that is purged was committed, and looked for a tombstone before one was put."""
+    entry = recorded()
+    deleted(catalog, entry)
+    with monkeypatch.context() as patch:
+        patch.setattr(gc, "open_store", lambda p: FaultyStore(open_store(p), fail_write=4, dead=True))
+        collect(catalog, apply=True)
+    late = universal(tmp_path / "late", 2)
+    with monkeypatch.context() as patch:
+        meddle(patch, "look", "manifest.json", lambda: shutil.copytree(late.url, mine(entry), dirs_exist_ok=True))
+        assert collect(catalog, apply=True).purged == (entry.id,)
+    assert content(entry.url) == content(late.url)
+
+
 def test_two_who_purge_at_once_both_end_well(
     catalog: Catalog, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,6 +366,19 @@ def test_two_who_purge_at_once_both_end_well(
         assert [r.failures for r in results] == [(), ()], instant
         assert not mine(entry).exists()
         assert catalog.get(entry.id).state == "purged"
+
+
+def test_the_document_of_one_that_was_replaced_goes_with_its_place(catalog: Catalog, recorded: Recorded) -> None:
+    entry = recorded()
+    catalog.note(entry.id, "old")
+    new = universal(str(entry.url), 2, overwrite=True)
+    register([new.url], catalog)
+    deleted(catalog, catalog.get(new.id))
+    assert document(new.url).id == new.id
+    stale = document(new.url).model_copy(update={"id": entry.id})
+    (mine(entry) / "ucformat-catalog.json").write_text(stale.model_dump_json())
+    assert collect(catalog, apply=True).purged == (new.id,)
+    assert not mine(entry).exists()
 
 
 # --- interrupted

@@ -91,8 +91,7 @@ def bury(store: Store, tombstone: TombstoneDoc) -> None:
         store.delete(file)
     abandon(store, tombstone.attempt)
     with suppress(IntegrityError):  # what is no document of ours stays
-        doc = read_document(store)
-        if doc is not None and doc.id == tombstone.id:
+        if read_document(store) is not None:
             store.delete(CATALOG_DOCUMENT)
     store.delete(TOMBSTONE)
     store.sweep()
