@@ -33,6 +33,10 @@ ALLOWED: dict[str, set[str]] = {
         *("schema", "errors", "geometry", "storage", "facts", "format", "sources", "checkpoint", "_version"),
         *("catalog", "references", "settings"),
     },
+    "torch": {
+        *("schema", "errors", "geometry", "storage", "facts", "format", "sources", "planning", "tensor", "checkpoint"),
+        *("_version", "catalog", "references", "settings", "jobs"),
+    },
     "settings": {"errors"},
     "catalog": {"schema", "errors", "settings", "migrations", "written"},
     "migrations": set(),
@@ -56,6 +60,7 @@ OUTSIDE: dict[str, set[str]] = {
     "jobs": {"crc32c", "numpy", "pydantic"},
     "cli": {"click", "rich", "numpy", "yaml"},
     "settings": {"platformdirs", "pydantic", "pydantic_settings"},
+    "torch": {"deepspeed", "numpy", "torch"},
     "_version": set(),
     "__init__": set(),
     "catalog": {"alembic", "lark", "psycopg", "pydantic", "sqlalchemy"},
