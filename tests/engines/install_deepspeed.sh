@@ -1,17 +1,48 @@
 #!/usr/bin/env bash
-# Makes .engines/deepspeed, a virtual environment with the DeepSpeed that the tests run, on CPU. Does nothing where it is.
-# UCFORMAT_DEEPSPEED_PYTHON, where set, names another interpreter that has DeepSpeed; then nothing is installed.
+# Makes .engines/deepspeed, a virtual environment with the DeepSpeed that the tests run, on CPU, and ucformat itself with
+# its core requirements (editable). Does nothing where both are.
+# UCFORMAT_DEEPSPEED_PYTHON, where set, names another interpreter that has both; then nothing is installed.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 env=$root/.engines/deepspeed
 [ -z "${UCFORMAT_DEEPSPEED_PYTHON:-}" ] || { echo "using $UCFORMAT_DEEPSPEED_PYTHON"; mkdir -p "$env"; exit 0; }
-if [ -x "$env/bin/python" ] && "$env/bin/python" -c 'import importlib.metadata as m; assert m.version("deepspeed") == "0.19.8"' 2>/dev/null; then
-  exit 0
+
+# each checks in a folder that has no ucformat of its own
+has_deepspeed() {
+  (cd / && "$env/bin/python" -c 'import importlib.metadata as m; assert m.version("deepspeed") == "0.19.8"') 2>/dev/null
+}
+has_ucformat() {
+  (cd / && ROOT=$root "$env/bin/python" - 2>/dev/null) <<'PYTHON'
+import importlib.metadata as m
+import os
+import re
+import tomllib
+
+import ucformat
+
+root = os.environ["ROOT"]
+assert os.path.samefile(os.path.dirname(ucformat.__file__), os.path.join(root, "ucformat"))
+same = lambda name: re.sub("[-_.]+", "-", name).lower()
+with open(os.path.join(root, "constraints.txt")) as file:
+    pinned = {same(line.split("==")[0]): line.strip().split("==")[1] for line in file if "==" in line}
+with open(os.path.join(root, "pyproject.toml"), "rb") as file:
+    needed = tomllib.load(file)["project"]["dependencies"]
+for name in (re.match(r"[\w.-]+", need)[0] for need in needed):
+    assert m.version(name) == pinned[same(name)], name
+PYTHON
+}
+
+if [ ! -x "$env/bin/python" ] || ! has_deepspeed; then
+  rm -rf "$env"
+  "${PYTHON:-python3}" -m venv "$env"
 fi
-rm -rf "$env"
-"${PYTHON:-python3}" -m venv "$env"
 pip=("$env/bin/python" -m pip install --quiet --disable-pip-version-check)
-"${pip[@]}" torch==2.13.0
-"${pip[@]}" numpy safetensors "setuptools<80" wheel ninja
-# without build isolation: the build looks at the installed torch, and would otherwise fetch another one
-PATH="$env/bin:$PATH" DS_BUILD_OPS=0 DS_ACCELERATOR=cpu "${pip[@]}" --no-build-isolation deepspeed==0.19.8
+if ! has_deepspeed; then
+  "${pip[@]}" torch==2.13.0
+  "${pip[@]}" numpy safetensors "setuptools<80" wheel ninja
+  # without build isolation: the build looks at the installed torch, and would otherwise fetch another one
+  PATH="$env/bin:$PATH" DS_BUILD_OPS=0 DS_ACCELERATOR=cpu "${pip[@]}" --no-build-isolation deepspeed==0.19.8
+fi
+if ! has_ucformat; then
+  "${pip[@]}" -c "$root/constraints.txt" -e "$root"
+fi
