@@ -1,8 +1,15 @@
-"""The sidecar of extents: round trip, and nothing believed that does not fit."""
+"""The sidecar of extents: round trip in both versions, and nothing believed that does not fit."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
+import struct
+import tracemalloc
+import zlib
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,16 +19,26 @@ from safetensors.numpy import save
 
 import ucformat
 from tests.fakes import ODD, FakeSource, same
-from ucformat.errors import IntegrityError, MissingData, Refused
+from ucformat.errors import IntegrityError, MissingData, Refused, UcformatError, UpgradeNeeded, UsageError
 from ucformat.format.commit import begin, commit, new_id
 from ucformat.format.digest import bytes_digest
-from ucformat.format.sidecar import decode, encode
+from ucformat.format.sidecar import Columns, decode, encode, encode_columns
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Block, Extent
 from ucformat.schema.manifest import Manifest, SidecarDoc, TensorDoc
 from ucformat.storage.memory import MemoryStore
 
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
 N = st.integers(0, 2**40)
+
+
+ROWS = ("tensor", "file", "offset", "block_offset", "block_nbytes", "crc32c")
+DIMS = ("start", "shape", "strides")
+GROWING = ("tensor", "file", "offset", "block_offset", "start")
+META = {"format": "ucformat-extents", "files": json.dumps(["f"])}
 
 
 @st.composite
@@ -44,10 +61,139 @@ def extents(draw: st.DrawFn) -> list[list[Extent]]:
     return tensors
 
 
-@given(extents(), st.data())
-def test_what_is_encoded_is_decoded(tensors: list[list[Extent]], data: st.DataObject) -> None:
-    ndims = [len(t[0].box.shape) if t else 0 for t in tensors]
-    assert decode(encode(tensors), ndims, "sidecar") == [tuple(t) for t in tensors]
+def ndims_of(tensors: list[list[Extent]]) -> list[int]:
+    return [len(t[0].box.shape) if t else 0 for t in tensors]
+
+
+def plain(rows: list[tuple[int, Extent]]) -> tuple[dict[str, list[int]], list[str]]:
+    """The columns of version 1 and the files of these extents, each with the number of its tensor."""
+    columns: dict[str, list[int]] = {name: [] for name in (*ROWS, *DIMS)}
+    files = sorted({e.file for _, e in rows})
+    for number, e in rows:
+        block = (-1, 0, 0) if e.block is None else (e.block.offset, e.block.nbytes, e.block.crc32c)
+        row = (number, files.index(e.file), e.offset, *block)
+        for name, value in zip(ROWS, row, strict=True):
+            columns[name].append(-1 if value is None else value)
+        for name, values in zip(DIMS, (e.box.start, e.box.shape, e.strides), strict=True):
+            columns[name] += values
+    return columns, files
+
+
+def version_1(columns: dict[str, list[int]], files: object = ("f",)) -> bytes:
+    arrays = {name: np.asarray(column, "<i8") for name, column in columns.items()}
+    data: bytes = save(arrays, {**META, "version": "1", "files": json.dumps(files)})
+    return data
+
+
+def packed_column(name: str, values: list[int]) -> bytes:
+    """As docs/spec.md says, and in another way than the code does it."""
+    if name in GROWING:
+        values = [(b - a) for a, b in zip([0, *values], values, strict=False)]
+    words = [(v % 2**64).to_bytes(8, "little") for v in values]
+    return zlib.compress(b"".join(bytes(w[k] for w in words) for k in range(8)))
+
+
+def version_2(columns: dict[str, list[int]], files: object = ("f",), **changed: bytes | str) -> bytes:
+    """Columns whose dims are ordered by dim already; `changed` are packed columns, or the number of extents."""
+    packed = {name: packed_column(name, values) for name, values in columns.items()}
+    n = changed.pop("extents", str(len(columns["tensor"])))
+    arrays = {name: np.frombuffer(data, np.uint8) for name, data in {**packed, **changed}.items()}  # type: ignore[arg-type]
+    data: bytes = save(arrays, {**META, "version": "2", "files": json.dumps(files), "extents": n})
+    return data
+
+
+def unpacked(data: bytes, ndims: list[int]) -> tuple[dict[str, list[int]], list[str]]:
+    """The columns, in version 1's order, and the files of a sidecar of version 2, by docs/spec.md and nothing else."""
+    end = 8 + struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:end])
+    meta = header.pop("__metadata__")
+    assert (meta["format"], meta["version"]) == ("ucformat-extents", "2")
+    out = {}
+    for name, entry in header.items():
+        a, b = entry["data_offsets"]
+        raw = zlib.decompress(data[end + a : end + b])
+        rows = len(raw) // 8
+        values = [int.from_bytes(raw[k::rows], "little", signed=True) for k in range(rows)]
+        if name in GROWING:
+            values = list(itertools.accumulate(values))
+        out[name] = values
+    assert len(out["tensor"]) == int(meta["extents"])
+    of_extent = [ndims[t] for t in out["tensor"]]
+    places = [(d, i) for d in range(max(of_extent, default=0)) for i, n in enumerate(of_extent) if d < n]
+    for name in DIMS:
+        by_place = dict(zip(places, out[name], strict=True))
+        out[name] = [by_place[d, i] for i, n in enumerate(of_extent) for d in range(n)]
+    return out, json.loads(meta["files"])
+
+
+@given(extents())
+def test_what_is_encoded_is_decoded(tensors: list[list[Extent]]) -> None:
+    data, ndims = encode(tensors), ndims_of(tensors)
+    found = decode(data, ndims, "sidecar")
+    assert [found.extents(number) for number in range(len(ndims))] == [tuple(t) for t in tensors]
+    assert encode_columns(found.columns, found.files) == data
+
+
+@given(extents())
+def test_a_reader_made_from_the_specification_reads_it(tensors: list[list[Extent]]) -> None:
+    columns, files = unpacked(encode(tensors), ndims_of(tensors))
+    expected, named = plain([(number, e) for number, t in enumerate(tensors) for e in t])
+    assert [files[k] for k in columns.pop("file")] == [named[k] for k in expected.pop("file")]
+    assert columns == expected
+
+
+@given(extents(), st.randoms())
+def test_rows_in_any_order_in_both_versions(tensors: list[list[Extent]], chance: random.Random) -> None:
+    rows = [(number, e) for number, t in enumerate(tensors) for e in t]
+    chance.shuffle(rows)
+    columns, files = plain(rows)
+    ndims = ndims_of(tensors)
+    first = decode(version_1(columns, files), ndims, "sidecar")
+    second = decode(encode_columns(first.columns, files), ndims, "sidecar")
+    for found in (first, second):
+        for number in range(len(ndims)):
+            assert found.extents(number) == tuple(e for t, e in rows if t == number)
+
+
+def many(tensors: int = 1000, shards: int = 100) -> Columns:
+    """Tensors of two dims, each cut by rows over as many files."""
+    chance = np.random.default_rng(0)
+    height, width = chance.integers(shards, 5000, (2, tensors, 1))
+    cuts = np.arange(shards + 1) * height // shards
+    rows, n = np.diff(cuts), tensors * shards
+    nbytes = rows * width * 4
+    offset = (np.cumsum(nbytes, axis=0) - nbytes).reshape(n)
+    wide = np.broadcast_to(width, (tensors, shards)).reshape(n)
+    zero = np.zeros(n, np.int64)
+    return Columns(
+        tensor=np.repeat(np.arange(tensors), shards),
+        file=np.tile(np.arange(shards), tensors),
+        offset=offset,
+        block_offset=offset,
+        block_nbytes=nbytes.reshape(n),
+        crc32c=chance.integers(0, 2**32, n),
+        ndim=np.full(n, 2),
+        start=np.stack([cuts[:, :-1].reshape(n), zero], axis=1).reshape(2 * n),
+        shape=np.stack([rows.reshape(n), wide], axis=1).reshape(2 * n),
+        strides=np.stack([wide * 4, zero + 4], axis=1).reshape(2 * n),
+    )
+
+
+def test_a_hundred_thousand_extents_are_small() -> None:
+    columns = many()
+    data = encode_columns(columns, [f"data/0123456789/rank{k}.bin" for k in range(100)])
+    assert len(data) < 9 * len(columns)
+    found = decode(data, [2] * 1000, "sidecar")
+    for field in dataclasses.fields(Columns):
+        assert (getattr(found.columns, field.name) == getattr(columns, field.name)).all()
+    assert encode([found.extents(k) for k in range(1000)]) == data
+
+
+def test_columns_that_do_not_fit_each_other_are_not_written() -> None:
+    columns = many(2, 3)
+    for name, rows in (("offset", 5), ("ndim", 5), ("start", 13)):
+        with pytest.raises(UsageError, match=f"column {name}"):
+            encode_columns(dataclasses.replace(columns, **{name: np.zeros(rows, np.int64)}), ["f"])
 
 
 @given(st.binary(max_size=300))
@@ -56,29 +202,132 @@ def test_noise_is_refused(noise: bytes) -> None:
         decode(noise, [1], "sidecar")
 
 
-def columns(**changed: object) -> dict[str, np.ndarray]:
-    base = {
-        k: [0]
-        for k in ("tensor", "file", "offset", "block_offset", "block_nbytes", "crc32c", "start", "shape", "strides")
-    }
-    return {k: np.asarray(v, "<i8") for k, v in {**base, **changed}.items()}
+@given(st.data())
+def test_a_changed_byte_gives_other_extents_or_an_error_of_ours(data: st.DataObject) -> None:
+    whole = bytearray(encode_columns(many(3, 2), ["a", "b"]))
+    at = data.draw(st.integers(0, len(whole) - 1))
+    whole[at] ^= data.draw(st.integers(1, 255))
+    with suppress(UcformatError):
+        found = decode(bytes(whole), [2, 2, 2], "sidecar")
+        assert all(isinstance(e, Extent) for number in range(3) for e in found.extents(number))
 
 
+def columns(**changed: list[int]) -> dict[str, list[int]]:
+    return {**{name: [0] for name in (*ROWS, *DIMS)}, **changed}
+
+
+@pytest.mark.parametrize("written", [version_1, version_2])
 @pytest.mark.parametrize(
     "changed",
-    [{"tensor": [7]}, {"tensor": [-1]}, {"file": [3]}, {"offset": [-4]}, {"shape": [1, 2]}, {"offset": [1, 2]}],
+    [
+        {"tensor": [7]},
+        {"tensor": [-1]},
+        {"file": [3]},
+        {"file": [-1]},
+        {"offset": [-4]},
+        {"block_offset": [-2]},
+        {"block_nbytes": [-1]},
+        {"crc32c": [-2]},
+        {"crc32c": [1 << 32]},
+        {"start": [-1]},
+        {"shape": [-1]},
+        {"strides": [-4]},
+        {"shape": [1, 2]},
+        {"offset": [1, 2]},
+        {"offset": []},
+        {"tensor": [], "file": []},
+    ],
 )
-def test_columns_that_do_not_fit_are_refused(changed: dict[str, list[int]]) -> None:
-    data = save(columns(**changed), {"format": "ucformat-extents", "version": "1", "files": json.dumps(["f"])})
+def test_columns_that_do_not_fit_are_refused(written: Callable[..., bytes], changed: dict[str, list[int]]) -> None:
     with pytest.raises(IntegrityError):
-        decode(data, [1], "sidecar")
+        decode(written(columns(**changed)), [1], "sidecar")
+    assert decode(written(columns()), [1], "sidecar").extents(0)
 
 
+@pytest.mark.parametrize("written", [version_1, version_2])
+def test_the_error_names_the_tensor_of_an_impossible_extent(written: Callable[..., bytes]) -> None:
+    rows = {name: [0, 0, 0] for name in ROWS}
+    dims = {name: [0] * 4 for name in DIMS}
+    for changed in ({"tensor": [0, 1, 2], "offset": [0, 0, -1]}, {"tensor": [1, 0, 2], "shape": [0, 0, 0, -1]}):
+        with pytest.raises(IntegrityError, match="an extent of tensor 2 is impossible"):
+            decode(written({**rows, **dims, **changed}), [0, 2, 2], "sidecar")
+
+
+@pytest.mark.parametrize("written", [version_1, version_2])
 @pytest.mark.parametrize("file", ["/etc/passwd", "s3://other/file", "file:///etc/passwd", 7])
-def test_files_outside_the_checkpoint_are_refused(file: object) -> None:
-    data = save(columns(), {"format": "ucformat-extents", "version": "1", "files": json.dumps([file])})
+def test_files_outside_the_checkpoint_are_refused(written: Callable[..., bytes], file: object) -> None:
     with pytest.raises(Refused, match="outside its checkpoint"):
-        decode(data, [1], "sidecar")
+        decode(written(columns(), [file]), [1], "sidecar")
+    for files in ("f", {"f": 1}, 3, None):
+        with pytest.raises(IntegrityError, match="in which files"):
+            decode(written(columns(), files), [1], "sidecar")
+
+
+STREAM = packed_column("offset", [0])
+
+
+@pytest.mark.parametrize("name", [*ROWS, *DIMS])
+@pytest.mark.parametrize(
+    "stream",
+    [
+        b"",
+        b"noise",
+        STREAM[:-1],
+        STREAM[:-5],
+        STREAM + b"\0",
+        STREAM + STREAM,
+        zlib.compress(bytes(7)),
+        zlib.compress(bytes(9)),
+        zlib.compress(bytes(16)),
+    ],
+)
+def test_a_stream_that_is_not_one_column_is_refused(name: str, stream: bytes) -> None:
+    with pytest.raises(IntegrityError, match=f"column {name}"):
+        decode(version_2(columns(), **{name: stream}), [1], "sidecar")
+
+
+@pytest.mark.parametrize("extents", ["-1", "0", "2", str(1 << 27), str(1 << 40), "9" * 5000, "x", ""])
+def test_a_wrong_number_of_extents_is_refused(extents: str) -> None:
+    with pytest.raises(IntegrityError):
+        decode(version_2(columns(), extents=extents), [1], "sidecar")
+    arrays = {name: np.frombuffer(packed_column(name, [0]), np.uint8) for name in (*ROWS, *DIMS)}
+    unsaid = save(arrays, {**META, "version": "2"})
+    with pytest.raises(IntegrityError, match="how many extents"):
+        decode(unsaid, [1], "sidecar")
+
+
+def test_bombs_are_not_inflated() -> None:
+    """Neither a stream of more than its rows, nor rows and dims that no stream of its length could give."""
+    bomb = zlib.compress(bytes(64 << 20), 9)
+    dims = zlib.compress(bytes(8 * 1000), 9)
+    hostile = [
+        (version_2(columns(), offset=bomb), 1),
+        (version_2(columns(), start=bomb), 1),
+        (version_2(columns(), extents=str(16 << 20)), 1),
+        (version_2({**columns(), "tensor": [0] * 1000}), 1 << 40),
+        (version_2({**{name: [0] * 1000 for name in ROWS}, **{name: [] for name in DIMS}}, start=dims), 1 << 20),
+    ]
+    tracemalloc.start()
+    try:
+        for data, ndim in hostile:
+            tracemalloc.reset_peak()
+            with pytest.raises(IntegrityError, match="column"):
+                decode(data, [ndim], "sidecar")
+            assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_newer_version_and_other_files_are_told_apart() -> None:
+    arrays = {name: np.zeros(1, "<i8") for name in (*ROWS, *DIMS)}
+    with pytest.raises(UpgradeNeeded, match="version 3"):
+        decode(save(arrays, {**META, "version": "3"}), [1], "sidecar")
+    with pytest.raises(IntegrityError, match="is not a ucformat sidecar"):
+        decode(save(arrays, {**META, "version": "1", "format": "other"}), [1], "sidecar")
+    for wrong in ({**arrays, "more": arrays["file"]}, {**arrays, "file": np.zeros(1, "<i4")}, {"file": arrays["file"]}):
+        for version in "12":
+            with pytest.raises(IntegrityError, match="other columns"):
+                decode(save(wrong, {**META, "version": version, "extents": "1"}), [1], "sidecar")
 
 
 def packed(name: str, ranks: int = 3) -> MemoryStore:

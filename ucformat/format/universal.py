@@ -17,6 +17,7 @@ from ucformat.geometry.tensor import Key, Roster, TensorInfo
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from ucformat.format.sidecar import Sidecar
     from ucformat.geometry.tensor import Extent, Tiles
     from ucformat.schema.manifest import FileDoc, TensorDoc
     from ucformat.storage.base import Store
@@ -62,7 +63,8 @@ class Universal:
             engine={k.removeprefix("engine."): v for k, v in m.producer.items() if k.startswith("engine.")},
             files=(MANIFEST,),
         )
-        self._sidecar: dict[Key, tuple[Extent, ...]] | None = None
+        self._numbers = {key: n for n, key in enumerate(self.docs)}
+        self._sidecar: Sidecar | None = None
 
     def objects(self) -> dict[str, Any]:
         """The non-tensor values."""
@@ -89,7 +91,7 @@ class Universal:
         """Where the bytes of a tensor lie."""
         doc = self.docs[key]
         if doc.path is None:
-            yield from self._extents_beside()[key]
+            yield from self.sidecar().extents(self._numbers[key])
             return
         grid = grid_of(doc)
         if not doc.nbytes:
@@ -116,12 +118,12 @@ class Universal:
                     hint="restore the file and the manifest from another copy",
                 )
 
-    def _extents_beside(self) -> dict[Key, tuple[Extent, ...]]:
+    def sidecar(self) -> Sidecar:
+        """The extents of the tensors that are not arrays; read and checked once, when they are first needed."""
         if self._sidecar is None:
             doc = self.manifest.sidecar
             if doc is None:
                 raise IntegrityError(f"{self.store.url}: the manifest has tensors without a path and no sidecar")
             where = f"{self.store.url}/{doc.path}"
-            found = decode(self.read_file(doc), [len(t.shape) for t in self.manifest.tensors], where)
-            self._sidecar = dict(zip(self.docs, found, strict=True))
+            self._sidecar = decode(self.read_file(doc), [len(t.shape) for t in self.manifest.tensors], where)
         return self._sidecar
