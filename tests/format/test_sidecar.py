@@ -37,7 +37,7 @@ N = st.integers(0, 2**40)
 
 ROWS = ("tensor", "file", "offset", "block_offset", "block_nbytes", "crc32c")
 DIMS = ("start", "shape", "strides")
-GROWING = ("tensor", "file", "offset", "block_offset", "start")
+GROWING = ("tensor", "file", "offset", "block_offset")
 META = {"format": "ucformat-extents", "files": json.dumps(["f"])}
 
 
@@ -94,7 +94,7 @@ def packed_column(name: str, values: list[int]) -> bytes:
 
 
 def version_2(columns: dict[str, list[int]], files: object = ("f",), **changed: bytes | str) -> bytes:
-    """Columns whose dims are ordered by dim already; `changed` are packed columns, or the number of extents."""
+    """The same columns as version 2; `changed` are packed columns, or the number of extents."""
     packed = {name: packed_column(name, values) for name, values in columns.items()}
     n = changed.pop("extents", str(len(columns["tensor"])))
     arrays = {name: np.frombuffer(data, np.uint8) for name, data in {**packed, **changed}.items()}  # type: ignore[arg-type]
@@ -102,8 +102,8 @@ def version_2(columns: dict[str, list[int]], files: object = ("f",), **changed: 
     return data
 
 
-def unpacked(data: bytes, ndims: list[int]) -> tuple[dict[str, list[int]], list[str]]:
-    """The columns, in version 1's order, and the files of a sidecar of version 2, by docs/spec.md and nothing else."""
+def unpacked(data: bytes) -> tuple[dict[str, list[int]], list[str]]:
+    """The columns and the files of a sidecar of version 2, by docs/spec.md and nothing else."""
     end = 8 + struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8:end])
     meta = header.pop("__metadata__")
@@ -118,11 +118,6 @@ def unpacked(data: bytes, ndims: list[int]) -> tuple[dict[str, list[int]], list[
             values = list(itertools.accumulate(values))
         out[name] = values
     assert len(out["tensor"]) == int(meta["extents"])
-    of_extent = [ndims[t] for t in out["tensor"]]
-    places = [(d, i) for d in range(max(of_extent, default=0)) for i, n in enumerate(of_extent) if d < n]
-    for name in DIMS:
-        by_place = dict(zip(places, out[name], strict=True))
-        out[name] = [by_place[d, i] for i, n in enumerate(of_extent) for d in range(n)]
     return out, json.loads(meta["files"])
 
 
@@ -136,7 +131,7 @@ def test_what_is_encoded_is_decoded(tensors: list[list[Extent]]) -> None:
 
 @given(extents())
 def test_a_reader_made_from_the_specification_reads_it(tensors: list[list[Extent]]) -> None:
-    columns, files = unpacked(encode(tensors), ndims_of(tensors))
+    columns, files = unpacked(encode(tensors))
     expected, named = plain([(number, e) for number, t in enumerate(tensors) for e in t])
     assert [files[k] for k in columns.pop("file")] == [named[k] for k in expected.pop("file")]
     assert columns == expected
@@ -172,7 +167,6 @@ def many(tensors: int = 1000, shards: int = 100) -> Columns:
         block_offset=offset,
         block_nbytes=nbytes.reshape(n),
         crc32c=chance.integers(0, 2**32, n),
-        ndim=np.full(n, 2),
         start=np.stack([cuts[:, :-1].reshape(n), zero], axis=1).reshape(2 * n),
         shape=np.stack([rows.reshape(n), wide], axis=1).reshape(2 * n),
         strides=np.stack([wide * 4, zero + 4], axis=1).reshape(2 * n),
@@ -191,8 +185,8 @@ def test_a_hundred_thousand_extents_are_small() -> None:
 
 def test_columns_that_do_not_fit_each_other_are_not_written() -> None:
     columns = many(2, 3)
-    for name, rows in (("offset", 5), ("ndim", 5), ("start", 13)):
-        with pytest.raises(UsageError, match=f"column {name}"):
+    for name, rows in (("offset", 5), ("start", 11), ("strides", 13)):
+        with pytest.raises(UsageError, match="the column"):
             encode_columns(dataclasses.replace(columns, **{name: np.zeros(rows, np.int64)}), ["f"])
 
 

@@ -37,7 +37,7 @@ NO_BLOCK = FOLLOWS = -1
 
 _ROWS = ("tensor", "file", "offset", "block_offset", "block_nbytes", "crc32c")  # one for each extent
 _DIMS = ("start", "shape", "strides")  # one for each dim of each extent
-_STEPS = {"tensor", "file", "offset", "block_offset", "start"}  # what grows from row to row: packed as differences
+_STEPS = {"tensor", "file", "offset", "block_offset"}  # what grows from row to row: packed as differences
 
 _MOST = 1 << 27  # rows of a column: what a reader has to hold is bounded
 _INFLATION = 1032  # no byte of a deflate stream makes more
@@ -51,7 +51,7 @@ class Columns:
     `tensor` is its number in the manifest and `file` in the list of files. `offset` is the byte of its first element.
     A checksum covers `block_nbytes` bytes from `block_offset` on (NO_BLOCK: none does): `crc32c`, or what FOLLOWS them.
     `start` and `shape`, in elements, and `strides`, in bytes, have a row for each dim of each extent, one extent after
-    another; `ndim` says how many.
+    another.
     """
 
     tensor: Column
@@ -60,7 +60,6 @@ class Columns:
     block_offset: Column
     block_nbytes: Column
     crc32c: Column
-    ndim: Column
     start: Column
     shape: Column
     strides: Column
@@ -72,19 +71,18 @@ class Columns:
 class Sidecar:
     """The extents of all tensors of a checkpoint, checked, as columns; those of one tensor as objects."""
 
-    def __init__(self, columns: Columns, files: Sequence[str], tensors: int) -> None:
+    def __init__(self, columns: Columns, files: Sequence[str], ndims: Column) -> None:
         self.columns, self.files = columns, tuple(files)
+        self._ndims = ndims
         self._order = np.argsort(columns.tensor, kind="stable")
-        self._bounds = np.searchsorted(columns.tensor[self._order], np.arange(tensors + 1))
-        self._ends = np.cumsum(columns.ndim)
+        self._bounds = np.searchsorted(columns.tensor[self._order], np.arange(len(ndims) + 1))
+        self._ends = np.cumsum(ndims[columns.tensor])
 
     def extents(self, number: int) -> tuple[Extent, ...]:
         """The extents of a tensor, by its number in the manifest."""
         c = self.columns
         rows = self._order[self._bounds[number] : self._bounds[number + 1]]
-        if not len(rows):
-            return ()
-        ndim = int(c.ndim[rows[0]])
+        ndim = self._ndims[number]
         dims = (self._ends[rows] - ndim)[:, None] + np.arange(ndim)
         found = zip(
             *(a[rows].tolist() for a in (c.file, c.offset, c.block_offset, c.block_nbytes, c.crc32c)),
@@ -118,7 +116,6 @@ def encode(extents: Sequence[Iterable[Extent]]) -> bytes:
         block_offset=_column(b[0] for b in blocks),
         block_nbytes=_column(b[1] for b in blocks),
         crc32c=_column(b[2] for b in blocks),
-        ndim=_column(len(e.box.shape) for _, e in listed),
         start=_column(chain.from_iterable(e.box.start for _, e in listed)),
         shape=_column(chain.from_iterable(e.box.shape for _, e in listed)),
         strides=_column(chain.from_iterable(e.strides for _, e in listed)),
@@ -133,15 +130,13 @@ def encode_columns(columns: Columns, files: Sequence[str]) -> bytes:
         UsageError: the columns do not fit each other.
         Refused: there are too many extents for one sidecar.
     """
-    n, dims = len(columns), int(columns.ndim.sum())
-    for name, rows in {**dict.fromkeys((*_ROWS, "ndim"), n), **dict.fromkeys(_DIMS, dims)}.items():
+    n, dims = len(columns), len(columns.start)
+    for name, rows in {**dict.fromkeys(_ROWS, n), **dict.fromkeys(_DIMS, dims)}.items():
         if len(getattr(columns, name)) != rows:
             raise UsageError(f"the column {name} has {len(getattr(columns, name))} rows instead of {rows}")
     if max(n, dims) > _MOST:
         raise Refused(f"{n} extents of {dims} dims in all are too many for one sidecar", hint=f"at most {_MOST} dims")
-    order = _by_dim(columns.ndim)
-    packed = {name: _pack(getattr(columns, name), name) for name in _ROWS}
-    packed |= {name: _pack(getattr(columns, name)[order], name) for name in _DIMS}
+    packed = {name: _pack(getattr(columns, name), name) for name in (*_ROWS, *_DIMS)}
     meta = {"format": "ucformat-extents", "version": "2", "extents": str(n), "files": json.dumps(list(files))}
     return _safetensors(packed, meta)
 
@@ -155,11 +150,10 @@ def decode(data: bytes, ndims: Sequence[int], where: str) -> Sidecar:
         UpgradeNeeded: a newer version of ucformat wrote it.
     """
     arrays, meta = _parse(data, where)
-    read = _plain if meta["version"] == "1" else _packed
-    columns = read(arrays, meta, np.array(ndims, np.int64), where)
-    files = _files(meta, where)
-    _check(columns, len(files), where)
-    return Sidecar(columns, files, len(ndims))
+    files, of_tensor = _files(meta, where), np.array(ndims, np.int64)
+    columns = Columns(**arrays) if meta["version"] == "1" else _packed(arrays, meta, of_tensor, where)
+    _check(columns, of_tensor, len(files), where)
+    return Sidecar(columns, files, of_tensor)
 
 
 def _parse(data: bytes, where: str) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
@@ -184,17 +178,6 @@ def _parse(data: bytes, where: str) -> tuple[dict[str, NDArray[Any]], dict[str, 
     return arrays, meta
 
 
-def _plain(arrays: Mapping[str, Column], _: Mapping[str, str], ndims: Column, where: str) -> Columns:
-    """Version 1."""
-    n = len(arrays["tensor"])
-    if any(len(arrays[name]) != n for name in _ROWS):
-        raise _unfit(where)
-    ndim = _ndim(arrays["tensor"], ndims, where)
-    if any(len(arrays[name]) != ndim.sum() for name in _DIMS):
-        raise _unfit(where)
-    return Columns(ndim=ndim, **arrays)
-
-
 def _packed(arrays: Mapping[str, NDArray[np.uint8]], meta: Mapping[str, str], ndims: Column, where: str) -> Columns:
     """Version 2. Nothing is inflated before it is known how long it is to be, and that this is possible."""
     try:
@@ -202,13 +185,9 @@ def _packed(arrays: Mapping[str, NDArray[np.uint8]], meta: Mapping[str, str], nd
     except (KeyError, ValueError):
         raise IntegrityError(f"{where} does not say how many extents it has") from None
     columns = {name: _unpack(arrays[name], name, n, where) for name in _ROWS}
-    ndim = _ndim(columns["tensor"], ndims, where)
-    by_dim = {name: _unpack(arrays[name], name, int(ndim.sum()), where) for name in _DIMS}
-    order = _by_dim(ndim)
-    for name, column in by_dim.items():
-        columns[name] = np.empty_like(column)
-        columns[name][order] = column
-    return Columns(ndim=ndim, **columns)
+    dims = int(_ndim(columns["tensor"], ndims, where).sum())
+    columns |= {name: _unpack(arrays[name], name, dims, where) for name in _DIMS}
+    return Columns(**columns)
 
 
 def _safetensors(packed: Mapping[str, bytes], meta: Mapping[str, str]) -> bytes:
@@ -250,14 +229,6 @@ def _column(values: Iterable[int]) -> Column:
     return np.fromiter(values, np.int64)
 
 
-def _by_dim(ndim: Column) -> NDArray[np.intp]:
-    """The order of rows of dims in which those of dim 0 come first, then those of dim 1, and so on."""
-    ends = np.cumsum(ndim)
-    total, most = (int(ends[-1]), int(ndim.max())) if len(ndim) else (0, 0)
-    dim = np.arange(total) - np.repeat(ends - ndim, ndim)
-    return np.argsort(dim.astype(np.min_scalar_type(most)), kind="stable")
-
-
 def _ndim(tensor: Column, ndims: Column, where: str) -> Column:
     """The number of dims of each extent."""
     if len(tensor) and not (tensor.min() >= 0 and tensor.max() < len(ndims)):
@@ -285,12 +256,17 @@ def _files(meta: Mapping[str, str], where: str) -> list[str]:
     return files
 
 
-def _check(c: Columns, files: int, where: str) -> None:
-    """IntegrityError for the first extent that cannot be."""
+def _check(c: Columns, ndims: Column, files: int, where: str) -> None:
+    """IntegrityError where columns do not fit, and for the first extent that cannot be."""
+    if any(len(getattr(c, name)) != len(c) for name in _ROWS):
+        raise _unfit(where)
+    ends = np.cumsum(_ndim(c.tensor, ndims, where))
+    if any(len(getattr(c, name)) != (ends[-1] if len(c) else 0) for name in _DIMS):
+        raise _unfit(where)
     wrong = (c.file < 0) | (c.file >= files) | (c.offset < 0) | (c.block_offset < NO_BLOCK) | (c.block_nbytes < 0)
     wrong |= (c.crc32c < FOLLOWS) | (c.crc32c >> 32 > 0)
     negative = (c.start < 0) | (c.shape < 0) | (c.strides < 0)
     if negative.any():
-        wrong[np.searchsorted(np.cumsum(c.ndim), np.flatnonzero(negative), side="right")] = True
+        wrong[np.searchsorted(ends, np.flatnonzero(negative), side="right")] = True
     if wrong.any():
         raise IntegrityError(f"{where}: an extent of tensor {c.tensor[wrong.argmax()]} is impossible")
