@@ -18,6 +18,7 @@ __all__ = [
     "Manifest",
     "SidecarDoc",
     "TensorDoc",
+    "WriterDoc",
     "manifest_json_schema",
 ]
 
@@ -78,6 +79,14 @@ class LineageDoc(_Document):
     engine: dict[str, str] = {}
 
 
+class WriterDoc(_Document):
+    """What one of the ranks that saved did: bytes written, seconds for that, seconds for which training stood still."""
+
+    nbytes: Size
+    seconds: float
+    stall: float
+
+
 class Manifest(_Document):
     """A committed checkpoint."""
 
@@ -98,6 +107,7 @@ class Manifest(_Document):
     objects: FileDoc | None = None
     assets: dict[str, FileDoc] = {}
     sidecar: SidecarDoc | None = None
+    writers: tuple[WriterDoc, ...] = ()
     tensors: tuple[TensorDoc, ...]
 
 

@@ -11,7 +11,18 @@ from ucformat.schema.dtypes import ITEMSIZE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Dtype", "Inert", "InertClass", "Maker", "NdArray", "NumpyDtype", "Storage", "StorageType", "StoredTensor"]
+__all__ = [
+    "Dtype",
+    "Inert",
+    "InertClass",
+    "Maker",
+    "NdArray",
+    "NumpyDtype",
+    "Opaque",
+    "Storage",
+    "StorageType",
+    "StoredTensor",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +92,13 @@ class NdArray:
     shape: tuple[int, ...] = ()
     data: bytes = b""
     fortran: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A value that has no JSON form, as a pickle that is never opened here."""
+
+    data: bytes
 
 
 @dataclass(slots=True, eq=False)

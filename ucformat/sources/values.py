@@ -15,6 +15,7 @@ are text is an object. What JSON has no word for is an object with one key that 
 | `{"$tensor": {"dtype", "shape", "data"}}` | a small tensor: little-endian row-major bytes, base64 |
 | `{"$ref": "client_state.ema.weight"}` | a larger tensor: that tensor of the checkpoint, in the state `weight` |
 | `{"$class": "deepspeed….LossScaler", "$args", "$state", "$items"}` | an object; empty parts are left out |
+| `{"$opaque": "…"}` | a pickle, base64, that only `ucformat.torch.load(…, trust=True)` opens |
 | `{"$dict": [[key, value], …]}` | a dictionary with keys other than text and integers |
 
 Keys: an integer `3` becomes `"$int:3"`; text that begins with `$` gets another `$` in front. Tuples come back as lists.
@@ -30,7 +31,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import Refused, UsageError
-from ucformat.sources.stand_ins import Dtype, Inert, InertClass, Maker, NdArray, StoredTensor
+from ucformat.sources.stand_ins import Dtype, Inert, InertClass, Maker, NdArray, Opaque, StoredTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,6 +117,8 @@ def _plain(value: Any, path: str) -> Any:
     """The special values that hold no others."""
     if isinstance(value, bytes | bytearray):
         return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, Opaque):
+        return {"$opaque": base64.b64encode(value.data).decode()}
     if isinstance(value, complex):
         return {"$complex": [value.real, value.imag]}
     if isinstance(value, Dtype):
@@ -160,8 +163,8 @@ def _key(key: str | int) -> str:
 def from_json(value: Any) -> Any:
     """The value that its JSON form stands for.
 
-    Small tensors become numpy arrays, dates and paths text, slices slices. `$ref` and `$class` stay as they are: what
-    they stand for is not here.
+    Small tensors become numpy arrays, dates and paths text, slices slices. `$ref`, `$class` and `$opaque` stay as they
+    are: what they stand for is not here.
     """
     if isinstance(value, list):
         return [from_json(v) for v in value]
@@ -171,8 +174,8 @@ def from_json(value: Any) -> Any:
         (key, inner), *_ = value.items()
         if key in _DECODERS:
             return _DECODERS[key](inner)
-    if "$class" in value or "$ref" in value:
-        return {k: v if k in ("$class", "$ref") else from_json(v) for k, v in value.items()}
+    if any(k in value for k in _KEPT):
+        return {k: v if k in _KEPT else from_json(v) for k, v in value.items()}
     return {_unkey(k): from_json(v) for k, v in value.items()}
 
 
@@ -195,6 +198,7 @@ def _array_of(inner: dict[str, Any]) -> Any:
     return np.frombuffer(base64.b64decode(inner["data"]), dtype).reshape(inner["shape"])
 
 
+_KEPT = ("$class", "$ref", "$opaque")
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$float": float,
     "$bytes": base64.b64decode,

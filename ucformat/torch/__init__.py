@@ -1,1 +1,13 @@
 """In the training loop: save universal checkpoints from any layout, load them into any other (extra `torch`)."""
+
+from __future__ import annotations
+
+from ucformat.jobs.record import record_commits
+from ucformat.torch.objects import PerRank
+from ucformat.torch.rng import Rng
+from ucformat.torch.saving import save
+from ucformat.torch.writing import Saved
+
+__all__ = ["PerRank", "Rng", "Saved", "save"]
+
+record_commits()  # the rooms below know nothing of the catalog

@@ -1,0 +1,80 @@
+"""The arrays of a checkpoint that is being written: where each lies, its documents, and small files beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ucformat.format.chunking import Grid
+from ucformat.format.digest import bytes_digest, tensor_digest
+from ucformat.format.names import folder_names
+from ucformat.format.zarr_json import array_json, group_json
+from ucformat.schema.manifest import FileDoc, TensorDoc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from ucformat.geometry.tensor import TensorInfo
+    from ucformat.storage.base import Store
+
+__all__ = ["Array", "array_doc", "lay_out", "put_array", "put_file", "put_groups"]
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """One tensor as it is to be stored."""
+
+    info: TensorInfo
+    grid: Grid
+    path: str
+
+
+def lay_out(
+    infos: Sequence[TensorInfo], folder: str, chunk_bytes: int | None = None, shard_bytes: int | None = None
+) -> list[Array]:
+    """The arrays of these tensors below the `data` folder of an attempt; targets in bytes, None for the defaults."""
+    states = folder_names(dict.fromkeys(i.state for i in infos))
+    folders = {s: folder_names(i.name for i in infos if i.state == s) for s in states}
+    return [
+        Array(
+            i,
+            Grid.of(i.shape, i.itemsize, chunk_bytes, shard_bytes),
+            f"{folder}/{states[i.state]}/{folders[i.state][i.name]}",
+        )
+        for i in infos
+    ]
+
+
+def put_groups(store: Store, folder: str, arrays: Iterable[Array]) -> None:
+    """Put the `zarr.json` of the group and of each state."""
+    for below in dict.fromkeys([folder, *(a.path.rsplit("/", 1)[0] for a in arrays)]):
+        put_file(store, f"{below}/zarr.json", group_json({}))
+
+
+def put_array(store: Store, array: Array) -> None:
+    """Put the `zarr.json` of one array."""
+    attributes = {"ucformat": {"name": array.info.name, "state": array.info.state}}
+    put_file(store, f"{array.path}/zarr.json", array_json(array.info.dtype, array.grid, attributes))
+
+
+def array_doc(array: Array, leaves: Mapping[tuple[int, ...], bytes]) -> TensorDoc:
+    """What the manifest says of an array; `leaves` are the digests of each shard's chunks."""
+    info, grid = array.info, array.grid
+    return TensorDoc(
+        name=info.name,
+        state=info.state,
+        dtype=info.dtype,
+        shape=info.shape,
+        chunk=grid.chunk,
+        shard=grid.shard,
+        nbytes=info.nbytes,
+        digest=tensor_digest(info.dtype, grid, leaves),
+        path=array.path,
+    )
+
+
+def put_file(store: Store, key: str, data: bytes) -> FileDoc:
+    """Put a small file, and what the manifest says of it."""
+    with store.create(key) as out:
+        out.write(data)
+    return FileDoc(path=key, nbytes=len(data), digest=bytes_digest(data))

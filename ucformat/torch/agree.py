@@ -1,0 +1,237 @@
+"""What all ranks agree on before they write: who writes what, remembered over steps, and under which attempt."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+from uuid import uuid4
+
+import numpy as np
+
+from ucformat.errors import UsageError
+from ucformat.format.arrays import lay_out
+from ucformat.format.checksum import checksum
+from ucformat.format.commit import begin
+from ucformat.format.digest import document_digest
+from ucformat.torch.deal import Claim, deal_pieces, deal_shards, merge
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from ucformat.format.arrays import Array
+    from ucformat.format.commit import Attempt
+    from ucformat.geometry.tensor import TensorInfo
+    from ucformat.storage.base import Store
+    from ucformat.torch.deal import Bundle, Held, Message
+    from ucformat.torch.fragments import Region
+    from ucformat.torch.group import Group
+
+    Form = Literal["zarr", "packed"]
+
+__all__ = ["Layout", "Part", "Terms", "Ticket", "agree"]
+
+#: Replicas of at most this many bytes are compared before they are saved.
+_SMALL = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What must be the same on all ranks."""
+
+    url: str
+    form: Form
+    overwrite: bool
+    chunk_bytes: int | None
+    shard_bytes: int | None
+    replicas: Literal["equal", "first"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What the coordinator knows of a plan: the tensors, what each rank claimed, and what it was dealt."""
+
+    tensors: tuple[Held, ...]
+    claims: tuple[tuple[Claim, ...], ...]
+    pieces: tuple[tuple[tuple[int, int], ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank writes: of the packed form `pieces`; of the Zarr form `bundles`, and what it sends."""
+
+    infos: tuple[TensorInfo, ...]
+    pieces: tuple[tuple[int, int], ...] = ()  # (claim, piece)
+    bundles: tuple[Bundle, ...] = ()
+    messages: tuple[Message, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Leave to write: this rank's part, the attempt, and the objects that this rank is to give."""
+
+    attempt: str
+    part: Part
+    give: frozenset[str]
+
+    def arrays(self, terms: Terms) -> list[Array]:
+        """The arrays of the Zarr form."""
+        return lay_out(self.part.infos, f"data/{self.attempt}", terms.chunk_bytes, terms.shard_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What a rank brings. `claims` is None where they are those of the plan `known`."""
+
+    terms: Terms
+    digest: str
+    known: str
+    claims: tuple[Claim, ...] | None
+    aliases: Mapping[str, str]
+    sums: NDArray[np.uint32]
+    objects: Mapping[str, str]
+
+
+def agree(
+    group: Group,
+    terms: Terms,
+    store: Store,
+    claims: Sequence[Claim],
+    aliases: Mapping[str, str],
+    objects: Mapping[str, Any],
+    region: Callable[[int, int], Region],
+) -> tuple[Ticket, Attempt | None, Layout | None]:
+    """Plan together, in one small collective; rank 0 also has the attempt and the layout.
+
+    `region` gives where a (claim, piece) lies. A plan is made anew only where a rank's claims changed since the last
+    save; otherwise nothing but digests is told.
+
+    Raises:
+        UsageError: ranks differ in their terms, in a tensor's dtype or shape, or in a value that should be the same.
+        CoverageError: nobody holds some part of a tensor.
+        Conflict: a checkpoint is committed at the place already.
+    """
+    digest = hashlib.sha256(pickle.dumps((list(claims), sorted(aliases.items())))).hexdigest()
+    mine = group.memory.get("part")  # (plan, digest, Part) of the last save
+    known = mine[0] if mine is not None and mine[1] == digest else ""
+    digests = {k: document_digest(v) for k, v in objects.items()}
+    sums = _sums(claims, region)
+    for again in (False, True):
+        told = None if known and not again else tuple(claims)
+        offer = _Offer(terms, digest, known, told, aliases, sums, digests)
+        coordinator = _Coordinator(group, store)
+        answer = group.meet(offer, coordinator.answer)
+        if answer is not None:
+            break
+    plan, part, attempt, give = answer
+    if part is None:
+        part = group.memory["part"][2]
+    group.memory["part"] = (plan, digest, part)
+    return Ticket(attempt, part, give), coordinator.attempt, coordinator.layout
+
+
+def _sums(claims: Sequence[Claim], region: Callable[[int, int], Region]) -> NDArray[np.uint32]:
+    """A checksum for each small piece, 0 for larger ones, by which replicas are compared."""
+    out = []
+    for i, claim in enumerate(claims):
+        for j, box in enumerate(claim.boxes):
+            small = box.size * claim.info.itemsize <= _SMALL
+            out.append(checksum(region(i, j).row_major(claim.info.itemsize).data) if small else 0)
+    return np.array(out, np.uint32)
+
+
+class _Coordinator:
+    """Rank 0's half of `agree`."""
+
+    def __init__(self, group: Group, store: Store) -> None:
+        self.group, self.store = group, store
+        self.attempt: Attempt | None = None
+        self.layout: Layout | None = None
+
+    def answer(self, offers: Sequence[_Offer]) -> list[Any]:
+        terms = offers[0].terms
+        for rank, offer in enumerate(offers):
+            if offer.terms != terms:
+                raise UsageError(
+                    f"rank {rank} saves with {offer.terms}, rank 0 with {terms}",
+                    hint="give all ranks the same arguments",
+                )
+        plan = document_digest([[o.digest for o in offers], terms.form, terms.chunk_bytes, terms.shard_bytes])
+        made: tuple[str, Layout, list[Part]] | None = self.group.memory.get("plan")
+        if made is None or made[0] != plan:
+            claims = [o.claims for o in offers]
+            if any(c is None for c in claims):
+                return [None] * len(offers)  # what some rank told last time is of no use: tell all
+            self.group.memory["plan"] = made = (plan, *_make(terms, [c or () for c in claims], offers))
+        self.layout = made[1]
+        if terms.replicas == "equal":
+            _compare(made[1], offers)
+        give = _givers(offers, terms)
+        self.attempt = begin(self.store, {"save": uuid4().hex}, overwrite=terms.overwrite)
+        return [
+            (
+                plan,
+                None if o.known == plan else part,
+                self.attempt.id,
+                frozenset(k for k, r in give.items() if r == rank),
+            )
+            for rank, (o, part) in enumerate(zip(offers, made[2], strict=True))
+        ]
+
+
+def _make(terms: Terms, claims: Sequence[tuple[Claim, ...]], offers: Sequence[_Offer]) -> tuple[Layout, list[Part]]:
+    aliases = {a for o in offers for a in o.aliases}
+    tensors = merge([[_nothing(c) if c.info.name in aliases else c for c in of_rank] for of_rank in claims])
+    tied = [t for t in tensors if t.info.name in aliases]
+    held = next((t for t in tied if t.holders), None)
+    if held is not None:
+        raise UsageError(f"{held.info.key} is tied to another tensor on some ranks, and on others it is not")
+    tensors = [t for t in tensors if t.info.name not in aliases]
+    infos = tuple(t.info for t in tensors)
+    if terms.form == "packed":
+        pieces = [tuple(p) for p in deal_pieces(tensors, len(claims))]
+        return Layout(tuple(tensors), tuple(claims), tuple(pieces)), [Part(infos, pieces=p) for p in pieces]
+    grids = [a.grid for a in lay_out(infos, "", terms.chunk_bytes, terms.shard_bytes)]
+    bundles, messages = deal_shards(tensors, len(claims), grids)
+    parts = [Part(infos, bundles=tuple(b), messages=tuple(m)) for b, m in zip(bundles, messages, strict=True)]
+    return Layout(tuple(tensors), tuple(claims)), parts
+
+
+def _nothing(claim: Claim) -> Claim:
+    """A claim of an empty shard of what other ranks know to be tied stands for nothing."""
+    return Claim(claim.info, tuple(b for b in claim.boxes if b.size))
+
+
+def _compare(layout: Layout, offers: Sequence[_Offer]) -> None:
+    """UsageError where small replicas of one box differ."""
+    starts = [np.cumsum([0, *(len(c.boxes) for c in claims)]) for claims in layout.claims]
+    for tensor in layout.tensors:
+        for box, who in tensor.holders.items():
+            if len(who) < 2 or box.size * tensor.info.itemsize > _SMALL:
+                continue
+            sums = [offers[r].sums[starts[r][claim] + piece] for r, claim, piece in who]
+            other = next((i for i, s in enumerate(sums) if s != sums[0]), None)
+            if other is not None:
+                raise UsageError(
+                    f"{tensor.info.key} has another value on rank {who[other][0]} than on rank {who[0][0]}",
+                    hint='save what each rank has for itself as ucformat.torch.PerRank(value), or say replicas="first" '
+                    "to keep that of the first rank",
+                )
+
+
+def _givers(offers: Sequence[_Offer], terms: Terms) -> dict[str, int]:
+    """Which rank gives each object: the first that has it; UsageError where ranks have different values."""
+    first: dict[str, tuple[int, str]] = {}
+    for rank, offer in enumerate(offers):
+        for name, digest in offer.objects.items():
+            giver, expected = first.setdefault(name, (rank, digest))
+            if digest != expected and terms.replicas == "equal":
+                raise UsageError(
+                    f"the object {name!r} has another value on rank {rank} than on rank {giver}",
+                    hint='save what each rank has for itself as ucformat.torch.PerRank(value), or say replicas="first" '
+                    "to keep that of the first rank",
+                )
+    return {name: rank for name, (rank, _) in first.items()}

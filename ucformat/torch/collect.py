@@ -1,0 +1,264 @@
+"""Walks a training state, nested as the program has it, and finds its tensors, values, optimizer groups and ties."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ucformat.errors import Refused, UsageError
+from ucformat.torch.names import GROUPS, dotted
+from ucformat.torch.objects import PerRank
+from ucformat.torch.rng import Rng
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, MutableMapping
+
+    from ucformat.torch.names import Path
+
+__all__ = ["Collected", "Group", "Leaf", "collect"]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A non-tensor value of a state, and how to put another in its place."""
+
+    value: Any
+    put: Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """An optimizer group: its parameters by name, and its hyper-parameters, which may be set in place."""
+
+    params: tuple[str, ...]
+    options: MutableMapping[str, Any]
+
+
+@dataclass(slots=True)
+class Collected:
+    """All that was found in a state, by its path; `finish` is to be called when all is loaded."""
+
+    tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
+    leaves: dict[Path, Leaf] = field(default_factory=dict)
+    ranks: dict[Path, tuple[PerRank, Leaf]] = field(default_factory=dict)
+    groups: dict[Path, list[Group]] = field(default_factory=dict)
+    finish: list[Callable[[], None]] = field(default_factory=list)
+
+
+def collect(state: Mapping[str, Any]) -> Collected:
+    """What a training state holds.
+
+    It may be nested mappings (and lists that hold tensors) of tensors and plain values, modules, optimizers, objects
+    with `state_dict` and `load_state_dict`, and PerRank values. Optimizers are those of the modules beside them; their
+    states are made where there are none yet.
+
+    Raises:
+        UsageError: an optimizer's parameters are not those of one module of the state.
+    """
+    if not isinstance(state, Mapping):
+        raise UsageError(f"a training state is a mapping, not a {type(state).__name__}", hint='{"model": model, …}')
+    found = Collected()
+    modules = [m for m in _values(state) if isinstance(m, torch.nn.Module)]
+    _walk(found, (), state, modules)
+    return found
+
+
+def _values(state: Any) -> list[Any]:
+    """The values of nested mappings."""
+    if isinstance(state, Mapping):
+        return [v for inner in state.values() for v in _values(inner)]
+    return [state]
+
+
+def _walk(found: Collected, path: Path, value: Any, modules: list[torch.nn.Module], put: Any = None) -> None:
+    if isinstance(value, torch.Tensor | ShardedTensor):
+        found.tensors[path] = value
+    elif isinstance(value, torch.nn.Module):
+        _module(found, path, value)
+    elif isinstance(value, torch.optim.Optimizer):
+        _optimizer(found, path, value, modules)
+    elif isinstance(value, PerRank):
+        found.ranks[path] = (value, _leaf(value.value, put))
+    elif isinstance(value, Rng):
+        found.ranks[path] = (PerRank(value, value.merge), _leaf(value, put))
+    elif isinstance(value, torch.utils.data.DataLoader) and hasattr(value, "load_state_dict"):
+        found.ranks[path] = (PerRank(value), _leaf(value, put))
+    elif isinstance(value, Mapping):
+        _mapping(found, path, value, modules, put)
+    elif isinstance(value, list | tuple) and _holds_tensors(value):
+        _sequence(found, path, value, modules, put)
+    elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        _stateful(found, path, value, modules)
+    else:
+        found.leaves[path] = Leaf(value, put or _no_place(path))
+
+
+def _mapping(found: Collected, path: Path, value: Mapping[Any, Any], modules: list[torch.nn.Module], put: Any) -> None:
+    groups = value.get(GROUPS)
+    if isinstance(groups, list) and all(isinstance(g, dict) and _are_names(g.get("params")) for g in groups):
+        found.groups[path] = [Group(tuple(g["params"]), _Options(g)) for g in groups]
+        apart = {GROUPS}
+    else:
+        apart = {k for k in value if isinstance(k, str) and k.startswith(GROUPS + ".")}
+        if apart:
+            found.groups[path] = _flattened_groups(value, apart)
+    if not value and put is not None:
+        found.leaves[path] = Leaf({}, put)
+    for key, inner in value.items():
+        if key not in apart:
+            _walk(found, (*path, key), inner, modules, _setter(value, key))
+
+
+def _are_names(params: Any) -> bool:
+    return isinstance(params, list | tuple) and all(isinstance(p, str) for p in params)
+
+
+class _Options(dict[str, Any]):
+    """The hyper-parameters of a group in a state dict; what is set is set there too."""
+
+    def __init__(self, group: MutableMapping[str, Any]) -> None:
+        super().__init__({k: v for k, v in group.items() if k not in ("params", "param_names")})
+        self.group = group
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.group[key] = value
+
+
+def _flattened_groups(value: Any, keys: set[str]) -> list[Group]:
+    """The groups of a flattened optimizer state dict: parameters with equal hyper-parameters are one."""
+    options: dict[str, dict[str, str]] = {}  # name -> option -> key
+    for key in (k for k in value if k in keys):
+        name, _, option = key[len(GROUPS) + 1 :].rpartition(".")
+        options.setdefault(name, {})[option] = key
+    groups: list[Group] = []
+    for name, by_option in options.items():
+        mine = {o: value[k] for o, k in by_option.items()}
+        for i, group in enumerate(groups):
+            if dict(group.options) == mine:
+                group.options.add(by_option)  # type: ignore[attr-defined]
+                groups[i] = Group((*group.params, name), group.options)
+                break
+        else:
+            groups.append(Group((name,), _FlatOptions(value, by_option)))
+    return groups
+
+
+class _FlatOptions(dict[str, Any]):
+    """The hyper-parameters that several parameters of a flattened optimizer state dict share."""
+
+    def __init__(self, state: MutableMapping[str, Any], keys: Mapping[str, str]) -> None:
+        super().__init__({o: state[k] for o, k in keys.items()})
+        self.state, self.keys_of = state, [keys]
+
+    def add(self, keys: Mapping[str, str]) -> None:
+        self.keys_of.append(keys)
+
+    def __setitem__(self, option: str, value: Any) -> None:
+        super().__setitem__(option, value)
+        for keys in self.keys_of:
+            if option in keys:
+                self.state[keys[option]] = value
+
+
+def _sequence(found: Collected, path: Path, value: Any, modules: list[torch.nn.Module], put: Any) -> None:
+    for i, inner in enumerate(value):
+        setter = _setter(value, i) if isinstance(value, list) else put and _no_place((*path, i))
+        _walk(found, (*path, i), inner, modules, setter)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_holds_tensors(v) for v in value.values())
+    if isinstance(value, list | tuple):
+        return any(_holds_tensors(v) for v in value)
+    return isinstance(value, torch.Tensor | ShardedTensor | torch.nn.Module | torch.optim.Optimizer | PerRank)
+
+
+def _setter(holder: Any, key: Any) -> Callable[[Any], None]:
+    def put(value: Any) -> None:
+        holder[key] = value
+
+    return put
+
+
+def _no_place(path: Path) -> Callable[[Any], None]:
+    def put(_: Any) -> None:
+        raise UsageError(f"{dotted(path)} lies in a tuple, whose values cannot be set", hint="use a list or a mapping")
+
+    return put
+
+
+def _leaf(value: Any, put: Any) -> Leaf:
+    """The state of a value that each rank has for itself."""
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        return Leaf(value.state_dict(), value.load_state_dict)
+
+    def set_value(new: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            value.copy_(new)
+        elif put is not None:
+            put(new)
+
+    return Leaf(value, set_value)
+
+
+def _stateful(found: Collected, path: Path, value: Any, modules: list[torch.nn.Module]) -> None:
+    """An object with a state dict: one value where that holds no tensors, else what is in it, loaded in the end."""
+    held = value.state_dict()
+    if not _holds_tensors(held):
+        found.leaves[path] = Leaf(held, value.load_state_dict)
+        return
+    _walk(found, path, held, modules)
+    found.finish.append(lambda: value.load_state_dict(held))
+
+
+def _module(found: Collected, path: Path, module: torch.nn.Module) -> None:
+    if any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
+        raise Refused(
+            f"{dotted(path)} is wrapped in FSDP1, whose parameters are flat",
+            hint="use fully_shard (FSDP2), or give what torch.distributed.checkpoint.state_dict.get_state_dict gives",
+        )
+    extra: dict[str, Any] = {}
+    for name, value in get_model_state_dict(module).items():
+        if isinstance(value, torch.Tensor):
+            found.tensors[*path, name] = value
+        else:
+            extra[name] = value
+            found.leaves[*path, name] = Leaf(value, _setter(extra, name))
+    if extra:
+        options = StateDictOptions(strict=False)
+        found.finish.append(lambda: set_model_state_dict(module, extra, options=options) and None)
+
+
+def _optimizer(found: Collected, path: Path, optimizer: torch.optim.Optimizer, modules: list[torch.nn.Module]) -> None:
+    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    owners = [m for m in modules if mine <= {id(p) for p in m.parameters()}]
+    if not owners:
+        raise UsageError(
+            f"the parameters of the optimizer {dotted(path)} are not those of a module of the state",
+            hint='give the model too: {"model": model, "optimizer": optimizer}',
+        )
+    named = get_optimizer_state_dict(owners[0], optimizer)  # makes the states where there are none
+    found.groups[path] = []
+    for live, group in zip(optimizer.param_groups, named[GROUPS], strict=True):
+        names = tuple(str(n) for n in group["params"])
+        found.groups[path].append(Group(names, _Options(live)))
+        for name, param in zip(names, live["params"], strict=True):
+            for key, value in optimizer.state.get(param, {}).items():
+                where = (*path, "state", name, key)
+                if isinstance(value, torch.Tensor):
+                    found.tensors[where] = value
+                else:
+                    found.leaves[where] = Leaf(value, _setter(optimizer.state[param], key))

@@ -1,0 +1,105 @@
+"""`save`: a training state of any layout becomes one universal checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from ucformat.errors import UsageError
+from ucformat.torch.agree import Terms
+from ucformat.torch.group import TIMEOUT, group_of
+from ucformat.torch.memory import host_memory
+from ucformat.torch.state import listing_of, local_state
+from ucformat.torch.writing import Note, save_listed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from os import PathLike
+
+    import torch.distributed as dist
+
+    from ucformat.schema.manifest import LineageDoc
+    from ucformat.torch.local import LocalState
+    from ucformat.torch.writing import Saved
+
+__all__ = ["save", "save_local"]
+
+_NO_NOTE = Note()
+
+
+def save(
+    state: Mapping[str, Any],
+    url: str | PathLike[str],
+    *,
+    step: int | None = None,
+    run: str | None = None,
+    metrics: Mapping[str, float] | None = None,
+    config: Mapping[str, Any] | None = None,
+    form: Literal["zarr", "packed"] = "zarr",
+    overwrite: bool = False,
+    lineage: Sequence[LineageDoc] = (),
+    replicas: Literal["equal", "first"] = "equal",
+    chunk_bytes: int | None = None,
+    shard_bytes: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    timeout: float = TIMEOUT,
+) -> Saved:
+    """Save a training state; all ranks call it together, and return when it is committed.
+
+    Args:
+        state: nested mappings of modules, optimizers, tensors (plain, DTensor, ShardedTensor), objects with a state
+            dict, PerRank values and plain values; or the state dicts of all these.
+        url: where the checkpoint is to lie; the same on all ranks.
+        step: the training step.
+        run: the name of the training run, for the catalog.
+        metrics: numbers to note, for the catalog: `{"val_loss": 2.1}`.
+        config: the configuration of the training, plain JSON values.
+        form: `zarr` writes arrays, for which ranks send each other parts of shards; `packed` writes one file for each
+            rank without any sending, which opens the same, and which `ucp materialize` makes arrays of.
+        overwrite: replace a checkpoint that is committed there; it stays whole until this one is.
+        lineage: what this checkpoint comes from.
+        replicas: what ranks hold in common must be `equal` (tensors of at most 64 KiB and objects are compared), or
+            that of the `first` rank is taken.
+        chunk_bytes: the most bytes of a chunk of the Zarr form (default 1 MiB).
+        shard_bytes: the most bytes of a shard of the Zarr form (default 128 MiB).
+        group: the ranks that take part (default: all).
+        timeout: seconds after which a silent rank is taken for dead.
+
+    Raises:
+        Conflict: a checkpoint is committed there already.
+        UsageError: ranks disagree on what should be the same.
+        CoverageError: nobody holds some part of a tensor.
+        UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
+    """
+    return save_local(
+        local_state(state),
+        url,
+        note=Note(step, run, dict(metrics or {}), dict(config or {}), tuple(lineage)),
+        form=form,
+        overwrite=overwrite,
+        replicas=replicas,
+        chunk_bytes=chunk_bytes,
+        shard_bytes=shard_bytes,
+        group=group,
+        timeout=timeout,
+    )
+
+
+def save_local(
+    state: LocalState,
+    url: str | PathLike[str],
+    *,
+    note: Note = _NO_NOTE,
+    form: Literal["zarr", "packed"] = "zarr",
+    overwrite: bool = False,
+    replicas: Literal["equal", "first"] = "equal",
+    chunk_bytes: int | None = None,
+    shard_bytes: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    timeout: float = TIMEOUT,
+) -> Saved:
+    """Save what this rank holds, whatever engine it was collected from; see `save`."""
+    if form not in ("zarr", "packed"):
+        raise UsageError(f"there is no form {form!r}", hint='"zarr" or "packed"')
+    terms = Terms(str(url), form, overwrite, chunk_bytes, shard_bytes, replicas)
+    memories = [host_memory(t.tensor if t.tensor.device.type == "cpu" else t.tensor.cpu()) for t in state.tensors]
+    return save_listed(listing_of(state), memories, terms, note, group_of(group, timeout))

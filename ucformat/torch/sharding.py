@@ -1,0 +1,128 @@
+"""The Zarr form: shards are written by their owners, who receive what other ranks hold of them."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucformat.format.shard import write_shard
+from ucformat.format.zarr_json import shard_key
+from ucformat.geometry.box import Box, row_major
+from ucformat.torch.fragments import Region, copy_common, dense_region
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from ucformat.format.arrays import Array
+    from ucformat.format.shard import Band
+    from ucformat.storage.base import Store
+    from ucformat.torch.deal import Bundle, Fragment, Message
+    from ucformat.torch.group import Group
+    from ucformat.torch.memory import Memory
+
+    Leaves = list[tuple[int, tuple[int, ...], bytes]]  # number of the tensor, shard, digests of its chunks
+    RegionOf = Callable[[Fragment], Region]
+
+__all__ = ["write_shards"]
+
+
+def write_shards(
+    store: Store,
+    group: Group,
+    arrays: Sequence[Array],
+    bundles: Sequence[Bundle],
+    messages: Sequence[Message],
+    region_of: RegionOf,
+    progress: Callable[[int], None],
+) -> Leaves:
+    """Write this rank's bundles, and send what others need for theirs; the digests of what was written.
+
+    `region_of` gives where a fragment of this rank lies. At most one bundle, or one shard that is larger, is held of
+    what others sent, and one message of what is sent. A rank that cannot write goes on to receive and send, so that
+    nobody waits for it in vain, and raises at the end.
+    """
+    failures: list[BaseException] = []
+    sender = threading.Thread(
+        target=_send_all, args=(group, arrays, messages, region_of, failures), name="ucformat-send"
+    )
+    sender.start()
+    leaves: Leaves = []
+    try:
+        for number, bundle in enumerate(bundles):
+            received = _receive(group, arrays, bundle, number)
+            if not failures:
+                try:
+                    leaves += _write(store, group.rank, arrays, bundle, received, region_of, progress)
+                except Exception as error:  # noqa: BLE001 - raised below
+                    failures.append(error)
+    finally:
+        sender.join()
+    if failures:
+        raise failures[0]
+    return leaves
+
+
+def _send_all(
+    group: Group,
+    arrays: Sequence[Array],
+    messages: Sequence[Message],
+    region_of: RegionOf,
+    failures: list[BaseException],
+) -> None:
+    try:
+        for message in messages:
+            sizes = [arrays[f.tensor].info.itemsize for f in message.fragments]
+            parts = [region_of(f).row_major(n) for f, n in zip(message.fragments, sizes, strict=True)]
+            group.send(np.concatenate(parts) if len(parts) > 1 else parts[0], message.to, 1 + message.number)
+    except BaseException as error:  # noqa: BLE001 - raised by the thread that waits for this one
+        failures.append(error)
+
+
+def _receive(group: Group, arrays: Sequence[Array], bundle: Bundle, number: int) -> dict[Fragment, Memory]:
+    """The bytes that other ranks hold of a bundle's shards, by fragment."""
+    by_sender: dict[int, list[Fragment]] = {}
+    for shard in bundle.shards:
+        for f in shard.fragments:
+            if f.sender != group.rank:
+                by_sender.setdefault(f.sender, []).append(f)
+    out: dict[Fragment, Memory] = {}
+    buffers: list[tuple[Memory, int]] = []
+    for sender, fragments in by_sender.items():
+        sizes = [f.box.size * arrays[f.tensor].info.itemsize for f in fragments]
+        buffer = np.empty(sum(sizes), np.uint8)
+        buffers.append((buffer, sender))
+        out |= dict(zip(fragments, np.split(buffer, np.cumsum(sizes)[:-1]), strict=True))
+    group.receive_all(buffers, 1 + number)
+    return out
+
+
+def _write(
+    store: Store,
+    rank: int,
+    arrays: Sequence[Array],
+    bundle: Bundle,
+    received: dict[Fragment, Memory],
+    region_of: RegionOf,
+    progress: Callable[[int], None],
+) -> Leaves:
+    leaves: Leaves = []
+    for shard in bundle.shards:
+        array = arrays[shard.tensor]
+        itemsize = array.info.itemsize
+        regions = [
+            region_of(f) if f.sender == rank else dense_region(f.box, received[f], itemsize) for f in shard.fragments
+        ]
+
+        def fill(band: Band, raw: NDArray[np.uint8], regions: list[Region] = regions, itemsize: int = itemsize) -> None:
+            target = Region(Box(band.box.start, band.padded), raw, 0, row_major(band.padded, itemsize))
+            for region in regions:
+                copy_common(region, target, itemsize)
+            progress(band.box.size * itemsize)
+
+        found = write_shard(store, shard_key(array.path, shard.at), array.grid, shard.at, fill)
+        leaves.append((shard.tensor, shard.at, found))
+    return leaves

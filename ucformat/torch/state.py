@@ -1,0 +1,93 @@
+"""From a training state, as the program has it, to what this rank holds under the names of every engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ucformat.torch.collect import collect
+from ucformat.torch.dtensor import local_of, mesh_of
+from ucformat.torch.local import LocalState
+from ucformat.torch.names import name_paths, optimizer_roots
+from ucformat.torch.objects import encode
+from ucformat.torch.writing import Listing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ucformat.geometry.tensor import Key
+    from ucformat.torch.collect import Collected
+    from ucformat.torch.local import Local
+    from ucformat.torch.names import Path
+
+__all__ = ["listing_of", "local_state", "name_tensors", "without_ties"]
+
+
+def local_state(state: Mapping[str, Any]) -> LocalState:
+    """What this rank holds of a training state, under the names and states of the catalog."""
+    found = collect(state)
+    keys = name_tensors(found)
+    aliases, tensors = without_ties([local_of(*keys[path], t) for path, t in found.tensors.items()])
+    objects: dict[str, Any] = {}
+    for path, leaf in found.leaves.items():
+        _place(objects, path, leaf.value)
+    return LocalState(
+        tensors=tuple(tensors),
+        objects={k: encode(v, k) for k, v in objects.items()},
+        ranks={".".join(map(str, path)): encode(leaf.value) for path, (_, leaf) in found.ranks.items()},
+        groups=tuple(
+            {"params": [aliases.get(p, p) for p in g.params], **encode(dict(g.options))}
+            for groups in found.groups.values()
+            for g in groups
+        ),
+        aliases=aliases,
+        layout=mesh_of(list(found.tensors.values())),
+        engine={"name": "torch", "version": torch.__version__},
+    )
+
+
+def name_tensors(found: Collected) -> dict[Path, Key]:
+    """The names and states of the tensors that were found."""
+    return name_paths(found.tensors, optimizer_roots([*found.tensors, *found.leaves]) | set(found.groups))
+
+
+def _place(objects: dict[Any, Any], path: Sequence[str | int], value: Any) -> None:
+    """Put a value at its path in nested dictionaries."""
+    for part in path[:-1]:
+        objects = objects.setdefault(part, {})
+    objects[path[-1]] = value
+
+
+def without_ties(tensors: Sequence[Local]) -> tuple[dict[str, str], list[Local]]:
+    """Weights that are one memory under several names: further names by the first, and each memory once."""
+    first: dict[tuple[object, ...], str] = {}
+    aliases: dict[str, str] = {}
+    for t in tensors:
+        if t.info.state == "weight" and t.tensor.numel() and t.pieces:
+            where = (t.tensor.data_ptr(), t.tensor.device, t.info.dtype, t.info.shape, tuple(t.tensor.stride()))
+            name = first.setdefault(where, t.info.name)
+            if name != t.info.name:
+                aliases[t.info.name] = name
+    kept = [t for t in tensors if t.info.state != "weight" or t.info.name not in aliases]
+    return aliases, [_renamed(t, aliases) for t in kept]
+
+
+def _renamed(t: Local, aliases: Mapping[str, str]) -> Local:
+    if t.info.name not in aliases:
+        return t
+    return type(t)(type(t.info)(aliases[t.info.name], t.info.state, t.info.dtype, t.info.shape), t.pieces, t.tensor)
+
+
+def listing_of(state: LocalState, stall: float = 0.0) -> Listing:
+    """A local state without its memory."""
+    return Listing(
+        tensors=tuple((t.info, t.pieces) for t in state.tensors),
+        objects=state.objects,
+        ranks=state.ranks,
+        groups=state.groups,
+        aliases=state.aliases,
+        layout=state.layout,
+        engine=state.engine,
+        stall=stall,
+    )

@@ -1,0 +1,250 @@
+"""Saves what many ranks hold as one universal checkpoint: agree on a plan, write, commit; all or nothing."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from ucformat._version import __version__
+from ucformat.errors import UsageError
+from ucformat.format.arrays import array_doc, put_array, put_file, put_groups
+from ucformat.format.commit import abandon, commit, new_id
+from ucformat.format.digest import bytes_digest
+from ucformat.schema.manifest import GroupDoc, LineageDoc, Manifest, SidecarDoc, TensorDoc, WriterDoc
+from ucformat.storage.url import open_store
+from ucformat.torch.agree import Terms, agree
+from ucformat.torch.deal import Claim
+from ucformat.torch.fragments import Region, region_of
+from ucformat.torch.packing import packed_file, sidecar_of, write_packed
+from ucformat.torch.sharding import write_shards
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ucformat.format.commit import Attempt
+    from ucformat.geometry.tensor import Piece, TensorInfo
+    from ucformat.storage.base import Store
+    from ucformat.torch.agree import Layout, Ticket
+    from ucformat.torch.group import Group
+    from ucformat.torch.memory import Memory
+
+__all__ = ["Listing", "Note", "Saved", "save_listed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What is written in the manifest about a checkpoint, the same on all ranks."""
+
+    step: int | None = None
+    run: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    lineage: tuple[LineageDoc, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """All that one rank saves, but the memory of its tensors: plain data, which another process may have.
+
+    `objects` and `ranks` are JSON forms; `ranks` are those of this rank alone.
+    """
+
+    tensors: tuple[tuple[TensorInfo, tuple[Piece, ...]], ...]
+    objects: Mapping[str, Any]
+    ranks: Mapping[str, Any]
+    groups: tuple[Mapping[str, Any], ...]
+    aliases: Mapping[str, str]
+    layout: Mapping[str, Any]
+    engine: Mapping[str, str]
+    stall: float = 0.0  # seconds for which training stood still for it
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that was committed, and what this rank did for it: bytes, and seconds for planning and writing."""
+
+    url: str
+    id: str
+    nbytes: int
+    planning_s: float
+    writing_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What a rank tells the coordinator when its data are durable."""
+
+    found: Any  # of the packed form the checksums of its blocks, of the Zarr form the digests of its chunks
+    objects: Mapping[str, Any]
+    listing: Listing  # without its tensors
+    nbytes: int
+    seconds: float
+
+
+def save_listed(
+    listing: Listing,
+    memories: Sequence[Memory],
+    terms: Terms,
+    note: Note,
+    group: Group,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Saved:
+    """Save what is listed, each tensor's pieces in its host memory; all ranks of the group call this together.
+
+    Any rank's failure fails all with one error that names the rank; then nothing is committed, and what was written is
+    removed. Where a rank died, what it wrote stays as an attempt that no reader sees and `ucp gc` removes.
+    """
+    begun = time.monotonic()
+    store = open_store(terms.url)
+    claims = [Claim(info, tuple(p.box for p in pieces)) for info, pieces in listing.tensors]
+
+    def region(claim: int, piece: int) -> Region:
+        info, pieces = listing.tensors[claim]
+        return region_of(pieces[piece], memories[claim], info.itemsize)
+
+    ticket, attempt, layout = agree(group, terms, store, claims, listing.aliases, listing.objects, region)
+    planned = time.monotonic()
+    try:
+        written: Any = _write(listing, terms, ticket, store, group, region, progress)
+    except Exception as error:  # noqa: BLE001 - told to all ranks
+        written = error
+    seconds = time.monotonic() - planned
+    if isinstance(written, _Written):
+        stall = listing.stall or time.monotonic() - begun
+        told = replace(written.listing, stall=stall)
+        written = replace(written, listing=told, seconds=seconds)
+
+    def committed(all_written: list[Any]) -> Sequence[Any]:
+        assert attempt is not None  # noqa: S101 - rank 0 has both
+        assert layout is not None  # noqa: S101
+        manifest = _manifest(store, terms, note, attempt, layout, ticket, all_written)
+        done = commit(store, attempt, manifest)
+        return [done.id] * group.size
+
+    try:
+        checkpoint = group.meet(written, committed)
+    except BaseException:
+        if attempt is not None and group.whole:
+            abandon(store, attempt.id)
+        raise
+    nbytes = written.nbytes
+    return Saved(terms.url, checkpoint, nbytes, planned - begun, time.monotonic() - planned)
+
+
+def _write(
+    listing: Listing,
+    terms: Terms,
+    ticket: Ticket,
+    store: Store,
+    group: Group,
+    region: Callable[[int, int], Region],
+    progress: Callable[[int], None],
+) -> _Written:
+    """Write this rank's part, and make it durable."""
+    nbytes = 0
+
+    def wrote(n: int) -> None:
+        nonlocal nbytes
+        nbytes += n
+        progress(n)
+
+    found: Any
+    if terms.form == "packed":
+        regions = [(region(c, p), listing.tensors[c][0].itemsize) for c, p in ticket.part.pieces]
+        found = write_packed(store, packed_file(f"data/{ticket.attempt}", group.rank), regions, wrote)
+    else:
+        arrays = ticket.arrays(terms)
+        found = write_shards(
+            store,
+            group,
+            arrays,
+            ticket.part.bundles,
+            ticket.part.messages,
+            lambda f: region(f.claim, f.piece).within(f.box),
+            wrote,
+        )
+        for number in sorted({tensor for tensor, at, _ in found if not any(at)}):
+            put_array(store, arrays[number])
+        if not group.rank:
+            put_groups(store, f"data/{ticket.attempt}", arrays)
+            for array in arrays:
+                if not array.grid.count:  # nobody writes a shard of it
+                    put_array(store, array)
+    store.flush()
+    objects = {k: listing.objects[k] for k in ticket.give}
+    told = replace(listing, tensors=(), objects={})
+    return _Written(found, objects, told, nbytes, 0.0)
+
+
+def _manifest(
+    store: Store,
+    terms: Terms,
+    note: Note,
+    attempt: Attempt,
+    layout: Layout,
+    ticket: Ticket,
+    written: Sequence[_Written],
+) -> Manifest:
+    """The manifest, when all that it names but its small files is durable; these are put now."""
+    data, sidecar = f"data/{attempt.id}", None
+    if terms.form == "packed":
+        sums = [w.found for w in written]
+        encoded = sidecar_of(layout.tensors, layout.claims, layout.pieces, sums, data)
+        doc = put_file(store, f"{data}/extents.safetensors", encoded)
+        sidecar = SidecarDoc(path=doc.path, nbytes=doc.nbytes, digest=doc.digest)
+        infos = (t.info for t in layout.tensors)
+        docs = [TensorDoc(name=i.name, state=i.state, dtype=i.dtype, shape=i.shape, nbytes=i.nbytes) for i in infos]
+    else:
+        leaves: list[dict[tuple[int, ...], bytes]] = [{} for _ in layout.tensors]
+        for w in written:
+            for tensor, at, found in w.found:
+                leaves[tensor][at] = found
+        docs = [array_doc(a, found) for a, found in zip(ticket.arrays(terms), leaves, strict=True)]
+    first = written[0].listing
+    return Manifest(
+        id=new_id(),
+        attempt=attempt.id,
+        created=datetime.now(UTC),
+        producer={
+            "ucformat": __version__,
+            "python": platform.python_version(),
+            **{f"engine.{k}": v for k, v in first.engine.items()},
+        },
+        run=note.run,
+        step=note.step,
+        metrics=dict(note.metrics),
+        config=dict(note.config),
+        layout={"world": len(written), **{k: v for w in written for k, v in w.listing.layout.items()}},
+        groups=_groups([w.listing for w in written]),
+        lineage=note.lineage,
+        aliases={a: n for w in written for a, n in w.listing.aliases.items()},
+        objects=put_file(store, f"objects/{attempt.id}/objects.json", json.dumps(_objects(written), indent=1).encode()),
+        sidecar=sidecar,
+        writers=tuple(WriterDoc(nbytes=w.nbytes, seconds=w.seconds, stall=w.listing.stall) for w in written),
+        tensors=tuple(docs),
+    )
+
+
+def _objects(written: Sequence[_Written]) -> dict[str, Any]:
+    objects = {k: v for w in written for k, v in w.objects.items()}
+    if any(w.listing.ranks for w in written):
+        if "per_rank" in objects:
+            raise UsageError('the state has an object "per_rank", which is our own name', hint="call it otherwise")
+        names = dict.fromkeys(k for w in written for k in w.listing.ranks)
+        objects["per_rank"] = {k: [w.listing.ranks.get(k) for w in written] for k in names}
+    return objects
+
+
+def _groups(listings: Sequence[Listing]) -> tuple[GroupDoc, ...]:
+    """All ranks' optimizer groups: those of equal number and hyper-parameters are one, with the parameters of all."""
+    found: dict[str, tuple[dict[str, None], dict[str, Any]]] = {}
+    for listing in listings:
+        for number, group in enumerate(listing.groups):
+            options = {k: v for k, v in group.items() if k != "params"}
+            params, _ = found.setdefault(bytes_digest(json.dumps([number, options]).encode()), ({}, options))
+            params.update(dict.fromkeys(group["params"]))
+    return tuple(GroupDoc(params=tuple(params), options=options) for params, options in found.values())
