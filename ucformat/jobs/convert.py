@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, Any
 from ucformat._version import __version__
 from ucformat.checkpoint import Checkpoint, group_docs, open_checkpoint
 from ucformat.errors import NotFound, UsageError
-from ucformat.format.chunking import Grid
+from ucformat.format.arrays import array_doc, lay_out, put_array, put_file, put_groups
 from ucformat.format.commit import begin, commit, new_id
-from ucformat.format.digest import bytes_digest, tensor_digest
 from ucformat.format.execute import execute
 from ucformat.format.names import folder_names
 from ucformat.format.shard import check_shard, write_shard
-from ucformat.format.zarr_json import array_json, group_json, shard_key
+from ucformat.format.zarr_json import shard_key
 from ucformat.geometry.box import row_major
 from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.jobs.run import run as run_tasks
 from ucformat.references import open_reference
-from ucformat.schema.manifest import FileDoc, LineageDoc, Manifest, TensorDoc
+from ucformat.schema.manifest import LineageDoc, Manifest
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
@@ -33,28 +32,36 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from ucformat.format.arrays import Array
     from ucformat.format.commit import Attempt
     from ucformat.format.shard import Band
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.storage.base import Store
 
-__all__ = ["convert"]
+__all__ = ["How", "convert", "plan_document", "write"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Array:
-    """One tensor as it is to be stored."""
+class How:
+    """How arrays are written: the most bytes of a chunk and of a shard (None: the defaults), and how many at once."""
 
-    info: TensorInfo
-    grid: Grid
-    path: str
+    chunk_bytes: int | None = None
+    shard_bytes: int | None = None
+    workers: int | None = None
+    progress: Callable[[int, int], None] | None = None
+
+    def __post_init__(self) -> None:
+        for what in ("chunk_bytes", "shard_bytes", "workers"):
+            given = getattr(self, what)
+            if given is not None and given < 1:
+                raise UsageError(f"{what} must be at least 1, not {given}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
     """One shard to write."""
 
-    array: _Array
+    array: Array
     shard: tuple[int, ...]
 
     @property
@@ -95,35 +102,11 @@ def convert(
     """
     source = src if isinstance(src, Checkpoint) else open_reference(src)
     store = open_store(dst) if isinstance(dst, str | PathLike) else dst
-    for what, given in (("chunk_bytes", chunk_bytes), ("shard_bytes", shard_bytes), ("workers", workers)):
-        if given is not None and given < 1:
-            raise UsageError(f"{what} must be at least 1, not {given}")
+    how = How(chunk_bytes, shard_bytes, workers, progress)
     infos = _chosen(source, states)
-    plan = _plan_document(source, infos, chunk_bytes, shard_bytes)
-    attempt = begin(store, plan, overwrite=overwrite)
-    arrays = _arrays(infos, attempt, chunk_bytes, shard_bytes)
-    leaves = _write_all(source, store, attempt, arrays, workers, progress)
-    manifest = Manifest(
-        id=new_id(),
-        attempt=attempt.id,
-        created=datetime.now(UTC),
-        producer=_producer(source),
-        run=run or source.manifest.run,
-        metrics=source.manifest.metrics,
-        config=source.manifest.config,
-        step=source.facts.step,
-        layout=dict(source.facts.layout),
-        groups=group_docs(source.facts),
-        lineage=(_lineage(source),),
-        aliases={a: n for a, n in source.aliases.items() if any(i.name == n for i in infos)},
-        objects=_put(store, f"{attempt.folder('objects')}/objects.json", json.dumps(source.objects, indent=1).encode()),
-        assets={
-            name: _put(store, f"{attempt.folder('assets')}/{folder}", source.assets[name])
-            for name, folder in folder_names(source.assets).items()
-        },
-        tensors=tuple(_document(a, leaves[a.info.key]) for a in arrays),
-    )
-    commit(store, attempt, manifest)
+    attempt = begin(store, plan_document(source, infos, how), overwrite=overwrite)
+    manifest = write(source, store, attempt, infos, how)
+    commit(store, attempt, manifest.model_copy(update={"run": run or manifest.run}))
     return open_checkpoint(store)
 
 
@@ -136,42 +119,50 @@ def _chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo
     return infos
 
 
-def _plan_document(
-    source: Checkpoint, infos: Sequence[TensorInfo], chunk_bytes: int | None, shard_bytes: int | None
-) -> dict[str, Any]:
+def plan_document(source: Checkpoint, infos: Sequence[TensorInfo], how: How) -> dict[str, Any]:
     """All that tells this conversion apart from another: the source's files as they are now, tensors and grids."""
     files = [source.store.info(f) for f in source.facts.files]
     return {
         "convert": source.store.url,
         "files": [(f.key, f.size, f.version) for f in files],
         "tensors": [(i.name, i.state, i.dtype, i.shape) for i in infos],
-        "grids": (chunk_bytes, shard_bytes),
+        "grids": (how.chunk_bytes, how.shard_bytes),
         "writer": __version__,
     }
 
 
-def _arrays(
-    infos: Sequence[TensorInfo], attempt: Attempt, chunk_bytes: int | None, shard_bytes: int | None
-) -> list[_Array]:
-    states = folder_names(dict.fromkeys(i.state for i in infos))
-    folders = {s: folder_names(i.name for i in infos if i.state == s) for s in states}
-    return [
-        _Array(
-            i,
-            Grid.of(i.shape, i.itemsize, chunk_bytes, shard_bytes),
-            f"{attempt.folder('data')}/{states[i.state]}/{folders[i.state][i.name]}",
-        )
-        for i in infos
-    ]
+def write(source: Checkpoint, store: Store, attempt: Attempt, infos: Sequence[TensorInfo], how: How) -> Manifest:
+    """Write these tensors as arrays, and all that a checkpoint holds besides; the manifest that is to be committed.
+
+    Shards that an interrupted run of the same attempt left whole are kept.
+    """
+    arrays = lay_out(infos, attempt.folder("data"), how.chunk_bytes, how.shard_bytes)
+    leaves = _write_all(source, store, attempt, arrays, how)
+    objects, assets = attempt.folder("objects"), attempt.folder("assets")
+    return Manifest(
+        id=new_id(),
+        attempt=attempt.id,
+        created=datetime.now(UTC),
+        producer=_producer(source),
+        run=source.manifest.run,
+        metrics=source.manifest.metrics,
+        config=source.manifest.config,
+        step=source.facts.step,
+        layout=dict(source.facts.layout),
+        groups=group_docs(source.facts),
+        lineage=(_lineage(source),),
+        aliases={a: n for a, n in source.aliases.items() if any(i.name == n for i in infos)},
+        objects=put_file(store, f"{objects}/objects.json", json.dumps(source.objects, indent=1).encode()),
+        assets={
+            name: put_file(store, f"{assets}/{folder}", source.assets[name])
+            for name, folder in folder_names(source.assets).items()
+        },
+        tensors=tuple(array_doc(a, leaves[a.info.key]) for a in arrays),
+    )
 
 
 def _write_all(
-    source: Checkpoint,
-    store: Store,
-    attempt: Attempt,
-    arrays: Sequence[_Array],
-    workers: int | None,
-    progress: Callable[[int, int], None] | None,
+    source: Checkpoint, store: Store, attempt: Attempt, arrays: Sequence[Array], how: How
 ) -> dict[Key, dict[tuple[int, ...], bytes]]:
     """Write all metadata, as one task, and every shard, the large ones first; the digests of the shards' chunks."""
     tasks = [_Task(a, s) for a in arrays for s in a.grid.shards()]
@@ -185,13 +176,13 @@ def _write_all(
         _write_metadata(store, attempt, arrays)
         return b""
 
-    for task, found in run_tasks(work, [*tasks[:1], None, *tasks[1:]], workers):
+    for task, found in run_tasks(work, [*tasks[:1], None, *tasks[1:]], how.workers):
         if task is None:
             continue
         leaves[task.array.info.key][task.shard] = found
         done += task.nbytes
-        if progress is not None:
-            progress(done, total)
+        if how.progress is not None:
+            how.progress(done, total)
     return leaves
 
 
@@ -215,36 +206,11 @@ def _write_shard(source: Checkpoint, store: Store, task: _Task) -> bytes:
     return write_shard(store, key, grid, task.shard, fill)
 
 
-def _write_metadata(store: Store, attempt: Attempt, arrays: Sequence[_Array]) -> None:
+def _write_metadata(store: Store, attempt: Attempt, arrays: Sequence[Array]) -> None:
     """Put every `zarr.json`: of the group, of each state, of each array."""
-    data = attempt.folder("data")
-    for folder in dict.fromkeys([data, *(a.path.rsplit("/", 1)[0] for a in arrays)]):
-        _put(store, f"{folder}/zarr.json", group_json({}))
-    for a in arrays:
-        attributes = {"ucformat": {"name": a.info.name, "state": a.info.state}}
-        _put(store, f"{a.path}/zarr.json", array_json(a.info.dtype, a.grid, attributes))
-
-
-def _document(array: _Array, leaves: dict[tuple[int, ...], bytes]) -> TensorDoc:
-    """What the manifest says of an array."""
-    info, grid = array.info, array.grid
-    return TensorDoc(
-        name=info.name,
-        state=info.state,
-        dtype=info.dtype,
-        shape=info.shape,
-        chunk=grid.chunk,
-        shard=grid.shard,
-        nbytes=info.nbytes,
-        digest=tensor_digest(info.dtype, grid, leaves),
-        path=array.path,
-    )
-
-
-def _put(store: Store, key: str, data: bytes) -> FileDoc:
-    with store.create(key) as out:
-        out.write(data)
-    return FileDoc(path=key, nbytes=len(data), digest=bytes_digest(data))
+    put_groups(store, attempt.folder("data"), arrays)
+    for array in arrays:
+        put_array(store, array)
 
 
 def _producer(source: Checkpoint) -> dict[str, str]:
