@@ -1,0 +1,148 @@
+"""Which engines can be saved and loaded, and what their parameters and buffers are called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import Refused, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+__all__ = ["Trainer", "look"]
+
+#: Optimizers that keep on each rank what the compression of its own gradients left over.
+_ONE_BIT = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A DeepSpeed engine that can be saved and loaded, and its parts by name.
+
+    `optimizer` is DeepSpeed's, `inner` the torch optimizer inside it, which may be the same; both are None where the
+    engine only evaluates. Tied parameters are listed once; `aliases` leads from their further names to the listed one.
+    """
+
+    engine: Any
+    stage: int
+    optimizer: Any
+    inner: torch.optim.Optimizer | None
+    parameters: Mapping[str, torch.nn.Parameter]
+    buffers: Mapping[str, torch.Tensor]
+    aliases: Mapping[str, str]
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process among all."""
+        return int(self.engine.global_rank)
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """The name of a parameter that the optimizer has; Refused for a tensor that is not the module's."""
+        found = self.engine.param_names.get(parameter)
+        if found not in self.parameters:
+            raise Refused(
+                f"the optimizer has a tensor of shape {list(parameter.shape)} that is no parameter of the module",
+                hint="register it in the module that deepspeed.initialize is given, so that it has a name",
+            )
+        return str(found)
+
+
+def look(engine: Any) -> Trainer:
+    """What a DeepSpeed engine is made of; Refused where it holds state that cannot be saved or loaded yet."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.utils import DummyOptim
+
+    if not isinstance(engine, DeepSpeedEngine):
+        raise UsageError(
+            f"a {type(engine).__name__} is not a DeepSpeed engine",
+            hint="pass the first of what deepspeed.initialize returns; for others use ucformat.torch.save and load",
+        )
+    _refuse_engine(engine)
+    module = engine.module
+    parameters = dict(module.named_parameters())
+    optimizer = engine.optimizer
+    if optimizer is None or isinstance(optimizer, DummyOptim) or not hasattr(optimizer, "param_groups"):
+        optimizer = None
+    if optimizer is not None:
+        _refuse_optimizer(optimizer)
+    for name, parameter in parameters.items():
+        _refuse_parameter(name, parameter)
+    first = {id(p): name for name, p in parameters.items()}
+    aliases = {
+        name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False) if first[id(p)] != name
+    }
+    inner = None if optimizer is None else getattr(optimizer, "optimizer", optimizer)
+    stage = int(engine.zero_optimization_stage())
+    return Trainer(engine, stage, optimizer, inner, parameters, _buffers(module), aliases)
+
+
+def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that are saved, in the order of the module; a shared one under its first name."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for path, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set and id(buffer) not in seen:  # noqa: SLF001 - torch has no other way
+                seen.add(id(buffer))
+                found[f"{path}.{name}" if path else name] = buffer
+    return found
+
+
+def _refuse_engine(engine: Any) -> None:
+    unsupported = {
+        "pipeline parallelism": engine.pipeline_parallelism,
+        "expert parallelism (deepspeed.moe)": engine.has_moe_layers,
+        "tensor parallelism": engine.mp_world_size > 1 or engine.autotp_size() > 1,
+        "ZenFlow": engine.zenflow,
+    }
+    for what, found in unsupported.items():
+        if found:
+            raise Refused(
+                f"a DeepSpeed engine with {what} cannot be saved or loaded yet",
+                hint="use engine.save_checkpoint, or an engine of data parallelism with ZeRO 0 to 3",
+            )
+
+
+def _refuse_optimizer(optimizer: Any) -> None:
+    if getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False):
+        raise Refused(
+            "an engine whose optimizer or parameters are offloaded to NVMe cannot be saved or loaded",
+            hint='offload to "cpu" instead, or use engine.save_checkpoint',
+        )
+    if getattr(optimizer, "offloaded_states", None):
+        names = ", ".join(sorted(str(getattr(s, "value", s)) for s in optimizer.offloaded_states))
+        raise Refused(
+            f"the engine has offloaded its states ({names}) for now", hint="call engine.reload_states() before"
+        )
+    if hasattr(optimizer, "backup_optimizer"):
+        raise Refused(
+            "an engine that offloads a part of its optimizer (`ratio` below 1) cannot be saved or loaded yet",
+            hint="offload all of it or none",
+        )
+    if type(optimizer).__name__ == "MiCS_Optimizer":
+        raise Refused("MiCS cannot be saved or loaded yet", hint="use ZeRO 3, with zero_hpz_partition_size perhaps")
+    inner = type(getattr(optimizer, "optimizer", optimizer)).__name__
+    if inner in _ONE_BIT:
+        raise Refused(
+            f"{inner} keeps the rest of its gradient compression on each rank, which no other layout could use",
+            hint="use engine.save_checkpoint and the same world size, or another optimizer",
+        )
+
+
+def _refuse_parameter(name: str, parameter: Any) -> None:
+    partition = getattr(parameter, "ds_tensor", None)
+    if partition is None:
+        return
+    if hasattr(partition, "ds_quant_scale"):
+        raise Refused(
+            f"{name} is kept quantized by ZeRO 3 (zero_quantized_nontrainable_weights), which cannot be saved or "
+            "loaded yet",
+            hint="switch that option off",
+        )
+    if getattr(partition.status, "name", "AVAILABLE") != "AVAILABLE":
+        raise Refused(
+            f"the partition of {name} is not in memory but swapped out", hint='offload parameters to "cpu" instead'
+        )
