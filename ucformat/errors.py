@@ -3,6 +3,7 @@
     UcformatError                     exit code
     ├── UsageError      ValueError        2      a wrong argument, slice or reference
     │   ├── OutOfBounds IndexError               an index past the end of a dim
+    │   ├── StateMismatch                        a training state that the checkpoint does not fit
     │   └── LayoutError                          a layout file or rule that cannot be applied
     │       └── CoverageError                    a hole, or an overlap of unequal owners
     ├── NotFound        LookupError       3      nothing is there
@@ -31,6 +32,7 @@ __all__ = [
     "NotFound",
     "OutOfBounds",
     "Refused",
+    "StateMismatch",
     "TensorNotFound",
     "UcformatError",
     "UpgradeNeeded",
@@ -68,6 +70,10 @@ class UsageError(UcformatError, ValueError):
 
 class OutOfBounds(UsageError, IndexError):
     """An index past the end of a dim."""
+
+
+class StateMismatch(UsageError):
+    """A training state that the checkpoint does not fit."""
 
 
 class LayoutError(UsageError):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from ucformat.jobs.record import record_commits
+from ucformat.torch.loading import LoadReport, load
+from ucformat.torch.match import Problems
 from ucformat.torch.objects import PerRank
 from ucformat.torch.rng import Rng
 from ucformat.torch.saving import save
 from ucformat.torch.writing import Saved
 
-__all__ = ["PerRank", "Rng", "Saved", "save"]
+__all__ = ["LoadReport", "PerRank", "Problems", "Rng", "Saved", "load", "save"]
 
 record_commits()  # the rooms below know nothing of the catalog

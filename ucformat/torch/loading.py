@@ -1,0 +1,190 @@
+"""`load`: any rank under any layout reads exactly what it holds, out of any checkpoint."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ucformat.checkpoint import Checkpoint
+from ucformat.references import open_reference
+from ucformat.torch.collect import collect
+from ucformat.torch.dtensor import local_of
+from ucformat.torch.group import TIMEOUT, group_of
+from ucformat.torch.match import Problems, match, raise_for, stored_names
+from ucformat.torch.reading import read
+from ucformat.torch.restore import fit_groups, fit_objects
+from ucformat.torch.sharing import read_shared
+from ucformat.torch.state import name_tensors, without_ties
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from os import PathLike
+
+    import torch.distributed as dist
+
+    from ucformat.geometry.plan import Verify
+    from ucformat.torch.group import Group
+    from ucformat.torch.local import Local
+    from ucformat.torch.match import Matched, Rename, Strict
+
+__all__ = ["LoadReport", "load", "load_local"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What was loaded: bytes that this rank read from storage, seconds, and what did not fit."""
+
+    url: str
+    id: str
+    step: int | None
+    tensors: int
+    nbytes: int
+    seconds: float
+    problems: Problems = field(default_factory=Problems)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What was wanted, and is not in the checkpoint."""
+        return self.problems.missing
+
+    @property
+    def unexpected(self) -> tuple[str, ...]:
+        """What is in the checkpoint, and was not wanted."""
+        return self.problems.unexpected
+
+    def __bool__(self) -> bool:
+        return not self.problems.lines(unexpected=False)
+
+
+def load(
+    state: Mapping[str, Any],
+    url: str | PathLike[str] | Checkpoint,
+    strict: Strict = "report",
+    *,
+    rename: Rename | None = None,
+    cast: bool = False,
+    trust: bool = False,
+    verify: Verify = "whole",
+    threads: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    broadcast_group: dist.ProcessGroup | None = None,
+    timeout: float = TIMEOUT,
+    progress: Callable[[int], None] | None = None,
+) -> LoadReport:
+    """Fill a training state in place from any checkpoint; all ranks call it together.
+
+    Each rank reads the boxes that it holds, and nothing else, straight into its tensors. Give the model alone to load
+    weights alone. Whatever does not fit is found before anything is changed, and told at once, on all ranks.
+
+    Args:
+        state: as given to `save`; plain values in mappings are replaced.
+        url: a checkpoint of any kind that `ucformat.open` opens, or a reference to one, or one that is open.
+        strict: "report": what is missing or of another shape or dtype is an error that lists all of it, and what is
+            only in the checkpoint is in the report; True: that is an error too; False: what fits is loaded, and the
+            report says what did not.
+        rename: makes the state's name of the checkpoint's: a function, or `{regex of the whole name: replacement}`.
+        cast: cast tensors to the dtypes of the state.
+        trust: open pickled objects, which may run code.
+        verify: which checksums to check: of chunks that are read `whole`, `always` (reads whole chunks), `never`.
+        threads: reads in flight on this rank.
+        group: the ranks that take part (default: all).
+        broadcast_group: ranks that hold the same (data-parallel replicas): each byte is read by one of them, and handed
+            on over this group, which must carry tensors of the state's devices.
+        timeout: seconds after which a silent rank is taken for dead.
+        progress: called with the bytes of each read that is done.
+
+    Raises:
+        StateMismatch: the checkpoint does not fit the state; all that does not is listed.
+        ChecksumError: a chunk does not match its checksum.
+        Refused: an object is a pickle, and `trust` is false.
+    """
+    ck = url if isinstance(url, Checkpoint) else open_reference(url)
+    ranks = group_of(group, timeout)
+    found = collect(state)
+    keys = name_tensors(found)
+    aliases, targets = without_ties([local_of(*keys[path], t) for path, t in found.tensors.items()])
+    names = stored_names(ck, rename)
+    fitted, put_objects, lacking = fit_objects(found, ck, ranks, trust=trust)
+    groups, put_groups = fit_groups(found, ck, names)
+
+    def put() -> None:
+        put_objects()
+        put_groups()
+        for finish in found.finish:
+            finish()
+
+    return load_local(
+        targets,
+        ck,
+        strict=strict,
+        aliases=aliases,
+        rename=rename,
+        cast=cast,
+        verify=verify,
+        threads=threads,
+        group=ranks,
+        broadcast_group=broadcast_group,
+        progress=progress,
+        problems=lacking | groups | fitted,
+        then=put,
+    )
+
+
+def load_local(
+    targets: Sequence[Local],
+    ck: Checkpoint,
+    *,
+    strict: Strict = "report",
+    aliases: Mapping[str, str] | None = None,
+    rename: Rename | None = None,
+    cast: bool = False,
+    verify: Verify = "whole",
+    threads: int | None = None,
+    group: Group | None = None,
+    broadcast_group: dist.ProcessGroup | None = None,
+    progress: Callable[[int], None] | None = None,
+    problems: Problems | None = None,
+    then: Callable[[], None] = lambda: None,
+) -> LoadReport:
+    """Fill what this rank holds, whatever engine it belongs to; see `load`.
+
+    `problems` are those that were found besides tensors; `then` is called when all tensors are filled.
+    """
+    begun = time.monotonic()
+    ranks = group or group_of()
+    names = stored_names(ck, rename)
+    matched, found = match(targets, aliases or {}, ck, names, cast=cast)
+    found = _together(found | (problems or Problems()), ranks)
+    raise_for(found, strict, ck.url)
+    nbytes, failure = 0, None
+    try:
+        nbytes = _read(ck, matched, verify, threads, broadcast_group, progress)
+        then()
+    except Exception as error:  # noqa: BLE001 - told to all ranks
+        failure = error
+    ranks.agree(failure)
+    return LoadReport(ck.url, ck.id, ck.facts.step, len(matched), nbytes, time.monotonic() - begun, found)
+
+
+def _read(
+    ck: Checkpoint,
+    matched: Sequence[Matched],
+    verify: Verify,
+    threads: int | None,
+    broadcast_group: dist.ProcessGroup | None,
+    progress: Callable[[int], None] | None,
+) -> int:
+    if broadcast_group is None:
+        return read(ck, matched, verify, threads, progress)
+    return read_shared(ck, matched, broadcast_group, verify, threads, progress)
+
+
+def _together(mine: Problems, ranks: Group) -> Problems:
+    """The problems of all ranks; what is unexpected is what no rank expects."""
+    everybody: list[Problems] = ranks.agree(mine)
+    out = Problems()
+    for found in everybody:
+        out |= found
+    common = [u for u in out.unexpected if all(u in found.unexpected for found in everybody)]
+    return Problems(out.missing, tuple(common), out.shapes, out.dtypes, out.others)

@@ -1,0 +1,153 @@
+"""Reads matched tensors straight into their memory; what is cast or lies on a device, through two host buffers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ucformat.format.execute import execute
+from ucformat.geometry.box import row_major
+from ucformat.geometry.plan import Wanted, make_plan
+from ucformat.geometry.tensor import Piece
+from ucformat.planning import check_sizes
+from ucformat.torch.fragments import blocks_of
+from ucformat.torch.memory import host_memory, torch_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.box import Box
+    from ucformat.geometry.plan import Verify
+    from ucformat.torch.match import Matched
+
+__all__ = ["STAGED_BYTES", "read"]
+
+#: Bytes of each of the two host buffers.
+STAGED_BYTES = 32 << 20
+
+
+def read(
+    ck: Checkpoint,
+    matched: Sequence[Matched],
+    verify: Verify = "whole",
+    threads: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> int:
+    """Fill the targets; the bytes that were read from storage.
+
+    Raises:
+        ChecksumError: a chunk does not match its checksum.
+        MissingData: a part of a tensor is stored in no file.
+    """
+    direct = [m for m in matched if _is_direct(m)]
+    wanted = [
+        Wanted(m.stored, ck.source.extents(m.stored.key), [(n, p) for p in m.target.pieces])
+        for n, m in enumerate(direct)
+        if m.target.pieces
+    ]
+    plan = make_plan(wanted, verify)
+    check_sizes(plan, ck.store)
+    memories = [host_memory(m.target.tensor) for m in direct]
+    execute(plan, ck.store, memories, [str(m.target.key) for m in direct], threads, progress)
+    staged = [m for m in matched if not _is_direct(m)]
+    return plan.bytes_read + (_staged(ck, staged, verify, threads, progress) if staged else 0)
+
+
+def _is_direct(m: Matched) -> bool:
+    return m.target.tensor.device.type == "cpu" and m.stored.dtype == m.target.info.dtype
+
+
+def _staged(
+    ck: Checkpoint,
+    matched: Sequence[Matched],
+    verify: Verify,
+    threads: int | None,
+    progress: Callable[[int], None] | None,
+) -> int:
+    """Read batch by batch into two host buffers in turn, so that one is copied to the device while the other fills."""
+    pin = any(m.target.tensor.is_cuda for m in matched)
+    total = 0
+    buffers: list[torch.Tensor | None] = [None, None]
+    copied: list[torch.cuda.Event | None] = [None, None]
+    for number, batch in enumerate(_batches(matched)):
+        turn = number % 2
+        need = sum(_room(m, box) for m, box in batch)
+        event = copied[turn]
+        if event is not None:
+            event.synchronize()
+        held = buffers[turn]
+        if held is None or held.numel() < need:
+            buffers[turn] = held = torch.empty(max(need, STAGED_BYTES), dtype=torch.uint8, pin_memory=pin)
+        total += _fill(ck, batch, held, verify, threads, progress)
+        if pin:
+            copied[turn] = event = torch.cuda.Event()
+            event.record()
+    for event in copied:
+        if event is not None:
+            event.synchronize()
+    return total
+
+
+def _room(m: Matched, box: Box) -> int:
+    """Bytes in a buffer, so that the next box begins where every dtype may."""
+    return -(-box.size * m.stored.itemsize // 16) * 16
+
+
+def _batches(matched: Sequence[Matched]) -> Iterator[list[tuple[Matched, Box]]]:
+    """The targets' boxes, cut where they are large, as many at once as a buffer holds."""
+    batch: list[tuple[Matched, Box]] = []
+    total = 0
+    for m in matched:
+        for piece in m.target.pieces:
+            for box in blocks_of(piece.box, m.stored.itemsize, STAGED_BYTES):
+                if batch and total + _room(m, box) > STAGED_BYTES:
+                    yield batch
+                    batch, total = [], 0
+                batch.append((m, box))
+                total += _room(m, box)
+    if batch:
+        yield batch
+
+
+def _fill(
+    ck: Checkpoint,
+    batch: Sequence[tuple[Matched, Box]],
+    buffer: torch.Tensor,
+    verify: Verify,
+    threads: int | None,
+    progress: Callable[[int], None] | None,
+) -> int:
+    memory, wanted, views, at = host_memory(buffer), [], [], 0
+    for n, (m, box) in enumerate(batch):
+        wanted.append(Wanted(m.stored, ck.source.extents(m.stored.key), [(n, Piece(box, 0, row_major(box.shape)))]))
+        nbytes = box.size * m.stored.itemsize
+        views.append((memory[at : at + nbytes], buffer[at : at + nbytes]))
+        at += _room(m, box)
+    plan = make_plan(wanted, verify)
+    check_sizes(plan, ck.store)
+    execute(plan, ck.store, [v for v, _ in views], [str(m.target.key) for m, _ in batch], threads, progress)
+    for (m, box), (_, held) in zip(batch, views, strict=True):
+        data = held.view(torch_dtype(m.stored.dtype)).view(box.shape)
+        _region(m, box).copy_(data, non_blocking=True)
+    return plan.bytes_read
+
+
+def _region(m: Matched, box: Box) -> torch.Tensor:
+    """The part of the target's tensor that holds a box."""
+    tensor = m.target.tensor
+    piece = next(p for p in m.target.pieces if p.box.contains(box))
+    start = sum((a - b) * s for a, b, s in zip(box.start, piece.box.start, piece.strides, strict=True)) + piece.offset
+    strides = tensor.stride() if tensor.device.type == "cpu" else row_major(tuple(tensor.shape))
+    local = _index(start, tuple(tensor.shape), strides)
+    return tensor[tuple(slice(a, a + n) for a, n in zip(local, box.shape, strict=True))]
+
+
+def _index(offset: int, shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The index of an element from its offset in memory, whatever the order of the dims."""
+    out = [0] * len(shape)
+    for d in sorted(range(len(shape)), key=lambda d: -strides[d]):
+        if shape[d] > 1:
+            out[d], offset = divmod(offset, strides[d])
+    return out

@@ -1,0 +1,90 @@
+"""Reads once what several ranks hold alike, and hands it on over their process group."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ucformat.torch.reading import read
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.plan import Verify
+    from ucformat.torch.match import Matched
+
+__all__ = ["read_shared"]
+
+#: Bytes that each rank reads before these are handed on, while it reads the next.
+_ROUND = 64 << 20
+
+
+def read_shared(
+    ck: Checkpoint,
+    matched: Sequence[Matched],
+    replicas: dist.ProcessGroup,
+    verify: Verify = "whole",
+    threads: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> int:
+    """Fill the targets; what all ranks of `replicas` want alike is read by one of them, balanced by bytes.
+
+    Returns the bytes that this rank read from storage. The group must carry tensors of the targets' devices.
+    """
+    rank, size = dist.get_rank(replicas), dist.get_world_size(replicas)
+    wants = [(str(m.stored.key), tuple(p.box for p in m.target.pieces)) for m in matched]
+    everybody: list[list[object]] = [[] for _ in range(size)]
+    dist.all_gather_object(everybody, wants, replicas)
+    common = set(everybody[0]).intersection(*map(set, everybody[1:]))
+    alone = [m for m, want in zip(matched, wants, strict=True) if want not in common]
+    order = {want: i for i, want in enumerate(everybody[0])}
+    shared = sorted(
+        ((m, order[want]) for m, want in zip(matched, wants, strict=True) if want in common and m.target.pieces),
+        key=lambda found: found[1],
+    )
+    load = [0] * size
+    dealt: list[tuple[Matched, int]] = []
+    for m, _ in sorted(shared, key=lambda found: -found[0].target.nbytes):
+        reader = min(range(size), key=lambda r: load[r])
+        load[reader] += m.target.nbytes
+        dealt.append((m, reader))
+    total = 0
+    with ThreadPoolExecutor(1, thread_name_prefix="ucformat-share") as pool:
+
+        def begin(units: list[tuple[Matched, int]]) -> object:
+            mine = [m for m, reader in units if reader == rank]
+            return pool.submit(read, ck, mine, verify, threads, progress)
+
+        rounds = list(_rounds(dealt, size))
+        coming = begin(rounds[0]) if rounds else None
+        for units, following in zip(rounds, [*rounds[1:], None], strict=True):
+            total += coming.result()  # type: ignore[attr-defined]
+            coming = begin(following) if following else None
+            for m, reader in units:
+                _hand_on(m.target.tensor, reader, replicas)
+    return total + read(ck, alone, verify, threads, progress)
+
+
+def _rounds(dealt: Sequence[tuple[Matched, int]], size: int) -> Iterator[list[tuple[Matched, int]]]:
+    units: list[tuple[Matched, int]] = []
+    total = 0
+    for m, reader in dealt:
+        if units and total + m.target.nbytes > _ROUND * size:
+            yield units
+            units, total = [], 0
+        units.append((m, reader))
+        total += m.target.nbytes
+    if units:
+        yield units
+
+
+def _hand_on(tensor: torch.Tensor, reader: int, replicas: dist.ProcessGroup) -> None:
+    """Broadcast one local tensor, as bytes, for not every group carries every dtype."""
+    dense = tensor if tensor.is_contiguous() else tensor.contiguous()
+    dist.broadcast(dense.reshape(-1).view(torch.uint8), group=replicas, group_src=reader)
+    if dense is not tensor:
+        tensor.copy_(dense)
