@@ -1,0 +1,215 @@
+"""Save under any layout, load under any other: full state and next losses, judged from the live engines."""
+
+from __future__ import annotations
+
+import fcntl
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import ucformat
+from tests.torch.running import run
+from tests.torch.specs import (
+    FORMS,
+    LAYOUTS,
+    RECIPES,
+    Load,
+    Source,
+    all_loads,
+    chosen_loads,
+    same_arithmetic,
+    tolerance,
+)
+from tests.torch.verdict import Truth, checkpoint_differences, differences, read_losses, relative
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+WORLDS = sorted({world for world, _ in LAYOUTS.values()})
+BEFORE, AFTER = 3, 3  # steps before the save, and after it
+#: So that the small tensors of these models have many chunks, and several shards each.
+SMALL = {"chunk_bytes": 2048, "shard_bytes": 16384}
+#: What a checkpoint might lose, by recipe; each loss must show in the next steps.
+FORGOTTEN = {
+    "odd": ("exp_avg", "exp_avg_sq", "step", "drift", "scheduler", "lr", "batch"),
+    "frozen": ("momentum_buffer", "drift", "scheduler", "lr", "batch"),
+    "bf16": ("momentum_buffer", "batch"),
+}
+
+
+@dataclass(frozen=True)
+class Made:
+    """Where the jobs of some sources and loads leave what they make."""
+
+    folder: Path
+
+    def source(self, source: Source, what: str) -> str:
+        return str(self.folder / "saved" / str(source) / what)
+
+    def load(self, load: Load, what: str) -> str:
+        return str(self.folder / "loaded" / str(load) / what)
+
+    def sources(self, sources: Iterable[Source], forms: tuple[str, ...] = FORMS) -> None:
+        """Train and save these, unless it was done."""
+        for world in WORLDS:
+            chosen = sorted({s for s in sources if s.world == world})
+            self.once("save", world, [self.source_job(s, forms) for s in chosen])
+
+    def loads(self, loads: Iterable[Load], world: int) -> None:
+        """Load these under the layouts of `world` ranks, and train on, unless it was done."""
+        self.once("load", world, [self.load_job(x) for x in loads if x.world == world])
+
+    def source_job(self, source: Source, forms: tuple[str, ...]) -> dict[str, Any]:
+        at = {what: self.source(source, what) for what in ("start", "truth", "before", "after", *forms)}
+        saves: list[dict[str, Any]] = [
+            {"save": at[form], "form": form, **(SMALL if form == "zarr" else {})} for form in forms
+        ]
+        return {
+            **RECIPES[source.recipe],
+            "layout": LAYOUTS[source.layout][1],
+            "actions": [
+                *({"truth": at["start"]}, {"train": BEFORE}, {"losses": at["before"]}, {"truth": at["truth"]}),
+                *saves,
+                *({"train": AFTER}, {"losses": at["after"]}),
+            ],
+        }
+
+    def load_job(self, load: Load) -> dict[str, Any]:
+        """Another seed than the source's, so that what is not loaded is wrong."""
+        recipe = RECIPES[load.source.recipe]
+        options = {"form": "dcp"} if load.form == "dcp" else {}
+        return {
+            **recipe,
+            "model": {**recipe["model"], "seed": 1},
+            "layout": LAYOUTS[load.layout][1],
+            "actions": [
+                {"load": self.source(load.source, load.form), **options},
+                *({"truth": self.load(load, "truth")}, {"train": AFTER}, {"losses": self.load(load, "after")}),
+            ],
+        }
+
+    def once(self, what: str, world: int, jobs: list[dict[str, Any]]) -> None:
+        """Do the jobs in one run of `world` ranks; of test processes that share the folder one does, others wait."""
+        if not jobs:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        done, failed = (self.folder / f"{what}-{world}.{end}" for end in ("done", "failed"))
+        with (self.folder / f"{what}-{world}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if failed.exists():
+                pytest.fail(failed.read_text())
+            if not done.exists():
+                try:
+                    run(world, jobs, self.folder / what, timeout=60 + 20 * len(jobs))
+                except AssertionError as error:
+                    failed.write_text(str(error))
+                    raise
+                done.touch()
+
+    def check_load(self, load: Load) -> None:
+        """The full state is the source's, and so are the next losses."""
+        truth = Truth.read(self.load(load, "truth"))
+        assert differences(truth, Truth.read(self.source(load.source, "truth"))) == []
+        losses, expected = read_losses(self.load(load, "after")), read_losses(self.source(load.source, "after"))
+        assert len(losses) == AFTER
+        if same_arithmetic(load):
+            assert losses == expected
+        else:
+            assert relative(losses, expected) <= tolerance(load.source.recipe)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[[str], Made]:
+    """`made(name)`: a folder of that name that all test processes of this session see."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if hasattr(request.config, "workerinput") else base
+    return lambda name: Made(base / "torch-matrix" / name)
+
+
+CHOSEN = chosen_loads()
+SOURCES = sorted({load.source for load in CHOSEN})
+
+
+def test_the_choice_has_every_layout_form_and_recipe_on_both_sides() -> None:
+    assert {(x.source.layout, x.form) for x in CHOSEN} == {(a, f) for a in LAYOUTS for f in FORMS}
+    assert {(x.layout, x.form) for x in CHOSEN} == {(a, f) for a in LAYOUTS for f in FORMS}
+    assert {(x.source.recipe, x.form) for x in CHOSEN} == {(r, f) for r in RECIPES for f in FORMS}
+    assert {x.layout for x in CHOSEN if x.source.layout == x.layout} == set(LAYOUTS)
+    for recipe in RECIPES:
+        mine = [x for x in CHOSEN if x.source.recipe == recipe and x.source.layout != x.layout]
+        assert len({x.source.layout for x in mine}) >= 2
+        assert len({x.layout for x in mine}) >= 4
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_all_layouts_begin_with_the_same_and_compute_alike(made: Callable[[str], Made], recipe: str) -> None:
+    m = made("chosen")
+    m.sources(SOURCES)
+    first, *others = (s for s in SOURCES if s.recipe == recipe)
+    assert others
+    for source in others:
+        start = Truth.read(m.source(source, "start"))
+        assert differences(start, Truth.read(m.source(first, "start"))) == []
+        losses, expected = (read_losses(m.source(s, "before")) for s in (source, first))
+        assert relative(losses, expected) <= tolerance(recipe)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+def test_what_is_saved_is_what_was_held(made: Callable[[str], Made], source: Source, form: str) -> None:
+    m = made("chosen")
+    m.sources(SOURCES)
+    truth = Truth.read(m.source(source, "truth"))
+    assert ("weight", "layers.0.scratch") not in truth.tensors
+    assert checkpoint_differences(ucformat.open(m.source(source, form)), truth) == []
+
+
+@pytest.mark.parametrize("load", CHOSEN, ids=str)
+def test_a_loaded_training_is_the_saved_one_and_goes_on_alike(made: Callable[[str], Made], load: Load) -> None:
+    m = made("chosen")
+    m.sources(SOURCES)
+    m.loads(CHOSEN, load.world)
+    m.check_load(load)
+
+
+def test_the_harness_agrees_with_another_library(made: Callable[[str], Made]) -> None:
+    """Through `torch.distributed.checkpoint` alone, all is as it should be: the harness itself is right."""
+    m = made("dcp")
+    source = Source("fsdp2-2", "odd")
+    m.sources([source], ("dcp",))
+    loads = [Load(source, "dcp", layout) for layout in ("fsdp2-2", "ddp-2", "tp-2")]
+    m.loads(loads, 2)
+    for load in loads:
+        m.check_load(load)
+    assert [same_arithmetic(x) for x in loads] == [True, True, False]
+
+
+def test_what_is_forgotten_shows(made: Callable[[str], Made]) -> None:
+    """A part of the state that is lost moves the next losses by more than the tolerance for unlike layouts."""
+    m = made("forgotten")
+    jobs, at = [], {}
+    for recipe, parts in FORGOTTEN.items():
+        for part in ("nothing", *parts):
+            at[recipe, part] = str(m.folder / f"{recipe}-{part}")
+            forget = [{"forget": part}] if part != "nothing" else []
+            last = {"losses": at[recipe, part]}
+            jobs.append({**RECIPES[recipe], "actions": [{"train": BEFORE}, *forget, {"train": AFTER}, last]})
+    m.once("forget", 1, jobs)
+    for (recipe, part), path in at.items():
+        moved = relative(read_losses(path), read_losses(at[recipe, "nothing"]))
+        assert (moved == 0) if part == "nothing" else (moved > tolerance(recipe)), (recipe, part, moved)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_layout_into_every_layout(made: Callable[[str], Made], recipe: str, world: int) -> None:
+    m, loads = made(f"all-{recipe}"), all_loads(recipe)
+    m.sources({x.source for x in loads})
+    m.loads(loads, world)
+    mine = [x for x in loads if x.world == world]
+    assert mine
+    for load in mine:
+        m.check_load(load)
