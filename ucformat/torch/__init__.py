@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ucformat.jobs.record import record_commits
+from ucformat.torch.background import SaveHandle, async_save
 from ucformat.torch.loading import LoadReport, load
 from ucformat.torch.match import Problems
 from ucformat.torch.objects import PerRank
@@ -10,6 +11,6 @@ from ucformat.torch.rng import Rng
 from ucformat.torch.saving import save
 from ucformat.torch.writing import Saved
 
-__all__ = ["LoadReport", "PerRank", "Problems", "Rng", "Saved", "load", "save"]
+__all__ = ["LoadReport", "PerRank", "Problems", "Rng", "SaveHandle", "Saved", "async_save", "load", "save"]
 
 record_commits()  # the rooms below know nothing of the catalog

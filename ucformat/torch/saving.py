@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ucformat.torch.local import LocalState
     from ucformat.torch.writing import Saved
 
-__all__ = ["save", "save_local"]
+__all__ = ["save", "save_local", "terms_of"]
 
 _NO_NOTE = Note()
 
@@ -98,8 +98,25 @@ def save_local(
     timeout: float = TIMEOUT,
 ) -> Saved:
     """Save what this rank holds, whatever engine it was collected from; see `save`."""
-    if form not in ("zarr", "packed"):
-        raise UsageError(f"there is no form {form!r}", hint='"zarr" or "packed"')
-    terms = Terms(str(url), form, overwrite, chunk_bytes, shard_bytes, replicas)
+    terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
     memories = [host_memory(t.tensor if t.tensor.device.type == "cpu" else t.tensor.cpu()) for t in state.tensors]
     return save_listed(listing_of(state), memories, terms, note, group_of(group, timeout))
+
+
+def terms_of(
+    url: str | PathLike[str],
+    form: Literal["zarr", "packed"],
+    overwrite: bool,  # noqa: FBT001 - as `save` has it
+    chunk_bytes: int | None,
+    shard_bytes: int | None,
+    replicas: Literal["equal", "first"],
+) -> Terms:
+    """What must be the same on all ranks, looked at before anything is done."""
+    if form not in ("zarr", "packed"):
+        raise UsageError(f"there is no form {form!r}", hint='"zarr" or "packed"')
+    if replicas not in ("equal", "first"):
+        raise UsageError(f"replicas cannot be {replicas!r}", hint='"equal" or "first"')
+    for what, given in (("chunk_bytes", chunk_bytes), ("shard_bytes", shard_bytes)):
+        if given is not None and given < 1:
+            raise UsageError(f"{what} must be at least 1, not {given}")
+    return Terms(str(url), form, overwrite, chunk_bytes, shard_bytes, replicas)

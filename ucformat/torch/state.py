@@ -16,7 +16,7 @@ from ucformat.torch.writing import Listing
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ucformat.geometry.tensor import Key
+    from ucformat.geometry.tensor import Key, Piece, TensorInfo
     from ucformat.torch.collect import Collected
     from ucformat.torch.local import Local
     from ucformat.torch.names import Path
@@ -79,10 +79,12 @@ def _renamed(t: Local, aliases: Mapping[str, str]) -> Local:
     return type(t)(type(t.info)(aliases[t.info.name], t.info.state, t.info.dtype, t.info.shape), t.pieces, t.tensor)
 
 
-def listing_of(state: LocalState, stall: float = 0.0) -> Listing:
-    """A local state without its memory."""
+def listing_of(
+    state: LocalState, tensors: tuple[tuple[TensorInfo, tuple[Piece, ...]], ...] | None = None, stall: float = 0.0
+) -> Listing:
+    """A local state without its memory; `tensors` say where they lie, if not where they are."""
     return Listing(
-        tensors=tuple((t.info, t.pieces) for t in state.tensors),
+        tensors=tuple((t.info, t.pieces) for t in state.tensors) if tensors is None else tensors,
         objects=state.objects,
         ranks=state.ranks,
         groups=state.groups,

@@ -1,0 +1,294 @@
+"""`async_save`: training waits for a copy to host memory alone; another process writes it and commits."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from typing import TYPE_CHECKING, Any, Literal
+
+from ucformat.errors import UcformatError
+from ucformat.torch.group import TIMEOUT, group_of
+from ucformat.torch.saving import terms_of
+from ucformat.torch.staging import HostBuffer, room_for, stage
+from ucformat.torch.state import listing_of, local_state
+from ucformat.torch.worker import Buffer, Job, Start
+from ucformat.torch.writing import Note, Saved
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from os import PathLike
+
+    import torch.distributed as dist
+
+    from ucformat.schema.manifest import LineageDoc
+    from ucformat.torch.agree import Terms
+    from ucformat.torch.group import Group
+    from ucformat.torch.local import LocalState
+    from ucformat.torch.worker import Done
+
+__all__ = ["SaveHandle", "async_save", "async_save_local"]
+
+_log = logging.getLogger("ucformat")
+_SERVE = "from ucformat.torch.worker import main; main()"
+
+
+class SaveHandle:
+    """A save that goes on in another process."""
+
+    def __init__(self, url: str, stall: float) -> None:
+        self.url = url
+        self.stall = stall  # seconds for which training stood still
+        self.seen = False  # its outcome was asked for
+        self._done: Future[Saved] = Future()
+
+    @property
+    def staged(self) -> bool:
+        """Whether the state was copied, so that training may change it: true as soon as there is a handle."""
+        return True
+
+    @property
+    def committed(self) -> bool:
+        """Whether the checkpoint stands."""
+        return self._done.done() and self._done.exception() is None
+
+    @property
+    def done(self) -> bool:
+        """Whether it was committed, or failed."""
+        return self._done.done()
+
+    def wait(self, timeout: float | None = None) -> Saved:
+        """Wait for the commit, or for so many seconds.
+
+        Raises:
+            TimeoutError: it takes longer.
+            UcformatError: a rank failed, or its writer died; nothing is committed.
+        """
+        try:
+            return self._done.result(timeout)
+        finally:
+            self.seen = self._done.done()
+
+    def error(self) -> BaseException | None:
+        """What it failed of, if it has."""
+        self.seen = self.seen or self._done.done()
+        return self._done.exception() if self._done.done() else None
+
+
+def async_save(
+    state: Mapping[str, Any],
+    url: str | PathLike[str],
+    *,
+    step: int | None = None,
+    run: str | None = None,
+    metrics: Mapping[str, float] | None = None,
+    config: Mapping[str, Any] | None = None,
+    form: Literal["zarr", "packed"] = "zarr",
+    overwrite: bool = False,
+    lineage: Sequence[LineageDoc] = (),
+    replicas: Literal["equal", "first"] = "equal",
+    chunk_bytes: int | None = None,
+    shard_bytes: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    timeout: float = TIMEOUT,
+    in_flight: int = 1,
+) -> SaveHandle:
+    """Save as `save` does, but return as soon as the state is copied to host memory; all ranks call it together.
+
+    The copy goes to memory that is kept from save to save (the first one allocates it, and starts a process for each
+    rank). At most `in_flight` saves are under way, each with memory of its own: one more waits for the oldest.
+
+    Raises:
+        UcformatError: an earlier save of this kind failed, and nobody had asked for its outcome.
+    """
+    begun = time.monotonic()
+    terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
+    note = Note(step, run, dict(metrics or {}), dict(config or {}), tuple(lineage))
+    background = _background(group, timeout, in_flight)
+    return background.save(local_state(state), terms, note, begun)
+
+
+def async_save_local(
+    state: LocalState,
+    terms: Terms,
+    note: Note,
+    *,
+    group: dist.ProcessGroup | None = None,
+    timeout: float = TIMEOUT,
+    in_flight: int = 1,
+) -> SaveHandle:
+    """`async_save` of what this rank holds, whatever engine it was collected from."""
+    begun = time.monotonic()
+    background = _background(group, timeout, in_flight)
+    return background.save(state, terms, note, begun)
+
+
+class _Background:
+    """This rank's writing process, its memory, and the saves under way."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.usable = True
+        self._handles: dict[int, tuple[SaveHandle, int]] = {}  # job -> handle, buffer
+        self._buffers: dict[int, HostBuffer] = {}
+        self._count = 0
+        self._pool = ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0))), "ucformat-stage")
+        start, listener = _meeting_place(group)
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        fds = [theirs.fileno(), *([listener.fileno()] if listener else [])]
+        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter
+            [sys.executable, "-c", _SERVE, str(theirs.fileno())],
+            pass_fds=fds,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        if listener:
+            listener.close()
+        self._socket = mine
+        self._connection = Connection(os.dup(mine.fileno()))
+        self._connection.send(start)
+        self._listener = threading.Thread(target=self._listen, daemon=True, name="ucformat-async")
+        self._listener.start()
+
+    def make_room(self, in_flight: int) -> None:
+        """Wait until fewer saves are under way; raise what one of them failed of, if nobody has seen it."""
+        while len(under_way := [h for h, _ in self._handles.values() if not h.done]) >= max(1, in_flight):
+            _settle(under_way[0])
+        for number, (handle, _) in list(self._handles.items()):
+            if handle.done:
+                seen, error = handle.seen, handle.error()
+                del self._handles[number]
+                if error is not None and not seen:
+                    raise error
+
+    def save(self, state: LocalState, terms: Terms, note: Note, begun: float) -> SaveHandle:
+        """Stage a state, and have it written."""
+        number = self._buffer(room_for(state))
+        tensors, slots = stage(state, self._buffers[number], self._pool)
+        stall = time.monotonic() - begun
+        handle = SaveHandle(terms.url, stall)
+        listing = listing_of(state, tensors=tensors, stall=stall)
+        self._count += 1
+        self._handles[self._count] = (handle, number)
+        try:
+            self._connection.send(Job(self._count, number, listing, slots, terms, note))
+        except OSError:
+            self._died()
+        return handle
+
+    def _buffer(self, nbytes: int) -> int:
+        """The number of a buffer that is free and large enough."""
+        busy = {number for handle, number in self._handles.values() if not handle.done}
+        for number, buffer in list(self._buffers.items()):
+            if number not in busy and buffer.nbytes >= nbytes:
+                return number
+            if number not in busy:  # too small: a larger one takes its place
+                self._connection.send(number)
+                self._buffers.pop(number).close()
+        number = max(self._buffers, default=-1) + 1
+        buffer = self._buffers[number] = HostBuffer(nbytes)
+        self._connection.send(Buffer(number, buffer.nbytes))
+        send_handle(self._connection, buffer.fd, self._process.pid)
+        return number
+
+    def _listen(self) -> None:
+        """Take the outcomes of jobs, as long as the process lives."""
+        try:
+            while True:
+                done: Done = self._connection.recv()
+                self.usable = self.usable and done.whole
+                handle, _ = self._handles[done.number]
+                if isinstance(done.outcome, Saved):
+                    handle._done.set_result(done.outcome)  # noqa: SLF001 - two halves of one thing
+                else:
+                    handle._done.set_exception(done.outcome)  # noqa: SLF001
+        except (EOFError, OSError):
+            self._died()
+
+    def _died(self) -> None:
+        """The process is gone: what it had under way is lost."""
+        self.usable = False
+        code = self._process.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        for handle, _ in list(self._handles.values()):
+            if not handle.done:
+                handle._done.set_exception(  # noqa: SLF001
+                    UcformatError(
+                        f"rank {self.group.rank}: the process that wrote {handle.url} {how}",
+                        hint="nothing of it is committed; look at its output above, then save again",
+                    )
+                )
+
+    def close(self) -> None:
+        """Wait for what is under way, and end the process."""
+        for handle, _ in list(self._handles.values()):
+            _settle(handle)
+            seen, error = handle.seen, handle.error()
+            if error is not None and not seen:
+                _log.error("%s was not saved: %s", handle.url, error)
+        with suppress(OSError):  # it ended by itself
+            self._socket.shutdown(socket.SHUT_RDWR)  # tells the process, and wakes our thread
+        self._process.wait()
+        self._listener.join()
+        self._connection.close()
+        self._socket.close()
+        self._pool.shutdown()
+
+
+def _settle(handle: SaveHandle) -> None:
+    """Wait until a save has succeeded or failed."""
+    handle._done.exception()  # noqa: SLF001
+
+
+def _meeting_place(group: Group) -> tuple[Start, socket.socket | None]:
+    """Where the writers of all ranks meet: a port on which rank 0's will serve."""
+    listener, place = None, None
+    if group.size > 1:
+        if not group.rank:
+            listener = socket.create_server(("", 0), backlog=group.size + 16)
+            place = (os.environ.get("MASTER_ADDR", socket.gethostname()), listener.getsockname()[1])
+        place = group.agree(place)[0]
+    host, port = place or ("", 0)
+    fd = listener.fileno() if listener else None
+    return Start(group.rank, group.size, host, port, fd, group.timeout), listener
+
+
+_backgrounds: dict[Group | None, _Background] = {}  # None: this process alone
+
+
+def _background(process_group: dist.ProcessGroup | None, timeout: float, in_flight: int) -> _Background:
+    """The writing process of this rank for a group of ranks, with room for a save; a new one where the last broke."""
+    group = group_of(process_group, timeout)
+    key = group if group.size > 1 else None
+    found = _backgrounds.get(key)
+    if found is not None:
+        try:
+            found.make_room(in_flight)
+        finally:
+            if not found.usable:
+                _close(found)
+    if key not in _backgrounds:
+        _backgrounds[key] = _Background(group)
+    return _backgrounds[key]
+
+
+def _close(background: _Background) -> None:
+    for key in [k for k, b in _backgrounds.items() if b is background]:
+        del _backgrounds[key]
+    background.close()
+
+
+@atexit.register
+def _close_all() -> None:
+    for background in list(_backgrounds.values()):
+        _close(background)
