@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.layout import Layout
     from ucformat.jobs.convert import convert
     from ucformat.jobs.gc import collect
+    from ucformat.jobs.materialize import materialize
     from ucformat.jobs.register import register, reindex
     from ucformat.jobs.verify import Report, verify
     from ucformat.planning import ReadPlan
@@ -32,6 +33,7 @@ __all__ = [
     "collect",
     "convert",
     "errors",
+    "materialize",
     "open",
     "register",
     "register_zarr_dtypes",
@@ -49,6 +51,7 @@ _HOMES = {
     "collect": "jobs.gc:collect",
     "convert": "jobs.convert:convert",
     "errors": "errors:",
+    "materialize": "jobs.materialize:materialize",
     "open": "references:open_reference",
     "register": "jobs.register:register",
     "register_zarr_dtypes": "format.zarr_types:register_zarr_dtypes",
@@ -57,7 +60,7 @@ _HOMES = {
 }
 
 #: What has to listen before a name is used, for the rooms below know nothing of those above.
-_SUBSCRIBES = {"Catalog": "keep_documents", "convert": "record_commits"}
+_SUBSCRIBES = {"Catalog": "keep_documents", "convert": "record_commits", "materialize": "record_commits"}
 
 
 def __getattr__(name: str) -> object:

@@ -42,6 +42,7 @@ ucp = Program(
         "get": ("ucformat.cli.get:get", "Read a tensor, or a slice of one."),
         "plan": ("ucformat.cli.plan:plan", "Say what ranks of a layout would read, before any of it is read."),
         "convert": ("ucformat.cli.convert:convert", "Make a universal checkpoint of any checkpoint."),
+        "materialize": ("ucformat.cli.materialize:materialize", "Make arrays of a packed checkpoint."),
         "verify": ("ucformat.cli.verify:verify", "Read every byte and compare it with its checksums."),
         "layout": (_LAYOUT, "Layout files: how tensors lie on ranks."),
         "ls": ("ucformat.cli.ls:ls", "List the checkpoints that the catalog knows."),

@@ -197,7 +197,8 @@ def _write_shard(source: Checkpoint, store: Store, task: _Task) -> bytes:
                 return leaves
     except NotFound:
         pass
-    extents = list(source.source.extents(info.key))
+    whole = grid.box(task.shard)  # of many extents few meet a shard, and each band looks at all of them
+    extents = [e for e in source.source.extents(info.key) if e.box.intersect(whole)]
 
     def fill(band: Band, raw: NDArray[np.uint8]) -> None:
         piece = Piece(band.box, 0, row_major(band.padded))

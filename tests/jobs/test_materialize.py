@@ -1,0 +1,354 @@
+"""Materialising: the same checkpoint as arrays, at another place or in its own, whenever it is stopped."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import ucformat
+from tests.fakes import ODD, FakeSource, random_array, same
+from tests.packed import FACTS, OBJECTS, write_packed
+from tests.storage.faulty import FaultyStore
+from ucformat.checkpoint import Checkpoint
+from ucformat.errors import ChecksumError, Conflict, MissingData, NotFound, Refused, UcformatError, UsageError
+from ucformat.jobs.materialize import is_packed
+from ucformat.storage.local import LocalStore
+from ucformat.storage.memory import MemoryStore
+from ucformat.storage.wrapped import WrappedStore
+
+if TYPE_CHECKING:
+    from tests.fakes import Arrays
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A packed checkpoint."""
+    write_packed(LocalStore(tmp_path / "packed"), ODD)
+    return tmp_path / "packed"
+
+
+def folders(place: Path) -> set[str]:
+    """The attempts that have anything at a place."""
+    found = {p.name for kind in ("data", "objects", "assets") for p in (place / kind).glob("*")}
+    return found | {p.stem for p in (place / "attempts").glob("*.json")}
+
+
+def holds(ck: Checkpoint, arrays: Arrays = ODD) -> bool:
+    return set(ck.tensors) == set(arrays) and all(same(ck[k][...], a) for k, a in arrays.items())
+
+
+class TestInPlace:
+    """Without a destination."""
+
+    @pytest.mark.parametrize("sizes", [(64, 256), (None, None)])
+    def test_all_of_it_stays_but_the_packed_files(self, place: Path, sizes: tuple[int | None, int | None]) -> None:
+        before = ucformat.open(place)
+        truth = ucformat.convert(place, MemoryStore(f"truth-{sizes[0]}"), None, *sizes, overwrite=True)
+        assert is_packed(before)
+        ck = ucformat.materialize(place, None, *sizes)
+        assert holds(ck)
+        assert holds(ucformat.open(place))
+        assert same(ck["head.weight"][...], ODD["embed.weight", "weight"])
+        old, new = before.manifest, ck.manifest
+        changed = {"attempt", "tensors", "sidecar", "objects", "assets", "producer"}
+        assert new.model_dump(exclude=changed) == old.model_dump(exclude=changed)
+        assert new.producer["ucformat"] == ucformat.__version__
+        assert [new.producer[k] for k in ("engine.name", "torch")] == ["fake", "2.13.0"]
+        assert new.sidecar is None
+        assert ck.objects == OBJECTS
+        assert dict(ck.assets) == {"a/b.txt": b"asset"}
+        assert [t.digest for t in new.tensors] == [t.digest for t in truth.manifest.tensors]
+        assert folders(place) == {new.attempt}
+        assert list(place.rglob("*.bin")) == []
+        report = ucformat.verify(place)
+        assert report
+        assert report.bytes_unverified == 0
+
+    def test_arrays_are_left_as_they_are(self, place: Path) -> None:
+        first = ucformat.materialize(place)
+        files = {p: p.stat().st_mtime_ns for p in place.rglob("*")}
+        again = ucformat.materialize(place, workers=3)
+        assert again.manifest == first.manifest
+        assert {p: p.stat().st_mtime_ns for p in place.rglob("*")} == files
+
+    def test_a_foreign_checkpoint_is_refused(self, tmp_path: Path) -> None:
+        source = Checkpoint(FakeSource.write(LocalStore(tmp_path / "fake"), ODD))
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(Refused, match="checkpoint of fake") as caught:
+            ucformat.materialize(source)
+        assert "DST" in str(caught.value.hint)
+        assert sorted(tmp_path.rglob("*")) == before
+
+    def test_a_place_that_cannot_replace_is_refused_before_much_is_written(self, place: Path) -> None:
+        class NoReplace(WrappedStore):
+            def replace(self, key: str, data: bytes, version: str) -> str:
+                raise Refused(f"{self.url} cannot replace a file")
+
+        before = {p: p.stat().st_mtime_ns for p in place.rglob("*") if p.is_file()}
+        with pytest.raises(Refused, match="materialised in place") as caught:
+            ucformat.materialize(ucformat.open(NoReplace(LocalStore(place))))
+        assert "DST" in str(caught.value.hint)
+        assert {p: p.stat().st_mtime_ns for p in place.rglob("*") if p.is_file()} == before
+
+    def test_one_that_was_opened_before_it_became_arrays(self, place: Path) -> None:
+        early = ucformat.open(place)
+        first = ucformat.materialize(place)
+        assert ucformat.materialize(early).manifest == first.manifest
+        assert ucformat.materialize(early, chunk_bytes=64).manifest == first.manifest
+        assert folders(place) == {first.manifest.attempt}
+        with pytest.raises(MissingData):
+            early["table"][...]
+
+    def test_one_that_was_opened_before_it_was_replaced(self, place: Path, tmp_path: Path) -> None:
+        early = ucformat.open(place)
+        other = Checkpoint(FakeSource.write(MemoryStore("other"), {("w", "weight"): random_array((3,), "int8")}))
+        new = ucformat.convert(other, place, overwrite=True)
+        with pytest.raises(Conflict, match="was replaced or deleted"):
+            ucformat.materialize(early)
+        assert ucformat.open(place).id == new.id
+        assert folders(place) == {new.manifest.attempt}
+        shutil.rmtree(place)
+        with pytest.raises(NotFound):
+            ucformat.materialize(early)
+
+    @pytest.mark.parametrize("alike", [True, False])
+    def test_several_at_once_all_end_well(self, tmp_path: Path, alike: bool) -> None:
+        for round_ in range(6):
+            where = tmp_path / str(round_)
+            packed = write_packed(LocalStore(where), ODD)
+            made: list[Checkpoint] = []
+            failed: list[Exception] = []
+            barrier = threading.Barrier(3)
+
+            def work(
+                k: int,
+                where: Path = where,
+                made: list[Checkpoint] = made,
+                failed: list[Exception] = failed,
+                barrier: threading.Barrier = barrier,
+            ) -> None:
+                barrier.wait()
+                try:
+                    made.append(ucformat.materialize(where, None, 1024, 4096 if alike else 4096 << k, workers=1))
+                except Exception as error:  # noqa: BLE001 - shown below
+                    failed.append(error)
+
+            threads = [threading.Thread(target=work, args=(k,)) for k in range(3)]
+            for t in threads:
+                t.start()
+            for t in threads:
+                t.join()
+            assert failed == []
+            assert {(ck.id, ck.manifest.attempt) for ck in made} == {(packed.id, made[0].manifest.attempt)}
+            assert holds(ucformat.open(where))
+            assert ucformat.verify(where)
+            assert folders(where) == {made[0].manifest.attempt}
+
+    @pytest.mark.parametrize("name", ["embed.weight", "table"])
+    def test_a_damaged_packed_file_is_not_made_into_arrays(self, place: Path, name: str) -> None:
+        ck = ucformat.open(place)
+        extent = next(e for e in ck.source.extents(next(k for k in ck.tensors if k.name == name)) if e.box.size)
+        file = place / extent.file
+        data = bytearray(file.read_bytes())
+        data[extent.offset] ^= 1
+        file.write_bytes(data)
+        for dst in (None, MemoryStore(f"damaged-{name}")):
+            with pytest.raises(ChecksumError, match=name.replace(".", r"\.")) as caught:
+                ucformat.materialize(place, dst)
+            assert extent.file in caught.value.message
+        data[extent.offset] ^= 1
+        file.write_bytes(data)
+        assert holds(ucformat.materialize(place))
+
+    def test_checksums_that_follow_their_blocks_and_none_at_all(self, tmp_path: Path) -> None:
+        from tests.golden.make import make_packed, tensors
+
+        ck = make_packed(LocalStore(tmp_path / "golden"))
+        assert holds(ck, tensors())
+        assert holds(ucformat.materialize(ck), tensors())
+        make_packed(LocalStore(tmp_path / "damaged"))
+        key = next(k for n, k in enumerate(ck.tensors) if n % 3 == 1)  # whose checksums follow
+        packed = ucformat.open(tmp_path / "damaged")
+        extent = next(iter(packed.source.extents(key)))
+        file = tmp_path / "damaged" / extent.file
+        data = bytearray(file.read_bytes())
+        data[extent.offset] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(ChecksumError, match="crc32c differs"):
+            ucformat.materialize(packed)
+
+    def test_the_catalog_hears_of_it_and_names_still_lead_to_it(
+        self, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("UCP_CATALOG", str(tmp_path / "catalog.db"))
+        monkeypatch.setattr("ucformat.format.commit.on_commit", [])
+        monkeypatch.delitem(vars(ucformat), "materialize", raising=False)
+        before = ucformat.open(place)
+        with ucformat.Catalog() as catalog:
+            catalog.record(before.manifest, before.url)
+            catalog.alias("best", before.id)
+            catalog.hold(before.id, "ours")
+        ck = ucformat.materialize("alias:best")
+        assert not is_packed(ck)
+        assert ucformat.open("alias:best").manifest == ck.manifest
+        assert ucformat.open("run7@1700").manifest == ck.manifest
+        copy = ucformat.materialize(ck, tmp_path / "copy")
+        with ucformat.Catalog() as catalog:
+            entry = catalog.get("alias:best")
+            assert (entry.state, entry.url, len(entry.holds)) == ("committed", ck.url, 1)
+            assert catalog.get(copy.id).state == "committed"
+
+
+class TestElsewhere:
+    """With a destination."""
+
+    def test_a_new_checkpoint_that_says_what_it_was_made_from(self, place: Path, tmp_path: Path) -> None:
+        before = ucformat.open(place)
+        ck = ucformat.materialize(place, tmp_path / "arrays", 64, 256)
+        assert holds(ck)
+        assert ucformat.verify(ck)
+        old, new = before.manifest, ck.manifest
+        assert new.id != old.id
+        assert new.lineage[:-1] == old.lineage == FACTS["lineage"]
+        assert (new.lineage[-1].kind, new.lineage[-1].url, new.lineage[-1].id) == ("convert", str(place), old.id)
+        changed = {"id", "created", "attempt", "tensors", "sidecar", "objects", "assets", "producer", "lineage"}
+        assert new.model_dump(exclude=changed) == old.model_dump(exclude=changed)
+        assert new.producer["torch"] == "2.13.0"
+        assert ck.objects == OBJECTS
+        assert dict(ck.assets) == {"a/b.txt": b"asset"}
+        assert ucformat.open(place).manifest == old
+        assert holds(ucformat.open(place))
+        truth = ucformat.convert(place, tmp_path / "converted", None, 64, 256)
+        assert [t.digest for t in new.tensors] == [t.digest for t in truth.manifest.tensors]
+
+    def test_a_committed_place_is_a_conflict_unless_overwritten(self, place: Path, tmp_path: Path) -> None:
+        first = ucformat.materialize(place, tmp_path / "arrays")
+        with pytest.raises(Conflict, match="already holds"):
+            ucformat.materialize(place, tmp_path / "arrays")
+        second = ucformat.materialize(place, tmp_path / "arrays", overwrite=True)
+        assert second.id != first.id
+        assert folders(tmp_path / "arrays") == {second.manifest.attempt}
+
+    def test_arrays_and_foreign_checkpoints_are_converted(self, place: Path, tmp_path: Path) -> None:
+        first = ucformat.materialize(place, tmp_path / "arrays")
+        again = ucformat.materialize(first, tmp_path / "again", 64)
+        assert holds(again)
+        assert [p.id for p in again.manifest.lineage] == ["before", ucformat.open(place).id, first.id]
+        engine = {"name": "fake", "version": "1"}
+        source = Checkpoint(FakeSource.write(LocalStore(tmp_path / "fake"), ODD, engine=engine, step=3))
+        made = ucformat.materialize(source, tmp_path / "foreign")
+        truth = ucformat.convert(source, tmp_path / "converted")
+        changed = {"id", "created", "attempt", "tensors", "objects"}
+        assert made.manifest.model_dump(exclude=changed) == truth.manifest.model_dump(exclude=changed)
+        assert [t.digest for t in made.manifest.tensors] == [t.digest for t in truth.manifest.tensors]
+
+    @pytest.mark.parametrize("wrong", ["chunk_bytes", "shard_bytes", "workers"])
+    def test_sizes_of_nothing_are_wrong(self, place: Path, wrong: str) -> None:
+        with pytest.raises(UsageError, match=wrong):
+            ucformat.materialize(place, **{wrong: 0})  # type: ignore[arg-type]
+        assert is_packed(ucformat.open(place))
+
+
+def test_progress_counts_what_is_checked_and_what_is_written(place: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    ucformat.materialize(place, progress=lambda done, total: seen.append((done, total)))
+    total = sum(a.nbytes for a in ODD.values())
+    assert {t for _, t in seen} == {2 * total}
+    assert [d for d, _ in seen] == sorted(d for d, _ in seen)
+    assert seen[-1][0] == 2 * total
+
+
+def test_a_failure_at_any_write_leaves_it_whole_and_the_next_run_completes(tmp_path: Path) -> None:
+    arrays = {k: a for k, a in ODD.items() if k[0] in ("embed.weight", "norm.bias", "empty")}
+
+    def make(name: str, fail: int | None = None) -> tuple[Path, FaultyStore]:
+        write_packed(LocalStore(tmp_path / name), arrays)
+        return tmp_path / name, FaultyStore(LocalStore(tmp_path / name), fail_write=fail, dead=True)
+
+    _, whole = make("whole")
+    ucformat.materialize(ucformat.open(whole), None, 128, 2048, workers=1)
+    last = whole.writes
+    assert last > 60
+    seen = set()
+    for n in sorted({*range(1, last, 7), *range(last - 8, last + 1)}):
+        where, store = make(f"fail{n}", n)
+        packed = ucformat.open(where)
+        with pytest.raises(UcformatError, match="No space left"):
+            ucformat.materialize(ucformat.open(store), None, 128, 2048, workers=1)
+        left = ucformat.open(where)
+        assert holds(left, arrays), n
+        assert left.id == packed.id
+        seen.add(is_packed(left))
+        ck = ucformat.materialize(where, None, 128, 2048)
+        assert not is_packed(ck)
+        assert holds(ck, arrays), n
+        assert ucformat.verify(ck)
+        if is_packed(left):
+            assert folders(where) == {ck.manifest.attempt}
+    assert seen == {True, False}
+
+
+WORKER = """
+import sys, ucformat
+ucformat.materialize, ucformat.open
+print("ready", flush=True)
+ucformat.materialize(sys.stdin.readline().strip(), None, 4096, 1 << 18)
+print("done", flush=True)
+"""
+
+
+def test_kill_9_at_any_instant_of_the_in_place_form(tmp_path: Path) -> None:
+    shapes = {"embed": (211, 300), "a": (1200, 401), "b": (64, 64), "c": (7,), "d": (512, 257)}
+    arrays = {(n, "weight"): random_array(s, "float32", i) for i, (n, s) in enumerate(shapes.items())}
+    original = tmp_path / "original"
+    write_packed(LocalStore(original), arrays, block_bytes=1 << 16)
+    chance, whole, seen = random.Random(5), 0.0, []
+    for round_ in range(12):
+        where = shutil.copytree(original, tmp_path / str(round_))
+        process = subprocess.Popen(
+            [sys.executable, "-c", WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with process:
+            assert process.stdout.readline() == "ready\n"
+            begun = time.perf_counter()
+            process.stdin.write(f"{where}\n")
+            process.stdin.flush()
+            if round_ == 0:  # let be, to see how long it takes
+                assert process.stdout.readline() == "done\n"
+                whole = time.perf_counter() - begun
+            else:
+                time.sleep(chance.uniform(0, 1.1 * whole))
+                process.send_signal(signal.SIGKILL)
+        left = ucformat.open(where)  # whatever it was doing
+        assert holds(left, arrays)
+        seen.append(is_packed(left))
+        begun_by_it = folders(where) - {left.manifest.attempt}
+        ck = ucformat.materialize(where, None, 4096, 1 << 18)
+        assert not is_packed(ck)
+        assert holds(ck, arrays)
+        assert ck.id == left.id
+        ucformat.verify(ck).raise_if_damaged()
+        assert list(where.rglob(".ucf-*.tmp")) == []
+        if is_packed(left):
+            assert begun_by_it <= {ck.manifest.attempt}  # it was continued
+            assert folders(where) == {ck.manifest.attempt}
+        shutil.rmtree(where)
+    assert any(seen)

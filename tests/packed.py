@@ -1,0 +1,79 @@
+"""A packed checkpoint made of arrays, with all that a checkpoint can say of itself, for tests."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from crc32c import crc32c
+
+import ucformat
+from ucformat.format.arrays import put_file
+from ucformat.format.commit import begin, commit, new_id
+from ucformat.format.digest import bytes_digest
+from ucformat.format.dtypes import dtype_name
+from ucformat.format.sidecar import encode
+from ucformat.geometry.box import row_major
+from ucformat.geometry.flat import flat_boxes
+from ucformat.geometry.tensor import Block, Extent
+from ucformat.schema.manifest import GroupDoc, LineageDoc, Manifest, SidecarDoc, TensorDoc
+
+if TYPE_CHECKING:
+    from tests.fakes import Arrays
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.storage.base import Store
+
+OBJECTS: dict[str, Any] = {"scheduler": {"last": 3}, "nan": {"$float": "nan"}}
+FACTS: dict[str, Any] = {
+    "run": "run7",
+    "step": 1700,
+    "metrics": {"val_loss": 2.5},
+    "config": {"optimizer": {"lr": 0.1}},
+    "layout": {"dp": 3},
+    "producer": {"engine.name": "fake", "torch": "2.13.0", "ucformat": "0.0.1"},
+    "aliases": {"head.weight": "embed.weight"},
+    "groups": (GroupDoc(params=("embed.weight",), options={"lr": 0.1}),),
+    "lineage": (LineageDoc(kind="resume", url="/nowhere/run7/1000", id="before"),),
+}
+
+
+def write_packed(store: Store, arrays: Arrays, ranks: int = 3, block_bytes: int = 512, **facts: Any) -> Checkpoint:
+    """Commit these arrays, cut flat over ranks: a file for each rank, and in it blocks, each with its checksum."""
+    attempt = begin(store, {"packed": len(arrays)}, overwrite=False)
+    files = [bytearray(b"rank") for _ in range(ranks)]
+    extents: list[list[Extent]] = []
+    for a in arrays.values():
+        found, strides, data = [], row_major(a.shape, a.itemsize), a.tobytes()
+        part, most = -(-a.size // ranks), max(1, block_bytes // a.itemsize)
+        for k, file in enumerate(files):
+            for start in range(min(k * part, a.size), min((k + 1) * part, a.size), most):
+                stop = min(start + most, (k + 1) * part, a.size)
+                block = data[start * a.itemsize : stop * a.itemsize]
+                at = len(file)
+                file.extend(block)
+                for box in flat_boxes(a.shape, start, stop):
+                    flat = sum(x * s for x, s in zip(box.start, strides, strict=True))
+                    where = at + flat - start * a.itemsize
+                    name = f"data/{attempt.id}/rank{k}.bin"
+                    found.append(Extent(box, name, where, strides, Block(at, len(block), crc32c(block))))
+        extents.append(found)
+    for k, file in enumerate(files):
+        put_file(store, f"data/{attempt.id}/rank{k}.bin", bytes(file))
+    data, path = encode(extents), f"data/{attempt.id}/extents.safetensors"
+    put_file(store, path, data)
+    manifest = Manifest(
+        id=new_id(),
+        attempt=attempt.id,
+        created=datetime(2026, 1, 1, tzinfo=UTC),
+        objects=put_file(store, f"objects/{attempt.id}/objects.json", json.dumps(OBJECTS).encode()),
+        assets={"a/b.txt": put_file(store, f"assets/{attempt.id}/b.txt", b"asset")},
+        tensors=tuple(
+            TensorDoc(name=n, state=s, dtype=dtype_name(a.dtype), shape=a.shape, nbytes=a.nbytes)
+            for (n, s), a in arrays.items()
+        ),
+        sidecar=SidecarDoc(path=path, nbytes=len(data), digest=bytes_digest(data)),
+        **{**FACTS, **facts},
+    )
+    commit(store, attempt, manifest)
+    return ucformat.open(store)

@@ -1,0 +1,223 @@
+"""Makes arrays of a packed checkpoint: at another place, or in its own, where it is replaced only when they are whole.
+
+First every block of the packed files is compared with its checksum, for what becomes arrays gets checksums of its own.
+Then the arrays are written under a new attempt, as `convert` writes them. In place, the manifest that was read is
+replaced, if it still stands, and then the packed files are deleted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import TYPE_CHECKING
+
+import numpy as np
+from crc32c import crc32c
+
+from ucformat.checkpoint import Checkpoint, open_checkpoint
+from ucformat.errors import ChecksumError, Conflict, Refused, UcformatError
+from ucformat.format.commit import abandon, begin, commit, read_manifest
+from ucformat.format.sidecar import FOLLOWS, NO_BLOCK
+from ucformat.format.universal import Universal
+from ucformat.jobs.convert import How, plan_document, write
+from ucformat.jobs.run import run as run_tasks
+from ucformat.references import open_reference
+from ucformat.storage.url import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ucformat.format.commit import Attempt
+    from ucformat.schema.manifest import Manifest
+    from ucformat.storage.base import Store
+
+__all__ = ["is_packed", "materialize"]
+
+_READ = 4 << 20  # bytes
+_TASK = 64 << 20  # bytes of blocks that one task checks
+
+
+def materialize(
+    src: str | PathLike[str] | Checkpoint,
+    dst: str | PathLike[str] | Store | None = None,
+    chunk_bytes: int | None = None,
+    shard_bytes: int | None = None,
+    overwrite: bool = False,  # noqa: FBT001, FBT002 - as of convert
+    workers: int | None = None,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> Checkpoint:
+    """Make arrays of a packed checkpoint, in place or as a new checkpoint, and commit them.
+
+    All else stays: run, step, metrics, config, layout, groups, objects, assets, aliases, producer and lineage. In place
+    the checkpoint keeps its id, too. Every checksum of the packed files is checked first. Interrupted at any instant,
+    the packed checkpoint is whole, or the arrays are committed; called again with the same arguments it continues.
+
+    Args:
+        src: a checkpoint, or where one lies.
+        dst: where a new checkpoint is to lie, as `convert` makes it. None: in place, and then the packed files are
+            deleted, so that whoever has the packed checkpoint open must open it again. A checkpoint that is arrays
+            already is then left as it is.
+        chunk_bytes: the most bytes of a chunk, the unit of reading (default 1 MiB).
+        shard_bytes: the most bytes of a shard, the unit of writing (default 128 MiB).
+        overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one is.
+        workers: shards written at once (default: one for each core).
+        progress: called with the bytes done and the bytes in all: those that are checked, and those of the arrays.
+
+    Raises:
+        ChecksumError: a packed file is damaged.
+        Conflict: a checkpoint is committed at `dst` already, or the one that is to be replaced has changed.
+        Refused: in place, of a foreign checkpoint, or in a place that cannot replace a file only if it is unchanged.
+    """
+    source = src if isinstance(src, Checkpoint) else open_reference(src)
+    how = How(chunk_bytes, shard_bytes, workers, progress)
+    if dst is None:
+        return _in_place(source, how)
+    store = open_store(dst) if isinstance(dst, str | PathLike) else dst
+    plan = {**plan_document(source, list(source.tensors.values()), how), "materialize": source.id}
+    attempt = begin(store, plan, overwrite=overwrite)
+    manifest = _write(source, store, attempt, how)
+    commit(store, attempt, manifest.model_copy(update={"lineage": (*source.manifest.lineage, *manifest.lineage)}))
+    return open_checkpoint(store)
+
+
+def is_packed(ck: Checkpoint) -> bool:
+    """Whether some tensors of a universal checkpoint are not arrays."""
+    return isinstance(ck.source, Universal) and any(t.path is None for t in ck.manifest.tensors)
+
+
+def _in_place(source: Checkpoint, how: How) -> Checkpoint:
+    store, before = source.store, source.manifest
+    if not isinstance(source.source, Universal):
+        raise Refused(
+            f"{source.url} is a checkpoint of {source.kind}, whose files are not replaced",
+            hint="say where the arrays are to lie: `ucp materialize SRC DST`, or materialize(src, dst)",
+        )
+    if not is_packed(source):
+        store.sweep()  # a writer killed just after its commit leaves hidden names
+        return source
+    plan = {**plan_document(source, list(source.tensors.values()), how), "materialize": before.attempt}
+    attempt = begin(store, plan, overwrite=True)
+    now = None if attempt.replaces is None else attempt.replaces[0]
+    if now is None or now.attempt != before.attempt:  # since it was opened
+        return _overtaken(store, attempt, now, before)
+    try:
+        _must_replace(store, attempt)
+        manifest = _write(source, store, attempt, how)
+    except UcformatError:
+        now = _standing(store)
+        if now is None or now.attempt == before.attempt:
+            raise
+        return _overtaken(store, attempt, now, before)  # who committed took away what we read
+    kept = {"id": before.id, "created": before.created, "lineage": before.lineage}
+    try:
+        commit(store, attempt, manifest.model_copy(update=kept))
+    except Conflict:
+        return _overtaken(store, attempt, _standing(store), before)
+    return open_checkpoint(store)
+
+
+def _overtaken(store: Store, attempt: Attempt, now: Manifest | None, before: Manifest) -> Checkpoint:
+    """What stands instead of the checkpoint that was opened, if it is the same one as arrays."""
+    if now is None or now.attempt != attempt.id:
+        abandon(store, attempt.id)
+    if now is not None and now.id == before.id:
+        found = open_checkpoint(store)
+        if not is_packed(found):
+            return found
+    raise Conflict(
+        f"the checkpoint {before.id} at {store.url} was replaced or deleted since it was opened",
+        hint="open it again, and see what lies there now",
+    )
+
+
+def _must_replace(store: Store, attempt: Attempt) -> None:
+    """Refused, before much is written, where a file cannot be replaced only if it is unchanged."""
+    record = f"attempts/{attempt.id}.json"
+    try:
+        store.replace(record, *store.read_versioned(record))
+    except Refused as error:
+        abandon(store, attempt.id)
+        raise Refused(
+            f"{error.message}: a checkpoint there cannot be materialised in place",
+            hint="say where the arrays are to lie: `ucp materialize SRC DST`, or materialize(src, dst)",
+        ) from error
+
+
+def _standing(store: Store) -> Manifest | None:
+    """The manifest that stands at a place, if that can be known."""
+    try:
+        return read_manifest(store)[0]
+    except UcformatError:
+        return None
+
+
+def _write(source: Checkpoint, store: Store, attempt: Attempt, how: How) -> Manifest:
+    """Check the packed files, then write everything; the manifest, which says who wrote the checkpoint in the end."""
+    infos = list(source.tensors.values())
+    checks = list(_checks(source.source)) if isinstance(source.source, Universal) and is_packed(source) else []
+    total, done = sum(i.nbytes for i in infos), 0
+    checked = sum(c.nbytes for c in checks)
+    for check, _ in run_tasks(_Check.run, checks, how.workers):
+        done += check.nbytes
+        if how.progress is not None:
+            how.progress(done, checked + total)
+    if (tell := how.progress) is not None:
+        how = replace(how, progress=lambda written, _: tell(checked + written, checked + total))
+    manifest = write(source, store, attempt, infos, how)
+    return manifest.model_copy(update={"producer": {**source.manifest.producer, **manifest.producer}})
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """Blocks of one file, in the order of their offsets: tensor, offset, bytes, checksum."""
+
+    source: Universal
+    file: str
+    blocks: tuple[tuple[int, int, int, int], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(b[2] for b in self.blocks)
+
+    def run(self) -> None:
+        """Read them, at most 4 MiB at once.
+
+        Raises:
+            ChecksumError: a block is not what its checksum says.
+        """
+        store = self.source.store
+        buffer = memoryview(bytearray(min(_READ, max(b[2] for b in self.blocks))))
+        for tensor, offset, nbytes, stored in self.blocks:
+            crc = 0
+            for at in range(0, nbytes, _READ):
+                part = buffer[: min(_READ, nbytes - at)]
+                store.read_into(self.file, offset + at, [part])
+                crc = crc32c(part, crc, gil_release_mode=1)
+            behind = stored == FOLLOWS
+            if crc != (int.from_bytes(store.read(self.file, offset + nbytes, 4), "little") if behind else stored):
+                doc = self.source.manifest.tensors[tensor]
+                raise ChecksumError(
+                    f"{store.url}/{self.file}: crc32c differs (block at byte {offset}) in {doc.name} ({doc.state})",
+                    hint="restore the file from another copy of the checkpoint; nothing was replaced",
+                )
+
+
+def _checks(source: Universal) -> Iterator[_Check]:
+    """Every block of the packed files once, those of one file in tasks of some 64 MiB."""
+    sidecar = source.sidecar()
+    c = sidecar.columns
+    rows = np.flatnonzero(c.block_offset != NO_BLOCK)
+    known = np.stack([c.file[rows], c.block_offset[rows], c.block_nbytes[rows], c.crc32c[rows]], axis=1)
+    distinct, first = np.unique(known, axis=0, return_index=True)  # sorted by file and offset
+    tensors = c.tensor[rows[first]]
+    some: list[tuple[int, int, int, int]] = []
+    current, nbytes = -1, 0
+    for (file, offset, size, crc), tensor in zip(distinct.tolist(), tensors.tolist(), strict=True):
+        if some and (file != current or nbytes >= _TASK):
+            yield _Check(source, sidecar.files[current], tuple(some))
+            some, nbytes = [], 0
+        some.append((tensor, offset, size, crc))
+        current, nbytes = file, nbytes + size
+    if some:
+        yield _Check(source, sidecar.files[current], tuple(some))
