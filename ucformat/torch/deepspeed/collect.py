@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ucformat.errors import Refused, UsageError
+from ucformat.geometry.box import row_major
 from ucformat.geometry.cut import Dim, Run, pieces_of
-from ucformat.geometry.tensor import TensorInfo
+from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.torch.deepspeed.engine import Trainer, look
 from ucformat.torch.deepspeed.held import Held, Part, held_by, partition_of, shape_of
-from ucformat.torch.deepspeed.values import CLIENT, client_values, plain_values
+from ucformat.torch.deepspeed.values import CLIENT, client_values, extra_states, plain_values
 from ucformat.torch.dtensor import local_of
 from ucformat.torch.local import Local, LocalState
 from ucformat.torch.memory import dtype_name
@@ -27,7 +28,8 @@ def collect(engine: Any, client_state: Mapping[str, Any] | None = None) -> Local
     """What this rank saves of an engine; nothing is copied.
 
     A tensor whose master has the dtype of the step, as all have in fp32, is stored once, as `weight`; else both are.
-    Buffers, and tensors above 64 KiB in the client state, are rank 0's, as in DeepSpeed's own files of ZeRO 0 to 2.
+    Buffers, extra states of modules, and tensors above 64 KiB in the client state are rank 0's, as in DeepSpeed's own
+    files of ZeRO 0 to 2.
 
     Args:
         engine: what `deepspeed.initialize` returned.
@@ -44,12 +46,14 @@ def collect(engine: Any, client_state: Mapping[str, Any] | None = None) -> Local
     held = held_by(trainer)
     tensors = list(_tensors(trainer, held))
     plain, ranks, large = client_values(client_state or {}, {t.info.name for t in tensors} | trainer.buffers.keys())
+    objects = plain_values(trainer) | ({CLIENT: plain} if plain else {})
     if trainer.rank == 0:
         tensors += locals_of_buffers(trainer)
         tensors += [local_of(name, "weight", tensor) for name, tensor in large.items()]
+        objects |= {"module": extra} if (extra := extra_states(engine.module)) else {}
     return LocalState(
         tensors=tuple(tensors),
-        objects=plain_values(trainer) | ({CLIENT: plain} if plain else {}),
+        objects=objects,
         ranks=ranks,
         groups=groups_of(trainer, held),
         aliases=dict(trainer.aliases),
@@ -117,6 +121,13 @@ def flat_local(info: TensorInfo, memory: torch.Tensor, start: int, stop: int) ->
     """Elements `[start, stop)` of a flattened tensor that lie one after another in memory."""
     dims = tuple(Dim(n, (Run(0, 0, n, False),) if n else ()) for n in info.shape)
     return Local(info, pieces_of(dims, flat=(start, stop))[0], memory)
+
+
+def boxes_of(local: Local) -> Iterator[Local]:
+    """A flat range box by box: each is a run of its memory, and so a tensor of the box's shape."""
+    for piece in local.pieces:
+        view = local.tensor[piece.offset : piece.offset + piece.box.size].view(piece.box.shape)
+        yield Local(local.info, (Piece(piece.box, 0, row_major(piece.box.shape)),), view)
 
 
 def weight_of(trainer: Trainer, name: str) -> Local:

@@ -13,14 +13,12 @@ __all__ = ["forget_states", "make_states"]
 
 
 def make_states(held: Held) -> None:
-    """Have the optimizer make its states of one tensor, as its first step would; nothing where they are there.
+    """Have the optimizer make its states of one tensor, as its first step would.
 
     It is the optimizer itself that knows which there are, so it takes a step on that tensor alone, as ZeRO's own step
     does, with a gradient, a learning rate and a weight decay of zero: the tensor stays as it is. What the step counted
     is put right when the checkpoint's counters are read.
     """
-    if held.states:
-        return
     optimizer = held.optimizer
     real = optimizer.param_groups
     group = real[held.group]

@@ -9,14 +9,7 @@ import torch
 if TYPE_CHECKING:
     from ucformat.torch.deepspeed.engine import Trainer
 
-__all__ = ["let_go", "refresh"]
-
-
-def let_go(trainer: Trainer) -> None:
-    """Under ZeRO 3, drop what is gathered of parameters, so that their partitions are the only copies."""
-    optimizer = trainer.engine.optimizer
-    if hasattr(optimizer, "checkpoint_event_prologue"):
-        optimizer.checkpoint_event_prologue()
+__all__ = ["refresh"]
 
 
 @torch.no_grad()
@@ -26,6 +19,9 @@ def refresh(trainer: Trainer) -> None:
     All ranks must call it: ZeRO 1 to 3 gather.
     """
     optimizer: Any = trainer.optimizer
+    zero3 = trainer.engine.optimizer if hasattr(trainer.engine.optimizer, "checkpoint_event_prologue") else None
+    if zero3 is not None:
+        zero3.checkpoint_event_prologue()  # lets go of what is gathered: the partitions were read
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         for number in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(number)  # noqa: SLF001 - what its step does
@@ -41,5 +37,5 @@ def refresh(trainer: Trainer) -> None:
         for parameters, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             for parameter, master in zip(parameters, masters, strict=True):
                 parameter.copy_(master)
-    if hasattr(trainer.engine.optimizer, "checkpoint_event_epilogue"):
-        trainer.engine.optimizer.checkpoint_event_epilogue()
+    if zero3 is not None:
+        zero3.checkpoint_event_epilogue()

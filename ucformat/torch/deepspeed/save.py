@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ucformat.torch.deepspeed.collect import collect
-from ucformat.torch.group import TIMEOUT
+from ucformat.torch.group import TIMEOUT, group_of
 from ucformat.torch.saving import save_local
 from ucformat.torch.writing import Note
 
@@ -58,7 +58,12 @@ def save(
         Conflict: a checkpoint is committed there already.
         UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
     """
-    state = collect(engine, client_state)
+    failure: BaseException | None = None
+    try:
+        state = collect(engine, client_state)
+    except Exception as error:  # noqa: BLE001 - told to all ranks
+        failure = error
+    group_of(timeout=timeout).agree(failure)
     steps = int(engine.global_steps) if step is None else step
     note = Note(steps, run, dict(metrics or {}), dict(config or {}), tuple(lineage))
     return save_local(state, url, note=note, form=form, overwrite=overwrite, timeout=timeout)

@@ -15,7 +15,16 @@ if TYPE_CHECKING:
 
     from ucformat.torch.deepspeed.engine import Trainer
 
-__all__ = ["CLIENT", "client_values", "plain_values", "scaler_in", "set_counters", "set_scaler"]
+__all__ = [
+    "CLIENT",
+    "client_values",
+    "extra_states",
+    "plain_values",
+    "scaler_in",
+    "set_counters",
+    "set_scaler",
+    "stateful",
+]
 
 CLIENT = "client_state"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
@@ -28,14 +37,34 @@ def plain_values(trainer: Trainer) -> dict[str, Any]:
     engine = trainer.engine
     found: dict[str, Any] = {name: int(getattr(engine, name)) for name in _COUNTERS}
     found["ds_config"] = engine._config._param_dict  # noqa: SLF001 - engine.config may be the name of a file
-    if engine.lr_scheduler is not None:
-        found["lr_scheduler"] = engine.lr_scheduler.state_dict()
+    found |= {name: part.state_dict() for name, part in stateful(engine).items()}
     scaler = _scaler(trainer.optimizer)
     if scaler is not None:
         dynamic = {"dynamic": _is_dynamic(scaler)}
         kept = {k: getattr(scaler, k) for k in _SCALER if getattr(scaler, k, None) is not None}
         found["optimizer"] = {"loss_scaler": dynamic | kept}
     return {name: encode(value, name) for name, value in found.items()}
+
+
+def stateful(engine: Any) -> dict[str, Any]:
+    """The parts of an engine that have a state dict of their own, as DeepSpeed's checkpoints call them."""
+    found = {"lr_scheduler": engine.lr_scheduler}
+    if engine.training_dataloader is not None and engine.curriculum_learning_enabled():
+        found["data_sampler"] = engine.training_dataloader.data_sampler
+    if engine.random_ltd_enabled():
+        found["random_ltd"] = engine.random_ltd_scheduler
+    return {name: part for name, part in found.items() if part is not None}
+
+
+def extra_states(module: torch.nn.Module) -> dict[str, Any]:
+    """What modules keep besides parameters and buffers (`get_extra_state`), as JSON, by the key of a state dict."""
+    own = torch.nn.Module.get_extra_state
+    return {
+        key: encode(part.get_extra_state(), key)
+        for path, part in module.named_modules()
+        if type(part).get_extra_state is not own
+        for key in [f"{path}._extra_state" if path else "_extra_state"]
+    }
 
 
 def _scaler(optimizer: Any) -> Any:

@@ -1,0 +1,153 @@
+"""`load`: a DeepSpeed engine goes on from any checkpoint, whatever engine, stage and world size saved it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from ucformat.checkpoint import Checkpoint
+from ucformat.references import open_reference
+from ucformat.torch.deepspeed.collect import boxes_of, locals_of_buffers, weight_of
+from ucformat.torch.deepspeed.engine import look
+from ucformat.torch.deepspeed.held import held_by
+from ucformat.torch.deepspeed.refresh import refresh
+from ucformat.torch.deepspeed.restore import Client, fit_groups, fit_parts, fit_values
+from ucformat.torch.deepspeed.targets import Stored, want_optimizer
+from ucformat.torch.group import TIMEOUT, group_of
+from ucformat.torch.loading import LoadReport, load_local
+from ucformat.torch.match import stored_names
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from ucformat.geometry.plan import Verify
+    from ucformat.torch.deepspeed.engine import Trainer
+    from ucformat.torch.group import Group
+    from ucformat.torch.local import Local
+    from ucformat.torch.match import Rename, Strict
+
+__all__ = ["EngineReport", "load"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport(LoadReport):
+    """What was loaded into an engine.
+
+    `client_state` is what `save` was given. What each rank had for itself is in it where as many ranks load as saved,
+    and in `client_ranks`, all ranks' in order, in any case.
+    """
+
+    client_state: dict[str, Any] = field(default_factory=dict)
+    client_ranks: dict[str, list[Any]] = field(default_factory=dict)
+
+
+def load(
+    engine: Any,
+    url: str | PathLike[str] | Checkpoint,
+    *,
+    strict: Strict = "report",
+    optimizer: bool = True,
+    scheduler: bool = True,
+    rename: Rename | None = None,
+    cast: bool = False,
+    trust: bool = False,
+    verify: Verify = "whole",
+    threads: int | None = None,
+    timeout: float = TIMEOUT,
+) -> EngineReport:
+    """Fill a DeepSpeed engine of ZeRO 0, 1, 2 or 3 from any checkpoint, to go on training; all ranks call it together.
+
+    Each rank reads what its partitions hold, straight into them. The optimizer's fp32 copies are read from `master`
+    where there is one, else from an fp32 `weight`, and rounded into the module as a training step does. Whatever does
+    not fit is found before any parameter is changed, and told at once, on all ranks.
+
+    Args:
+        engine: what `deepspeed.initialize` returned, fresh or not.
+        url: a checkpoint of any kind that `ucformat.open` opens, or a reference to one, or one that is open.
+        strict: "report": what is missing or of another shape or dtype is an error that lists all of it; True: so is
+            what is only in the checkpoint; False: what fits is loaded, and the report says what did not.
+        optimizer: load optimizer states, hyper-parameters, counters and the loss scaler too, not weights alone.
+        scheduler: load the learning rate scheduler.
+        rename: makes the engine's name of the checkpoint's: a function, or `{regex of the whole name: replacement}`.
+        cast: cast tensors to the dtypes of the engine: an fp32 checkpoint's frozen weights to bf16, say.
+        trust: open pickled objects, which may run code.
+        verify: which checksums to check: of chunks that are read `whole`, `always` (reads whole chunks), `never`.
+        threads: reads in flight on this rank.
+        timeout: seconds after which a silent rank is taken for dead.
+
+    Raises:
+        StateMismatch: the checkpoint does not fit the engine; all that does not is listed.
+        Refused: the engine has state that cannot be loaded yet, or an object is a pickle, and `trust` is false.
+    """
+    ck = url if isinstance(url, Checkpoint) else open_reference(url)
+    group = group_of(timeout=timeout)
+    choice = _Choice(rename, optimizer=optimizer, scheduler=scheduler, trust=trust)
+    failure: BaseException | None = None
+    try:
+        plan = _Plan(engine, ck, choice, group)
+    except Exception as error:  # noqa: BLE001 - told to all ranks
+        failure = error
+    group.agree(failure)
+    try:
+        report = load_local(
+            plan.targets,
+            ck,
+            strict=strict,
+            aliases=plan.trainer.aliases,
+            rename=rename,
+            cast=cast,
+            verify=verify,
+            threads=threads,
+            group=group,
+            problems=plan.problems,
+            then=plan.put,
+        )
+    except BaseException:
+        plan.wanted.undo()
+        raise
+    refresh(plan.trainer)
+    found = {f.name: getattr(report, f.name) for f in fields(report)}
+    return EngineReport(**found, client_state=plan.client.value(), client_ranks=plan.client.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    rename: Rename | None
+    optimizer: bool
+    scheduler: bool
+    trust: bool
+
+
+class _Plan:
+    """What this rank reads, and what it does then; nothing of the engine is changed but that states are made."""
+
+    def __init__(self, engine: Any, ck: Checkpoint, choice: _Choice, group: Group) -> None:
+        self.trainer = trainer = look(engine)
+        held = held_by(trainer)
+        names = stored_names(ck, choice.rename)
+        self.wanted = want_optimizer(trainer, held, Stored(ck, names), states=choice.optimizer)
+        self.client = Client(ck, group.rank, group.size, trust=choice.trust)
+        self.problems, self._puts = self.wanted.problems, [self.wanted.put]
+        if choice.optimizer and Stored(ck, names).trained:
+            groups, put_groups = fit_groups(held, trainer, ck, names)
+            parts, put_parts = fit_parts(trainer, ck, scheduler=choice.scheduler, trust=choice.trust)
+            self.problems |= groups | parts
+            self._puts += [put_groups, put_parts, fit_values(trainer, ck)]
+        optimized = {name for one in held for name in one.names}
+        buffers = locals_of_buffers(trainer)
+        self.targets = [*self.wanted.targets, *_weights(trainer, optimized), *buffers, *self.client.targets]
+
+    def put(self) -> None:
+        """Finish what reading began."""
+        for put in self._puts:
+            put()
+
+
+def _weights(trainer: Trainer, optimized: set[str]) -> list[Local]:
+    """The parameters that no optimizer has: frozen ones, empty ones, all of an engine that only evaluates."""
+    out = []
+    for name in trainer.parameters:
+        if name not in optimized:
+            local = weight_of(trainer, name)
+            out += list(boxes_of(local)) if hasattr(trainer.parameters[name], "ds_tensor") else [local]
+    return out
