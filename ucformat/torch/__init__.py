@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ucformat.jobs.record import record_commits
 from ucformat.torch.background import SaveHandle, async_save
+from ucformat.torch.evaluate import state_dict
 from ucformat.torch.loading import LoadReport, load
 from ucformat.torch.match import Problems
 from ucformat.torch.objects import PerRank
@@ -11,6 +12,17 @@ from ucformat.torch.rng import Rng
 from ucformat.torch.saving import save
 from ucformat.torch.writing import Saved
 
-__all__ = ["LoadReport", "PerRank", "Problems", "Rng", "SaveHandle", "Saved", "async_save", "load", "save"]
+__all__ = [
+    "LoadReport",
+    "PerRank",
+    "Problems",
+    "Rng",
+    "SaveHandle",
+    "Saved",
+    "async_save",
+    "load",
+    "save",
+    "state_dict",
+]
 
 record_commits()  # the rooms below know nothing of the catalog
