@@ -15,6 +15,7 @@ BENCHMARKS = {
     "convert": "Conversion",
     "memory": "Memory of a conversion",
     "read": "Reading",
+    "metadata": "Metadata of 100,000 shards",
     "catalog": "Catalog",
 }
 

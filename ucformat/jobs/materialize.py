@@ -76,8 +76,9 @@ def materialize(
     store = open_store(dst) if isinstance(dst, str | PathLike) else dst
     plan = {**plan_document(source, list(source.tensors.values()), how), "materialize": source.id}
     attempt = begin(store, plan, overwrite=overwrite)
-    manifest = _write(source, store, attempt, how)
-    commit(store, attempt, manifest.model_copy(update={"lineage": (*source.manifest.lineage, *manifest.lineage)}))
+    manifest, made = _write(source, store, attempt, how)
+    new = {"id": made.id, "created": made.created, "lineage": (*manifest.lineage, *made.lineage)}
+    commit(store, attempt, manifest.model_copy(update=new))
     return open_checkpoint(store)
 
 
@@ -103,15 +104,14 @@ def _in_place(source: Checkpoint, how: How) -> Checkpoint:
         return _overtaken(store, attempt, now, before)
     try:
         _must_replace(store, attempt)
-        manifest = _write(source, store, attempt, how)
+        manifest, _ = _write(source, store, attempt, how)
     except UcformatError:
         now = _standing(store)
         if now is None or now.attempt == before.attempt:
             raise
         return _overtaken(store, attempt, now, before)  # who committed took away what we read
-    kept = {"id": before.id, "created": before.created, "lineage": before.lineage}
     try:
-        commit(store, attempt, manifest.model_copy(update=kept))
+        commit(store, attempt, manifest)
     except Conflict:
         return _overtaken(store, attempt, _standing(store), before)
     return open_checkpoint(store)
@@ -152,8 +152,12 @@ def _standing(store: Store) -> Manifest | None:
         return None
 
 
-def _write(source: Checkpoint, store: Store, attempt: Attempt, how: How) -> Manifest:
-    """Check the packed files, then write everything; the manifest, which says who wrote the checkpoint in the end."""
+#: What a manifest says of the files of its attempt; all else is of the checkpoint, whatever its form.
+_OF_FILES = ("attempt", "objects", "assets", "sidecar", "tensors")
+
+
+def _write(source: Checkpoint, store: Store, attempt: Attempt, how: How) -> tuple[Manifest, Manifest]:
+    """Check the packed files, then write everything; the source's manifest with the new files, and `write`'s."""
     infos = list(source.tensors.values())
     checks = list(_checks(source.source)) if isinstance(source.source, Universal) and is_packed(source) else []
     total, done = sum(i.nbytes for i in infos), 0
@@ -164,8 +168,10 @@ def _write(source: Checkpoint, store: Store, attempt: Attempt, how: How) -> Mani
             how.progress(done, checked + total)
     if (tell := how.progress) is not None:
         how = replace(how, progress=lambda written, _: tell(checked + written, checked + total))
-    manifest = write(source, store, attempt, infos, how)
-    return manifest.model_copy(update={"producer": {**source.manifest.producer, **manifest.producer}})
+    made = write(source, store, attempt, infos, how)
+    changed = {name: getattr(made, name) for name in _OF_FILES}
+    changed["producer"] = {**source.manifest.producer, **made.producer}
+    return source.manifest.model_copy(update=changed), made
 
 
 @dataclass(frozen=True, slots=True)
