@@ -6,9 +6,22 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-__all__ = ["FORMS", "LAYOUTS", "RECIPES", "Load", "Source", "all_loads", "chosen_loads", "same_arithmetic", "tolerance"]
+__all__ = [
+    "FORMS",
+    "LAYOUTS",
+    "RECIPES",
+    "SPELLINGS",
+    "Load",
+    "Source",
+    "all_loads",
+    "chosen_loads",
+    "same_arithmetic",
+    "tolerance",
+]
 
 FORMS = ("zarr", "packed")
+#: How the state is given, as `tests.torch.train` says.
+SPELLINGS = ("live", "nested", "flat")
 
 #: Name -> ranks, and the layout as `tests.torch.layouts` spells it.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -47,6 +60,9 @@ class Source:
     def world(self) -> int:
         return LAYOUTS[self.layout][0]
 
+    def spelling(self, form: str) -> str:
+        return SPELLINGS[(_place(self.layout) + (*FORMS, "dcp").index(form)) % 3]
+
     def __str__(self) -> str:
         return f"{self.recipe}-{self.layout}"
 
@@ -63,8 +79,16 @@ class Load:
     def world(self) -> int:
         return LAYOUTS[self.layout][0]
 
+    @property
+    def spelling(self) -> str:
+        return SPELLINGS[(_place(self.source.layout) + _place(self.layout)) % 3]
+
     def __str__(self) -> str:
         return f"{self.source}-{self.form}-to-{self.layout}"
+
+
+def _place(layout: str) -> int:
+    return list(LAYOUTS).index(layout)
 
 
 def chosen_loads() -> list[Load]:

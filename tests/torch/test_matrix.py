@@ -14,6 +14,7 @@ from tests.torch.specs import (
     FORMS,
     LAYOUTS,
     RECIPES,
+    SPELLINGS,
     Load,
     Source,
     all_loads,
@@ -24,7 +25,7 @@ from tests.torch.specs import (
 from tests.torch.verdict import Truth, checkpoint_differences, differences, read_losses, relative
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
     from pathlib import Path
 
 WORLDS = sorted({world for world, _ in LAYOUTS.values()})
@@ -51,35 +52,46 @@ class Made:
     def load(self, load: Load, what: str) -> str:
         return str(self.folder / "loaded" / str(load) / what)
 
-    def sources(self, sources: Iterable[Source], forms: tuple[str, ...] = FORMS) -> None:
-        """Train and save these, unless it was done."""
+    def sources(self, sources: Iterable[Source], *, background: Collection[int], forgetting: bool = False) -> None:
+        """Train and save these, and do those that forget, unless it was done.
+
+        In the worlds of `background` one of the forms is saved in the background while training goes on.
+        """
         for world in WORLDS:
             chosen = sorted({s for s in sources if s.world == world})
-            self.once("save", world, [self.source_job(s, forms) for s in chosen])
+            more = self.forgetting() if world == 1 and forgetting else []
+            self.once("save", world, [*(self.source_job(s, world in background) for s in chosen), *more])
 
     def loads(self, loads: Iterable[Load], world: int) -> None:
         """Load these under the layouts of `world` ranks, and train on, unless it was done."""
         self.once("load", world, [self.load_job(x) for x in loads if x.world == world])
 
-    def source_job(self, source: Source, forms: tuple[str, ...]) -> dict[str, Any]:
+    def source_job(self, source: Source, background: bool) -> dict[str, Any]:
+        forms = (*FORMS, "dcp") if source == REFERENCE else FORMS
         at = {what: self.source(source, what) for what in ("start", "truth", "before", "after", *forms)}
         saves: list[dict[str, Any]] = [
-            {"save": at[form], "form": form, **(SMALL if form == "zarr" else {})} for form in forms
+            {"save": at[form], "form": form, "spelling": source.spelling(form), **(SMALL if form == "zarr" else {})}
+            for form in forms
         ]
+        waits = []
+        if background:
+            later = saves.pop(list(LAYOUTS).index(source.layout) % 2)
+            saves.append({"async_save": later.pop("save"), **later})
+            waits = [{"wait": True}]
         return {
             **RECIPES[source.recipe],
             "layout": LAYOUTS[source.layout][1],
             "actions": [
                 *({"truth": at["start"]}, {"train": BEFORE}, {"losses": at["before"]}, {"truth": at["truth"]}),
                 *saves,
-                *({"train": AFTER}, {"losses": at["after"]}),
+                *({"train": AFTER}, {"losses": at["after"]}, *waits),
             ],
         }
 
     def load_job(self, load: Load) -> dict[str, Any]:
         """Another seed than the source's, so that what is not loaded is wrong."""
         recipe = RECIPES[load.source.recipe]
-        options = {"form": "dcp"} if load.form == "dcp" else {}
+        options = {"form": "dcp"} if load.form == "dcp" else {"spelling": load.spelling}
         return {
             **recipe,
             "model": {**recipe["model"], "seed": 1},
@@ -89,6 +101,19 @@ class Made:
                 *({"truth": self.load(load, "truth")}, {"train": AFTER}, {"losses": self.load(load, "after")}),
             ],
         }
+
+    def forgotten(self, recipe: str, part: str) -> str:
+        return str(self.folder / "forgotten" / f"{recipe}-{part or 'nothing'}")
+
+    def forgetting(self) -> list[dict[str, Any]]:
+        """Trainings that save nothing, and lose a part of their state where others save."""
+        jobs = []
+        for recipe, parts in FORGOTTEN.items():
+            for part in ("", *parts):
+                forget = [{"forget": part}] if part else []
+                last = {"losses": self.forgotten(recipe, part)}
+                jobs.append({**RECIPES[recipe], "actions": [{"train": BEFORE}, *forget, {"train": AFTER}, last]})
+        return jobs
 
     def once(self, what: str, world: int, jobs: list[dict[str, Any]]) -> None:
         """Do the jobs in one run of `world` ranks; of test processes that share the folder one does, others wait."""
@@ -130,6 +155,17 @@ def made(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 CHOSEN = chosen_loads()
 SOURCES = sorted({load.source for load in CHOSEN})
+#: Saved and loaded through `torch.distributed.checkpoint` too.
+REFERENCE = Source("fsdp2-2", "tied")
+REFERENCE_LOADS = [Load(REFERENCE, "dcp", layout) for layout in ("fsdp2-2", "ddp-2", "tp-2")]
+
+
+@pytest.fixture(scope="session")
+def chosen(made: Callable[[str], Made]) -> Made:
+    """What the chosen sources saved."""
+    m = made("chosen")
+    m.sources(SOURCES, background=(2,), forgetting=True)
+    return m
 
 
 def test_the_choice_has_every_layout_form_and_recipe_on_both_sides() -> None:
@@ -137,6 +173,8 @@ def test_the_choice_has_every_layout_form_and_recipe_on_both_sides() -> None:
     assert {(x.layout, x.form) for x in CHOSEN} == {(a, f) for a in LAYOUTS for f in FORMS}
     assert {(x.source.recipe, x.form) for x in CHOSEN} == {(r, f) for r in RECIPES for f in FORMS}
     assert {x.layout for x in CHOSEN if x.source.layout == x.layout} == set(LAYOUTS)
+    assert {(x.source.spelling(x.form), x.form) for x in CHOSEN} == {(s, f) for s in SPELLINGS for f in FORMS}
+    assert {(x.spelling, x.form) for x in CHOSEN} == {(s, f) for s in SPELLINGS for f in FORMS}
     for recipe in RECIPES:
         mine = [x for x in CHOSEN if x.source.recipe == recipe and x.source.layout != x.layout]
         assert len({x.source.layout for x in mine}) >= 2
@@ -144,62 +182,51 @@ def test_the_choice_has_every_layout_form_and_recipe_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_all_layouts_begin_with_the_same_and_compute_alike(made: Callable[[str], Made], recipe: str) -> None:
-    m = made("chosen")
-    m.sources(SOURCES)
+def test_all_layouts_begin_with_the_same_and_compute_alike(chosen: Made, recipe: str) -> None:
     first, *others = (s for s in SOURCES if s.recipe == recipe)
     assert others
     for source in others:
-        start = Truth.read(m.source(source, "start"))
-        assert differences(start, Truth.read(m.source(first, "start"))) == []
-        losses, expected = (read_losses(m.source(s, "before")) for s in (source, first))
+        start = Truth.read(chosen.source(source, "start"))
+        assert differences(start, Truth.read(chosen.source(first, "start"))) == []
+        losses, expected = (read_losses(chosen.source(s, "before")) for s in (source, first))
         assert relative(losses, expected) <= tolerance(recipe)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("source", SOURCES, ids=str)
-def test_what_is_saved_is_what_was_held(made: Callable[[str], Made], source: Source, form: str) -> None:
-    m = made("chosen")
-    m.sources(SOURCES)
-    truth = Truth.read(m.source(source, "truth"))
+def test_what_is_saved_is_what_was_held(chosen: Made, source: Source, form: str) -> None:
+    truth = Truth.read(chosen.source(source, "truth"))
     assert ("weight", "layers.0.scratch") not in truth.tensors
-    assert checkpoint_differences(ucformat.open(m.source(source, form)), truth) == []
+    assert checkpoint_differences(ucformat.open(chosen.source(source, form)), truth) == []
 
 
 @pytest.mark.parametrize("load", CHOSEN, ids=str)
-def test_a_loaded_training_is_the_saved_one_and_goes_on_alike(made: Callable[[str], Made], load: Load) -> None:
-    m = made("chosen")
-    m.sources(SOURCES)
-    m.loads(CHOSEN, load.world)
-    m.check_load(load)
+def test_a_loaded_training_is_the_saved_one_and_goes_on_alike(chosen: Made, load: Load) -> None:
+    chosen.loads([*CHOSEN, *REFERENCE_LOADS], load.world)
+    chosen.check_load(load)
 
 
-def test_the_harness_agrees_with_another_library(made: Callable[[str], Made]) -> None:
+@pytest.mark.parametrize("load", REFERENCE_LOADS, ids=str)
+def test_the_harness_agrees_with_another_library(chosen: Made, load: Load) -> None:
     """Through `torch.distributed.checkpoint` alone, all is as it should be: the harness itself is right."""
-    m = made("dcp")
-    source = Source("fsdp2-2", "odd")
-    m.sources([source], ("dcp",))
-    loads = [Load(source, "dcp", layout) for layout in ("fsdp2-2", "ddp-2", "tp-2")]
-    m.loads(loads, 2)
-    for load in loads:
-        m.check_load(load)
-    assert [same_arithmetic(x) for x in loads] == [True, True, False]
+    chosen.loads([*CHOSEN, *REFERENCE_LOADS], load.world)
+    chosen.check_load(load)
 
 
-def test_what_is_forgotten_shows(made: Callable[[str], Made]) -> None:
-    """A part of the state that is lost moves the next losses by more than the tolerance for unlike layouts."""
-    m = made("forgotten")
-    jobs, at = [], {}
+def test_what_is_forgotten_shows(chosen: Made) -> None:
+    """A part of the state that is lost moves the next losses by more than the tolerance for unlike layouts.
+
+    And saving changes nothing: a training that never saved has the losses of one that did.
+    """
     for recipe, parts in FORGOTTEN.items():
-        for part in ("nothing", *parts):
-            at[recipe, part] = str(m.folder / f"{recipe}-{part}")
-            forget = [{"forget": part}] if part != "nothing" else []
-            last = {"losses": at[recipe, part]}
-            jobs.append({**RECIPES[recipe], "actions": [{"train": BEFORE}, *forget, {"train": AFTER}, last]})
-    m.once("forget", 1, jobs)
-    for (recipe, part), path in at.items():
-        moved = relative(read_losses(path), read_losses(at[recipe, "nothing"]))
-        assert (moved == 0) if part == "nothing" else (moved > tolerance(recipe)), (recipe, part, moved)
+        expected = read_losses(chosen.forgotten(recipe, ""))
+        moved = {part: relative(read_losses(chosen.forgotten(recipe, part)), expected) for part in parts}
+        assert {part: value for part, value in moved.items() if value <= tolerance(recipe)} == {}
+    saved = [s for s in SOURCES if s.layout == "fsdp2-1" and s.recipe in FORGOTTEN]
+    assert saved
+    for source in saved:
+        losses = [loss for what in ("before", "after") for loss in read_losses(chosen.source(source, what))]
+        assert losses == read_losses(chosen.forgotten(source.recipe, ""))
 
 
 @pytest.mark.matrix
@@ -207,7 +234,7 @@ def test_what_is_forgotten_shows(made: Callable[[str], Made]) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_layout_into_every_layout(made: Callable[[str], Made], recipe: str, world: int) -> None:
     m, loads = made(f"all-{recipe}"), all_loads(recipe)
-    m.sources({x.source for x in loads})
+    m.sources({x.source for x in loads}, background=WORLDS)
     m.loads(loads, world)
     mine = [x for x in loads if x.world == world]
     assert mine

@@ -3,8 +3,9 @@
 JOBS is a list of jobs (`Job` below). Each builds a training and then acts:
 
 - `{"train": n}`: n steps; their losses are kept
-- `{"save": url, …}`, `{"load": url, …}`: by `ucformat.torch`, with these options; `"form": "dcp"` goes through
-  `torch.distributed.checkpoint` alone, which proves the harness itself
+- `{"save": url, …}`, `{"load": url, …}`: by `ucformat.torch`, with these options, and `spelling`, how the state is
+  given: `live`, the objects themselves; `nested` or `flat`, what PyTorch's `get_state_dict` makes of them. `"form":
+  "dcp"` goes through `torch.distributed.checkpoint` alone, which proves the harness itself
 - `{"async_save": url, …}`, and `{"wait": true}` for the last of them
 - `{"truth": path}`: writes what all ranks together hold, whole: `<path>.safetensors` and `<path>.json`
 - `{"losses": path}`: writes the losses since the last such action
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.torch.layouts import Laid, LayoutSpec, cross_entropy, lay, names_of
@@ -101,15 +102,23 @@ class Training:
         assert all(len(v) == 1 for v in places.values()), f"ranks of one place disagree on the loss: {places}"
         return float(sum(places[place].pop() for place in sorted(places)) / self.laid.dp_size)
 
-    def state(self) -> dict[str, Any]:
-        """What is given to save and load."""
-        return {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-            "step": self.done,
-            "notes": {"rate": 0.1, "of": ["a", None, True]},
-        }
+    def state(self, spelling: str = "live") -> dict[str, Any]:
+        """What is given to save and load: the objects, or their state dicts, the optimizer's `nested` or `flat`."""
+        values = {"step": self.done, "notes": {"rate": 0.1, "of": ["a", None, True]}}
+        if spelling == "live":
+            return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, **values}
+        options = StateDictOptions(flatten_optimizer_state_dict=spelling == "flat")
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
+        return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict(), **values}
+
+    def restore(self, state: dict[str, Any], spelling: str = "live") -> None:
+        """Take what was loaded into `state`; the objects themselves are filled already."""
+        if spelling != "live":
+            options = StateDictOptions(flatten_optimizer_state_dict=spelling == "flat")
+            dicts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+            set_state_dict(self.model, self.optimizer, options=options, **dicts)
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.done = state["step"]
 
     def held(self) -> Held:
         """What all ranks hold, whole, on rank 0. Collective."""
@@ -138,36 +147,26 @@ def build(job: Job) -> Training:
     return Training(job)
 
 
-def through_dcp(training: Training) -> dict[str, Any]:
-    model, optim = get_state_dict(training.model, training.optimizer)
-    return {"model": model, "optim": optim, "scheduler": training.scheduler.state_dict(), "step": training.done}
-
-
-def save(training: Training, url: str, form: Any, **options: Any) -> None:
+def save(training: Training, url: str, form: Any, spelling: str, **options: Any) -> None:
     if form == "dcp":
-        dcp.save(through_dcp(training), checkpoint_id=url)
+        dcp.save(training.state("nested"), checkpoint_id=url)
         return
     import ucformat.torch as ucf
 
-    ucf.save(training.state(), url, form=form, step=training.done, **options)
+    ucf.save(training.state(spelling), url, form=form, step=training.done, **options)
 
 
-def load(training: Training, url: str, form: str = "", **options: Any) -> None:
+def load(training: Training, url: str, form: str, spelling: str, **options: Any) -> None:
+    state = training.state("nested" if form == "dcp" else spelling)
+    state["step"], state["notes"] = -1, {"rate": 0.0, "of": ["", None, False]}
     if form == "dcp":
-        state = through_dcp(training)
         dcp.load(state, checkpoint_id=url)
-        set_state_dict(
-            training.model, training.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
-        )
-        training.scheduler.load_state_dict(state["scheduler"])
-        training.done = state["step"]
-        return
-    import ucformat.torch as ucf
+        training.restore(state, "nested")
+    else:
+        import ucformat.torch as ucf
 
-    state = training.state()
-    state["step"], state["notes"] = -1, {"rate": None, "of": None}
-    ucf.load(state, url, **{"strict": True, **options})
-    training.done = state["step"]
+        ucf.load(state, url, **{"strict": True, **options})
+        training.restore(state, spelling)
     assert state["notes"] == training.state()["notes"]
 
 
@@ -186,19 +185,22 @@ class Run:
     def do_train(self, steps: int) -> None:
         self.losses += [self.training.step() for _ in range(steps)]
 
-    def do_save(self, url: str, form: str = "zarr", **options: Any) -> None:
-        save(self.training, url, form, **options)
+    def do_save(self, url: str, form: str = "zarr", spelling: str = "live", **options: Any) -> None:
+        save(self.training, url, form, spelling, **options)
 
-    def do_load(self, url: str, **options: Any) -> None:
-        load(self.training, url, **options)
+    def do_load(self, url: str, form: str = "", spelling: str = "live", **options: Any) -> None:
+        load(self.training, url, form, spelling, **options)
 
-    def do_async_save(self, url: str, **options: Any) -> None:
+    def do_async_save(self, url: str, spelling: str = "live", **options: Any) -> None:
         import ucformat.torch as ucf
 
-        self.handle = ucf.async_save(self.training.state(), url, step=self.training.done, **options)
+        state = self.training.state(spelling)
+        self.handle = ucf.async_save(state, url, step=self.training.done, **options)
+        assert self.handle.staged
 
     def do_wait(self, _: bool) -> None:
         self.handle.wait()
+        assert self.handle.committed
 
     def do_truth(self, path: str) -> None:
         held = self.training.held()
