@@ -70,7 +70,7 @@ def _optimizer_state(path: Path, optimizers: Collection[Path], leaves: Collectio
     below = path[len(root) :]
     if len(below) >= 3 and below[0] == _STATE:
         name = below[1]
-        return (name, dotted(below[2:])) if isinstance(name, str) else None  # numbers name nothing
+        return None if isinstance(name, int) or name.isdigit() else (name, dotted(below[2:]))  # numbers name nothing
     if len(below) == 1 and str(below[0]).startswith(_STATE + "."):
         return _split(str(below[0])[len(_STATE) + 1 :], leaves)
     return None
