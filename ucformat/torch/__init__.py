@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ucformat.jobs.record import record_commits
 from ucformat.torch.background import SaveHandle, async_save
+from ucformat.torch.dcp_reader import Reader
+from ucformat.torch.dcp_writer import Writer
 from ucformat.torch.evaluate import state_dict
 from ucformat.torch.loading import LoadReport, load
 from ucformat.torch.match import Problems
@@ -16,9 +18,11 @@ __all__ = [
     "LoadReport",
     "PerRank",
     "Problems",
+    "Reader",
     "Rng",
     "SaveHandle",
     "Saved",
+    "Writer",
     "async_save",
     "load",
     "save",

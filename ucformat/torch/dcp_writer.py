@@ -1,0 +1,177 @@
+"""`Writer`: what `torch.distributed.checkpoint` saves becomes a universal checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ucformat.errors import UcformatError, UsageError
+from ucformat.storage.url import open_store
+from ucformat.torch.agree import Terms
+from ucformat.torch.dcp_items import LocalItems, Part, collect_items, join_values, local_items
+from ucformat.torch.group import TIMEOUT, group_of, lone
+from ucformat.torch.writing import Listing, Note, save_listed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from os import PathLike
+
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+    from ucformat.schema.manifest import LineageDoc
+    from ucformat.torch.dcp_items import Values
+    from ucformat.torch.group import Group
+    from ucformat.torch.writing import Saved
+
+__all__ = ["Writer"]
+
+
+class Writer(StorageWriter):
+    """Where `dcp.save(state, storage_writer=Writer(url))` and `dcp.async_save` write: a universal checkpoint.
+
+    It is named, planned, written and committed as by `ucformat.torch.save`: all or nothing. DCP's planner says what
+    each rank holds; of what several hold as plain tensors or values, DCP keeps one rank's without comparing them.
+
+    Args:
+        url: where the checkpoint is to lie; the same on all ranks. A `checkpoint_id` given to DCP takes its place.
+        form: `zarr` writes arrays, for which ranks send each other parts of shards; `packed` writes one file for each
+            rank without any sending, which opens the same, and which `ucp materialize` makes arrays of.
+        step: the training step.
+        run: the name of the training run, for the catalog.
+        metrics: numbers to note, for the catalog.
+        config: the configuration of the training, plain JSON values.
+        overwrite: replace a checkpoint that is committed there; it stays whole until this one is.
+        lineage: what this checkpoint comes from.
+        chunk_bytes: the most bytes of a chunk of the Zarr form (default 1 MiB).
+        shard_bytes: the most bytes of a shard of the Zarr form (default 128 MiB).
+        group: the ranks that save, the same as DCP's `process_group` (default: all).
+        timeout: seconds after which a silent rank is taken for dead.
+    """
+
+    def __init__(
+        self,
+        url: str | PathLike[str] | None = None,
+        *,
+        form: Literal["zarr", "packed"] = "zarr",
+        step: int | None = None,
+        run: str | None = None,
+        metrics: Mapping[str, float] | None = None,
+        config: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        lineage: Sequence[LineageDoc] = (),
+        chunk_bytes: int | None = None,
+        shard_bytes: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        if form not in ("zarr", "packed"):
+            raise UsageError(f"there is no form {form!r}", hint='"zarr" or "packed"')
+        self.checkpoint_id = None if url is None else str(url)
+        self.note = Note(step, run, dict(metrics or {}), dict(config or {}), tuple(lineage))
+        self.saved: Saved | None = None  #: what was committed last, in the process that wrote it
+        self._terms = Terms("", form, overwrite, chunk_bytes, shard_bytes, "equal")
+        self._group, self._timeout = group, timeout
+        self._collectives = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process needs: that of `async_save` has the ranks of `process_group` as its default group."""
+        return {**self.__dict__, "_group": None, "saved": None}
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
+        """Whether this is a place that ucformat can write to."""
+        try:
+            open_store(checkpoint_id)
+        except UcformatError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
+        """Begin anew, at another place where one is given."""
+        if checkpoint_id is not None:
+            self.checkpoint_id = str(checkpoint_id)
+        self.saved = None
+
+    def storage_meta(self) -> StorageMeta:
+        """What DCP tells its planner of the place."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001
+        """Learn whether DCP plans over all ranks together."""
+        self._collectives = bool(kwargs.get("use_collectives", True))
+        if self.checkpoint_id is None:
+            raise UsageError("the Writer has no url", hint="Writer(url), or give DCP a checkpoint_id")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Note all that this rank has: where replicas go, DCP will have forgotten it."""
+        return replace(plan, storage_data=local_items(plan)) if plan.usable else plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Note how many ranks plan together."""
+        return [
+            replace(p, storage_data=replace(p.storage_data, ranks=len(plans)))
+            if isinstance(p.storage_data, LocalItems)
+            else p
+            for p in plans
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write and commit, together with all ranks; one result tells what this rank wrote.
+
+        Raises:
+            Conflict: a checkpoint is committed there already.
+            UsageError: ranks disagree on what should be the same.
+            UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
+        """
+        local = plan.storage_data if isinstance(plan.storage_data, LocalItems) else local_items(plan)
+        group = self._ranks(local)
+        part: Part | None = None
+        told: Values | Exception
+        try:
+            part = collect_items(plan, planner, local)
+            told = part.values
+        except Exception as error:  # noqa: BLE001 - told to all ranks
+            told = error
+        objects = group.meet(told, lambda values: [join_values(values), *[{}] * (group.size - 1)])
+        assert part is not None  # noqa: S101 - `meet` has raised otherwise
+        listing = Listing(
+            tensors=part.tensors,
+            objects=objects,
+            ranks={},
+            groups=part.groups,
+            aliases=part.aliases,
+            layout=part.layout,
+            engine={"name": "torch", "version": torch.__version__},
+        )
+        terms = replace(self._terms, url=str(self.checkpoint_id))
+        self.saved = save_listed(listing, part.memories, terms, self.note, group)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(MetadataIndex(""), self.saved.nbytes, self.saved.id)])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002 - as DCP calls it
+        """Check that all ranks committed the same checkpoint, which they did in `write_data`."""
+        ids = {r.storage_data for of_rank in results for r in of_rank}
+        if len(ids) != 1:
+            raise UcformatError(f"the ranks wrote {len(ids)} checkpoints", hint="give all ranks the same group")
+
+    def _ranks(self, local: LocalItems) -> Group:
+        """The ranks that save together: those that DCP planned for."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return lone()
+        size = dist.get_world_size(self._group)
+        if self._collectives and local.ranks not in (0, size):
+            if local.ranks == 1:  # no_dist=True
+                return lone()
+            raise UsageError(
+                f"DCP saves with {local.ranks} ranks, the Writer with {size}",
+                hint="give dcp.save(process_group=…) and Writer(group=…) the same group",
+            )
+        return group_of(self._group, self._timeout)
