@@ -17,7 +17,7 @@ from ucformat.format.sidecar import encode
 from ucformat.geometry.box import row_major
 from ucformat.geometry.flat import flat_boxes
 from ucformat.geometry.tensor import Block, Extent
-from ucformat.schema.manifest import GroupDoc, LineageDoc, Manifest, SidecarDoc, TensorDoc
+from ucformat.schema.manifest import GroupDoc, LineageDoc, Manifest, SidecarDoc, TensorDoc, WriterDoc
 
 if TYPE_CHECKING:
     from tests.fakes import Arrays
@@ -34,6 +34,7 @@ FACTS: dict[str, Any] = {
     "producer": {"engine.name": "fake", "torch": "2.13.0", "ucformat": "0.0.1"},
     "aliases": {"head.weight": "embed.weight"},
     "groups": (GroupDoc(params=("embed.weight",), options={"lr": 0.1}),),
+    "writers": (WriterDoc(nbytes=7, seconds=0.5, stall=0.25),),
     "lineage": (LineageDoc(kind="resume", url="/nowhere/run7/1000", id="before"),),
 }
 
