@@ -83,7 +83,7 @@ class ReadPlan:
     @property
     def requests(self) -> int:
         """Number of ranges that will be read."""
-        return len(self.plan.requests)
+        return self.plan.ranges
 
     @property
     def files(self) -> dict[str, int]:
@@ -166,7 +166,7 @@ def check_sizes(plan: Plan, store: Store) -> None:
         return
     ends: dict[str, int] = {}
     for r in plan.requests:
-        ends[r.file] = max(ends.get(r.file, 0), r.offset + r.nbytes)
+        ends[r.file] = max(ends.get(r.file, 0), r.end)
     for file, end in ends.items():
         try:
             size = store.info(file).size

@@ -83,6 +83,18 @@ class StoreBehaviour:
         store.read_into("f", 0, [grid.data, np.zeros((0, 3)).data, scalar.data])
         assert (grid.tolist(), scalar.tolist()) == ([[1, 2, 3]], 4)
 
+    def test_reads_many_rows(self, store: Store) -> None:
+        data = random.Random(3).randbytes(50_000)
+        put(store, "f", data)
+        rows = [bytearray(n) for n in [7, 0, 19, *[5] * 3000]]
+        store.read_rows("f", 11, 16, [memoryview(r) for r in rows])
+        assert rows == [data[11 + 16 * k : 11 + 16 * k + len(r)] for k, r in enumerate(rows)]
+        store.read_rows("f", 3, 0, [memoryview(r) for r in rows[:3]])
+        assert rows[2] == data[3:22]
+        store.read_rows("f", 0, 4, [])
+        with pytest.raises(MissingData, match="f: bytes 49996 to 50001"):
+            store.read_rows("f", 49_990, 6, [memoryview(bytearray(5)) for _ in range(2)])
+
     def test_reads_nothing_into_nothing(self, store: Store) -> None:
         put(store, "f", b"abc")
         store.read_into("f", 0, [])
@@ -112,6 +124,7 @@ class StoreBehaviour:
                 store.read_versioned,
                 store.adopt,
                 lambda k: store.read_into(k, 0, [memoryview(bytearray(1))]),
+                lambda k: store.read_rows(k, 0, 1, [memoryview(bytearray(1))]),
             ):
                 with pytest.raises(NotFound, match=key):
                     read(key)

@@ -62,6 +62,10 @@ class FaultyStore(WrappedStore):
         self.count_read()
         super().read_into(key, offset, buffers)
 
+    def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
+        self.count_read()
+        super().read_rows(key, offset, step, rows)
+
     def read_versioned(self, key: str) -> tuple[bytes, str]:
         self.count_read()
         return super().read_versioned(key)

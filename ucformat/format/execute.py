@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -84,7 +85,7 @@ def execute(
                     of = labels[r.parts[0].buffer]
                     raise MissingData(f"{of}: {error.message}") from error
                 if progress is not None:
-                    progress(r.nbytes)
+                    progress(r.total)
         except BaseException:
             failed.set()
             raise
@@ -101,6 +102,8 @@ def execute(
 
 def _serve(store: Store, r: Request, memories: Sequence[Memory], labels: Sequence[str], scratch: Memory) -> Memory:
     """One request; returns the scratch buffer, grown if it had to be."""
+    if r.count > 1:
+        return _serve_rows(store, r, memories, scratch)
     if len(r.parts) == 1:
         part = r.parts[0]
         memory = memories[part.buffer]
@@ -121,6 +124,23 @@ def _serve(store: Store, r: Request, memories: Sequence[Memory], labels: Sequenc
             begins = [part.inner.src - skip + k * part.src_step for k in range(part.count)]
             _check(r, part, (bytes(view[b + n : b + n + 4]) for b in begins), [view[b : b + n] for b in begins], labels)
         _copy(part, scratch, memories[part.buffer])
+    return scratch
+
+
+def _serve_rows(store: Store, r: Request, memories: Sequence[Memory], scratch: Memory) -> Memory:
+    """A request of several ranges, each straight into memory where its bytes lie as they must."""
+    part = r.parts[0]
+    memory = memories[part.buffer]
+    if part.inner.shape == (r.nbytes,):
+        begin, view = part.inner.dst, memory.data
+        starts = range(begin, begin + r.count * part.dst_step, part.dst_step) if part.dst_step else [begin] * r.count
+        store.read_rows(r.file, r.offset, r.step, [view[a : a + r.nbytes] for a in starts])
+        return scratch
+    if scratch.size < r.total:
+        scratch = np.empty(r.total, np.uint8)
+    rows = [scratch.data[a : a + r.nbytes] for a in range(0, r.total, r.nbytes)]
+    store.read_rows(r.file, r.offset, r.step, rows)
+    _copy(replace(part, inner=replace(part.inner, src=0), count=r.count, src_step=r.nbytes), scratch, memory)
     return scratch
 
 

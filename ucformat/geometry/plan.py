@@ -30,12 +30,14 @@ _TRIFLE = 16  # bytes of gaps that are never worth another request: checksums, a
 class Limits:
     """How byte ranges are merged and cut, in bytes.
 
-    Rows of one tensor whose gap is at most `gap` are read as one: the page cache would fetch it anyway. Neighbouring
-    requests are joined, to at most `join`, where the gap between them is at most a hundredth of them. No request is
-    longer than `request` unless a single chunk is.
+    Rows of one tensor whose gap is at most `gap` are read as one, where the gap is at most a twentieth of them, or they
+    are shorter than `short`, so that asking for each would cost more. Neighbouring requests are joined, to at most
+    `join`, where the gap between them is at most a hundredth of them. No request is longer than `request` unless a
+    single chunk is.
     """
 
     gap: int = 4 << 10
+    short: int = 1 << 10
     request: int = 4 << 20
     join: int = 1 << 20
 
@@ -58,12 +60,28 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One range of bytes of one file, and the parts of it that are wanted."""
+    """One range of bytes of one file, and the parts of it that are wanted.
+
+    With a `count` it stands for so many ranges, `step` bytes apart: its one part is that of the first, and each next
+    one goes `dst_step` further in memory.
+    """
 
     file: str
     offset: int
     nbytes: int
     parts: tuple[Part, ...]
+    count: int = 1
+    step: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of all ranges."""
+        return self.count * self.nbytes
+
+    @property
+    def end(self) -> int:
+        """The byte after the last range."""
+        return self.offset + (self.count - 1) * self.step + self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +95,19 @@ class Plan:
     @property
     def bytes_read(self) -> int:
         """Bytes that will be read from storage."""
-        return sum(r.nbytes for r in self.requests)
+        return sum(r.total for r in self.requests)
+
+    @property
+    def ranges(self) -> int:
+        """Number of ranges that will be read."""
+        return sum(r.count for r in self.requests)
 
     @property
     def files(self) -> dict[str, int]:
         """Bytes that will be read from each file."""
         read: Counter[str] = Counter()
         for r in self.requests:
-            read[r.file] += r.nbytes
+            read[r.file] += r.total
         return dict(read)
 
 
@@ -193,32 +216,35 @@ def _ranges(buffer: int, move: Move, limits: Limits) -> Iterator[Request]:
     whole = move.inner.within(move.outer)
     n = len(whole.shape)
     span = 1  # bytes of the file that the innermost dims from `n` on reach over
-    while n and whole.src_strides[n - 1] - span <= limits.gap:
+    while n and _merges(whole.src_strides[n - 1] - span, span, limits):
         size, step = whole.shape[n - 1], whole.src_strides[n - 1]
         if (size - 1) * step + span > limits.request:
             break
         span += (size - 1) * step
         n -= 1
-    most = 1
-    if n and whole.src_strides[n - 1] - span <= limits.gap:  # cut this dim: the request would be too long
-        most = max(1, (limits.request - span) // whole.src_strides[n - 1] + 1)
-    *leading, last = whole.shape[:n] or (1,)
     src_step = whole.src_strides[n - 1] if n else 0
     dst_step = whole.dst_strides[n - 1] if n else 0
+    cut = bool(n) and _merges(src_step - span, span, limits)  # the request would be too long
+    most = max(1, (limits.request - span) // src_step + 1 if cut else limits.request // span)
+    *leading, last = whole.shape[:n] or (1,)
     for at in product(*map(range, leading)):
         src = whole.src + sum(i * s for i, s in zip(at, whole.src_strides, strict=False))
         dst = whole.dst + sum(i * d for i, d in zip(at, whole.dst_strides, strict=False))
         for first in range(0, last, most):
             count = min(most, last - first)
-            cut, cut_src, cut_dst = ((), (), ()) if most == 1 else ((count,), (src_step,), (dst_step,))
-            inner = Strided(
-                cut + whole.shape[n:],
-                0,
-                cut_src + whole.src_strides[n:],
-                dst + first * dst_step,
-                cut_dst + whole.dst_strides[n:],
-            )
-            yield Request(move.file, src + first * src_step, (count - 1) * src_step + span, (Part(buffer, inner),))
+            begin, to = src + first * src_step, dst + first * dst_step
+            inner = Strided(whole.shape[n:], 0, whole.src_strides[n:], to, whole.dst_strides[n:])
+            if cut:
+                rows = ((count, *inner.shape), 0, (src_step, *inner.src_strides), to, (dst_step, *inner.dst_strides))
+                yield Request(move.file, begin, (count - 1) * src_step + span, (Part(buffer, Strided(*rows)),))
+            else:
+                part = Part(buffer, inner, dst_step=dst_step)
+                yield Request(move.file, begin, span, (part,), count, src_step)
+
+
+def _merges(gap: int, span: int, limits: Limits) -> bool:
+    """Whether a gap between ranges of `span` bytes is read over."""
+    return gap <= limits.gap and (gap * 20 <= span or span < limits.short)
 
 
 def _join(requests: list[Request], limits: Limits) -> Iterator[Request]:
@@ -230,7 +256,8 @@ def _join(requests: list[Request], limits: Limits) -> Iterator[Request]:
             gap = r.offset - (group[-1].offset + group[-1].nbytes)
             joined = r.offset + r.nbytes - group[0].offset
             near = 0 <= gap <= limits.gap and gaps + gap <= max(_TRIFLE, joined // 100)
-            if r.file == group[0].file and near and joined <= limits.join:
+            single = r.count == group[-1].count == 1
+            if r.file == group[0].file and single and near and joined <= limits.join:
                 gaps += gap
             else:
                 yield _joined(group)

@@ -98,6 +98,9 @@ class Store(Protocol):
         Buffers are writable and C-contiguous, of any item type. After an error their content is undefined.
         """
 
+    def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
+        """Fill each of many short rows: number `k` with the bytes from `offset + k * step` on; else as `read_into`."""
+
     def read_versioned(self, key: str) -> tuple[bytes, str]:
         """A whole small file and its content version, which `replace` wants to see."""
 

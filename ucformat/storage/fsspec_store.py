@@ -88,6 +88,11 @@ class FsspecStore:
                 buffer.cast("B")[:] = data[: buffer.nbytes]
                 data = data[buffer.nbytes :]
 
+    def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
+        """Fill rows one by one."""
+        for number, row in enumerate(rows):
+            self.read_into(key, offset + number * step, [row])
+
     def read_versioned(self, key: str) -> tuple[bytes, str]:
         """A whole small file and its content version."""
         data = self.read(key)

@@ -73,6 +73,11 @@ class MemoryStore:
                 buffer.cast("B")[:] = data[offset : offset + buffer.nbytes]
                 offset += buffer.nbytes
 
+    def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
+        """Fill rows one by one."""
+        for number, row in enumerate(rows):
+            self.read_into(key, offset + number * step, [row])
+
     def read_versioned(self, key: str) -> tuple[bytes, str]:
         """A whole file and its content version."""
         data = self._get(key).data

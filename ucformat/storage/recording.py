@@ -49,6 +49,11 @@ class RecordingStore(WrappedStore):
         self.inner.read_into(key, offset, buffers)
         self.reads.append(Read(key, offset, sum(b.nbytes for b in buffers)))
 
+    def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
+        """See Store."""
+        self.inner.read_rows(key, offset, step, rows)
+        self.reads.extend(Read(key, offset + k * step, row.nbytes) for k, row in enumerate(rows))
+
     def read_versioned(self, key: str) -> tuple[bytes, str]:
         """See Store."""
         data, version = self.inner.read_versioned(key)

@@ -35,6 +35,10 @@ class WrappedStore:
         """See Store."""
         self.inner.read_into(key, offset, buffers)
 
+    def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
+        """See Store."""
+        self.inner.read_rows(key, offset, step, rows)
+
     def read_versioned(self, key: str) -> tuple[bytes, str]:
         """See Store."""
         return self.inner.read_versioned(key)
