@@ -79,7 +79,8 @@ def _of_dtensor(name: str, state: str, tensor: DTensor) -> Local:
             hint="reduce it first: tensor.redistribute(placements=[Replicate() …])",
         )
     for dims in _readings(shape, tensor.placements, mesh.shape, at):
-        if tuple(d.size for d in dims) == tuple(local.shape):
+        sizes = tuple(d.size for d in dims)
+        if sizes == tuple(local.shape) or (0 in sizes and not local.numel()):  # FSDP2 makes (0, 0) of an empty (0, n)
             return Local(info, pieces_in(local, dims), local)
     raise LayoutError(
         f"{name} ({state}): its local shape {tuple(local.shape)} is not what its placements {tensor.placements} make "
