@@ -80,7 +80,7 @@ def _split(text: str, names: Collection[str]) -> tuple[str, str] | None:
     """A parameter's name and a state's, joined by a dot: after a name that is known, else at the last dot."""
     at = len(text)
     while (at := text.rfind(".", 0, at)) > 0:
-        if text[:at] in names:
+        if text[:at] in names and not text[:at].isdigit():
             return text[:at], text[at + 1 :]
     name, dot, state = text.rpartition(".")
     return (name, state) if dot and not name.isdigit() else None
