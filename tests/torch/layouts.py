@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -96,6 +95,8 @@ def lay(net: Net, spec: ModelSpec, layout: LayoutSpec) -> Laid:
         fully_shard(net, mesh=cut)
     laid = Laid(model, net, at["dp"], dp)
     if layout.pp > 1:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # half a second
+
         group = mesh["pp"].get_group()
         part = PipelineStage(model, stage, layout.pp, torch.device("cpu"), group=group)
         laid.schedule = Schedule1F1B(part, MICRO, loss_fn=cross_entropy)

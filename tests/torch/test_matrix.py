@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -173,6 +174,7 @@ def test_the_choice_has_every_layout_form_and_recipe_on_both_sides() -> None:
     assert {(x.layout, x.form) for x in CHOSEN} == {(a, f) for a in LAYOUTS for f in FORMS}
     assert {(x.source.recipe, x.form) for x in CHOSEN} == {(r, f) for r in RECIPES for f in FORMS}
     assert {x.layout for x in CHOSEN if x.source.layout == x.layout} == set(LAYOUTS)
+    assert any(same_arithmetic(x) for x in CHOSEN if x.source.layout != x.layout)
     assert {(x.source.spelling(x.form), x.form) for x in CHOSEN} == {(s, f) for s in SPELLINGS for f in FORMS}
     assert {(x.spelling, x.form) for x in CHOSEN} == {(s, f) for s in SPELLINGS for f in FORMS}
     for recipe in RECIPES:
@@ -230,13 +232,26 @@ def test_what_is_forgotten_shows(chosen: Made) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_layout_into_every_layout(made: Callable[[str], Made], recipe: str, world: int) -> None:
+def test_every_layout_and_form_into_every_layout(made: Callable[[str], Made], recipe: str, layout: str) -> None:
     m, loads = made(f"all-{recipe}"), all_loads(recipe)
     m.sources({x.source for x in loads}, background=WORLDS)
-    m.loads(loads, world)
-    mine = [x for x in loads if x.world == world]
-    assert mine
+    mine = [x for x in loads if x.layout == layout]
+    m.once(f"load-into-{layout}", LAYOUTS[layout][0], [m.load_job(x) for x in mine])
+    assert len(mine) == len(LAYOUTS) * len(FORMS)
     for load in mine:
         m.check_load(load)
+        shutil.rmtree(m.load(load, ""))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_every_layout_saves_is_what_it_held(made: Callable[[str], Made], recipe: str) -> None:
+    m = made(f"all-{recipe}")
+    sources = [Source(layout, recipe) for layout in LAYOUTS]
+    m.sources(sources, background=WORLDS)
+    for source in sources:
+        truth = Truth.read(m.source(source, "truth"))
+        for form in FORMS:
+            assert checkpoint_differences(ucformat.open(m.source(source, form)), truth) == []
