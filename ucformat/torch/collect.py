@@ -44,6 +44,15 @@ class Group:
     params: tuple[str, ...]
     options: MutableMapping[str, Any]
 
+    def parts(self) -> list[Group]:
+        """Its parts that may have hyper-parameters of their own: of a flattened state dict each parameter, else itself."""
+        if not isinstance(self.options, _FlatOptions):
+            return [self]
+        flat = self.options
+        return [
+            Group((name,), _FlatOptions(flat.state, keys)) for name, keys in zip(self.params, flat.keys_of, strict=True)
+        ]
+
 
 @dataclass(slots=True)
 class Collected:

@@ -98,11 +98,12 @@ def fit_groups(found: Collected, ck: Checkpoint, names: Mapping[str, str]) -> tu
             if lacking:
                 missing.append(f"{label}: the hyper-parameters of {', '.join(lacking[:3])}")
                 continue
-            options = [stored[p].options for p in known]
-            if any(o != options[0] for o in options[1:]):
-                others.append(f"{label}: its parameters were in groups with different hyper-parameters")
-            elif options:
-                todo.append((group, options[0]))
+            for part in group.parts():
+                options = [stored[names.get(p, p)].options for p in part.params]
+                if any(o != options[0] for o in options[1:]):
+                    others.append(f"{label}: its parameters were in groups with different hyper-parameters")
+                elif options:
+                    todo.append((part, options[0]))
 
     def put() -> None:
         for group, options in todo:
