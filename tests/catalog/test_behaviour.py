@@ -413,6 +413,23 @@ class TestEdges:
         catalog.record(manifest(3, step=3, sidecar=packed_over("/data/RUN7/1", "/data/run_", "/data/run7/11")), "/v/3")
         catalog.delete("run7@1")
 
+    def test_one_that_was_made_arrays_has_their_digests_and_needs_nobody(self, catalog: Catalog) -> None:
+        put(catalog, 1)
+        arrays = (tensor(content="new"),)
+        over = packed_over("/data/run7/1")
+        lineage = made_from(manifest(1), url="/data/run7/1")
+        bare = tuple(t.model_copy(update={"digest": None, "chunk": None, "shard": None}) for t in arrays)
+        packed = manifest(2, step=2, lineage=lineage, sidecar=over, tensors=bare)
+        catalog.record(packed, "/v/2")
+        assert not catalog.holding(digest("new"))
+        made = manifest(2, step=2, lineage=lineage, attempt="b" * 20, tensors=arrays)
+        for _ in range(2):
+            catalog.record(made, "/v/2")
+            assert [e.id for e, *_ in catalog.holding(digest("new"))] == [made.id]
+        catalog.record(packed, "/elsewhere/2")  # a copy that is still packed changes nothing
+        assert catalog.holding(digest("new"))
+        catalog.delete("run7@1")
+
 
 class TestDeletion:
     @pytest.fixture(autouse=True)

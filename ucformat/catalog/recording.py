@@ -48,7 +48,10 @@ def record(
     now: datetime,
     who: str,
 ) -> int:
-    """Record a checkpoint that lies at `url`, unless it is known; then only where it lies is noted. Its serial."""
+    """Record a checkpoint that lies at `url`, unless it is known; then only where it lies is noted. Its serial.
+
+    One that was packed when it was recorded, and was made arrays since, gets their digests.
+    """
     nbytes = sum(t.nbytes for t in manifest.tensors)
     _check(manifest, url, nbytes)
     take_turns(connection, manifest.id, url, *(p.id or _place(p.url) for p in manifest.lineage))
@@ -82,11 +85,27 @@ def record(
         serial = connection.execute(made.returning(Checkpoint.serial)).scalar_one()
         _add_details(connection, serial, manifest, url)
         event(connection, "record", who, now, serial, url=url, kind=kind)
-    if locate(connection, serial, url, now=now, who=who):
+    again = locate(connection, serial, url, now=now, who=who)
+    if again or _materialised(connection, serial, manifest):
         remove_digests(connection, serial)
         add_digests(connection, serial, manifest.tensors)
     _adopt_children(connection, serial, manifest.id, url)
     return serial
+
+
+def _materialised(connection: Connection, serial: int, manifest: Manifest) -> bool:
+    """Note the attempt and the structure of a checkpoint that was made arrays since it was recorded; whether it was."""
+    if manifest.sidecar is not None or not manifest.attempt:
+        return False
+    changed = connection.execute(
+        sa.update(Checkpoint)
+        .where(Checkpoint.serial == serial, Checkpoint.attempt != manifest.attempt)
+        .values(attempt=manifest.attempt, tensor_set_id=tensor_set(connection, manifest.tensors))
+    )
+    if not changed.rowcount:
+        return False
+    connection.execute(sa.update(Edge).where(Edge.child == serial, Edge.depends).values(depends=False))
+    return True
 
 
 def _check(manifest: Manifest, url: str, nbytes: int) -> None:
