@@ -60,7 +60,7 @@ OUTSIDE: dict[str, set[str]] = {
     "jobs": {"crc32c", "numpy", "pydantic"},
     "cli": {"click", "rich", "numpy", "yaml"},
     "settings": {"platformdirs", "pydantic", "pydantic_settings"},
-    "torch": {"deepspeed", "numpy", "torch"},
+    "torch": {"accelerate", "deepspeed", "lightning", "numpy", "torch", "transformers"},
     "_version": set(),
     "__init__": set(),
     "catalog": {"alembic", "lark", "psycopg", "pydantic", "sqlalchemy"},

@@ -1,0 +1,69 @@
+"""Hugging Face's Trainer and Accelerate save by ucformat and go on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.torch.running import torchrun
+
+PROGRAM = Path(__file__).parent / "hf_program.py"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the program found; the same on both ranks."""
+    folder = tmp_path_factory.mktemp("huggingface")
+    torchrun(2, [str(PROGRAM), str(folder)], folder / "log.txt")
+    first, second = (json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    return dict(first)
+
+
+@pytest.mark.parametrize("kind", ["UniversalTrainer", "InBackground"])
+def test_a_trainer_goes_on_bit_for_bit(found: dict[str, Any], kind: str) -> None:
+    result = found["trainer"][kind]
+    assert result["differences"] == []
+    assert result["losses"] == 9
+    assert result["best"]
+    assert result["epoch"] == [2.25, 2.25]
+    assert result["last"] == [10, True]
+
+
+def test_a_trainer_keeps_as_many_as_it_is_told(found: dict[str, Any]) -> None:
+    assert found["trainer"]["UniversalTrainer"]["kept"] == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
+    assert found["trainer"]["InBackground"]["kept"] == ["checkpoint-6", "checkpoint-9"]
+
+
+def test_what_a_trainer_saves_is_universal(found: dict[str, Any]) -> None:
+    assert found["trainer"]["facts"] == {
+        "run": "llama",
+        "step": 9,
+        "loss": True,
+        "aliases": {"lm_head.weight": "model.embed_tokens.weight"},
+        "states": ["exp_avg", "exp_avg_sq", "step", "weight"],
+        "config": [24, 0.01],
+    }
+
+
+def test_a_trainer_goes_on_from_what_a_callback_saved(found: dict[str, Any]) -> None:
+    assert found["callback"]["differences"] == []
+    assert "optimizer.pt" not in found["callback"]["plain"]
+
+
+def test_a_model_cut_by_fsdp2_is_resumed(found: dict[str, Any]) -> None:
+    assert found["sharded"] == {"differences": [], "cut": True, "losses": 9}
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_accelerate(found: dict[str, Any], sharded: bool) -> None:
+    result = found["accelerate"][sharded]
+    assert result["differences"] == []
+    now, expected = result["losses"]
+    assert now == expected
+    assert result["loaded"] == [4, 8]
+    assert result["names"] == ["0.weight", "2.bias", "2.weight"]
+    assert result["cut"] is sharded

@@ -1,0 +1,236 @@
+"""Hugging Face: the state of an Accelerator, and a Trainer that saves and resumes (docs/guides/huggingface.md)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import rotate_checkpoints
+
+from ucformat.errors import NotACheckpoint, Refused
+from ucformat.format.commit import MANIFEST
+from ucformat.references import open_reference
+from ucformat.torch.background import SaveHandle, async_save
+from ucformat.torch.loading import load
+from ucformat.torch.objects import PerRank, decode
+from ucformat.torch.rng import Rng
+from ucformat.torch.saving import save
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from accelerate import Accelerator
+    from transformers import TrainerState, TrainingArguments
+
+    from ucformat.checkpoint import Checkpoint
+
+__all__ = ["SaveCallback", "UniversalTrainer", "accelerator_state"]
+
+_STATE = "trainer"  # the object that holds the TrainerState
+
+
+def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
+    """What `accelerator.save_state` saves, as a training state for `save`, `async_save` and `load`.
+
+    These are the models, optimizers and schedulers that were prepared, the data loaders that keep a state, the objects
+    registered for checkpointing, the gradient scaler, the random generators, and the accelerator's own step.
+
+    Raises:
+        Refused: DeepSpeed or Megatron-LM holds the state.
+    """
+    kind = str(accelerator.distributed_type.value)
+    if kind in ("DEEPSPEED", "MEGATRON_LM"):
+        hint = "ucformat.torch.deepspeed saves an engine" if kind == "DEEPSPEED" else "save from Megatron-LM itself"
+        raise Refused(f"{kind} holds the state of this Accelerator, and not torch", hint=hint)
+    loaders = [d for d in accelerator._dataloaders if getattr(d, "use_stateful_dataloader", False)]  # noqa: SLF001
+    parts: dict[str, list[Any]] = {
+        "model": list(accelerator._models),  # noqa: SLF001 - the accelerator has no public list of what it prepared
+        "optimizer": [_unwrapped(o) for o in accelerator._optimizers],  # noqa: SLF001
+        "scheduler": list(accelerator._schedulers),  # noqa: SLF001
+        "dataloader": [PerRank(d) for d in loaders],
+        "object": list(accelerator._custom_objects),  # noqa: SLF001
+    }
+    state = {name if len(all_) == 1 else f"{name}_{i}": x for name, all_ in parts.items() for i, x in enumerate(all_)}
+    state |= {"accelerator": _Step(accelerator), "rng": Rng()}
+    return state if accelerator.scaler is None else {**state, "scaler": accelerator.scaler}
+
+
+class _Step:
+    """The step that an accelerator counts for itself."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": int(self.accelerator.step)}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.accelerator.step = state["step"]
+
+
+class SaveCallback(TrainerCallback):
+    """Saves a universal checkpoint, `<url>/step-<n>`, whenever the Trainer saves, besides what the Trainer saves.
+
+    With `background` training waits for a copy to host memory alone. `options` are those of `save`. A callback is
+    given neither the gradient scaler nor the other callbacks: `UniversalTrainer` saves these too.
+    """
+
+    def __init__(self, url: str, *, background: bool = False, **options: Any) -> None:
+        self.url, self.background, self.options = url, background, options
+        self.handle: SaveHandle | None = None
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **live: Any) -> None:
+        """Save, as the Trainer has just done."""
+        parts = _training(live["model"], live["optimizer"], live["lr_scheduler"])
+        if state.is_world_process_zero:
+            parts[_STATE] = asdict(state)
+        place = f"{self.url}/step-{state.global_step}"
+        note = {**_note(args, state, live["model"]), **self.options}
+        if self.background:
+            self.handle = async_save(parts, place, **note)
+        else:
+            save(parts, place, **note)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Wait for the last save."""
+        if self.handle is not None:
+            self.handle.wait()
+
+
+class UniversalTrainer(Trainer):
+    """A Trainer whose checkpoints are universal ones; put it before another subclass of Trainer to change that one.
+
+    `train(resume_from_checkpoint=…)` takes True (the last that is committed in `output_dir`), or any checkpoint of
+    ucformat or reference to one, saved by any number of ranks. `save_options` are those of `save`; with
+    `save_in_background` training waits for a copy to host memory alone. Set both as class attributes.
+    """
+
+    save_options: Mapping[str, Any] = MappingProxyType({})
+    save_in_background = False
+    _resumed: Checkpoint | None = None
+    _handle: SaveHandle | None = None
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, from a universal checkpoint on if one is given."""
+        if not resume_from_checkpoint:
+            return self._finished(super().train(None, *args, **kwargs))
+        url = _last(Path(str(self.args.output_dir))) if resume_from_checkpoint is True else resume_from_checkpoint
+        self._resumed = open_reference(url)
+        with TemporaryDirectory() as folder:  # the Trainer reads its own state from a file alone
+            held = decode(self._resumed.objects[_STATE])
+            (Path(folder) / "trainer_state.json").write_text(json.dumps(held))
+            try:
+                return self._finished(super().train(folder, *args, **kwargs))
+            finally:
+                self._resumed = None
+
+    def _finished(self, output: Any) -> Any:
+        self._settle()
+        return output
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._resumed is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._resumed is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            state = self._live()
+            del state["rng"]  # batches are skipped first
+            load(state, self._resumed)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._resumed is None:
+            super()._load_rng_state(checkpoint)
+        else:
+            load({"rng": Rng()}, self._resumed)
+
+    def _load_best_model(self) -> None:
+        self._settle()
+        load({"model": self.model}, str(self.state.best_model_checkpoint))
+
+    def _save_checkpoint(self, _model: Any, trial: Any) -> None:
+        self._settle()
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        run = Path(self._get_output_dir(trial=trial))
+        place, best = run / f"checkpoint-{self.state.global_step}", self.state.best_global_step
+        if best:
+            self.state.best_model_checkpoint = str(run / f"checkpoint-{best}")
+        state = self._live()
+        if self.args.process_index == 0:
+            self.state.stateful_callbacks = self._callback_states()
+            state[_STATE] = asdict(self.state)
+        if self.args.save_only_model and not self.is_distributed_loading_by_transformers:
+            state = {"model": state["model"], **{k: v for k, v in state.items() if k == _STATE}}
+        note = {"overwrite": True, **_note(self.args, self.state, self.model), **self.save_options}
+        if self.save_in_background:
+            self._handle = async_save(state, place, **note)
+        else:
+            save(state, place, **note)
+            self._rotate(run)
+
+    def _settle(self) -> None:
+        """Wait for the save in flight."""
+        if self._handle is not None:
+            place, self._handle = self._handle, None
+            place.wait()
+            self._rotate(Path(place.url).parent)
+
+    def _rotate(self, run: Path) -> None:
+        """Delete what `save_total_limit` allows; all that lies there is committed."""
+        if self.args.should_save:
+            limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+            rotate_checkpoints(str(run), save_total_limit=limit, best_model_checkpoint=best)
+        if dist.is_initialized():
+            dist.barrier()
+
+    def _live(self) -> dict[str, Any]:
+        """The state of the training as it is."""
+        if self.is_deepspeed_enabled:
+            raise Refused("DeepSpeed holds the state of this Trainer", hint="ucformat.torch.deepspeed saves an engine")
+        state = _training(self.model, self.optimizer, self.lr_scheduler)
+        scaler = getattr(self.accelerator, "scaler", None)
+        return state if scaler is None else {**state, "scaler": scaler}
+
+    def _callback_states(self) -> dict[str, Any]:
+        """The states of the callbacks that have one, as TrainerState keeps them."""
+        found: dict[str, list[Any]] = {}
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                found.setdefault(type(callback).__name__, []).append(callback.state())
+        return {name: states[0] if len(states) == 1 else states for name, states in found.items()}
+
+
+def _training(model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    return {"model": model, "optimizer": _unwrapped(optimizer), "scheduler": scheduler, "rng": Rng()}
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer in an AcceleratedOptimizer, whose `step` may do nothing."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _note(args: TrainingArguments, state: TrainerState, model: Any) -> dict[str, Any]:
+    """What the manifest says besides the state."""
+    logged = {k: v for entry in state.log_history if entry.get("step") == state.global_step for k, v in entry.items()}
+    metrics = {k: float(v) for k, v in logged.items() if isinstance(v, int | float) and k not in ("step", "epoch")}
+    config = {"training": args.to_sanitized_dict(), "model": json.loads(model.config.to_json_string())}
+    return {"step": state.global_step, "run": args.run_name, "metrics": metrics, "config": config}
+
+
+def _last(folder: Path) -> str:
+    """The last committed checkpoint of a Trainer's folder."""
+    steps = {p: p.name.rpartition("-")[2] for p in folder.glob("checkpoint-*") if (p / MANIFEST).exists()}
+    numbers = {p: int(n) for p, n in steps.items() if n.isdecimal()}
+    if not numbers:
+        raise NotACheckpoint(f"no checkpoint is committed in {folder}", hint="train() without resume_from_checkpoint")
+    return str(max(numbers, key=numbers.__getitem__))
