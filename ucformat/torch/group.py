@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Bytes
 
-__all__ = ["TIMEOUT", "Group", "forget", "group_of", "lone"]
+__all__ = ["TIMEOUT", "Group", "forget", "group_of", "lone", "of_rank"]
 
 #: Seconds after which a rank that says nothing is taken for dead.
 TIMEOUT = 600.0
@@ -98,7 +98,7 @@ class Group:
         if not self.rank:
             failed = [(r, v) for r, v in enumerate(values) if isinstance(v, BaseException)]
             try:
-                answers = [_of_rank(*failed[0], self.size)] * self.size if failed else then(values)
+                answers = [of_rank(*failed[0], self.size)] * self.size if failed else then(values)
             except Exception as error:  # noqa: BLE001 - it is everybody's
                 answers = [error] * self.size
         answer = self.scatter(answers)
@@ -164,7 +164,7 @@ class _explained:  # noqa: N801 - used as a function
             ) from error
 
 
-def _of_rank(rank: int, error: BaseException, size: int) -> BaseException:
+def of_rank(rank: int, error: BaseException, size: int) -> BaseException:
     """The error, saying whose it is."""
     if size == 1:
         return error

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from ucformat.torch.group import of_rank
 from ucformat.torch.reading import read
 
 if TYPE_CHECKING:
@@ -52,21 +53,31 @@ def read_shared(
         reader = min(range(size), key=lambda r: load[r])
         load[reader] += m.target.nbytes
         dealt.append((m, reader))
+    rounds = list(_rounds(dealt, size))
     total = 0
     with ThreadPoolExecutor(1, thread_name_prefix="ucformat-share") as pool:
 
-        def begin(units: list[tuple[Matched, int]]) -> object:
-            mine = [m for m, reader in units if reader == rank]
-            return pool.submit(read, ck, mine, verify, threads, progress)
+        def begin(units: Sequence[tuple[Matched, int]]) -> Future[int]:
+            return pool.submit(read, ck, [m for m, reader in units if reader == rank], verify, threads, progress)
 
-        rounds = list(_rounds(dealt, size))
-        coming = begin(rounds[0]) if rounds else None
-        for units, following in zip(rounds, [*rounds[1:], None], strict=True):
-            total += coming.result()  # type: ignore[attr-defined]
-            coming = begin(following) if following else None
+        coming = [begin(rounds[0])] if rounds else []
+        for number, units in enumerate(rounds):
+            total += _together(coming.pop(), replicas)
+            coming += [begin(following) for following in rounds[number + 1 : number + 2]]
             for m, reader in units:
                 _hand_on(m.target.tensor, reader, replicas)
     return total + read(ck, alone, verify, threads, progress)
+
+
+def _together(reading: Future[int], replicas: dist.ProcessGroup) -> int:
+    """Wait until all ranks have read what they hand on next; what one of them failed of is raised on all."""
+    error = reading.exception()
+    errors: list[BaseException | None] = [None] * dist.get_world_size(replicas)
+    dist.all_gather_object(errors, error, replicas)
+    first = next(((r, e) for r, e in enumerate(errors) if e is not None), None)
+    if first is not None:
+        raise error or of_rank(*first, len(errors))
+    return reading.result()
 
 
 def _rounds(dealt: Sequence[tuple[Matched, int]], size: int) -> Iterator[list[tuple[Matched, int]]]:
