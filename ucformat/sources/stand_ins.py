@@ -86,7 +86,7 @@ class Inert:
 
 @dataclass(slots=True, eq=False)
 class NdArray:
-    """A numpy array, its bytes kept as they are: `dtype` is numpy's spelling (`<f4`)."""
+    """An array, its bytes kept as they are: `dtype` is numpy's spelling (`<f4`), or for little-endian a torch name."""
 
     dtype: str = ""
     shape: tuple[int, ...] = ()

@@ -7,7 +7,7 @@ are text is an object. What JSON has no word for is an object with one key that 
 |---|---|
 | `{"$float": "nan"}`, `"inf"`, `"-inf"` | a float that is not finite |
 | `{"$bytes": "…"}` | bytes, base64 |
-| `{"$complex": [re, im]}` | a complex number |
+| `{"$complex": [re, im]}` | a complex number, each part as a float |
 | `{"$set": […]}` | a set or frozen set, sorted by their JSON |
 | `{"$slice": [start, stop, step]}` | a slice |
 | `{"$datetime": "…"}`, `{"$path": "…"}` | a date or time in ISO 8601 (a time span in seconds), a path |
@@ -31,6 +31,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import Refused, UsageError
+from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.sources.stand_ins import Dtype, Inert, InertClass, Maker, NdArray, Opaque, StoredTensor
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def _plain(value: Any, path: str) -> Any:
     if isinstance(value, Opaque):
         return {"$opaque": base64.b64encode(value.data).decode()}
     if isinstance(value, complex):
-        return {"$complex": [value.real, value.imag]}
+        return {"$complex": [x if math.isfinite(x) else {"$float": str(x)} for x in (value.real, value.imag)]}
     if isinstance(value, Dtype):
         return {"$dtype": value.name}
     if isinstance(value, InertClass | Maker):  # the class itself, not an object of it
@@ -143,6 +144,8 @@ def _tensor(dtype: str, shape: tuple[int, ...], data: bytes) -> Any:
 def _array(value: NdArray) -> Any:
     import numpy as np
 
+    if value.dtype in ITEMSIZE and not value.fortran:  # a torch dtype: NumPy knows not all of them
+        return _tensor(value.dtype, value.shape, value.data)
     dtype = np.dtype(value.dtype)
     array = np.frombuffer(value.data, dtype).reshape(value.shape, order="F" if value.fortran else "C")
     if dtype.kind not in "biufc":
@@ -160,23 +163,27 @@ def _key(key: str | int) -> str:
     return f"$int:{key}"
 
 
-def from_json(value: Any) -> Any:
+def from_json(value: Any, opened: Callable[[bytes], Any] | None = None) -> Any:
     """The value that its JSON form stands for.
 
     Small tensors become numpy arrays, dates and paths text, slices slices. `$ref`, `$class` and `$opaque` stay as they
-    are: what they stand for is not here.
+    are: what they stand for is not here. `opened`, if given, makes a value of the pickle in an `$opaque`.
     """
     if isinstance(value, list):
-        return [from_json(v) for v in value]
+        return [from_json(v, opened) for v in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
         (key, inner), *_ = value.items()
+        if key == "$opaque" and opened is not None:
+            return opened(base64.b64decode(inner))
         if key in _DECODERS:
             return _DECODERS[key](inner)
+        if key in _CONTAINERS:
+            return _CONTAINERS[key](inner, lambda v: from_json(v, opened))
     if any(k in value for k in _KEPT):
-        return {k: v if k in _KEPT else from_json(v) for k, v in value.items()}
-    return {_unkey(k): from_json(v) for k, v in value.items()}
+        return {k: v if k in _KEPT else from_json(v, opened) for k, v in value.items()}
+    return {_unkey(k): from_json(v, opened) for k, v in value.items()}
 
 
 def _unkey(key: str) -> str | int:
@@ -202,16 +209,21 @@ _KEPT = ("$class", "$ref", "$opaque")
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$float": float,
     "$bytes": base64.b64decode,
-    "$complex": lambda parts: complex(*parts),
-    "$set": lambda items: {tuple(v) if isinstance(v, list) else v for v in map(from_json, items)},
-    "$slice": lambda parts: slice(*parts),
+    "$complex": lambda parts: complex(*map(from_json, parts)),
     "$datetime": lambda text: text,
     "$path": lambda text: text,
     "$dtype": lambda name: name,
     "$tensor": _array_of,
-    "$dict": lambda pairs: {_hashable(from_json(k)): from_json(v) for k, v in pairs},
+}
+#: The special values that hold others, which the second argument decodes.
+_CONTAINERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
+    "$set": lambda items, again: {_hashable(again(v)) for v in items},
+    "$slice": lambda parts, again: slice(*map(again, parts)),
+    "$dict": lambda pairs, again: {_hashable(again(k)): again(v) for k, v in pairs},
 }
 
 
 def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(map(_hashable, value))
+    return frozenset(value) if isinstance(value, set) else value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+import copy
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ucformat.errors import Refused
+from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.sources.stand_ins import Dtype, NdArray, Opaque
 from ucformat.sources.values import from_json, to_json
 from ucformat.torch.memory import dtype_name, host_memory
@@ -34,7 +35,13 @@ class PerRank:
 
 def encode(value: Any, path: str = "") -> Any:
     """The JSON form of a value; what has none is kept as an opaque pickle, which only `trust=True` opens again."""
-    return to_json(_stand_in(value), path=path)
+    try:
+        return to_json(_stand_in(value), path=path)
+    except RecursionError:
+        raise Refused(
+            f"{path or 'a value'} holds itself, or is nested too deeply to be an object",
+            hint="save what its `state_dict()` gives, or leave it out",
+        ) from None
 
 
 def _stand_in(value: Any) -> Any:
@@ -43,17 +50,18 @@ def _stand_in(value: Any) -> Any:
         return value
     if isinstance(value, dict) and all(isinstance(k, str | int | float | tuple | bytes | None) for k in value):
         return {k: _stand_in(v) for k, v in value.items()}
-    if type(value) in (list, tuple, torch.Size):
+    if type(value) in (list, tuple, torch.Size) or (isinstance(value, tuple) and hasattr(value, "_fields")):
         return [_stand_in(v) for v in value]
-    if type(value) in (set, frozenset):
-        return {_stand_in(v) for v in value}
+    if type(value) in (set, frozenset) and all(_is_plain(v) for v in value):
+        return value
     if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter):
         dense = value.detach().cpu().contiguous()
         return NdArray(dtype_name(dense.dtype), tuple(dense.shape), host_memory(dense).tobytes())
     if isinstance(value, torch.dtype):
         return Dtype(dtype_name(value))
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return NdArray(value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes())
+    if isinstance(value, np.ndarray) and (value.dtype.kind in "biufc" or value.dtype.name in ITEMSIZE):
+        native = np.ascontiguousarray(value, value.dtype.newbyteorder("<"))
+        return NdArray(value.dtype.name, value.shape, native.tobytes())
     if isinstance(value, np.bool_ | np.integer | np.floating):
         return value.item()
     try:
@@ -65,46 +73,87 @@ def _stand_in(value: Any) -> Any:
         ) from error
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether an element of a set is its own stand-in."""
+    if isinstance(value, tuple | frozenset):
+        return type(value) in (tuple, frozenset) and all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str, bytes, complex)
+
+
 def decode(data: Any, template: Any = None, *, trust: bool = False) -> Any:
     """The value that a JSON form stands for, in the types of `template` where that has the same structure.
 
     Raises:
-        Refused: part of it is an opaque pickle, and `trust` is false.
+        Refused: part of it is an opaque pickle, and `trust` is false or it cannot be opened here.
     """
-    return like(_opened(from_json(data), trust), template)
+    return like(from_json(data, _trusted if trust else _distrusted), template)
 
 
-def _opened(value: Any, trust: bool) -> Any:  # noqa: FBT001
-    if isinstance(value, list):
-        return [_opened(v, trust) for v in value]
-    if not isinstance(value, dict):
-        return value
-    if set(value) == {"$opaque"}:
-        if not trust:
-            raise Refused(
-                "the value is a pickle, which could run code when it is opened",
-                hint="trust=True opens it, if you trust whoever wrote the checkpoint",
-            )
-        return pickle.loads(base64.b64decode(value["$opaque"]))  # noqa: S301 - asked for by `trust`
-    return {k: _opened(v, trust) for k, v in value.items()}
+def _distrusted(_: bytes) -> Any:
+    raise Refused(
+        "the value is a pickle, which could run code when it is opened",
+        hint="trust=True opens it, if you trust whoever wrote the checkpoint",
+    )
+
+
+def _trusted(data: bytes) -> Any:
+    try:
+        return pickle.loads(data)  # noqa: S301 - asked for by `trust`
+    except Exception as error:
+        raise Refused(
+            f"the value is a pickle that cannot be opened: {type(error).__name__}: {error}",
+            hint="the program that loads needs the classes that the one which saved had",
+        ) from error
 
 
 def like(value: Any, template: Any) -> Any:
-    """The value with tuples, tensors, dtypes and kinds of mappings where the template has them."""
-    if isinstance(template, dict) and isinstance(value, dict):
-        return {k: like(v, template.get(k)) for k, v in value.items()}
-    if isinstance(template, tuple) and isinstance(value, list):
-        padded = [*template, *[template[-1] if template else None] * len(value)]
-        items = (like(v, t) for v, t in zip(value, padded, strict=False))
-        return type(template)(*items) if hasattr(template, "_fields") else tuple(items)
-    if isinstance(template, list) and isinstance(value, list):
-        padded = [*template, *[template[-1] if template else None] * len(value)]
-        return [like(v, t) for v, t in zip(value, padded, strict=False)]
+    """The value with tuples, dtypes, NumPy's arrays and scalars and kinds of mappings where the template has them.
+
+    Arrays are tensors where it has none.
+    """
+    if isinstance(value, dict):
+        return _mapping_like(value, template if isinstance(template, dict) else {})
+    if isinstance(value, list):
+        return _sequence_like(value, template if isinstance(template, list | tuple) else [])
+    if isinstance(value, np.ndarray):
+        return _array_like(value, template) if isinstance(template, np.ndarray) else _tensor(value)
     if isinstance(template, torch.dtype) and isinstance(value, str):
-        return getattr(torch, value)
-    if isinstance(value, np.ndarray) and not isinstance(template, np.ndarray):
-        return _tensor(value)
+        found = getattr(torch, value, None)
+        return found if isinstance(found, torch.dtype) else value
+    if isinstance(value, set) and isinstance(template, frozenset):
+        return frozenset(value)
+    if isinstance(value, bytes) and isinstance(template, bytearray):
+        return bytearray(value)
+    if isinstance(template, np.generic) and isinstance(value, bool | int | float):
+        return template.dtype.type(value)
     return value
+
+
+def _mapping_like(value: dict[Any, Any], template: dict[Any, Any]) -> dict[Any, Any]:
+    items = {k: like(v, template.get(k)) for k, v in value.items()}
+    if type(template) is dict:
+        return items
+    out = copy.copy(template)  # an OrderedDict, a defaultdict with its factory
+    out.clear()
+    out.update(items)
+    return out
+
+
+def _sequence_like(value: list[Any], template: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
+    """Elements past the template's are like its last."""
+    padded = [*template, *[template[-1] if template else None] * len(value)]
+    items = [like(v, t) for v, t in zip(value, padded, strict=False)]
+    if isinstance(template, list):
+        return items
+    if hasattr(template, "_fields") and len(items) == len(template):
+        return type(template)(*items)
+    return torch.Size(items) if isinstance(template, torch.Size) else tuple(items)
+
+
+def _array_like(value: np.ndarray, template: np.ndarray) -> np.ndarray:
+    """The array, writable, and in the template's order of bytes."""
+    same = value.dtype == template.dtype.newbyteorder("<")
+    return value.astype(template.dtype if same else value.dtype)
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

@@ -1,0 +1,248 @@
+"""Plain values of a training state: as JSON and back, exactly, and never running code unasked."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict, defaultdict
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+
+from ucformat.errors import Refused
+from ucformat.torch.objects import decode, encode, like
+
+floats = st.floats(allow_nan=True, width=64)
+keys = st.text(max_size=4) | st.integers() | st.sampled_from(["$int:3", "$set", "$", "$$x", "3"])
+odd_keys = keys | st.none() | st.floats(allow_nan=False) | st.booleans() | st.tuples(st.integers(), st.text(max_size=2))
+hashables = st.integers() | st.text(max_size=4) | st.booleans() | st.tuples(st.integers(), st.integers())
+scalars = st.none() | st.booleans() | st.integers() | floats | st.text() | st.binary(max_size=9) | st.complex_numbers()
+
+TORCH_DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128,
+]  # fmt: skip
+NUMPY_DTYPES = ["?", "u1", "<i4", ">i4", "<i8", "<f2", "<f4", ">f8", "<c8"]
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    dtype = draw(st.sampled_from(TORCH_DTYPES))
+    shape = tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
+    nbytes = math.prod(shape) * dtype.itemsize
+    bits = np.frombuffer(bytearray(draw(st.binary(min_size=nbytes, max_size=nbytes))), np.uint8)
+    if dtype is torch.bool:
+        bits &= 1
+    out: torch.Tensor = torch.empty(shape, dtype=dtype)
+    if nbytes:
+        out.reshape(-1).view(torch.uint8)[...] = torch.from_numpy(bits)
+    return out
+
+
+def numpy_scalar(value: Any) -> Any:
+    return st.sampled_from([np.float32, np.float64, np.float16]).map(lambda t: t(value))
+
+
+leaves = st.one_of(
+    scalars,
+    tensors(),
+    st.sampled_from(TORCH_DTYPES),
+    st.sampled_from(NUMPY_DTYPES).flatmap(lambda d: arrays(d, array_shapes(min_dims=0, min_side=0, max_side=3))),
+    st.sets(hashables, max_size=3),
+    st.frozensets(st.integers(), max_size=3),
+    st.builds(slice, st.none() | st.integers(), st.integers(), st.none() | st.integers()),
+    st.floats(width=16).flatmap(numpy_scalar),
+    st.integers(-100, 100).map(np.int16) | st.booleans().map(np.bool_),
+)
+values = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(keys, inner, max_size=3),
+        st.dictionaries(odd_keys, inner, max_size=3),
+        st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
+        st.dictionaries(keys, inner, max_size=3).map(lambda d: defaultdict(list, d)),
+    ),
+    max_leaves=8,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in type and, bit for bit, in value."""
+    if isinstance(a, torch.Tensor):
+        return (
+            isinstance(b, torch.Tensor)
+            and (a.dtype, a.shape) == (b.dtype, b.shape)
+            and bytes_of(a) == bytes_of(b)
+        )  # fmt: skip
+    if isinstance(a, np.ndarray | np.generic):
+        return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return a == b or (math.isnan(a) and math.isnan(b))
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    if isinstance(a, dict):
+        return [key_of(k) for k in a] == [key_of(k) for k in b] and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def key_of(key: Any) -> Any:
+    return (type(key), key)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    data: bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return data
+
+
+def stored(value: Any) -> Any:
+    """As it comes out of a file."""
+    return json.loads(json.dumps(encode(value), allow_nan=False))
+
+
+@given(values)
+def test_with_a_template_every_value_comes_back_exactly(value: Any) -> None:
+    assert same(decode(stored(value), value), value)
+
+
+@given(values)
+def test_a_template_of_another_structure_breaks_nothing(value: Any) -> None:
+    for template in (None, 3, [1, (2,)], {"a": (1,)}, (), np.zeros(2), torch.zeros(2), torch.float32, slice(1)):
+        found = decode(stored(value), template)
+        assert same(decode(stored(found), found), found)
+
+
+@given(values)
+def test_values_are_json_of_the_strict_kind(value: Any) -> None:
+    text = json.dumps(encode(value), allow_nan=False)
+    assert encode(decode(json.loads(text), value)) == json.loads(text)
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Point(1, (2, torch.ones(2))),
+        torch.Size([2, 3]),
+        [{"a": (1,)}, {"a": (2,)}],
+        {"betas": (0.9, 0.95), "groups": [{"dtype": torch.bfloat16}]},
+        {((1, 2), 3): {4}, "x": {(5, (6,)), frozenset({7})}},
+        {"$opaque": "gASVBQAAAAAAAABLAS4=", "$class": 1, "$ref": [2]},
+        {"inner": {"$opaque": 3}},
+        np.float32("nan"),
+        bytearray(b"ab"),
+        float("-inf"),
+        complex("nan+infj"),
+        -0.0,
+        2**80,
+    ],
+    ids=str,
+)
+def test_further_values_come_back(value: Any) -> None:
+    assert same(decode(stored(value), value), value)
+
+
+def test_without_a_template() -> None:
+    """Arrays are tensors then, and tuples lists."""
+    value = {"a": (1, [np.arange(3, dtype=np.int16)]), "t": torch.bfloat16, "s": np.float32(0.5), 3: {"x"}}
+    found = decode(stored(value))
+    assert same(found["a"][1][0], torch.arange(3, dtype=torch.int16))
+    assert (found["a"][0], found["t"], found["s"], found[3]) == (1, "bfloat16", 0.5, {"x"})
+    assert type(found["a"]) is list
+
+
+def test_a_longer_value_is_like_the_last_of_its_template() -> None:
+    assert decode([[1, 2], [3], [4]], [(0,)]) == [(1, 2), (3,), (4,)]
+    assert decode([[1], [2]], ()) == ([1], [2])
+    assert decode([1, 2, 3], Point(0, 0)) == (1, 2, 3)
+    assert like({"a": [1], "b": [2]}, {"a": ()}) == {"a": (1,), "b": [2]}
+
+
+def test_a_default_dictionary_keeps_its_factory() -> None:
+    template: dict[str, list] = defaultdict(list, {"old": [1]})
+    found = decode({"new": [2]}, template)
+    assert found == {"new": [2]}
+    assert found["other"] == []
+    assert template == {"old": [1]}
+
+
+def test_what_is_read_may_be_changed() -> None:
+    array = decode(stored(np.zeros(3)), np.ones(3))
+    array += 1
+    tensor = decode(stored(torch.zeros(3)))
+    tensor += 1
+    assert array.tolist() == tensor.tolist() == [1, 1, 1]
+
+
+def test_tensors_of_any_strides_and_parameters() -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    for tensor in (base.t(), base[1:, ::2], base[1:2, 1:2], torch.nn.Parameter(base), base.requires_grad_()):
+        assert same(decode(stored(tensor)), tensor.detach().clone())
+
+
+OPAQUE = [date(2026, 1, 2), Path("/a"), Exception("x"), {date(2026, 1, 2): 1}, {date(2026, 1, 2)}, np.array(["a"]), len]
+
+
+@pytest.mark.parametrize("value", OPAQUE, ids=repr)
+def test_what_has_no_json_form_needs_trust(value: Any) -> None:
+    data = stored({"deep": [value, 1]})
+    assert set(data["deep"][0]) == {"$opaque"}
+    with pytest.raises(Refused, match="is a pickle, which could run code") as caught:
+        decode(data)
+    assert "trust=True" in str(caught.value)
+    found = decode(data, {"deep": [value]}, trust=True)["deep"]
+    assert found[1] == 1
+    assert repr(found[0]) == repr(value)
+    assert type(found[0]) is type(value)
+
+
+class Malicious:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.marker,))
+
+
+def test_a_pickle_runs_nothing_without_trust(tmp_path: Path) -> None:
+    for depth in ([Malicious(tmp_path / "ran")], {(1, 2): Malicious(tmp_path / "ran")}, Malicious(tmp_path / "ran")):
+        data = stored(depth)
+        for template in (None, depth, [depth], {"a": 1}):
+            with pytest.raises(Refused):
+                decode(data, template)
+    assert not (tmp_path / "ran").exists()
+    decode(data, trust=True)
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_pickle_of_a_class_that_is_gone() -> None:
+    with pytest.raises(Refused, match="cannot be opened: ModuleNotFoundError") as caught:
+        decode({"$opaque": "Y25vX3N1Y2hfbW9kdWxlClgKLg=="}, trust=True)
+    assert caught.value.hint is not None
+
+
+def test_what_cannot_be_kept_at_all_is_refused() -> None:
+    with pytest.raises(Refused, match="a function has no JSON form and cannot be pickled"):
+        encode({"f": lambda: 1}, "key")
+    holds_itself: list = []
+    holds_itself.append(holds_itself)
+    with pytest.raises(Refused, match="schedule holds itself"):
+        encode(holds_itself, "schedule")
+    with pytest.raises(Refused, match="nested too deeply"):
+        encode(json.loads("[" * 300 + "]" * 300))
