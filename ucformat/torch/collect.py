@@ -45,7 +45,7 @@ class Group:
     options: MutableMapping[str, Any]
 
     def parts(self) -> list[Group]:
-        """What may have hyper-parameters of its own: each parameter of a flattened state dict, else the group itself."""
+        """What may have its own hyper-parameters: each parameter of a flattened state dict, else the group itself."""
         if not isinstance(self.options, _FlatOptions):
             return [self]
         flat = self.options
