@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from ucformat.errors import StateMismatch, UsageError
@@ -91,15 +91,19 @@ def match(
 ) -> tuple[list[Matched], Problems]:
     """What each target is read from; `aliases` are further names of the state for the same memory.
 
-    A float32 weight is read from `master` where there is one, else from `weight`; a `master` likewise. What has
-    another dtype is cast if `cast` says so.
+    What is not stored under its name is read under one of those. A float32 weight is read from `master` where there is
+    one, else from `weight`; a `master` likewise. What has another dtype is cast if `cast` says so.
     """
     found: list[Matched] = []
     missing, shapes, dtypes, others = [], [], [], []
     wanted: set[Key] = set()
+    also: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        also.setdefault(name, []).append(alias)
     for target in targets:
         info = target.info
-        stored = _stored(info, ck, names)
+        called = (_stored(replace(info, name=n), ck, names) for n in (info.name, *also.get(info.name, ())))
+        stored = next((s for s in called if s is not None), None)
         if stored is None:
             missing.append(str(info.key))
             continue
