@@ -8,6 +8,7 @@ from ucformat.torch.dcp_reader import Reader
 from ucformat.torch.dcp_writer import Writer
 from ucformat.torch.evaluate import state_dict
 from ucformat.torch.loading import LoadReport, load
+from ucformat.torch.manager import Manager
 from ucformat.torch.match import Problems
 from ucformat.torch.objects import PerRank
 from ucformat.torch.rng import Rng
@@ -16,6 +17,7 @@ from ucformat.torch.writing import Saved
 
 __all__ = [
     "LoadReport",
+    "Manager",
     "PerRank",
     "Problems",
     "Reader",

@@ -1,0 +1,188 @@
+"""Verifies a checkpoint before it is loaded; the ranks share the work, and all get the same report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from ucformat.checkpoint import open_checkpoint
+from ucformat.errors import IntegrityError, MissingData, NotFound, UpgradeNeeded
+from ucformat.format.checksum import checksum
+from ucformat.format.commit import MANIFEST
+from ucformat.format.digest import tensor_digest
+from ucformat.format.shard import check_shard
+from ucformat.format.universal import Universal, grid_of
+from ucformat.format.zarr_json import shard_key
+from ucformat.geometry.tensor import Tiles
+from ucformat.jobs.run import run
+from ucformat.jobs.verify import Problem, Report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.tensor import Block, Key
+    from ucformat.torch.group import Group
+    from ucformat.torch.steps import Step
+
+    Mode = Literal["full", "quick"]
+
+__all__ = ["Mode", "verify_together"]
+
+_DAMAGES = (IntegrityError, NotFound, UpgradeNeeded)  # any other error is of the place, and no reason to go back
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A file, or a part of one, to look at; `run` gives what is wrong with it and the digests of a shard's chunks."""
+
+    nbytes: int
+    run: Callable[[], tuple[list[Problem], bytes]]
+    key: Key | None = None
+    shard: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What one rank found."""
+
+    problems: list[Problem] = field(default_factory=list)
+    leaves: list[tuple[Key, tuple[int, ...], bytes]] = field(default_factory=list)
+    nbytes: int = 0
+
+
+def verify_together(
+    step: Step, mode: Mode, ranks: Group, threads: int | None = None
+) -> tuple[Checkpoint | None, Report]:
+    """Open a checkpoint and verify it; all ranks call this together, and get the same report.
+
+    `full` reads every byte once, in all ranks together, and compares it with its checksums and digests. `quick` reads
+    only the documents (manifest, sidecar, objects) and asks for the size of each file.
+
+    Raises:
+        UcformatError: the place cannot be read by some rank; that says nothing about the checkpoint.
+    """
+    ck = None
+    try:
+        ck = _open(step)
+        found: _Found | Exception = _look(ck, mode, ranks, threads)
+    except _DAMAGES as error:
+        found = _Found([Problem(MANIFEST, error.message)])
+    except Exception as error:  # noqa: BLE001 - told to all ranks
+        found = error
+
+    def judge(all_found: Sequence[_Found]) -> list[Report]:
+        problems = {str(p): p for f in all_found for p in f.problems}
+        if ck is not None and mode == "full" and not problems:
+            assert isinstance(ck.source, Universal)  # noqa: S101
+            problems = {str(p): p for p in _digests(ck.source, all_found)}
+        nbytes = sum(f.nbytes for f in all_found)
+        report = Report(step.url, "ucformat", len(ck.tensors) if ck else 0, nbytes, 0, tuple(problems.values()))
+        return [report] * ranks.size
+
+    report: Report = ranks.meet(found, judge)
+    return ck, report
+
+
+def _open(step: Step) -> Checkpoint:
+    ck = open_checkpoint(step.url)
+    if ck.id != step.id:
+        raise MissingData(f"at {step.url} lies another checkpoint by now")
+    return ck
+
+
+def _look(ck: Checkpoint, mode: Mode, ranks: Group, threads: int | None) -> _Found:
+    """This rank's part; every rank reads the documents, which it will need."""
+    source = ck.source
+    assert isinstance(source, Universal)  # noqa: S101 - it has a manifest
+    if source.manifest.sidecar is not None:
+        source.sidecar()
+    _ = ck.objects
+    tasks = sorted(_full(source) if mode == "full" else _quick(source), key=lambda t: -t.nbytes)
+    found = _Found()
+    mine = tasks[ranks.rank :: ranks.size]
+    for task, (problems, leaves) in run(lambda t: t.run(), mine, threads):
+        found.problems.extend(problems)
+        if task.key is not None:
+            found.leaves.append((task.key, task.shard, leaves))
+    return _Found(found.problems, found.leaves, sum(t.nbytes for t in mine))
+
+
+def _full(source: Universal) -> Iterator[_Task]:
+    """Everything, by shards, and by tensors where they are not arrays."""
+    for doc in source.manifest.assets.values():
+        yield _Task(doc.nbytes, lambda d=doc: (_reading(d.path, lambda: source.read_file(d)), b""))  # type: ignore[misc]
+    for key, tensor in source.docs.items():
+        if tensor.path is None:
+            yield _Task(tensor.nbytes, lambda k=key: (_blocks(source, k), b""))  # type: ignore[misc]
+            continue
+        grid = grid_of(tensor)
+        for shard in grid.shards():
+
+            def check(key: Key = key, shard: tuple[int, ...] = shard) -> tuple[list[Problem], bytes]:
+                doc = source.docs[key]
+                leaves, damages = check_shard(source.store, shard_key(str(doc.path), shard), grid_of(doc), shard)
+                return [Problem(d.file, d.reason, key.name, key.state, d.chunk) for d in damages], leaves
+
+            yield _Task(grid.file_nbytes(shard), check, key, shard)
+
+
+def _blocks(source: Universal, key: Key) -> list[Problem]:
+    """What is wrong with the blocks of a tensor that is no array."""
+    problems: list[Problem] = []
+
+    def look(file: str, block: Block) -> None:
+        stored = 4 if block.crc32c is None else 0
+        data = source.store.read(file, block.offset, block.nbytes + stored)
+        expected = int.from_bytes(data[block.nbytes :], "little") if stored else block.crc32c
+        if checksum(data[: block.nbytes]) != expected:
+            problems.append(Problem(file, f"crc32c differs (block at byte {block.offset})", key.name, key.state))
+
+    for extent in source.extents(key):
+        if not isinstance(extent, Tiles) and extent.block is not None:
+            problems += _reading(extent.file, lambda e=extent: look(e.file, e.block), key)  # type: ignore[misc]
+    return problems
+
+
+def _quick(source: Universal) -> Iterator[_Task]:
+    """The size of each file."""
+    ends: dict[str, int] = {}
+    for doc in source.manifest.assets.values():
+        ends[doc.path] = doc.nbytes
+    for key, tensor in source.docs.items():
+        if tensor.path is None:
+            for e in source.extents(key):
+                if not isinstance(e, Tiles) and e.box.size:
+                    last = sum((n - 1) * s for n, s in zip(e.box.shape, e.strides, strict=True))
+                    ends[e.file] = max(ends.get(e.file, 0), e.offset + last + 1)
+            continue
+        grid = grid_of(tensor)
+        ends |= {shard_key(tensor.path, s): grid.file_nbytes(s) for s in grid.shards()}
+
+    def look(file: str, least: int) -> None:
+        size = source.store.info(file).size
+        if size < least:
+            raise MissingData(f"{source.store.url}/{file} has {size} bytes, and should have {least}")
+
+    for file, least in ends.items():
+        yield _Task(0, lambda f=file, n=least: (_reading(f, lambda: look(f, n)), b""))  # type: ignore[misc]
+
+
+def _reading(file: str, act: Callable[[], object], key: Key | None = None) -> list[Problem]:
+    """What is wrong with a file, if reading it finds that."""
+    try:
+        act()
+    except _DAMAGES as error:
+        return [Problem(file, error.message, *(key or ()))]
+    return []
+
+
+def _digests(source: Universal, found: Sequence[_Found]) -> Iterator[Problem]:
+    """Tensors whose chunks are whole, but are not those that were committed."""
+    leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
+    for f in found:
+        for key, shard, digests in f.leaves:
+            leaves.setdefault(key, {})[shard] = digests
+    for key, doc in source.docs.items():
+        if doc.path is not None and tensor_digest(doc.dtype, grid_of(doc), leaves.get(key, {})) != doc.digest:
+            yield Problem(doc.path, "its chunks are whole, but not those of the manifest", key.name, key.state)
