@@ -11,7 +11,7 @@ from ucformat.torch.deepspeed.values import CLIENT, extra_states, scaler_in, set
 from ucformat.torch.dtensor import local_of
 from ucformat.torch.match import Problems
 from ucformat.torch.memory import torch_dtype
-from ucformat.torch.objects import decode
+from ucformat.torch.objects import decode, like
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -141,7 +141,7 @@ class Client:
             for key, values in saved.items()
             if key.startswith(CLIENT + ".")
         }
-        self._own = {k: values[rank] for k, values in self.ranks.items() if len(values) == ranks}
+        self._own = {k: self._filled(values[rank]) for k, values in self.ranks.items() if len(values) == ranks}
 
     @property
     def targets(self) -> list[Local]:
@@ -149,7 +149,10 @@ class Client:
         return [local_of(name, "weight", tensor) for name, tensor in self._room.items()]
 
     def value(self) -> dict[str, Any]:
-        """The client state as `save` was given it, that of each rank where as many ranks load as saved."""
+        """The client state as `save` was given it, that of each rank where as many ranks load as saved.
+
+        Tuples come back as lists, and NumPy's arrays as tensors.
+        """
         shared: dict[str, Any] = self._filled(decode(self._data, trust=self._trust))
         return shared | self._own
 
@@ -158,7 +161,7 @@ class Client:
             if set(value) == {"$ref"}:
                 return self._room[value["$ref"]]
             return {k: self._filled(v) for k, v in value.items()}
-        return [self._filled(v) for v in value] if isinstance(value, list) else value
+        return [self._filled(v) for v in value] if isinstance(value, list) else like(value, None)
 
 
 def _references(data: Any) -> list[str]:

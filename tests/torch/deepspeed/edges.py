@@ -1,0 +1,164 @@
+"""What is refused, what does not fit, and what is kept besides tensors: each function is a task of `train.py`.
+
+Each writes facts.json for the tests; what they would see on two ranks must be the same, and is checked here.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+import ucformat
+import ucformat.torch
+import ucformat.torch.deepspeed as ucd
+from tests.torch.deepspeed.train import Task, ZeRO, losses, model_of, optimizer_of
+from ucformat.errors import UcformatError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def write(folder: Path, found: dict[str, Any]) -> None:
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, found)
+    assert all(f == found for f in everybody), everybody
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "facts.json").write_text(json.dumps(found))
+
+
+def said(act: Callable[[], Any]) -> str:
+    """The class of an error and what it says; nothing where there is none."""
+    try:
+        act()
+    except UcformatError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def made(name: str = "", **spec: Any) -> ZeRO:
+    return ZeRO(Task(name, **{"zero": 1, "empty": False, **spec}))
+
+
+def refusals(folder: Path) -> None:
+    """Engines that hold what cannot be saved yet."""
+    found: dict[str, str] = {}
+    half = made(accumulate=2)
+    half.engine.backward(half.engine(torch.zeros(3, 5, dtype=torch.int64)).sum())
+    half.engine.step()
+    found["half a step"] = said(lambda: ucd.save(half.engine, str(folder / "half")))
+    half.close()
+    trainer = made(zero=3)
+    engine = trainer.engine
+    ucd.save(engine, str(folder / "good"))
+    for name, value in (
+        ("pipeline_parallelism", True),
+        ("has_moe_layers", True),
+        ("mp_world_size", 2),
+        ("zenflow", True),
+        ("optimizer.swap_optimizer", True),
+        ("optimizer.offloaded_states", {"hp_params"}),
+    ):
+        owner, _, attribute = name.rpartition(".")
+        holder = getattr(engine, owner) if owner else engine
+        kept = getattr(holder, attribute)
+        setattr(holder, attribute, value)
+        found[name] = said(lambda: ucd.save(engine, str(folder / "no")))
+        found[f"load {name}"] = said(lambda: ucd.load(engine, str(folder / "good")))
+        setattr(holder, attribute, kept)
+    found["no engine"] = said(lambda: ucd.save(trainer.net, str(folder / "no")))
+    found["committed"] = str((folder / "no").exists() or (folder / "half").exists())
+    trainer.close()
+    write(folder, found)
+
+
+def client(folder: Path) -> None:
+    """Values of the user's own: shared, large tensors, and each rank's."""
+    trainer = made(zero=3)
+    rank = dist.get_rank()
+    state: dict[Any, Any] = {"epoch": 3, "of": (1, 2.5), 7: {"$odd": None}, "few": torch.arange(3)}
+    state["ema"] = {"a": torch.arange(20000.0)}
+    ucd.save(trainer.engine, str(folder / "zarr"), client_state={**state, "own": ucformat.torch.PerRank([rank])})
+    unlike = said(lambda: ucd.save(trainer.engine, str(folder / "no"), client_state={"rank": rank}))
+    loaded = ucd.load(trainer.engine, str(folder / "zarr"), strict=True)
+    found = loaded.client_state
+    assert found.pop("own") == [rank]
+    assert torch.equal(found.pop("few"), torch.arange(3))
+    assert torch.equal(found.pop("ema")["a"], torch.arange(20000.0))
+    trainer.close()
+    facts = {"client": {str(k): v for k, v in found.items()}, "ranks": loaded.client_ranks, "unlike": unlike}
+    write(folder, facts)
+
+
+def mismatches(folder: Path) -> None:
+    """A checkpoint that does not fit changes nothing; what can be chosen to be left out is."""
+    found: dict[str, Any] = {}
+    other = made(groups=1)
+    other.step(0)
+    ucd.save(other.engine, str(folder / "one"))
+    other.close()
+    untouched = made()
+    found["expected"] = losses(untouched, 0)
+    untouched.close()
+    trainer = made()
+    trainer.net.register_buffer("more", torch.zeros(2))
+    trainer.net.layers["0"].register_buffer("other", torch.zeros(2))
+    net = model_of(Task("", empty=False))
+    ucformat.torch.save({"model": net}, str(folder / "weights"))
+    found["missing"] = said(lambda: trainer.load(str(folder / "one")))
+    found["weights alone"] = said(lambda: trainer.load(str(folder / "weights")))
+    found["losses"] = losses(trainer, 0)
+    trainer.close()
+    trainer = made(load="x")  # another seed
+    report = trainer.load(str(folder / "weights"), optimizer=False)
+    found["report"] = [bool(report), report.missing, report.unexpected]
+    found["weights"] = all(torch.equal(a, b) for a, b in zip(net.parameters(), trainer.net.parameters(), strict=True))
+    trainer.close()
+    write(folder, found)
+
+
+def unequal(folder: Path) -> None:
+    """Parameters that were stepped on less often, or never: plain torch counts for each, flat groups do not."""
+    found: dict[str, Any] = {}
+    task = Task("", zero=0, empty=False, groups=1)
+    net = model_of(task)
+    optimizer = optimizer_of(task, net)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    late = {"layers.0.gain": 1, "norm.bias": 3}
+    for step in range(3):
+        for name, p in net.named_parameters():
+            p.grad = torch.ones_like(p) if step >= late.get(name, 0) else None
+        optimizer.step()
+    state = {"model": net, "optimizer": optimizer, "lr_scheduler": scheduler}
+    ucformat.torch.save(state, str(folder / "late"))
+    net.layers["0"].gain.grad = None
+    optimizer.state[net.layers["0"].gain]["step"].fill_(3)
+    ucformat.torch.save(state, str(folder / "never"))
+    for zero in (0, 1, 3):
+        trainer = made(zero=zero, groups=1, load="x")
+        found[f"late {zero}"] = said(partial(trainer.load, str(folder / "late")))
+        trainer.close()
+        trainer = made(zero=zero, groups=1, load="x")
+        trainer.load(str(folder / "never"))
+        trainer.save_own(folder / f"zero{zero}")
+        trainer.close()
+    write(folder, found)
+
+
+def renamed(folder: Path) -> None:
+    """Under other names: the two layers change places."""
+    trainer = made(zero=3)
+    trainer.step(0)
+    ucd.save(trainer.engine, str(folder / "saved"))
+    trainer.close()
+    trainer = made(load="x")
+    none = said(lambda: trainer.load(str(folder / "saved"), rename=lambda n: f"model.{n}"))
+    trainer.load(str(folder / "saved"), rename={r"layers\.0\.(.*)": r"layers.1.\1", r"layers\.1\.(.*)": r"layers.0.\1"})
+    ucd.save(trainer.engine, str(folder / "swapped"))
+    trainer.close()
+    write(folder, {"none": none})
