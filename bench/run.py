@@ -16,6 +16,7 @@ BENCHMARKS = {
     "memory": "Memory of a conversion",
     "read": "Reading",
     "metadata": "Metadata of 100,000 shards",
+    "train": "In the training loop",
     "catalog": "Catalog",
 }
 
