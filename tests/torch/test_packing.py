@@ -1,0 +1,142 @@
+"""The packed form: files of pieces, and the sidecar that says where each lies."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from crc32c import crc32c
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ucformat
+from tests.fakes import random_array, same
+from tests.torch.test_deal import shapes, worlds
+from ucformat.errors import ChecksumError
+from ucformat.format.arrays import put_file
+from ucformat.format.commit import begin, commit, new_id
+from ucformat.format.digest import bytes_digest
+from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.tensor import Extent, TensorInfo
+from ucformat.schema.manifest import Manifest, SidecarDoc, TensorDoc
+from ucformat.storage.memory import MemoryStore
+from ucformat.torch import fragments
+from ucformat.torch.deal import Claim, deal_pieces, merge
+from ucformat.torch.fragments import Region
+from ucformat.torch.packing import packed_file, sidecar_of, write_packed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    from tests.torch.test_deal import Claims
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.torch.deal import Held
+
+count = iter(range(10**6))
+
+
+def region_of_box(a: Any, box: Box) -> Region:
+    """A box of an array, in the array's own memory."""
+    return Region(Box.whole(a.shape), a.reshape(-1).view(np.uint8), 0, row_major(a.shape, a.itemsize)).within(box)
+
+
+def packed(claims: Claims, arrays: Mapping[str, Any], name: str) -> tuple[Checkpoint, list[Held], MemoryStore]:
+    """What the ranks of these claims would save, written by each in turn."""
+    store = MemoryStore(f"packing-{name}-{next(count)}")
+    attempt = begin(store, {"packing": name}, overwrite=False)
+    data = f"data/{attempt.id}"
+    tensors = merge(claims)
+    dealt, sums, told = deal_pieces(tensors, len(claims)), [], 0
+    for rank, mine in enumerate(dealt):
+        regions = []
+        for claim, piece in mine:
+            held = claims[rank][claim]
+            regions.append((region_of_box(arrays[held.info.name], held.boxes[piece]), held.info.itemsize))
+        written: list[int] = []
+        sums.append(write_packed(store, packed_file(data, rank), regions, written.append))
+        told += sum(written)
+    assert told == sum(t.info.nbytes for t in tensors)
+    sidecar = sidecar_of(tensors, claims, dealt, sums, data)
+    doc = put_file(store, f"{data}/extents.safetensors", sidecar)
+    infos = [t.info for t in tensors]
+    manifest = Manifest(
+        id=new_id(),
+        attempt=attempt.id,
+        created=datetime.now(UTC),
+        sidecar=SidecarDoc(path=doc.path, nbytes=doc.nbytes, digest=bytes_digest(sidecar)),
+        tensors=tuple(
+            TensorDoc(name=i.name, state=i.state, dtype=i.dtype, shape=i.shape, nbytes=i.nbytes) for i in infos
+        ),
+    )
+    commit(store, attempt, manifest)
+    return ucformat.open(store), tensors, store
+
+
+@settings(max_examples=40)
+@given(worlds(), st.sampled_from([1, 7, 64, 4 << 20]))
+def test_what_ranks_pack_opens_as_what_they_held(claims: Claims, block: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fragments.blocks_of, "__defaults__", (block,))
+        infos = {c.info.name: c.info for mine in claims for c in mine}
+        arrays = {n: random_array(i.shape, i.dtype, int(n[1:])) for n, i in infos.items()}
+        ck, tensors, store = packed(claims, arrays, "worlds")
+        assert set(ck) == set(infos)
+        for name, a in arrays.items():
+            assert same(ck[name][...], a)
+        report = ucformat.verify(ck)
+        assert report
+        assert report.bytes_unverified == 0
+        for t in tensors:
+            for e in ck.source.extents(t.info.key):
+                assert isinstance(e, Extent)
+                assert e.block is not None
+                assert e.block.crc32c == crc32c(store.read(e.file, e.block.offset, e.block.nbytes))
+                assert e.block.nbytes <= max(block, t.info.itemsize)
+
+
+@given(st.lists(st.tuples(shapes, st.sampled_from(["uint8", "float32", "complex128"])), min_size=1, max_size=5))
+def test_pieces_begin_at_multiples_of_64_bytes(kinds: list[tuple[tuple[int, ...], str]]) -> None:
+    store = MemoryStore(f"packing-aligned-{next(count)}")
+    arrays = [random_array(shape, dtype, n) for n, (shape, dtype) in enumerate(kinds)]
+    regions = [(region_of_box(a, Box.whole(a.shape)), a.itemsize) for a in arrays]
+    write_packed(store, "f", regions, lambda _: None)
+    data, at = store.read("f"), 0
+    for a in arrays:
+        at = math.ceil(at / 64) * 64
+        assert data[at : at + a.nbytes] == a.tobytes()
+        at += a.nbytes
+    assert len(data) == at
+
+
+def test_strided_memory_is_written_in_row_major_order() -> None:
+    base = random_array((6, 10), "float32", 1)
+    turned = Region(Box.whole((10, 6)), base.view(np.uint8).reshape(-1), 0, (4, 40))
+    store = MemoryStore("packing-strided")
+    (crc,) = write_packed(store, "f", [(turned, 4)], lambda _: None)
+    assert store.read("f") == base.T.tobytes()
+    assert int(crc) == crc32c(base.T.tobytes())
+
+
+def test_a_rank_without_pieces_leaves_an_empty_file() -> None:
+    store = MemoryStore("packing-empty")
+    assert write_packed(store, "f", [], lambda _: None).tolist() == []
+    assert store.read("f") == b""
+
+
+def test_a_changed_byte_is_found() -> None:
+    info = TensorInfo("t", "weight", "float32", (100, 10))
+    a = random_array(info.shape, "float32", 3)
+    claims = [[Claim(info, (Box((50 * r, 0), (50, 10)),))] for r in range(2)]
+    ck, _, store = packed(claims, {"t": a}, "changed")
+    file = next(iter(ck.source.extents(info.key))).file
+    data = bytearray(store.read(file))
+    data[7] ^= 1
+    with store.create(file) as out:
+        out.write(bytes(data))
+    with pytest.raises(ChecksumError):
+        ucformat.open(store)["t"][...]
+    assert not ucformat.verify(store)
