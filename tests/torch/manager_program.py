@@ -123,6 +123,7 @@ def cost(place: Path, rank: int) -> None:
 
 
 def main() -> None:
+    assert "sqlalchemy" not in sys.modules  # what needs no catalog waits for none
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     place, rank = Path(sys.argv[1]), dist.get_rank()

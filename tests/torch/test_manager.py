@@ -18,10 +18,11 @@ import ucformat
 import ucformat.torch
 from tests.torch.running import torchrun
 from ucformat.catalog.catalog import Catalog
-from ucformat.errors import Conflict, IntegrityError, UcformatError, UsageError
+from ucformat.errors import Conflict, IntegrityError, Refused, UcformatError, UsageError
 from ucformat.format.commit import MANIFEST
 from ucformat.jobs.record import keep_documents
 from ucformat.storage.base import HIDDEN
+from ucformat.storage.url import open_store
 from ucformat.torch import Manager, Saved, SaveHandle, keeping
 from ucformat.torch import manager as module
 from ucformat.torch.keeping import policy_of
@@ -192,6 +193,13 @@ def test_what_is_damaged_is_skipped(
     assert "step-00000002 is skipped" in caplog.text
 
 
+@pytest.mark.parametrize("form", ["zarr", "packed"])
+def test_whole_chunks_of_another_step_are_found(tmp_path: Path, form: str) -> None:
+    fill(tmp_path, 1, 2, form=form)
+    data_file(tmp_path / "step-00000002").write_bytes(data_file(tmp_path / "step-00000001").read_bytes())
+    assert restored(tmp_path)[0] == 1
+
+
 def test_damage_is_found_in_what_is_not_loaded(tmp_path: Path) -> None:
     fill(tmp_path, 1, 2)
     flip(data_file(tmp_path / "step-00000002"), 37)  # of `b`
@@ -241,6 +249,34 @@ def test_what_was_left_behind_is_replaced_when_training_comes_there_again(tmp_pa
     assert restored(tmp_path)[0] == 43
 
 
+def test_where_nothing_can_be_replaced_it_lies_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path, 1, 2)
+    data_file(tmp_path / "step-00000002").unlink()
+    manager = manager_of(tmp_path)
+    manager.restore_latest(state_at(0))
+
+    def refused(*_: Any) -> None:
+        raise Refused("object stores cannot")
+
+    monkeypatch.setattr("ucformat.storage.local.LocalStore.replace", refused)
+    manager.save(2, state_at(2))
+    assert folders(tmp_path) == [*names(1, 2), "step-00000002.2"]
+    assert restored(tmp_path)[0] == 2
+
+
+def test_a_run_may_lie_in_any_store(tmp_path: Path) -> None:
+    place = f"memory://{tmp_path.name}/run"
+    with Manager(place, keep=2, signals=()) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_at(step))
+    store = open_store(place)
+    assert sorted({i.key.partition("/")[0] for i in store.list()}) == names(2, 3)
+    state = state_at(0)
+    report = Manager(place, signals=()).restore_latest(state)
+    assert report is not None
+    assert (report.step, state["progress"]["step"]) == (3, 3)
+
+
 def test_an_interrupted_save_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = manager_of(tmp_path)
     manager.save(1, state_at(1))
@@ -281,6 +317,14 @@ def test_the_folder_keeps_what_the_rules_say(tmp_path: Path, keep: Any, left: li
             manager.save(step, state_at(step), metrics={"loss": step / 3})
     assert folders(tmp_path) == names(*left)
     assert restored(tmp_path)[0] == 60
+
+
+def test_a_rule_that_keeps_nothing_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rule = {"metric": "los", "count": 1, "mode": "min"}
+    with manager_of(tmp_path, keep={"last": 1, "best": rule}) as manager:
+        for step in (1, 2):
+            manager.save(step, state_at(step), metrics={"loss": 1.0})
+    assert caplog.text.count("the rule keeps nothing: best of its run by min los") == 1
 
 
 def test_only_what_is_ours_goes(tmp_path: Path) -> None:
@@ -399,7 +443,9 @@ def test_with_a_grace_bytes_stay_but_are_not_restored(tmp_path: Path, catalog: C
     assert restored(place)[0] == 1
 
 
-def test_copies_elsewhere_and_a_young_catalog_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_elsewhere_and_a_young_catalog_lose_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     import shutil
 
     place = tmp_path / "run"
@@ -412,6 +458,7 @@ def test_copies_elsewhere_and_a_young_catalog_lose_nothing(tmp_path: Path, monke
             manager.save(4, state_at(4))
         assert folders(place) == names(1, 4)
         assert ucformat.verify(tmp_path / "archive")
+    assert caplog.text.count("it lies elsewhere too") == 1
 
 
 def test_what_is_protected_is_not_replaced(tmp_path: Path, catalog: Catalog) -> None:

@@ -37,7 +37,7 @@ from ucformat.storage.url import open_store
 from ucformat.torch.steps import folder_of, list_steps, read_step
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.storage.base import Store
@@ -142,7 +142,8 @@ class Keeper:
                 scope += f" and id not in ({', '.join(map(repr, copied))})"
             policy = self.policy.model_copy(update={"scope": scope})
             plan = catalog.retain(policy)
-            self._tell_idle(plan.idle)
+            self._tell(f"the rule keeps nothing: {rule}" for rule in plan.idle)
+            self._tell(f"{i[:12]} is not judged, because it lies elsewhere too" for i in copied)
             if plan.delete:
                 try:
                     catalog.retain(policy, apply=plan.id)
@@ -171,7 +172,7 @@ class Keeper:
         newest = max(known.values(), key=lambda s: (s.created, s.step))
         steps = list(known.values())
         plan = plan_retention(self.policy, [_row(s, n, self.root) for n, s in enumerate(steps)], now())
-        self._tell_idle(plan.idle)
+        self._tell(f"the rule keeps nothing: {rule}" for rule in plan.idle)
         gone = []
         for step in (steps[row.serial] for row in plan.delete):
             if step.created >= newest.created or _protections(step, known=False):
@@ -181,10 +182,11 @@ class Keeper:
             gone.append(step.id)
         return gone
 
-    def _tell_idle(self, idle: tuple[str, ...]) -> None:
-        for rule in set(idle) - self._told:
-            _log.warning("the rule keeps nothing of %s: %s", self.root, rule)
-        self._told |= set(idle)
+    def _tell(self, what: Iterable[str]) -> None:
+        """Warn, of each thing once."""
+        for text in set(what) - self._told:
+            self._told.add(text)
+            _log.warning("%s: %s", self.root, text)
 
 
 def _end_purge(url: str) -> None:

@@ -15,7 +15,6 @@ from ucformat.schema.manifest import LineageDoc
 from ucformat.storage.url import open_store
 from ucformat.torch.background import SaveHandle, async_save
 from ucformat.torch.group import TIMEOUT, group_of
-from ucformat.torch.keeping import Keeper, free_place, policy_of
 from ucformat.torch.restoring import restore_newest
 from ucformat.torch.saving import save
 from ucformat.torch.steps import folder_of
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from ucformat.torch.group import Group
-    from ucformat.torch.keeping import Keep
+    from ucformat.torch.keeping import Keep, Keeper
     from ucformat.torch.loading import LoadReport
     from ucformat.torch.verifying import Mode
     from ucformat.torch.writing import Saved
@@ -47,7 +46,7 @@ class Manager:
 
         with Manager("s3://bucket/run7", every=1000, keep=3) as manager:
             report = manager.restore_latest(state)
-            for step in range(report.step + 1 if report else 1, steps + 1):
+            for step in range(1 if report is None else report.step + 1, steps + 1):
                 train()
                 manager.save(step, state)
                 if manager.stopping:
@@ -105,7 +104,7 @@ class Manager:
             raise UsageError(f"every={every!r} is no interval", hint="give a number of steps from 1 on, or a timedelta")
         self.url = open_store(url).url
         self._every, self._asynchronous, self._overwrite = every, asynchronous, overwrite
-        self._keeper = None if keep is None else Keeper(self.url, policy_of(keep))
+        self._keeper = None if keep is None else _keeper(self.url, keep)
         self._options: dict[str, Any] = {"run": run, "config": config, "form": form, "replicas": replicas}
         self._options |= {"chunk_bytes": chunk_bytes, "shard_bytes": shard_bytes}
         self._group, self._timeout = group, timeout
@@ -312,6 +311,8 @@ class Manager:
         """Where to save, and whether to replace what lies there."""
         if self._overwrite or step not in self._beyond:
             return f"{self.url}/{folder_of(step)}", self._overwrite
+        from ucformat.torch.keeping import free_place
+
         ranks = self._ranks()
         place: tuple[str, bool] = ranks.meet(None, lambda _: [free_place(self.url, step)] * ranks.size)
         return place
@@ -323,6 +324,12 @@ class Manager:
         self._beyond.discard(step)
         if self._keeper is not None and first:
             self._kept = self._pool.submit(self._keeper.apply, saved.url, step)
+
+
+def _keeper(root: str, keep: Keep) -> Keeper:
+    from ucformat.torch.keeping import Keeper, policy_of  # and with it, sqlalchemy
+
+    return Keeper(root, policy_of(keep))
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError
 from ucformat.jobs.record import record_verification
-from ucformat.torch.keeping import deleted_ids
 from ucformat.torch.loading import load
 from ucformat.torch.steps import Listed, list_steps
 from ucformat.torch.verifying import verify_together
@@ -81,6 +80,8 @@ def restore_newest(
 
 def _list(root: str) -> Listed:
     """What is committed, and was not deleted in the catalog."""
+    from ucformat.torch.keeping import deleted_ids  # and with it, sqlalchemy
+
     listed = list_steps(root)
     gone = deleted_ids(root) if listed.steps else frozenset()
     return Listed(tuple(s for s in listed.steps if s.id not in gone), listed.unreadable)
