@@ -7,8 +7,10 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,6 +28,7 @@ from ucformat.storage.url import open_store
 from ucformat.torch import Manager, Saved, SaveHandle, keeping
 from ucformat.torch import manager as module
 from ucformat.torch.keeping import policy_of
+from ucformat.torch.stopping import together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -634,6 +637,36 @@ def test_the_error_of_the_program_is_not_hidden(tmp_path: Path, caplog: pytest.L
 
 
 # --- on several ranks
+
+
+class Wired:
+    """A group of threads that hand each other bytes."""
+
+    def __init__(self, rank: int, size: int, wires: dict[tuple[int, int], SimpleQueue[bytes]]) -> None:
+        self.rank, self.size, self._wires = rank, size, wires
+
+    def send(self, data: Any, to: int) -> None:
+        self._wires[self.rank, to].put(data.tobytes())
+
+    def receive(self, out: Any, source: int) -> None:
+        out[:] = list(self._wires[source, self.rank].get(timeout=20))
+
+    def receive_all(self, buffers: list[tuple[Any, int]]) -> None:
+        for out, source in buffers:
+            self.receive(out, source)
+
+
+@pytest.mark.parametrize("size", [1, 2, 9, 10, 75])
+def test_any_number_of_ranks_tell_each_other(size: int) -> None:
+    wires: dict[tuple[int, int], SimpleQueue[bytes]] = {(a, b): SimpleQueue() for a in range(size) for b in range(size)}
+    with ThreadPoolExecutor(size) as pool:
+        for who in {0, size // 2, size - 1}:
+
+            def bits(rank: int, who: int = who) -> int:
+                return 4 * (rank == who) | (rank == 0)
+
+            groups: list[Any] = [Wired(r, size, wires) for r in range(size)]
+            assert list(pool.map(together, groups, map(bits, range(size)))) == [5] * size
 
 
 def test_two_ranks_agree(tmp_path: Path) -> None:
