@@ -1,0 +1,180 @@
+"""Lightning, trained, saved and resumed: `lightning_program.py FOLDER`, under torchrun."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import ucformat
+from tests.torch.integrations.compare import differences, held, leave
+from ucformat.torch.integrations.lightning import (
+    UniversalCheckpointIO,
+    UniversalDDPStrategy,
+    UniversalModelParallelStrategy,
+)
+
+EPOCHS = 4
+
+
+class Module(pl.LightningModule):
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(5)
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Dropout(dropout), torch.nn.Linear(16, 3)
+        )
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, UniversalModelParallelStrategy) and not hasattr(self, "cut"):
+            mesh = self.device_mesh
+            if mesh["tensor_parallel"].size() > 1:
+                plan = {"0": ColwiseParallel(), "3": RowwiseParallel()}
+                parallelize_module(self.net, mesh["tensor_parallel"], plan)
+            if mesh["data_parallel"].size() > 1:
+                fully_shard(self.net, mesh=mesh["data_parallel"])
+            self.cut = True
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        x, y = batch
+        loss = torch.nn.functional.cross_entropy(self.net(x), y)
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        self.losses.append(mean.item() / 2)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": [(n, p)], "lr": 0.01 * (1 + i)} for i, (n, p) in enumerate(self.named_parameters())]
+        optimizer = torch.optim.AdamW(groups, foreach=False)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        g = torch.Generator().manual_seed(i)
+        return torch.randn(6, generator=g), torch.randint(3, (), generator=g)
+
+
+def fit(folder: Path, strategy: Any, ckpt: Path | None = None, rows: int = 4, **more: Any) -> Any:
+    module = more.pop("module", None) or Module()
+    torch.manual_seed(11 + dist.get_rank())
+    saving = ModelCheckpoint(folder, "{epoch}", every_n_epochs=1, save_top_k=-1, monitor="loss")
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=EPOCHS,
+        callbacks=[saving],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **more,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(Rows(), batch_size=rows, shuffle=True), ckpt_path=ckpt)
+    return trainer, module
+
+
+def all_of(trainer: Any, module: Module) -> dict[str, Any]:
+    rest = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+    callback = trainer.checkpoint_callback.state_dict()
+    best = {k: callback[k] for k in ("best_model_score", "kth_best_model_path")}
+    schedule = trainer.lr_scheduler_configs[0].scheduler.state_dict()
+    return held(module, trainer.optimizers[0]) | rest | {"scheduler": schedule} | best
+
+
+def round_trip(folder: Path, make: Any, **more: Any) -> dict[str, Any]:
+    trainer, module = fit(folder, make(), **dict(more))
+    expected = all_of(trainer, module)
+    saved = sorted(p.name for p in folder.iterdir())
+    again, second = fit(folder, make(), folder / "epoch=1.ckpt", **dict(more))
+    again.strategy.remove_checkpoint(folder / "epoch=0.ckpt")
+    dist.barrier()
+    return {
+        "differences": differences(all_of(again, second), expected),
+        "removed": not (folder / "epoch=0.ckpt").exists(),
+        "losses": [second.losses, module.losses[len(module.losses) // 2 :]],
+        "saved": saved,
+        "cut": [isinstance(p, DTensor) for p in module.parameters()],
+    }
+
+
+def across(folder: Path) -> dict[str, Any]:
+    """What each saved at the end of the same training without dropout, and each going on from another's."""
+    makers: dict[str, Any] = {
+        "io": lambda: DDPStrategy(checkpoint_io=UniversalCheckpointIO()),
+        "ddp": UniversalDDPStrategy,
+        "fsdp": lambda: UniversalModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        "tp": lambda: UniversalModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
+    }
+    out: dict[str, Any] = {}
+    trainer, module = fit(folder / "io", makers["io"](), module=Module(0.0))
+    expected, losses = all_of(trainer, module), module.losses
+    trainer.strategy.remove_checkpoint(folder / "io" / "epoch=0.ckpt")
+    del expected["kth_best_model_path"], expected["best_model_score"]  # Lightning forgets them in another folder
+    for source, target in (("io", "ddp"), ("io", "fsdp"), ("io", "tp"), ("fsdp", "tp"), ("fsdp", "ddp")):
+        place = folder / f"{source}-{target}"
+        first = folder / ("io/epoch=1.ckpt" if source == "io" else "io-fsdp/epoch=2.ckpt")
+        rows = 8 if target == "tp" else 4  # of the batch of each data-parallel rank
+        trainer, module = fit(place, makers[target](), first, rows=rows, module=Module(0.0))
+        found = all_of(trainer, module)
+        del found["kth_best_model_path"], found["best_model_score"]
+        out[f"{source}-{target}"] = {
+            "differences": differences(found, expected),
+            "losses": [module.losses, losses[-len(module.losses) :]],
+            "step": trainer.global_step,
+        }
+    ck = ucformat.open(folder / "io" / "epoch=3.ckpt")
+    out["removed"] = not (folder / "io" / "epoch=0.ckpt").exists()
+    out["names"] = sorted(f"{k.state}/{k.name}" for k in ck.tensors)
+    out["groups"] = [list(g.params) for g in ck.manifest.groups]
+    out["step"] = ck.facts.step
+    try:
+        fit(folder / "refused", makers["io"](), folder / "io-ddp" / "epoch=3.ckpt", module=Module(0.0))
+    except Exception as error:  # noqa: BLE001
+        out["numbers"] = f"{type(error).__name__}: {error}"
+    try:
+        optimizer = torch.optim.AdamW(module.parameters())
+        held = {"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()], "global_step": 0}
+        UniversalCheckpointIO().save_checkpoint(held, folder / "unnamed")
+    except Exception as error:  # noqa: BLE001
+        out["unnamed"] = f"{type(error).__name__}: {error}"
+    return out
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    found = {
+        "ddp": round_trip(folder / "ddp", UniversalDDPStrategy),
+        "background": round_trip(folder / "background", lambda: UniversalDDPStrategy(background=True, form="packed")),
+        "fsdp": round_trip(
+            folder / "fsdp", lambda: UniversalModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        ),
+        "across": across(folder / "across"),
+    }
+    (folder / f"found-{dist.get_rank()}.json").write_text(json.dumps(found, default=str))
+    leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Lightning saves by ucformat, from all ranks or from one, and goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.torch.running import torchrun
+
+PROGRAM = Path(__file__).parent / "lightning_program.py"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the program found; the same on both ranks."""
+    folder = tmp_path_factory.mktemp("lightning")
+    torchrun(2, [str(PROGRAM), str(folder)], folder / "log.txt")
+    first, second = (json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    return dict(first)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "background", "fsdp"])
+def test_a_training_goes_on_bit_for_bit(found: dict[str, Any], kind: str) -> None:
+    result = found[kind]
+    assert result["differences"] == []
+    now, expected = result["losses"]
+    assert now == expected
+    assert len(now) == 6
+    assert result["saved"] == [f"epoch={n}.ckpt" for n in range(4)]
+    assert result["removed"]
+    assert result["cut"] == [kind == "fsdp"] * 4
+
+
+@pytest.mark.parametrize("pair", ["io-ddp", "io-fsdp", "fsdp-ddp", "io-tp", "fsdp-tp"])
+def test_a_training_goes_on_under_another_strategy(found: dict[str, Any], pair: str) -> None:
+    result = found["across"][pair]
+    now, expected = result["losses"]
+    assert result["step"] == 12
+    if pair.endswith("tp"):  # adds up in another order
+        assert now == pytest.approx(expected, rel=1e-5)
+    else:
+        assert now == expected
+        assert result["differences"] == []
+
+
+def test_what_one_rank_saves_is_universal(found: dict[str, Any]) -> None:
+    result = found["across"]
+    names = ("net.0.bias", "net.0.weight", "net.3.bias", "net.3.weight")
+    assert result["names"] == [f"{s}/{n}" for s in ("exp_avg", "exp_avg_sq", "step", "weight") for n in names]
+    assert result["groups"] == [["net.0.weight"], ["net.0.bias"], ["net.3.weight"], ["net.3.bias"]]
+    assert result["step"] == 12
+    assert result["removed"]
+
+
+def test_what_cannot_be_is_refused(found: dict[str, Any]) -> None:
+    assert found["across"]["numbers"].startswith("Refused: ")
+    assert "UniversalDDPStrategy" in found["across"]["numbers"]
+    assert found["across"]["unnamed"].startswith("Refused: optimizer 0 does not know the names of its parameters")

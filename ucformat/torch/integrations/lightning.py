@@ -1,0 +1,244 @@
+"""Lightning: strategies that save from every rank, and a CheckpointIO for one rank (docs/guides/lightning.md)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+from ucformat.errors import NotACheckpoint, Refused, UsageError
+from ucformat.format.commit import read_manifest
+from ucformat.jobs.removal import remove
+from ucformat.references import open_reference
+from ucformat.storage.url import open_store
+from ucformat.torch.background import SaveHandle, async_save_local
+from ucformat.torch.dtensor import local_of
+from ucformat.torch.group import lone
+from ucformat.torch.loading import load, load_local
+from ucformat.torch.memory import host_memory, torch_dtype
+from ucformat.torch.objects import decode, encode
+from ucformat.torch.rng import Rng
+from ucformat.torch.saving import save_local, terms_of
+from ucformat.torch.state import listing_of, local_state
+from ucformat.torch.writing import Note, save_listed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ucformat.checkpoint import Checkpoint
+
+__all__ = ["UniversalCheckpointIO", "UniversalDDPStrategy", "UniversalModelParallelStrategy"]
+
+_REST = "lightning"  # the object that holds what is no tensor of the model or of an optimizer
+_TENSORS = ("state_dict", "optimizer_states")
+
+
+class _Universal:
+    """Before a strategy: all ranks save what they hold, and load it, from the live model and optimizers.
+
+    Args:
+        form: as in `save`.
+        background: training waits for a copy to host memory alone.
+        trust: open pickled objects of a checkpoint (hyper-parameters, callbacks), which may run code.
+        options: of the strategy.
+    """
+
+    lightning_module: Any
+    optimizers: Any
+
+    def __init__(self, *, form: Any = "zarr", background: bool = False, trust: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self._form, self._background, self._trust = form, background, trust
+        self._handle: SaveHandle | None = None
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Checkpoints are loaded in place, when the optimizers stand."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Optimizers are loaded with the model."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: the model is saved as it is."""
+        return {}
+
+    def optimizer_state(self, _optimizer: Any) -> dict[str, Any]:
+        """Nothing: optimizers are saved as they are."""
+        return {}
+
+    def load_model_state_dict(self, _checkpoint: Mapping[str, Any], **_: Any) -> None:
+        """Nothing: `load_checkpoint` has done it."""
+
+    def load_optimizer_state_dict(self, _checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: `load_checkpoint` has done it."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save; all ranks call it. What lies at the path already is replaced."""
+        if storage_options is not None:
+            raise UsageError("storage_options are not used here", hint="the url says where the checkpoint lies")
+        url = str(self.broadcast(str(filepath)))  # type: ignore[attr-defined] # of the strategy
+        state = local_state(self._live(optimizers="optimizer_states" in checkpoint))
+        if self.is_global_zero:  # type: ignore[attr-defined]
+            state = replace(state, objects={**state.objects, _REST: encode(_without_tensors(checkpoint))})
+        note = Note(step=int(checkpoint["global_step"]))
+        if self._background:
+            self._handle = async_save_local(state, terms_of(url, self._form, True, None, None, "equal"), note)
+        else:
+            save_local(state, url, note=note, form=self._form, overwrite=True)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
+        """Load the live model and optimizers; what Lightning restores itself is given back."""
+        self.wait()
+        ck = open_reference(str(self.broadcast(str(checkpoint_path))))  # type: ignore[attr-defined]
+        rest = decode(ck.objects.get(_REST, {}), trust=self._trust or weights_only is False)
+        strict = "report" if self.lightning_module.strict_loading else False
+        state = self._live(optimizers=bool(self.optimizers))
+        if "rng" not in ck.objects.get("per_rank", {}):  # a CheckpointIO saves from one rank, and no generators
+            state.pop("rng", None)
+        load(state, ck, strict)  # type: ignore[arg-type]
+        return {"state_dict": {}, **dict(rest)}
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint."""
+        self.wait()
+        if self.is_global_zero:  # type: ignore[attr-defined]
+            _remove(str(filepath))
+
+    def wait(self) -> None:
+        """Wait for the save in flight; raises what it failed of."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()
+
+    def teardown(self) -> None:
+        """Wait for the save in flight, and end."""
+        self.wait()
+        super().teardown()  # type: ignore[misc]
+
+    def _live(self, *, optimizers: bool) -> dict[str, Any]:
+        state = {"model": self.lightning_module}
+        if optimizers:
+            state |= {f"optimizer_{i}": o for i, o in enumerate(self.optimizers)} | {"rng": Rng()}
+        return state
+
+
+class UniversalDDPStrategy(_Universal, DDPStrategy):
+    """Lightning's DDPStrategy, with universal checkpoints; takes its arguments too."""
+
+
+class UniversalModelParallelStrategy(_Universal, ModelParallelStrategy):
+    """Lightning's ModelParallelStrategy (FSDP2, tensor parallelism, both), with universal checkpoints."""
+
+
+class UniversalCheckpointIO(CheckpointIO):
+    """Universal checkpoints for strategies that save from one rank: DDP, a single device.
+
+    Lightning hands a CheckpointIO the states of optimizers by number. Only an optimizer that knows its parameters'
+    names, `AdamW(self.named_parameters())`, can be saved by it.
+    """
+
+    def __init__(self, form: Any = "zarr") -> None:
+        self._form = form
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Save from this rank alone. What lies at the path already is replaced.
+
+        Raises:
+            Refused: an optimizer does not know the names of its parameters.
+        """
+        if storage_options is not None:
+            raise UsageError("storage_options are not used here", hint="the url says where the checkpoint lies")
+        named: dict[str, Any] = {"model": checkpoint["state_dict"]}
+        numbered = checkpoint.get("optimizer_states", [])
+        named |= {f"optimizer_{i}": _named(i, state) for i, state in enumerate(numbered)}
+        rest = _without_tensors(checkpoint)
+        if numbered:
+            rest["optimizer_states"] = [_skeleton(state) for state in numbered]
+        state = local_state(named)
+        state = replace(state, objects={**state.objects, _REST: encode(rest)})
+        memories = [host_memory(t.tensor.cpu()) for t in state.tensors]
+        note = Note(step=int(checkpoint["global_step"]))
+        save_listed(
+            listing_of(state), memories, terms_of(str(path), self._form, True, None, None, "equal"), note, lone()
+        )
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
+        """The checkpoint as Lightning has it; each rank that calls this reads all of it.
+
+        Raises:
+            Refused: a value is a pickle, and `weights_only` is not False; or the optimizers were saved by a strategy.
+        """
+        if callable(map_location) or isinstance(map_location, dict):
+            raise UsageError("map_location must be a device", hint='such as "cpu"')
+        ck = open_reference(str(path))
+        rest = dict(decode(ck.objects.get(_REST, {}), trust=weights_only is False))
+        numbered = rest.get("optimizer_states", [])
+        if not numbered and ck.manifest.groups:
+            raise Refused(
+                f"{ck.url} holds optimizers, but not their parameters' numbers, by which a CheckpointIO gives them",
+                hint="load it by UniversalDDPStrategy or UniversalModelParallelStrategy",
+            )
+        tensors = _read(ck, torch.device(map_location or "cpu"), optimizers=bool(numbered))
+        weights = {name: tensors[name, "weight"] for name in ck.names() if (name, "weight") in tensors}
+        rest["state_dict"] = weights | {a: weights[n] for a, n in ck.aliases.items() if n in weights}
+        for state in numbered:
+            for name, number in _numbers(state).items():
+                found = {s: t for (n, s), t in tensors.items() if n == ck.aliases.get(name, name) and s != "weight"}
+                state["state"].setdefault(number, {}).update(found)
+        return rest
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint."""
+        _remove(str(path))
+
+
+def _without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in checkpoint.items() if k not in _TENSORS}
+
+
+def _named(index: int, state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict by the names of its parameters, as `get_optimizer_state_dict` gives it."""
+    if any("param_names" not in group for group in state["param_groups"]):
+        raise Refused(
+            f"optimizer {index} does not know the names of its parameters, only their numbers",
+            hint="make it of names too, AdamW(self.named_parameters()), or save by UniversalDDPStrategy",
+        )
+    names = {number: name for name, number in _numbers(state).items()}
+    groups = [{**g, "params": [names[n] for n in g["params"]]} for g in state["param_groups"]]
+    return {"state": {names[n]: dict(values) for n, values in state["state"].items()}, "param_groups": groups}
+
+
+def _numbers(state: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers of an optimizer's parameters by their names."""
+    return {name: n for g in state["param_groups"] for n, name in zip(g["params"], g["param_names"], strict=True)}
+
+
+def _skeleton(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict without its tensors."""
+    held = {n: {k: v for k, v in s.items() if not isinstance(v, torch.Tensor)} for n, s in state["state"].items()}
+    return {"state": held, "param_groups": state["param_groups"]}
+
+
+def _read(ck: Checkpoint, device: torch.device, *, optimizers: bool) -> dict[tuple[str, str], torch.Tensor]:
+    tensors = {
+        (key.name, key.state): torch.empty(info.shape, dtype=torch_dtype(info.dtype), device=device)
+        for key, info in ck.tensors.items()
+        if optimizers or key.state == "weight"
+    }
+    load_local([local_of(name, state, t) for (name, state), t in tensors.items()], ck, group=lone())
+    return tensors
+
+
+def _remove(url: str) -> None:
+    store = open_store(url)
+    try:
+        manifest, _ = read_manifest(store)
+    except NotACheckpoint:
+        return  # removed already
+    remove(store, manifest.id)
