@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ucformat.errors import UsageError
 from ucformat.format.execute import execute
 from ucformat.geometry.box import row_major
 from ucformat.geometry.plan import Wanted, make_plan
@@ -38,9 +39,17 @@ def read(
     """Fill the targets; the bytes that were read from storage.
 
     Raises:
+        UsageError: elements of a target share memory.
         ChecksumError: a chunk does not match its checksum.
         MissingData: a part of a tensor is stored in no file.
     """
+    for m in matched:
+        shared = [n for n, s in zip(m.target.tensor.shape, m.target.tensor.stride(), strict=True) if n > 1 and not s]
+        if shared and m.target.pieces:
+            raise UsageError(
+                f"{m.target.key} is expanded: elements of it are one memory, and can hold but one value",
+                hint="give a tensor with memory of its own: tensor.clone()",
+            )
     direct = [m for m in matched if _is_direct(m)]
     wanted = [
         Wanted(m.stored, ck.source.extents(m.stored.key), [(n, p) for p in m.target.pieces])
