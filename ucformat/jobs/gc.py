@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ucformat.schema.tombstone import TombstoneDoc
     from ucformat.storage.base import Store
 
-__all__ = ["Collected", "Leftover", "collect"]
+__all__ = ["Collected", "Leftover", "collect", "consult", "purge"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +91,14 @@ def collect(
             "what can be removed has changed since the plan was made: nothing was removed",
             hint="look at the new plan, and apply that",
         )
-    unclear = _consult(catalog, [r.id for r in plan.purge])
+    unclear = consult(catalog, [r.id for r in plan.purge])
     failures += unclear.values()
     plan = catalog.purgeable(grace)  # of which others protect some, perhaps
     ids = [*resumed, *(r.id for r in plan.purge if r.id not in unclear)]
     purged = []
     for done, checkpoint in enumerate(ids, 1):
         try:
-            if _purge(catalog, checkpoint):
+            if purge(catalog, checkpoint):
                 purged.append(checkpoint)
         except UcformatError as error:
             failures.append(f"{checkpoint}: {error.message}")
@@ -121,7 +121,7 @@ def _places(catalog: Catalog, checkpoint: str) -> tuple[int, tuple[str, ...]]:
         return serial, load(c, [serial], make_stamp().now)[0].urls
 
 
-def _consult(catalog: Catalog, ids: Sequence[str]) -> dict[str, str]:
+def consult(catalog: Catalog, ids: Sequence[str]) -> dict[str, str]:
     """Take in what other catalogs say of these checkpoints; of which that cannot be known, and why."""
     unclear = {}
     for checkpoint in ids:
@@ -135,7 +135,7 @@ def _consult(catalog: Catalog, ids: Sequence[str]) -> dict[str, str]:
     return unclear
 
 
-def _purge(catalog: Catalog, checkpoint: str) -> bool:
+def purge(catalog: Catalog, checkpoint: str) -> bool:
     """Remove one checkpoint from all its places; False if something protects it by now."""
     stamp = make_stamp()
     serial, _ = _places(catalog, checkpoint)

@@ -98,7 +98,7 @@ def _walk(found: Collected, path: Path, value: Any, modules: list[torch.nn.Modul
     elif isinstance(value, torch.optim.Optimizer):
         _optimizer(found, path, value, modules)
     elif isinstance(value, PerRank):
-        found.ranks[path] = (value, _leaf(value.value, put))
+        found.ranks[path] = (value, _leaf(value.value, lambda new: setattr(value, "value", new)))
     elif isinstance(value, Rng):
         found.ranks[path] = (PerRank(value, value.merge), _leaf(value, put))
     elif isinstance(value, torch.utils.data.DataLoader) and hasattr(value, "load_state_dict"):

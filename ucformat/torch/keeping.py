@@ -27,7 +27,7 @@ from ucformat.errors import (
 )
 from ucformat.format.commit import MANIFEST
 from ucformat.jobs.documents import read_document
-from ucformat.jobs.gc import _consult, _purge  # `collect`, but of nothing that is not ours
+from ucformat.jobs.gc import consult, purge  # `collect`, but of nothing that is not ours
 from ucformat.jobs.record import keep_documents
 from ucformat.jobs.register import register
 from ucformat.jobs.removal import read_tombstone, remove
@@ -155,14 +155,14 @@ class Keeper:
         """Remove from storage what is deleted and of this run, once its grace is over."""
         ours = {e.id: e.state for e in catalog.find(f"(state = 'deleted' or state = 'purging') and {below}")}
         over = [r.id for r in catalog.purgeable().purge if r.id in ours]
-        unclear = _consult(catalog, over)
+        unclear = consult(catalog, over)
         over = [r.id for r in catalog.purgeable().purge if r.id in ours and r.id not in unclear]
         for why in unclear.values():
             _log.warning("not purged: %s", why)
         gone = []
         for checkpoint in [*over, *(i for i, state in ours.items() if state == "purging")]:
             try:
-                if _purge(catalog, checkpoint):
+                if purge(catalog, checkpoint):
                     gone.append(checkpoint)
             except UcformatError as error:
                 _log.warning("not purged: %s: %s", checkpoint, error.message)

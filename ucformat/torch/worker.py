@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import sys
 import threading
 from dataclasses import dataclass
@@ -75,6 +76,8 @@ def main() -> None:
     """Serve the rank that started this process, until it ends; the first argument is the socket between them."""
     from ucformat.jobs.record import record_commits
 
+    for number in (signal.SIGINT, signal.SIGTERM):  # whoever ends the job: what was staged is written first
+        signal.signal(number, signal.SIG_IGN)
     record_commits()
     connection = Connection(int(sys.argv[1]))
     start: Start = connection.recv()
