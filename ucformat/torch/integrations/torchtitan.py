@@ -1,0 +1,223 @@
+"""torchtitan: a checkpoint manager with the methods that its training loop calls (docs/guides/torchtitan.md)."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from ucformat.errors import NotFound, UsageError
+from ucformat.torch.loading import load
+from ucformat.torch.manager import Manager
+from ucformat.torch.objects import PerRank
+from ucformat.torch.rng import Rng
+from ucformat.torch.steps import folder_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+    from os import PathLike
+
+__all__ = ["CheckpointManager"]
+
+_MODEL, _OPTIMIZER, _SCHEDULER, _DATALOADER = "model", "optimizer", "lr_scheduler", "dataloader"
+
+
+class CheckpointManager:
+    """Saves and loads what a torchtitan-style loop trains, from any layout into any other.
+
+    Each checkpoint holds everything, the last one too: who wants weights alone reads weights alone.
+
+    Args:
+        folder: where the run's checkpoints lie, each as `step-00000500`: a path or url.
+        model_parts: the model, or the pipeline stages of this rank.
+        optimizers: one optimizer, several, or an object with a list `optimizers`; each of one part's parameters.
+        lr_schedulers: one scheduler, an object with a state dict, or several schedulers in the same state.
+        dataloader: an object with a state dict, which each rank has for itself.
+        states: what else is to be saved: objects with a state dict, and plain values.
+        interval: a checkpoint is due at steps divisible by this, and at the last one.
+        enable_first_step_checkpoint: at step 1 too.
+        keep_latest_k: how many stay; 0 for all.
+        async_mode: `disabled` saves while training waits; `async` (or `async_with_pinned_mem`, which is the same here)
+            while training goes on.
+        load_only: save nothing.
+        exclude_from_loading: keys of the state that are not loaded.
+        initial_load_path: any checkpoint that ucformat opens, or a reference, to begin with where the folder has none.
+        initial_load_model_only: of that one, load the model alone.
+        merge_dataloader: what `PerRank` calls `merge`, for another number of ranks.
+        options: those of `ucformat.torch.Manager`: run, config, form, …
+
+    Raises:
+        UsageError: an optimizer's parameters are not those of one part; there is no key of that name.
+    """
+
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        *,
+        model_parts: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any = None,
+        dataloader: Any = None,
+        states: Mapping[str, Any] | None = None,
+        interval: int = 500,
+        enable_first_step_checkpoint: bool = False,
+        keep_latest_k: int = 10,
+        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled",
+        load_only: bool = False,
+        exclude_from_loading: Collection[str] = (),
+        initial_load_path: str | None = None,
+        initial_load_model_only: bool = True,
+        merge_dataloader: Any = None,
+        **options: Any,
+    ) -> None:
+        parts = [model_parts] if isinstance(model_parts, torch.nn.Module) else list(model_parts)
+        all_optimizers = _listed(getattr(optimizers, "optimizers", optimizers))
+        self.states: dict[str, Any] = {**(states or {}), "rng": Rng()}
+        if len(parts) == len(all_optimizers) == 1:
+            self.states |= {_MODEL: parts[0], _OPTIMIZER: all_optimizers[0]}
+        else:
+            self.states |= {_MODEL: _Parts(parts), _OPTIMIZER: _Optimizers(parts, all_optimizers)}
+        if lr_schedulers is not None:
+            stateful = hasattr(lr_schedulers, "state_dict")
+            self.states[_SCHEDULER] = lr_schedulers if stateful else _Alike(_listed(lr_schedulers))
+        if dataloader is not None:
+            self.states[_DATALOADER] = PerRank(dataloader, merge_dataloader)
+        if unknown := set(exclude_from_loading) - self.states.keys():
+            raise UsageError(
+                f"nothing is called {', '.join(sorted(unknown))}", hint=f"there are {', '.join(self.states)}"
+            )
+        self._excluded = frozenset(exclude_from_loading)
+        self._initial, self._initial_model_only = initial_load_path, initial_load_model_only
+        self._interval, self._first, self._load_only = interval, enable_first_step_checkpoint, load_only
+        self._manager = Manager(
+            folder,
+            every=interval,
+            keep=keep_latest_k or None,
+            asynchronous=async_mode != "disabled",
+            **{"signals": (), **options},
+        )
+
+    def save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 - as the loop calls it
+        """Save this step if it is due; whether it was. The last step is committed when this returns.
+
+        Raises:
+            UcformatError: a rank failed, or the save before this one; nothing of it is committed.
+        """
+        first = curr_step == 1 and self._first
+        if self._load_only or not (last_step or first or curr_step % self._interval == 0):
+            return False
+        self._manager.save(curr_step, self.states, force=True)
+        if last_step:
+            self._manager.wait()
+        return True
+
+    def load(self, step: int = -1) -> bool:
+        """Load this step, the newest that is whole (-1), or else what `initial_load_path` names; whether there was any.
+
+        Of step 0, which others make to begin with, the model is loaded alone.
+
+        Raises:
+            NotFound: there is no such step.
+            IntegrityError: there are checkpoints, but each is damaged.
+            StateMismatch: the checkpoint does not fit.
+        """
+        wanted = {k: v for k, v in self.states.items() if k not in self._excluded}
+        if step >= 0:
+            url = f"{self._manager.url}/{folder_of(step)}"
+            load({_MODEL: self.states[_MODEL]} if step == 0 else wanted, url)
+            return True
+        try:
+            found = self._manager.restore_latest(wanted)
+        except NotFound:  # no such folder
+            found = None
+        if found is None and self._initial is not None:
+            load({_MODEL: self.states[_MODEL]} if self._initial_model_only else wanted, self._initial)
+            return True
+        return found is not None
+
+    def maybe_wait_for_staging(self) -> None:
+        """Nothing: when `save` returns, the state is copied, and training may change it."""
+
+    def maybe_wait_for_saving(self) -> None:
+        """Wait for the save in the background.
+
+        Raises:
+            UcformatError: it failed.
+        """
+        self._manager.wait()
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        self._manager.close()
+
+
+def _listed(values: Any) -> list[Any]:
+    return list(values) if isinstance(values, list | tuple) else [values]
+
+
+class _Parts:
+    """Several parts of one model, as one: their names do not collide."""
+
+    def __init__(self, parts: Sequence[torch.nn.Module]) -> None:
+        self.parts = parts
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for part in self.parts for name, value in get_model_state_dict(part).items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Tensors are loaded in place already; the rest is each part's own."""
+        extra = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
+        for part in self.parts:
+            part.load_state_dict(extra, strict=False)
+
+
+class _Optimizers:
+    """Several optimizers, each of one part, as one whose parameters go by name."""
+
+    def __init__(self, parts: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.pairs = [(_owner(parts, o), o) for o in optimizers]
+
+    def state_dict(self) -> dict[str, Any]:
+        held = [get_optimizer_state_dict(part, optimizer) for part, optimizer in self.pairs]
+        state = {name: values for h in held for name, values in h["state"].items()}
+        return {"state": state, "param_groups": [g for h in held for g in h["param_groups"]]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        groups = list(state["param_groups"])
+        for part, optimizer in self.pairs:
+            mine, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
+            held = {name: state["state"][name] for g in mine for name in g["params"] if name in state["state"]}
+            set_optimizer_state_dict(part, optimizer, {"state": held, "param_groups": mine})
+
+
+def _owner(parts: Sequence[torch.nn.Module], optimizer: torch.optim.Optimizer) -> torch.nn.Module:
+    """The part whose parameters an optimizer has."""
+    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = [part for part in parts if mine <= {id(p) for p in part.parameters()}]
+    if not found:
+        raise UsageError(
+            f"the parameters of a {type(optimizer).__name__} are not those of one of the {len(parts)} model parts",
+            hint="give all parts, and make an optimizer for each",
+        )
+    return found[0]
+
+
+class _Alike:
+    """Schedulers that are all in the same state."""
+
+    def __init__(self, schedulers: Sequence[Any]) -> None:
+        self.schedulers = schedulers
+
+    def state_dict(self) -> dict[str, Any]:
+        held: dict[str, Any] = self.schedulers[0].state_dict()
+        return held
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for scheduler in self.schedulers:
+            scheduler.load_state_dict(deepcopy(state))
