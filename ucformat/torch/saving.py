@@ -99,7 +99,8 @@ def save_local(
 ) -> Saved:
     """Save what this rank holds, whatever engine it was collected from; see `save`."""
     terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
-    memories = [host_memory(t.tensor if t.tensor.device.type == "cpu" else t.tensor.cpu()) for t in state.tensors]
+    on_host = (t.tensor if t.tensor.device.type == "cpu" else t.tensor.contiguous().cpu() for t in state.tensors)
+    memories = [host_memory(t) for t in on_host]
     return save_listed(listing_of(state), memories, terms, note, group_of(group, timeout))
 
 
