@@ -90,7 +90,7 @@ class CheckpointManager:
             self.states[_DATALOADER] = PerRank(dataloader, merge_dataloader)
         if unknown := set(exclude_from_loading) - self.states.keys():
             raise UsageError(
-                f"nothing is called {', '.join(sorted(unknown))}", hint=f"there are {', '.join(self.states)}"
+                f"nothing in the state is called {', '.join(sorted(unknown))}", hint=f"there are {', '.join(self.states)}"
             )
         self._excluded = frozenset(exclude_from_loading)
         self._initial, self._initial_model_only = initial_load_path, initial_load_model_only
