@@ -13,7 +13,7 @@ from tests.torch.deepspeed.plan import chosen_loads, starts
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-EDGES = ("refusals", "client", "mismatches", "unequal", "renamed")
+EDGES = ("refusals", "client", "mismatches", "unequal", "renamed", "guide")
 _SCRIPT = Path(__file__).parent / "train.py"
 
 

@@ -6,21 +6,23 @@ Each writes facts.json for the tests; what they would see on two ranks must be t
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F  # noqa: N812
 
 import ucformat
 import ucformat.torch
 import ucformat.torch.deepspeed as ucd
-from tests.torch.deepspeed.train import Task, ZeRO, losses, model_of, optimizer_of
+from tests.torch.deepspeed.train import Task, ZeRO, config, losses, model_of, optimizer_of, tokens_of
 from ucformat.errors import UcformatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 
 def write(folder: Path, found: dict[str, Any]) -> None:
@@ -162,3 +164,36 @@ def renamed(folder: Path) -> None:
     ucd.save(trainer.engine, str(folder / "swapped"))
     trainer.close()
     write(folder, {"none": none})
+
+
+class WithLoss(torch.nn.Module):
+    """A model that answers with its loss."""
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.net(tokens)[:, :-1]
+        return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1))
+
+
+def guide(folder: Path) -> None:
+    """The script of the guide, as it is printed: once through under ZeRO 1, and from its middle on under ZeRO 3."""
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "deepspeed.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+    for zero, resume, to in ((1, None, "whole"), (3, "whole/2", "resumed")):
+        task = Task("", zero=zero, warmup=True, empty=False, load=resume or "")
+        names: dict[str, Any] = {
+            "model": WithLoss(model_of(task)),
+            "config": {**config(task), "optimizer": optimizer},
+            "resume": resume and str(folder / resume),
+            "folder": str(folder / to),
+            "batch": lambda step: tokens_of(step).chunk(dist.get_world_size())[dist.get_rank()],
+            "steps": 4,
+            "every": 2,
+        }
+        exec(compile(code, "deepspeed.md", "exec"), names)  # noqa: S102
+        names["engine"].destroy()
+    write(folder, {})

@@ -103,3 +103,14 @@ def test_names_are_mapped_on_the_way(chosen: Callable[[], Path]) -> None:
     assert not differences(swapped, mapped)
     assert differences(swapped, saved)
     assert "missing: embed.weight (weight)" in facts(folder)["none"]
+
+
+def test_the_guide_runs_as_printed(chosen: Callable[[], Path]) -> None:
+    folder = chosen() / "guide"
+    whole, resumed = held(folder / "whole" / "4"), held(folder / "resumed" / "4")
+    assert whole.keys() == resumed.keys()
+    for key, array in whole.items():
+        np.testing.assert_allclose(resumed[key], array, rtol=1e-4, atol=1e-6, err_msg=str(key))
+    ck = ucformat.open(str(folder / "resumed" / "4"))
+    assert (ck.manifest.step, ck.manifest.run, ck.objects["client_state"]) == (4, "run7", {"epoch": 0})
+    assert not (folder / "resumed" / "2").exists()

@@ -143,10 +143,14 @@ def config(task: Task) -> dict:
     return out
 
 
+def tokens_of(step: int) -> torch.Tensor:
+    """The batch of a step."""
+    return torch.randint(0, 53, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
 def loss_of(net: Any, step: int, part: int, parts: int) -> torch.Tensor:
     """The loss on this rank's part of the batch of a step."""
-    tokens = torch.randint(0, 53, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
-    tokens = tokens.chunk(parts)[part]
+    tokens = tokens_of(step).chunk(parts)[part]
     logits = net(tokens)[:, :-1]
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1))
 
