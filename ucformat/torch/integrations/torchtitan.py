@@ -89,9 +89,8 @@ class CheckpointManager:
         if dataloader is not None:
             self.states[_DATALOADER] = PerRank(dataloader, merge_dataloader)
         if unknown := set(exclude_from_loading) - self.states.keys():
-            raise UsageError(
-                f"nothing in the state is called {', '.join(sorted(unknown))}", hint=f"there are {', '.join(self.states)}"
-            )
+            known = ", ".join(self.states)
+            raise UsageError(f"nothing in the state is called {', '.join(sorted(unknown))}", hint=f"there are {known}")
         self._excluded = frozenset(exclude_from_loading)
         self._initial, self._initial_model_only = initial_load_path, initial_load_model_only
         self._interval, self._first, self._load_only = interval, enable_first_step_checkpoint, load_only
