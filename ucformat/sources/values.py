@@ -37,7 +37,7 @@ from ucformat.sources.stand_ins import Dtype, Inert, InertClass, Maker, NdArray,
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["SMALL", "from_json", "to_json"]
+__all__ = ["SMALL", "from_json", "json_key", "to_json"]
 
 SMALL = 64 << 10  # bytes of a tensor that is kept inside the JSON
 _DEPTH = 200
@@ -85,7 +85,7 @@ class _Encoder:
 
     def dictionary(self, value: dict[Any, Any], path: str, depth: int) -> Any:
         if all(type(k) in (str, int) for k in value):
-            return {_key(k): self.encode(v, _join(path, k), depth) for k, v in value.items()}
+            return {json_key(k): self.encode(v, _join(path, k), depth) for k, v in value.items()}
         pairs = enumerate(value.items())
         return {"$dict": [[self.encode(k, path, depth), self.encode(v, _join(path, i), depth)] for i, (k, v) in pairs]}
 
@@ -157,7 +157,8 @@ def _join(path: str, part: object) -> str:
     return f"{path}.{part}" if path else str(part)
 
 
-def _key(key: str | int) -> str:
+def json_key(key: str | int) -> str:
+    """The key of a JSON object that stands for a key of a dictionary."""
     if isinstance(key, str):
         return "$" + key if key.startswith("$") else key
     return f"$int:{key}"

@@ -114,6 +114,15 @@ def _walk(found: Collected, path: Path, value: Any, modules: list[torch.nn.Modul
 
 
 def _mapping(found: Collected, path: Path, value: Mapping[Any, Any], modules: list[torch.nn.Module], put: Any) -> None:
+    odd = [k for k in value if type(k) not in (str, int)]
+    if odd and (_holds_tensors(value) or put is None):
+        raise UsageError(
+            f"{dotted(path) or 'the state'} has the key {odd[0]!r}: what is saved has a name of text and integers",
+            hint="give it a text as its key, or keep it in a dictionary of plain values, which may have any keys",
+        )
+    if odd:  # one value as a whole
+        found.leaves[path] = Leaf(value, put)
+        return
     groups = value.get(GROUPS)
     if isinstance(groups, list) and all(isinstance(g, dict) and _are_names(g.get("params")) for g in groups):
         found.groups[path] = [Group(tuple(g["params"]), _Options(g)) for g in groups]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import Refused
+from ucformat.sources.values import json_key
 from ucformat.torch.match import Problems
 from ucformat.torch.names import dotted
 from ucformat.torch.objects import decode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.torch.collect import Collected, Group, Leaf
@@ -45,7 +47,11 @@ def fit_objects(
         if saved is None:
             missing.append(f"what each rank has of {dotted(path)}")
             continue
-        values = [decode(v, leaf.value, trust=trust) for v in saved]
+        try:
+            values = [decode(v, leaf.value, trust=trust) for v in saved]
+        except Refused as error:
+            others.append(f"what each rank has of {dotted(path)}: {error.message}")
+            continue
         if len(values) != ranks.size and wanted.merge is None:
             others.append(_no_merge(path, wanted, len(values), ranks.size))
         else:
@@ -77,8 +83,8 @@ def find_object(objects: Mapping[str, Any], path: Path) -> Any:
     """The JSON form of the value at a path; `_ABSENT` where there is none."""
     data: Any = objects
     for part in path:
-        key = f"$int:{part}" if isinstance(part, int) else "$" + part if part.startswith("$") else part
-        if not isinstance(data, dict) or key not in data:
+        key = json_key(part)
+        if not isinstance(data, Mapping) or key not in data:
             return _ABSENT
         data = data[key]
     return data

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ucformat.sources.values import json_key
 from ucformat.torch.collect import collect
 from ucformat.torch.dtensor import local_of, mesh_of
 from ucformat.torch.local import LocalState
@@ -34,7 +35,7 @@ def local_state(state: Mapping[str, Any]) -> LocalState:
         _place(objects, path, leaf.value)
     return LocalState(
         tensors=tuple(tensors),
-        objects={k: encode(v, k) for k, v in objects.items()},
+        objects={json_key(k): encode(v, str(k)) for k, v in objects.items()},
         ranks={".".join(map(str, path)): encode(leaf.value) for path, (_, leaf) in found.ranks.items()},
         groups=tuple(
             {"params": [aliases.get(p, p) for p in g.params], **encode(dict(g.options))}

@@ -1,0 +1,262 @@
+"""Plain values and hyper-parameters come back in their places, and what cannot is told."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import ucformat
+from ucformat.errors import ChecksumError, StateMismatch, UsageError
+from ucformat.torch import PerRank, load, save
+from ucformat.torch.collect import collect
+from ucformat.torch.match import stored_names
+from ucformat.torch.restore import find_object, fit_groups, fit_objects
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ucformat.torch.group import Group
+
+
+class Ranks:
+    """A group of which only the rank and the size are asked."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def of(rank: int, size: int) -> Group:
+    return Ranks(rank, size)  # type: ignore[return-value]
+
+
+def checkpoint(folder: Path, state: dict[Any, Any]) -> ucformat.Checkpoint:
+    save(state, folder)
+    return ucformat.open(folder)
+
+
+KEYS: list[Any] = ["a", "3", 4, -4, "$x", "$int:3", "$", "a.b", ""]
+ODD_KEYS: list[Any] = [*KEYS, True, None, 1.5, (1, "x"), b"k"]
+
+
+@pytest.mark.parametrize(("keys", "depth"), [(KEYS, 0), (KEYS, 1), (KEYS, 2), (ODD_KEYS, 1), (ODD_KEYS, 2)])
+def test_values_under_keys_of_all_kinds(tmp_path: Path, keys: list[Any], depth: int) -> None:
+    def state(values: list[Any]) -> dict[Any, Any]:
+        out: dict[Any, Any] = dict(zip(keys, values, strict=True))
+        for _ in range(depth):
+            out = {"in": out, "$beside": 0}
+        return out
+
+    values = [f"value {n}" for n in range(len(keys))]
+    ck = checkpoint(tmp_path / "ck", state(values))
+    other = state([None] * len(keys))
+    report = load(other, ck)
+    assert report
+    assert other == state(values)
+
+
+@pytest.mark.parametrize("state", [{None: 1}, {"in": {1.5: torch.ones(1)}}, {"in": [{True: torch.ones(1)}]}], ids=str)
+def test_what_has_a_name_of_its_own_has_a_key_that_can_name_it(tmp_path: Path, state: dict[Any, Any]) -> None:
+    with pytest.raises(UsageError, match=r"has the key (None|1\.5|True): what is saved has a name"):
+        save(state, tmp_path / "ck")
+
+
+def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+    ck = checkpoint(tmp_path / "ck", {"a": {"b": 1}, "c": 2})
+    absent = find_object(ck.objects, ("nowhere",))
+    assert find_object(ck.objects, ("a", "b")) == 1
+    for path in (("a", "x"), ("a", "b", "c"), ("c", "d"), ("a", 0)):
+        assert find_object(ck.objects, path) is absent
+
+
+def test_missing_values_are_told_with_all_else(tmp_path: Path) -> None:
+    ck = checkpoint(tmp_path / "ck", {"a": 1, "w": torch.ones(2), "rank": PerRank(3)})
+    state = {"a": 5, "b": {"c": 2}, "w": torch.zeros(3), "rank": PerRank(0), "mine": PerRank(0), "v": torch.zeros(1)}
+    with pytest.raises(StateMismatch) as caught:
+        load(state, ck)
+    for line in ("missing: v (weight)", "missing: the object b.c", "missing: what each rank has of mine", "shape: w"):
+        assert line in caught.value.message
+    assert (state["a"], state["b"]) == (5, {"c": 2})
+    report = load(state, ck, strict=False)
+    assert not report
+    assert (state["a"], state["b"]) == (1, {"c": 2})
+    assert report.missing == ("v (weight)", "the object b.c", "what each rank has of mine")
+
+
+def test_values_take_the_types_that_the_state_has(tmp_path: Path) -> None:
+    schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.ones(1)], lr=0.1), lambda _: 1.0)
+    given = {"betas": (0.9, 0.99), "kinds": OrderedDict(a=1), "schedule": schedule, "size": torch.Size([2])}
+    ck = checkpoint(tmp_path / "ck", given)
+    state: dict[str, Any] = {"betas": (0, 0), "kinds": OrderedDict(), "schedule": schedule, "size": torch.Size([])}
+    assert load(state, ck)
+    assert state["betas"] == (0.9, 0.99)
+    assert list(state["kinds"]) == ["a"]
+    assert type(state["size"]) is torch.Size
+
+
+class Pickled:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def test_pickles_are_opened_where_that_is_asked_for(tmp_path: Path) -> None:
+    ck = checkpoint(tmp_path / "ck", {"a": Pickled(3), "each": PerRank({"x": Pickled(4)}), "n": 1})
+    state: dict[str, Any] = {"a": None, "n": 0}
+    with pytest.raises(StateMismatch, match="the object a: the value is a pickle"):
+        load(state, ck)
+    assert state["n"] == 0
+    report = load(state, ck, strict=False)
+    assert (state["a"], state["n"]) == (None, 1)
+    assert len(report.problems.others) == 1
+    state["each"] = PerRank({"x": None})
+    with pytest.raises(StateMismatch, match="what each rank has of each: the value is a pickle"):
+        load(state, ck)
+    assert load({"each": PerRank({"x": None})}, ck, strict=False).problems.others
+    assert load(state, ck, trust=True)
+    assert state["a"].value == 3
+
+
+def test_an_object_cannot_be_called_as_ours_are(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match='has an object "per_rank", which is our own name'):
+        save({"per_rank": 1, "x": PerRank(1)}, tmp_path / "ck")
+    assert not (tmp_path / "ck" / "manifest.json").exists()
+
+
+class Box:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, value: Any) -> None:
+        self.value = value
+
+
+def of_ranks(tmp_path: Path, values: list[Any]) -> ucformat.Checkpoint:
+    """A checkpoint that so many ranks saved, each with its value."""
+    ck = checkpoint(tmp_path / "ck", {"data": PerRank(Box(values[0]))})
+    ck.__dict__["objects"] = {"per_rank": {"data": values}}  # as that many ranks would have left it
+    return ck
+
+
+def test_each_rank_gets_its_own_value_back(tmp_path: Path) -> None:
+    ck = of_ranks(tmp_path, [{"at": 0}, {"at": 10}, {"at": 20}])
+    for rank in range(3):
+        box = Box({"at": -1})
+        problems, put, missing = fit_objects(collect({"data": PerRank(box)}), ck, of(rank, 3), trust=False)
+        assert not problems.others
+        assert not missing.missing
+        assert box.value == {"at": -1}
+        put()
+        assert box.value == {"at": 10 * rank}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_another_number_of_ranks_needs_a_merge(tmp_path: Path, ranks: int) -> None:
+    ck = of_ranks(tmp_path, [{"at": 0}, {"at": 10}, {"at": 20}])
+    box = Box(None)
+    problems, put, _ = fit_objects(collect({"data": PerRank(box)}), ck, of(0, ranks), trust=False)
+    put()
+    assert box.value is None
+    (line,) = problems.others
+    assert f"data (Box) was saved by 3 ranks, each its own, and is wanted by {ranks}" in line
+    assert "merge" in line
+
+    def merge(values: list[Any], rank: int, of_ranks: int) -> Any:
+        return {"all": [v["at"] for v in values], "rank": rank, "of": of_ranks}
+
+    for rank in range(ranks):
+        problems, put, _ = fit_objects(collect({"data": PerRank(box, merge)}), ck, of(rank, ranks), trust=False)
+        assert not problems.others
+        put()
+        assert box.value == {"all": [0, 10, 20], "rank": rank, "of": ranks}
+
+
+def test_a_merge_is_not_asked_where_the_number_is_the_same(tmp_path: Path) -> None:
+    ck = of_ranks(tmp_path, [1, 2])
+    box = Box(None)
+
+    def merge(*_: Any) -> Any:
+        raise AssertionError
+
+    _, put, _ = fit_objects(collect({"data": PerRank(box, merge)}), ck, of(1, 2), trust=False)
+    put()
+    assert box.value == 2
+
+
+def trained(order: tuple[int, ...] = (0, 1), lrs: tuple[float, ...] = (0.1, 0.2), **options: Any) -> dict[str, Any]:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    groups = [{"params": list(net[i].parameters()), "lr": lr} for i, lr in zip(order, lrs, strict=True)]
+    return {"model": net, "optim": torch.optim.AdamW(groups, **options)}
+
+
+def options_of(state: dict[str, Any]) -> list[tuple[float, tuple[float, float]]]:
+    return [(g["lr"], tuple(g["betas"])) for g in state["optim"].param_groups]
+
+
+def test_groups_are_known_by_their_parameters_whatever_their_order(tmp_path: Path) -> None:
+    ck = checkpoint(tmp_path / "ck", trained(betas=(0.5, 0.75)))
+    state = trained(order=(1, 0), lrs=(7.0, 7.0))
+    assert load(state, ck)
+    assert options_of(state) == [(0.2, (0.5, 0.75)), (0.1, (0.5, 0.75))]
+    assert type(state["optim"].param_groups[0]["betas"]) is tuple
+
+
+def test_a_group_of_parameters_that_had_different_hyper_parameters(tmp_path: Path) -> None:
+    ck = checkpoint(tmp_path / "ck", trained())
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    state = {"model": net, "optim": torch.optim.AdamW(net.parameters(), lr=3.0)}
+    with pytest.raises(StateMismatch, match="group 0 of optim: its parameters were in groups with different hyper"):
+        load(state, ck)
+    load(state, ck, strict=False)
+    assert options_of(state)[0][0] == 3.0
+    same = checkpoint(tmp_path / "same", trained(lrs=(0.5, 0.5)))
+    assert load(state, same)
+    assert options_of(state)[0][0] == 0.5
+
+
+def test_parameters_whose_group_is_not_stored(tmp_path: Path) -> None:
+    given = trained()
+    ck = checkpoint(tmp_path / "ck", {"model": given["model"]})
+    found = collect(trained())
+    problems, put = fit_groups(found, ck, stored_names(ck, None))
+    put()
+    assert [line.split(":")[0] for line in problems.missing] == ["group 0 of optim", "group 1 of optim"]
+    assert "0.bias, 0.weight" in problems.missing[0]
+
+
+def test_groups_under_other_names(tmp_path: Path) -> None:
+    ck = checkpoint(tmp_path / "ck", trained())
+    net = torch.nn.ModuleDict({"0": torch.nn.Linear(2, 2), "1": torch.nn.Linear(2, 2)})
+    outer = torch.nn.ModuleDict({"body": net})
+    groups = [{"params": list(net[k].parameters()), "lr": 9.0} for k in "10"]
+    state = {"model": outer, "optim": torch.optim.AdamW(groups)}
+    assert load(state, ck, rename=lambda name: f"body.{name}")
+    assert [lr for lr, _ in options_of(state)] == [0.2, 0.1]
+
+
+def test_schedulers_base_and_unknown_options(tmp_path: Path) -> None:
+    """What a scheduler adds comes back; what this program's optimizer does not know does not."""
+    given = trained()
+    for group in given["optim"].param_groups:
+        group.update(initial_lr=0.75, exotic=1)
+    ck = checkpoint(tmp_path / "ck", given)
+    state = trained()
+    assert load(state, ck)
+    assert [g["initial_lr"] for g in state["optim"].param_groups] == [0.75, 0.75]
+    assert "exotic" not in state["optim"].param_groups[0]
+
+
+def test_nothing_is_put_where_reading_fails(tmp_path: Path) -> None:
+    ck = checkpoint(tmp_path / "ck", {"w": torch.arange(4096.0), "n": 1})
+    (shard,) = (tmp_path / "ck").glob("data/*/weight/w/c/0")
+    data = bytearray(shard.read_bytes())
+    data[100] ^= 1
+    shard.write_bytes(bytes(data))
+    state = {"w": torch.zeros(4096), "n": 0}
+    with pytest.raises(ChecksumError):
+        load(state, ck)
+    assert state["n"] == 0
