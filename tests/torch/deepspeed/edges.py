@@ -79,15 +79,31 @@ def refusals(folder: Path) -> None:
     write(folder, found)
 
 
+class Extra(torch.nn.Module):
+    """Keeps a value that is neither parameter nor buffer."""
+
+    value: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.value
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = state
+
+
 def client(folder: Path) -> None:
-    """Values of the user's own: shared, large tensors, and each rank's."""
-    trainer = made(zero=3)
+    """Values of the user's own: shared, large tensors, each rank's, and a module's."""
+    trainer = made(zero=3, empty=True)
+    trainer.net.extra = extra = Extra()
+    extra.value = {"of": [7, 0.5]}
     rank = dist.get_rank()
     state: dict[Any, Any] = {"epoch": 3, "of": (1, 2.5), 7: {"$odd": None}, "few": torch.arange(3)}
     state["ema"] = {"a": torch.arange(20000.0)}
     ucd.save(trainer.engine, str(folder / "zarr"), client_state={**state, "own": ucformat.torch.PerRank([rank])})
     unlike = said(lambda: ucd.save(trainer.engine, str(folder / "no"), client_state={"rank": rank}))
+    extra.value = None
     loaded = ucd.load(trainer.engine, str(folder / "zarr"), strict=True)
+    assert extra.value == {"of": [7, 0.5]}
     found = loaded.client_state
     assert found.pop("own") == [rank]
     assert torch.equal(found.pop("few"), torch.arange(3))

@@ -21,7 +21,7 @@ from ucformat.torch.objects import encode
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["collect", "flat_local", "groups_of", "locals_of_buffers", "master_state", "part_of", "weight_of"]
+__all__ = ["boxes_of", "collect", "locals_of_buffers", "master_state", "part_of", "weight_of"]
 
 
 def collect(engine: Any, client_state: Mapping[str, Any] | None = None) -> LocalState:
@@ -125,6 +125,8 @@ def flat_local(info: TensorInfo, memory: torch.Tensor, start: int, stop: int) ->
 
 def boxes_of(local: Local) -> Iterator[Local]:
     """A flat range box by box: each is a run of its memory, and so a tensor of the box's shape."""
+    if not local.pieces:
+        yield local
     for piece in local.pieces:
         view = local.tensor[piece.offset : piece.offset + piece.box.size].view(piece.box.shape)
         yield Local(local.info, (Piece(piece.box, 0, row_major(piece.box.shape)),), view)

@@ -12,7 +12,7 @@ from ucformat.torch.deepspeed.engine import look
 from ucformat.torch.deepspeed.held import held_by
 from ucformat.torch.deepspeed.refresh import refresh
 from ucformat.torch.deepspeed.restore import Client, fit_groups, fit_parts, fit_values
-from ucformat.torch.deepspeed.targets import Stored, want_optimizer
+from ucformat.torch.deepspeed.targets import Stored, Wanted, want_optimizer
 from ucformat.torch.group import TIMEOUT, group_of
 from ucformat.torch.loading import LoadReport, load_local
 from ucformat.torch.match import stored_names
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ucformat.torch.deepspeed.engine import Trainer
     from ucformat.torch.group import Group
     from ucformat.torch.local import Local
-    from ucformat.torch.match import Rename, Strict
+    from ucformat.torch.match import Problems, Rename, Strict
 
 __all__ = ["EngineReport", "load"]
 
@@ -81,14 +81,14 @@ def load(
     """
     ck = url if isinstance(url, Checkpoint) else open_reference(url)
     group = group_of(timeout=timeout)
-    choice = _Choice(rename, optimizer=optimizer, scheduler=scheduler, trust=trust)
+    plan = _Plan(_Choice(rename, optimizer=optimizer, scheduler=scheduler, trust=trust))
     failure: BaseException | None = None
     try:
-        plan = _Plan(engine, ck, choice, group)
+        plan.make(engine, ck, group)
     except Exception as error:  # noqa: BLE001 - told to all ranks
         failure = error
-    group.agree(failure)
     try:
+        group.agree(failure)
         report = load_local(
             plan.targets,
             ck,
@@ -121,14 +121,25 @@ class _Choice:
 class _Plan:
     """What this rank reads, and what it does then; nothing of the engine is changed but that states are made."""
 
-    def __init__(self, engine: Any, ck: Checkpoint, choice: _Choice, group: Group) -> None:
+    trainer: Trainer
+    client: Client
+    problems: Problems
+    targets: list[Local]
+
+    def __init__(self, choice: _Choice) -> None:
+        self.choice, self.wanted = choice, Wanted()
+        self._puts = [self.wanted.put]
+
+    def make(self, engine: Any, ck: Checkpoint, group: Group) -> None:
+        """Look at the engine and the checkpoint."""
+        choice = self.choice
         self.trainer = trainer = look(engine)
         held = held_by(trainer)
-        names = stored_names(ck, choice.rename)
-        self.wanted = want_optimizer(trainer, held, Stored(ck, names), states=choice.optimizer)
-        self.client = Client(ck, group.rank, group.size, trust=choice.trust)
-        self.problems, self._puts = self.wanted.problems, [self.wanted.put]
-        if choice.optimizer and Stored(ck, names).trained:
+        stored = Stored(ck, names := stored_names(ck, choice.rename))
+        want_optimizer(self.wanted, trainer, held, stored, states=choice.optimizer)
+        self.problems = self.wanted.problems
+        self.client = Client(ck, names, group.rank, group.size, trust=choice.trust)
+        if choice.optimizer and stored.trained:
             groups, put_groups = fit_groups(held, trainer, ck, names)
             parts, put_parts = fit_parts(trainer, ck, scheduler=choice.scheduler, trust=choice.trust)
             self.problems |= groups | parts

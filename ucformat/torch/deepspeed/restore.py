@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ucformat.errors import UcformatError, UsageError
-from ucformat.torch.deepspeed.values import CLIENT, extra_states, scaler_in, set_counters, set_scaler, stateful
+from ucformat.torch.deepspeed.values import CLIENT, scaler_in, set_counters, set_scaler, stateful, with_extra_state
 from ucformat.torch.dtensor import local_of
 from ucformat.torch.match import Problems
 from ucformat.torch.memory import torch_dtype
@@ -81,11 +81,10 @@ def fit_parts(trainer: Trainer, ck: Checkpoint, *, scheduler: bool, trust: bool)
         except UcformatError as error:
             problems |= Problems(others=(f"the object {name}: {error.message}{_LEAVE.get(name, '')}",))
     kept = ck.objects.get("module") or {}
-    for key in extra_states(trainer.engine.module):
+    for key, module in with_extra_state(trainer.engine.module):
         if key not in kept:
             problems |= Problems(missing=(f"the extra state {key}",))
             continue
-        module = trainer.engine.module.get_submodule(key.rpartition("_extra_state")[0].rstrip("."))
         try:
             todo.append((module.set_extra_state, decode(kept[key], trust=trust)))
         except UcformatError as error:
@@ -125,11 +124,12 @@ def fit_values(trainer: Trainer, ck: Checkpoint) -> Put:
 class Client:
     """The client state: its large tensors are targets like others, and its value is complete when these are read."""
 
-    def __init__(self, ck: Checkpoint, rank: int, ranks: int, *, trust: bool) -> None:
+    def __init__(self, ck: Checkpoint, names: Mapping[str, str], rank: int, ranks: int, *, trust: bool) -> None:
         self._data: dict[str, Any] = dict(ck.objects.get(CLIENT) or {})
         if ck.facts.layout.get("dp") == ranks:  # what this rank of DeepSpeed's own ZeRO 3 checkpoint saved otherwise
             self._data |= ck.objects.get("rank", {}).get(str(rank), {}).get(CLIENT) or {}
         self._trust = trust
+        self._called = {stored: name for name, stored in names.items()}
         self._room = {
             name: torch.empty(info.shape, dtype=torch_dtype(info.dtype))
             for name in _references(self._data)
@@ -146,7 +146,7 @@ class Client:
     @property
     def targets(self) -> list[Local]:
         """The large tensors."""
-        return [local_of(name, "weight", tensor) for name, tensor in self._room.items()]
+        return [local_of(self._called[name], "weight", tensor) for name, tensor in self._room.items()]
 
     def value(self) -> dict[str, Any]:
         """The client state as `save` was given it, that of each rank where as many ranks load as saved.

@@ -142,13 +142,12 @@ class Wanted:
             forget_states(held)
 
 
-def want_optimizer(trainer: Trainer, held: Sequence[Held], stored: Stored, *, states: bool) -> Wanted:
-    """What the optimizer wants of a checkpoint: its copies of parameters, and if `states` says so its states.
+def want_optimizer(wanted: Wanted, trainer: Trainer, held: Sequence[Held], stored: Stored, *, states: bool) -> None:
+    """Want all that the optimizer has of a checkpoint: its copies of parameters, and if `states` says so its states.
 
     States that are not there yet are made. A parameter that has no state in a checkpoint that has states of others was
     never stepped on, and is made so.
     """
-    wanted = Wanted()
     if states and held and not stored.trained:
         wanted.problems |= Problems(
             missing=("all optimizer states: it holds weights alone (optimizer=False loads them)",)
@@ -160,7 +159,6 @@ def want_optimizer(trainer: Trainer, held: Sequence[Held], stored: Stored, *, st
         if states:
             _want_states(wanted, one, stored)
     wanted.count(stored)
-    return wanted
 
 
 def _want_states(wanted: Wanted, held: Held, stored: Stored) -> None:

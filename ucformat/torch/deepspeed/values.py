@@ -11,7 +11,7 @@ from ucformat.sources.values import SMALL
 from ucformat.torch.objects import PerRank, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from ucformat.torch.deepspeed.engine import Trainer
 
@@ -24,6 +24,7 @@ __all__ = [
     "set_counters",
     "set_scaler",
     "stateful",
+    "with_extra_state",
 ]
 
 CLIENT = "client_state"
@@ -56,15 +57,17 @@ def stateful(engine: Any) -> dict[str, Any]:
     return {name: part for name, part in found.items() if part is not None}
 
 
-def extra_states(module: torch.nn.Module) -> dict[str, Any]:
-    """What modules keep besides parameters and buffers (`get_extra_state`), as JSON, by the key of a state dict."""
+def with_extra_state(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules that keep more than parameters and buffers (`get_extra_state`), and the keys of that in a state dict."""
     own = torch.nn.Module.get_extra_state
-    return {
-        key: encode(part.get_extra_state(), key)
-        for path, part in module.named_modules()
-        if type(part).get_extra_state is not own
-        for key in [f"{path}._extra_state" if path else "_extra_state"]
-    }
+    for path, part in module.named_modules():
+        if type(part).get_extra_state is not own:
+            yield (f"{path}._extra_state" if path else "_extra_state"), part
+
+
+def extra_states(module: torch.nn.Module) -> dict[str, Any]:
+    """What such modules keep, as JSON."""
+    return {key: encode(part.get_extra_state(), key) for key, part in with_extra_state(module)}
 
 
 def _scaler(optimizer: Any) -> Any:
