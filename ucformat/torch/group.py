@@ -2,13 +2,17 @@
 
 It is made over the store of the process group, under a prefix of its own, and known to nobody else, so a thread or
 another process can use it while training runs. Whatever goes wrong on one rank comes to all of them as one error that
-names the rank; when a rank dies, the others learn it from their broken connection, or by the time-out.
+names the rank. When a rank dies, the others learn it from their broken connections, or by the time-out; whoever learns
+it notes in the store whom it waited for, and ends its own connections, so that all learn it and name the same rank.
 """
 
 from __future__ import annotations
 
 import atexit
 import pickle
+import threading
+import time
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +23,7 @@ import torch.distributed as dist
 from ucformat.errors import UcformatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -29,6 +33,8 @@ __all__ = ["TIMEOUT", "Group", "forget", "group_of", "lone", "of_rank"]
 
 #: Seconds after which a rank that says nothing is taken for dead.
 TIMEOUT = 600.0
+
+_MOMENT = 1.0  # seconds for which to wait for the notes of a rank that may be dead
 
 _made: dict[tuple[object, ...], Group] = {}
 _count: dict[tuple[object, ...], int] = {}
@@ -44,13 +50,16 @@ class Group:
     def __init__(self, store: dist.Store | None, rank: int, size: int, timeout: float = TIMEOUT) -> None:
         self.rank, self.size, self.timeout, self.store = rank, size, timeout, store
         self.whole = True  # no connection was found broken
+        self._broken: UcformatError | None = None  # of what it broke first
+        self._breaking = threading.Lock()  # by the thread that sends, or the one that receives
+        self._notes = store
         self.memory: dict[str, Any] = {}  # what its users remember from one act to the next, and forget with it
         self._pg = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout)) if size > 1 else None
 
     def send(self, data: NDArray[np.uint8], to: int, tag: int = 0) -> None:
         """Send bytes; returns when they are gone."""
         if self._pg is not None and data.size:
-            with _explained(self, f"to send to rank {to}"):
+            with self._waiting("to send to", to):
                 self._pg.send([_tensor(data)], to, tag).wait()
 
     def receive(self, out: NDArray[np.uint8], source: int, tag: int = 0) -> None:
@@ -59,10 +68,13 @@ class Group:
 
     def receive_all(self, buffers: Sequence[tuple[NDArray[np.uint8], int]], tag: int = 0) -> None:
         """Fill several buffers, each with the bytes that one rank sends."""
-        if self._pg is None:
-            return
-        with _explained(self, f"to receive from rank {', '.join(str(r) for _, r in buffers)}"):
-            for work in [self._pg.recv([_tensor(out)], source, tag) for out, source in buffers if out.size]:
+        works: list[tuple[dist.Work, int]] = []
+        for out, source in buffers:
+            if self._pg is not None and out.size:
+                with self._waiting("to receive from", source):
+                    works.append((self._pg.recv([_tensor(out)], source, tag), source))
+        for work, source in works:
+            with self._waiting("to receive from", source):
                 work.wait()
 
     def broadcast(self, data: NDArray[np.uint8], source: int) -> None:
@@ -70,8 +82,56 @@ class Group:
         if self._pg is not None and data.size:
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = source, 0
-            with _explained(self, f"to receive from rank {source}"):
+            with self._waiting("to receive from", source):
                 self._pg.broadcast([_tensor(data)], options).wait()
+
+    @contextmanager
+    def _waiting(self, what: str, other: int) -> Iterator[None]:
+        """Says what a failed communication with another rank means."""
+        if self._broken is not None:
+            raise self._broken
+        try:
+            yield
+        except RuntimeError as error:
+            with self._breaking:
+                self._broken = self._broken or self._break(what, other, error)
+            raise self._broken from error
+
+    def _break(self, what: str, other: int, error: RuntimeError) -> UcformatError:
+        """Note whom this rank waited for, end all connections, and find out who is to blame."""
+        self.whole = False
+        forget(self)
+        with suppress(Exception):  # the store may have died too
+            self._notes.set(f"waited/{self.rank}", str(other))  # type: ignore[union-attr]
+        with suppress(Exception):
+            self._pg.abort()  # type: ignore[union-attr]
+        blamed = self._blamed(other)
+        return UcformatError(
+            f"rank {blamed} died, or said nothing for {self.timeout:g} s: rank {self.rank} waited in vain {what} rank "
+            f"{other} ({str(error).splitlines()[0][:200]})",
+            hint="look for the first error in the log of that rank; what was committed before is whole",
+        )
+
+    def _blamed(self, other: int) -> int:
+        """The rank that waits for nobody, found along the ranks that wait for each other."""
+        seen = {self.rank}
+        while other not in seen:
+            seen.add(other)
+            note = self._note_of(other)
+            if note is None:
+                break
+            other = note
+        return other
+
+    def _note_of(self, rank: int) -> int | None:
+        """Whom a rank waited for; None if it says nothing about that for a moment, as one that is dead."""
+        end = time.monotonic() + _MOMENT
+        with suppress(Exception):
+            while time.monotonic() < end:
+                if self._notes.check([f"waited/{rank}"]):  # type: ignore[union-attr]
+                    return int(self._notes.get(f"waited/{rank}"))  # type: ignore[union-attr]
+                time.sleep(0.02)
+        return None
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on rank 0; elsewhere an empty list."""
@@ -105,6 +165,15 @@ class Group:
         if isinstance(answer, BaseException):
             raise answer
         return answer
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Take part in the next meeting with what is raised inside, so that all ranks raise it."""
+        try:
+            yield
+        except Exception as error:
+            self.meet(error, list)
+            raise
 
     def agree(self, value: Any) -> list[Any]:
         """The values of all ranks, on every rank; an exception among them is raised on all."""
@@ -144,26 +213,6 @@ def forget(group: Group) -> None:
         del _made[key]
 
 
-class _explained:  # noqa: N801 - used as a function
-    """Says what a failed communication means."""
-
-    def __init__(self, group: Group, what: str) -> None:
-        self.group, self.what = group, what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, UcformatError):
-            forget(self.group)
-            self.group.whole = False
-            raise UcformatError(
-                f"rank {self.group.rank} waited in vain {self.what}: it died, or said nothing for "
-                f"{self.group.timeout:g} s ({str(error).splitlines()[0][:200]})",
-                hint="look for the first error in the log of that rank; what was committed before is whole",
-            ) from error
-
-
 def of_rank(rank: int, error: BaseException, size: int) -> BaseException:
     """The error, saying whose it is."""
     if size == 1:
@@ -183,7 +232,10 @@ def _as_bytes(data: Bytes) -> NDArray[np.uint8]:
 
 def _send_object(group: Group, value: Any, to: int) -> None:
     try:
-        data = _as_bytes(bytearray(pickle.dumps(value, protocol=5)))
+        pickled = pickle.dumps(value, protocol=5)
+        if isinstance(value, BaseException):
+            pickle.loads(pickled)  # noqa: S301 - not every exception can be made again
+        data = _as_bytes(bytearray(pickled))
     except Exception as error:  # noqa: BLE001 - an exception that does not pickle
         data = _as_bytes(bytearray(pickle.dumps(UcformatError(f"{type(value).__name__}: {value} ({error})"))))
     group.send(_as_bytes(bytearray(np.int64(data.size).tobytes())), to)

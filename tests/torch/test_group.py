@@ -1,0 +1,185 @@
+"""Our own group of ranks: one error for all that names the rank, whoever failed, died or said nothing.
+
+Ranks are threads here, each with a group of its own over one store; `test_faults.py` has processes that are killed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from ucformat.errors import Conflict, UcformatError
+from ucformat.torch.group import Group, group_of, lone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def together(size: int, act: Callable[[Group], Any], timeout: float = 20) -> list[Any]:
+    """What each rank's act gives, or the error it raises."""
+    store = dist.HashStore()
+
+    def rank(number: int) -> Any:
+        group = Group(dist.PrefixStore("test", store), number, size, timeout)
+        try:
+            return act(group)
+        except Exception as error:  # noqa: BLE001 - the tests look at it
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(rank, range(size)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_values_are_gathered_and_answered(size: int) -> None:
+    def act(group: Group) -> Any:
+        everybody = group.agree({"rank": group.rank, "big": b"x" * 10**6})
+        mine = group.meet(group.rank, lambda values: [10 * v for v in values])
+        return [v["rank"] for v in everybody], mine, group.scatter([3 * r for r in range(size)])
+
+    assert together(size, act) == [(list(range(size)), 10 * r, 3 * r) for r in range(size)]
+
+
+def test_bytes_go_from_rank_to_rank() -> None:
+    def act(group: Group) -> Any:
+        out = np.zeros(5, np.uint8)
+        if group.rank == 0:
+            group.send(np.arange(5, dtype=np.uint8), 2, tag=7)
+        elif group.rank == 2:
+            group.receive(out, 0, tag=7)
+        group.receive_all([(np.empty(0, np.uint8), 1)])  # nothing is not waited for
+        group.send(np.empty(0, np.uint8), 0)
+        shared = np.full(4, group.rank, np.uint8)
+        group.broadcast(shared, 1)
+        return out.tolist(), shared.tolist()
+
+    assert together(3, act) == [([0] * 5, [1] * 4), ([0] * 5, [1] * 4), ([0, 1, 2, 3, 4], [1] * 4)]
+
+
+def test_one_thread_sends_while_another_receives() -> None:
+    """More than any socket holds, both ways at once."""
+
+    def act(group: Group) -> Any:
+        out = np.empty(8 << 20, np.uint8)
+        sender = threading.Thread(target=group.send, args=(np.full(8 << 20, group.rank, np.uint8), 1 - group.rank, 3))
+        sender.start()
+        group.receive(out, 1 - group.rank, 3)
+        sender.join()
+        return set(np.unique(out).tolist())
+
+    assert together(2, act) == [{1}, {0}]
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_error_of_one_is_raised_on_all_and_names_it(failing: int) -> None:
+    def act(group: Group) -> Any:
+        try:
+            group.agree(Conflict("taken", hint="go away") if group.rank == failing else None)
+        except Conflict as error:
+            return error.message, error.hint, group.agree(group.rank)
+        return None
+
+    assert together(3, act) == [(f"rank {failing}: taken", "go away", [0, 1, 2])] * 3
+
+
+def test_of_several_errors_the_first_ranks_is_raised() -> None:
+    found = together(3, lambda group: group.agree(ValueError("bad") if group.rank else None))
+    assert [(type(e), e.message) for e in found] == [(UcformatError, "rank 1: ValueError: bad")] * 3
+    assert found[0].hint == "its log has the traceback"
+
+
+def test_an_error_of_the_coordinator_is_raised_on_all() -> None:
+    def then(_: list[Any]) -> list[Any]:
+        raise Conflict("taken")
+
+    found = together(3, lambda group: group.meet(None, then))
+    assert [(type(e), e.message) for e in found] == [(Conflict, "taken")] * 3
+
+
+class Unpicklable(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError("no")
+
+
+class Unreadable(Exception):
+    """Pickles, but cannot be made again."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(f"{one} {two}")
+
+
+@pytest.mark.parametrize("error", [Unpicklable("odd"), Unreadable("very", "odd")], ids=repr)
+def test_errors_that_do_not_pickle_are_told_all_the_same(error: Exception) -> None:
+    found = together(2, lambda group: group.agree(error if group.rank else None))
+    assert all(isinstance(e, UcformatError) for e in found)
+    assert all("rank 1" in str(e) and "odd" in str(e) for e in found)
+
+
+def test_one_rank_alone_raises_its_error_as_it_is() -> None:
+    error = ValueError("mine")
+    with pytest.raises(ValueError, match="mine") as caught:
+        lone().agree(error)
+    assert caught.value is error
+    lone().send(np.ones(3, np.uint8), 0)
+
+
+def test_what_fails_before_a_meeting_is_told_at_the_meeting() -> None:
+    def act(group: Group) -> Any:
+        with group.telling():
+            if group.rank == 1:
+                raise Conflict("too early")
+        return group.agree(group.rank)
+
+    found = together(3, act)
+    assert [(type(e), e.message) for e in found] == [(Conflict, "rank 1: too early")] * 3
+
+
+@pytest.mark.parametrize("silent", [0, 1, 2])
+def test_a_silent_rank_is_named_within_the_time_out(silent: int) -> None:
+    over = threading.Event()
+
+    def act(group: Group) -> Any:
+        if group.rank == silent:
+            over.wait(30)
+            return None
+        begun = time.monotonic()
+        try:
+            group.agree(None)
+        except UcformatError as error:
+            return time.monotonic() - begun, error, group.whole
+        finally:
+            if group.rank == (1 if silent == 2 else 2):
+                time.sleep(1)
+                over.set()
+
+    found = [f for f in together(3, act, timeout=1) if f is not None]
+    assert len(found) == 2
+    for seconds, error, whole in found:
+        assert f"rank {silent} died, or said nothing for 1 s" in error.message
+        assert error.hint is not None
+        assert seconds < 10
+        assert not whole
+
+
+def test_a_broken_group_says_so_and_a_new_one_is_made() -> None:
+    def act(group: Group) -> Any:
+        if group.rank:
+            group._pg.abort()  # type: ignore[union-attr]
+            return None
+        with pytest.raises(UcformatError, match="rank 1"):
+            group.agree(None)
+        return group.whole
+
+    assert together(2, act, timeout=5) == [False, None]
+
+
+def test_without_torch_distributed_there_is_one_rank() -> None:
+    group = group_of()
+    assert (group.rank, group.size, group.whole) == (0, 1, True)
+    assert group.agree("x") == ["x"]
