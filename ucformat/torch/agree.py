@@ -114,11 +114,12 @@ def agree(
         CoverageError: nobody holds some part of a tensor.
         Conflict: a checkpoint is committed at the place already.
     """
-    digest = hashlib.sha256(pickle.dumps((list(claims), sorted(aliases.items())))).hexdigest()
-    mine = group.memory.get("part")  # (plan, digest, Part) of the last save
-    known = mine[0] if mine is not None and mine[1] == digest else ""
-    digests = {k: document_digest(v) for k, v in objects.items()}
-    sums = _sums(claims, region)
+    with group.telling():
+        digest = hashlib.sha256(pickle.dumps((list(claims), sorted(aliases.items())))).hexdigest()
+        mine = group.memory.get("part")  # (plan, digest, Part) of the last save
+        known = mine[0] if mine is not None and mine[1] == digest else ""
+        digests = {k: document_digest(v) for k, v in objects.items()}
+        sums = _sums(claims, region)
     for again in (False, True):
         told = None if known and not again else tuple(claims)
         offer = _Offer(terms, digest, known, told, aliases, sums, digests)

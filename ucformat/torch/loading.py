@@ -99,14 +99,15 @@ def load(
         ChecksumError: a chunk does not match its checksum.
         Refused: an object is a pickle, and `trust` is false.
     """
-    ck = url if isinstance(url, Checkpoint) else open_reference(url)
     ranks = group_of(group, timeout)
-    found = collect(state)
-    keys = name_tensors(found)
-    aliases, targets = without_ties([local_of(*keys[path], t) for path, t in found.tensors.items()])
-    names = stored_names(ck, rename)
-    fitted, put_objects, lacking = fit_objects(found, ck, ranks, trust=trust)
-    groups, put_groups = fit_groups(found, ck, names)
+    with ranks.telling():
+        ck = url if isinstance(url, Checkpoint) else open_reference(url)
+        found = collect(state)
+        keys = name_tensors(found)
+        aliases, targets = without_ties([local_of(*keys[path], t) for path, t in found.tensors.items()])
+        names = stored_names(ck, rename)
+        fitted, put_objects, lacking = fit_objects(found, ck, ranks, trust=trust)
+        groups, put_groups = fit_groups(found, ck, names)
 
     def put() -> None:
         put_objects()
@@ -153,8 +154,8 @@ def load_local(
     """
     begun = time.monotonic()
     ranks = group or group_of()
-    names = stored_names(ck, rename)
-    matched, found = match(targets, aliases or {}, ck, names, cast=cast)
+    with ranks.telling():
+        matched, found = match(targets, aliases or {}, ck, stored_names(ck, rename), cast=cast)
     found = _together(found | (problems or Problems()), ranks)
     raise_for(found, strict, ck.url)
     nbytes, failure = 0, None

@@ -70,8 +70,10 @@ def save(
         CoverageError: nobody holds some part of a tensor.
         UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
     """
+    with group_of(group, timeout).telling():
+        held = local_state(state)
     return save_local(
-        local_state(state),
+        held,
         url,
         note=Note(step, run, dict(metrics or {}), dict(config or {}), tuple(lineage)),
         form=form,
@@ -98,10 +100,12 @@ def save_local(
     timeout: float = TIMEOUT,
 ) -> Saved:
     """Save what this rank holds, whatever engine it was collected from; see `save`."""
-    terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
-    on_host = (t.tensor if t.tensor.device.type == "cpu" else t.tensor.contiguous().cpu() for t in state.tensors)
-    memories = [host_memory(t) for t in on_host]
-    return save_listed(listing_of(state), memories, terms, note, group_of(group, timeout))
+    ranks = group_of(group, timeout)
+    with ranks.telling():
+        terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
+        on_host = (t.tensor if t.tensor.device.type == "cpu" else t.tensor.contiguous().cpu() for t in state.tensors)
+        memories = [host_memory(t) for t in on_host]
+    return save_listed(listing_of(state), memories, terms, note, ranks)
 
 
 def terms_of(

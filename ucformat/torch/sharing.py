@@ -96,6 +96,7 @@ def _rounds(dealt: Sequence[tuple[Matched, int]], size: int) -> Iterator[list[tu
 def _hand_on(tensor: torch.Tensor, reader: int, replicas: dist.ProcessGroup) -> None:
     """Broadcast one local tensor, as bytes, for not every group carries every dtype."""
     dense = tensor if tensor.is_contiguous() else tensor.contiguous()
-    dist.broadcast(dense.reshape(-1).view(torch.uint8), group=replicas, group_src=reader)
+    flat = dense.as_strided((dense.numel(),), (1,))  # a lone element may have any stride, of which no view is made
+    dist.broadcast(flat.view(torch.uint8), group=replicas, group_src=reader)
     if dense is not tensor:
         tensor.copy_(dense)

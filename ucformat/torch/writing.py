@@ -99,8 +99,9 @@ def save_listed(
     removed. Where a rank died, what it wrote stays as an attempt that no reader sees and `ucp gc` removes.
     """
     begun = time.monotonic()
-    store = open_store(terms.url)
-    claims = [Claim(info, tuple(p.box for p in pieces)) for info, pieces in listing.tensors]
+    with group.telling():
+        store = open_store(terms.url)
+        claims = [Claim(info, tuple(p.box for p in pieces)) for info, pieces in listing.tensors]
 
     def region(claim: int, piece: int) -> Region:
         info, pieces = listing.tensors[claim]
