@@ -144,7 +144,10 @@ class _State:
         if hasattr(self.planner, "lookup_object"):
             return self.planner.lookup_object(index)
         data = self.planner.resolve_data(WriteItem(index, kind))
-        return torch.load(data, weights_only=False) if isinstance(data, io.BytesIO) else data
+        if not isinstance(data, io.BytesIO):
+            return data
+        data.seek(0)
+        return torch.load(data, weights_only=False)
 
     def is_option(self, path: Path) -> bool:
         """Whether the entry is part of an optimizer group that is kept by names."""
