@@ -22,7 +22,8 @@ from transformers.distributed import DistributedConfig
 import ucformat
 import ucformat.torch as ucf
 from tests.torch.integrations.compare import differences, held, leave
-from ucformat.torch.integrations.huggingface import SaveCallback, UniversalTrainer, accelerator_state
+from ucformat.torch.integrations.accelerate import accelerator_state
+from ucformat.torch.integrations.huggingface import SaveCallback, UniversalTrainer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Hugging Face: the state of an Accelerator, and a Trainer that saves and resumes (docs/guides/huggingface.md)."""
+"""Hugging Face Transformers: a Trainer that saves and resumes, and a callback (docs/guides/huggingface.md)."""
 
 from __future__ import annotations
 
@@ -18,61 +18,22 @@ from ucformat.errors import NotACheckpoint, Refused
 from ucformat.format.commit import MANIFEST
 from ucformat.references import open_reference
 from ucformat.torch.background import SaveHandle, async_save
+from ucformat.torch.integrations.accelerate import unwrapped
 from ucformat.torch.loading import load
-from ucformat.torch.objects import PerRank, decode
+from ucformat.torch.objects import decode
 from ucformat.torch.rng import Rng
 from ucformat.torch.saving import save
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from accelerate import Accelerator
     from transformers import TrainerState, TrainingArguments
 
     from ucformat.checkpoint import Checkpoint
 
-__all__ = ["SaveCallback", "UniversalTrainer", "accelerator_state"]
+__all__ = ["SaveCallback", "UniversalTrainer"]
 
 _STATE = "trainer"  # the object that holds the TrainerState
-
-
-def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
-    """What `accelerator.save_state` saves, as a training state for `save`, `async_save` and `load`.
-
-    These are the models, optimizers and schedulers that were prepared, the data loaders that keep a state, the objects
-    registered for checkpointing, the gradient scaler, the random generators, and the accelerator's own step.
-
-    Raises:
-        Refused: DeepSpeed or Megatron-LM holds the state.
-    """
-    kind = str(accelerator.distributed_type.value)
-    if kind in ("DEEPSPEED", "MEGATRON_LM"):
-        hint = "ucformat.torch.deepspeed saves an engine" if kind == "DEEPSPEED" else "save from Megatron-LM itself"
-        raise Refused(f"{kind} holds the state of this Accelerator, and not torch", hint=hint)
-    loaders = [d for d in accelerator._dataloaders if getattr(d, "use_stateful_dataloader", False)]  # noqa: SLF001
-    parts: dict[str, list[Any]] = {
-        "model": list(accelerator._models),  # noqa: SLF001 - the accelerator has no public list of what it prepared
-        "optimizer": [_unwrapped(o) for o in accelerator._optimizers],  # noqa: SLF001
-        "scheduler": list(accelerator._schedulers),  # noqa: SLF001
-        "dataloader": [PerRank(d) for d in loaders],
-        "object": list(accelerator._custom_objects),  # noqa: SLF001
-    }
-    state = {name if len(all_) == 1 else f"{name}_{i}": x for name, all_ in parts.items() for i, x in enumerate(all_)}
-    state |= {"accelerator": _Step(accelerator), "rng": Rng()}
-    return state if accelerator.scaler is None else {**state, "scaler": accelerator.scaler}
-
-
-class _Step:
-    """The step that an accelerator counts for itself."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": int(self.accelerator.step)}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.accelerator.step = state["step"]
 
 
 class SaveCallback(TrainerCallback):
@@ -211,12 +172,7 @@ class UniversalTrainer(Trainer):
 
 
 def _training(model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
-    return {"model": model, "optimizer": _unwrapped(optimizer), "scheduler": scheduler, "rng": Rng()}
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer in an AcceleratedOptimizer, whose `step` may do nothing."""
-    return getattr(optimizer, "optimizer", optimizer)
+    return {"model": model, "optimizer": unwrapped(optimizer), "scheduler": scheduler, "rng": Rng()}
 
 
 def _note(args: TrainingArguments, state: TrainerState, model: Any) -> dict[str, Any]:

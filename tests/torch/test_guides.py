@@ -1,0 +1,112 @@
+"""The programs of the guides run as they are printed, and do what the guides say."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ucformat
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {
+    **os.environ,
+    "CUDA_VISIBLE_DEVICES": "",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+    "UCP_CATALOG": "none",
+}
+
+
+def follow(page: str, folder: Path) -> list[str]:
+    """Write the programs of a guide to a folder, and do there what its consoles say; what each command printed."""
+    text = (ROOT / "docs" / "guides" / page).read_text()
+    for name, code in re.findall(r"`(\w+\.py)`:\n\n```python\n(.*?)```", text, re.DOTALL):
+        (folder / name).write_text(code)
+    lines = [line for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    return [run(line.removeprefix("$ ").split(), folder) for line in lines]
+
+
+def run(words: list[str], folder: Path) -> str:
+    programs = {
+        "torchrun": ["-m", "torch.distributed.run", "--standalone"],
+        "ucp": ["-m", "ucformat.cli"],
+        "python": [],
+    }
+    command = [sys.executable, *programs[words[0]], *words[1:]]
+    with (folder / "log.txt").open("w+") as log:
+        process = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=log, stderr=log, start_new_session=True)
+        try:
+            code = process.wait(240)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        log.seek(0)
+        text = log.read()
+    assert code == 0, f"{' '.join(words)} failed with {code}:\n{text[-8000:]}"
+    return text
+
+
+def losses(text: str) -> dict[int, float]:
+    """The losses that a program printed."""
+    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss (\S+)$", text, re.MULTILINE)}
+
+
+def goes_on(first: str, second: str, steps: range) -> None:
+    """The second run has the losses of the first for these steps, and no others."""
+    expected, found = losses(first), losses(second)
+    assert list(found) == list(steps)
+    assert [found[s] for s in steps] == pytest.approx([expected[s] for s in steps], rel=1e-5)
+    assert len(set(expected.values())) == len(expected)  # that they fall proves that something is learned
+
+
+def test_fsdp2(tmp_path: Path) -> None:
+    first, second = follow("fsdp2.md", tmp_path)
+    goes_on(first, second, range(5, 7))
+    a, b = (ucformat.open(tmp_path / folder / "last") for folder in ("checkpoints", "other"))
+    assert (a.facts.step, a.manifest.run, a.manifest.layout["world"], b.manifest.layout["world"]) == (6, "fsdp2", 2, 3)
+    assert a.tensors == b.tensors
+    assert {k.state for k in a.tensors} == {"weight", "exp_avg", "exp_avg_sq", "step"}
+
+
+def test_fsdp2_and_tensor_parallelism(tmp_path: Path) -> None:
+    first, second, _ = follow("fsdp2_tp.md", tmp_path)
+    goes_on(first, second, range(4, 7))
+    ck = ucformat.open(tmp_path / "checkpoint")
+    assert ck.aliases == {"out.weight": "embed.weight"}
+    assert (ck.manifest.layout["dp"], ck.manifest.layout["tp"]) == (2, 2)
+    assert ck.manifest.sidecar is None
+
+
+def test_hugging_face(tmp_path: Path) -> None:
+    first, second, loop, again = follow("huggingface.md", tmp_path)
+    expected, found = losses(first), losses(second)
+    assert list(expected) == list(found) == list(range(1, 7))
+    assert [found[s] for s in range(1, 5)] == [expected[s] for s in range(1, 5)]  # of the checkpoint
+    assert [found[s] for s in (5, 6)] == pytest.approx([expected[s] for s in (5, 6)], rel=1e-4)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    ck = ucformat.open(tmp_path / "run" / "checkpoint-6")
+    assert (ck.manifest.config["training"]["learning_rate"], ck.manifest.layout["world"]) == (1e-3, 2)
+    goes_on(loop, again, range(4, 7))
+    assert ucformat.open(tmp_path / "universal-2").names() == ["0.weight", "1.weight", "1.bias"]
+
+
+def test_lightning(tmp_path: Path) -> None:
+    first, second = follow("lightning.md", tmp_path)
+    goes_on(first, second, range(3, 5))  # of epochs
+    assert sorted(p.name for p in (tmp_path / "again").iterdir()) == ["epoch=2.ckpt", "epoch=3.ckpt"]
+
+
+def test_torchtitan(tmp_path: Path) -> None:
+    first, second = follow("torchtitan.md", tmp_path)
+    goes_on(first, second, range(5, 7))
+    for folder in ("run", "another"):
+        kept = sorted(p.name for p in (tmp_path / folder).iterdir())
+        assert kept[-1] == "step-00000006"

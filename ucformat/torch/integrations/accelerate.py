@@ -1,0 +1,60 @@
+"""Hugging Face Accelerate: what an Accelerator holds, as a training state (docs/guides/huggingface.md)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import Refused
+from ucformat.torch.objects import PerRank
+from ucformat.torch.rng import Rng
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from accelerate import Accelerator
+
+__all__ = ["accelerator_state", "unwrapped"]
+
+
+def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
+    """What `accelerator.save_state` saves, as a training state for `save`, `async_save` and `load`.
+
+    These are the models, optimizers and schedulers that were prepared, the data loaders that keep a state, the objects
+    registered for checkpointing, the gradient scaler, the random generators, and the accelerator's own step.
+
+    Raises:
+        Refused: DeepSpeed or Megatron-LM holds the state.
+    """
+    kind = str(accelerator.distributed_type.value)
+    if kind in ("DEEPSPEED", "MEGATRON_LM"):
+        hint = "ucformat.torch.deepspeed saves an engine" if kind == "DEEPSPEED" else "save from Megatron-LM itself"
+        raise Refused(f"{kind} holds the state of this Accelerator, and not torch", hint=hint)
+    loaders = [d for d in accelerator._dataloaders if getattr(d, "use_stateful_dataloader", False)]  # noqa: SLF001
+    parts: dict[str, list[Any]] = {
+        "model": list(accelerator._models),  # noqa: SLF001 - the accelerator has no public list of what it prepared
+        "optimizer": [unwrapped(o) for o in accelerator._optimizers],  # noqa: SLF001
+        "scheduler": list(accelerator._schedulers),  # noqa: SLF001
+        "dataloader": [PerRank(d) for d in loaders],
+        "object": list(accelerator._custom_objects),  # noqa: SLF001
+    }
+    state = {name if len(all_) == 1 else f"{name}_{i}": x for name, all_ in parts.items() for i, x in enumerate(all_)}
+    state |= {"accelerator": _Step(accelerator), "rng": Rng()}
+    return state if accelerator.scaler is None else {**state, "scaler": accelerator.scaler}
+
+
+class _Step:
+    """The step that an accelerator counts for itself."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": int(self.accelerator.step)}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.accelerator.step = state["step"]
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer in an AcceleratedOptimizer, whose `step` may do nothing."""
+    return getattr(optimizer, "optimizer", optimizer)
