@@ -79,16 +79,12 @@ def load(
         StateMismatch: the checkpoint does not fit the engine; all that does not is listed.
         Refused: the engine has state that cannot be loaded yet, or an object is a pickle, and `trust` is false.
     """
-    ck = url if isinstance(url, Checkpoint) else open_reference(url)
     group = group_of(timeout=timeout)
     plan = _Plan(_Choice(rename, optimizer=optimizer, scheduler=scheduler, trust=trust))
-    failure: BaseException | None = None
     try:
-        plan.make(engine, ck, group)
-    except Exception as error:  # noqa: BLE001 - told to all ranks
-        failure = error
-    try:
-        group.agree(failure)
+        with group.telling():
+            ck = url if isinstance(url, Checkpoint) else open_reference(url)
+            plan.make(engine, ck, group)
         report = load_local(
             plan.targets,
             ck,

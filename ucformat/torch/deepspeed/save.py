@@ -58,12 +58,8 @@ def save(
         Conflict: a checkpoint is committed there already.
         UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
     """
-    failure: BaseException | None = None
-    try:
+    with group_of(timeout=timeout).telling():
         state = collect(engine, client_state)
-    except Exception as error:  # noqa: BLE001 - told to all ranks
-        failure = error
-    group_of(timeout=timeout).agree(failure)
     steps = int(engine.global_steps) if step is None else step
     note = Note(steps, run, dict(metrics or {}), dict(config or {}), tuple(lineage))
     return save_local(state, url, note=note, form=form, overwrite=overwrite, timeout=timeout)
