@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("ucformat.torch needs PyTorch: pip install 'ucformat[torch]'", name="torch") from error
+
 from ucformat.jobs.record import record_commits
 from ucformat.torch.background import SaveHandle, async_save
 from ucformat.torch.dcp_reader import Reader

@@ -17,7 +17,7 @@ from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.sources.values import to_json
 from ucformat.torch.collect import collect
 from ucformat.torch.dtensor import local_of, mesh_of
-from ucformat.torch.memory import host_memory
+from ucformat.torch.memory import copied_to_host, host_memory
 from ucformat.torch.names import GROUPS, dotted
 from ucformat.torch.objects import PerRank, encode
 from ucformat.torch.state import name_tensors
@@ -230,7 +230,7 @@ def _joined(shards: Sequence[Local]) -> tuple[tuple[Piece, ...], Memory]:
     """The pieces of all shards of one tensor in one memory: of several shards, a copy of them."""
     if len(shards) == 1:
         tensor = shards[0].tensor
-        return shards[0].pieces, host_memory(tensor if tensor.device.type == "cpu" else tensor.cpu().contiguous())
+        return shards[0].pieces, host_memory(copied_to_host(tensor))
     pieces: list[Piece] = []
     parts: list[Memory] = []
     offset = 0

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Memory = NDArray[np.uint8]
 
-__all__ = ["dtype_name", "host_memory", "span", "torch_dtype"]
+__all__ = ["copied_to_host", "dtype_name", "host_memory", "span", "torch_dtype"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -35,6 +35,11 @@ def torch_dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise UsageError(f"torch {torch.__version__} has no dtype {name!r}", hint="read that tensor by ucformat.open")
     return found
+
+
+def copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where it lies on the host; else a copy there, in row-major order."""
+    return tensor if tensor.device.type == "cpu" else tensor.contiguous().cpu()
 
 
 def span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ucformat.errors import UsageError
 from ucformat.torch.agree import Terms
 from ucformat.torch.group import TIMEOUT, group_of
-from ucformat.torch.memory import host_memory
+from ucformat.torch.memory import copied_to_host, host_memory
 from ucformat.torch.state import listing_of, local_state
 from ucformat.torch.writing import Note, save_listed
 
@@ -103,8 +103,7 @@ def save_local(
     ranks = group_of(group, timeout)
     with ranks.telling():
         terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
-        on_host = (t.tensor if t.tensor.device.type == "cpu" else t.tensor.contiguous().cpu() for t in state.tensors)
-        memories = [host_memory(t) for t in on_host]
+        memories = [host_memory(copied_to_host(t.tensor)) for t in state.tensors]
     return save_listed(listing_of(state), memories, terms, note, ranks)
 
 

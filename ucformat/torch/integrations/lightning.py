@@ -18,7 +18,7 @@ from ucformat.torch.background import SaveHandle, async_save_local
 from ucformat.torch.dtensor import local_of
 from ucformat.torch.group import lone
 from ucformat.torch.loading import load, load_local
-from ucformat.torch.memory import host_memory, torch_dtype
+from ucformat.torch.memory import copied_to_host, host_memory, torch_dtype
 from ucformat.torch.objects import decode, encode
 from ucformat.torch.rng import Rng
 from ucformat.torch.saving import save_local, terms_of
@@ -162,7 +162,7 @@ class UniversalCheckpointIO(CheckpointIO):
             rest["optimizer_states"] = [_skeleton(state) for state in numbered]
         state = local_state(named)
         state = replace(state, objects={**state.objects, _REST: encode(rest)})
-        memories = [host_memory(t.tensor.cpu()) for t in state.tensors]
+        memories = [host_memory(copied_to_host(t.tensor)) for t in state.tensors]
         note = Note(step=int(checkpoint["global_step"]))
         save_listed(
             listing_of(state), memories, terms_of(str(path), self._form, True, None, None, "equal"), note, lone()
