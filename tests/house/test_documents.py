@@ -49,10 +49,37 @@ def shell(lines: str) -> None:
 
 
 def test_the_readme(folder: Path) -> None:
-    (code,) = blocks("README.md", "python")
-    exec(compile(code, "README.md", "exec"), {})  # noqa: S102
+    reading, training = blocks("README.md", "python")
+    exec(compile(reading, "README.md", "exec"), {})  # noqa: S102
     (lines,) = blocks("README.md", "console")
     shell(lines)
+
+    torch = pytest.importorskip("torch", reason="pip install 'ucformat[torch]'")
+    model = torch.nn.Linear(3, 2)
+    names = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    exec(compile(training, "README.md", "exec"), names)  # noqa: S102
+    assert (names["report"].step, names["handle"].committed) == (1000, True)
+
+
+def test_every_public_name_of_the_training_loop_is_documented() -> None:
+    pytest.importorskip("torch", reason="pip install 'ucformat[torch]'")
+    import ucformat.torch
+
+    text = (ROOT / "docs" / "api.md").read_text()
+    assert [n for n in ucformat.torch.__all__ if f"ucformat.torch.{n}" not in text] == []
+    assert ucformat.torch.__all__ == sorted(ucformat.torch.__all__)
+    assert all(getattr(ucformat.torch, name).__doc__ for name in ucformat.torch.__all__)
+
+
+@pytest.mark.parametrize(
+    "module", sorted((ROOT / "ucformat/torch/integrations").glob("[a-z]*.py")), ids=lambda p: p.stem
+)
+def test_every_name_of_an_adapter_is_documented(module: Path) -> None:
+    """Without importing its framework, which takes long."""
+    (names,) = re.findall(r"^__all__ = \[(.*?)\]", module.read_text(), re.MULTILINE | re.DOTALL)
+    text = (ROOT / "docs" / "api.md").read_text()
+    assert f"ucformat.torch.integrations.{module.stem}" in text
+    assert [n for n in re.findall(r'"(\w+)"', names) if f"`{n}" not in text] == []
 
 
 def test_the_guide_for_evaluators(folder: Path) -> None:

@@ -110,3 +110,16 @@ def test_torchtitan(tmp_path: Path) -> None:
     for folder in ("run", "another"):
         kept = sorted(p.name for p in (tmp_path / folder).iterdir())
         assert kept[-1] == "step-00000006"
+
+
+def test_the_loop_with_a_manager(tmp_path: Path) -> None:
+    first, second = follow("training.md", tmp_path)
+    used = [re.findall(r"^step (\d+): rank \d used \[(.*)\]$", text, re.MULTILINE) for text in (first, second)]
+    assert sorted(int(step) for step, _ in used[0]) == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert [int(step) for step, _ in used[1]] == [5, 6]
+    kept = [taken for step, taken in used[0] if int(step) < 5] + [taken for _, taken in used[1]]
+    numbers = [int(n) for taken in kept for n in taken.split(", ")]
+    assert sorted(numbers) == list(range(24))
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["step-00000004", "step-00000006"]
+    lineage = ucformat.open(tmp_path / "run" / "step-00000006").manifest.lineage
+    assert [entry.kind for entry in lineage] == ["resume"]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from accelerate import Accelerator
 
-__all__ = ["accelerator_state", "unwrapped"]
+__all__ = ["accelerator_state"]
 
 
 def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
