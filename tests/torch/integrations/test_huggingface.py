@@ -6,25 +6,27 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.torch.running import torchrun
 
 PROGRAM = Path(__file__).parent / "hf_program.py"
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the program found; the same on both ranks."""
-    folder = tmp_path_factory.mktemp("huggingface")
-    torchrun(2, [str(PROGRAM), str(folder)], folder / "log.txt")
-    first, second = (json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2))
-    assert first == second
-    return dict(first)
+def test_hugging_face(tmp_path: Path) -> None:
+    """One program, for imports take long; what it found is the same on both ranks."""
+    torchrun(2, [str(PROGRAM), str(tmp_path)], tmp_path / "log.txt")
+    found, second = (json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(2))
+    assert found == second
+    for kind in ("UniversalTrainer", "InBackground"):
+        a_trainer_goes_on_bit_for_bit(found, kind)
+    a_trainer_keeps_as_many_as_it_is_told(found)
+    what_a_trainer_saves_is_universal(found)
+    a_trainer_goes_on_from_what_a_callback_saved(found)
+    a_model_cut_by_fsdp2_is_resumed(found)
+    for sharded in (False, True):
+        accelerate(found, sharded)
 
 
-@pytest.mark.parametrize("kind", ["UniversalTrainer", "InBackground"])
-def test_a_trainer_goes_on_bit_for_bit(found: dict[str, Any], kind: str) -> None:
+def a_trainer_goes_on_bit_for_bit(found: dict[str, Any], kind: str) -> None:
     result = found["trainer"][kind]
     assert result["differences"] == []
     assert result["losses"] == 9
@@ -33,12 +35,12 @@ def test_a_trainer_goes_on_bit_for_bit(found: dict[str, Any], kind: str) -> None
     assert result["last"] == [10, True]
 
 
-def test_a_trainer_keeps_as_many_as_it_is_told(found: dict[str, Any]) -> None:
+def a_trainer_keeps_as_many_as_it_is_told(found: dict[str, Any]) -> None:
     assert found["trainer"]["UniversalTrainer"]["kept"] == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
     assert found["trainer"]["InBackground"]["kept"] == ["checkpoint-6", "checkpoint-9"]
 
 
-def test_what_a_trainer_saves_is_universal(found: dict[str, Any]) -> None:
+def what_a_trainer_saves_is_universal(found: dict[str, Any]) -> None:
     assert found["trainer"]["facts"] == {
         "run": "llama",
         "step": 9,
@@ -49,17 +51,16 @@ def test_what_a_trainer_saves_is_universal(found: dict[str, Any]) -> None:
     }
 
 
-def test_a_trainer_goes_on_from_what_a_callback_saved(found: dict[str, Any]) -> None:
+def a_trainer_goes_on_from_what_a_callback_saved(found: dict[str, Any]) -> None:
     assert found["callback"]["differences"] == []
     assert "optimizer.pt" not in found["callback"]["plain"]
 
 
-def test_a_model_cut_by_fsdp2_is_resumed(found: dict[str, Any]) -> None:
+def a_model_cut_by_fsdp2_is_resumed(found: dict[str, Any]) -> None:
     assert found["sharded"] == {"differences": [], "cut": True, "losses": 9}
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
-def test_accelerate(found: dict[str, Any], sharded: bool) -> None:
+def accelerate(found: dict[str, Any], sharded: bool) -> None:
     result = found["accelerate"][sharded]
     assert result["differences"] == []
     now, expected = result["losses"]

@@ -13,18 +13,20 @@ from tests.torch.running import torchrun
 PROGRAM = Path(__file__).parent / "lightning_program.py"
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the program found; the same on both ranks."""
-    folder = tmp_path_factory.mktemp("lightning")
-    torchrun(2, [str(PROGRAM), str(folder)], folder / "log.txt")
-    first, second = (json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2))
-    assert first == second
-    return dict(first)
+def test_lightning(tmp_path: Path) -> None:
+    """One program, for imports take long; what it found is the same on both ranks."""
+    torchrun(2, [str(PROGRAM), str(tmp_path)], tmp_path / "log.txt")
+    found, second = (json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(2))
+    assert found == second
+    for kind in ("ddp", "background", "fsdp"):
+        a_training_goes_on_bit_for_bit(found, kind)
+    for pair in ("io-ddp", "io-fsdp", "fsdp-ddp", "io-tp", "fsdp-tp"):
+        a_training_goes_on_under_another_strategy(found, pair)
+    what_one_rank_saves_is_universal(found)
+    what_cannot_be_is_refused(found)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "background", "fsdp"])
-def test_a_training_goes_on_bit_for_bit(found: dict[str, Any], kind: str) -> None:
+def a_training_goes_on_bit_for_bit(found: dict[str, Any], kind: str) -> None:
     result = found[kind]
     assert result["differences"] == []
     now, expected = result["losses"]
@@ -35,8 +37,7 @@ def test_a_training_goes_on_bit_for_bit(found: dict[str, Any], kind: str) -> Non
     assert result["cut"] == [kind == "fsdp"] * 4
 
 
-@pytest.mark.parametrize("pair", ["io-ddp", "io-fsdp", "fsdp-ddp", "io-tp", "fsdp-tp"])
-def test_a_training_goes_on_under_another_strategy(found: dict[str, Any], pair: str) -> None:
+def a_training_goes_on_under_another_strategy(found: dict[str, Any], pair: str) -> None:
     result = found["across"][pair]
     now, expected = result["losses"]
     assert result["step"] == 12
@@ -47,7 +48,7 @@ def test_a_training_goes_on_under_another_strategy(found: dict[str, Any], pair: 
         assert result["differences"] == []
 
 
-def test_what_one_rank_saves_is_universal(found: dict[str, Any]) -> None:
+def what_one_rank_saves_is_universal(found: dict[str, Any]) -> None:
     result = found["across"]
     names = ("net.0.bias", "net.0.weight", "net.3.bias", "net.3.weight")
     assert result["names"] == [f"{s}/{n}" for s in ("exp_avg", "exp_avg_sq", "step", "weight") for n in names]
@@ -56,7 +57,7 @@ def test_what_one_rank_saves_is_universal(found: dict[str, Any]) -> None:
     assert result["removed"]
 
 
-def test_what_cannot_be_is_refused(found: dict[str, Any]) -> None:
+def what_cannot_be_is_refused(found: dict[str, Any]) -> None:
     assert found["across"]["numbers"].startswith("Refused: ")
     assert "UniversalDDPStrategy" in found["across"]["numbers"]
     assert found["across"]["unnamed"].startswith("Refused: optimizer 0 does not know the names of its parameters")

@@ -6,39 +6,38 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.torch.running import torchrun
 
 PROGRAM = Path(__file__).parent / "titan_program.py"
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the program found; the same on both ranks."""
-    folder = tmp_path_factory.mktemp("torchtitan")
-    torchrun(2, [str(PROGRAM), str(folder)], folder / "log.txt")
-    first, second = (json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2))
-    assert first == second
-    return dict(first)
+def test_torchtitan(tmp_path: Path) -> None:
+    """One program, for imports take long; what it found is the same on both ranks."""
+    torchrun(2, [str(PROGRAM), str(tmp_path)], tmp_path / "log.txt")
+    found, second = (json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(2))
+    assert found == second
+    for where in ("parts-2", "parts-1", "parts-4", "step-6"):
+        a_training_goes_on_bit_for_bit(found, where)
+    what_is_loaded(found)
+    what_is_saved(found)
+    what_is_wrong_is_said(found)
 
 
-@pytest.mark.parametrize("where", ["parts-2", "parts-1", "parts-4", "step-6"])
-def test_a_training_goes_on_bit_for_bit(found: dict[str, Any], where: str) -> None:
+def a_training_goes_on_bit_for_bit(found: dict[str, Any], where: str) -> None:
     loaded, same_loss, differences = found[where]
     assert loaded
     assert same_loss
     assert differences == []
 
 
-def test_what_is_loaded(found: dict[str, Any]) -> None:
+def what_is_loaded(found: dict[str, Any]) -> None:
     assert found["fresh"] is False
     assert found["newest"] == [True, 8, 1, True]
     assert found["model only"] == [True, 0, 0]
     assert found["excluded"] == [True, 7, 0]
 
 
-def test_what_is_saved(found: dict[str, Any]) -> None:
+def what_is_saved(found: dict[str, Any]) -> None:
     assert found["kept"] == ["step-00000006", "step-00000007"]
     assert found["states"] == ["exp_avg", "exp_avg_sq", "step", "weight"]
     assert found["names"] == [f"layers.{n}.0.{kind}" for n in range(4) for kind in ("weight", "bias")]
@@ -51,7 +50,7 @@ def test_what_is_saved(found: dict[str, Any]) -> None:
     assert found["cut"]
 
 
-def test_what_is_wrong_is_said(found: dict[str, Any]) -> None:
+def what_is_wrong_is_said(found: dict[str, Any]) -> None:
     unknown, parts, missing = found["errors"]
     assert unknown.startswith("nothing in the state is called optimiser")
     assert parts.startswith("the parameters of a AdamW are not those of one of the 1 model parts")
