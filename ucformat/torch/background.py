@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +22,7 @@ from ucformat.torch.group import TIMEOUT, group_of
 from ucformat.torch.saving import terms_of
 from ucformat.torch.staging import HostBuffer, room_for, stage
 from ucformat.torch.state import listing_of, local_state
-from ucformat.torch.worker import Buffer, Job, Start
+from ucformat.torch.worker import Buffer, Failed, Job, Start
 from ucformat.torch.writing import Note, Saved
 
 if TYPE_CHECKING:
@@ -108,13 +109,16 @@ def async_save(
     rank). At most `in_flight` saves are under way, each with memory of its own: one more waits for the oldest.
 
     Raises:
-        UcformatError: an earlier save of this kind failed, and nobody had asked for its outcome.
+        UcformatError: an earlier save of this kind failed, and some rank had not asked for its outcome; or the state
+            of some rank cannot be saved. Every rank gets the same error.
     """
     begun = time.monotonic()
-    terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
-    note = Note(step, run, dict(metrics or {}), dict(config or {}), tuple(lineage))
+    with group_of(group, timeout).telling():
+        terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
+        note = Note(step, run, dict(metrics or {}), dict(config or {}), tuple(lineage))
+        held = local_state(state)
     background = _background(group, timeout, in_flight)
-    return background.save(local_state(state), terms, note, begun)
+    return background.save(held, terms, note, begun)
 
 
 def async_save_local(
@@ -172,16 +176,22 @@ class _Background:
                     raise error
 
     def save(self, state: LocalState, terms: Terms, note: Note, begun: float) -> SaveHandle:
-        """Stage a state, and have it written."""
-        number = self._buffer(room_for(state))
-        tensors, slots = stage(state, self._buffers[number], self._pool)
-        stall = time.monotonic() - begun
-        handle = SaveHandle(terms.url, stall)
-        listing = listing_of(state, tensors=tensors, stall=stall)
+        """Stage a state, and have it written; what fails here too is told to all ranks by their handles."""
+        handle = SaveHandle(terms.url, 0.0)
         self._count += 1
-        self._handles[self._count] = (handle, number)
+        self._handles[self._count] = (handle, -1)
+        job: Job | Failed
         try:
-            self._connection.send(Job(self._count, number, listing, slots, terms, note))
+            try:
+                number = self._buffer(room_for(state))
+                self._handles[self._count] = (handle, number)
+                tensors, slots = stage(state, self._buffers[number], self._pool)
+                handle.stall = time.monotonic() - begun
+                listing = listing_of(state, tensors=tensors, stall=handle.stall)
+                job = Job(self._count, number, listing, slots, terms, note)
+            except Exception as error:  # noqa: BLE001 - told to all ranks
+                job = Failed(self._count, f"cannot stage a copy of the state: {type(error).__name__}: {error}")
+            self._connection.send(job)
         except OSError:
             self._died()
         return handle
@@ -207,11 +217,7 @@ class _Background:
             while True:
                 done: Done = self._connection.recv()
                 self.usable = self.usable and done.whole
-                handle, _ = self._handles[done.number]
-                if isinstance(done.outcome, Saved):
-                    handle._done.set_result(done.outcome)  # noqa: SLF001 - two halves of one thing
-                else:
-                    handle._done.set_exception(done.outcome)  # noqa: SLF001
+                _conclude(self._handles[done.number][0], done.outcome)
         except (EOFError, OSError):
             self._died()
 
@@ -221,13 +227,11 @@ class _Background:
         code = self._process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         for handle, _ in list(self._handles.values()):
-            if not handle.done:
-                handle._done.set_exception(  # noqa: SLF001
-                    UcformatError(
-                        f"rank {self.group.rank}: the process that wrote {handle.url} {how}",
-                        hint="nothing of it is committed; look at its output above, then save again",
-                    )
-                )
+            error = UcformatError(
+                f"rank {self.group.rank}: the process that wrote {handle.url} {how}",
+                hint="nothing of it is committed; look at its output above, then save again",
+            )
+            _conclude(handle, error)
 
     def close(self) -> None:
         """Wait for what is under way, and end the process."""
@@ -243,6 +247,17 @@ class _Background:
         self._connection.close()
         self._socket.close()
         self._pool.shutdown()
+        for buffer in self._buffers.values():
+            buffer.close()
+
+
+def _conclude(handle: SaveHandle, outcome: Saved | BaseException) -> None:
+    """Give a save its outcome; only the first counts."""
+    with suppress(InvalidStateError):
+        if isinstance(outcome, Saved):
+            handle._done.set_result(outcome)  # noqa: SLF001 - two halves of one thing
+        else:
+            handle._done.set_exception(outcome)  # noqa: SLF001
 
 
 def _settle(handle: SaveHandle) -> None:
@@ -267,19 +282,36 @@ _backgrounds: dict[Group | None, _Background] = {}  # None: this process alone
 
 
 def _background(process_group: dist.ProcessGroup | None, timeout: float, in_flight: int) -> _Background:
-    """The writing process of this rank for a group of ranks, with room for a save; a new one where the last broke."""
+    """The writing process of this rank for a group of ranks, with room for a save; a new one where the last broke.
+
+    The ranks agree on that: where one lost its process, all begin anew, and what one has to raise, all do.
+    """
     group = group_of(process_group, timeout)
     key = group if group.size > 1 else None
     found = _backgrounds.get(key)
+    error: BaseException | None = None
     if found is not None:
         try:
             found.make_room(in_flight)
-        finally:
-            if not found.usable:
-                _close(found)
+        except Exception as failed:  # noqa: BLE001 - told to all ranks
+            error = failed
+    everybody = group.agree(_Standing(found is not None and found.usable, error))
+    if found is not None and not all(s.usable for s in everybody):
+        _close(found)
+    errors = [s.error for s in everybody if s.error is not None]
+    if errors:
+        raise error or errors[0]
     if key not in _backgrounds:
         _backgrounds[key] = _Background(group)
     return _backgrounds[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """Whether a rank's writing process can go on, and what of an earlier save it has to raise."""
+
+    usable: bool
+    error: BaseException | None
 
 
 def _close(background: _Background) -> None:
