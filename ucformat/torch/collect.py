@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ucformat.errors import Refused, UsageError
-from ucformat.torch.names import GROUPS, dotted
+from ucformat.torch.names import GROUPS, dotted, name_paths, optimizer_roots
 from ucformat.torch.objects import PerRank
 from ucformat.torch.rng import Rng
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
 
     from ucformat.torch.names import Path
+
+    Modules = list[tuple[Path, torch.nn.Module]]
 
 __all__ = ["Collected", "Group", "Leaf", "collect"]
 
@@ -63,6 +65,8 @@ class Collected:
     ranks: dict[Path, tuple[PerRank, Leaf]] = field(default_factory=dict)
     groups: dict[Path, list[Group]] = field(default_factory=dict)
     finish: list[Callable[[], None]] = field(default_factory=list)
+    owners: dict[Path, Path] = field(default_factory=dict)  # of an optimizer, the module whose parameters it has
+    prefixes: dict[Path, str] = field(default_factory=dict)  # of an optimizer, what its names lack in front
 
 
 def collect(state: Mapping[str, Any]) -> Collected:
@@ -78,19 +82,30 @@ def collect(state: Mapping[str, Any]) -> Collected:
     if not isinstance(state, Mapping):
         raise UsageError(f"a training state is a mapping, not a {type(state).__name__}", hint='{"model": model, …}')
     found = Collected()
-    modules = [m for m in _values(state) if isinstance(m, torch.nn.Module)]
-    _walk(found, (), state, modules)
+    _walk(found, (), state, [(p, m) for p, m in _values(state) if isinstance(m, torch.nn.Module)])
+    _prefix(found)
     return found
 
 
-def _values(state: Any) -> list[Any]:
-    """The values of nested mappings."""
+def _values(state: Any, path: Path = ()) -> list[tuple[Path, Any]]:
+    """The values of nested mappings, with their paths."""
     if isinstance(state, Mapping):
-        return [v for inner in state.values() for v in _values(inner)]
-    return [state]
+        return [v for key, inner in state.items() for v in _values(inner, (*path, key))]
+    return [(path, state)]
 
 
-def _walk(found: Collected, path: Path, value: Any, modules: list[torch.nn.Module], put: Any = None) -> None:
+def _prefix(found: Collected) -> None:
+    """Name what optimizers hold as the weights of their modules are named, where there are several modules."""
+    keys = name_paths(found.tensors, optimizer_roots([*found.tensors, *found.leaves]) | set(found.groups))
+    for root, owner in found.owners.items():
+        weight = next((p for p in found.tensors if p[:-1] == owner), None)
+        if weight is None or keys[weight].name == weight[-1]:
+            continue
+        prefix = found.prefixes[root] = keys[weight].name.removesuffix(str(weight[-1]))
+        found.groups[root] = [replace(g, params=tuple(prefix + p for p in g.params)) for g in found.groups[root]]
+
+
+def _walk(found: Collected, path: Path, value: Any, modules: Modules, put: Any = None) -> None:
     if isinstance(value, torch.Tensor | ShardedTensor):
         found.tensors[path] = value
     elif isinstance(value, torch.nn.Module):
@@ -113,7 +128,7 @@ def _walk(found: Collected, path: Path, value: Any, modules: list[torch.nn.Modul
         found.leaves[path] = Leaf(value, put or _no_place(path))
 
 
-def _mapping(found: Collected, path: Path, value: Mapping[Any, Any], modules: list[torch.nn.Module], put: Any) -> None:
+def _mapping(found: Collected, path: Path, value: Mapping[Any, Any], modules: Modules, put: Any) -> None:
     odd = [k for k in value if type(k) not in (str, int)]
     if odd and (_holds_tensors(value) or put is None):
         raise UsageError(
@@ -190,7 +205,7 @@ class _FlatOptions(dict[str, Any]):
                 self.state[keys[option]] = value
 
 
-def _sequence(found: Collected, path: Path, value: Any, modules: list[torch.nn.Module], put: Any) -> None:
+def _sequence(found: Collected, path: Path, value: Any, modules: Modules, put: Any) -> None:
     for i, inner in enumerate(value):
         setter = _setter(value, i) if isinstance(value, list) else put and _no_place((*path, i))
         _walk(found, (*path, i), inner, modules, setter)
@@ -232,7 +247,7 @@ def _leaf(value: Any, put: Any) -> Leaf:
     return Leaf(value, set_value)
 
 
-def _stateful(found: Collected, path: Path, value: Any, modules: list[torch.nn.Module]) -> None:
+def _stateful(found: Collected, path: Path, value: Any, modules: Modules) -> None:
     """An object with a state dict: one value where that holds no tensors, else what is in it, loaded in the end."""
     held = value.state_dict()
     if not _holds_tensors(held):
@@ -260,15 +275,16 @@ def _module(found: Collected, path: Path, module: torch.nn.Module) -> None:
         found.finish.append(lambda: set_model_state_dict(module, extra, options=options) and None)
 
 
-def _optimizer(found: Collected, path: Path, optimizer: torch.optim.Optimizer, modules: list[torch.nn.Module]) -> None:
+def _optimizer(found: Collected, path: Path, optimizer: torch.optim.Optimizer, modules: Modules) -> None:
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    owners = [m for m in modules if mine <= {id(p) for p in m.parameters()}]
+    owners = [(p, m) for p, m in modules if mine <= {id(p) for p in m.parameters()}]
     if not owners:
         raise UsageError(
             f"the parameters of the optimizer {dotted(path)} are not those of a module of the state",
             hint='give the model too: {"model": model, "optimizer": optimizer}',
         )
-    named = get_optimizer_state_dict(owners[0], optimizer)  # makes the states where there are none
+    found.owners[path], owner = owners[0]
+    named = get_optimizer_state_dict(owner, optimizer)  # makes the states where there are none
     found.groups[path] = []
     for live, group in zip(optimizer.param_groups, named[GROUPS], strict=True):
         names = tuple(str(n) for n in group["params"])

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ucformat.geometry.tensor import Key
 from ucformat.sources.values import json_key
 from ucformat.torch.collect import collect
 from ucformat.torch.dtensor import local_of, mesh_of
@@ -17,7 +18,7 @@ from ucformat.torch.writing import Listing
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ucformat.geometry.tensor import Key, Piece, TensorInfo
+    from ucformat.geometry.tensor import Piece, TensorInfo
     from ucformat.torch.collect import Collected
     from ucformat.torch.local import Local
     from ucformat.torch.names import Path
@@ -50,7 +51,10 @@ def local_state(state: Mapping[str, Any]) -> LocalState:
 
 def name_tensors(found: Collected) -> dict[Path, Key]:
     """The names and states of the tensors that were found."""
-    return name_paths(found.tensors, optimizer_roots([*found.tensors, *found.leaves]) | set(found.groups))
+    keys = name_paths(found.tensors, optimizer_roots([*found.tensors, *found.leaves]) | set(found.groups))
+    for root, prefix in found.prefixes.items():
+        keys |= {p: Key(prefix + k.name, k.state) for p, k in keys.items() if p[: len(root)] == root}
+    return keys
 
 
 def _place(objects: dict[Any, Any], path: Sequence[str | int], value: Any) -> None:
