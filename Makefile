@@ -12,7 +12,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@
 
-$(ENGINE): tests/engines/install_deepspeed.sh
+$(ENGINE): tests/engines/install_deepspeed.sh pyproject.toml constraints.txt
 	PYTHON=$(PYTHON) bash tests/engines/install_deepspeed.sh
 	touch $@
 

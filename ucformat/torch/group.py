@@ -12,6 +12,7 @@ import atexit
 import pickle
 import threading
 import time
+import weakref
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,15 @@ _MOMENT = 1.0  # seconds for which to wait for the notes of a rank that may be d
 
 _made: dict[tuple[object, ...], Group] = {}
 _count: dict[tuple[object, ...], int] = {}
-atexit.register(_made.clear)  # connections must end before the interpreter takes torch apart, or the process aborts
+_all: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End all connections, whoever holds a group: if the interpreter takes torch apart first, the process aborts."""
+    _made.clear()
+    for group in list(_all):
+        group.end()
 
 
 class Group:
@@ -55,6 +64,11 @@ class Group:
         self._notes = store
         self.memory: dict[str, Any] = {}  # what its users remember from one act to the next, and forget with it
         self._pg = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout)) if size > 1 else None
+        _all.add(self)
+
+    def end(self) -> None:
+        """End the connections; the group can do nothing more."""
+        self._pg = self.store = self._notes = None
 
     def send(self, data: NDArray[np.uint8], to: int, tag: int = 0) -> None:
         """Send bytes; returns when they are gone."""
