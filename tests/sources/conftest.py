@@ -49,7 +49,7 @@ CHOSEN: dict[int, list[dict[str, Any]]] = {
         {"name": "z0-counted", "zero": 0, "optimizer": "counted", "tied": True},
         {"name": "z3-client", "zero": 3, "dtype": "bf16", "freeze": "up", "client": "tensors"},
         {"name": "z3-hpz", "zero": 3, "zero_options": {"zero_hpz_partition_size": 3}},
-        {"name": "z0-fp16", "zero": 0, "dtype": "fp16", "tied": True},
+        {"name": "z0-fp16", "zero": 0, "dtype": "fp16", "tied": True, "named_groups": True},
         {"name": "z0-named", "zero": 0, "freeze": "up", "named_groups": True},
     ],
     4: [

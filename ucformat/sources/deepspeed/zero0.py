@@ -53,15 +53,23 @@ def read_zero0(model: ModelStates, names: Sequence[Sequence[str]] | None, conten
         _flat(model, state["fp32_groups_flat"], states, contents)
     else:
         masters = need(state, "fp32_groups", list, model.key) if wrapped else None
-        _single(model, masters, states, names or _told(hypers), contents)
+        counts = [len(group) for group in (states if masters is None else masters)]
+        _single(model, masters, states, names or _told(hypers, counts, model), contents)
     dropped = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat") if wrapped else ("state", "param_groups")
     contents.keep_scalars(model.file, {k: v for k, v in state.items() if k not in dropped})
 
 
-def _told(hypers: list[dict[str, Any]]) -> list[list[str]] | None:
-    """`param_names`, which optimizers keep that were given named parameters (PyTorch 2.6 and later)."""
-    names = [g.get("param_names") for g in hypers]
-    return [list(n) for n in names if n] if all(names) else None
+def _told(hypers: list[dict[str, Any]], counts: list[int], model: ModelStates) -> list[list[str]] | None:
+    """`param_names`, which optimizers keep that were given named parameters (PyTorch 2.6 and later).
+
+    Where a group has fewer entries, parameters without elements have none: the wrapper of bf16 and fp16 drops them.
+    None where that does not explain it.
+    """
+    names: list[list[str]] = [list(g.get("param_names") or ()) for g in hypers]
+    if [len(g) for g in names] != counts:
+        known = _parameters(model)
+        names = [[n for n in group if n in known and known[n].size] for group in names]
+    return names if [len(g) for g in names] == counts else None
 
 
 def _single(
