@@ -83,12 +83,12 @@ def same(a: Any, b: Any) -> bool:
             and (a.dtype, a.shape) == (b.dtype, b.shape)
             and bytes_of(a) == bytes_of(b)
         )  # fmt: skip
-    if isinstance(a, np.ndarray | np.generic):
-        return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if type(a) is not type(b):
         return False
-    if isinstance(a, float):
-        return a == b or (math.isnan(a) and math.isnan(b))
+    if isinstance(a, float | np.floating):
+        return bool(a == b) or (math.isnan(a) and math.isnan(b))
     if isinstance(a, complex):
         return same(a.real, b.real) and same(a.imag, b.imag)
     if isinstance(a, dict):
