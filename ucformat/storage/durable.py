@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-__all__ = ["Durability", "sync_folder"]
+__all__ = ["Durability", "start_writeback", "sync_folder"]
 
 _THREADS = 4
 _SMALL = 64 << 10  # bytes; smaller files are better written all at once, by their fsync
@@ -46,7 +46,7 @@ class Durability:
         """Begin to write back a file just written through `fd`, which is ours now; `flush` syncs it and `folders`."""
         with self._lock:
             self._pool = self._pool or ThreadPoolExecutor(_THREADS, "ucformat-fsync")
-            self._open.append((file, fd, self._pool.submit(_start_writeback, fd)))
+            self._open.append((file, fd, self._pool.submit(start_writeback, fd)))
             self._folders.update(folders)
             if len(self._open) >= self._most:
                 wait(self._files.values())  # no more than twice as many are ever open
@@ -115,7 +115,7 @@ def sync_folder(folder: Path) -> None:
             os.close(fd)
 
 
-def _start_writeback(fd: int) -> None:
+def start_writeback(fd: int) -> None:
     """Ask the kernel to begin writing a file to its disk; a hint, and only on Linux. Waits for room in its queue."""
     start = _sync_file_range()
     if start is not None and os.fstat(fd).st_size >= _SMALL:
