@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TIMEOUT", "Group", "forget", "group_of", "lone", "of_rank"]
 
-#: Seconds after which a rank that says nothing is taken for dead.
-TIMEOUT = 600.0
+#: Seconds after which a rank that says nothing is taken for dead: the longest that one rank may write while others wait.
+#: One that dies is noticed at once, by its broken connection.
+TIMEOUT = 1800.0
 
 _MOMENT = 1.0  # seconds for which to wait for the notes of a rank that may be dead
 
