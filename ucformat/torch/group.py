@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TIMEOUT", "Group", "forget", "group_of", "lone", "of_rank"]
 
-#: Seconds after which a rank that says nothing is taken for dead: the longest that one rank may write while others wait.
+#: Seconds after which a rank that says nothing is taken for dead, so the longest that one may write while others wait.
 #: One that dies is noticed at once, by its broken connection.
 TIMEOUT = 1800.0
 
