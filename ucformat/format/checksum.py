@@ -14,6 +14,6 @@ __all__ = ["checksum"]
 _LONG = 256 << 10  # bytes that take longer than handing the GIL over and back
 
 
-def checksum(data: Bytes) -> int:
-    """The CRC-32C (Castagnoli, RFC 3720) of some bytes."""
-    return crc32c(data, gil_release_mode=1 if len(data) >= _LONG else 0)
+def checksum(data: Bytes, before: int = 0) -> int:
+    """The CRC-32C (Castagnoli, RFC 3720) of some bytes, or of those of which `before` is it, followed by them."""
+    return crc32c(data, before, gil_release_mode=1 if len(data) >= _LONG else 0)

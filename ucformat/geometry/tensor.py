@@ -98,6 +98,11 @@ class Extent:
     strides: tuple[int, ...]
     block: Block | None = None
 
+    @property
+    def last(self) -> int:
+        """The byte at which the last element begins."""
+        return self.offset + sum((n - 1) * s for n, s in zip(self.box.shape, self.strides, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class Tiles:

@@ -12,13 +12,14 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 import numpy as np
-from crc32c import crc32c
 
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import ChecksumError, Conflict, Refused, UcformatError
+from ucformat.format.blocks import is_whole
 from ucformat.format.commit import abandon, begin, commit, read_manifest
 from ucformat.format.sidecar import FOLLOWS, NO_BLOCK
 from ucformat.format.universal import Universal
+from ucformat.geometry.tensor import Block
 from ucformat.jobs.convert import How, plan_document, write
 from ucformat.jobs.run import run as run_tasks
 from ucformat.references import open_reference
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["is_packed", "materialize"]
 
-_READ = 4 << 20  # bytes
 _TASK = 64 << 20  # bytes of blocks that one task checks
 
 
@@ -176,35 +176,28 @@ def _write(source: Checkpoint, store: Store, attempt: Attempt, how: How) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """Blocks of one file, in the order of their offsets: tensor, offset, bytes, checksum."""
+    """Blocks of one file, in the order of their offsets, each with the number of a tensor that has it."""
 
     source: Universal
     file: str
-    blocks: tuple[tuple[int, int, int, int], ...]
+    blocks: tuple[tuple[int, Block], ...]
 
     @property
     def nbytes(self) -> int:
-        return sum(b[2] for b in self.blocks)
+        return sum(b.nbytes for _, b in self.blocks)
 
     def run(self) -> None:
-        """Read them, at most 4 MiB at once.
+        """Read them.
 
         Raises:
             ChecksumError: a block is not what its checksum says.
         """
         store = self.source.store
-        buffer = memoryview(bytearray(min(_READ, max(b[2] for b in self.blocks))))
-        for tensor, offset, nbytes, stored in self.blocks:
-            crc = 0
-            for at in range(0, nbytes, _READ):
-                part = buffer[: min(_READ, nbytes - at)]
-                store.read_into(self.file, offset + at, [part])
-                crc = crc32c(part, crc, gil_release_mode=1)
-            behind = stored == FOLLOWS
-            if crc != (int.from_bytes(store.read(self.file, offset + nbytes, 4), "little") if behind else stored):
+        for tensor, block in self.blocks:
+            if not is_whole(store, self.file, block):
                 doc = self.source.manifest.tensors[tensor]
                 raise ChecksumError(
-                    f"{store.url}/{self.file}: crc32c differs (block at byte {offset}) in {doc.name} ({doc.state})",
+                    f"{store.url}/{self.file}: crc32c differs (block at byte {block.offset}) in {doc.name} ({doc.state})",
                     hint="restore the file from another copy of the checkpoint; nothing was replaced",
                 )
 
@@ -217,13 +210,13 @@ def _checks(source: Universal) -> Iterator[_Check]:
     known = np.stack([c.file[rows], c.block_offset[rows], c.block_nbytes[rows], c.crc32c[rows]], axis=1)
     distinct, first = np.unique(known, axis=0, return_index=True)  # sorted by file and offset
     tensors = c.tensor[rows[first]]
-    some: list[tuple[int, int, int, int]] = []
+    some: list[tuple[int, Block]] = []
     current, nbytes = -1, 0
     for (file, offset, size, crc), tensor in zip(distinct.tolist(), tensors.tolist(), strict=True):
         if some and (file != current or nbytes >= _TASK):
             yield _Check(source, sidecar.files[current], tuple(some))
             some, nbytes = [], 0
-        some.append((tensor, offset, size, crc))
+        some.append((tensor, Block(offset, size, None if crc == FOLLOWS else crc)))
         current, nbytes = file, nbytes + size
     if some:
         yield _Check(source, sidecar.files[current], tuple(some))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import ChecksumError, NotFound, UcformatError
-from ucformat.format.checksum import checksum
+from ucformat.format.blocks import is_whole
 from ucformat.format.digest import tensor_digest
 from ucformat.format.shard import check_shard
 from ucformat.format.universal import Universal, grid_of
@@ -21,16 +21,16 @@ from ucformat.jobs.run import run
 from ucformat.references import open_reference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from os import PathLike
 
     from ucformat.format.chunking import Grid
-    from ucformat.geometry.tensor import Extent
+    from ucformat.geometry.tensor import Block, Extent
     from ucformat.schema.manifest import FileDoc
     from ucformat.sources.base import OpenSource, Record
     from ucformat.storage.base import Store
 
-__all__ = ["Problem", "Report", "verify"]
+__all__ = ["Problem", "Report", "damaged_block", "verify", "verify_shard", "wrong_digests"]
 
 _BLOCK = 4 << 20  # bytes of a record that are held at once
 _NAMED = 5  # of the tensors in a damaged record, so many are named
@@ -123,7 +123,7 @@ def verify(
         if progress is not None:
             progress(done, total)
     if isinstance(source, Universal):
-        problems += _digests(source, leaves, {(p.name, p.state) for p in problems})
+        problems += wrong_digests(source, leaves, {(p.name, p.state) for p in problems})
     report = Report(
         ck.url,
         ck.kind,
@@ -157,11 +157,12 @@ def _universal(source: Universal) -> Iterator[_Check]:
                 shard,
                 grid.file_nbytes(shard),
                 0,
-                lambda k=key, g=grid, s=shard: _shard(source, k, g, s),  # type: ignore[misc]
+                lambda k=key, g=grid, s=shard: verify_shard(source, k, g, s),  # type: ignore[misc]
             )
 
 
-def _shard(source: Universal, key: Key, grid: Grid, shard: tuple[int, ...]) -> tuple[bytes, list[Problem]]:
+def verify_shard(source: Universal, key: Key, grid: Grid, shard: tuple[int, ...]) -> tuple[bytes, list[Problem]]:
+    """The digests of the chunks of a shard's file, and what is wrong with it."""
     path = source.docs[key].path or ""
     leaves, damages = check_shard(source.store, shard_key(path, shard), grid, shard)
     return leaves, [Problem(d.file, d.reason, key.name, key.state, d.chunk) for d in damages]
@@ -187,8 +188,10 @@ def _file(source: Universal, doc: FileDoc) -> list[Problem]:
     return []
 
 
-def _digests(
-    source: Universal, leaves: dict[Key, dict[tuple[int, ...], bytes]], damaged: set[tuple[str | None, str | None]]
+def wrong_digests(
+    source: Universal,
+    leaves: dict[Key, dict[tuple[int, ...], bytes]],
+    damaged: Collection[tuple[str | None, str | None]] = (),
 ) -> Iterator[Problem]:
     """Tensors whose chunks are whole, but are not those that were committed."""
     for key, doc in source.docs.items():
@@ -240,14 +243,9 @@ def _tensors_in(source: OpenSource, file: str, start: int, stop: int) -> Iterato
     """The tensors that have bytes between these of a file."""
     for info in source.facts.roster.tensors:
         for e in source.extents(info.key):
-            if e.file == file and e.box.size and e.offset < stop and _last(e) + info.itemsize > start:
+            if e.file == file and e.box.size and e.offset < stop and e.last + info.itemsize > start:
                 yield info.key
                 break
-
-
-def _last(e: Extent) -> int:
-    """Where the last element of an extent begins."""
-    return e.offset + sum((n - 1) * s for n, s in zip(e.box.shape, e.strides, strict=True))
 
 
 def _extents(store: Store, key: Key, nbytes: int, extents: list[Extent]) -> _Check:
@@ -260,22 +258,23 @@ def _extents(store: Store, key: Key, nbytes: int, extents: list[Extent]) -> _Che
         wrong = []
         for file, b in blocks:
             try:
-                data = store.read(file, b.offset, b.nbytes + (4 if b.crc32c is None else 0))
+                if not is_whole(store, file, b):
+                    wrong.append(damaged_block(file, b, key))
             except UcformatError as error:
                 wrong.append(Problem(file, error.message, key.name, key.state))
-                continue
-            expected = int.from_bytes(data[b.nbytes :], "little") if b.crc32c is None else b.crc32c
-            if checksum(data[: b.nbytes]) != expected:
-                wrong.append(Problem(file, f"crc32c differs (block at byte {b.offset})", key.name, key.state))
         for e in bare:
-            last = _last(e)
             try:
                 size = store.info(e.file).size
             except NotFound:
                 wrong.append(Problem(e.file, "the file is missing", key.name, key.state))
                 continue
-            if e.box.size and last >= size:
-                wrong.append(Problem(e.file, f"the file ends at {size}, before byte {last}", key.name, key.state))
+            if e.box.size and e.last >= size:
+                wrong.append(Problem(e.file, f"the file ends at {size}, before byte {e.last}", key.name, key.state))
         return b"", wrong
 
     return _Check(None, (), verified, nbytes - verified, check)
+
+
+def damaged_block(file: str, block: Block, key: Key) -> Problem:
+    """The problem of a block that is not what its checksum says."""
+    return Problem(file, f"crc32c differs (block at byte {block.offset})", key.name, key.state)

@@ -251,9 +251,10 @@ class LocalWriter(Writer):
 
     def write(self, data: Bytes) -> None:
         """Append bytes."""
+        view = memoryview(data)
         with explaining("write", str(self._path)):
-            _write_all(self._fd, memoryview(data))
-        self._behind += len(data)
+            _write_all(self._fd, view)
+        self._behind += view.nbytes
         if self._behind >= _BEHIND:
             start_writeback(self._fd)
             self._behind = 0

@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING, Literal
 
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import IntegrityError, MissingData, NotFound, UpgradeNeeded
-from ucformat.format.checksum import checksum
+from ucformat.format.blocks import is_whole
 from ucformat.format.commit import MANIFEST
-from ucformat.format.digest import tensor_digest
-from ucformat.format.shard import check_shard
 from ucformat.format.universal import Universal, grid_of
 from ucformat.format.zarr_json import shard_key
 from ucformat.geometry.tensor import Tiles
 from ucformat.jobs.run import run
-from ucformat.jobs.verify import Problem, Report
+from ucformat.jobs.verify import Problem, Report, damaged_block, verify_shard, wrong_digests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ucformat.checkpoint import Checkpoint
+    from ucformat.format.chunking import Grid
     from ucformat.geometry.tensor import Block, Key
     from ucformat.torch.group import Group
     from ucformat.torch.steps import Step
@@ -75,7 +74,10 @@ def verify_together(
         problems = {str(p): p for f in all_found for p in f.problems}
         if ck is not None and mode == "full" and not problems:
             assert isinstance(ck.source, Universal)  # noqa: S101
-            problems = {str(p): p for p in _digests(ck.source, all_found)}
+            leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
+            for key, shard, digests in (told for f in all_found for told in f.leaves):
+                leaves.setdefault(key, {})[shard] = digests
+            problems = {str(p): p for p in wrong_digests(ck.source, leaves)}
         nbytes = sum(f.nbytes for f in all_found)
         report = Report(step.url, "ucformat", len(ck.tensors) if ck else 0, nbytes, 0, tuple(problems.values()))
         return [report] * ranks.size
@@ -119,10 +121,9 @@ def _full(source: Universal) -> Iterator[_Task]:
         grid = grid_of(tensor)
         for shard in grid.shards():
 
-            def check(key: Key = key, shard: tuple[int, ...] = shard) -> tuple[list[Problem], bytes]:
-                doc = source.docs[key]
-                leaves, damages = check_shard(source.store, shard_key(str(doc.path), shard), grid_of(doc), shard)
-                return [Problem(d.file, d.reason, key.name, key.state, d.chunk) for d in damages], leaves
+            def check(key: Key = key, grid: Grid = grid, shard: tuple[int, ...] = shard) -> tuple[list[Problem], bytes]:
+                leaves, problems = verify_shard(source, key, grid, shard)
+                return problems, leaves
 
             yield _Task(grid.file_nbytes(shard), check, key, shard)
 
@@ -132,11 +133,8 @@ def _blocks(source: Universal, key: Key) -> list[Problem]:
     problems: list[Problem] = []
 
     def look(file: str, block: Block) -> None:
-        stored = 4 if block.crc32c is None else 0
-        data = source.store.read(file, block.offset, block.nbytes + stored)
-        expected = int.from_bytes(data[block.nbytes :], "little") if stored else block.crc32c
-        if checksum(data[: block.nbytes]) != expected:
-            problems.append(Problem(file, f"crc32c differs (block at byte {block.offset})", key.name, key.state))
+        if not is_whole(source.store, file, block):
+            problems.append(damaged_block(file, block, key))
 
     for extent in source.extents(key):
         if not isinstance(extent, Tiles) and extent.block is not None:
@@ -153,8 +151,7 @@ def _quick(source: Universal) -> Iterator[_Task]:
         if tensor.path is None:
             for e in source.extents(key):
                 if not isinstance(e, Tiles) and e.box.size:
-                    last = sum((n - 1) * s for n, s in zip(e.box.shape, e.strides, strict=True))
-                    ends[e.file] = max(ends.get(e.file, 0), e.offset + last + 1)
+                    ends[e.file] = max(ends.get(e.file, 0), e.last + 1)
             continue
         grid = grid_of(tensor)
         ends |= {shard_key(tensor.path, s): grid.file_nbytes(s) for s in grid.shards()}
@@ -175,14 +172,3 @@ def _reading(file: str, act: Callable[[], object], key: Key | None = None) -> li
     except _DAMAGES as error:
         return [Problem(file, error.message, *(key or ()))]
     return []
-
-
-def _digests(source: Universal, found: Sequence[_Found]) -> Iterator[Problem]:
-    """Tensors whose chunks are whole, but are not those that were committed."""
-    leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
-    for f in found:
-        for key, shard, digests in f.leaves:
-            leaves.setdefault(key, {})[shard] = digests
-    for key, doc in source.docs.items():
-        if doc.path is not None and tensor_digest(doc.dtype, grid_of(doc), leaves.get(key, {})) != doc.digest:
-            yield Problem(doc.path, "its chunks are whole, but not those of the manifest", key.name, key.state)
