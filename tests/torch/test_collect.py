@@ -18,7 +18,7 @@ from ucformat.errors import UsageError
 from ucformat.torch import PerRank, Rng
 from ucformat.torch.collect import collect
 from ucformat.torch.names import dotted
-from ucformat.torch.state import local_state, name_tensors
+from ucformat.torch.state import local_state
 
 
 class Net(torch.nn.Module):
@@ -58,7 +58,7 @@ MOMENTS = {(w, s) for w in WEIGHTS for s in ("exp_avg", "exp_avg_sq", "step")}
 
 
 def names(state: dict[str, Any]) -> set[tuple[str, str]]:
-    return {tuple(k) for k in name_tensors(collect(state)).values()}  # type: ignore[misc]
+    return {tuple(k) for k in collect(state).keys.values()}  # type: ignore[misc]
 
 
 def leaves(state: Any) -> dict[str, Any]:

@@ -146,9 +146,9 @@ def test_each_rank_gets_its_own_value_back(tmp_path: Path) -> None:
     ck = of_ranks(tmp_path, [{"at": 0}, {"at": 10}, {"at": 20}])
     for rank in range(3):
         box = Box({"at": -1})
-        problems, put, missing = fit_objects(collect({"data": PerRank(box)}), ck, of(rank, 3), trust=False)
+        problems, put = fit_objects(collect({"data": PerRank(box)}), ck, of(rank, 3), trust=False)
         assert not problems.others
-        assert not missing.missing
+        assert not problems.missing
         assert box.value == {"at": -1}
         put()
         assert box.value == {"at": 10 * rank}
@@ -158,7 +158,7 @@ def test_each_rank_gets_its_own_value_back(tmp_path: Path) -> None:
 def test_another_number_of_ranks_needs_a_merge(tmp_path: Path, ranks: int) -> None:
     ck = of_ranks(tmp_path, [{"at": 0}, {"at": 10}, {"at": 20}])
     box = Box(None)
-    problems, put, _ = fit_objects(collect({"data": PerRank(box)}), ck, of(0, ranks), trust=False)
+    problems, put = fit_objects(collect({"data": PerRank(box)}), ck, of(0, ranks), trust=False)
     put()
     assert box.value is None
     (line,) = problems.others
@@ -169,7 +169,7 @@ def test_another_number_of_ranks_needs_a_merge(tmp_path: Path, ranks: int) -> No
         return {"all": [v["at"] for v in values], "rank": rank, "of": of_ranks}
 
     for rank in range(ranks):
-        problems, put, _ = fit_objects(collect({"data": PerRank(box, merge)}), ck, of(rank, ranks), trust=False)
+        problems, put = fit_objects(collect({"data": PerRank(box, merge)}), ck, of(rank, ranks), trust=False)
         assert not problems.others
         put()
         assert box.value == {"all": [0, 10, 20], "rank": rank, "of": ranks}
@@ -182,7 +182,7 @@ def test_a_merge_is_not_asked_where_the_number_is_the_same(tmp_path: Path) -> No
     def merge(*_: Any) -> Any:
         raise AssertionError
 
-    _, put, _ = fit_objects(collect({"data": PerRank(box, merge)}), ck, of(1, 2), trust=False)
+    _, put = fit_objects(collect({"data": PerRank(box, merge)}), ck, of(1, 2), trust=False)
     put()
     assert box.value == 2
 

@@ -196,8 +196,9 @@ class _Check:
         for tensor, block in self.blocks:
             if not is_whole(store, self.file, block):
                 doc = self.source.manifest.tensors[tensor]
+                where = f"{store.url}/{self.file}: crc32c differs (block at byte {block.offset})"
                 raise ChecksumError(
-                    f"{store.url}/{self.file}: crc32c differs (block at byte {block.offset}) in {doc.name} ({doc.state})",
+                    f"{where} in {doc.name} ({doc.state})",
                     hint="restore the file from another copy of the checkpoint; nothing was replaced",
                 )
 

@@ -115,7 +115,7 @@ def async_save(
     begun = time.monotonic()
     with group_of(group, timeout).telling():
         terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
-        note = Note(step, run, dict(metrics or {}), dict(config or {}), tuple(lineage))
+        note = Note.of(step, run, metrics, config, lineage)
         held = local_state(state)
     background = _background(group, timeout, in_flight)
     return background.save(held, terms, note, begun)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ucformat.errors import Refused, UsageError
+from ucformat.geometry.tensor import Key
 from ucformat.torch.names import GROUPS, dotted, name_paths, optimizer_roots
 from ucformat.torch.objects import PerRank
 from ucformat.torch.rng import Rng
@@ -66,7 +67,7 @@ class Collected:
     groups: dict[Path, list[Group]] = field(default_factory=dict)
     finish: list[Callable[[], None]] = field(default_factory=list)
     owners: dict[Path, Path] = field(default_factory=dict)  # of an optimizer, the module whose parameters it has
-    prefixes: dict[Path, str] = field(default_factory=dict)  # of an optimizer, what its names lack in front
+    keys: dict[Path, Key] = field(default_factory=dict)  # the name and state of each tensor
 
 
 def collect(state: Mapping[str, Any]) -> Collected:
@@ -83,6 +84,7 @@ def collect(state: Mapping[str, Any]) -> Collected:
         raise UsageError(f"a training state is a mapping, not a {type(state).__name__}", hint='{"model": model, …}')
     found = Collected()
     _walk(found, (), state, [(p, m) for p, m in _values(state) if isinstance(m, torch.nn.Module)])
+    found.keys = name_paths(found.tensors, optimizer_roots([*found.tensors, *found.leaves]) | set(found.groups))
     _prefix(found)
     return found
 
@@ -96,12 +98,13 @@ def _values(state: Any, path: Path = ()) -> list[tuple[Path, Any]]:
 
 def _prefix(found: Collected) -> None:
     """Name what optimizers hold as the weights of their modules are named, where there are several modules."""
-    keys = name_paths(found.tensors, optimizer_roots([*found.tensors, *found.leaves]) | set(found.groups))
     for root, owner in found.owners.items():
         weight = next((p for p in found.tensors if p[:-1] == owner), None)
-        if weight is None or keys[weight].name == weight[-1]:
+        if weight is None or found.keys[weight].name == weight[-1]:
             continue
-        prefix = found.prefixes[root] = keys[weight].name.removesuffix(str(weight[-1]))
+        prefix = found.keys[weight].name.removesuffix(str(weight[-1]))
+        held = {p: k for p, k in found.keys.items() if p[: len(root)] == root}
+        found.keys |= {p: Key(prefix + k.name, k.state) for p, k in held.items()}
         found.groups[root] = [replace(g, params=tuple(prefix + p for p in g.params)) for g in found.groups[root]]
 
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ucformat.geometry.tensor import Key
-from ucformat.sources.values import to_json
+from ucformat.sources.values import json_key
 from ucformat.torch.memory import torch_dtype
 from ucformat.torch.names import GROUPS, dotted, key_of_dotted
 
@@ -166,12 +166,8 @@ def _item(node: Any, part: str) -> Any:
         return node[int(part)] if part.isdigit() and int(part) < len(node) else _ABSENT
     if not isinstance(node, Mapping) or _is_special(node):
         return _ABSENT
-    keys = [_key(part), *([_key(int(part))] if part.isdigit() else [])]
+    keys = [json_key(part), *([json_key(int(part))] if part.isdigit() else [])]
     return next((node[k] for k in keys if k in node), _ABSENT)
-
-
-def _key(part: str | int) -> str:
-    return str(next(iter(to_json({part: None}))))
 
 
 def _is_special(node: Mapping[str, Any]) -> bool:

@@ -14,13 +14,13 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from ucformat.errors import LayoutError, UsageError
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
-from ucformat.sources.values import to_json
+from ucformat.sources.values import json_key
 from ucformat.torch.collect import collect
 from ucformat.torch.dtensor import local_of, mesh_of
 from ucformat.torch.memory import copied_to_host, host_memory
 from ucformat.torch.names import GROUPS, dotted
 from ucformat.torch.objects import PerRank, encode
-from ucformat.torch.state import name_tensors
+from ucformat.torch.state import groups_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -103,11 +103,7 @@ def collect_items(plan: SavePlan, planner: SavePlanner, local: LocalItems) -> Pa
         tensors=tensors,
         memories=memories,
         values=Values(values, state.lists_of_tensors()),
-        groups=tuple(
-            {"params": [aliases.get(p, p) for p in g.params], **encode(dict(g.options))}
-            for groups in state.found.groups.values()
-            for g in groups
-        ),
+        groups=groups_of(state.found, aliases),
         aliases=aliases,
         layout=mesh_of([t for t in held.values() if isinstance(t, torch.Tensor)]),
     )
@@ -131,7 +127,7 @@ class _State:
             path = self.path(index)
             set_element(nested, path, self.look_up(index, _BYTES) if _below_groups(path) else _Value())
         self.found = collect(nested)
-        by_path = name_tensors(self.found)
+        by_path = self.found.keys
         #: Name and state of each tensor; those of optimizer options have none.
         self.keys = {i.fqn: by_path[p] for i in local.tensors if (p := self.path(i)) in by_path}
 
@@ -273,4 +269,4 @@ def _plain(node: Any, path: Path, lists: frozenset[Path]) -> Any:
     inner = {k: _plain(v, (*path, k), lists) for k, v in node.items()}
     if inner and path not in lists and all(isinstance(k, int) for k in inner) and set(inner) == set(range(len(inner))):
         return [inner[i] for i in range(len(inner))]
-    return {next(iter(to_json({k: None}))): v for k, v in inner.items()}
+    return {json_key(k): v for k, v in inner.items()}

@@ -13,9 +13,9 @@ from torch.futures import Future
 
 from ucformat.errors import UcformatError, UsageError
 from ucformat.storage.url import open_store
-from ucformat.torch.agree import Terms
 from ucformat.torch.dcp_items import LocalItems, Part, collect_items, join_values, local_items
 from ucformat.torch.group import TIMEOUT, group_of, lone
+from ucformat.torch.saving import terms_of
 from ucformat.torch.writing import Listing, Note, save_listed
 
 if TYPE_CHECKING:
@@ -71,12 +71,10 @@ class Writer(StorageWriter):
         group: dist.ProcessGroup | None = None,
         timeout: float = TIMEOUT,
     ) -> None:
-        if form not in ("zarr", "packed"):
-            raise UsageError(f"there is no form {form!r}", hint='"zarr" or "packed"')
         self.checkpoint_id = None if url is None else str(url)
-        self.note = Note(step, run, dict(metrics or {}), dict(config or {}), tuple(lineage))
+        self.note = Note.of(step, run, metrics, config, lineage)
         self.saved: Saved | None = None  #: what was committed last, in the process that wrote it
-        self._terms = Terms("", form, overwrite, chunk_bytes, shard_bytes, "equal")
+        self._terms = terms_of("", form, overwrite, chunk_bytes, shard_bytes, "equal")
         self._group, self._timeout = group, timeout
         self._collectives = True
 

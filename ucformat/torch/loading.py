@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 from ucformat.checkpoint import Checkpoint
 from ucformat.references import open_reference
 from ucformat.torch.collect import collect
-from ucformat.torch.dtensor import local_of
 from ucformat.torch.group import TIMEOUT, group_of
 from ucformat.torch.match import Problems, match, raise_for, stored_names
 from ucformat.torch.reading import read
 from ucformat.torch.restore import fit_groups, fit_objects
 from ucformat.torch.sharing import read_shared
-from ucformat.torch.state import name_tensors, without_ties
+from ucformat.torch.state import locals_of, without_ties
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -103,10 +102,9 @@ def load(
     with ranks.telling():
         ck = url if isinstance(url, Checkpoint) else open_reference(url)
         found = collect(state)
-        keys = name_tensors(found)
-        aliases, targets = without_ties([local_of(*keys[path], t) for path, t in found.tensors.items()])
+        aliases, targets = without_ties(locals_of(found))
         names = stored_names(ck, rename)
-        fitted, put_objects, lacking = fit_objects(found, ck, ranks, trust=trust)
+        objects, put_objects = fit_objects(found, ck, ranks, trust=trust)
         groups, put_groups = fit_groups(found, ck, names)
 
     def put() -> None:
@@ -120,14 +118,14 @@ def load(
         ck,
         strict=strict,
         aliases=aliases,
-        rename=rename,
+        names=names,
         cast=cast,
         verify=verify,
         threads=threads,
         group=ranks,
         broadcast_group=broadcast_group,
         progress=progress,
-        problems=lacking | groups | fitted,
+        problems=objects | groups,
         then=put,
     )
 
@@ -138,7 +136,7 @@ def load_local(
     *,
     strict: Strict = "report",
     aliases: Mapping[str, str] | None = None,
-    rename: Rename | None = None,
+    names: Mapping[str, str] | None = None,
     cast: bool = False,
     verify: Verify = "whole",
     threads: int | None = None,
@@ -150,12 +148,13 @@ def load_local(
 ) -> LoadReport:
     """Fill what this rank holds, whatever engine it belongs to; see `load`.
 
-    `problems` are those that were found besides tensors; `then` is called when all tensors are filled.
+    `names` are those of `stored_names`, and `problems` those that were found besides tensors; `then` is called when all
+    tensors are filled.
     """
     begun = time.monotonic()
     ranks = group or group_of()
     with ranks.telling():
-        matched, found = match(targets, aliases or {}, ck, stored_names(ck, rename), cast=cast)
+        matched, found = match(targets, aliases or {}, ck, names or stored_names(ck, None), cast=cast)
     found = _together(found | (problems or Problems()), ranks)
     raise_for(found, strict, ck.url)
     nbytes, failure = 0, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.box import Box
     from ucformat.geometry.plan import Verify
+    from ucformat.geometry.tensor import Extent, Tiles
     from ucformat.torch.match import Matched
 
 __all__ = ["STAGED_BYTES", "read"]
@@ -80,9 +82,9 @@ def _staged(
     total = 0
     buffers: list[torch.Tensor | None] = [None, None]
     copied: list[torch.cuda.Event | None] = [None, None]
-    for number, batch in enumerate(_batches(matched)):
+    for number, batch in enumerate(_batches(ck, matched)):
         turn = number % 2
-        need = sum(_room(m, box) for m, box in batch)
+        need = sum(unit.room for unit in batch)
         event = copied[turn]
         if event is not None:
             event.synchronize()
@@ -99,47 +101,61 @@ def _staged(
     return total
 
 
-def _room(m: Matched, box: Box) -> int:
-    """Bytes in a buffer, so that the next box begins where every dtype may."""
-    return -(-box.size * m.stored.itemsize // 16) * 16
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """A box to read, of a tensor whose extents are these."""
+
+    m: Matched
+    box: Box
+    extents: Sequence[Extent | Tiles]
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * self.m.stored.itemsize
+
+    @property
+    def room(self) -> int:
+        """Bytes in a buffer, so that the next box begins where every dtype may."""
+        return -(-self.nbytes // 16) * 16
 
 
-def _batches(matched: Sequence[Matched]) -> Iterator[list[tuple[Matched, Box]]]:
+def _batches(ck: Checkpoint, matched: Sequence[Matched]) -> Iterator[list[_Unit]]:
     """The targets' boxes, cut where they are large, as many at once as a buffer holds."""
-    batch: list[tuple[Matched, Box]] = []
+    batch: list[_Unit] = []
     total = 0
     for m in matched:
+        extents = list(ck.source.extents(m.stored.key)) if m.target.pieces else []
         for piece in m.target.pieces:
             for box in blocks_of(piece.box, m.stored.itemsize, STAGED_BYTES):
-                if batch and total + _room(m, box) > STAGED_BYTES:
+                unit = _Unit(m, box, extents)
+                if batch and total + unit.room > STAGED_BYTES:
                     yield batch
                     batch, total = [], 0
-                batch.append((m, box))
-                total += _room(m, box)
+                batch.append(unit)
+                total += unit.room
     if batch:
         yield batch
 
 
 def _fill(
     ck: Checkpoint,
-    batch: Sequence[tuple[Matched, Box]],
+    batch: Sequence[_Unit],
     buffer: torch.Tensor,
     verify: Verify,
     threads: int | None,
     progress: Callable[[int], None] | None,
 ) -> int:
     memory, wanted, views, at = host_memory(buffer), [], [], 0
-    for n, (m, box) in enumerate(batch):
-        wanted.append(Wanted(m.stored, ck.source.extents(m.stored.key), [(n, Piece(box, 0, row_major(box.shape)))]))
-        nbytes = box.size * m.stored.itemsize
-        views.append((memory[at : at + nbytes], buffer[at : at + nbytes]))
-        at += _room(m, box)
+    for n, u in enumerate(batch):
+        wanted.append(Wanted(u.m.stored, u.extents, [(n, Piece(u.box, 0, row_major(u.box.shape)))]))
+        views.append((memory[at : at + u.nbytes], buffer[at : at + u.nbytes]))
+        at += u.room
     plan = make_plan(wanted, verify)
     check_sizes(plan, ck.store)
-    execute(plan, ck.store, [v for v, _ in views], [str(m.target.key) for m, _ in batch], threads, progress)
-    for (m, box), (_, held) in zip(batch, views, strict=True):
-        data = held.view(torch_dtype(m.stored.dtype)).view(box.shape)
-        _region(m, box).copy_(data, non_blocking=True)
+    execute(plan, ck.store, [v for v, _ in views], [str(u.m.target.key) for u in batch], threads, progress)
+    for u, (_, held) in zip(batch, views, strict=True):
+        data = held.view(torch_dtype(u.m.stored.dtype)).view(u.box.shape)
+        _region(u.m, u.box).copy_(data, non_blocking=True)
     return plan.bytes_read
 
 

@@ -25,10 +25,8 @@ __all__ = ["find_object", "fit_groups", "fit_objects"]
 _ABSENT = object()
 
 
-def fit_objects(
-    found: Collected, ck: Checkpoint, ranks: Ranks, *, trust: bool
-) -> tuple[Problems, Callable[[], None], Problems]:
-    """What of the state's plain values does not fit, how to put the rest, and the values that are missing."""
+def fit_objects(found: Collected, ck: Checkpoint, ranks: Ranks, *, trust: bool) -> tuple[Problems, Callable[[], None]]:
+    """What of the state's plain values is missing or does not fit, and how to put the rest."""
     others: list[str] = []
     missing: list[str] = []
     todo: list[tuple[Leaf, Any]] = []
@@ -62,7 +60,7 @@ def fit_objects(
         for leaf, value in todo:
             leaf.put(value)
 
-    return Problems(others=tuple(others)), put, Problems(missing=tuple(missing))
+    return Problems(missing=tuple(missing), others=tuple(others)), put
 
 
 def _merged(wanted: PerRank, values: list[Any], ranks: Ranks) -> Any:

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from ucformat.schema.manifest import LineageDoc
+    from ucformat.torch.group import Group
     from ucformat.torch.local import LocalState
     from ucformat.torch.writing import Saved
 
-__all__ = ["save", "save_local", "terms_of"]
+__all__ = ["save", "save_held", "save_local", "terms_of"]
 
 _NO_NOTE = Note()
 
@@ -75,7 +76,7 @@ def save(
     return save_local(
         held,
         url,
-        note=Note(step, run, dict(metrics or {}), dict(config or {}), tuple(lineage)),
+        note=Note.of(step, run, metrics, config, lineage),
         form=form,
         overwrite=overwrite,
         replicas=replicas,
@@ -103,6 +104,12 @@ def save_local(
     ranks = group_of(group, timeout)
     with ranks.telling():
         terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
+    return save_held(state, terms, note, ranks)
+
+
+def save_held(state: LocalState, terms: Terms, note: Note, ranks: Group) -> Saved:
+    """Save what this rank holds, together with the ranks of one of our own groups."""
+    with ranks.telling():
         memories = [host_memory(copied_to_host(t.tensor)) for t in state.tensors]
     return save_listed(listing_of(state), memories, terms, note, ranks)
 

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ucformat.geometry.tensor import Key
 from ucformat.sources.values import json_key
 from ucformat.torch.collect import collect
 from ucformat.torch.dtensor import local_of, mesh_of
 from ucformat.torch.local import LocalState
-from ucformat.torch.names import name_paths, optimizer_roots
+from ucformat.torch.names import dotted
 from ucformat.torch.objects import encode
 from ucformat.torch.writing import Listing
 
@@ -21,40 +20,40 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Piece, TensorInfo
     from ucformat.torch.collect import Collected
     from ucformat.torch.local import Local
-    from ucformat.torch.names import Path
 
-__all__ = ["listing_of", "local_state", "name_tensors", "without_ties"]
+__all__ = ["groups_of", "listing_of", "local_state", "locals_of", "without_ties"]
 
 
 def local_state(state: Mapping[str, Any]) -> LocalState:
     """What this rank holds of a training state, under the names and states of the catalog."""
     found = collect(state)
-    keys = name_tensors(found)
-    aliases, tensors = without_ties([local_of(*keys[path], t) for path, t in found.tensors.items()])
+    aliases, tensors = without_ties(locals_of(found))
     objects: dict[str, Any] = {}
     for path, leaf in found.leaves.items():
         _place(objects, path, leaf.value)
     return LocalState(
         tensors=tuple(tensors),
         objects={json_key(k): encode(v, str(k)) for k, v in objects.items()},
-        ranks={".".join(map(str, path)): encode(leaf.value) for path, (_, leaf) in found.ranks.items()},
-        groups=tuple(
-            {"params": [aliases.get(p, p) for p in g.params], **encode(dict(g.options))}
-            for groups in found.groups.values()
-            for g in groups
-        ),
+        ranks={dotted(path): encode(leaf.value) for path, (_, leaf) in found.ranks.items()},
+        groups=groups_of(found, aliases),
         aliases=aliases,
         layout=mesh_of(list(found.tensors.values())),
         engine={"name": "torch", "version": torch.__version__},
     )
 
 
-def name_tensors(found: Collected) -> dict[Path, Key]:
-    """The names and states of the tensors that were found."""
-    keys = name_paths(found.tensors, optimizer_roots([*found.tensors, *found.leaves]) | set(found.groups))
-    for root, prefix in found.prefixes.items():
-        keys |= {p: Key(prefix + k.name, k.state) for p, k in keys.items() if p[: len(root)] == root}
-    return keys
+def locals_of(found: Collected) -> list[Local]:
+    """What this rank has of each tensor that was found."""
+    return [local_of(*found.keys[path], t) for path, t in found.tensors.items()]
+
+
+def groups_of(found: Collected, aliases: Mapping[str, str]) -> tuple[dict[str, Any], ...]:
+    """The optimizer groups: parameters by the names under which they are stored, and hyper-parameters as JSON."""
+    return tuple(
+        {"params": [aliases.get(p, p) for p in g.params], **encode(dict(g.options))}
+        for groups in found.groups.values()
+        for g in groups
+    )
 
 
 def _place(objects: dict[Any, Any], path: Sequence[str | int], value: Any) -> None:

@@ -45,6 +45,18 @@ class Note:
     config: Mapping[str, Any] = field(default_factory=dict)
     lineage: tuple[LineageDoc, ...] = ()
 
+    @classmethod
+    def of(
+        cls,
+        step: int | None,
+        run: str | None,
+        metrics: Mapping[str, float] | None,
+        config: Mapping[str, Any] | None,
+        lineage: Sequence[LineageDoc],
+    ) -> Note:
+        """The note that the arguments of `save` make."""
+        return cls(step, run, dict(metrics or {}), dict(config or {}), tuple(lineage))
+
 
 @dataclass(frozen=True, slots=True)
 class Listing:

@@ -90,7 +90,7 @@ def load(
             ck,
             strict=strict,
             aliases=plan.trainer.aliases,
-            rename=rename,
+            names=plan.names,
             cast=cast,
             verify=verify,
             threads=threads,
@@ -119,6 +119,7 @@ class _Plan:
 
     trainer: Trainer
     client: Client
+    names: dict[str, str]
     problems: Problems
     targets: list[Local]
 
@@ -131,7 +132,8 @@ class _Plan:
         choice = self.choice
         self.trainer = trainer = look(engine)
         held = held_by(trainer)
-        stored = Stored(ck, names := stored_names(ck, choice.rename))
+        self.names = names = stored_names(ck, choice.rename)
+        stored = Stored(ck, names)
         want_optimizer(self.wanted, trainer, held, stored, states=choice.optimizer)
         self.problems = self.wanted.problems
         self.client = Client(ck, names, group.rank, group.size, trust=choice.trust)

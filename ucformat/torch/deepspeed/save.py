@@ -61,5 +61,5 @@ def save(
     with group_of(timeout=timeout).telling():
         state = collect(engine, client_state)
     steps = int(engine.global_steps) if step is None else step
-    note = Note(steps, run, dict(metrics or {}), dict(config or {}), tuple(lineage))
+    note = Note.of(steps, run, metrics, config, lineage)
     return save_local(state, url, note=note, form=form, overwrite=overwrite, timeout=timeout)

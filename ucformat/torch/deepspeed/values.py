@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ucformat.errors import UsageError
-from ucformat.sources.values import SMALL
+from ucformat.sources.values import SMALL, json_key
 from ucformat.torch.objects import PerRank, encode
 
 if TYPE_CHECKING:
@@ -134,10 +134,7 @@ def client_values(
             large[path] = value.detach()
             return {"$ref": path}
         if isinstance(value, dict) and all(type(k) in (str, int) for k in value):
-            return {
-                key: walk(v, f"{path}.{k}")
-                for (k, v), key in zip(value.items(), encode(dict.fromkeys(value)), strict=True)
-            }
+            return {json_key(k): walk(v, f"{path}.{k}") for k, v in value.items()}
         if type(value) in (list, tuple):
             return [walk(v, f"{path}.{i}") for i, v in enumerate(value)]
         return encode(value, path)

@@ -18,12 +18,12 @@ from ucformat.torch.background import SaveHandle, async_save_local
 from ucformat.torch.dtensor import local_of
 from ucformat.torch.group import lone
 from ucformat.torch.loading import load, load_local
-from ucformat.torch.memory import copied_to_host, host_memory, torch_dtype
+from ucformat.torch.memory import torch_dtype
 from ucformat.torch.objects import decode, encode
 from ucformat.torch.rng import Rng
-from ucformat.torch.saving import save_local, terms_of
-from ucformat.torch.state import listing_of, local_state
-from ucformat.torch.writing import Note, save_listed
+from ucformat.torch.saving import save_held, save_local, terms_of
+from ucformat.torch.state import local_state
+from ucformat.torch.writing import Note
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -162,11 +162,8 @@ class UniversalCheckpointIO(CheckpointIO):
             rest["optimizer_states"] = [_skeleton(state) for state in numbered]
         state = local_state(named)
         state = replace(state, objects={**state.objects, _REST: encode(rest)})
-        memories = [host_memory(copied_to_host(t.tensor)) for t in state.tensors]
-        note = Note(step=int(checkpoint["global_step"]))
-        save_listed(
-            listing_of(state), memories, terms_of(str(path), self._form, True, None, None, "equal"), note, lone()
-        )
+        terms = terms_of(str(path), self._form, True, None, None, "equal")
+        save_held(state, terms, Note(step=int(checkpoint["global_step"])), lone())
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
         """The checkpoint as Lightning has it; each rank that calls this reads all of it.
