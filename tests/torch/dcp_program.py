@@ -11,9 +11,7 @@ or of `{"probe": name, "at": folder}`, functions of this file.
 
 from __future__ import annotations
 
-import atexit
 import json
-import os
 import sys
 import threading
 from pathlib import Path
@@ -35,6 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import ucformat
 import ucformat.torch as ucf
+from tests.torch.leaving import leave
 from tests.torch.train import Job, Run
 from ucformat.errors import UsageError
 
@@ -217,10 +216,7 @@ def main() -> None:
             for action in entry["actions"]:
                 run.act(action)
         dist.barrier()
-    dist.destroy_process_group()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(0)  # torch 2.13 aborts now and then when the interpreter takes down threads of gloo groups
+    leave()
 
 
 if __name__ == "__main__":

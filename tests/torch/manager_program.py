@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.torch.leaving import leave
 from ucformat.torch import Manager, PerRank, Saved
 
 ROWS = 41
@@ -131,9 +131,7 @@ def main() -> None:
         act(place, rank)
         dist.barrier()
     print(f"rank {rank} did all", flush=True)  # noqa: T201
-    dist.destroy_process_group()
-    atexit._run_exitfuncs()
-    os._exit(0)  # torch 2.13 aborts now and then when the interpreter takes down threads of gloo groups
+    leave()
 
 
 if __name__ == "__main__":

@@ -15,10 +15,8 @@ JOBS is a list of jobs (`Job` below). Each builds a training and then acts:
 
 from __future__ import annotations
 
-import atexit
 import json
 import math
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.torch.layouts import Laid, LayoutSpec, cross_entropy, lay, names_of
+from tests.torch.leaving import leave
 from tests.torch.models import ModelSpec, build_net
 from tests.torch.truth import Held, hold, whole_on_first
 
@@ -240,10 +239,7 @@ def main() -> None:
         for action in job.actions:
             run.act(action)
         dist.barrier()
-    dist.destroy_process_group()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(0)  # torch 2.13 aborts now and then when the interpreter takes down threads of gloo groups
+    leave()
 
 
 if __name__ == "__main__":

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
-import os
-import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-__all__ = ["differences", "held", "leave"]
+__all__ = ["differences", "held"]
 
 
 def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -40,12 +36,3 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
         if not same:
             out.append(key)
     return sorted(out)
-
-
-def leave() -> None:
-    """End a rank without taking the interpreter down: torch 2.13 now and then aborts there, in gloo's threads."""
-    dist.barrier()
-    dist.destroy_process_group()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(0)

@@ -21,7 +21,8 @@ from transformers.distributed import DistributedConfig
 
 import ucformat
 import ucformat.torch as ucf
-from tests.torch.integrations.compare import differences, held, leave
+from tests.torch.integrations.compare import differences, held
+from tests.torch.leaving import leave
 from ucformat.torch.integrations.accelerate import accelerator_state
 from ucformat.torch.integrations.huggingface import SaveCallback, UniversalTrainer
 

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ucformat
-from tests.torch.integrations.compare import differences, held, leave
+from tests.torch.integrations.compare import differences, held
+from tests.torch.leaving import leave
 from ucformat.torch.integrations.lightning import (
     UniversalCheckpointIO,
     UniversalDDPStrategy,

@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ucformat
-from tests.torch.integrations.compare import differences, leave, whole
+from tests.torch.integrations.compare import differences, whole
+from tests.torch.leaving import leave
 from ucformat.torch.integrations.torchtitan import CheckpointManager
 
 
