@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 #: `make test` tries the same examples every time, `make test-all` others every time. No deadline: the cores are shared.
 settings.register_profile("ucformat", deadline=None, derandomize=True, database=None)
@@ -12,3 +17,10 @@ settings.register_profile("explore", deadline=None)
 settings.load_profile("ucformat")
 
 os.environ["UCP_CATALOG"] = "none"  # the user's own catalog is none of our business; tests of the catalog name theirs
+
+
+@pytest.fixture(scope="session")
+def common(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A folder that all test processes of this session see."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if hasattr(request.config, "workerinput") else base

@@ -85,10 +85,9 @@ def matrix() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+def shared(common: Path) -> Path:
     """A folder that all test processes of this session see."""
-    base = tmp_path_factory.getbasetemp()
-    return (base.parent if hasattr(request.config, "workerinput") else base) / "deepspeed"
+    return common / "deepspeed"
 
 
 @pytest.fixture(scope="session")

@@ -94,10 +94,9 @@ def run(at: Path, name: str, ranks: int, jobs: list[dict[str, Any]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+def made(common: Path) -> Path:
     """Where everything was saved and loaded, once for all test processes of this session."""
-    base = tmp_path_factory.getbasetemp()
-    at = (base.parent if hasattr(request.config, "workerinput") else base) / "torch-dcp"
+    at = common / "torch-dcp"
     at.mkdir(exist_ok=True)
     with (at / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -147,11 +147,9 @@ class Made:
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[[str], Made]:
+def made(common: Path) -> Callable[[str], Made]:
     """`made(name)`: a folder of that name that all test processes of this session see."""
-    base = tmp_path_factory.getbasetemp()
-    base = base.parent if hasattr(request.config, "workerinput") else base
-    return lambda name: Made(base / "torch-matrix" / name)
+    return lambda name: Made(common / "torch-matrix" / name)
 
 
 CHOSEN = chosen_loads()

@@ -143,7 +143,7 @@ class _State:
         if not isinstance(data, io.BytesIO):
             return data
         data.seek(0)
-        return torch.load(data, weights_only=False)
+        return torch.load(data, weights_only=False)  # the planner has just made them, in this process
 
     def is_option(self, path: Path) -> bool:
         """Whether the entry is part of an optimizer group that is kept by names."""

@@ -36,10 +36,9 @@ def run_all(planned: Sequence[tuple[int, list[dict[str, Any]]]], folder: Path) -
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+def shared(common: Path) -> Path:
     """A folder that all test processes of this session see."""
-    base = tmp_path_factory.getbasetemp()
-    return (base.parent if hasattr(request.config, "workerinput") else base) / "torch-deepspeed"
+    return common / "torch-deepspeed"
 
 
 @pytest.fixture(scope="session")
