@@ -55,8 +55,8 @@ def run(words: list[str], folder: Path) -> str:
 
 
 def losses(text: str) -> dict[int, float]:
-    """The losses that a program printed."""
-    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss (\S+)$", text, re.MULTILINE)}
+    """The losses that a program printed; not by lines, for all ranks write to one file, unbuffered ones in parts."""
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([-+.\de]+)", text)}
 
 
 def goes_on(first: str, second: str, steps: range) -> None:
@@ -114,7 +114,7 @@ def test_torchtitan(tmp_path: Path) -> None:
 
 def test_the_loop_with_a_manager(tmp_path: Path) -> None:
     first, second = follow("training.md", tmp_path)
-    used = [re.findall(r"^step (\d+): rank \d used \[(.*)\]$", text, re.MULTILINE) for text in (first, second)]
+    used = [re.findall(r"step (\d+): rank \d used \[([\d, ]*)\]", text) for text in (first, second)]
     assert sorted(int(step) for step, _ in used[0]) == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert [int(step) for step, _ in used[1]] == [5, 6]
     kept = [taken for step, taken in used[0] if int(step) < 5] + [taken for _, taken in used[1]]
