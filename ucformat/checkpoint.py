@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cached_property
-from os import PathLike
+from os import PathLike, fspath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from ucformat.geometry.tensor import Key
 from ucformat.planning import Bound, plan_rank
 from ucformat.schema.manifest import GroupDoc, Manifest, TensorDoc
 from ucformat.schema.tombstone import TOMBSTONE
-from ucformat.sources import open_source
+from ucformat.sources import SOURCES, open_source, open_source_file
 from ucformat.storage.url import open_store
 from ucformat.tensor import Tensor
 
@@ -48,6 +48,8 @@ def open_checkpoint(place: str | PathLike[str] | Store) -> Checkpoint:
     store = open_store(place) if isinstance(place, str | PathLike) else place
     if not _holds(store, MANIFEST):
         if next(iter(store.list()), None) is None:
+            if isinstance(place, str | PathLike) and (source := _open_file(place)) is not None:
+                return Checkpoint(source)
             raise NotFound(f"{store.url} does not exist, or is empty", hint="check the path") from None
         source = open_source(store)
         if source is None:
@@ -59,10 +61,28 @@ def open_checkpoint(place: str | PathLike[str] | Store) -> Checkpoint:
             raise NotACheckpoint(
                 f"{store.url} holds no checkpoint that ucformat knows",
                 hint=f"a universal one has a {MANIFEST} (an interrupted conversion has none: run it again); "
-                "foreign ones that can be read: DeepSpeed",
+                f"foreign ones that can be read: {_KNOWN}",
             ) from None
         return Checkpoint(source)
     return Checkpoint(Universal(store))
+
+
+_KNOWN = ", ".join(source.title for source in SOURCES)
+
+
+def _open_file(place: str | PathLike[str]) -> OpenSource | None:
+    """The checkpoint that is one file; None where there is no such file."""
+    folder, _, name = fspath(place).rpartition("/")
+    store = open_store(folder or ("/" if fspath(place).startswith("/") else "."))
+    if not name or not _holds(store, name):
+        return None
+    source = open_source_file(store, name)
+    if source is None:
+        raise NotACheckpoint(
+            f"{store.url}/{name} is a file, and no checkpoint that ucformat knows",
+            hint=f"open the folder that it lies in; foreign checkpoints that can be read: {_KNOWN}",
+        )
+    return source
 
 
 def _holds(store: Store, key: str) -> bool:
@@ -94,7 +114,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @property
     def home(self) -> str:
-        """The url of the folder that is the checkpoint: of a DeepSpeed run that was opened, its tag folder."""
+        """The url of the folder or file that is the checkpoint: of a DeepSpeed run that was opened, its tag folder."""
         return f"{self.url}/{self.facts.folder}" if self.facts.folder else self.url
 
     @cached_property
@@ -182,8 +202,9 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def files(self) -> list[Info]:
         """The files of a foreign checkpoint as they are now; where its run was opened, those of the tag folder."""
-        below = f"{self.facts.folder}/" if self.facts.folder else ""
-        return [self.store.info(f) for f in self.facts.files if f.startswith(below)]
+        folder = self.facts.folder
+        below = f"{folder}/" if folder else ""
+        return [self.store.info(f) for f in self.facts.files if f.startswith(below) or f == folder]
 
     @property
     def zarr_url(self) -> str | None:

@@ -26,4 +26,4 @@ class Facts:
     layout: Mapping[str, Any] = field(default_factory=dict)  # {"zero": 3, "dp": 4, …}
     engine: Mapping[str, str] = field(default_factory=dict)  # {"name": "deepspeed", "version": "0.19.8", …}
     files: tuple[str, ...] = ()  # keys of every file that holds a part of it
-    folder: str = ""  # the folder in the store that is the checkpoint itself, where the store is that of its run
+    folder: str = ""  # the folder or file in the store that is the checkpoint itself, where the store is around it

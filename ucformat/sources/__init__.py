@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ucformat.sources.base import OpenSource, Source
     from ucformat.storage.base import Store
 
-__all__ = ["SOURCES", "open_source"]
+__all__ = ["SOURCES", "open_source", "open_source_file"]
 
 #: The kinds of foreign checkpoint that are known, in the order in which they are tried.
 SOURCES: tuple[Source, ...] = (DeepSpeed(),)
@@ -21,4 +21,12 @@ def open_source(store: Store, sources: tuple[Source, ...] = SOURCES) -> OpenSour
     for source in sources:
         if source.find(store):
             return source.open(store)
+    return None
+
+
+def open_source_file(store: Store, key: str, sources: tuple[Source, ...] = SOURCES) -> OpenSource | None:
+    """The checkpoint that is this one file; None where no source recognises it."""
+    for source in sources:
+        if source.find_file(store, key):
+            return source.open_file(store, key)
     return None

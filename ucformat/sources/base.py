@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Extent, Key
     from ucformat.storage.base import Store
 
-__all__ = ["OpenSource", "Record", "Source"]
+__all__ = ["Folders", "OpenSource", "Record", "Source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,27 @@ class OpenSource(Protocol):
         """Every record of the checkpoint's files, where these have records with checksums; else none."""
 
 
+class Folders:
+    """What a source of folders alone says of single files."""
+
+    def find_file(self, store: Store, key: str) -> bool:  # noqa: ARG002 - see Source
+        """None is one of its checkpoints."""
+        return False
+
+    def open_file(self, store: Store, key: str) -> NoReturn:
+        """There is none to open."""
+        raise NotImplementedError(f"{store.url}/{key}")
+
+
 class Source(Protocol):
-    """How one kind of foreign checkpoint is recognised and opened."""
+    """How one kind of foreign checkpoint is recognised and opened.
+
+    A checkpoint is a folder; of some kinds also a single file (`model.safetensors`), which is opened as a file of the
+    folder that it lies in.
+    """
 
     kind: str
+    title: str  # as people call it: "PyTorch DCP"
 
     def marks(self, name: str) -> bool:
         """Whether a folder with a file of this name is a checkpoint of this kind: how a tree of them is searched."""
@@ -53,3 +70,9 @@ class Source(Protocol):
 
     def open(self, store: Store) -> OpenSource:
         """Open it, reading kilobytes of each file."""
+
+    def find_file(self, store: Store, key: str) -> bool:
+        """Whether this single file looks like a checkpoint of this kind; reads a few bytes of it at most."""
+
+    def open_file(self, store: Store, key: str) -> OpenSource:
+        """Open it; its `facts.folder` is the file's key."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, Refused, TensorNotFound
 from ucformat.facts import Facts
 from ucformat.geometry.tensor import Roster
+from ucformat.sources.base import Folders
 from ucformat.sources.deepspeed.contents import Contents, zero_options
 from ucformat.sources.deepspeed.folder import (
     Files,
@@ -37,7 +38,7 @@ __all__ = ["DeepSpeed", "OpenDeepSpeed"]
 _THREADS = 8
 
 
-class DeepSpeed:
+class DeepSpeed(Folders):
     """How DeepSpeed checkpoints are recognised and opened.
 
     `allow` names packages of your own whose pickled classes become inert stand-ins instead of being refused. `groups`
@@ -45,6 +46,7 @@ class DeepSpeed:
     """
 
     kind = "deepspeed"
+    title = "DeepSpeed"
 
     def __init__(self, *, allow: Sequence[str] = (), groups: Sequence[Sequence[str]] | None = None) -> None:
         self._allow, self._groups = tuple(allow), groups

@@ -1,0 +1,199 @@
+"""What every source must do: one suite, run over each kind of foreign checkpoint.
+
+A source's test subclasses `SourceSuite` and gives a fixture `sample`. Checkpoints that engines wrote are kept in
+`tests/data/<engine>/<name>/`: the checkpoint as it was written, and beside it the truth (`truth.safetensors`, with
+`<state>/<name>` as keys, and `truth.json`), which `kept` reads; or an engine makes them during the test.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ucformat
+from tests.engines import Made
+from tests.sources.reading import Counting, read_tensor
+from ucformat.checkpoint import Checkpoint, open_checkpoint
+from ucformat.errors import UcformatError
+from ucformat.geometry.box import Box
+from ucformat.sources import SOURCES
+from ucformat.storage.local import LocalStore
+
+__all__ = ["DATA", "Sample", "SourceSuite", "kept"]
+
+DATA = Path(__file__).parents[1] / "data"
+
+Truth = dict[tuple[str, str], tuple[str, tuple[int, ...], bytes]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A foreign checkpoint and all that must be found in it; `place` lies in `folder`, which may be copied and hurt."""
+
+    folder: Path
+    place: str  # what a user opens, relative to `folder`
+    kind: str
+    truth: Truth  # (state, name) -> dtype, shape, row-major bytes
+    aliases: dict[str, str] = field(default_factory=dict)
+    groups: list[list[str]] | None = None  # the parameters of each optimizer group, in order; None: it has none
+    step: int | None = None
+    extra: frozenset[tuple[str, str]] = frozenset()  # tensors that are in it, and not in the truth: (state, name)
+    encoded: bool = False  # whole chunks must be read for a part of them
+
+    @property
+    def path(self) -> Path:
+        return self.folder / self.place
+
+    def open(self) -> Checkpoint:
+        return open_checkpoint(self.path)
+
+
+def kept(engine: str, name: str) -> Made:
+    """A checkpoint in `tests/data`, with its truth."""
+    folder = DATA / engine / name
+    return Made(name, folder, json.loads((folder / "truth.json").read_text()))
+
+
+def read_whole(ck: Checkpoint) -> Truth:
+    """Every tensor, through the public face."""
+    return {
+        (key.state, key.name): (info.dtype, info.shape, ck[key.name, key.state].read().tobytes())
+        for key, info in ck.tensors.items()
+    }
+
+
+def without(found: Truth, extra: frozenset[tuple[str, str]]) -> Truth:
+    return {key: value for key, value in found.items() if key not in extra}
+
+
+class SourceSuite:
+    """Subclass it, and give `sample`."""
+
+    #: Bytes of any one file that opening may read: its metadata, and what a read of a directory takes along.
+    most_bytes = 200_000
+    most_requests = 40
+
+    @pytest.fixture
+    def sample(self) -> Sample:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def copy(self, sample: Sample, tmp_path: Path) -> Sample:
+        """The sample, in a folder that may be hurt."""
+        shutil.copytree(sample.folder, tmp_path / "copy", symlinks=True)
+        return Sample(**{**{f: getattr(sample, f) for f in sample.__dataclass_fields__}, "folder": tmp_path / "copy"})
+
+    def test_it_is_found_and_by_one_source_alone(self, sample: Sample) -> None:
+        assert sample.open().kind == sample.kind
+        if sample.path.is_dir():
+            assert [s.kind for s in SOURCES if s.find(LocalStore(sample.path))][:1] == [sample.kind]
+
+    def test_every_tensor_is_the_engines_bit_for_bit(self, sample: Sample) -> None:
+        ck = sample.open()
+        found = read_whole(ck)
+        assert found.keys() - sample.extra == sample.truth.keys()
+        for key, expected in sample.truth.items():
+            assert found[key][:2] == expected[:2], key
+            assert found[key][2] == expected[2], key
+
+    def test_what_it_says_of_itself(self, sample: Sample) -> None:
+        facts = sample.open().facts
+        assert dict(facts.aliases) == sample.aliases
+        assert facts.step == sample.step
+        if sample.groups is not None:
+            assert [list(g["params"]) for g in facts.groups] == sample.groups
+            assert {n: g for g, names in enumerate(sample.groups) for n in names} == dict(facts.roster.groups)
+        else:
+            assert not facts.groups
+        assert facts.engine["name"]
+        json.dumps([facts.objects, facts.layout, facts.groups], allow_nan=False)
+
+    def test_extents_cover_each_tensor_exactly_once(self, sample: Sample) -> None:
+        source = sample.open().source
+        for info in source.facts.roster.tensors:
+            if (info.state, info.name) in sample.truth:
+                assert read_tensor(source, info) == sample.truth[info.state, info.name][2], info.key
+
+    def test_opening_reads_kilobytes(self, sample: Sample) -> None:
+        if not sample.path.is_dir():
+            return
+        store = Counting(LocalStore(sample.path))
+        Checkpoint(next(s for s in SOURCES if s.find(store)).open(store))
+        assert max(store.bytes.values()) <= self.most_bytes
+        assert max(store.requests.values()) <= self.most_requests
+
+    def test_slices_read_what_they_need(self, sample: Sample) -> None:
+        ck, rng = sample.open(), random.Random(7)
+        for (state, name), (_, shape, data) in sample.truth.items():
+            tensor = ck[name, state]
+            whole = np.frombuffer(data, tensor.dtype).reshape(shape)
+            start = tuple(rng.randrange(n) if n else 0 for n in shape)
+            stop = tuple(rng.randint(a, n) for a, n in zip(start, shape, strict=True))
+            index = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
+            assert tensor[index].tobytes() == whole[index].tobytes(), (state, name, index)
+            if shape and not sample.encoded:
+                rows = Box((start[0], *[0] * (len(shape) - 1)), (stop[0] - start[0], *shape[1:]))
+                plan = tensor.plan(rows)
+                assert plan.bytes_read <= 2 * plan.bytes_needed + 4096
+
+    def test_convert_and_read_back(self, sample: Sample, tmp_path: Path) -> None:
+        source = sample.open()
+        ck = ucformat.convert(source, tmp_path / "universal", chunk_bytes=4096)
+        assert read_whole(ck) == read_whole(source)
+        assert (dict(ck.aliases), ck.facts.step) == (dict(source.aliases), source.facts.step)
+        assert ck.facts.groups == source.facts.groups
+        assert dict(ck.objects) == dict(source.objects)
+        assert dict(ck.assets) == dict(source.assets)
+        assert ucformat.verify(ck.url)
+
+    def hurt(self, copy: Sample, path: Path, what: str) -> None:
+        """Whatever was done to a file: an error, or the whole truth; never other bytes, never zeros."""
+        try:
+            ck = open_checkpoint(copy.path)
+            found = without(read_whole(ck), copy.extra)
+        except UcformatError as error:
+            assert str(error), (path, what)
+        except FileNotFoundError:
+            assert not copy.path.exists()
+        else:
+            assert found == copy.truth, f"{path} {what}: it reads, and wrongly"
+
+    def damageable(self, copy: Sample) -> list[Path]:
+        ck = copy.open()
+        root = copy.path if copy.path.is_dir() else copy.path.parent
+        return [root / name for name in ck.facts.files]
+
+    def test_a_missing_file_is_an_error_or_does_not_matter(self, copy: Sample, tmp_path: Path) -> None:
+        for path in self.damageable(copy):
+            path.rename(tmp_path / "aside")
+            self.hurt(copy, path, "is missing")
+            (tmp_path / "aside").rename(path)
+
+    def test_a_truncated_file_is_an_error_or_does_not_matter(self, copy: Sample) -> None:
+        for path in self.damageable(copy):
+            data = path.read_bytes()
+            for keep in (0, len(data) // 3, len(data) * 9 // 10, len(data) - 1):
+                path.write_bytes(data[:keep])
+                self.hurt(copy, path, f"was cut to {keep} of {len(data)} bytes")
+            path.write_bytes(data)
+
+    def test_a_changed_byte_in_the_metadata_never_crashes(self, copy: Sample) -> None:
+        """Bytes change at random places; what comes is an error of ours, or tensors: never another exception."""
+        rng = random.Random(11)
+        for path in self.damageable(copy)[:6]:
+            data = path.read_bytes()
+            for _ in range(8):
+                hurt = bytearray(data)
+                for at in [rng.randrange(len(data)) for _ in range(3)] if data else []:
+                    hurt[at] ^= 1 << rng.randrange(8)
+                path.write_bytes(hurt)
+                with suppress(UcformatError):
+                    read_whole(open_checkpoint(copy.path))
+            path.write_bytes(data)
