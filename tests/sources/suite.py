@@ -119,7 +119,8 @@ class SourceSuite:
         source = sample.open().source
         for info in source.facts.roster.tensors:
             if (info.state, info.name) in sample.truth:
-                assert read_tensor(source, info) == sample.truth[info.state, info.name][2], info.key
+                data = read_tensor(source, info)  # type: ignore[arg-type] - not a universal one
+                assert data == sample.truth[info.state, info.name][2], info.key
 
     def test_opening_reads_kilobytes(self, sample: Sample) -> None:
         if not sample.path.is_dir():
@@ -158,12 +159,9 @@ class SourceSuite:
         try:
             ck = open_checkpoint(copy.path)
             found = without(read_whole(ck), copy.extra)
-        except UcformatError as error:
-            assert str(error), (path, what)
-        except FileNotFoundError:
-            assert not copy.path.exists()
-        else:
-            assert found == copy.truth, f"{path} {what}: it reads, and wrongly"
+        except UcformatError:
+            return
+        assert found == copy.truth, f"{path} {what}: it reads, and wrongly"
 
     def damageable(self, copy: Sample) -> list[Path]:
         ck = copy.open()
