@@ -119,7 +119,7 @@ class SourceSuite:
         source = sample.open().source
         for info in source.facts.roster.tensors:
             if (info.state, info.name) in sample.truth:
-                data = read_tensor(source, info)  # type: ignore[arg-type] - not a universal one
+                data = read_tensor(source, info)  # type: ignore[arg-type]
                 assert data == sample.truth[info.state, info.name][2], info.key
 
     def test_opening_reads_kilobytes(self, sample: Sample) -> None:
