@@ -288,7 +288,7 @@ def test_names_that_are_paths_or_collide_or_are_long(tmp_path: Path, ucp: Ucp) -
 class TestNoCheckpoint:
     """Places that hold nothing, or something else."""
 
-    @pytest.mark.parametrize("files", [["model.safetensors", "config.json"], ["deep/down/mp_rank_00_model_states.pt"]])
+    @pytest.mark.parametrize("files", [["model.onnx", "config.json"], ["deep/down/mp_rank_00_model_states.pt"]])
     def test_a_folder_of_other_things(self, tmp_path: Path, ucp: Ucp, files: list[str]) -> None:
         for name in files:
             (tmp_path / "other" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,22 +1,20 @@
-"""What the readers of the ZeRO stages share: the tensors they find, and the ranks' files, opened when needed."""
+"""What the readers of the ZeRO stages share: the ranks' files, opened when needed, and checked values of them."""
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ucformat.errors import IntegrityError, Refused
-from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.sources.contents import Contents, Group
 from ucformat.sources.stand_ins import Inert, StoredTensor
 from ucformat.sources.torch_file import TorchFile
 from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from ucformat.geometry.tensor import Extent
     from ucformat.storage.base import Store
 
 __all__ = ["Contents", "Group", "Ranks", "hyper_parameters", "need", "scalars", "stage_of", "stored", "zero_options"]
@@ -24,61 +22,6 @@ __all__ = ["Contents", "Group", "Ranks", "hyper_parameters", "need", "scalars", 
 T = TypeVar("T")
 _THREADS = 8
 _SINGLE = 2  # requests that open just what they need; the next one opens all
-
-
-@dataclass(slots=True)
-class Group:
-    """An optimizer group: its hyper-parameters, plain state and the names of its parameters in order."""
-
-    names: list[str]
-    hyper: dict[str, Any]
-    state: dict[str, Any] = field(default_factory=dict)
-
-    def json(self) -> dict[str, Any]:
-        """As the facts hold it."""
-        out = {**self.hyper, "params": self.names}
-        return {**out, "state": self.state} if self.state else out
-
-
-@dataclass(slots=True)
-class Contents:
-    """The tensors of a checkpoint and how to find each one's extents, by key."""
-
-    infos: dict[Key, TensorInfo] = field(default_factory=dict)
-    locate: dict[Key, Callable[[], Iterator[Extent]]] = field(default_factory=dict)
-    groups: list[Group] = field(default_factory=list)
-    optimizer: dict[str, Any] = field(default_factory=dict)  # what the optimizer's file holds besides those, as JSON
-
-    def add(
-        self, name: str, state: str, dtype: str, shape: tuple[int, ...], locate: Callable[[], Iterator[Extent]]
-    ) -> None:
-        """A tensor; IntegrityError where it is there already."""
-        info = TensorInfo(name, state, dtype, shape)
-        if info.key in self.infos:
-            raise IntegrityError(f"{info.key} stands twice in the checkpoint")
-        self.infos[info.key], self.locate[info.key] = info, locate
-
-    def add_whole(self, name: str, state: str, file: TorchFile, tensor: StoredTensor) -> None:
-        """A tensor that lies whole in one file."""
-        self.add(name, state, tensor.dtype, tensor.shape, lambda: file.whole(tensor))
-
-    def add_large(self, path: str, file: TorchFile, tensor: StoredTensor) -> str:
-        """A tensor out of a plain value, under the name of its path, or one like it that is free; returns the name."""
-        taken = {key.name for key in self.infos}
-        name, number = path, 1
-        while name in taken:
-            number += 1
-            name = f"{path}~{number}"
-        self.add_whole(name, "weight", file, tensor)
-        return name
-
-    def keep_scalars(self, file: TorchFile, values: dict[str, Any]) -> None:
-        """What the optimizer's file says besides the tensors of its parameters."""
-
-        def spill(path: str, tensor: StoredTensor) -> str:
-            return self.add_large(path, file, tensor)
-
-        self.optimizer = to_json(values, read=file.read, spill=spill, path="optimizer")
 
 
 class Ranks(Generic[T]):

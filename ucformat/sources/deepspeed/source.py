@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, Refused, TensorNotFound
+from ucformat.errors import IntegrityError, Refused
 from ucformat.facts import Facts
 from ucformat.geometry.tensor import Roster
 from ucformat.sources.base import Folders
@@ -127,14 +127,7 @@ class OpenDeepSpeed:
 
     def extents(self, key: Key) -> Iterator[Extent]:
         """Where the bytes of a tensor lie; opens the files of the ranks that hold them, if they are not yet open."""
-        locate = self._contents.locate.get(key)
-        if locate is None:
-            states = sorted(k.state for k in self._contents.infos if k.name == key.name)
-            raise TensorNotFound(
-                f"the checkpoint {self.store.url} has no {key}",
-                hint=f"{key.name} has the states {', '.join(states)}" if states else "there is no tensor of this name",
-            )
-        return locate()
+        return self._contents.extents(key, self.store.url)
 
     def records(self) -> Iterator[Record]:
         """Every record of the zip files of all ranks; reads the directory of each."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, Refused, UsageError
 from ucformat.geometry.box import row_major
 from ucformat.sources.deepspeed.contents import Contents, Group, hyper_parameters, need, refuse_flat_state, stored
-from ucformat.sources.deepspeed.naming import Candidate, Entry, match, shape_of_states
+from ucformat.sources.naming import Candidate, Entry, match, shape_of_states
 from ucformat.sources.stand_ins import StoredTensor
 from ucformat.sources.values import to_json
 
@@ -94,7 +94,13 @@ def _single(
         entries = [[Entry(shape_of_states(s)) for s in group] for group in states]
     candidates = [Candidate(name, t.shape, by_name.get(name)) for name, t in parameters.items()]
     if names is None:
-        names = match(entries, candidates, model.key)
+        names = match(entries, candidates)
+    if names is None:
+        raise UsageError(
+            f"{model.key}: its optimizer states are numbered, and which parameters the numbers mean cannot be told for "
+            "certain from their shapes and the order of the module",
+            hint="name them: DeepSpeed(groups=[[names of the first optimizer group, in order], …])",
+        )
     _check_names(names, entries, {c.name: c for c in candidates}, model.key)
     for g, group in enumerate(names):
         contents.groups[g].names = list(group)

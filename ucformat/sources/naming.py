@@ -1,10 +1,10 @@
-"""Which parameter is which optimizer entry, where the file does not say: ZeRO 0.
+"""Which parameter is which entry of a torch optimizer, where its state dict does not say.
 
-There the optimizer's state is by number: the entries of all groups, counted through. The names are in none of the
-file's keys, save where the optimizer was given named parameters (`param_names`). They are found from what is known of
-each entry: the shape of its states, and under bf16 and fp16 its fp32 copy, which the step rounds into the weight, so
-that their first elements prove it. Each group is taken to list its parameters in the order of the module. A match is
-used only where it is the only one; else UsageError asks for the names.
+Its state is by number: the entries of all groups, counted through. The names are in none of its keys, save where the
+optimizer was given named parameters (`param_names`). They are found from what is known of each entry: the shape of its
+states, and under DeepSpeed's bf16 and fp16 its fp32 copy, which the step rounds into the weight, so that their first
+elements prove it. Each group is taken to list its parameters in the order of the module. A match is used only where it
+is the only one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import UsageError
 from ucformat.sources.stand_ins import StoredTensor
 
 if TYPE_CHECKING:
@@ -59,19 +58,16 @@ def shape_of_states(states: Mapping[str, Any]) -> tuple[int, ...] | None:
     return shapes.pop() if len(shapes) == 1 else None
 
 
-def match(groups: Sequence[Sequence[Entry]], candidates: Sequence[Candidate], file: str) -> list[list[str]]:
-    """The names of each group's entries; UsageError where none or several assignments fit."""
-    found = _in_order(groups, candidates)
-    if found is None:
-        found = _by_content(groups, candidates)
-    if found is None:
-        raise UsageError(
-            f"{file}: its optimizer states are numbered, and which parameters the numbers mean cannot be told for "
-            "certain "
-            "from their shapes and the order of the module",
-            hint="name them: DeepSpeed(groups=[[names of the first optimizer group, in order], …])",
-        )
-    return found
+def match(
+    groups: Sequence[Sequence[Entry]], candidates: Sequence[Candidate], *, ordered: bool = True
+) -> list[list[str]] | None:
+    """The names of each group's entries; None where none or several assignments fit.
+
+    `ordered`: the candidates stand in the order of the module. Where they do not, each entry must be told by its shape
+    and sample alone.
+    """
+    found = _in_order(groups, candidates) if ordered else None
+    return found if found is not None else _by_content(groups, candidates, shapes=not ordered)
 
 
 def _in_order(groups: Sequence[Sequence[Entry]], candidates: Sequence[Candidate]) -> list[list[str]] | None:
@@ -114,13 +110,16 @@ def _in_order(groups: Sequence[Sequence[Entry]], candidates: Sequence[Candidate]
     return [list(reversed(group)) for group in names]
 
 
-def _by_content(groups: Sequence[Sequence[Entry]], candidates: Sequence[Candidate]) -> list[list[str]] | None:
-    """The match by shape and first elements alone, whatever the order; None where they are not unique."""
+def _by_content(
+    groups: Sequence[Sequence[Entry]], candidates: Sequence[Candidate], *, shapes: bool
+) -> list[list[str]] | None:
+    """The match by shape and first elements (or by shapes alone), whatever the order; None where it is not unique."""
     known = {(c.shape, c.sample): c.name for c in candidates}
-    entries = [(e.shape or (), e.sample) for group in groups for e in group]
     counts = Counter((c.shape, c.sample) for c in candidates)
-    if any(sample is None or counts[shape, sample] != 1 for shape, sample in entries) or len(set(entries)) != len(
-        entries
-    ):
+    entries = [(e.shape, e.sample) for group in groups for e in group]
+    if len(set(entries)) != len(entries):
         return None
+    for shape, sample in entries:
+        if shape is None or (sample is None and not shapes) or counts[shape, sample] != 1:
+            return None
     return [[known[e.shape or (), e.sample] for e in group] for group in groups]

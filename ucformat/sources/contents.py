@@ -1,0 +1,91 @@
+"""The tensors and optimizer groups of a foreign checkpoint, as its source finds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import IntegrityError, TensorNotFound
+from ucformat.geometry.tensor import Key, Roster, TensorInfo
+from ucformat.sources.values import to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ucformat.geometry.tensor import Extent
+    from ucformat.sources.stand_ins import StoredTensor
+    from ucformat.sources.torch_file import TorchFile
+
+__all__ = ["Contents", "Group"]
+
+
+@dataclass(slots=True)
+class Group:
+    """An optimizer group: its hyper-parameters, plain state and the names of its parameters in order."""
+
+    names: list[str]
+    hyper: dict[str, Any]
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def json(self) -> dict[str, Any]:
+        """As the facts hold it."""
+        out = {**self.hyper, "params": self.names}
+        return {**out, "state": self.state} if self.state else out
+
+
+@dataclass(slots=True)
+class Contents:
+    """The tensors of a checkpoint and how to find each one's extents, by key."""
+
+    infos: dict[Key, TensorInfo] = field(default_factory=dict)
+    locate: dict[Key, Callable[[], Iterator[Extent]]] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
+    optimizer: dict[str, Any] = field(default_factory=dict)  # what the optimizer's file holds besides those, as JSON
+
+    def add(
+        self, name: str, state: str, dtype: str, shape: tuple[int, ...], locate: Callable[[], Iterator[Extent]]
+    ) -> None:
+        """A tensor; IntegrityError where it is there already."""
+        info = TensorInfo(name, state, dtype, shape)
+        if info.key in self.infos:
+            raise IntegrityError(f"{info.key} stands twice in the checkpoint")
+        self.infos[info.key], self.locate[info.key] = info, locate
+
+    def add_whole(self, name: str, state: str, file: TorchFile, tensor: StoredTensor) -> None:
+        """A tensor that lies whole in one file."""
+        self.add(name, state, tensor.dtype, tensor.shape, lambda: file.whole(tensor))
+
+    def add_large(self, path: str, file: TorchFile, tensor: StoredTensor) -> str:
+        """A tensor out of a plain value, under the name of its path, or one like it that is free; returns the name."""
+        taken = {key.name for key in self.infos}
+        name, number = path, 1
+        while name in taken:
+            number += 1
+            name = f"{path}~{number}"
+        self.add_whole(name, "weight", file, tensor)
+        return name
+
+    def roster(self) -> Roster:
+        """The tensors by name in the order in which names were added, each with its states together; their groups."""
+        order = {name: i for i, name in enumerate(dict.fromkeys(key.name for key in self.infos))}
+        infos = sorted(self.infos.values(), key=lambda info: order[info.name])
+        return Roster(tuple(infos), {name: g for g, group in enumerate(self.groups) for name in group.names})
+
+    def extents(self, key: Key, url: str) -> Iterator[Extent]:
+        """Where the bytes of a tensor lie; TensorNotFound where there is none of this key at `url`."""
+        locate = self.locate.get(key)
+        if locate is None:
+            states = sorted(k.state for k in self.infos if k.name == key.name)
+            raise TensorNotFound(
+                f"the checkpoint {url} has no {key}",
+                hint=f"{key.name} has the states {', '.join(states)}" if states else "there is no tensor of this name",
+            )
+        return locate()
+
+    def keep_scalars(self, file: TorchFile, values: dict[str, Any]) -> None:
+        """What the optimizer's file says besides the tensors of its parameters."""
+
+        def spill(path: str, tensor: StoredTensor) -> str:
+            return self.add_large(path, file, tensor)
+
+        self.optimizer = to_json(values, read=file.read, spill=spill, path="optimizer")

@@ -1,0 +1,212 @@
+"""A torch optimizer's state dict: its states as those of the parameters that they belong to.
+
+It is `{"state": {entry: {name of a state: value}}, "param_groups": [{"params": [entry, …], …}]}`. Entries are numbers,
+counted through all groups, or (FSDP and `torch.distributed.checkpoint.state_dict`) the names of parameters themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import IntegrityError, UsageError
+from ucformat.geometry.tensor import Key
+from ucformat.sources.contents import Contents, Group
+from ucformat.sources.naming import Candidate, Entry, match, shape_of_states
+from ucformat.sources.stand_ins import StoredTensor
+from ucformat.sources.values import to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ucformat.sources.torch_file import TorchFile
+
+__all__ = ["Module", "Optimizer", "add_optimizer", "is_optimizer"]
+
+_NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """The tensors of a module that optimizer entries may belong to; `ordered` as the module lists its parameters.
+
+    Names are its own; in the checkpoint they stand behind `prefix`. `main` is the one module that no other is named as.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]  # of what may be parameters
+    prefix: str = ""
+    ordered: bool = True
+    main: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+        prefix: str = "",
+        *,
+        ordered: bool = True,
+        main: bool = True,
+    ) -> Module:
+        """Of dtypes and shapes by name: what is of floating point, and no buffer of torch's normalisation layers."""
+        buffers = set()
+        for name in tensors:
+            path = name.removesuffix(_NORM_BUFFERS[2])
+            if path != name and all(path + b in tensors for b in _NORM_BUFFERS):
+                buffers |= {path + b for b in _NORM_BUFFERS}
+        shapes = {
+            name: shape
+            for name, (dtype, shape) in tensors.items()
+            if name not in buffers and dtype.startswith(("float", "bfloat", "complex"))
+        }
+        return cls(shapes, prefix, ordered, main)
+
+    def match(self, entries: list[list[Entry]]) -> list[list[str]] | None:
+        """The names of the entries of each group; None where that is not certain."""
+        return match(entries, [Candidate(self.prefix + n, s) for n, s in self.shapes.items()], ordered=self.ordered)
+
+
+@dataclass(slots=True)
+class Optimizer:
+    """One optimizer's state dict, checked: its groups, and the states of each entry."""
+
+    path: str  # where it stands: `optimizer`, `optimizer_states.0`
+    file: TorchFile
+    hypers: list[dict[str, Any]]
+    entries: list[list[Any]]  # of each group: numbers or names
+    states: list[list[dict[str, Any]]]
+    rest: dict[str, Any] = field(default_factory=dict)  # what it holds besides
+
+    @classmethod
+    def parse(cls, value: dict[str, Any], path: str, file: TorchFile) -> Optimizer:
+        """Out of the state dict; IntegrityError where it is not what torch writes."""
+        found, groups = value["state"], value["param_groups"]
+        entries = [list(group["params"]) for group in groups]
+        flat = [entry for group in entries for entry in group]
+        if len(set(flat)) != len(flat) or not all(isinstance(s, dict) for s in found.values()):
+            raise IntegrityError(f"{file.key}: {path} lists a parameter twice, or a state that is no dictionary")
+        if strange := [entry for entry in found if entry not in set(flat)]:
+            raise IntegrityError(f"{file.key}: {path} has states of {strange[0]!r}, which is in none of its groups")
+        states = [[dict(found.get(entry, {})) for entry in group] for group in entries]
+        rest = {k: v for k, v in value.items() if k not in ("state", "param_groups")}
+        return cls(path, file, groups, entries, states, rest)
+
+    @property
+    def known(self) -> list[list[Entry]]:
+        """What is known of each entry."""
+        return [[Entry(shape_of_states(states)) for states in group] for group in self.states]
+
+    def told(self) -> list[list[str]] | None:
+        """The names of the entries, where the file says them: as entries, or (PyTorch 2.6) in `param_names`."""
+        if all(isinstance(e, str) for group in self.entries for e in group):
+            return self.entries
+        names = [list(g.get("param_names") or ()) for g in self.hypers]
+        flat = [n for group in names for n in group]
+        if [len(g) for g in names] != [len(g) for g in self.entries] or len(set(flat)) != len(flat):
+            return None
+        return names if all(isinstance(n, str) for n in flat) else None
+
+    def name(self, modules: Sequence[Module]) -> list[list[str]] | None:
+        """The names of the entries: as the file says, or as shapes and order prove; None where neither."""
+        told = self.told()
+        if told is not None:
+            own = [m for m in modules if all(n in m.shapes for group in told for n in group)]
+            prefix = next((m.prefix for m in own if m.main), own[0].prefix if len(own) == 1 else "")
+            return [[prefix + n for n in group] for group in told]
+        found = [(m, names) for m in modules if (names := m.match(self.known)) is not None]
+        if len(found) > 1:  # averages of the main module, which no optimizer steps, or else nobody knows
+            main = [(m, names) for m, names in found if m.main]
+            return main[0][1] if main and all(m.shapes == main[0][0].shapes for m, _ in found) else None
+        if not found and len(modules) > 1:  # one optimizer of several modules
+            joined = {m.prefix + n: shape for m in modules for n, shape in m.shapes.items()}
+            return Module(joined, ordered=all(m.ordered for m in modules)).match(self.known)
+        return found[0][1] if found else None
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether a value is an optimizer's state dict."""
+    if not isinstance(value, dict) or not isinstance(value.get("state"), dict):
+        return False
+    groups = value.get("param_groups")
+    return isinstance(groups, list) and all(
+        isinstance(g, dict) and isinstance(g.get("params"), list) and all(type(p) in (int, str) for p in g["params"])
+        for g in groups
+    )
+
+
+def add_optimizer(
+    optimizer: Optimizer,
+    modules: Sequence[Module],
+    contents: Contents,
+    given: Sequence[Sequence[str]] | None = None,
+) -> bool:
+    """Add its tensors and groups under the names of its parameters; `given` are those that the caller knows.
+
+    Where the names are not certain, entry 7 of `optimizer` becomes `optimizer.7`, and the answer is False.
+    """
+    if given is not None:
+        _check(optimizer, given, {m.prefix + n: s for m in modules for n, s in m.shapes.items()})
+    names = given if given is not None else optimizer.name(modules)
+    states = [s for group in optimizer.states for s in group]
+    if names is not None and any(
+        Key(name, str(state)) in contents.infos
+        for name, of in zip((n for group in names for n in group), states, strict=True)
+        for state in of
+    ):
+        names = None  # a second optimizer of the same parameters
+    certain = names is not None
+    if names is None:
+        names = [[f"{optimizer.path}.{entry}" for entry in group] for group in optimizer.entries]
+    for hyper, group, of in zip(optimizer.hypers, names, optimizer.states, strict=True):
+        contents.groups.append(_add_group(optimizer, hyper, group, of, contents))
+    return certain
+
+
+def _add_group(
+    optimizer: Optimizer, hyper: dict[str, Any], names: Sequence[str], of: list[dict[str, Any]], contents: Contents
+) -> Group:
+    """The tensors of a group's entries; its hyper-parameters, and its states that are plain values."""
+    kept = {k: v for k, v in hyper.items() if k != "params" and (k != "param_names" or len(v or ()) != len(names))}
+    group = Group(list(names), _json(kept, optimizer, f"{optimizer.path}.param_groups", contents))
+    plain: dict[str, dict[str, Any]] = {}
+    for name, states in zip(names, of, strict=True):
+        for state, value in states.items():
+            if isinstance(value, StoredTensor):
+                contents.add_whole(name, str(state), optimizer.file, value)
+            else:
+                plain.setdefault(str(state), {})[name] = _json(value, optimizer, f"{name}.{state}", contents)
+    stateful = sum(map(bool, of))  # a parameter that never had a gradient has no state
+    group.state = {
+        state: next(iter(values.values())) if len(values) == stateful and _one(values) else values
+        for state, values in plain.items()
+    }
+    return group
+
+
+def _json(value: Any, optimizer: Optimizer, path: str, contents: Contents) -> Any:
+    def spill(where: str, tensor: StoredTensor) -> str:
+        return contents.add_large(where, optimizer.file, tensor)
+
+    return to_json(value, read=optimizer.file.read, spill=spill, path=path)
+
+
+def _check(optimizer: Optimizer, names: Sequence[Sequence[str]], shapes: Mapping[str, Any]) -> None:
+    """The names are as many as the entries, and the shapes of the states are those of the parameters."""
+    if [len(g) for g in names] != [len(g) for g in optimizer.entries]:
+        raise UsageError(
+            f"{optimizer.file.key}: {[len(g) for g in names]} names are given for groups of "
+            f"{[len(g) for g in optimizer.entries]} parameters in {optimizer.path}"
+        )
+    for group, of in zip(names, optimizer.known, strict=True):
+        for name, entry in zip(group, of, strict=True):
+            if name in shapes and entry.shape is not None and entry.shape != shapes[name]:
+                raise UsageError(
+                    f"{optimizer.file.key}: {name} cannot be the entry at its place in {optimizer.path}: its states "
+                    f"have the shape {entry.shape}, and it has {shapes[name]}",
+                    hint="the names must be in the order in which the optimizer was given the parameters",
+                )
+
+
+def _one(values: dict[str, Any]) -> bool:
+    """Whether all values are the same."""
+    first = next(iter(values.values()))
+    return all(type(v) is type(first) and v == first for v in values.values())
