@@ -15,9 +15,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.torch.test_dtensor import alone_as
 from ucformat.errors import UsageError
+from ucformat.sources.dcp.names import dotted
 from ucformat.torch import PerRank, Rng
 from ucformat.torch.collect import collect
-from ucformat.torch.names import dotted
 from ucformat.torch.state import local_state
 
 

@@ -241,6 +241,7 @@ _EXACT: dict[str, Callable[..., Any]] = {
     "pathlib.Path": PurePosixPath,
     "pathlib.PosixPath": PurePosixPath,
     "pathlib.PurePosixPath": PurePosixPath,
+    "pathlib._local.PosixPath": PurePosixPath,  # as Python 3.13 calls it
     "numpy.dtype": _dtype,
     **{f"numpy.{core}.multiarray._reconstruct": lambda *_: NdArray() for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},

@@ -1,4 +1,4 @@
-"""One file of `torch.save`, opened: its value with lazy tensors, and the extents of those."""
+"""One file of `torch.save` (or a window of a file), opened: its value with lazy tensors, and the extents of those."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ucformat.sources.stand_ins import StoredTensor
+    from ucformat.sources.torch_zip import Window
     from ucformat.storage.base import Store
 
 __all__ = ["TorchFile"]
@@ -24,10 +25,11 @@ __all__ = ["TorchFile"]
 class TorchFile:
     """A file of `torch.save`: `value` is what was saved, with a `StoredTensor` for each tensor."""
 
-    def __init__(self, store: Store, key: str, *, allow: tuple[str, ...] = ()) -> None:
-        self._zip = TorchZip(store, key)
+    def __init__(self, store: Store, key: str, *, allow: tuple[str, ...] = (), window: Window | None = None) -> None:
+        self._zip = TorchZip(store, key, window)
         self.store, self.key = store, key
-        self.value: Any = unpickle(self._zip.pickle, file=key, storage_nbytes=self._zip.nbytes, allow=allow)
+        label = self._zip.label
+        self.value: Any = unpickle(self._zip.pickle, file=label, storage_nbytes=self._zip.nbytes, allow=allow)
 
     def whole(self, tensor: StoredTensor) -> Iterator[Extent]:
         """The extent of a whole stored tensor; none where it has no elements."""

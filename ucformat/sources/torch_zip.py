@@ -4,6 +4,8 @@ Such a file (PyTorch 1.6 and later) is an uncompressed zip archive with one top 
 whose tensors name their storages by a persistent id, `<top>/data/<key>` is the raw bytes of a storage, and
 `<top>/byteorder` says `little` (PyTorch 2.1 and later write it). Opening one reads its last 64 KiB, the pickle and,
 where a caller asks for a storage, the 30 bytes of that member's local header; never the tensors.
+
+Such an archive may also lie in a `Window` of a larger file, as each item of a PyTorch DCP checkpoint does.
 """
 
 from __future__ import annotations
@@ -24,15 +26,25 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Store
 
-__all__ = ["MAX_PICKLE", "TorchZip"]
+__all__ = ["MAX_PICKLE", "TorchZip", "Window"]
 
 MAX_PICKLE = 256 << 20  # bytes of data.pkl, and of the zip directory; real ones are kilobytes to a few megabytes
 _TAIL = 64 << 10
 _HEAD = 32 << 10  # read with the first bytes: the pickle stands first in the file and is mostly smaller
+_ITEM = 2 << 10  # the same for an archive in a window: it holds one value, so both are small
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENCRYPTED = 0x1
 _LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch's magic number, pickled: the format before PyTorch 1.6
 _SAVE_AGAIN = "save it again with torch.save of PyTorch 1.6 or later: torch.save(torch.load(old), new)"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The bytes of a file that are an archive, which must lie inside it; `name` is what errors and records call it."""
+
+    offset: int
+    nbytes: int
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +59,10 @@ class _Member:
 class _Ranges(io.RawIOBase):
     """A seekable file over ranged reads; it keeps the tail and the last other range that it fetched."""
 
-    def __init__(self, store: Store, key: str, size: int) -> None:
-        self._store, self._key, self._size, self._at = store, key, size, 0
-        start = max(0, size - _TAIL)
-        self._windows = [(start, store.read(key, start, size - start)), (0, b"")]
+    def __init__(self, store: Store, key: str, size: int, base: int, tail: int) -> None:
+        self._store, self._key, self._size, self._base, self._at = store, key, size, base, 0
+        start = max(0, size - tail)
+        self._windows = [(start, store.read(key, base + start, size - start)), (0, b"")]
 
     def seekable(self) -> bool:
         return True
@@ -81,31 +93,36 @@ class _Ranges(io.RawIOBase):
         for start, data in self._windows:
             if start <= offset and offset + n <= start + len(data):
                 return data[offset - start : offset - start + n]
-        data = self._store.read(self._key, offset, min(n + ahead, self._size - offset))
+        data = self._store.read(self._key, self._base + offset, min(n + ahead, self._size - offset))
         self._windows[1] = (offset, data)
         return data[:n]
 
 
 class TorchZip:
-    """One file that `torch.save` wrote. `pickle` is its pickle; `nbytes` and `offset` tell where a storage lies."""
+    """What `torch.save` wrote: a file, or a window of one.
 
-    def __init__(self, store: Store, key: str) -> None:
-        self.store, self.key = store, key
-        self.size = store.info(key).size
-        self._ranges = _Ranges(store, key, self.size)
+    `pickle` is its pickle; `nbytes` and `offset` tell where a storage lies. `label` is what errors call it.
+    """
+
+    def __init__(self, store: Store, key: str, window: Window | None = None) -> None:
+        self.store, self.key, self._window = store, key, window
+        self.label = key if window is None else f"{window.name} in {key}"
+        self.size = store.info(key).size if window is None else window.nbytes
+        self._base, tail, self._head = (0, _TAIL, _HEAD) if window is None else (window.offset, _ITEM, _ITEM)
+        self._ranges = _Ranges(store, key, self.size, self._base, self.size if self.size <= 2 * tail else tail)
         self._members = self._directory()
         tops = {name.removesuffix("/data.pkl") for name in self._members if name.endswith("/data.pkl")}
         tops = {top for top in tops if "/" not in top}
         if len(tops) != 1 or any(f"{top}/constants.pkl" in self._members for top in tops):
             raise Refused(
-                f"{key} is a zip file but not one of torch.save (a TorchScript archive, perhaps)",
+                f"{self.label} is a zip file but not one of torch.save (a TorchScript archive, perhaps)",
                 hint="save the state dict with torch.save and read that",
             )
         self._top = tops.pop()
         self._offsets: dict[str, int] = {}
         order = f"{self._top}/byteorder"
         if order in self._members and self._content(order) != b"little":
-            raise Refused(f"{key} was written on a big-endian machine; only little-endian files are read")
+            raise Refused(f"{self.label} was written on a big-endian machine; only little-endian files are read")
         self.pickle = self._content(f"{self._top}/data.pkl")
 
     def nbytes(self, storage: str) -> int:
@@ -123,33 +140,34 @@ class TorchZip:
         """
         for name, member in self._members.items():
             crc = member.crc32 if member.crc32 or not member.nbytes else None
-            yield Record(self.key, name, member.nbytes, crc, partial(self._locate, name))
+            whole = name if self._window is None else f"{name} of {self._window.name}"
+            yield Record(self.key, whole, member.nbytes, crc, partial(self._absolute, name))
 
     def offset(self, storage: str) -> int:
         """Where in the file the bytes of a storage begin; the first call for each reads 30 bytes."""
         if storage not in self._offsets:
-            self._offsets[storage] = self._locate(f"{self._top}/data/{storage}")
+            self._offsets[storage] = self._absolute(f"{self._top}/data/{storage}")
         return self._offsets[storage]
 
     def _storage(self, storage: str) -> _Member:
         member = self._members.get(f"{self._top}/data/{storage}")
         if member is None:
             raise MissingData(
-                f"{self.key} lacks the storage {storage!r} that its pickle names",
+                f"{self.label} lacks the storage {storage!r} that its pickle names",
                 hint="the file is damaged; copy it again from where it was saved",
             )
         return member
 
     def _directory(self) -> dict[str, _Member]:
         """The members by name, each checked to be plain bytes inside the file."""
-        if self.size < 4 or not self._ranges.fetch(0, min(512, self.size), ahead=_HEAD).startswith(b"PK\x03\x04"):
+        if self.size < 4 or not self._ranges.fetch(0, min(512, self.size), ahead=self._head).startswith(b"PK\x03\x04"):
             raise self._not_a_zip()
         try:
             with zipfile.ZipFile(self._ranges) as archive:
                 listed = archive.infolist()
         except (zipfile.BadZipFile, OSError, ValueError, struct.error, NotImplementedError, UnicodeError) as error:
             raise IntegrityError(
-                f"{self.key} begins as a zip file but has no directory at its end ({error}): it is truncated or "
+                f"{self.label} begins as a zip file but has no directory at its end ({error}): it is truncated or "
                 "damaged",
                 hint="copy it again from where it was saved",
             ) from error
@@ -158,14 +176,14 @@ class TorchZip:
             name = info.filename
             if info.flag_bits & _ENCRYPTED or info.compress_type != zipfile.ZIP_STORED:
                 raise Refused(
-                    f"{name} in {self.key} is compressed or encrypted, so it cannot be read in place",
+                    f"{name} in {self.label} is compressed or encrypted, so it cannot be read in place",
                     hint="the file was packed by something other than torch.save; " + _SAVE_AGAIN,
                 )
             if info.file_size != info.compress_size or name in members:
-                raise IntegrityError(f"{name} in {self.key} has two sizes, or stands there twice")
+                raise IntegrityError(f"{name} in {self.label} has two sizes, or stands there twice")
             if not 0 <= info.header_offset <= info.header_offset + info.file_size <= self.size:
                 raise IntegrityError(
-                    f"{name} in {self.key} would reach past the end of the file ({self.size:,} bytes)",
+                    f"{name} in {self.label} would reach past the end of the file ({self.size:,} bytes)",
                     hint="the file is truncated or damaged; copy it again from where it was saved",
                 )
             members[name] = _Member(info.header_offset, info.file_size, info.CRC)
@@ -175,33 +193,37 @@ class TorchZip:
         """What to say of a file that is no zip archive."""
         head = self._ranges.fetch(0, min(512, self.size))
         if _LEGACY in head[:32] or head[257:262] == b"ustar":
-            return Refused(f"{self.key} is in torch's format of before version 1.6", hint=_SAVE_AGAIN)
+            return Refused(f"{self.label} is in torch's format of before version 1.6", hint=_SAVE_AGAIN)
         return IntegrityError(
-            f"{self.key} is not a file of torch.save ({self.size:,} bytes that begin with {head[:8]!r})",
+            f"{self.label} is not a file of torch.save ({self.size:,} bytes that begin with {head[:8]!r})",
             hint="copy it again from where it was saved",
         )
 
+    def _absolute(self, name: str) -> int:
+        """Where in the file the content of a member begins."""
+        return self._base + self._locate(name)
+
     def _locate(self, name: str) -> int:
-        """Where the content of a member begins: after its local header, whose length only it knows itself."""
+        """Where in the archive the content of a member begins: after its local header, whose length only it knows itself."""
         member = self._members.get(name)
         if member is None:
-            raise MissingData(f"{self.key} lacks its member {name}")
+            raise MissingData(f"{self.label} lacks its member {name}")
         head = self._ranges.fetch(member.header_offset, min(30, self.size - member.header_offset))
         if len(head) < 30 or not head.startswith(b"PK\x03\x04"):
-            raise IntegrityError(f"{name} in {self.key} has no header where the directory puts it")
+            raise IntegrityError(f"{name} in {self.label} has no header where the directory puts it")
         _, name_length, extra_length = _LOCAL_HEADER.unpack(head)
         start = member.header_offset + 30 + name_length + extra_length
         if start + member.nbytes > self.size:
-            raise IntegrityError(f"{name} in {self.key} would reach past the end of the file ({self.size:,} bytes)")
+            raise IntegrityError(f"{name} in {self.label} would reach past the end of the file ({self.size:,} bytes)")
         return int(start)
 
     def _content(self, name: str) -> bytes:
         """A small member, checked against its CRC-32."""
         member = self._members[name]
         if member.nbytes > MAX_PICKLE:
-            raise Refused(f"{name} in {self.key} has {member.nbytes:,} bytes, more than {MAX_PICKLE:,}")
+            raise Refused(f"{name} in {self.label} has {member.nbytes:,} bytes, more than {MAX_PICKLE:,}")
         self._ranges.fetch(member.header_offset, min(30, self.size - member.header_offset), ahead=member.nbytes + 1024)
         data = self._ranges.fetch(self._locate(name), member.nbytes)
         if member.crc32 and zlib.crc32(data) != member.crc32:
-            raise IntegrityError(f"{name} in {self.key} does not match its CRC-32", hint="the file is damaged")
+            raise IntegrityError(f"{name} in {self.label} does not match its CRC-32", hint="the file is damaged")
         return data

@@ -18,14 +18,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ucformat.errors import Refused, UsageError
 from ucformat.geometry.tensor import Key
-from ucformat.torch.names import GROUPS, dotted, name_paths, optimizer_roots
+from ucformat.sources.dcp.names import GROUPS, dotted, name_paths, optimizer_roots
 from ucformat.torch.objects import PerRank
 from ucformat.torch.rng import Rng
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
 
-    from ucformat.torch.names import Path
+    from ucformat.sources.dcp.names import Path
 
     Modules = list[tuple[Path, torch.nn.Module]]
 

@@ -16,15 +16,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ucformat.geometry.tensor import Key
+from ucformat.sources.dcp.names import GROUPS, dotted, key_of_dotted
 from ucformat.sources.values import json_key
 from ucformat.torch.memory import torch_dtype
-from ucformat.torch.names import GROUPS, dotted, key_of_dotted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.torch.names import Path
+    from ucformat.sources.dcp.names import Path
 
 __all__ = ["Entries", "Option", "Value", "Weight"]
 

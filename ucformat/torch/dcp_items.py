@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from ucformat.errors import LayoutError, UsageError
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
+from ucformat.sources.dcp.names import GROUPS, dotted
 from ucformat.sources.values import json_key
 from ucformat.torch.collect import collect
 from ucformat.torch.dtensor import local_of, mesh_of
 from ucformat.torch.memory import copied_to_host, host_memory
-from ucformat.torch.names import GROUPS, dotted
 from ucformat.torch.objects import PerRank, encode
 from ucformat.torch.state import groups_of
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
+    from ucformat.sources.dcp.names import Path
     from ucformat.torch.local import Local
     from ucformat.torch.memory import Memory
-    from ucformat.torch.names import Path
 
 __all__ = ["LocalItems", "Part", "Values", "collect_items", "join_values", "local_items"]
 

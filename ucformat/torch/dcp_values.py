@@ -9,10 +9,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ucformat.errors import Refused
+from ucformat.sources.dcp.names import GROUPS
 from ucformat.torch.collect import Collected, Group
 from ucformat.torch.dcp_entries import Option, Value
 from ucformat.torch.match import Problems
-from ucformat.torch.names import GROUPS
 from ucformat.torch.objects import decode
 from ucformat.torch.restore import fit_groups
 

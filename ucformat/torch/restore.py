@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import Refused
+from ucformat.sources.dcp.names import dotted
 from ucformat.sources.values import json_key
 from ucformat.torch.match import Problems
-from ucformat.torch.names import dotted
 from ucformat.torch.objects import decode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ucformat.checkpoint import Checkpoint
+    from ucformat.sources.dcp.names import Path
     from ucformat.torch.collect import Collected, Group, Leaf
     from ucformat.torch.group import Group as Ranks
-    from ucformat.torch.names import Path
     from ucformat.torch.objects import PerRank
 
 __all__ = ["find_object", "fit_groups", "fit_objects"]

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ucformat.sources.dcp.names import dotted
 from ucformat.sources.values import json_key
 from ucformat.torch.collect import collect
 from ucformat.torch.dtensor import local_of, mesh_of
 from ucformat.torch.local import LocalState
-from ucformat.torch.names import dotted
 from ucformat.torch.objects import encode
 from ucformat.torch.writing import Listing
 

@@ -1,0 +1,1 @@
+"""PyTorch DCP checkpoints as tensors and extents."""
