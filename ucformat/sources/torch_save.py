@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ucformat.sources.base import Record
     from ucformat.storage.base import Store
 
-__all__ = ["OpenTorchSave", "TorchSave", "add_module", "open_shards"]
+__all__ = ["OpenTorchSave", "TorchSave", "choose_files"]
 
 _THREADS = 8
 _NAMED = 10
@@ -69,7 +69,7 @@ class TorchSave:
     def open(self, store: Store) -> OpenTorchSave:
         """Open the one checkpoint of a folder."""
         infos = root_files(store)
-        keys, index = _choose(
+        keys, index = choose_files(
             [n for n in _candidates(infos) if n.endswith(_INDEX) or self.find_file(store, n)], store.url
         )
         return OpenTorchSave(store, keys, index, self._allow, self._groups, find_assets(infos.values(), keys))
@@ -91,7 +91,7 @@ class TorchSave:
                 hint="open the folder that it lies in",
             )
         if _CUT.fullmatch(key):
-            _choose([n for n in root_files(store) if _CUT.fullmatch(n)], store.url)
+            choose_files([n for n in root_files(store) if _CUT.fullmatch(n)], store.url)
         index = key if key.endswith(_INDEX) else None
         return OpenTorchSave(store, [] if index else [key], index, self._allow, self._groups, (), folder=key)
 
@@ -112,20 +112,20 @@ class OpenTorchSave:
         folder: str = "",
     ) -> None:
         self.store, self.contents = store, Contents()
-        files, metadata = open_shards(store, keys, index, allow)
+        files, metadata = _open_shards(store, keys, index, allow)
         self._keys = [f.key for f in files]
         aliases: dict[str, str] = {}
         objects: dict[str, Any] = {"index": to_json(metadata)} if metadata else {}
         engine, step = {"name": "pytorch"}, None
         if len(files) > 1 or index is not None:
             for file in files:
-                aliases |= add_module(_flat(file), "", file, self.contents)
+                aliases |= _add_module(_flat(file), "", file, self.contents)
         else:
             (file,) = files
             parts = _parts(file)
             stored: dict[StoredTensor, str] = {}
             for path, prefix in parts.prefixes():
-                aliases |= add_module(parts.modules[path], prefix, file, self.contents, stored)
+                aliases |= _add_module(parts.modules[path], prefix, file, self.contents, stored)
             objects |= self._values(file, parts, groups)
             engine, step = _engine(file.value), _step(file.value)
         self.facts = Facts(
@@ -171,7 +171,7 @@ class OpenTorchSave:
             yield from TorchZip(self.store, key).records()
 
 
-def open_shards(
+def _open_shards(
     store: Store, keys: Sequence[str], index: str | None, allow: tuple[str, ...] = ()
 ) -> tuple[list[TorchFile], dict[str, Any]]:
     """The files, those that the index names where there is one, and what it says besides; both agree."""
@@ -188,7 +188,7 @@ def open_shards(
     return files, metadata
 
 
-def add_module(
+def _add_module(
     tensors: Mapping[str, StoredTensor],
     prefix: str,
     file: TorchFile,
@@ -234,7 +234,7 @@ def _candidates(names: Mapping[str, Any]) -> list[str]:
     return sorted(own, key=lambda n: (not n.endswith(_INDEX), not _MODEL.fullmatch(n), n))
 
 
-def _choose(names: Sequence[str], url: str) -> tuple[list[str], str | None]:
+def choose_files(names: Sequence[str], url: str) -> tuple[list[str], str | None]:
     """The files of the one checkpoint, or its index; UsageError where it is not clear which is meant."""
     cut = [n for n in names if _CUT.fullmatch(n)]
     if len(cut) > 1:

@@ -1,0 +1,5 @@
+"""Directories of Hugging Face's Trainer and Accelerate as tensors and extents."""
+
+from ucformat.sources.huggingface.source import HuggingFace, OpenHuggingFace
+
+__all__ = ["HuggingFace", "OpenHuggingFace"]

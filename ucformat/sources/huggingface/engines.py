@@ -1,0 +1,170 @@
+"""The engine's tensors in a directory of Trainer or Accelerate: DeepSpeed's, FSDP's, or files of models and optimizers.
+
+Where an engine keeps the weights and a copy of them was exported beside it (`model.safetensors` next to a DeepSpeed
+folder), the engine's count and the copy is not read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import IntegrityError, MissingData, Refused
+from ucformat.sources.contents import Contents, Group
+from ucformat.sources.deepspeed import DeepSpeed
+from ucformat.sources.huggingface.order import module_order
+from ucformat.sources.inside import Inside
+from ucformat.sources.safetensors import OpenSafetensors
+from ucformat.sources.safetensors.folder import choose
+from ucformat.sources.torch_file import TorchFile
+from ucformat.sources.torch_optimizer import Module, Optimizer, add_optimizer, is_optimizer
+from ucformat.sources.torch_save import OpenTorchSave, choose_files
+from ucformat.storage.below import Below
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ucformat.sources.base import OpenSource
+    from ucformat.sources.huggingface.folder import Contained
+    from ucformat.storage.base import Store
+
+__all__ = ["Engine", "open_engine"]
+
+
+@dataclass(slots=True)
+class Engine:
+    """What was found of it, apart from the tensors, which are in the contents."""
+
+    described: dict[str, str] = field(default_factory=dict)
+    sources: list[OpenSource] = field(default_factory=list)
+    zips: list[str] = field(default_factory=list)  # further files of torch.save
+    unchecked: list[str] = field(default_factory=list)  # files without checksums
+    files: list[str] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    step: int | None = None
+
+
+def open_engine(
+    store: Store,
+    found: Contained,
+    infos: Mapping[str, Any],
+    contents: Contents,
+    allow: tuple[str, ...],
+    groups: Mapping[str, Sequence[Sequence[str]]],
+) -> Engine:
+    """Add the engine's tensors to the contents."""
+    engine = Engine()
+    if found.deepspeed:
+        _add(DeepSpeed(allow=allow, groups=groups.get("optimizer")).open(store), "", engine, contents)
+        engine.described = _named(engine.sources[0])
+    elif found.fsdp_models:
+        _sharded(store, found, engine, contents)
+    else:
+        _whole(store, found, infos, engine, contents, allow, groups)
+    return engine
+
+
+def _named(source: OpenSource) -> dict[str, str]:
+    facts = source.facts.engine
+    return {"engine": facts["name"], **({"engine_version": facts["version"]} if facts.get("version") else {})}
+
+
+def _add(source: OpenSource, prefix: str, engine: Engine, contents: Contents) -> None:
+    """All that an opened checkpoint holds, its names behind a prefix."""
+    facts = source.facts
+    for info in facts.roster.tensors:
+        contents.add(prefix + info.name, info.state, info.dtype, info.shape, partial(source.extents, info.key))
+    engine.sources.append(source)
+    engine.aliases |= {prefix + alias: prefix + name for alias, name in facts.aliases.items()}
+    engine.objects |= facts.objects
+    for group in facts.groups:
+        hyper = {k: v for k, v in group.items() if k != "params"}
+        contents.groups.append(Group([prefix + n for n in group["params"]], hyper))
+    engine.layout = {**engine.layout, **facts.layout}
+    engine.step = engine.step if engine.step is not None else facts.step
+    engine.files += facts.files
+
+
+def _sharded(store: Store, found: Contained, engine: Engine, contents: Contents) -> None:
+    """FSDP's sharded state dicts: folders of PyTorch DCP, one for each model and each optimizer."""
+    from ucformat.sources import open_source  # which knows this module too
+
+    several = len(found.fsdp_models) > 1
+    for folders in (found.fsdp_models, found.fsdp_optimizers):
+        for number, folder in sorted(folders.items()):
+            source = open_source(Below(store, folder))
+            if source is None:
+                raise MissingData(
+                    f"{folder} holds no checkpoint of PyTorch DCP",
+                    hint="the save did not finish, or its `.metadata` was not copied; copy the whole folder again",
+                )
+            _add(Inside(source, store, folder), _prefix(number) if several else "", engine, contents)
+    engine.described = {"engine": "fsdp"}
+
+
+def _whole(
+    store: Store,
+    found: Contained,
+    infos: Mapping[str, Any],
+    engine: Engine,
+    contents: Contents,
+    allow: tuple[str, ...],
+    groups: Mapping[str, Sequence[Sequence[str]]],
+) -> None:
+    """Models and optimizers in files of their own."""
+    models = {n: [f] for n, f in found.fsdp_whole.items()} or found.models
+    modules = []
+    for number, names in sorted(models.items()):
+        prefix = _prefix(number) if len(models) > 1 else ""
+        source = _open_model(store, names, allow)
+        before = len(engine.objects)
+        objects = source.facts.objects
+        _add(source, prefix, engine, contents)
+        if len(models) > 1 and objects:  # one model's metadata is not another's
+            kept = dict(list(engine.objects.items())[:before])
+            engine.objects = kept | {_prefix(number) + k: v for k, v in objects.items()}
+        tensors = {i.name: (i.dtype, i.shape) for i in source.facts.roster.tensors if i.state == "weight"}
+        ordered = source.kind == "torch_save"
+        if not ordered and (order := module_order(store, infos, list(tensors))) is not None:
+            tensors, ordered = {name: tensors[name] for name in order}, True
+        modules.append(Module.of(tensors, prefix, ordered=ordered, main=len(models) == 1))
+    engine.unchecked = [f for f in engine.files if f.endswith(".safetensors")]
+    unnamed = []
+    for number, key in found.optimizers.items():
+        path = f"optimizer_{number}" if number else "optimizer"
+        if not _add_optimizer(TorchFile(store, key, allow=allow), path, modules, contents, groups.get(path)):
+            unnamed.append(path)
+        engine.zips.append(key)
+        engine.files.append(key)
+    if unnamed:
+        engine.objects["unnamed"] = unnamed
+    if found.fsdp_whole:
+        engine.described = {"engine": "fsdp"}
+
+
+def _add_optimizer(
+    file: TorchFile, path: str, modules: Sequence[Module], contents: Contents, given: Sequence[Sequence[str]] | None
+) -> bool:
+    if not is_optimizer(file.value):
+        raise IntegrityError(
+            f"{file.key} holds no optimizer's state dict", hint="the file is of another program, or of a newer version"
+        )
+    return add_optimizer(Optimizer.parse(file.value, path, file), modules, contents, given)
+
+
+def _open_model(store: Store, names: Sequence[str], allow: tuple[str, ...]) -> OpenSource:
+    """One model's files, which are all of one kind."""
+    if any(".safetensors" in name for name in names):
+        return OpenSafetensors(store, choose(names, store.url), ())
+    if any("_rank" in name for name in names):
+        raise Refused(f"{names[0]}: not yet read: FSDP's state dicts of each rank")
+    keys, index = choose_files(names, store.url)
+    return OpenTorchSave(store, keys, index, allow, {}, ())
+
+
+def _prefix(number: int) -> str:
+    """What the names of one of several models begin with: as Accelerate calls their files."""
+    return f"model_{number}." if number else "model."

@@ -1,0 +1,149 @@
+"""What lies in a directory of Trainer or Accelerate: which engine's files, and which others.
+
+Trainer writes `checkpoint-500/`, Accelerate's `save_state` a folder of any name. Both hold the engine's own files:
+
+- DeepSpeed: `latest` and the folder that it names (`global_step500/`; Accelerate: `pytorch_model/`);
+- FSDP, sharded: `pytorch_model_fsdp_0/` and `optimizer_0/`, which PyTorch DCP wrote;
+- FSDP, whole: `pytorch_model_fsdp.bin` and `optimizer.bin`;
+- else: a model's files (`model.safetensors`, `pytorch_model.bin`, `adapter_model.safetensors`, or an index), and
+  `optimizer.pt` (Trainer) or `optimizer.bin` (Accelerate).
+
+Of several models and optimizers Accelerate numbers the further ones: `model_1.safetensors`, `optimizer_1.bin`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ucformat.errors import Refused, UsageError
+from ucformat.sources.deepspeed.folder import is_model_or_optimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+__all__ = ["Contained", "classify", "looks_like_trainer", "marks", "ranked_values"]
+
+_MARKS = re.compile(r"trainer_state\.json|random_states_\d+\.pkl|training_args\.bin|pytorch_model_fsdp(_\d+)?\.bin")
+_OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?\.(?:pt|bin)")
+_MODEL = re.compile(r"(?:model|pytorch_model|adapter_model)(?:_(\d+))?(?:-\d{5,}-of-\d{5,})?"
+                    r"\.(safetensors|bin)(?:\.index\.json)?")  # fmt: skip
+_FSDP = re.compile(r"(pytorch_model_fsdp_(\d+)|optimizer_(\d+))/.+")
+_FSDP_WHOLE = re.compile(r"pytorch_model_fsdp(?:_(\d+))?\.bin")
+_RUN = re.compile(r"(checkpoint-\d+)/trainer_state\.json")
+_VALUE = re.compile(
+    r"((?:training_args|scheduler|scaler|sampler|dl_state_dict|custom_checkpoint)(?:_\d+)?)\.(?:pt|bin|pkl)"
+)
+_RANKED = re.compile(r"(rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
+_NOT_READ = (
+    (re.compile(r"pytorch_model_fsdp.*_rank\d+\.bin|optimizer(_\d+)?_rank\d+\.bin"), "FSDP's state dicts of each rank"),
+    (re.compile(r"rank\d+-of-\d+-.+"), "checkpoints of FSDP under XLA"),
+    (re.compile(r"(model|optimizer)\.(pt|bin)_\d.*|user_content\.pt"), "SageMaker's model parallelism"),
+    (re.compile(r"pytorch_model_\d+/[^/]*(mp_rank|pp_rank)[^/]*\.pt"), "several DeepSpeed models in one folder"),
+)  # fmt: skip
+_NAMED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Contained:
+    """The files by what they are; models, optimizers and folders by their numbers."""
+
+    deepspeed: bool
+    fsdp_models: dict[int, str]  # folders
+    fsdp_optimizers: dict[int, str]
+    fsdp_whole: dict[int, str]
+    models: dict[int, list[str]]
+    optimizers: dict[int, str]
+    values: dict[str, str]  # name of the object -> file
+    ranked: dict[str, dict[int, str]]  # name of the object -> rank -> file
+    trainer_state: bool
+
+
+def marks(name: str) -> bool:
+    """Whether a folder with a file of this name is one of Trainer's or Accelerate's."""
+    return _MARKS.fullmatch(name) is not None
+
+
+def looks_like_trainer(names: Collection[str]) -> bool:
+    """Whether the files of a folder are Trainer's or Accelerate's, or it holds the checkpoints of a run of Trainer."""
+    if any(marks(n) or (_FSDP.fullmatch(n) and n.startswith("pytorch_model_fsdp")) for n in names):
+        return True
+    if any(_OPTIMIZER.fullmatch(n) for n in names) and any(_MODEL.fullmatch(n) for n in names):
+        return True
+    return any(_RUN.fullmatch(n) for n in names) and not any(_MODEL.fullmatch(n) for n in names)
+
+
+def classify(names: Iterable[str], url: str) -> Contained:
+    """The files of a folder, by role."""
+    names = list(names)
+    for pattern, what in _NOT_READ:
+        for name in names:
+            if pattern.fullmatch(name):
+                raise Refused(f"{name}: not yet read: {what}", hint="save whole or sharded (DCP) state dicts, or "
+                              "open the folder of one of them")  # fmt: skip
+    found = Contained(
+        deepspeed="latest" in names or any(is_model_or_optimizer(n) for n in names if n.count("/") < 2),
+        fsdp_models=_folders(names, 2),
+        fsdp_optimizers=_folders(names, 3),
+        fsdp_whole={int(m[1] or 0): m[0] for n in names if (m := _FSDP_WHOLE.fullmatch(n))},
+        models=_models(names),
+        optimizers=_optimizers(names),
+        values={m[1]: m[0] for n in names if (m := _VALUE.fullmatch(n))},
+        ranked=ranked_values(names),
+        trainer_state="trainer_state.json" in names,
+    )
+    if not (found.deepspeed or found.fsdp_models or found.fsdp_whole or found.models or found.optimizers):
+        runs = sorted({m[1] for n in names if (m := _RUN.fullmatch(n))}, key=lambda r: int(r.partition("-")[2]))
+        more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
+        if runs:
+            raise UsageError(
+                f"{url} is the folder of a run: it holds {', '.join(runs[:_NAMED])}{more}",
+                hint=f"open one of them: {url}/{runs[-1]}",
+            )
+        raise UsageError(
+            f"{url} has the files of a Trainer, but no model and no optimizer",
+            hint="the save did not finish, or the files were moved; look for the checkpoint's other files",
+        )
+    return found
+
+
+def ranked_values(names: Iterable[str]) -> dict[str, dict[int, str]]:
+    """The states of random generators, which each rank writes to a file of its own."""
+    found: dict[str, dict[int, str]] = {}
+    for name in names:
+        if match := _RANKED.fullmatch(name):
+            found.setdefault(match[1], {})[int(match[2] or 0)] = name
+    return found
+
+
+def _folders(names: Iterable[str], number: int) -> dict[int, str]:
+    matches = [m for n in names if (m := _FSDP.fullmatch(n))]
+    return {int(m[number]): m[1] for m in matches if m[number] is not None}
+
+
+def _models(names: Iterable[str]) -> dict[int, list[str]]:
+    """The files of each model; where both are there, safetensors and not the pickle."""
+    found: dict[int, list[tuple[str, str]]] = {}
+    for name in names:
+        if match := _MODEL.fullmatch(name):
+            found.setdefault(int(match[1] or 0), []).append((match[2], name))
+    out = {}
+    for number, files in sorted(found.items()):
+        kind = max(suffix for suffix, _ in files)
+        out[number] = [name for suffix, name in files if suffix == kind]
+    return out
+
+
+def _optimizers(names: Iterable[str]) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for name in names:
+        if match := _OPTIMIZER.fullmatch(name):
+            number = int(match[1] or 0)
+            if number in found:
+                raise UsageError(
+                    f"{found[number]} and {name} stand side by side: Trainer's and Accelerate's files in one folder",
+                    hint="move the files of the save that you do not want elsewhere",
+                )
+            found[number] = name
+    return dict(sorted(found.items()))
