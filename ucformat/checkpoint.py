@@ -7,19 +7,21 @@ from datetime import UTC, datetime
 from functools import cached_property
 from os import PathLike, fspath
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ucformat.errors import NotACheckpoint, NotFound, TensorNotFound
 from ucformat.format.commit import MANIFEST
 from ucformat.format.digest import document_digest
 from ucformat.format.universal import Universal
 from ucformat.geometry.tensor import Key
+from ucformat.geometry.view_document import expand, read_steps
 from ucformat.planning import Bound, plan_rank
 from ucformat.schema.manifest import GroupDoc, Manifest, TensorDoc
 from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.sources import SOURCES, open_source, open_source_file
 from ucformat.storage.url import open_store
 from ucformat.tensor import Tensor
+from ucformat.viewed import Viewed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,8 +30,9 @@ if TYPE_CHECKING:
     from ucformat.geometry.layout import Layout
     from ucformat.geometry.plan import Verify
     from ucformat.geometry.tensor import TensorInfo
+    from ucformat.geometry.view_document import Steps
     from ucformat.planning import ReadPlan
-    from ucformat.sources.base import OpenSource
+    from ucformat.sources.base import OpenSource, Readable
     from ucformat.storage.base import Info, Store
 
 __all__ = ["Checkpoint", "open_checkpoint"]
@@ -99,11 +102,19 @@ class Checkpoint(Mapping[str, Tensor]):
     `ck[name]` is a lazy tensor in state `weight`, or `master` where only that is stored; `ck[name, state]` in another.
     """
 
-    def __init__(self, source: OpenSource | Universal) -> None:
+    def __init__(self, source: Readable) -> None:
+        if source.facts.means:
+            source = Viewed(source, ())
         self.source = source  # how it is read: for the rooms above, not for users
+        origin = source
+        while isinstance(origin, Viewed):
+            origin = origin.base
+        self.origin = cast("OpenSource | Universal", origin)  # what it is a view of
         self._infos: dict[Key, TensorInfo] = {info.key: info for info in source.facts.roster.tensors}
         self._states: dict[str, list[str]] = {}
-        self._bound: tuple[Layout, tuple[str, ...] | None, Bound] | None = None  # the last: ranks are planned in turn
+        self._bound: tuple[Layout, tuple[str, ...] | None, Readable, Bound] | None = (
+            None  # the last: ranks are planned in turn
+        )
         for key in self._infos:
             self._states.setdefault(key.name, []).append(key.state)
 
@@ -122,11 +133,14 @@ class Checkpoint(Mapping[str, Tensor]):
         """The id: of a universal checkpoint the manifest's, of a foreign one a digest of its content.
 
         The latter is made of the checksums in its files, wherever these lie; where the writer made none, of the place,
-        and the files' sizes and times.
+        and the files' sizes and times. Of a view it is a digest of the checkpoint's and the steps.
         """
-        if isinstance(self.source, Universal):
-            return self.source.manifest.id
-        sums = sorted((r.file.rpartition("/")[2], r.name, r.nbytes, r.crc32) for r in self.source.records() if r.crc32)
+        if isinstance(self.source, Viewed) and self.source.steps:
+            steps = [step.model_dump(by_alias=True) for _, step in self.source.steps]
+            return document_digest([Checkpoint(self.origin).id, steps]).rpartition(":")[2][:32]
+        if isinstance(self.origin, Universal):
+            return self.origin.manifest.id
+        sums = sorted((r.file.rpartition("/")[2], r.name, r.nbytes, r.crc32) for r in self.origin.records() if r.crc32)
         if not sums:
             known = [(i.key.rpartition("/")[2], i.size, i.version) for i in self.files()]
             return document_digest([self.home, *known]).rpartition(":")[2][:32]
@@ -168,28 +182,32 @@ class Checkpoint(Mapping[str, Tensor]):
     @cached_property
     def objects(self) -> Mapping[str, Any]:
         """The non-tensor values: step counters, scheduler, scaler, client state, random generators; plain JSON."""
-        return self.source.objects() if isinstance(self.source, Universal) else self.facts.objects
+        return self.origin.objects() if isinstance(self.origin, Universal) else self.facts.objects
 
     @cached_property
     def assets(self) -> Mapping[str, bytes]:
         """Files kept as they are, read when asked for."""
-        if isinstance(self.source, Universal):
-            docs, read = self.source.manifest.assets, self.source.read_file
+        if isinstance(self.origin, Universal):
+            docs, read = self.origin.manifest.assets, self.origin.read_file
             return _Lazy({name: lambda d=doc: read(d) for name, doc in docs.items()})
         store = self.store
         return _Lazy({name: lambda n=name: store.read(n) for name in self.facts.assets})
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The manifest; of a foreign checkpoint the one that describes it, without id, attempt, paths and digests."""
+        """The manifest; of a foreign one, or a view, one that describes it, without id, attempt, paths and digests."""
         if isinstance(self.source, Universal):
             return self.source.manifest
         facts = self.facts
+        told = self.origin.manifest if isinstance(self.origin, Universal) else None
         return Manifest(
             id="",
             attempt="",
             created=datetime.now(UTC),
             producer={f"engine.{k}": v for k, v in facts.engine.items()},
+            run=told.run if told else None,
+            metrics=told.metrics if told else {},
+            config=told.config if told else {},
             step=facts.step,
             layout=dict(facts.layout),
             groups=group_docs(facts),
@@ -254,15 +272,28 @@ class Checkpoint(Mapping[str, Tensor]):
         """What `rank` of `layout` will read of these states (None: of all); reads no tensor bytes.
 
         Args:
-            layout: where each tensor lies on each rank.
+            layout: where each tensor lies on each rank; where it has a view, of the tensors seen through that.
             rank: the rank in the layout's mesh.
             states: `weight`, `master`, `exp_avg`, …
             verify: which checksums to check: of chunks that are read `whole`, `always` (reads whole chunks), `never`.
         """
         chosen = None if states is None else tuple(states)
         if self._bound is None or self._bound[0] is not layout or self._bound[1] != chosen:
-            self._bound = (layout, chosen, Bound.of(self.source.facts.roster, layout, chosen))
-        return plan_rank(self.source, self._bound[2], rank, verify)
+            source = self.view(layout).source if layout.view else self.source
+            self._bound = (layout, chosen, source, Bound.of(source.facts.roster, layout, chosen))
+        return plan_rank(self._bound[2], self._bound[3], rank, verify)
+
+    def view(self, steps: Steps) -> Checkpoint:
+        """The same checkpoint under other names, shapes and dtypes; nothing is copied.
+
+        Args:
+            steps: the steps as a layout file spells them (`docs/view.md`), that is, a list of mappings; or the path of
+                such a file, a layout, or the name of a preset.
+
+        Raises:
+            LayoutError: a step cannot be done; it names the step and the tensor.
+        """
+        return Checkpoint(Viewed(self.source, expand(read_steps(steps), self.objects, self.assets, self.names())))
 
     def __repr__(self) -> str:
         total = sum(i.nbytes for i in self._infos.values())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ucformat.geometry.tensor import Roster
+    from ucformat.geometry.tensor import Key, Roster
 
 __all__ = ["Facts"]
 
@@ -26,4 +26,6 @@ class Facts:
     layout: Mapping[str, Any] = field(default_factory=dict)  # {"zero": 3, "dp": 4, …}
     engine: Mapping[str, str] = field(default_factory=dict)  # {"name": "deepspeed", "version": "0.19.8", …}
     files: tuple[str, ...] = ()  # keys of every file that holds a part of it
+    #: Tensors that are stored as several contributions, of which each is the mean; those are in no roster.
+    means: Mapping[Key, tuple[Key, ...]] = field(default_factory=dict)
     folder: str = ""  # the folder or file in the store that is the checkpoint itself, where the store is around it

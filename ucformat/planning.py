@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ucformat.format.universal import Universal
     from ucformat.geometry.bound import BoundLayout, Local
     from ucformat.geometry.layout import Layout
     from ucformat.geometry.plan import Plan, Verify
-    from ucformat.sources.base import OpenSource
+    from ucformat.sources.base import Readable
     from ucformat.storage.base import Store
 
 __all__ = ["Bound", "Buffer", "Held", "ReadPlan", "check_sizes", "plan_rank"]
@@ -203,7 +202,7 @@ class Bound:
         return cls(layout.bind(Roster(renamed, groups)), stored)
 
 
-def plan_rank(source: OpenSource | Universal, bound: Bound, rank: int, verify: Verify) -> ReadPlan:
+def plan_rank(source: Readable, bound: Bound, rank: int, verify: Verify) -> ReadPlan:
     """What `rank` will read.
 
     Raises:
@@ -230,9 +229,7 @@ def _chosen(roster: Roster, states: Sequence[str] | None) -> Roster:
 class _Planner:
     """Lays out one rank's buffers, and wants its pieces."""
 
-    def __init__(
-        self, source: OpenSource | Universal, bound: BoundLayout, rank: int, stored: Mapping[Key, TensorInfo]
-    ) -> None:
+    def __init__(self, source: Readable, bound: BoundLayout, rank: int, stored: Mapping[Key, TensorInfo]) -> None:
         self.source, self.bound, self.rank, self.stored = source, bound, rank, stored
         self.infos = {i.key: i for i in source.facts.roster.tensors}
         self.buffers = [Buffer(k, b.dtype, (b.size,), padded=True) for k, b in bound.buffers(rank).items()]

@@ -19,10 +19,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
-    from ucformat.format.universal import Universal
     from ucformat.geometry.plan import Plan, Verify
     from ucformat.geometry.tensor import TensorInfo
-    from ucformat.sources.base import OpenSource
+    from ucformat.sources.base import Readable
 
     Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
@@ -32,7 +31,7 @@ __all__ = ["Tensor"]
 class Tensor:
     """One tensor in one state. Slicing reads exactly the slice: `t[0:512, 128:]`, `t[...]`, `np.asarray(t)`."""
 
-    def __init__(self, info: TensorInfo, source: OpenSource | Universal) -> None:
+    def __init__(self, info: TensorInfo, source: Readable) -> None:
         self.info = info
         self._source = source
 

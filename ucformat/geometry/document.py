@@ -6,17 +6,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from ucformat.errors import LayoutError, UpgradeNeeded
 from ucformat.geometry.mesh import Mesh
 from ucformat.geometry.placement import Flat, Owner, Partial, Placement, Replicate, Shard, Stage
 from ucformat.geometry.rules import Rule
 from ucformat.schema import layout as schema
+from ucformat.schema.view import Step
 from ucformat.written import read_written
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["lift_mesh", "lift_rule", "lower", "lower_rule", "read", "validate"]
+__all__ = ["lift_mesh", "lift_rule", "lower", "lower_rule", "lower_step", "read", "validate"]
+
+_STEP: TypeAdapter[Step] = TypeAdapter(Step)
 
 
 def read(path: Path) -> Any:
@@ -35,14 +40,23 @@ def validate(document: Any) -> schema.LayoutDocument:
         model = schema.checked(schema.LayoutDocument, document)
     except schema.Faults as e:
         raise LayoutError(f"not a layout:\n{e}", hint="docs/layout.md describes the file") from e
+    if model.view and not (model.rules or model.stages or model.data or model.mesh or model.meshes):
+        return model
     if (model.mesh is None) == (model.meshes is None):
         raise LayoutError("a layout has either mesh or meshes")
+    if not model.rules:
+        raise LayoutError("not a layout:\nrules: there must be at least one", hint="docs/layout.md describes the file")
     return model
 
 
 def lower(model: schema.LayoutDocument) -> dict[str, Any]:
     """The arguments of the layout that a document describes."""
     meshes: Any
+    if model.mesh is None and model.meshes is None:
+        raise LayoutError(
+            "the file has a view alone: it places nothing on ranks",
+            hint="see tensors through it with `--view`, or Checkpoint.view; a layout has a mesh and rules too",
+        )
     if model.mesh is not None:
         meshes = _mesh(model.mesh)
     elif isinstance(model.meshes, dict):
@@ -53,6 +67,7 @@ def lower(model: schema.LayoutDocument) -> dict[str, Any]:
         "mesh": meshes,
         **{s: [_rule(r, f"{s}[{i}]") for i, r in enumerate(getattr(model, s))] for s in ("stages", "rules", "data")},
         "renames": [(r.from_, r.to) for r in model.renames],
+        "view": model.view,
     }
 
 
@@ -64,6 +79,14 @@ def lower_rule(rule: Rule | Mapping[str, Any], label: str) -> Rule:
         return _rule(schema.checked(schema.Rule, dict(rule)), label)
     except schema.Faults as e:
         raise LayoutError(f"{label} is not a rule:\n{e}") from e
+
+
+def lower_step(step: Step | Mapping[str, Any], label: str) -> Step:
+    """A step of a view, or one spelled as in a layout file; LayoutError where it is none."""
+    try:
+        return schema.checked_as(_STEP, step)
+    except schema.Faults as e:
+        raise LayoutError(f"{label} is not a step:\n{e}", hint="docs/view.md describes them") from e
 
 
 def _mesh(mesh: dict[str, int] | schema.OrderedMesh) -> Mesh:

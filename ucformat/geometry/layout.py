@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import LayoutError
 from ucformat.geometry.bound import BoundLayout
-from ucformat.geometry.document import lift_mesh, lift_rule, lower, lower_rule, read, validate
+from ucformat.geometry.document import lift_mesh, lift_rule, lower, lower_rule, lower_step, read, validate
 from ucformat.geometry.mesh import Mesh
 from ucformat.geometry.rules import Placed, Rule, place
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from ucformat.geometry.tensor import Key, Roster
+    from ucformat.schema.view import Step
 
 __all__ = ["Layout"]
 
@@ -31,7 +32,8 @@ class Layout:
     is the default. Three sections of rules say what becomes of a tensor, one after the other: `stages` who holds it,
     `rules` how it is cut, `data` how what is left is spread over data-parallel ranks. In each the first rule that
     matches wins; a section that is given must match every tensor. A rule may be a mapping, spelled as in a layout file.
-    `renames` are pairs of a regex of a source's whole name and the target's name.
+    `renames` are pairs of a regex of a source's whole name and the target's name. `view` is what becomes of a source's
+    tensors before all that (`docs/view.md`).
 
     LayoutError where a rule does not fit its mesh.
     """
@@ -44,12 +46,14 @@ class Layout:
         stages: Rules = (),
         data: Rules = (),
         renames: Sequence[tuple[str, str]] = (),
+        view: Sequence[Step | Mapping[str, Any]] = (),
     ) -> None:
         self.meshes = _meshes(mesh)
         self.stages = _labelled("stages", stages)
         self.rules = _labelled("rules", rules)
         self.data = _labelled("data", data)
         self.renames = tuple((str(a), str(b)) for a, b in renames)
+        self.view = tuple((f"view[{i}]", lower_step(step, f"view[{i}]")) for i, step in enumerate(view))
         self._renames = [_compiled(i, a, b) for i, (a, b) in enumerate(self.renames)]
         if not self.rules:
             raise LayoutError("a layout without rules places nothing", hint=_CATCH_ALL.format("rules"))
@@ -82,6 +86,8 @@ class Layout:
         for section in _SECTIONS:
             if rules := [lift_rule(rule) for rule in getattr(self, section)]:
                 out[section] = rules
+        if self.view:
+            out["view"] = [step.model_dump(by_alias=True, exclude_defaults=True) for _, step in self.view]
         if self.renames:
             out["renames"] = [{"from": a, "to": b} for a, b in self.renames]
         return out

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.mesh import Mesh
 
-__all__ = ["Holder", "Placed", "Rule", "place"]
+__all__ = ["Holder", "Placed", "Rule", "compile_match", "place"]
 
 
-def _pattern(match: str) -> re.Pattern[str]:
+def compile_match(match: str) -> re.Pattern[str]:
     """A glob, in which `*` and `?` match dots too, or a `/regex/`; both match the whole name."""
     if is_regex(match):
         return compile_regex(match)
@@ -56,8 +56,8 @@ class Rule:
         object.__setattr__(self, "match", patterns)
         object.__setattr__(self, "place", tuple(self.place))
         object.__setattr__(self, "states", tuple(self.states))
-        object.__setattr__(self, "_names", tuple(map(_pattern, patterns)))
-        object.__setattr__(self, "_states", tuple(map(_pattern, self.states)))
+        object.__setattr__(self, "_names", tuple(map(compile_match, patterns)))
+        object.__setattr__(self, "_states", tuple(map(compile_match, self.states)))
         if not patterns:
             raise LayoutError(f"{self} matches nothing", hint='a rule for everything says match: "*"')
         if any(isinstance(p, Stage) and p.starts for p in self.place) and not all(p.groups for p in self._names):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucformat.errors import UsageError
+from ucformat.geometry.box import Box, row_major
 from ucformat.schema.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:
-    from ucformat.geometry.box import Box
+    from collections.abc import Iterator
 
 __all__ = ["Block", "Extent", "Key", "Piece", "Roster", "TensorInfo", "Tiles"]
 
@@ -128,6 +130,16 @@ class Tiles:
     def pitch(self) -> int:
         """Bytes from one chunk to the next."""
         return math.prod(self.chunk) * self.itemsize + 4
+
+    def extents(self) -> Iterator[Extent]:
+        """An extent for each chunk."""
+        strides = row_major(self.chunk, self.itemsize)
+        for number, at in enumerate(product(*map(range, self.grid))):
+            begin = tuple(i * c for i, c in zip(at, self.chunk, strict=True))
+            shape = tuple(min(c, n - b) for c, n, b in zip(self.chunk, self.box.shape, begin, strict=True))
+            start = tuple(a + b for a, b in zip(self.box.start, begin, strict=True))
+            offset = self.offset + number * self.pitch
+            yield Extent(Box(start, shape), self.file, offset, strides, Block(offset, self.pitch - 4))
 
 
 @dataclass(frozen=True, slots=True)

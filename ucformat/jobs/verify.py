@@ -110,7 +110,7 @@ def verify(
         NotACheckpoint: nothing is committed there.
     """
     ck = place if isinstance(place, Checkpoint) else open_reference(place)
-    source = ck.source
+    source = ck.origin
     checks = list(_universal(source) if isinstance(source, Universal) else _foreign(ck))
     total, done = sum(c.verified + c.unverified for c in checks), 0
     problems: list[Problem] = []
@@ -202,15 +202,16 @@ def wrong_digests(
 
 
 def _foreign(ck: Checkpoint) -> Iterator[_Check]:
-    source = ck.source
+    source = ck.origin
     assert not isinstance(source, Universal)  # noqa: S101
     records = list(source.records())
     in_records = {r.file for r in records}  # their bytes are counted there
-    for key, info in ck.tensors.items():
-        extents = list(source.extents(key))
-        prove(info, [(e.file, e.box) for e in extents])
-        apart = sum(e.box.size for e in extents if e.file not in in_records) * info.itemsize
-        yield _extents(ck.store, key, min(apart, info.nbytes), extents)
+    for info in source.facts.roster.tensors:
+        for key in source.facts.means.get(info.key, (info.key,)):
+            extents = list(source.extents(key))
+            prove(info, [(e.file, e.box) for e in extents])
+            apart = sum(e.box.size for e in extents if e.file not in in_records) * info.itemsize
+            yield _extents(source.store, key, min(apart, info.nbytes), extents)
     for r in records:
         counted = (0, r.nbytes) if r.crc32 is None else (r.nbytes, 0)
         yield _Check(None, (), *counted, lambda r=r: (b"", _record(source, r)))  # type: ignore[misc]

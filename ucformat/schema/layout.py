@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
 
-__all__ = ["VERSION", "Faults", "LayoutDocument", "checked", "json_schema"]
+from ucformat.schema.view import Step  # noqa: TC001 - pydantic needs it
+
+__all__ = ["VERSION", "Faults", "LayoutDocument", "checked", "checked_as", "json_schema"]
 
 Model = TypeVar("Model", bound=BaseModel)
+T = TypeVar("T")
 
 VERSION = 1
 
@@ -150,7 +153,8 @@ class LayoutDocument(_Document):
         None, description="Several meshes over the same ranks, by name, instead of `mesh`; the first is the default."
     )
     stages: list[Rule] = Field([], description="Which pipeline stage holds a tensor; if given, for every tensor.")
-    rules: Annotated[list[Rule], Field(min_length=1)] = Field(description="How a tensor is cut; the first match wins.")
+    view: list[Step] = Field([], description="What becomes of the source's tensors before all else, step by step.")
+    rules: list[Rule] = Field([], description="How a tensor is cut; the first match wins.")
     data: list[Rule] = Field(
         [], description="How what is left is spread over data-parallel ranks (ZeRO, FSDP); if given, for every tensor."
     )
@@ -163,8 +167,13 @@ class Faults(ValueError):
 
 def checked(model: type[Model], document: Any) -> Model:
     """The document as a model; Faults where it is none."""
+    return checked_as(TypeAdapter(model), document)
+
+
+def checked_as(kind: TypeAdapter[T], document: Any) -> T:
+    """The document as a value of this type; Faults where it is none."""
     try:
-        return model.model_validate(document)
+        return kind.validate_python(document)
     except ValidationError as e:
         lines = []
         for fault in e.errors(include_url=False):

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ucformat.facts import Facts
-    from ucformat.geometry.tensor import Extent, Key
+    from ucformat.geometry.tensor import Extent, Key, Tiles
     from ucformat.storage.base import Store
 
-__all__ = ["Folders", "OpenSource", "Record", "Source"]
+__all__ = ["Folders", "OpenSource", "Readable", "Record", "Source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,17 @@ class Record:
     offset: Callable[[], int]  # where they begin; it may have to be read
 
 
+class Readable(Protocol):
+    """What tensors are read from: an opened checkpoint, whoever wrote it, or a view of one."""
+
+    kind: str
+    store: Store
+    facts: Facts
+
+    def extents(self, key: Key) -> Iterator[Extent | Tiles]:
+        """Where the bytes of one tensor lie. Together they cover it; else MissingData or CoverageError."""
+
+
 class OpenSource(Protocol):
     """One opened foreign checkpoint."""
 
@@ -34,7 +45,7 @@ class OpenSource(Protocol):
     facts: Facts
 
     def extents(self, key: Key) -> Iterator[Extent]:
-        """Where the bytes of one tensor lie. Together they cover it; else MissingData or CoverageError."""
+        """See Readable."""
 
     def records(self) -> Iterator[Record]:
         """Every record of the checkpoint's files, where these have records with checksums; else none."""

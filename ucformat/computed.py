@@ -1,0 +1,146 @@
+"""Tensors whose values are computed when they are read: casts and means, as files that no disk has.
+
+A computed tensor lies, row-major, in a file of its own of a `ComputedStore`; a range of that file is made by reading
+the same range of its inputs. So planning, reading and converting need not know of it; what a plan counts as read is
+what the computed file gives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucformat.errors import UsageError
+from ucformat.format.dtypes import numpy_dtype
+from ucformat.format.execute import execute
+from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.flat import flat_boxes
+from ucformat.geometry.plan import Wanted, make_plan
+from ucformat.geometry.tensor import Extent, Piece
+from ucformat.storage.base import HIDDEN, Info, check_range
+from ucformat.storage.wrapped import WrappedStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from typing import Any
+
+    from numpy.typing import NDArray
+
+    from ucformat.geometry.table import Formula
+    from ucformat.geometry.tensor import TensorInfo, Tiles
+    from ucformat.storage.base import Store
+
+__all__ = ["ComputedFile", "ComputedStore", "computed_extent", "file_name"]
+
+_PREFIX = f"{HIDDEN}computed/"  # no file of a checkpoint can be called so
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedFile:
+    """A computed tensor, and how the extents of its inputs are found."""
+
+    formula: Formula
+    inputs: tuple[Callable[[], Iterable[Extent | Tiles]], ...]
+
+
+def file_name(number: int) -> str:
+    """The key of a computed tensor's file."""
+    return f"{_PREFIX}{number}"
+
+
+def computed_extent(info: TensorInfo, file: str) -> Extent:
+    """Where a computed tensor lies."""
+    return Extent(Box.whole(info.shape), file, 0, row_major(info.shape, info.itemsize))
+
+
+class ComputedStore(WrappedStore):
+    """A store with computed files besides its own."""
+
+    def __init__(self, inner: Store, files: Mapping[str, ComputedFile]) -> None:
+        super().__init__(inner)
+        self._files = dict(files)
+
+    def info(self, key: str) -> Info:
+        """See Store."""
+        found = self._files.get(key)
+        return self.inner.info(key) if found is None else Info(key, found.formula.info.nbytes, "computed")
+
+    def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """See Store."""
+        if key not in self._files:
+            return self.inner.read(key, offset, nbytes)
+        out = bytearray(self.info(key).size - offset if nbytes is None else nbytes)
+        self.read_into(key, offset, [memoryview(out)])
+        return bytes(out)
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See Store."""
+        found = self._files.get(key)
+        if found is None:
+            self.inner.read_into(key, offset, buffers)
+            return
+        views = [b.cast("B") for b in buffers]
+        total = sum(v.nbytes for v in views)
+        check_range(str(found.formula.info.key), offset, total, found.formula.info.nbytes)
+        data = self._compute(found, offset, total).data
+        for view in views:
+            view[:] = data[: view.nbytes]
+            data = data[view.nbytes :]
+
+    def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
+        """See Store."""
+        if key not in self._files:
+            self.inner.read_rows(key, offset, step, rows)
+            return
+        for number, row in enumerate(rows):
+            self.read_into(key, offset + number * step, [row])
+
+    def _compute(self, file: ComputedFile, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """So many bytes of a computed tensor, from this byte on."""
+        unit = file.formula.info.itemsize
+        first, last = offset // unit, -(-(offset + nbytes) // unit)
+        arrays = [
+            self._flat(view.info, extents(), first, last)
+            for view, extents in zip(file.formula.inputs, file.inputs, strict=True)
+        ]
+        made = _OPERATIONS[file.formula.operation](arrays, file.formula.info)
+        return made.view(np.uint8)[offset - first * unit :][:nbytes]
+
+    def _flat(self, info: TensorInfo, extents: Iterable[Extent | Tiles], first: int, last: int) -> NDArray[Any]:
+        """Elements `first … last` of an input, counted row-major."""
+        strides = row_major(info.shape)
+        pieces = [
+            (0, Piece(box, sum(i * s for i, s in zip(box.start, strides, strict=True)) - first, strides))
+            for box in flat_boxes(info.shape, first, last)
+        ]
+        raw = np.empty((last - first) * info.itemsize, np.uint8)
+        execute(make_plan([Wanted(info, extents, pieces)]), self, [raw], [str(info.key)], threads=1)
+        return raw.view(numpy_dtype(info.dtype))
+
+
+def _cast(arrays: Sequence[NDArray[Any]], info: TensorInfo) -> NDArray[Any]:
+    """Rounded to nearest, ties to even; UsageError where a finite value would become infinite or no number."""
+    (array,) = arrays
+    with np.errstate(over="ignore", invalid="ignore"):
+        out = array.astype(numpy_dtype(info.dtype))
+        lost = np.isfinite(array) & ~np.isfinite(out)
+    if lost.any():
+        raise UsageError(
+            f"{info.key}: the value {array[lost][0]} does not fit {info.dtype}",
+            hint="cast to a dtype of a larger range",
+        )
+    return out
+
+
+def _mean(arrays: Sequence[NDArray[Any]], info: TensorInfo) -> NDArray[Any]:
+    """Added up in order, in float32 (float64 where the tensors are), and divided by their number."""
+    wide = np.result_type(np.float32, arrays[0].dtype) if arrays[0].dtype == np.float64 else np.dtype(np.float32)
+    total = arrays[0].astype(wide)
+    for array in arrays[1:]:
+        total += array.astype(wide)
+    return (total / wide.type(len(arrays))).astype(numpy_dtype(info.dtype))
+
+
+_OPERATIONS = {"cast": _cast, "mean": _mean}

@@ -1,0 +1,245 @@
+"""The steps of a view, one after the other: how the tensors of one family of models become another's.
+
+Each step takes some tensors of the table and puts others in their place; nothing is read. What it does to a parameter
+it does to its states of the same shape too; states of one element (`step`) go with each part; other shapes (factored
+moments) are refused by steps that would cut them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import LayoutError
+from ucformat.geometry.reshape import cast, fused, meaned, split, stacked, transposed, trimmed, unstacked
+from ucformat.geometry.rules import compile_match
+from ucformat.geometry.table import Entry, renamed
+from ucformat.schema import view as schema
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ucformat.geometry.table import Table
+
+__all__ = ["Labelled", "Taken", "apply"]
+
+Labelled = tuple[str, schema.Step]  # a step, and the label that errors give it
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a step took and what it made, as names."""
+
+    step: str
+    took: tuple[str, ...]
+    made: tuple[str, ...]
+
+
+def apply(table: Table, steps: Sequence[Labelled]) -> list[Taken]:
+    """Do the steps, each with the label that errors give it; what each took.
+
+    Raises:
+        LayoutError: a step cannot be done; it names the step and the tensor.
+    """
+    return [_apply(table, label, step) for label, step in steps]
+
+
+def _apply(table: Table, label: str, step: Any) -> Taken:
+    verb = next(iter(type(step).model_fields))
+    what = getattr(step, verb)
+    told = f"{label} ({verb} {what if isinstance(what, str) else ', '.join(what)})"
+    before = dict(table.entries)
+    try:
+        _DO[type(step)](table, step, told)
+    except LayoutError as e:
+        if e.message.startswith(told):
+            raise
+        raise LayoutError(f"{told}: {e.message}", hint=e.hint) from e
+    took = tuple(n for n, e in before.items() if table.entries.get(n) is not e)
+    made = tuple(n for n, e in table.entries.items() if before.get(n) is not e)
+    return Taken(told, took, made)
+
+
+class _Names:
+    """Patterns of whole names."""
+
+    def __init__(self, patterns: str | Sequence[str]) -> None:
+        listed = (patterns,) if isinstance(patterns, str) else patterns
+        self._patterns = tuple(map(compile_match, listed))
+
+    def find(self, name: str) -> re.Match[str] | None:
+        return next(filter(None, (p.fullmatch(name) for p in self._patterns)), None)
+
+    def among(self, table: Table) -> Iterator[tuple[str, Entry, re.Match[str]]]:
+        for name, entry in list(table.entries.items()):
+            if found := self.find(name):
+                yield name, entry, found
+
+    def states(self, entry: Entry) -> set[str]:
+        """The states that match; all where there are no patterns."""
+        return {s for s in entry.states if not self._patterns or self.find(s)}
+
+
+def _expand(match: re.Match[str], template: str) -> str:
+    try:
+        return match.expand(template)
+    except (re.error, IndexError) as e:
+        raise LayoutError(f"the template {template!r} does not fit its pattern: {e}") from e
+
+
+def _keep(table: Table, step: schema.Keep, told: str) -> None:
+    _select(table, _Names(step.keep), _Names(step.states), told, keep=True)
+
+
+def _drop(table: Table, step: schema.Drop, told: str) -> None:
+    _select(table, _Names(step.drop), _Names(step.states), told, keep=False)
+
+
+def _select(table: Table, names: _Names, states: _Names, told: str, *, keep: bool) -> None:
+    out: dict[str, list[tuple[str, Entry]]] = {}
+    for name, entry in table.entries.items():
+        chosen = states.states(entry) if names.find(name) else set()
+        left = {s: v for s, v in entry.states.items() if (s in chosen) is keep}
+        if len(left) < len(entry.states):
+            out[name] = [(name, Entry(left, entry.param, entry.alias))] if left else []
+    table.put(out, told)
+
+
+def _rename(table: Table, step: schema.Rename, told: str) -> None:
+    def changed(name: str, entry: Entry, match: re.Match[str]) -> list[tuple[str, Entry]]:
+        to = _expand(match, step.to)
+        if to == name:
+            return [(name, entry)]
+        return [(to, Entry({s: renamed(v, to, s) for s, v in entry.states.items()}, entry.param, entry.alias))]
+
+    table.put({n: changed(n, e, m) for n, e, m in _Names(step.rename).among(table)}, told)
+
+
+def _rename_states(table: Table, step: schema.RenameStates, told: str) -> None:
+    out = {}
+    for name, entry, _ in _Names(step.match).among(table):
+        new = [step.rename_states.get(s, s) for s in entry.states]
+        if len(set(new)) < len(new):
+            raise LayoutError(f"{name} would have two states of one name, of {', '.join(entry.states)}")
+        if new != list(entry.states):
+            states = {to: renamed(v, name, to) for to, v in zip(new, entry.states.values(), strict=True)}
+            out[name] = [(name, Entry(states, entry.param, entry.alias))]
+    table.put(out, told)
+
+
+def _each(table: Table, told: str, patterns: str | list[str], change: Callable[[str, Entry], Entry]) -> None:
+    table.put({n: [(n, change(n, e))] for n, e, _ in _Names(patterns).among(table)}, told)
+
+
+def _transpose(table: Table, step: schema.Transpose, told: str) -> None:
+    _each(table, told, step.transpose, lambda n, e: transposed(n, e, step.axes))
+
+
+def _trim(table: Table, step: schema.Trim, told: str) -> None:
+    _each(table, told, step.trim, lambda n, e: trimmed(n, e, step.dim, step.size))
+
+
+def _split(table: Table, step: schema.Split, told: str) -> None:
+    out = {}
+    for name, entry, match in _Names(step.split).among(table):
+        into = [_expand(match, t) for t in step.into]
+        out[name] = split(name, entry, into, step.dim, step.sizes, step.repeat)
+    table.put(out, told)
+
+
+def _fuse(table: Table, step: schema.Fuse, told: str) -> None:
+    out: dict[str, list[tuple[str, Entry]]] = {}
+    for name, _, match in _Names(step.fuse).among(table):
+        members = [name, *(_expand(match, t) for t in step.and_)]
+        _must_be_there(table, members, told)
+        into = _expand(match, step.into)
+        entry = fused(into, [(m, table.entries[m]) for m in members], step.dim, step.repeat)
+        out |= {m: [] for m in members} | {name: [(into, entry)]}
+    table.put(out, told)
+
+
+def _stack(table: Table, step: schema.Stack, told: str) -> None:
+    _gather(table, step.stack, step.into, told, lambda into, members: stacked(into, members, step.dim))
+
+
+def _mean(table: Table, step: schema.Mean, told: str) -> None:
+    _gather(table, step.mean, step.into, told, lambda into, members: meaned(table, into, members))
+
+
+def _gather(
+    table: Table, pattern: str, into: str, told: str, make: Callable[[str, list[tuple[str, Entry]]], Entry]
+) -> None:
+    """Numbered tensors become one, at the place of the first."""
+    groups: dict[str, dict[int, str]] = {}
+    for name, _, match in _Names(pattern).among(table):
+        text = match["i"] if "i" in match.re.groupindex else match[1] if match.re.groups else ""
+        if not text.isdecimal():
+            raise LayoutError(f"the pattern captures no number in {name}")
+        numbers = groups.setdefault(_expand(match, into), {})
+        if int(text) in numbers:
+            raise LayoutError(f"{name} and {numbers[int(text)]} are both number {text} of {_expand(match, into)}")
+        numbers[int(text)] = name
+    out: dict[str, list[tuple[str, Entry]]] = {}
+    for to, numbers in groups.items():
+        missing = next((i for i in range(len(numbers)) if i not in numbers), None)
+        if missing is not None:
+            raise LayoutError(f"{to} has the numbers {sorted(numbers)}, of which {missing} is missing")
+        members = [(numbers[i], table.entries[numbers[i]]) for i in range(len(numbers))]
+        out |= {name: [] for name, _ in members}
+        out[next(n for n in table.entries if n in numbers.values())] = [(to, make(to, members))]
+    table.put(out, told)
+
+
+def _unstack(table: Table, step: schema.Unstack, told: str) -> None:
+    if "{i}" not in step.into:
+        raise LayoutError(f"{told}: `into` must have {{i}}, which is the number")
+    out = {}
+    for name, entry, match in _Names(step.unstack).among(table):
+        template = _expand(match, step.into)
+        out[name] = unstacked(name, entry, template, step.dim, step.start)
+    table.put(out, told)
+
+
+def _alias(table: Table, step: schema.Alias, told: str) -> None:
+    for alias, name in step.alias.items():
+        if alias in table.entries:
+            raise LayoutError(f"{told}: {alias} is stored itself", hint="drop it first, if its values are the same")
+        _must_be_there(table, [name], told)
+        entry = table.entries[name]
+        table.entries[alias] = Entry(
+            {s: renamed(v, alias, s) for s, v in entry.states.items()}, entry.param, alias=True
+        )
+
+
+def _untie(table: Table, step: schema.Untie, told: str) -> None:
+    _each(table, told, step.untie, lambda _, e: Entry(e.states, e.param))
+
+
+def _cast(table: Table, step: schema.Cast, told: str) -> None:
+    states = _Names(step.states)
+    _each(table, told, step.cast, lambda n, e: cast(table, n, e, states.states(e), step.dtype))
+
+
+def _must_be_there(table: Table, names: Sequence[str], told: str) -> None:
+    missing = [n for n in names if n not in table.entries]
+    if missing:
+        raise LayoutError(f"{told} needs {', '.join(missing)}, which the checkpoint does not have")
+
+
+_DO: dict[type, Callable[[Table, Any, str], None]] = {
+    schema.Keep: _keep,
+    schema.Drop: _drop,
+    schema.Rename: _rename,
+    schema.RenameStates: _rename_states,
+    schema.Transpose: _transpose,
+    schema.Trim: _trim,
+    schema.Split: _split,
+    schema.Fuse: _fuse,
+    schema.Stack: _stack,
+    schema.Unstack: _unstack,
+    schema.Alias: _alias,
+    schema.Untie: _untie,
+    schema.Cast: _cast,
+    schema.Mean: _mean,
+}

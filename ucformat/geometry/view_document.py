@@ -1,0 +1,53 @@
+"""Between what people write for a view and its steps: files, presets, lists of mappings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import LayoutError
+from ucformat.geometry.document import lower_step, read, validate
+from ucformat.geometry.layout import Layout
+from ucformat.geometry.presets import PRESETS, preset_steps
+from ucformat.schema.view import Preset, Step
+
+if TYPE_CHECKING:
+    from ucformat.geometry.steps import Labelled
+
+__all__ = ["Steps", "expand", "read_steps"]
+
+#: A layout (its view is meant), the name of a preset, a path of a layout file, or steps as such a file spells them.
+Steps = Layout | str | PathLike[str] | Sequence[Mapping[str, Any] | Step]
+
+
+def read_steps(steps: Steps) -> tuple[Labelled, ...]:
+    """The steps, each with the label that errors give it; LayoutError names the line or the step of a fault."""
+    if isinstance(steps, Layout):
+        return steps.view
+    if isinstance(steps, str) and steps in PRESETS:
+        return ((steps, lower_step({"preset": steps}, steps)),)
+    if isinstance(steps, str | PathLike):
+        path = Path(steps)
+        if isinstance(steps, str) and not path.suffix and not path.exists():
+            raise LayoutError(f"{steps!r} is neither a preset nor a file", hint=f"presets: {', '.join(PRESETS)}")
+        model = validate(read(path))
+        if not model.view:
+            raise LayoutError(f"{path} has no view", hint="its section `view` lists the steps; docs/view.md")
+        return tuple((f"view[{i}]", step) for i, step in enumerate(model.view))
+    return tuple((f"view[{i}]", lower_step(step, f"view[{i}]")) for i, step in enumerate(steps))
+
+
+def expand(
+    steps: Sequence[Labelled], objects: Mapping[str, Any], assets: Mapping[str, bytes], names: Sequence[str]
+) -> tuple[Labelled, ...]:
+    """The steps, with those of presets in their place; what numbers a preset needs, the checkpoint may tell."""
+    out: list[Labelled] = []
+    for label, step in steps:
+        if isinstance(step, Preset):
+            found = preset_steps(step.preset, step.options, objects, assets, names)
+            out += [(f"{label} ({step.preset}) [{i}]", lower_step(s, label)) for i, s in enumerate(found)]
+        else:
+            out.append((label, step))
+    return tuple(out)

@@ -1,0 +1,180 @@
+"""The steps of a view: how the tensors of one family of models become another's. `docs/view.md` explains them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from ucformat.schema.dtypes import ITEMSIZE
+
+__all__ = ["STEPS", "Step"]
+
+Text = Annotated[str, Field(min_length=1)]
+Names = Text | Annotated[list[Text], Field(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+Index = Annotated[int, Field(ge=0)]
+
+_NAMES = "Globs, in which * and ? match dots too, or /regex/es, of the whole name."
+_REGEX = r"A /regex/ of the whole name."
+_TEMPLATE = r"A name, in which \1 and \g<name> are what the /regex/ captured."
+_STATES = "Globs of states; by default all."
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Keep(_Document):
+    """Only these tensors stay."""
+
+    keep: Names = Field(description=_NAMES)
+    states: list[Text] = Field([], description=_STATES)
+
+
+class Drop(_Document):
+    """These tensors go."""
+
+    drop: Names = Field(description=_NAMES)
+    states: list[Text] = Field([], description=_STATES)
+
+
+class Rename(_Document):
+    """Tensors get other names."""
+
+    rename: Names = Field(description=_NAMES)
+    to: Text = Field(description=_TEMPLATE)
+
+
+class RenameStates(_Document):
+    """States get other names: {mu: exp_avg}."""
+
+    rename_states: Annotated[dict[Text, Text], Field(min_length=1)] = Field(description="Old name of a state -> new.")
+    match: Names = Field("*", description=_NAMES)
+
+
+class Transpose(_Document):
+    """The dims are put in another order."""
+
+    transpose: Names = Field(description=_NAMES)
+    axes: list[Index] | None = Field(None, description="For each new dim the old one; by default the reverse.")
+
+
+class Trim(_Document):
+    """Only the first indices along a dim stay: padding goes."""
+
+    trim: Names = Field(description=_NAMES)
+    dim: Index = Field(0, description="The dim.")
+    size: Index = Field(description="How many indices stay.")
+
+
+class Split(_Document):
+    """One tensor becomes several, cut along a dim."""
+
+    split: Names = Field(description=_NAMES)
+    into: Annotated[list[Text], Field(min_length=2)] = Field(description=_TEMPLATE)
+    dim: Index = Field(0, description="The dim.")
+    sizes: list[Count] | None = Field(None, description="Widths or proportions; by default equal parts.")
+    repeat: Count = Field(1, description="The dim is so many blocks, each cut so: Megatron's QKV of each group.")
+
+
+class Fuse(_Document):
+    """Several tensors become one, joined along a dim: the reverse of split."""
+
+    fuse: Text = Field(description=_REGEX + " The first of the tensors that are joined.")
+    and_: Annotated[list[Text], Field(min_length=1)] = Field(alias="and", description="The others. " + _TEMPLATE)
+    into: Text = Field(description=_TEMPLATE)
+    dim: Index = Field(0, description="The dim.")
+    repeat: Count = Field(1, description="Each is cut in so many blocks, which take turns.")
+
+
+class Stack(_Document):
+    """Tensors numbered 0, 1, 2, … become one, with a new dim."""
+
+    stack: Text = Field(description=_REGEX + " Its group `i`, or else the first, captures the number.")
+    into: Text = Field(description=_TEMPLATE)
+    dim: Index = Field(0, description="The new dim.")
+
+
+class Unstack(_Document):
+    """One tensor becomes as many as a dim is long, without that dim: the reverse of stack."""
+
+    unstack: Names = Field(description=_NAMES)
+    into: Text = Field(description=_TEMPLATE + " `{i}` is the number.")
+    dim: Index = Field(0, description="The dim.")
+    start: Index = Field(0, description="The first number.")
+
+
+class Alias(_Document):
+    """Further names of stored tensors: {lm_head.weight: model.embed_tokens.weight}."""
+
+    alias: Annotated[dict[Text, Text], Field(min_length=1)] = Field(description="Further name -> stored name.")
+
+
+class Untie(_Document):
+    """Further names become tensors of their own."""
+
+    untie: Names = Field(description=_NAMES)
+
+
+class Cast(_Document):
+    """The values are rounded to another dtype."""
+
+    cast: Names = Field(description=_NAMES)
+    states: list[Text] = Field([], description=_STATES)
+    dtype: str = Field(description="A floating-point dtype.", json_schema_extra={"enum": [*sorted(ITEMSIZE)]})
+
+
+class Mean(_Document):
+    """Tensors numbered 0, 1, 2, … become their mean: the paper's pattern *partial*."""
+
+    mean: Text = Field(description=_REGEX + " Its group `i`, or else the first, captures the number.")
+    into: Text = Field(description=_TEMPLATE)
+
+
+class Preset(_Document):
+    """The steps between two families of models."""
+
+    preset: Text = Field(description="Its name: megatron-to-llama, ….")
+    options: dict[Text, int | bool | None] = Field(
+        {}, alias="with", description="Numbers that the names do not tell, such as heads; by default the checkpoint's."
+    )
+
+
+#: Verb -> model.
+STEPS: dict[str, type[_Document]] = {
+    next(iter(model.model_fields)): model
+    for model in (
+        *(Keep, Drop, Rename, RenameStates, Transpose, Trim, Split, Fuse, Stack, Unstack),
+        *(Alias, Untie, Cast, Mean, Preset),
+    )
+}
+
+
+def _verb(value: Any) -> str | None:
+    names = value if isinstance(value, dict) else type(value).model_fields if isinstance(value, BaseModel) else ()
+    return next((verb for verb in STEPS if verb in names), None)
+
+
+Step = Annotated[
+    Annotated[Keep, Tag("keep")]
+    | Annotated[Drop, Tag("drop")]
+    | Annotated[Rename, Tag("rename")]
+    | Annotated[RenameStates, Tag("rename_states")]
+    | Annotated[Transpose, Tag("transpose")]
+    | Annotated[Trim, Tag("trim")]
+    | Annotated[Split, Tag("split")]
+    | Annotated[Fuse, Tag("fuse")]
+    | Annotated[Stack, Tag("stack")]
+    | Annotated[Unstack, Tag("unstack")]
+    | Annotated[Alias, Tag("alias")]
+    | Annotated[Untie, Tag("untie")]
+    | Annotated[Cast, Tag("cast")]
+    | Annotated[Mean, Tag("mean")]
+    | Annotated[Preset, Tag("preset")],
+    Discriminator(
+        _verb,
+        custom_error_type="step",
+        custom_error_message=f"a step is a mapping with one of the keys {', '.join(STEPS)}",
+    ),
+]

@@ -1,0 +1,97 @@
+"""A checkpoint seen through the steps of a view: other names, shapes and dtypes, and not a byte moved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ucformat.computed import ComputedFile, ComputedStore, computed_extent, file_name
+from ucformat.geometry.steps import apply
+from ucformat.geometry.table import Table
+from ucformat.geometry.tensor import Key, Roster, Tiles
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from ucformat.facts import Facts
+    from ucformat.geometry.steps import Labelled
+    from ucformat.geometry.table import Entry
+    from ucformat.geometry.tensor import Extent
+    from ucformat.geometry.view import View
+    from ucformat.sources.base import Readable, Record
+    from ucformat.storage.base import Store
+
+__all__ = ["Viewed"]
+
+
+class Viewed:
+    """The tensors of a source after some steps; all else is the source's.
+
+    `taken` says of each step which tensors it took and made.
+    """
+
+    def __init__(self, base: Readable, steps: Sequence[Labelled]) -> None:
+        self.base, self.kind, self.steps = base, base.kind, tuple(steps)
+        table = Table.of(base.facts.roster, base.facts.aliases, base.facts.means)
+        self.taken = apply(table, self.steps)
+        stored, aliases = table.tied()
+        self._views = {Key(n, s): v for n, entry in stored.items() for s, v in entry.states.items()}
+        self._infos = {i.key: i for i in base.facts.roster.tensors}
+        self._files = {key: file_name(n) for n, key in enumerate(table.formulas)}
+        self._formulas = table.formulas
+        self.store: Store = base.store
+        if table.formulas:
+            files = {
+                self._files[key]: ComputedFile(f, tuple(partial(self.of_view, view) for view in f.inputs))
+                for key, f in table.formulas.items()
+            }
+            self.store = ComputedStore(base.store, files)
+        self.facts = _facts(base.facts, stored, aliases)
+
+    def extents(self, key: Key) -> Iterator[Extent | Tiles]:
+        """Where the bytes of a tensor lie."""
+        return self.of_view(self._views[key])
+
+    def of_view(self, view: View) -> Iterator[Extent | Tiles]:
+        """The extents of a view; those of its source as they are, where the view is all of it."""
+        if len(view.parts) == 1:
+            part = view.parts[0]
+            whole = view.info.shape == part.box.shape and part.axes == tuple(range(len(view.info.shape)))
+            if whole and part.box.shape == self._shape(part.source):
+                yield from self._source_extents(part.source)
+                return
+        yield from view.extents(self._single_extents)
+
+    def _shape(self, key: Key) -> tuple[int, ...]:
+        formula = self._formulas.get(key)
+        info = self._infos.get(key) if formula is None else formula.info
+        return info.shape if info is not None else ()
+
+    def _source_extents(self, key: Key) -> Iterable[Extent | Tiles]:
+        formula = self._formulas.get(key)
+        return self.base.extents(key) if formula is None else [computed_extent(formula.info, self._files[key])]
+
+    def _single_extents(self, key: Key) -> Iterator[Extent]:
+        for found in self._source_extents(key):
+            if isinstance(found, Tiles):
+                yield from found.extents()
+            else:
+                yield found
+
+    def records(self) -> Iterator[Record]:
+        """None: the steps say nothing of the files; ask the source."""
+        return iter(())
+
+
+def _facts(facts: Facts, stored: dict[str, Entry], aliases: dict[str, str]) -> Facts:
+    """What the source says of itself, with the names as the steps left them."""
+    born: dict[str, list[str]] = {}
+    for name, entry in stored.items():
+        born.setdefault(entry.param, []).append(name)
+    groups = tuple({**g, "params": [n for p in g["params"] for n in born.get(p, ())]} for g in facts.groups)
+    numbers = {n: i for i, g in enumerate(groups) for n in g["params"]}
+    if not groups:
+        numbers = {n: facts.roster.groups[e.param] for n, e in stored.items() if e.param in facts.roster.groups}
+    infos = tuple(view.info for entry in stored.values() for view in entry.states.values())
+    return replace(facts, roster=Roster(infos, numbers), aliases=aliases, groups=groups, means={})
