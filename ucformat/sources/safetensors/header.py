@@ -102,7 +102,7 @@ def parse_header(data: bytes, size: int, file: str) -> Header:
     try:
         entries = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise _damaged(file, f"cannot be read ({reprlib.repr(str(error))})") from error
+        raise _damaged(file, f"cannot be read ({str(error)[:200]})") from error
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _damaged(file, "has a __metadata__ that is not text by text")
