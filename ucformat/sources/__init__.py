@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 from ucformat.sources.deepspeed import DeepSpeed
 from ucformat.sources.huggingface import HuggingFace
+from ucformat.sources.orbax import Orbax
 from ucformat.sources.safetensors import Safetensors
 from ucformat.sources.torch_save import TorchSave
+from ucformat.sources.zarr import Zarr
 
 if TYPE_CHECKING:
     from ucformat.sources.base import OpenSource, Source
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["SOURCES", "open_source", "open_source_file"]
 
 #: The kinds of foreign checkpoint that are known, in the order in which they are tried.
-SOURCES: tuple[Source, ...] = (HuggingFace(), DeepSpeed(), Safetensors(), TorchSave())
+SOURCES: tuple[Source, ...] = (HuggingFace(), DeepSpeed(), Orbax(), Zarr(), Safetensors(), TorchSave())
 
 
 def open_source(store: Store, sources: tuple[Source, ...] = SOURCES) -> OpenSource | None:

@@ -1,0 +1,304 @@
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ucformat
+from tests.sources.suite import Sample, SourceSuite, kept, read_whole
+from ucformat.checkpoint import Checkpoint, open_checkpoint
+from ucformat.errors import IntegrityError, MissingData, Refused, UcformatError, UsageError
+from ucformat.sources.orbax import Orbax
+from ucformat.sources.orbax.naming import tensor_keys
+from ucformat.storage.local import LocalStore
+from ucformat.storage.memory import MemoryStore
+from ucformat.storage.url import open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NAMES = ("ocdbt_zarr2", "ocdbt_zarr3", "zarr2_files", "zarr3_files", "ocdbt_raw", "zarr2_raw", "manager")
+COUNT = ("weight", "opt_state.1.0.count")
+
+
+def made(name: str) -> Sample:
+    found = kept("orbax", name)
+    state = "state." if name == "manager" else ""
+    extra = {("weight", f"{state}{n}") for n in ("opt_state.1.0.count", "rng")}
+    if state:
+        extra.add(("weight", "noise.jax_random_key"))
+    return Sample(
+        folder=found.folder,
+        place="ckpt",
+        kind="orbax",
+        truth=found.truth,
+        step=3,
+        extra=frozenset(extra),
+        encoded=not name.endswith("_raw"),
+    )
+
+
+class TestOrbax(SourceSuite):
+    @pytest.fixture(params=NAMES)
+    def sample(self, request: pytest.FixtureRequest) -> Sample:
+        return made(request.param)
+
+    def damageable(self, copy: Sample) -> list[Path]:
+        """Not every chunk of every array: one of each kind of file, and some that hold data."""
+        first: dict[str, Path] = {}
+        for path in super().damageable(copy):
+            first.setdefault(re.sub("[0-9a-f]{32}", "", path.name), path)
+        return list(first.values())
+
+
+@pytest.fixture
+def hurt(tmp_path: Path) -> Path:
+    """A checkpoint in files, to be changed."""
+    shutil.copytree(made("zarr2_files").path, tmp_path / "ckpt")
+    return tmp_path / "ckpt"
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_numbers_and_texts_are_objects_and_random_keys_are_told() -> None:
+    ck = made("ocdbt_zarr2").open()
+    assert dict(ck.objects) == {
+        "step": 3,
+        "lr": 1e-3,
+        "name": "odd sizes",
+        "orbax": {"random_keys": {"rng": "threefry2x32"}},
+    }
+    assert ck["opt_state.1.0.count"][...] == 3
+    assert ck["rng"].dtype == np.uint32
+    assert ck.states("params.layers.0.w") == ["weight", "mu", "nu"]
+
+
+def test_items_are_prefixes_and_json_items_are_objects() -> None:
+    ck = made("manager").open()
+    assert ck.objects["orbax"]["items"]["loader"] == {"epoch": 2, "seen": [1, 2]}
+    assert ck.facts.folder == "step_40"
+    assert ck.home.endswith("/step_40")
+    step, item = (open_checkpoint(made("manager").path / p) for p in ("step_40", "step_40/state"))
+    assert read_whole(step) == read_whole(ck)
+    assert {n.removeprefix("state.") for n in ck} - {"mean", "noise.jax_random_key"} == set(item)
+
+
+def test_an_item_that_was_lost_is_missed(tmp_path: Path) -> None:
+    shutil.copytree(made("manager").path / "step_40", tmp_path / "40")
+    (tmp_path / "40/mean/_METADATA").rename(tmp_path / "aside")
+    with pytest.raises(MissingData, match=r"mean/.* is of an item whose _METADATA is missing"):
+        open_checkpoint(tmp_path / "40")
+    shutil.rmtree(tmp_path / "40/mean")
+    with pytest.raises(MissingData, match="the item mean"):
+        open_checkpoint(tmp_path / "40")
+
+
+def test_values_of_ocdbt_without_compression_are_read_in_place() -> None:
+    plan = made("ocdbt_raw").open()["params.head"].plan()
+    assert plan.bytes_read == plan.bytes_needed
+    assert all("/d/" in file for file in plan.files)
+
+
+def test_the_step_is_the_folders_name_where_the_tree_has_none(hurt: Path) -> None:
+    tree = json.loads((hurt / "_METADATA").read_text())
+    del tree["tree_metadata"]["('step',)"]
+    (hurt / "_METADATA").write_text(json.dumps(tree))
+    assert open_checkpoint(hurt).facts.step is None
+    assert open_checkpoint(hurt.rename(hurt.with_name("1200"))).facts.step == 1200
+    (hurt.with_name("1200")).rename(hurt)
+    hurt.with_name("70").mkdir()
+    assert open_checkpoint(hurt.rename(hurt.with_name("70") / "default")).facts.step == 70
+
+
+def test_steps_are_listed(tmp_path: Path) -> None:
+    for step in (5, 10, 9):
+        shutil.copytree(made("ocdbt_zarr2").path, tmp_path / str(step) / "default")
+    with pytest.raises(UsageError, match="several steps: 5, 9, 10") as caught:
+        open_checkpoint(tmp_path)
+    assert str(caught.value.hint).endswith("/10")
+
+
+def test_a_save_that_did_not_end_is_refused(tmp_path: Path) -> None:
+    unfinished = tmp_path / "100.orbax-checkpoint-tmp-7"
+    shutil.copytree(made("ocdbt_zarr2").path, unfinished / "default.orbax-checkpoint-tmp")
+    for place in (tmp_path, unfinished, unfinished / "default.orbax-checkpoint-tmp"):
+        with pytest.raises(Refused, match="did not end"):
+            open_checkpoint(place)
+    shutil.copytree(made("ocdbt_zarr2").path, tmp_path / "90" / "default")
+    assert open_checkpoint(tmp_path).facts.folder == "90"  # the save before it is whole
+    shutil.copytree(made("ocdbt_zarr2").path, tmp_path / "90" / "params.orbax-checkpoint-tmp")
+    with pytest.raises(Refused, match="did not end"):
+        open_checkpoint(tmp_path / "90")
+
+
+def test_one_processs_part_and_old_versions_are_refused(hurt: Path, tmp_path: Path) -> None:
+    with pytest.raises(MissingData, match="_METADATA") as caught:
+        open_checkpoint(made("ocdbt_zarr2").path / "ocdbt.process_0")
+    assert "folder above" in str(caught.value.hint)
+    (hurt / "_METADATA").unlink()
+    (hurt / "checkpoint").write_bytes(b"\x81\xa1a\x01")
+    with pytest.raises(Refused, match="msgpack"):
+        open_checkpoint(hurt)
+
+
+def test_missing_chunks_are_an_error_where_orbax_would_have_stored_them(hurt: Path) -> None:
+    shutil.rmtree(hurt / "_sharding", ignore_errors=True)
+    (hurt / "params.zero" / "1.0").unlink()
+    ck = open_checkpoint(hurt)
+    with pytest.raises(MissingData, match=r"array params\.zero: its chunk \[1, 0\] is not stored"):
+        ck["params.zero"].read()
+    assert ck["params.head"].read().any()
+    filled = Checkpoint(Orbax(fill_missing=True).open(LocalStore(hurt)))
+    assert not filled["params.zero"].read().any()
+    edit(hurt / "_METADATA", store_array_data_equal_to_fill_value=False)  # as versions before 2025 write
+    assert not open_checkpoint(hurt)["params.zero"].read().any()
+    with pytest.raises(MissingData, match="not stored"):
+        Checkpoint(Orbax(fill_missing=False).open(LocalStore(hurt)))["params.zero"].read()
+
+
+def test_leaves_that_are_not_there_or_not_known(hurt: Path) -> None:
+    tree = json.loads((hurt / "_METADATA").read_text())
+
+    def opens(**value: Any) -> None:
+        changed = json.loads(json.dumps(tree))
+        changed["tree_metadata"]["('params', 'zero')"]["value_metadata"] |= value
+        (hurt / "_METADATA").write_text(json.dumps(changed))
+        open_checkpoint(hurt)
+
+    with pytest.raises(Refused, match=r"params\.zero is a 'Weird'"):
+        opens(value_type="Weird")
+    with pytest.raises(Refused, match="msgpack"):
+        opens(skip_deserialize=True)
+    with pytest.raises(IntegrityError, match="is said to be a number"):
+        opens(value_type="scalar")
+    with pytest.raises(MissingData, match=r"does not hold the text params\.zero"):
+        opens(value_type="string")
+    shutil.rmtree(hurt / "params.zero")
+    with pytest.raises(MissingData, match=r"array params\.zero, which _METADATA names, is not stored"):
+        opens()
+    (hurt / "_METADATA").write_text(json.dumps(tree | {"use_ocdbt": True}))
+    with pytest.raises(MissingData, match=r"manifest\.ocdbt is missing"):
+        open_checkpoint(hurt)
+
+
+def test_any_store_serves_and_the_store_pickles() -> None:
+    root = made("ocdbt_zarr2").path
+    memory = open_store("memory://orbax-test")
+    assert isinstance(memory, MemoryStore)
+    for path in root.rglob("*"):
+        if path.is_file():
+            memory.put_if_absent(path.relative_to(root).as_posix(), path.read_bytes())
+    ck = open_checkpoint(memory)
+    assert read_whole(ck) == read_whole(open_checkpoint(root))
+    local = open_checkpoint(root)
+    extent = next(iter(local.source.extents(local.tensors[("params.head", "weight")].key)))  # type: ignore[index]
+    again = pickle.loads(pickle.dumps(local.store))  # noqa: S301
+    assert again.read(extent.file) == local.store.read(extent.file)
+    assert again.info(extent.file) == local.store.info(extent.file)
+
+
+def test_a_deep_tree_of_ocdbt(tmp_path: Path) -> None:
+    """Many small nodes: keys of the inner ones share prefixes that the leaves leave out."""
+    truth = {f"params.layer.{i:03}": np.arange(i + 1, dtype=np.float32) for i in range(40)}
+    base = {"driver": "file", "path": f"{tmp_path}/"}
+    config = {"max_decoded_node_bytes": 500, "max_inline_value_bytes": 16}
+    leaf = {"value_metadata": {"value_type": "np.ndarray"}}
+    for name, value in truth.items():
+        kvstore = {"driver": "ocdbt", "base": base, "config": config, "path": f"{name}/"}
+        spec = {"driver": "zarr", "kvstore": kvstore, "metadata": {"compressor": None}}
+        ts.open(spec, create=True, dtype="float32", shape=value.shape).result()[...] = value
+    entries = {n: {"key_metadata": [{"key": k, "key_type": 2} for k in n.split(".")], **leaf} for n in truth}
+    (tmp_path / "_METADATA").write_text(json.dumps({"tree_metadata": entries, "use_ocdbt": True}))
+    ck = open_checkpoint(tmp_path)
+    assert {n: ck[n].read().tolist() for n in ck} == {
+        n: v.tolist() for n, v in truth.items() if n != "params.layer.000"
+    } | {"params.layer.000": [0.0]}
+
+
+def test_what_mirrors_the_parameters_is_their_state() -> None:
+    params: dict[tuple[str, ...], tuple[int, ...]] = {("params", "a"): (3, 4), ("params", "b", "c"): (5,)}
+
+    def named(**others: tuple[int, ...]) -> dict[str, str]:
+        paths = {tuple(k.split("__")): v for k, v in others.items()}
+        keys = tensor_keys(params | paths)
+        return {".".join(p): str(keys[p]) for p in paths}
+
+    assert named(o__0__mu__a=(3, 4), o__0__mu__b__c=(5,)) == {
+        "o.0.mu.a": "params.a (mu)",
+        "o.0.mu.b.c": "params.b.c (mu)",
+    }
+    assert named(o__v_row__a=(3,), o__v_row__b__c=(1,))["o.v_row.a"] == "params.a (v_row)"
+    assert named(o__trace__a=(3, 4)) == {"o.trace.a": "params.a (trace)"}, "the other is frozen"
+    assert named(mine__a=(3, 4)) == {"mine.a": "mine.a (weight)"}
+    assert named(mine__a=(3, 4), mine__b__c=(5,))["mine.a"] == "params.a (mine)"
+    assert named(mine__a=(3, 4), mine__b__c=(6,))["mine.a"] == "mine.a (weight)"
+    twice = named(o__x__mu__a=(3, 4), o__y__mu__a=(3, 4), o__y__mu__b__c=(5,))
+    assert twice == {"o.x.mu.a": "o.x.mu.a (weight)", "o.y.mu.a": "o.y.mu.a (weight)", "o.y.mu.b.c": "params.b.c (mu)"}
+
+
+DOCUMENTS = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 5)
+    | st.floats()
+    | st.sampled_from(["jax.Array", "scalar", "string", "x"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["tree_metadata", "key_metadata", "value_metadata", "value_type", "key", "use_ocdbt", "x"]),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(doc=DOCUMENTS, where=st.sampled_from(["root", "tree_metadata", "leaf", "array_metadatas", "strings"]))
+def test_hostile_documents_are_errors_of_ours(hurt: Path, doc: Any, where: str) -> None:
+    original = {
+        p: p.read_bytes() for p in (hurt / "_METADATA", hurt / "_strings.json", hurt / "array_metadatas/process_0")
+    }
+    try:
+        tree = json.loads((hurt / "_METADATA").read_text())
+        if where == "root":
+            tree = doc
+        elif where == "tree_metadata":
+            tree["tree_metadata"] = doc
+        elif where == "leaf":
+            tree["tree_metadata"]["('params', 'zero')"] = doc
+        elif where == "array_metadatas":
+            (hurt / "array_metadatas/process_0").write_text(json.dumps({"array_metadatas": doc}))
+        else:
+            (hurt / "_strings.json").write_text(json.dumps(doc))
+        (hurt / "_METADATA").write_text(json.dumps(tree))
+        with suppress(UcformatError):
+            read_whole(open_checkpoint(hurt))
+    finally:
+        for path, data in original.items():
+            path.write_bytes(data)
+
+
+def test_damaged_nodes_of_ocdbt_are_errors_of_ours(tmp_path: Path) -> None:
+    root = tmp_path / "ckpt"
+    shutil.copytree(made("ocdbt_raw").path, root)
+    (node,) = (root / "d").iterdir()
+    data = node.read_bytes()
+    for at in range(0, len(data), 400):
+        node.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises(IntegrityError):
+            read_whole(open_checkpoint(root))
+    node.write_bytes(data)
+    assert ucformat.verify(root)

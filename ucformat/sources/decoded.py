@@ -1,0 +1,124 @@
+"""Virtual files: what must be decoded before it can be read, as if it lay decoded in a file of its own.
+
+So extents may point into it like into any other file, and planning and reading know nothing of codecs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Protocol
+
+from ucformat.storage.base import HIDDEN, check_range
+from ucformat.storage.wrapped import WrappedStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ucformat.storage.base import Info, Store
+
+__all__ = ["DECODED", "Cache", "DecodedStore", "Decoder"]
+
+#: How the keys of virtual files begin. No stored file can be named so: `check_key` refuses it.
+DECODED = f"{HIDDEN}decoded/"
+
+_HELD = 256 << 20  # bytes of decoded chunks that are kept
+_LEAST = 4  # chunks that are kept, however large: a chunk is read in many requests, each of which would decode it anew
+
+
+class Decoder(Protocol):
+    """Knows the virtual files, by their names below `DECODED`. Pickles, and is safe to use from several threads."""
+
+    def info(self, name: str) -> Info:
+        """The size once decoded, and a version that changes when the stored bytes do; NotFound where there is none."""
+
+    def decode(self, name: str) -> memoryview:
+        """The bytes, decoded; IntegrityError where they cannot be."""
+
+
+class Cache:
+    """Byte strings by key, the last used ones kept; each is made once, whoever asks meanwhile waits for it."""
+
+    def __init__(self, limit: int = _HELD, least: int = _LEAST) -> None:
+        self._limit, self._least = limit, least
+        self._lock = threading.Lock()
+        self._held: OrderedDict[str, memoryview] = OrderedDict()
+        self._making: dict[str, Future[memoryview]] = {}
+        self._nbytes = 0
+
+    def __reduce__(self) -> tuple[type[Cache], tuple[int, int]]:
+        return Cache, (self._limit, self._least)
+
+    def get(self, key: str, make: Callable[[str], memoryview]) -> memoryview:
+        """What is kept under this key, or else what `make` makes; an error is not kept."""
+        with self._lock:
+            if (held := self._held.get(key)) is not None:
+                self._held.move_to_end(key)
+                return held
+            theirs = self._making.get(key)
+            mine = self._making.setdefault(key, Future())
+        if theirs is not None:
+            return theirs.result()
+        try:
+            value = make(key)
+        except BaseException as error:
+            with self._lock:
+                del self._making[key]
+            mine.set_exception(error)
+            raise
+        with self._lock:
+            del self._making[key]
+            self._held[key] = value
+            self._nbytes += value.nbytes
+            while self._nbytes > self._limit and len(self._held) > self._least:
+                self._nbytes -= self._held.popitem(last=False)[1].nbytes
+        mine.set_result(value)
+        return value
+
+
+class DecodedStore(WrappedStore):
+    """A store in which the keys below `DECODED` are virtual files; all else is in the store inside."""
+
+    def __init__(self, inner: Store, decoder: Decoder) -> None:
+        super().__init__(inner)
+        self._decoder, self._cache = decoder, Cache()
+
+    def info(self, key: str) -> Info:
+        """Size and version; of a virtual file, once it is decoded."""
+        return self._decoder.info(key[len(DECODED) :]) if key.startswith(DECODED) else self.inner.info(key)
+
+    def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """See Store."""
+        if not key.startswith(DECODED):
+            return self.inner.read(key, offset, nbytes)
+        data = self._decoded(key)
+        nbytes = data.nbytes - offset if nbytes is None else nbytes
+        check_range(f"{self.url}/{key}", offset, nbytes, data.nbytes)
+        return bytes(data[offset : offset + nbytes])
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See Store."""
+        if not key.startswith(DECODED):
+            self.inner.read_into(key, offset, buffers)
+            return
+        data = self._decoded(key)
+        check_range(f"{self.url}/{key}", offset, sum(b.nbytes for b in buffers), data.nbytes)
+        for b in buffers:
+            if b.nbytes:
+                b.cast("B")[:] = data[offset : offset + b.nbytes]
+                offset += b.nbytes
+
+    def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
+        """See Store."""
+        if not key.startswith(DECODED):
+            self.inner.read_rows(key, offset, step, rows)
+            return
+        data = self._decoded(key)
+        for k, row in enumerate(rows):
+            at = offset + k * step
+            check_range(f"{self.url}/{key}", at, row.nbytes, data.nbytes)
+            row.cast("B")[:] = data[at : at + row.nbytes]
+
+    def _decoded(self, key: str) -> memoryview:
+        return self._cache.get(key[len(DECODED) :], self._decoder.decode)

@@ -1,0 +1,148 @@
+"""Where an Orbax checkpoint lies in a folder: which step, and which of its items are trees of arrays.
+
+A `CheckpointManager` has a folder for each step (`100`, `step_100`), in which each item has a folder (`default`,
+`state`, `params`, …); a `Checkpointer` writes one item without these. A tree's folder has `_METADATA`. Until a save has
+ended, its folders have `.orbax-checkpoint-tmp` in their names.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, NoReturn
+
+from ucformat.errors import MissingData, Refused, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ucformat.storage.base import Store
+
+__all__ = ["CHECKPOINT", "MANIFEST", "TREE", "Step", "find_step", "looks_like_orbax"]
+
+TREE = "_METADATA"
+CHECKPOINT = "_CHECKPOINT_METADATA"
+MANIFEST = "manifest.ocdbt"
+_ARRAYS = (MANIFEST, ".zarray", "zarr.json")
+_AGGREGATE = "checkpoint"  # msgpack, of Orbax before 0.3 or so
+_TEMPORARY = ".orbax-checkpoint-tmp"
+
+_LOOK = 10_000  # files that are looked at
+_DEEP = 4  # <step>/<item>/<part of the item>/_METADATA
+_STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})")
+_NAMED = 10  # of several steps, so many are named in the error
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One checkpoint: its folder in the store, the folders of its trees by the items' names, its files and their sizes.
+
+    `others` are the files that belong to no tree.
+    """
+
+    folder: str
+    trees: dict[str, str]
+    sizes: dict[str, int]
+    others: tuple[str, ...]
+    number: int | None
+
+
+def looks_like_orbax(store: Store) -> bool:
+    """Whether Orbax wrote this folder, or a step or item in it; reads a folder listing."""
+    return any(_is_mark(info.key) for info in islice(store.list(), _LOOK))
+
+
+def _is_mark(key: str) -> bool:
+    *folders, name = key.split("/")
+    if len(folders) >= _DEEP:
+        return False
+    return name in (TREE, CHECKPOINT, MANIFEST) or any(_TEMPORARY in f for f in folders)
+
+
+def find_step(store: Store) -> Step:
+    """The checkpoint in a folder of an item, of a step, or of steps of which there is one.
+
+    Raises:
+        UsageError: there are several.
+        Refused: its save did not end, or it is of an Orbax too old.
+    """
+    sizes = {info.key: info.size for info in store.list()}
+    keys = list(sizes)
+    if _TEMPORARY in store.url.rstrip("/").rpartition("/")[2]:
+        _unfinished(store, store.url)
+    trees = sorted({_parent(k) for k in keys if k.rpartition("/")[2] == TREE and k.count("/") < _DEEP})
+    finished = [t for t in trees if _TEMPORARY not in t]
+    if not finished:
+        _nothing(store, keys)
+    steps = sorted({t.split("/")[0] for t in finished}, key=_order)
+    folder = ""
+    if "" not in finished and CHECKPOINT not in keys and all(_STEP.fullmatch(s) for s in steps):
+        if len(steps) > 1:
+            more = f" and {len(steps) - _NAMED} more" if len(steps) > _NAMED else ""
+            raise UsageError(
+                f"{store.url} holds the Orbax checkpoints of several steps: {', '.join(steps[:_NAMED])}{more}",
+                hint=f"open the folder of one of them: {store.url}/{steps[-1]}",
+            )
+        folder = steps[0]
+    below = f"{folder}/" if folder else ""
+    sizes = {key: n for key, n in sizes.items() if key.startswith(below)}
+    for key in sizes:
+        if _TEMPORARY in key:
+            _unfinished(store, key)
+    inside = [t for t in finished if t == folder or t.startswith(below)]
+    if folder in inside:  # an item that was saved by itself
+        inside = [folder]
+    names = {t[len(below) :].replace("/", "."): t for t in inside}
+    within = tuple(f"{t}/" if t else "" for t in inside)
+    others = tuple(key for key in sizes if not key.startswith(within))
+    for key in others:
+        if key.rpartition("/")[2] in _ARRAYS:
+            raise MissingData(
+                f"{store.url}: {key} is of an item whose {TREE} is missing",
+                hint="the file was lost: restore it from another copy; or open the folder of another item",
+            )
+    return Step(folder, names, sizes, others, _number(store, folder, alone=folder in inside))
+
+
+def _number(store: Store, folder: str, *, alone: bool) -> int | None:
+    """The step that the folder's name tells: of an item, its own or that of the folder above."""
+    names = [part for part in f"{store.url}/{folder}".split("/") if part]
+    for name in names[-1:] if not alone else names[-1:-3:-1]:
+        m = _STEP.fullmatch(name)
+        if m and (not alone or name.isdecimal()):
+            return int(m[1])
+    return None
+
+
+def _order(step: str) -> tuple[int, str]:
+    m = _STEP.fullmatch(step)
+    return (int(m[1]) if m else 0, step)
+
+
+def _parent(key: str) -> str:
+    return key.rpartition("/")[0]
+
+
+def _unfinished(store: Store, what: str) -> NoReturn:
+    raise Refused(
+        f"{what} is of a save by Orbax that did not end" + ("" if what == store.url else f" (in {store.url})"),
+        hint="wait until it has, or open another step; Orbax itself deletes what a killed run leaves behind",
+    )
+
+
+def _nothing(store: Store, keys: Iterable[str]) -> NoReturn:
+    """Why there is no tree in a folder that looks like Orbax's."""
+    keys = list(keys)
+    for key in keys:
+        if _TEMPORARY in key:
+            _unfinished(store, key)
+    if any(_parent(k) == "" and k.rpartition("/")[2] == _AGGREGATE for k in keys):
+        raise Refused(
+            f"{store.url} was written by an old version of Orbax, whose tree is the msgpack file {_AGGREGATE!r}",
+            hint="restore it with Orbax, and save it again with a version of 2024 or later",
+        )
+    raise MissingData(
+        f"{store.url} has no {TREE}, which tells the tree of an Orbax checkpoint",
+        hint="the save did not end, files were lost, or this is one process's part: open the folder above it",
+    )

@@ -1,0 +1,217 @@
+"""What the metadata of a Zarr array says, version 2 or 3, checked and in one form."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ucformat.errors import IntegrityError, Refused
+from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.sources.zarr.codecs import Codec, Raw, Sharding, check_chain, raw_layout, sharding_of
+
+__all__ = ["Array", "parse_v2", "parse_v3"]
+
+_MOST_DIMS = 32  # TensorStore's
+_MOST_BYTES = 1 << 62  # of an array or a chunk: what strides and offsets can say
+_V2_DTYPE = re.compile(r"([<>|])([biufc]\d{1,2})")
+_V2_KINDS = {
+    "b1": "bool", "i1": "int8", "i2": "int16", "i4": "int32", "i8": "int64", "u1": "uint8", "u2": "uint16",
+    "u4": "uint32", "u8": "uint64", "f2": "float16", "f4": "float32", "f8": "float64", "c8": "complex64",
+    "c16": "complex128",
+}  # fmt: skip
+_V3_KEYS = frozenset(
+    {"zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value", "codecs"}
+    | {"attributes", "dimension_names", "storage_transformers", "consolidated_metadata"}
+)
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array: its tensor, its chunks, and where these are stored.
+
+    `stored` is the shape of what one stored value holds: a chunk, or a shard of many. `packed` names what compressed
+    it after all `codecs`, where Zarr v3 has no codec of that name.
+    """
+
+    path: str  # in the group; "" where the array is the root
+    dtype: str
+    shape: tuple[int, ...]
+    stored: tuple[int, ...]
+    codecs: tuple[Codec, ...]
+    prefix: str
+    separator: str
+    fill_value: Any
+    packed: str | None = None
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return ITEMSIZE[self.dtype]
+
+    @cached_property
+    def sharding(self) -> Sharding | None:
+        """How a stored value holds many chunks; None where it is one."""
+        return None if self.packed else sharding_of(self.codecs)
+
+    @cached_property
+    def chunk(self) -> tuple[int, ...]:
+        """The shape of a chunk: what is decoded at once."""
+        return self.sharding.chunk if self.sharding else self.stored
+
+    @cached_property
+    def chunk_codecs(self) -> tuple[Codec, ...]:
+        """How a chunk is encoded."""
+        return self.sharding.codecs if self.sharding else self.codecs
+
+    @cached_property
+    def raw(self) -> Raw | None:
+        """How a chunk lies that is stored as it is; None where it must be decoded."""
+        return None if self.packed else raw_layout(self.chunk_codecs, len(self.shape), self.itemsize)
+
+    @cached_property
+    def chunk_nbytes(self) -> int:
+        """Bytes of a decoded chunk; one at the edge is stored whole."""
+        return math.prod(self.chunk) * self.itemsize
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of stored values along each dim."""
+        return tuple(-(-n // c) for n, c in zip(self.shape, self.stored, strict=True))
+
+    def key(self, at: tuple[int, ...]) -> str:
+        """The key of a stored value."""
+        parts = [self.prefix] if self.prefix else []
+        name = self.separator.join([*parts, *map(str, at)]) or "0"
+        return f"{self.path}/{name}" if self.path else name
+
+    def same_bytes(self, other: Array) -> bool:
+        """Whether both give the same tensor, if read from the same files."""
+        return repr(self) == repr(other)
+
+
+def parse_v2(path: str, where: str, doc: Any) -> Array:
+    """The array that a `.zarray` describes; `where` names the document in messages."""
+    if not isinstance(doc, dict) or doc.get("zarr_format") != 2:
+        raise IntegrityError(f"{where} is not the metadata of a Zarr v2 array")
+    dtype, endian = _v2_dtype(where, doc.get("dtype"))
+    shape = _sizes(where, "shape", doc.get("shape"), 0)
+    chunks = _sizes(where, "chunks", doc.get("chunks"), 0)
+    if doc.get("filters"):
+        names = [str(f.get("id") if isinstance(f, dict) else f)[:80] for f in list(doc["filters"])[:5]]
+        raise Refused(
+            f"{where}: chunks with the filters {', '.join(names)} are not read",
+            hint="write the array anew without filters",
+        )
+    order = doc.get("order", "C")
+    if order not in ("C", "F"):
+        raise IntegrityError(f"{where}: its order is {str(order)[:80]!r}, not C or F")
+    codecs: list[Codec] = []
+    if order == "F" and len(shape) > 1:
+        codecs.append({"name": "transpose", "configuration": {"order": "F"}})
+    codecs.append({"name": "bytes", "configuration": {"endian": endian}})
+    packed = None
+    compressor = doc.get("compressor")
+    if compressor is not None:
+        name = compressor.get("id") if isinstance(compressor, dict) else None
+        if name in ("zstd", "gzip", "blosc"):
+            codecs.append({"name": name})
+        elif name in ("zlib", "bz2"):
+            packed = str(name)
+        else:
+            raise Refused(
+                f"{where}: chunks compressed with {str(name or compressor)[:80]!r} are not read",
+                hint="those are: zstd, gzip, blosc, zlib, bz2; write the array anew with one of them",
+            )
+    fill = doc.get("fill_value")
+    return _array(
+        where, path, dtype, shape, chunks, codecs, "", doc.get("dimension_separator", "."), fill, packed=packed
+    )
+
+
+def parse_v3(path: str, where: str, doc: Any) -> Array:
+    """The array that a `zarr.json` describes."""
+    if not isinstance(doc, dict) or doc.get("zarr_format") != 3 or doc.get("node_type") != "array":
+        raise IntegrityError(f"{where} is not the metadata of a Zarr v3 array")
+    for key, value in doc.items():
+        if key not in _V3_KEYS and not (isinstance(value, dict) and value.get("must_understand") is False):
+            raise Refused(f"{where} has the extension {key[:80]!r}, which is not known")
+    if doc.get("storage_transformers"):
+        raise Refused(f"{where} has storage transformers, which are not known")
+    dtype = doc.get("data_type")
+    dtype = dtype.get("name") if isinstance(dtype, dict) and not dtype.get("configuration") else dtype
+    if not isinstance(dtype, str) or dtype not in ITEMSIZE:
+        raise _unknown_dtype(where, dtype)
+    grid, encoding = doc.get("chunk_grid"), doc.get("chunk_key_encoding")
+    if not isinstance(grid, dict) or not isinstance(encoding, dict | str):
+        raise IntegrityError(f"{where} has no chunk_grid or no chunk_key_encoding")
+    if grid.get("name") != "regular" or not isinstance(grid.get("configuration"), dict):
+        raise Refused(f"{where}: the chunk grid {str(grid.get('name'))[:80]!r} is not read, only 'regular'")
+    chunks = _sizes(where, "chunk_shape", grid["configuration"].get("chunk_shape"), 0)
+    encoding = {"name": encoding} if isinstance(encoding, str) else encoding
+    config = encoding.get("configuration") or {}
+    if encoding.get("name") not in ("default", "v2") or not isinstance(config, dict):
+        raise Refused(f"{where}: the chunk keys {str(encoding.get('name'))[:80]!r} are not known")
+    prefix, usual = ("c", "/") if encoding["name"] == "default" else ("", ".")
+    shape = _sizes(where, "shape", doc.get("shape"), 0)
+    separator = config.get("separator", usual)
+    return _array(where, path, dtype, shape, chunks, doc.get("codecs"), prefix, separator, doc.get("fill_value"))
+
+
+def _array(
+    where: str,
+    path: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    chunks: tuple[int, ...],
+    codecs: Any,
+    prefix: str,
+    separator: Any,
+    fill: Any,
+    *,
+    packed: str | None = None,
+) -> Array:
+    """The checks that both versions share."""
+    if separator not in (".", "/"):
+        raise IntegrityError(f"{where}: its chunk keys are separated by {str(separator)[:80]!r}, not by '.' or '/'")
+    if len(chunks) != len(shape) or any(c < 1 for c, n in zip(chunks, shape, strict=True) if n):
+        raise IntegrityError(f"{where}: an array of {list(shape)} cannot be cut into chunks of {list(chunks)}")
+    chunks = tuple(max(c, 1) for c in chunks)
+    itemsize = ITEMSIZE[dtype]
+    if math.prod(shape) * itemsize > _MOST_BYTES or math.prod(chunks) * itemsize > _MOST_BYTES:
+        raise IntegrityError(f"{where}: an array of {list(shape)} in chunks of {list(chunks)} cannot be")
+    chain = check_chain(where, codecs, chunks, itemsize)
+    return Array(path, dtype, shape, chunks, chain, prefix, separator, fill, packed)
+
+
+def _sizes(where: str, what: str, sizes: Any, least: int) -> tuple[int, ...]:
+    if (
+        not isinstance(sizes, list)
+        or len(sizes) > _MOST_DIMS
+        or any(type(n) is not int or not least <= n <= _MOST_BYTES for n in sizes)
+    ):
+        raise IntegrityError(f"{where}: its {what} is {str(sizes)[:80]}, not a list of sizes")
+    return tuple(sizes)
+
+
+def _v2_dtype(where: str, dtype: Any) -> tuple[str, str]:
+    """Its name, and which byte comes first."""
+    if isinstance(dtype, str):
+        if dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):  # as TensorStore spells them
+            return dtype, "little"
+        m = _V2_DTYPE.fullmatch(dtype)
+        name = _V2_KINDS.get(m[2]) if m else None
+        if m and name and (m[1] != "|" or ITEMSIZE[name] == 1):
+            return name, "big" if m[1] == ">" else "little"
+    raise _unknown_dtype(where, dtype)
+
+
+def _unknown_dtype(where: str, dtype: Any) -> Refused:
+    void = isinstance(dtype, str) and re.fullmatch(r"[<>|]V\d+", dtype)
+    hint = "it may be bfloat16 or float8, but does not say: give the name in the metadata" if void else None
+    return Refused(
+        f"{where}: the data type {str(dtype)[:80]!r} is not read",
+        hint=hint or f"those are: {', '.join(ITEMSIZE)}",
+    )

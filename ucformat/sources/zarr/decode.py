@@ -1,0 +1,116 @@
+"""Decodes one chunk, through TensorStore: the chunk becomes the only one of an array in memory, which is then read.
+
+So every store serves, and no more is read of it than the chunk.
+"""
+
+from __future__ import annotations
+
+import bz2
+import math
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from ucformat.errors import IntegrityError, Refused
+
+if TYPE_CHECKING:
+    from ucformat.sources.zarr.array import Array
+
+__all__ = ["decode_chunk", "fill_chunk", "tensorstore"]
+
+_FLOOR = 64 << 20  # bytes that any chunk may decode to
+_RATIO = 1 << 17  # and how much larger than its stored bytes: zstd shrinks zeros to a 32,000th
+_EXTRA = {n: np.dtype(getattr(ml_dtypes, n)) for n in ("bfloat16", "float8_e4m3fn", "float8_e5m2")}
+
+
+def tensorstore() -> Any:
+    """The package, imported when first needed: it must not be loaded before a process forks."""
+    try:
+        import tensorstore as package
+    except ImportError:
+        raise Refused(
+            "this checkpoint is encoded, and decoding it needs the package tensorstore, which is not installed",
+            hint="pip install 'ucformat[zarr]'",
+        ) from None
+    return package
+
+
+def decode_chunk(array: Array, data: bytes, where: str) -> memoryview:
+    """The elements of a chunk, row-major and little-endian; `where` names it in messages.
+
+    Raises:
+        IntegrityError: the bytes are not such a chunk.
+    """
+    nbytes = array.chunk_nbytes
+    if nbytes > max(_FLOOR, len(data) * _RATIO):
+        raise IntegrityError(f"{where}: {len(data)} bytes are too few for a chunk of {list(array.chunk)} elements")
+    if array.packed:
+        data = _unpack(array.packed, data, nbytes, where)
+    if array.chunk_codecs[-1]["name"] == "blosc" and (len(data) < 16 or _blosc_size(data) != nbytes):
+        raise IntegrityError(f"{where}: it does not decode to the {nbytes} bytes of a chunk")
+    return _read(array, data, where)
+
+
+def fill_chunk(array: Array, where: str) -> memoryview:
+    """A chunk that is not stored: all of it the array's fill value."""
+    if array.chunk_nbytes > _FLOOR:
+        raise Refused(f"{where} is not stored, and too large to be made of the fill value: {array.chunk_nbytes} bytes")
+    return _read(array, None, where)
+
+
+def _unpack(codec: str, data: bytes, nbytes: int, where: str) -> bytes:
+    """The bytes out of a compressed stream, never more than are expected."""
+    try:
+        if codec == "zlib":
+            out = zlib.decompressobj().decompress(data, nbytes + 1)
+        else:
+            out = bz2.BZ2Decompressor().decompress(data, nbytes + 1)
+    except (zlib.error, OSError, ValueError, EOFError) as error:
+        raise IntegrityError(f"{where}: it is no {codec} stream: {error}") from None
+    if len(out) != nbytes:
+        raise IntegrityError(f"{where}: it does not decode to the {nbytes} bytes of a chunk")
+    return out
+
+
+def _blosc_size(data: bytes) -> int:
+    return int.from_bytes(data[4:8], "little")
+
+
+def _read(array: Array, data: bytes | None, where: str) -> memoryview:
+    ts = tensorstore()
+    ndim = len(array.chunk)
+    fill = array.fill_value
+    metadata = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(array.chunk),
+        "data_type": array.dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(array.chunk)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": _zero(array.dtype) if fill is None else fill,
+        "codecs": list(array.chunk_codecs),
+    }
+    context = ts.Context()
+    try:
+        if data is not None:
+            key = "/".join(["c", *["0"] * ndim])
+            ts.KvStore.open("memory://", context=context).result().write(key, data).result()
+        spec: dict[str, Any] = {"driver": "zarr3", "kvstore": "memory://", "metadata": metadata}
+        spec["fill_missing_data_reads"] = data is None  # within shards, too
+        stored = ts.open(spec, open=True, assume_metadata=True, context=context).result()
+        out = np.empty(math.prod(array.chunk), _EXTRA.get(array.dtype, array.dtype))
+        ts.array(out.reshape(array.chunk), copy=False, write=True).write(stored).result()
+    except MemoryError:
+        raise Refused(f"{where}: there is no memory for its {array.chunk_nbytes} bytes") from None
+    except (ValueError, TypeError, RuntimeError, OverflowError, KeyError, NotImplementedError) as error:
+        reason = str(error).partition(" [")[0][:300]
+        raise IntegrityError(f"{where} cannot be decoded: {reason}") from None
+    return out.view(np.uint8).data
+
+
+def _zero(dtype: str) -> object:
+    if dtype == "bool":
+        return False
+    return [0, 0] if dtype.startswith("complex") else 0

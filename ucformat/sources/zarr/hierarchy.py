@@ -1,0 +1,121 @@
+"""The arrays of a Zarr hierarchy and the attributes of its nodes, read from their metadata documents."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import IntegrityError, MissingData, Refused
+from ucformat.sources.zarr.array import Array, parse_v2, parse_v3
+from ucformat.sources.zarr.values import read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ucformat.sources.zarr.values import Values
+    from ucformat.storage.base import Store
+
+__all__ = ["V2", "V3", "Hierarchy", "read_hierarchy"]
+
+V2 = (".zgroup", ".zarray", ".zmetadata")  # one of them makes a folder a node of Zarr v2
+V3 = "zarr.json"
+
+_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchy:
+    """Arrays by their path, in the order of paths, and what attributes the nodes have."""
+
+    version: int
+    arrays: dict[str, Array] = field(default_factory=dict)
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def read_hierarchy(store: Store, values: Values) -> Hierarchy:
+    """Read every metadata document.
+
+    Consolidated metadata are not believed, because others may be newer; but what they name must be there.
+
+    Raises:
+        IntegrityError: a document is damaged, or documents contradict each other.
+        MissingData: consolidated metadata name an array that is not there.
+        Refused: an array's data type or codecs are not known.
+    """
+    names = {".zarray", ".zattrs", ".zgroup", ".zmetadata", V3}
+    keys = [key for key in values if key.rpartition("/")[2] in names]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        documents = dict(zip(keys, pool.map(lambda key: read_json(store, values, key), keys), strict=True))
+    out = Hierarchy(3 if V3 in documents else 2)
+    for key, doc in documents.items():
+        path, _, name = key.rpartition("/")
+        if name == V3:
+            _check_alone(store, documents, path)
+            _add_v3(out, path, f"{store.url}: {key}", doc)
+        elif name == ".zarray":
+            out.arrays[path] = parse_v2(path, f"{store.url}: {key}", doc)
+        elif name == ".zattrs" and doc:
+            out.attributes[path] = _attributes(f"{store.url}: {key}", doc)
+    for path in out.arrays:
+        above = path.split("/")
+        for n in range(len(above) if path else 0):
+            if "/".join(above[:n]) in out.arrays:
+                raise IntegrityError(f"{store.url}: the array {path} lies inside the array {'/'.join(above[:n])!r}")
+    for path, array in _consolidated(store, documents):
+        if path not in out.arrays:
+            raise MissingData(
+                f"{store.url}: the consolidated metadata name the array {path}, which is not there",
+                hint="copy all of the folder; or, if the array was deleted on purpose, consolidate the metadata anew",
+            )
+        if not array.same_bytes(out.arrays[path]):
+            raise IntegrityError(
+                f"{store.url}: the consolidated metadata describe {path} otherwise than its own do",
+                hint="consolidate the metadata anew, if the array's own are right",
+            )
+    return out
+
+
+def _add_v3(out: Hierarchy, path: str, where: str, doc: Any) -> None:
+    if not isinstance(doc, dict) or doc.get("zarr_format") != 3 or doc.get("node_type") not in ("group", "array"):
+        raise IntegrityError(f"{where} is not the metadata of a Zarr v3 group or array")
+    if doc["node_type"] == "array":
+        out.arrays[path] = parse_v3(path, where, doc)
+    if doc.get("attributes"):
+        out.attributes[path] = _attributes(where, doc["attributes"])
+
+
+def _attributes(where: str, found: Any) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise IntegrityError(f"{where}: its attributes are not an object")
+    return found
+
+
+def _check_alone(store: Store, documents: dict[str, Any], path: str) -> None:
+    for name in V2:
+        other = f"{path}/{name}" if path else name
+        if other in documents:
+            raise Refused(
+                f"{store.url}: {path or 'the folder'} is a node of Zarr v3 and of v2: it has {V3} and {name}",
+                hint="move the metadata of the version that you do not want elsewhere",
+            )
+
+
+def _consolidated(store: Store, documents: dict[str, Any]) -> Iterator[tuple[str, Array]]:
+    """The arrays that the root's consolidated metadata describe."""
+    v2, v3 = documents.get(".zmetadata"), documents.get(V3)
+    where = f"{store.url}: the consolidated metadata"
+    if v2 is not None:
+        entries = v2.get("metadata") if isinstance(v2, dict) else None
+        if not isinstance(entries, dict):
+            raise IntegrityError(f"{where} are damaged: .zmetadata")
+        for key, doc in entries.items():
+            if key.rpartition("/")[2] == ".zarray":
+                yield key.rpartition("/")[0], parse_v2(key.rpartition("/")[0], where, doc)
+    if isinstance(v3, dict) and (found := v3.get("consolidated_metadata")):
+        entries = found.get("metadata") if isinstance(found, dict) else None
+        if not isinstance(entries, dict):
+            raise IntegrityError(f"{where} are damaged: {V3}")
+        for path, doc in entries.items():
+            if isinstance(doc, dict) and doc.get("node_type") == "array":
+                yield path, parse_v3(path, where, doc)
