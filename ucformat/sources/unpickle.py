@@ -50,6 +50,9 @@ def unpickle(data: bytes, *, file: str, storage_nbytes: Callable[[str], int], al
         ) from error
 
 
+_NUMBERS = {form: struct.Struct("<" + form) for form in "HiIQ"}
+
+
 class _Machine:
     """The stack, the marks and the memo of one pickle."""
 
@@ -80,7 +83,12 @@ class _Machine:
         return self.data[start : self.at]
 
     def number(self, form: str) -> int:
-        return int(struct.unpack("<" + form, self.take(struct.calcsize(form)))[0])
+        if form == "B":  # most numbers are one byte
+            value = self.data[self.at]
+            self.at += 1
+            return value
+        layout = _NUMBERS[form]
+        return int(layout.unpack(self.take(layout.size))[0])
 
     def line(self) -> str:
         stop = self.data.index(b"\n", self.at)
@@ -144,11 +152,14 @@ class _Machine:
 
     def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        pairs = zip(items[::2], items[1::2], strict=True)
+        if len(items) % 2:
+            raise IntegrityError("its pickle has a key without a value")
         if isinstance(target, Inert):
-            target.items.extend(pairs)
+            target.items.extend(zip(items[::2], items[1::2], strict=True))
         elif isinstance(target, dict):
-            target.update((plain_key(k), v) for k, v in pairs)
+            for i in range(0, len(items), 2):
+                key = items[i]
+                target[key if type(key) is str else plain_key(key)] = items[i + 1]
         else:
             raise IntegrityError(f"its pickle sets items of a {type(target).__name__}")
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ucformat.errors import UsageError
 from ucformat.geometry.tensor import Key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-__all__ = ["GROUPS", "Path", "dotted", "key_of_dotted", "name_paths", "optimizer_roots"]
+__all__ = ["GROUPS", "Path", "dotted", "find_models", "key_of_dotted", "name_paths", "optimizer_roots", "split_state"]
 
 Path = tuple[str | int, ...]
 
@@ -72,11 +73,11 @@ def _optimizer_state(path: Path, optimizers: Collection[Path], leaves: Collectio
         name = below[1]
         return None if isinstance(name, int) or name.isdigit() else (name, dotted(below[2:]))  # numbers name nothing
     if len(below) == 1 and str(below[0]).startswith(_STATE + "."):
-        return _split(str(below[0])[len(_STATE) + 1 :], leaves)
+        return split_state(str(below[0])[len(_STATE) + 1 :], leaves)
     return None
 
 
-def _split(text: str, names: Collection[str]) -> tuple[str, str] | None:
+def split_state(text: str, names: Collection[str]) -> tuple[str, str] | None:
     """A parameter's name and a state's, joined by a dot: after a name that is known, else at the last dot."""
     at = len(text)
     while (at := text.rfind(".", 0, at)) > 0:
@@ -112,7 +113,7 @@ def key_of_dotted(text: str, states: Mapping[str, Collection[str]]) -> Key | Non
             return Key(name, "weight")
     before, found, after = ("", _STATE, text[len(_STATE) + 1 :]) if text.startswith(_STATE + ".") else _cut(text)
     while found:
-        split = _split(after, states)
+        split = split_state(after, states)
         if split is not None and split[0] in states:
             return Key(*split)
         more, found, after = _cut(after)
@@ -129,4 +130,35 @@ def _without_model(text: str) -> list[str]:
     out = [text]
     parts = text.split(".")
     out += [".".join(parts[i + 1 :]) for i in range(min(2, len(parts) - 1)) if parts[i] in _MODELS]
+    return out
+
+
+def find_models(
+    weights: Iterable[Path], named: Mapping[Path, Collection[str]], owners: Mapping[str, str] | None = None
+) -> dict[Path, Path | None]:
+    """Where the model of each optimizer lies: the mapping below which all parameters are that the optimizer names.
+
+    None where there is no such mapping. Of several it is the only one called `model` or the like, else the only one
+    beside the optimizer; UsageError where that does not tell. `owners` says it, by dotted paths.
+    """
+    held: dict[Path, set[str]] = {}
+    for path in weights:
+        for i in range(len(path)):
+            held.setdefault(path[:i], set()).add(dotted(path[i:]))
+    out: dict[Path, Path | None] = {}
+    for root, names in named.items():
+        told = (owners or {}).get(dotted(root))
+        fitting = [p for p, have in held.items() if have >= set(names) and told in (None, dotted(p))]
+        if told is not None and not fitting:
+            raise UsageError(f"{told} does not hold all parameters that the optimizer {dotted(root)} names")
+        called, beside = [p for p in fitting if p and p[-1] in _MODELS], [p for p in fitting if p[:-1] == root[:-1]]
+        if len(fitting) > 1:
+            fitting = next((some for some in (called, beside) if len(some) == 1), fitting)
+        if len(fitting) > 1:
+            which = " and ".join(dotted(p) for p in fitting[:4])
+            raise UsageError(
+                f"the parameters that the optimizer {dotted(root)} names are in {which}",
+                hint=f"say whose they are: Dcp(owners={{{dotted(root)!r}: {dotted(fitting[0])!r}, …}}).open(store)",
+            )
+        out[root] = fitting[0] if fitting else None
     return out

@@ -1,0 +1,191 @@
+"""PyTorch DCP checkpoints, read in place."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import NotFound, Refused, TensorNotFound
+from ucformat.facts import Facts
+from ucformat.geometry.tensor import Roster, TensorInfo
+from ucformat.sources.base import Folders
+from ucformat.sources.dcp.items import Items
+from ucformat.sources.dcp.metadata import FILE, read_metadata
+from ucformat.sources.dcp.state import name_entries
+from ucformat.sources.dcp.values import STEPS, groups_of, objects_of, plain_value, raw_groups, step_of
+from ucformat.sources.values import from_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ucformat.geometry.tensor import Extent, Key
+    from ucformat.sources.base import Record
+    from ucformat.sources.dcp.metadata import Metadata
+    from ucformat.sources.dcp.state import Named, Optimizer
+    from ucformat.storage.base import Store
+
+__all__ = ["Dcp", "OpenDcp"]
+
+_CLASS = b"torch.distributed.checkpoint.metadata"
+_HEAD = 512
+_DEPTH = 3  # below the top of the state a value called `step` is the training's
+
+
+class Dcp(Folders):
+    """How checkpoints of torch.distributed.checkpoint are recognised and opened.
+
+    Args:
+        allow: packages of your own whose pickled classes become inert stand-ins instead of being refused.
+        groups: the parameters of each optimizer group, in order, where the states are numbered and nothing tells.
+        owners: where the model lies that an optimizer trains, by dotted paths, where several would fit.
+    """
+
+    kind = "dcp"
+    title = "PyTorch DCP"
+
+    def __init__(
+        self,
+        *,
+        allow: Sequence[str] = (),
+        groups: Sequence[Sequence[str]] | None = None,
+        owners: Mapping[str, str] | None = None,
+    ) -> None:
+        self._allow, self._groups, self._owners = tuple(allow), groups, owners
+
+    def marks(self, name: str) -> bool:
+        """Whether a folder with a file of this name is a checkpoint."""
+        return name in (FILE, "__0" + FILE)
+
+    def find(self, store: Store) -> bool:
+        """Whether `.metadata` is DCP's."""
+        return any(_CLASS in _head(store, name) for name in (FILE, "__0" + FILE))
+
+    def open(self, store: Store) -> OpenDcp:
+        """Open it, reading `.metadata`; items are read when they are asked for."""
+        if not _head(store, FILE):
+            raise Refused(
+                f"{store.url} was saved without collectives: each rank's file of metadata stands for itself",
+                hint="save with torch.distributed.checkpoint.save(…, no_dist=False, use_collectives=True)",
+            )
+        return OpenDcp(store, read_metadata(store, allow=self._allow), self._allow, self._groups, self._owners)
+
+
+def _head(store: Store, key: str) -> bytes:
+    """The first bytes of a file; nothing where there is none."""
+    try:
+        return store.read(key, 0, min(_HEAD, store.info(key).size))
+    except NotFound:
+        return b""
+
+
+class OpenDcp:
+    """One opened DCP checkpoint."""
+
+    kind = "dcp"
+
+    def __init__(
+        self,
+        store: Store,
+        meta: Metadata,
+        allow: tuple[str, ...],
+        groups: Sequence[Sequence[str]] | None,
+        owners: Mapping[str, str] | None,
+    ) -> None:
+        self.store = store
+        self.items = Items(store, meta, allow)
+
+        def read_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+            return raw_groups(optimizer, self.items.values(optimizer.options))
+
+        self.named = name_entries(meta, read_groups, groups, owners)
+        self._infos = {
+            key: TensorInfo(*key, meta.tensors[fqn].dtype, meta.tensors[fqn].shape)
+            for key, fqn in self.named.tensors.items()
+        }
+        self.facts: Facts = _LazyFacts(self.items, self.named, _by_name(self._infos))
+
+    def extents(self, key: Key) -> Iterator[Extent]:
+        """Where the bytes of a tensor lie; opens the items that hold them, if they are not yet open."""
+        if key not in self._infos:
+            states = sorted(k.state for k in self._infos if k.name == key.name)
+            raise TensorNotFound(
+                f"the checkpoint {self.store.url} has no {key}",
+                hint=f"{key.name} has the states {', '.join(states)}" if states else "there is no tensor of this name",
+            )
+        return self.items.extents(self.named.tensors[key], self._infos[key])
+
+    def records(self) -> Iterator[Record]:
+        """Every record of the archives of all items; opens each."""
+        return self.items.records()
+
+
+def _by_name(infos: Mapping[Key, TensorInfo]) -> tuple[TensorInfo, ...]:
+    """In their order, with all states of a name together."""
+    by_name: dict[str, list[TensorInfo]] = {}
+    for key, info in infos.items():
+        by_name.setdefault(key.name, []).append(info)
+    return tuple(info for some in by_name.values() for info in some)
+
+
+class _LazyRoster(Roster):
+    """A roster whose groups are read when somebody asks: they are thousands of items."""
+
+    def __init__(self, tensors: tuple[TensorInfo, ...], facts: _LazyFacts) -> None:
+        object.__setattr__(self, "tensors", tensors)
+        self.__dict__["_facts"] = facts
+
+    @cached_property
+    def groups(self) -> dict[str, int]:
+        facts: _LazyFacts = self.__dict__["_facts"]
+        return {name: i for i, group in enumerate(facts.groups) for name in group["params"]}
+
+
+class _LazyFacts(Facts):
+    """Facts of which those that lie in items are read when somebody asks."""
+
+    def __init__(self, items: Items, named: Named, infos: tuple[TensorInfo, ...]) -> None:
+        meta = items.meta
+        super().__init__(
+            roster=_LazyRoster(infos, self),
+            engine={"name": "torch.distributed.checkpoint", "version": _text(meta.root.get("version"))},
+            files=(meta.file, *meta.files),
+        )
+        for name in ("groups", "objects", "step"):
+            self.__dict__.pop(name, None)  # the defaults, which would stand in the place of what is read later
+        self.__dict__.update(_items=items, _named=named)
+
+    @cached_property
+    def groups(self) -> tuple[Mapping[str, Any], ...]:
+        items: Items = self.__dict__["_items"]
+        optimizers = self.__dict__["_named"].optimizers
+        files = items.values(f for o in optimizers for f in (*o.options, *o.plain))
+        return tuple(group for o in optimizers for group in groups_of(o, files))
+
+    @cached_property
+    def objects(self) -> Mapping[str, Any]:
+        items, named = self.__dict__["_items"], self.__dict__["_named"]
+        tensors = [items.meta.paths.get(f, (f,)) for f in named.tensors.values()]
+        return objects_of(named.values, items.values(named.values), tensors)
+
+    @cached_property
+    def step(self) -> int | None:
+        items, named = self.__dict__["_items"], self.__dict__["_named"]
+        paths = named.values | {
+            fqn: items.meta.paths.get(fqn, (fqn,))
+            for key, fqn in named.tensors.items()
+            if key.state == "weight" and items.meta.tensors[fqn].shape == ()
+        }
+        wanted = {f: p for f, p in paths.items() if p[-1] in STEPS and len(p) <= _DEPTH}
+        files = items.values(wanted)
+        return step_of({path: _integer(plain_value(files[fqn], fqn)) for fqn, path in wanted.items()})
+
+
+def _integer(value: Any) -> Any:
+    """A plain integer, or the one in a 0-d tensor of integers."""
+    if isinstance(value, dict) and "$tensor" in value and value["$tensor"]["dtype"].startswith(("int", "uint")):
+        return int(from_json(value))
+    return value
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,237 @@
+"""From the entries of a DCP checkpoint to names: which is a weight, which an optimizer's state, and of which group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import IntegrityError, UsageError
+from ucformat.geometry.box import row_major
+from ucformat.geometry.tensor import Key
+from ucformat.sources.dcp.names import GROUPS, dotted, find_models, name_paths, optimizer_roots, split_state
+from ucformat.sources.naming import Entry, shape_of_states
+from ucformat.sources.stand_ins import StoredTensor
+from ucformat.sources.torch_optimizer import Module
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from ucformat.sources.dcp.metadata import Metadata
+    from ucformat.sources.dcp.names import Path
+
+__all__ = ["Named", "Optimizer", "name_entries"]
+
+Numbers = dict[str, str]
+
+
+@dataclass(slots=True)
+class Optimizer:
+    """One optimizer: where it lies, its group entries, and what its names are called in the checkpoint."""
+
+    root: Path
+    options: dict[str, Path] = field(default_factory=dict)  # group entries: the path below the root
+    plain: dict[str, Key] = field(default_factory=dict)  # states that are no tensors
+    prefix: str = ""
+    numbers: Numbers | None = None  # number -> name, where entries are numbered
+    known: frozenset[str] = frozenset()  # names of parameters, which may hold dots
+
+    def name(self, entry: Any) -> str:
+        """The name of a parameter that a group lists; IntegrityError where it lists what it cannot."""
+        if self.numbers is not None and str(entry) in self.numbers:
+            return self.numbers[str(entry)]
+        if not isinstance(entry, str):
+            raise IntegrityError(f"a group of the optimizer {dotted(self.root)} lists the parameter {entry!r}")
+        return self.prefix + entry
+
+
+@dataclass(slots=True)
+class Named:
+    """All entries, sorted out: tensors by name and state, optimizers, and the paths of other values."""
+
+    tensors: dict[Key, str]
+    optimizers: list[Optimizer]
+    values: dict[str, Path]
+
+
+def name_entries(
+    meta: Metadata,
+    groups_of: Callable[[Optimizer], list[dict[str, Any]]],
+    given: Sequence[Sequence[str]] | None = None,
+    owners: Mapping[str, str] | None = None,
+) -> Named:
+    """Name every entry.
+
+    `groups_of` reads an optimizer's groups (with `params` as the file has them): called only where its entries are
+    numbered. `given` are the names of each group's parameters for that case.
+    """
+    paths = _paths(meta)
+    optimizers = [Optimizer(root) for root in sorted(optimizer_roots(paths.values()), key=len, reverse=True)]
+    order = {path: i for i, path in reversed(list(enumerate(paths.values())))}
+    optimizers.sort(key=lambda o: (-len(o.root), min(i for p, i in order.items() if p[: len(o.root)] == o.root)))
+    tensors, values = _sort_out(meta, paths, optimizers)
+    roots = [o.root for o in optimizers]
+    keys = name_paths(tensors.values(), roots)
+    state_of = {p: o for o in optimizers for p in tensors.values() if _is_state(p, o, keys, roots)}
+    _models(optimizers, tensors, keys, state_of, owners)
+    _numbered(meta, optimizers, tensors, keys, groups_of, given)
+    _plain_states(optimizers, values, keys)
+    out: dict[Key, str] = {}
+    for fqn, path in tensors.items():
+        if (other := out.setdefault(keys[path], fqn)) != fqn:
+            raise UsageError(
+                f"{meta.file}: {other} and {fqn} would both be {keys[path]}",
+                hint="say which model each optimizer trains: Dcp(owners={'optim': 'model', …}).open(store)",
+            )
+    return Named(out, sorted(optimizers, key=lambda o: min((order[paths[f]] for f in o.options), default=0)), values)
+
+
+def _paths(meta: Metadata) -> dict[str, Path]:
+    """The path of each entry; where the planner kept none, as its dots and `param_groups` tell."""
+    fqns = [*meta.tensors, *meta.values]
+    bare = [f for f in fqns if f not in meta.paths]
+    out: dict[str, Path] = {f: meta.paths[f] for f in fqns if f in meta.paths}
+    roots = {f[: at - 1] for f in bare if (at := f.find("." + GROUPS) + 1)} | {"" for f in bare if f.startswith(GROUPS)}
+    for fqn in bare:
+        root = next((r for r in roots if r and fqn.startswith(r + ".")), None)
+        out[fqn] = (root, fqn[len(root) + 1 :]) if root is not None else (fqn,)
+    order = {f: i for i, f in enumerate(meta.paths)}
+    return dict(sorted(out.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def _sort_out(
+    meta: Metadata, paths: Mapping[str, Path], optimizers: Iterable[Optimizer]
+) -> tuple[dict[str, Path], dict[str, Path]]:
+    """Tensors, and values, that are no part of an optimizer's groups; those go to the optimizers."""
+    tensors: dict[str, Path] = {}
+    values: dict[str, Path] = {}
+    roots = {o.root: o for o in optimizers}
+    for fqn, path in paths.items():
+        at = next((i for i, p in enumerate(path) if isinstance(p, str) and (p + ".").startswith(GROUPS + ".")), None)
+        if at is not None and path[:at] in roots:
+            roots[path[:at]].options[fqn] = path[at:]
+        elif fqn in meta.tensors:
+            tensors[fqn] = path
+        else:
+            values[fqn] = path
+    return tensors, values
+
+
+def _is_state(path: Path, optimizer: Optimizer, keys: Mapping[Path, Key], roots: Sequence[Path]) -> bool:
+    mine = next((r for r in roots if path[: len(r)] == r), None) == optimizer.root
+    return mine and (keys[path].state != "weight" or _number(path, optimizer) is not None)
+
+
+def _number(path: Path, optimizer: Optimizer) -> str | None:
+    """Of `state.7.exp_avg` below an optimizer the 7."""
+    below = path[len(optimizer.root) :] if path[: len(optimizer.root)] == optimizer.root else ()
+    if len(below) >= 3 and below[0] == "state" and str(below[1]).isdigit():
+        return str(below[1])
+    return None
+
+
+def _models(
+    optimizers: Sequence[Optimizer],
+    tensors: Mapping[str, Path],
+    keys: dict[Path, Key],
+    state_of: Mapping[Path, Optimizer],
+    owners: Mapping[str, str] | None,
+) -> None:
+    """Name weights and states alike: by what comes below the model, or with it where there are several."""
+    weights = [p for p in tensors.values() if p not in state_of]
+    named: dict[Path, set[str]] = {}
+    for path, optimizer in state_of.items():
+        if _number(path, optimizer) is None:
+            named.setdefault(optimizer.root, set()).add(keys[path].name)
+    leaves = {str(p[-1]) for p in weights}
+    for optimizer in optimizers:
+        for below in optimizer.options.values():  # flattened: `param_groups.<name>.lr`
+            text = str(below[0])[len(GROUPS) + 1 :]
+            if len(below) == 1 and text and (split := split_state(text, leaves)) and not split[0].isdigit():
+                named.setdefault(optimizer.root, set()).add(split[0])
+        optimizer.known = frozenset(named.get(optimizer.root, ()))
+    models = find_models(weights, named, owners)
+    distinct = {m for m in models.values() if m is not None}
+    if len(distinct) == 1:
+        model = next(iter(distinct))
+        inside = {p for p in weights if p[: len(model)] == model}
+        keys |= {p: Key(dotted(p[len(model) :] if p in inside else p), "weight") for p in weights}
+    elif distinct:
+        keys |= {p: Key(dotted(p), "weight") for p in weights}
+        for optimizer in optimizers:
+            found = models.get(optimizer.root)
+            optimizer.prefix = dotted((*found, "")) if found else ""
+        for path, optimizer in state_of.items():
+            keys[path] = Key(optimizer.prefix + keys[path].name, keys[path].state)
+
+
+def _numbered(
+    meta: Metadata,
+    optimizers: Sequence[Optimizer],
+    tensors: Mapping[str, Path],
+    keys: dict[Path, Key],
+    groups_of: Callable[[Optimizer], list[dict[str, Any]]],
+    given: Sequence[Sequence[str]] | None,
+) -> None:
+    """Name what plain `optimizer.state_dict()` numbers."""
+    weights = {keys[p].name: meta.tensors[f] for f, p in tensors.items() if keys[p].state == "weight"}
+    left = None if given is None else list(given)
+    for optimizer in optimizers:
+        states: dict[str, dict[str, StoredTensor]] = {}
+        mine: dict[Path, tuple[str, str]] = {}
+        for fqn, path in tensors.items():
+            number = _number(path, optimizer)
+            if number is not None:
+                state, entry = dotted(path[len(optimizer.root) + 2 :]), meta.tensors[fqn]
+                states.setdefault(number, {})[state] = _stand_in(entry.dtype, entry.shape)
+                mine[path] = (number, state)
+                weights.pop(keys[path].name, None)
+        if not mine:
+            continue
+        groups = groups_of(optimizer)
+        numbers = [list(map(str, g.get("params") or ())) for g in groups]
+        told = [list(map(str, g.get("param_names") or ())) for g in groups]
+        if left is not None:
+            told, left = [list(g) for g in left[: len(groups)]], left[len(groups) :]
+        module = Module.of({n: (e.dtype, e.shape) for n, e in weights.items()}, ordered=bool(meta.paths))
+        entries = [[Entry(shape_of_states(states.get(n, {}))) for n in group] for group in numbers]
+        names = told if [len(g) for g in told] == [len(g) for g in numbers] else module.match(entries)
+        if names is None or (left is not None and names is not told):
+            raise _unnamed(meta, optimizer, numbers, given is not None)
+        optimizer.numbers = {n: name for a, b in zip(numbers, names, strict=True) for n, name in zip(a, b, strict=True)}
+        if any(number not in optimizer.numbers for number, _ in mine.values()):
+            raise IntegrityError(
+                f"{meta.file}: {dotted(optimizer.root)} has states of parameters in none of its groups"
+            )
+        keys |= {path: Key(optimizer.numbers[number], state) for path, (number, state) in mine.items()}
+
+
+def _stand_in(dtype: str, shape: tuple[int, ...]) -> StoredTensor:
+    return StoredTensor("", dtype, shape, row_major(shape), 0, 0)
+
+
+def _unnamed(meta: Metadata, optimizer: Optimizer, numbers: Sequence[Sequence[str]], given: bool) -> UsageError:  # noqa: FBT001
+    where, sizes = dotted(optimizer.root) or "the optimizer", [len(g) for g in numbers]
+    if given:
+        return UsageError(f"{meta.file}: the names that were given are not those of groups of {sizes} parameters")
+    return UsageError(
+        f"{meta.file}: the states of {where} are numbered ({sizes} parameters by group), and which parameters the "
+        "numbers mean cannot be told for certain from their shapes and the order of the model",
+        hint="name them: open with the argument groups=[[names of the first optimizer group, in order], …]",
+    )
+
+
+def _plain_states(optimizers: Sequence[Optimizer], values: dict[str, Path], keys: Mapping[Path, Key]) -> None:
+    """Move the states that are no tensors from the values to their optimizers."""
+    for optimizer in optimizers:
+        names = {k.name.removeprefix(optimizer.prefix) for k in keys.values()}
+        for fqn, path in list(values.items()):
+            below = path[len(optimizer.root) :] if path[: len(optimizer.root)] == optimizer.root else ()
+            if len(below) >= 3 and below[0] == "state":
+                name = (optimizer.numbers or {}).get(str(below[1]), optimizer.prefix + str(below[1]))
+                optimizer.plain[fqn] = Key(name, dotted(below[2:]))
+            elif len(below) == 1 and str(below[0]).startswith("state."):
+                split = split_state(str(below[0])[6:], names)
+                if split is not None:
+                    optimizer.plain[fqn] = Key(optimizer.prefix + split[0], split[1])
+            if fqn in optimizer.plain:
+                del values[fqn]

@@ -1,0 +1,147 @@
+"""What a DCP checkpoint holds besides tensors: optimizer groups, plain values, and the step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import IntegrityError, Refused
+from ucformat.sources.contents import Group
+from ucformat.sources.dcp.names import GROUPS, split_state
+from ucformat.sources.stand_ins import NdArray, StoredTensor
+from ucformat.sources.values import SMALL, json_key, to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from ucformat.sources.dcp.names import Path
+    from ucformat.sources.dcp.state import Optimizer
+    from ucformat.sources.torch_file import TorchFile
+
+__all__ = ["STEPS", "groups_of", "objects_of", "plain_value", "raw_groups", "step_of"]
+
+STEPS = ("global_step", "global_steps", "step", "iteration")
+_LARGEST = 256 << 20  # bytes of the tensors in one value
+
+
+def plain_value(file: TorchFile, path: str) -> Any:
+    """The JSON form of an item; tensors inside stay in it, for an item is no tensor of the checkpoint."""
+    left = [_LARGEST]
+    return to_json(_inline(file.value, file, path, left, 0), read=file.read, path=path)
+
+
+def _inline(value: Any, file: TorchFile, path: str, left: list[int], depth: int) -> Any:
+    """The value with the bytes of its larger tensors in it."""
+    if depth > 200:
+        return value  # to_json refuses it
+    if isinstance(value, dict):
+        return {k: _inline(v, file, path, left, depth + 1) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_inline(v, file, path, left, depth + 1) for v in value]
+    if isinstance(value, StoredTensor) and value.nbytes > SMALL:
+        left[0] -= value.nbytes
+        if left[0] < 0:
+            raise Refused(
+                f"{path} in {file.key} holds more than {_LARGEST:,} bytes of tensors inside one pickled value"
+            )
+        return NdArray(value.dtype, value.shape, file.read(value))
+    return value
+
+
+def raw_groups(optimizer: Optimizer, files: Mapping[str, TorchFile]) -> list[dict[str, Any]]:
+    """The groups of a nested state dict as the file has them, each value in its JSON form; `params` as a list."""
+    groups: dict[int, dict[str, Any]] = {}
+    for fqn, below in optimizer.options.items():
+        value = plain_value(files[fqn], fqn)
+        if len(below) == 1 and isinstance(value, list):  # PyTorch 2.3 and before keep the list as one value
+            groups |= {i: dict(g) for i, g in enumerate(value) if isinstance(g, dict)}
+        elif len(below) >= 3 and isinstance(below[1], int):
+            node = groups.setdefault(below[1], {})
+            for part in below[2:-1]:
+                node = node.setdefault(json_key(part), {})
+            node[json_key(below[-1])] = value
+    for i, group in groups.items():
+        params = group.get("params", [])
+        if isinstance(params, dict):  # a list that DCP took apart
+            group["params"] = list(params.values())
+        elif not isinstance(params, list):
+            raise IntegrityError(f"group {i} of an optimizer lists no parameters, but {type(params).__name__}")
+    return [groups[i] for i in sorted(groups)]
+
+
+def groups_of(optimizer: Optimizer, files: Mapping[str, TorchFile]) -> list[dict[str, Any]]:
+    """The groups as the facts hold them: parameters by name."""
+    flat = {f: below for f, below in optimizer.options.items() if len(below) == 1 and below[0] != GROUPS}
+    groups = _flattened(optimizer, flat, files) if flat else []
+    for raw in raw_groups(optimizer, {f: files[f] for f in optimizer.options}) if not flat else ():
+        names = [optimizer.name(p) for p in raw.pop("params", [])]
+        if len(raw.get("param_names") or ()) == len(names):
+            raw.pop("param_names", None)
+        groups.append(Group(names, raw))
+    for group in groups:
+        mine = {f: key for f, key in optimizer.plain.items() if key.name in set(group.names)}
+        by_state: dict[str, dict[str, Any]] = {}
+        for fqn, key in mine.items():
+            by_state.setdefault(key.state, {})[key.name] = plain_value(files[fqn], fqn)
+        group.state = {s: _shared(v) for s, v in by_state.items()}
+    return [group.json() for group in groups]
+
+
+def _shared(values: dict[str, Any]) -> Any:
+    """One value where all parameters have the same, else all of them by name."""
+    first = next(iter(values.values()))
+    return first if all(type(v) is type(first) and v == first for v in values.values()) else values
+
+
+def _flattened(optimizer: Optimizer, flat: Mapping[str, Path], files: Mapping[str, TorchFile]) -> list[Group]:
+    """The groups of a flattened state dict: parameters with equal hyper-parameters are one, for it tells no more."""
+    options: dict[str, dict[str, Any]] = {}
+    for fqn, below in flat.items():
+        split = split_state(str(below[0])[len(GROUPS) + 1 :], optimizer.known)
+        if split is not None:
+            options.setdefault(split[0], {})[split[1]] = plain_value(files[fqn], fqn)
+    groups: list[Group] = []
+    for name, mine in options.items():
+        group = next((g for g in groups if g.hyper == mine), None)
+        if group is None:
+            groups.append(group := Group([], mine))
+        group.names.append(optimizer.prefix + name)
+    return groups
+
+
+def objects_of(values: Mapping[str, Path], files: Mapping[str, TorchFile], tensors: Iterable[Path]) -> dict[str, Any]:
+    """All other values, nested as the program had them; a list is one again where no tensor was taken out of it."""
+    broken = {p[:i] for p in tensors for i in range(len(p))}
+    tree: dict[Any, Any] = {}
+    for fqn, path in values.items():
+        node = tree
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise IntegrityError(f"{fqn} lies in an entry that is no dictionary")
+        if node.setdefault(path[-1], leaf := _Leaf(fqn, path)) is not leaf:
+            raise IntegrityError(f"{fqn} stands twice in the checkpoint")
+    objects: dict[str, Any] = _plain(tree, (), files, broken)
+    return objects
+
+
+class _Leaf:
+    def __init__(self, fqn: str, path: Path) -> None:
+        self.fqn, self.path = fqn, path
+
+
+def _plain(node: Any, path: Path, files: Mapping[str, TorchFile], broken: set[Path]) -> Any:
+    if isinstance(node, _Leaf):
+        return plain_value(files[node.fqn], node.fqn)
+    inner = {k: _plain(v, (*path, k), files, broken) for k, v in node.items()}
+    if inner and path not in broken and set(inner) == set(range(len(inner))):
+        return [inner[i] for i in range(len(inner))]
+    return {json_key(k): v for k, v in inner.items()}
+
+
+def step_of(found: Mapping[Path, Any]) -> int | None:
+    """The step of training among values called so: the outermost, where those agree."""
+    for depth in sorted({len(p) for p in found}):
+        numbers = {v for p, v in found.items() if len(p) == depth and type(v) is int}
+        if numbers:
+            return numbers.pop() if len(numbers) == 1 else None
+    return None
