@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ucformat.sources.dcp import Dcp
 from ucformat.sources.deepspeed import DeepSpeed
 from ucformat.sources.huggingface import HuggingFace
 from ucformat.sources.orbax import Orbax
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["SOURCES", "open_source", "open_source_file"]
 
 #: The kinds of foreign checkpoint that are known, in the order in which they are tried.
-SOURCES: tuple[Source, ...] = (HuggingFace(), DeepSpeed(), Orbax(), Zarr(), Safetensors(), TorchSave())
+SOURCES: tuple[Source, ...] = (HuggingFace(), DeepSpeed(), Dcp(), Orbax(), Zarr(), Safetensors(), TorchSave())
 
 
 def open_source(store: Store, sources: tuple[Source, ...] = SOURCES) -> OpenSource | None:
