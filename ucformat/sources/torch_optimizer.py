@@ -60,6 +60,23 @@ class Module:
         }
         return cls(shapes, prefix, ordered, main)
 
+    def find(self, told: list[list[str]]) -> list[list[str]] | None:
+        """The full names of parameters that the optimizer was told, perhaps without or with a wrapper's prefix."""
+        flat = [n for group in told for n in group]
+        if not flat:
+            return told
+        first = flat[0]
+        longer = {n.removesuffix(first) for n in self.shapes if n.endswith(f".{first}")} | {""}
+        found = [{n: p + n for n in flat} for p in sorted(longer) if all(p + n in self.shapes for n in flat)]
+        cuts = [first[: i + 1] for i, c in enumerate(first) if c == "."] if not found else []
+        found += [
+            {n: n.removeprefix(q) for n in flat}
+            for q in cuts
+            if all(n.startswith(q) and n.removeprefix(q) in self.shapes for n in flat)
+        ]
+        exact = [f for f in found if all(a == b for a, b in f.items())] or found
+        return [[self.prefix + exact[0][n] for n in group] for group in told] if len(exact) == 1 else None
+
     def match(self, entries: list[list[Entry]]) -> list[list[str]] | None:
         """The names of the entries of each group; None where that is not certain."""
         return match(entries, [Candidate(self.prefix + n, s) for n, s in self.shapes.items()], ordered=self.ordered)
@@ -109,9 +126,9 @@ class Optimizer:
         """The names of the entries: as the file says, or as shapes and order prove; None where neither."""
         told = self.told()
         if told is not None:
-            own = [m for m in modules if all(n in m.shapes for group in told for n in group)]
-            prefix = next((m.prefix for m in own if m.main), own[0].prefix if len(own) == 1 else "")
-            return [[prefix + n for n in group] for group in told]
+            own = [(m, names) for m in modules if (names := m.find(told)) is not None]
+            main = [names for m, names in own if m.main]
+            return main[0] if main else own[0][1] if len(own) == 1 else told
         found = [(m, names) for m in modules if (names := m.match(self.known)) is not None]
         if len(found) > 1:  # averages of the main module, which no optimizer steps, or else nobody knows
             main = [(m, names) for m, names in found if m.main]
