@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ucformat.sources.bytecheckpoint import ByteCheckpoint
 from ucformat.sources.dcp import Dcp
 from ucformat.sources.deepspeed import DeepSpeed
 from ucformat.sources.huggingface import HuggingFace
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["SOURCES", "open_source", "open_source_file"]
 
 #: The kinds of foreign checkpoint that are known, in the order in which they are tried.
-SOURCES: tuple[Source, ...] = (HuggingFace(), DeepSpeed(), Dcp(), Orbax(), Zarr(), Safetensors(), TorchSave())
+SOURCES: tuple[Source, ...] = (HuggingFace(), DeepSpeed(), ByteCheckpoint(), Dcp(), Orbax(), Zarr(), Safetensors(), TorchSave())
 
 
 def open_source(store: Store, sources: tuple[Source, ...] = SOURCES) -> OpenSource | None:

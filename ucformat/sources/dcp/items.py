@@ -79,9 +79,9 @@ class Items:
         at = {box: self.stretch(fqn, box, info) for box in boxes}
         prove(info, [(stretch.file, box) for box, stretch in at.items()])
         if len(boxes) <= _FEW:
-            return [e for box in boxes for e in self._chunk(box, at[box], info)]
+            return [e for box in boxes for e in self.chunk(fqn, box, at[box], info)]
         with ThreadPoolExecutor(_THREADS) as pool:
-            return [e for some in pool.map(lambda box: self._chunk(box, at[box], info), boxes) for e in some]
+            return [e for some in pool.map(lambda box: self.chunk(fqn, box, at[box], info), boxes) for e in some]
 
     def stretch(self, fqn: str, box: Box | None, info: TensorInfo | None = None) -> Stretch:
         """Where an item lies; MissingData where the metadata or the files lack it."""
@@ -95,7 +95,8 @@ class Items:
         self._files.check(stretch, what)
         return stretch
 
-    def _chunk(self, box: Box, stretch: Stretch, info: TensorInfo) -> list[Extent]:
+    def chunk(self, fqn: str, box: Box, stretch: Stretch, info: TensorInfo) -> list[Extent]:  # noqa: ARG002
+        """The extents of one chunk, from the archive that holds it."""
         window = Window(stretch.offset, stretch.nbytes, f"{info.key}{box}")
         file = TorchFile(self.store, stretch.file, allow=self._allow, window=window)
         found = file.value

@@ -11,6 +11,7 @@ from ucformat.geometry.tensor import Roster, TensorInfo
 from ucformat.sources.base import Folders
 from ucformat.sources.dcp.items import Items
 from ucformat.sources.dcp.metadata import FILE, read_metadata
+from ucformat.sources.dcp.safetensors import OpenShards, has_shards, is_shard
 from ucformat.sources.dcp.state import name_entries
 from ucformat.sources.dcp.values import STEPS, groups_of, objects_of, plain_value, raw_groups, step_of
 from ucformat.sources.values import from_json
@@ -20,11 +21,10 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.tensor import Extent, Key
     from ucformat.sources.base import Record
-    from ucformat.sources.dcp.metadata import Metadata
     from ucformat.sources.dcp.state import Named, Optimizer
     from ucformat.storage.base import Store
 
-__all__ = ["Dcp", "OpenDcp"]
+__all__ = ["Dcp", "LazyFacts", "OpenDcp"]
 
 _CLASS = b"torch.distributed.checkpoint.metadata"
 _HEAD = 512
@@ -54,20 +54,23 @@ class Dcp(Folders):
 
     def marks(self, name: str) -> bool:
         """Whether a folder with a file of this name is a checkpoint."""
-        return name in (FILE, "__0" + FILE)
+        return name in (FILE, "__0" + FILE) or is_shard(name)
 
     def find(self, store: Store) -> bool:
-        """Whether `.metadata` is DCP's."""
-        return any(_CLASS in _head(store, name) for name in (FILE, "__0" + FILE))
+        """Whether `.metadata` is DCP's, or there are shards of its writer of safetensors."""
+        return any(_CLASS in _head(store, name) for name in (FILE, "__0" + FILE)) or has_shards(store)
 
-    def open(self, store: Store) -> OpenDcp:
+    def open(self, store: Store) -> OpenDcp | OpenShards:
         """Open it, reading `.metadata`; items are read when they are asked for."""
         if not _head(store, FILE):
+            if has_shards(store):
+                return OpenShards(store)
             raise Refused(
                 f"{store.url} was saved without collectives: each rank's file of metadata stands for itself",
                 hint="save with torch.distributed.checkpoint.save(…, no_dist=False, use_collectives=True)",
             )
-        return OpenDcp(store, read_metadata(store, allow=self._allow), self._allow, self._groups, self._owners)
+        meta = read_metadata(store, allow=self._allow)
+        return OpenDcp(Items(store, meta, self._allow), self._groups, self._owners)
 
 
 def _head(store: Store, key: str) -> bytes:
@@ -83,16 +86,8 @@ class OpenDcp:
 
     kind = "dcp"
 
-    def __init__(
-        self,
-        store: Store,
-        meta: Metadata,
-        allow: tuple[str, ...],
-        groups: Sequence[Sequence[str]] | None,
-        owners: Mapping[str, str] | None,
-    ) -> None:
-        self.store = store
-        self.items = Items(store, meta, allow)
+    def __init__(self, items: Items, groups: Sequence[Sequence[str]] | None, owners: Mapping[str, str] | None) -> None:
+        self.store, self.items, meta = items.store, items, items.meta
 
         def read_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
             return raw_groups(optimizer, self.items.values(optimizer.options))
@@ -102,7 +97,14 @@ class OpenDcp:
             key: TensorInfo(*key, meta.tensors[fqn].dtype, meta.tensors[fqn].shape)
             for key, fqn in self.named.tensors.items()
         }
-        self.facts: Facts = _LazyFacts(self.items, self.named, _by_name(self._infos))
+        self.facts: Facts = self.make_facts(self.named, _by_name(self._infos))
+
+    def make_facts(self, named: Named, infos: tuple[TensorInfo, ...]) -> LazyFacts:
+        """What the checkpoint says of itself."""
+        meta = self.items.meta
+        version = meta.root.get("version")
+        engine = {"name": "torch.distributed.checkpoint", "version": version if isinstance(version, str) else ""}
+        return LazyFacts(self.items, named, infos, engine=engine, files=(meta.file, *meta.files))
 
     def extents(self, key: Key) -> Iterator[Extent]:
         """Where the bytes of a tensor lie; opens the items that hold them, if they are not yet open."""
@@ -130,32 +132,28 @@ def _by_name(infos: Mapping[Key, TensorInfo]) -> tuple[TensorInfo, ...]:
 class _LazyRoster(Roster):
     """A roster whose groups are read when somebody asks: they are thousands of items."""
 
-    def __init__(self, tensors: tuple[TensorInfo, ...], facts: _LazyFacts) -> None:
+    def __init__(self, tensors: tuple[TensorInfo, ...], facts: LazyFacts) -> None:
         object.__setattr__(self, "tensors", tensors)
         self.__dict__["_facts"] = facts
 
     @cached_property
     def groups(self) -> dict[str, int]:
-        facts: _LazyFacts = self.__dict__["_facts"]
+        facts: LazyFacts = self.__dict__["_facts"]
         return {name: i for i, group in enumerate(facts.groups) for name in group["params"]}
 
 
-class _LazyFacts(Facts):
+class LazyFacts(Facts):
     """Facts of which those that lie in items are read when somebody asks."""
 
-    def __init__(self, items: Items, named: Named, infos: tuple[TensorInfo, ...]) -> None:
-        meta = items.meta
-        super().__init__(
-            roster=_LazyRoster(infos, self),
-            engine={"name": "torch.distributed.checkpoint", "version": _text(meta.root.get("version"))},
-            files=(meta.file, *meta.files),
-        )
+    def __init__(self, items: Items, named: Named, infos: tuple[TensorInfo, ...], **told: Any) -> None:
+        super().__init__(roster=_LazyRoster(infos, self), **told)
         for name in ("groups", "objects", "step"):
             self.__dict__.pop(name, None)  # the defaults, which would stand in the place of what is read later
         self.__dict__.update(_items=items, _named=named)
 
     @cached_property
     def groups(self) -> tuple[Mapping[str, Any], ...]:
+        """See Facts."""
         items: Items = self.__dict__["_items"]
         optimizers = self.__dict__["_named"].optimizers
         files = items.values(f for o in optimizers for f in (*o.options, *o.plain))
@@ -163,12 +161,14 @@ class _LazyFacts(Facts):
 
     @cached_property
     def objects(self) -> Mapping[str, Any]:
+        """See Facts."""
         items, named = self.__dict__["_items"], self.__dict__["_named"]
         tensors = [items.meta.paths.get(f, (f,)) for f in named.tensors.values()]
         return objects_of(named.values, items.values(named.values), tensors)
 
     @cached_property
     def step(self) -> int | None:
+        """See Facts."""
         items, named = self.__dict__["_items"], self.__dict__["_named"]
         paths = named.values | {
             fqn: items.meta.paths.get(fqn, (fqn,))
@@ -185,7 +185,3 @@ def _integer(value: Any) -> Any:
     if isinstance(value, dict) and "$tensor" in value and value["$tensor"]["dtype"].startswith(("int", "uint")):
         return int(from_json(value))
     return value
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""

@@ -1,0 +1,127 @@
+"""The safetensors shards of DCP's `HuggingFaceStorageWriter(save_distributed=True)`.
+
+Each rank writes `shard-RRRRR-model-FFFFF-of-NNNNN.safetensors` with its pieces of the tensors, and in `__metadata__`
+under `DCP_SHARDING_INFO` at which offsets of the whole tensor each begins. No file says how large a tensor is: it ends
+where its last piece does, so that nobody can tell when the file of the last rank is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import IntegrityError, MissingData, NotFound, UcformatError
+from ucformat.facts import Facts
+from ucformat.geometry.box import Box
+from ucformat.geometry.coverage import prove
+from ucformat.geometry.tensor import Extent, TensorInfo
+from ucformat.sources.contents import Contents
+from ucformat.sources.safetensors.header import read_header
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ucformat.geometry.tensor import Key
+    from ucformat.sources.base import Record
+    from ucformat.sources.safetensors.header import Header
+    from ucformat.storage.base import Store
+
+__all__ = ["OpenShards", "has_shards", "is_shard"]
+
+_INFO = "DCP_SHARDING_INFO"
+_SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
+_LOOK = 10_000
+
+
+def is_shard(name: str) -> bool:
+    """Whether the writer names its files so."""
+    return _SHARD.fullmatch(name) is not None
+
+
+def has_shards(store: Store) -> bool:
+    """Whether a file is named as the writer does it, and says at which offsets its pieces begin."""
+    name = next((info.key for info in islice(store.list(), _LOOK) if _SHARD.fullmatch(info.key)), None)
+    if name is None:
+        return False
+    try:
+        return _INFO in read_header(store, name).metadata
+    except (NotFound, UcformatError):
+        return True  # nobody else writes such names: let opening tell what is wrong
+
+
+class OpenShards:
+    """The shards of one folder, opened."""
+
+    kind = "dcp"
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        files = sorted(info.key for info in store.list() if _SHARD.fullmatch(info.key))
+        self._check_files(files)
+        pieces: dict[str, list[tuple[Box, str, Extent | None]]] = {}
+        dtypes: dict[str, str] = {}
+        version = ""
+        for file in files:
+            header = read_header(store, file)
+            offsets = _offsets(header)
+            version = header.metadata.get("DCP_VERSION", version)
+            for name, stored in header.tensors.items():
+                start = offsets.get(name)
+                if start is None or len(start) != len(stored.shape):
+                    raise IntegrityError(f"{file} does not say at which offsets its piece of {name} begins")
+                if dtypes.setdefault(name, stored.dtype) != stored.dtype:
+                    raise IntegrityError(f"{file} has {name} as {stored.dtype}, another file as {dtypes[name]}")
+                whole = next(iter(header.extents(name)), None)
+                extent = whole and Extent(whole.box.shift(start), file, whole.offset, whole.strides)
+                pieces.setdefault(name, []).append((Box(start, stored.shape), file, extent))
+        self._contents = Contents()
+        for name, found in pieces.items():
+            self._add(name, dtypes[name], found)
+        self.facts = Facts(
+            roster=self._contents.roster(),
+            engine={"name": "torch.distributed.checkpoint", "version": version, "format": "safetensors"},
+            files=tuple(files),
+        )
+
+    def _check_files(self, files: list[str]) -> None:
+        """Ranks are counted from 1 without a hole, and each has the same files, save that it may have none of one."""
+        matches = [m for f in files if (m := _SHARD.fullmatch(f))]
+        ranks = {int(m[1]) for m in matches}
+        totals = {m[3] for m in matches}
+        lacking = next((r for r in range(1, len(ranks) + 1) if r not in ranks), None)
+        if lacking is not None:
+            raise MissingData(
+                f"{self.store.url} has shards of {len(ranks)} ranks up to {max(ranks)}, but none of number {lacking}",
+                hint="copy the files of all ranks; each holds other pieces",
+            )
+        if len(totals) != 1:
+            raise IntegrityError(f"{self.store.url} has shards of several checkpoints: of {', '.join(sorted(totals))}")
+
+    def _add(self, name: str, dtype: str, found: list[tuple[Box, str, Extent | None]]) -> None:
+        shape = tuple(map(max, zip(*(box.stop for box, _, _ in found), strict=True)))
+        info = TensorInfo(name, "weight", dtype, shape)
+        extents = {box: extent for box, _, extent in found if extent is not None}
+        prove(info, [(file, box) for box, file, _ in found])
+        self._contents.add(name, "weight", dtype, shape, lambda: iter(extents.values()))
+
+    def extents(self, key: Key) -> Iterator[Extent]:
+        """Where the bytes of a tensor lie."""
+        return self._contents.extents(key, self.store.url)
+
+    def records(self) -> Iterator[Record]:
+        """None: safetensors has no checksums."""
+        return iter(())
+
+
+def _offsets(header: Header) -> dict[str, tuple[int, ...]]:
+    """Where each piece of a file begins in its tensor."""
+    try:
+        told: Any = json.loads(header.metadata.get(_INFO, ""))
+        starts = {name: tuple(one["saved_offsets"]) for name, one in told.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise IntegrityError(f"{header.file}: its {_INFO} cannot be read ({type(error).__name__})") from error
+    if not all(type(n) is int and 0 <= n < 1 << 62 for start in starts.values() for n in start):
+        raise IntegrityError(f"{header.file}: its {_INFO} has impossible offsets")
+    return starts
