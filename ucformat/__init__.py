@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ucformat.format.zarr_types import register_zarr_dtypes
     from ucformat.geometry.layout import Layout
     from ucformat.jobs.convert import convert
+    from ucformat.jobs.fits import Fit, fits
     from ucformat.jobs.gc import collect
     from ucformat.jobs.materialize import materialize
     from ucformat.jobs.register import register, reindex
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Catalog",
     "Checkpoint",
+    "Fit",
     "Layout",
     "ReadPlan",
     "Report",
@@ -33,6 +35,7 @@ __all__ = [
     "collect",
     "convert",
     "errors",
+    "fits",
     "materialize",
     "open",
     "register",
@@ -44,6 +47,7 @@ __all__ = [
 _HOMES = {
     "Catalog": "catalog.catalog:Catalog",
     "Checkpoint": "checkpoint:Checkpoint",
+    "Fit": "jobs.fits:Fit",
     "Layout": "geometry.layout:Layout",
     "ReadPlan": "planning:ReadPlan",
     "Report": "jobs.verify:Report",
@@ -51,6 +55,7 @@ _HOMES = {
     "collect": "jobs.gc:collect",
     "convert": "jobs.convert:convert",
     "errors": "errors:",
+    "fits": "jobs.fits:fits",
     "materialize": "jobs.materialize:materialize",
     "open": "references:open_reference",
     "register": "jobs.register:register",

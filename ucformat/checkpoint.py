@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ucformat.facts import Facts
     from ucformat.geometry.layout import Layout
     from ucformat.geometry.plan import Verify
+    from ucformat.geometry.steps import Taken
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.geometry.view_document import Steps
     from ucformat.planning import ReadPlan
@@ -132,16 +133,17 @@ class Checkpoint(Mapping[str, Tensor]):
     def id(self) -> str:
         """The id: of a universal checkpoint the manifest's, of a foreign one a digest of its content.
 
-        The latter is made of the checksums in its files, wherever these lie; where the writer made none, of the place,
-        and the files' sizes and times. Of a view it is a digest of the checkpoint's and the steps.
+        The latter is made of the checksums in its files, wherever these lie; where the writer made none, or not of all,
+        of the place, and the files' sizes and times. Of a view it is a digest of the checkpoint's and the steps.
         """
         if isinstance(self.source, Viewed) and self.source.steps:
             steps = [step.model_dump(by_alias=True) for _, step in self.source.steps]
             return document_digest([Checkpoint(self.origin).id, steps]).rpartition(":")[2][:32]
         if isinstance(self.origin, Universal):
             return self.origin.manifest.id
-        sums = sorted((r.file.rpartition("/")[2], r.name, r.nbytes, r.crc32) for r in self.origin.records() if r.crc32)
-        if not sums:
+        records = list(self.origin.records())
+        sums = sorted((r.file.rpartition("/")[2], r.name, r.nbytes, r.crc32) for r in records if r.crc32)
+        if not sums or any(r.crc32 is None for r in records):
             known = [(i.key.rpartition("/")[2], i.size, i.version) for i in self.files()]
             return document_digest([self.home, *known]).rpartition(":")[2][:32]
         return document_digest([self.kind, sums]).rpartition(":")[2][:32]
@@ -221,8 +223,8 @@ class Checkpoint(Mapping[str, Tensor]):
     def files(self) -> list[Info]:
         """The files of a foreign checkpoint as they are now; where its run was opened, those of the tag folder."""
         folder = self.facts.folder
-        below = f"{folder}/" if folder else ""
-        return [self.store.info(f) for f in self.facts.files if f.startswith(below) or f == folder]
+        below = f"{folder}/" if folder and folder not in self.facts.files else ""  # an index has its shards beside it
+        return [self.store.info(f) for f in self.facts.files if f.startswith(below)]
 
     @property
     def zarr_url(self) -> str | None:
@@ -294,6 +296,11 @@ class Checkpoint(Mapping[str, Tensor]):
             LayoutError: a step cannot be done; it names the step and the tensor.
         """
         return Checkpoint(Viewed(self.source, expand(read_steps(steps), self.objects, self.assets, self.names())))
+
+    @property
+    def steps(self) -> tuple[Taken, ...]:
+        """Of a view: what each of its steps took and made."""
+        return tuple(self.source.taken) if isinstance(self.source, Viewed) else ()
 
     def __repr__(self) -> str:
         total = sum(i.nbytes for i in self._infos.values())

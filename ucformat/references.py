@@ -12,23 +12,30 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.view_document import Steps
     from ucformat.storage.base import Store
 
 __all__ = ["open_reference"]
 
 
-def open_reference(place: str | PathLike[str] | Store) -> Checkpoint:
+def open_reference(place: str | PathLike[str] | Store, *, view: Steps | None = None) -> Checkpoint:
     """Open a checkpoint in place, reading kilobytes of it; nothing in it is ever executed.
 
     Args:
         place: a path or url of a universal checkpoint, or of one that a known engine wrote; or, of one that the catalog
             knows, `run@step`, `run@latest`, `alias:name`, its id or the beginning of that. A path that exists wins.
+        view: see its tensors through these steps, as `Checkpoint.view` does: a preset, a layout file, or a list.
 
     Raises:
         NotFound: there is nothing at that place, or the catalog knows no such checkpoint.
         NotACheckpoint: what is there is not a checkpoint, or not a committed one.
         UsageError: the reference means several checkpoints.
     """
+    found = _open(place)
+    return found if view is None else found.view(view)
+
+
+def _open(place: str | PathLike[str] | Store) -> Checkpoint:
     if not isinstance(place, str) or not _is_reference(place):
         return open_checkpoint(place)
     from ucformat.catalog.catalog import Catalog

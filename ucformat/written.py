@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import NotFound, UsageError
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     import yaml
 
-__all__ = ["read_written"]
+__all__ = ["line_of", "read_written"]
 
 
 def read_written(path: Path, what: str, fault: type[UsageError] = UsageError) -> Any:
@@ -33,6 +34,26 @@ def read_written(path: Path, what: str, fault: type[UsageError] = UsageError) ->
         return json.loads(text, object_pairs_hook=_pairs)
     except ValueError as e:
         raise fault(f"{path} is not JSON: {e}") from e
+
+
+def line_of(path: Path, place: str) -> int | None:
+    """The line of a place in a file, such as `rules[3].place[0].over`, or of what is nearest above it."""
+    import yaml
+
+    try:
+        node = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)  # JSON is YAML, too
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    line: int | None = None
+    for part in re.findall(r"[^.\[\]]+", place):
+        below = None
+        if isinstance(node, yaml.MappingNode):
+            below = next(((k.start_mark, v) for k, v in node.value if k.value == part), None)
+        elif isinstance(node, yaml.SequenceNode) and part.isdecimal() and int(part) < len(node.value):
+            below = (node.value[int(part)].start_mark, node.value[int(part)])
+        if below is not None:  # else it is the name of a variant, which is not in the file
+            line, node = below[0].line + 1, below[1]
+    return line
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

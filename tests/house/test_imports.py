@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": {
         *("schema", "errors", "geometry", "storage", "facts", "format", "sources", "planning", "tensor", "viewed"),
     },
-    "references": {"errors", "storage", "checkpoint", "catalog", "settings"},
+    "references": {"errors", "storage", "geometry", "checkpoint", "catalog", "settings"},
     "jobs": {
         *("schema", "errors", "geometry", "storage", "facts", "format", "sources", "checkpoint", "_version"),
         *("catalog", "references", "settings"),

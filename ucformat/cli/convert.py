@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ucformat.cli.options import CATALOG, SIZE, SRC, STATES, command
+from ucformat.cli.options import CATALOG, SIZE, SRC, STATES, VIEW, command
 from ucformat.cli.text import bytes_text, plural
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ __all__ = ["convert"]
     "-w", "--workers", type=click.IntRange(min=1), metavar="N", help="Shards written at once.  [default: one a core]"
 )
 @click.option("--run", metavar="NAME", help="The training run, for the catalog.  [default: SRC's, else DST's folder]")
+@VIEW
 @CATALOG
 def convert(
     src: str,
@@ -37,6 +38,7 @@ def convert(
     overwrite: bool,  # noqa: FBT001
     workers: int | None,
     run: str | None,
+    view: str | None,
     out: Output,
 ) -> None:
     """Make a universal checkpoint at DST of what SRC holds, and commit it.
@@ -50,8 +52,17 @@ def convert(
     begun = time.perf_counter()
     try:
         with out.progress("converting") as progress:
+            source = ucformat.open(src, view=view)
             ck = ucformat.convert(
-                src, dst, list(states) or None, chunk_bytes, shard_bytes, overwrite, workers, run=run, progress=progress
+                source,
+                dst,
+                list(states) or None,
+                chunk_bytes,
+                shard_bytes,
+                overwrite,
+                workers,
+                run=run,
+                progress=progress,
             )
     except KeyboardInterrupt:
         raise Interrupted(

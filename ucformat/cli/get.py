@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.options import CATALOG, SRC, command
+from ucformat.cli.options import CATALOG, SRC, VIEW, command
 from ucformat.cli.output import terminal_width
 from ucformat.cli.text import bytes_text, shape_text
 
@@ -31,6 +31,7 @@ _MOST_PRINTED = 10_000
 @click.option("-o", "--out", "target", default="-", metavar="FILE", help="A .npy file, or - to print.  [default: -]")
 @click.option("--dtype", metavar="DTYPE", help="Cast to this dtype, float32 for one; by default nothing is cast.")
 @click.option("-f", "--force", is_flag=True, help="Replace FILE if it exists.")
+@VIEW
 @CATALOG
 def get(
     src: str,
@@ -40,6 +41,7 @@ def get(
     target: str,
     dtype: str | None,
     force: bool,  # noqa: FBT001
+    view: str | None,
     out: Output,
 ) -> None:
     """Read a tensor, or a slice of one, and nothing else of the checkpoint.
@@ -57,7 +59,7 @@ def get(
     file = None if target == "-" else Path(target)
     if file is not None:
         check_target(file, force=force)
-    ck = ucformat.open(src)
+    ck = ucformat.open(src, view=view)
     tensor = ck[name] if state is None else ck[name, state]
     shape = _shape(tensor, index)
     if file is None:

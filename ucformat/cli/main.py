@@ -31,7 +31,10 @@ _CATALOG = LazyGroup(
 
 _LAYOUT = LazyGroup(
     "layout",
-    {"schema": ("ucformat.cli.layout:schema", "Print the JSON Schema of layout files.")},
+    {
+        "check": ("ucformat.cli.layout:check", "Check a layout file, and which rule takes which tensor."),
+        "schema": ("ucformat.cli.layout:schema", "Print the JSON Schema of layout files."),
+    },
     help="Layout files: how tensors lie on ranks.",
 )
 
@@ -41,6 +44,7 @@ ucp = Program(
         "show": ("ucformat.cli.show:show", "Say what a checkpoint holds."),
         "get": ("ucformat.cli.get:get", "Read a tensor, or a slice of one."),
         "plan": ("ucformat.cli.plan:plan", "Say what ranks of a layout would read, before any of it is read."),
+        "fits": ("ucformat.cli.fits:fits", "Say whether checkpoints can be resumed under a layout."),
         "convert": ("ucformat.cli.convert:convert", "Make a universal checkpoint of any checkpoint."),
         "materialize": ("ucformat.cli.materialize:materialize", "Make arrays of a packed checkpoint."),
         "verify": ("ucformat.cli.verify:verify", "Read every byte and compare it with its checksums."),
@@ -68,7 +72,7 @@ ucp = Program(
     sections={"show": "Checkpoints", "ls": "The catalog of checkpoints"},
     help="""Checkpoints for large models: every layout saves them, every layout reads exactly its slice.
 
-    A checkpoint SRC or REF is a path or a url, of a universal checkpoint or of one that DeepSpeed wrote: both are read
+    A checkpoint SRC or REF is a path or a url, of a universal checkpoint or of one that an engine wrote: all are read
     in place, and nothing in them is ever executed. One that the catalog knows is also run@step, run@latest, alias:name,
     or its id or the beginning of it.
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
     _Type = _TimeType = click.ParamType  # generic only in newer versions of click
 
-__all__ = ["CATALOG", "REF", "SIZE", "SRC", "STATES", "TIME", "command", "ref_argument"]
+__all__ = ["CATALOG", "REF", "SIZE", "SRC", "STATES", "TIME", "VIEW", "command", "ref_argument"]
 
 _REFERENCE = "a path or url, run@step, run@latest, alias:name, or an id or the beginning of one"
 
@@ -103,6 +103,13 @@ STATES = click.option(
     metavar="STATE",
     multiple=True,
     help="Only tensors in this state: weight, master, exp_avg, … Give it again for several.",
+)
+
+
+VIEW = click.option(
+    "--view",
+    metavar="FILE|PRESET",
+    help="See SRC under other names, shapes and dtypes: the section `view` of a layout file, or a preset.",
 )
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from ucformat.cli.options import CATALOG, SRC, STATES, command
+from ucformat.cli.options import CATALOG, SRC, STATES, VIEW, command
 from ucformat.cli.output import terminal_width
 from ucformat.cli.text import bytes_text, count, table
 
@@ -34,6 +34,7 @@ _SUMS = ("tensors", "memory", "bytes_needed", "bytes_read", "bytes_unverified", 
     help="Which checksums reading checks: of chunks it reads whole, of all (reads whole chunks for it), or none.  "
     "[default: whole]",
 )
+@VIEW
 @CATALOG
 def plan(
     src: str,
@@ -41,12 +42,13 @@ def plan(
     rank: str,
     states: tuple[str, ...],
     verify: Literal["whole", "always", "never"],
+    view: str | None,
     out: Output,
 ) -> None:
     """Say what ranks of a layout would read: bytes, requests, files and memory. No tensor is read for it."""
     import ucformat
 
-    ck = ucformat.open(src)
+    ck = ucformat.open(src, view=view)
     layout = ucformat.Layout.load(file)
     ranks = range(layout.mesh.size) if rank == "all" else [_rank(rank)]
     found, described = [], ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.options import CATALOG, SRC, STATES, command
+from ucformat.cli.options import CATALOG, SRC, STATES, VIEW, command
 from ucformat.cli.output import Heading, terminal_width
 from ucformat.cli.text import bytes_text, count, field, plural, shape_text, table
 
@@ -35,14 +35,15 @@ __all__ = ["show"]
     help="List the tensors whose names match: '*' for all, '*.bias', … Give it again for several.",
 )
 @STATES
+@VIEW
 @CATALOG
-def show(src: str, globs: tuple[str, ...], states: tuple[str, ...], out: Output) -> None:
+def show(src: str, globs: tuple[str, ...], states: tuple[str, ...], view: str | None, out: Output) -> None:
     """Say what a checkpoint holds: who wrote it, its step and layout, its tensors by state, and what is beside them.
 
     Kilobytes are read, whatever its size. What the catalog knows of it is shown too, and of one whose files are gone
     nothing else.
     """
-    found, every, known = _opened(src, out)
+    found, every, known = _opened(src, view, out)
     tensors = _chosen(every, found["aliases"] or {}, globs, states)
     found |= _totals(tensors)
 
@@ -57,14 +58,14 @@ def show(src: str, globs: tuple[str, ...], states: tuple[str, ...], out: Output)
     )
 
 
-def _opened(src: str, out: Output) -> tuple[dict[str, Any], Sequence[TensorInfo], Recorded | None]:
+def _opened(src: str, view: str | None, out: Output) -> tuple[dict[str, Any], Sequence[TensorInfo], Recorded | None]:
     """What a checkpoint says of itself, its tensors, and what the catalog knows of it."""
     import ucformat
     from ucformat.cli.recorded import look_up
     from ucformat.errors import NotFound
 
     try:
-        ck = ucformat.open(src)
+        ck = ucformat.open(src, view=view)
     except NotFound as gone:
         known = look_up(src, out, tensors=True)
         if known is None:

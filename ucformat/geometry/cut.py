@@ -114,7 +114,7 @@ def _intervals(shard: Shard, n: int, degree: int, index: int) -> list[tuple[int,
             raise LayoutError(f"the sizes {shard.sizes} add up to {sum(shard.sizes)}, not to the {n} of the dim")
         return [_nth(shard.sizes, index)]
     if shard.parts is None:
-        return [_chunk(n, degree, index)]
+        return [_chunk(n, degree, index, even=shard.even)]
     total = sum(p if isinstance(p, int) else sum(p) for p in shard.parts)
     scale, rest = divmod(n, total)
     if rest:
@@ -125,14 +125,16 @@ def _intervals(shard: Shard, n: int, degree: int, index: int) -> list[tuple[int,
     for part in shard.parts:
         widths = None if isinstance(part, int) else tuple(w * scale for w in part)
         width = part * scale if isinstance(part, int) else sum(w * scale for w in part)
-        a, b = _chunk(width, degree, index) if widths is None else _nth(widths, index)
+        a, b = _chunk(width, degree, index, even=shard.even) if widths is None else _nth(widths, index)
         out.append((base + a, base + b))
         base += width
     return out
 
 
-def _chunk(n: int, degree: int, index: int) -> tuple[int, int]:
+def _chunk(n: int, degree: int, index: int, *, even: bool) -> tuple[int, int]:
     """Part `index` as `torch.chunk` cuts: ceil(n / degree) each, the last smaller or empty."""
+    if even and n % degree:
+        raise LayoutError(f"{n} cannot be cut evenly over {degree} coordinates")
     step = -(-n // degree)
     return min(n, index * step), min(n, (index + 1) * step)
 

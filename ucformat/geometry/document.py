@@ -14,12 +14,12 @@ from ucformat.geometry.placement import Flat, Owner, Partial, Placement, Replica
 from ucformat.geometry.rules import Rule
 from ucformat.schema import layout as schema
 from ucformat.schema.view import Step
-from ucformat.written import read_written
+from ucformat.written import line_of, read_written
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["lift_mesh", "lift_rule", "lower", "lower_rule", "lower_step", "read", "validate"]
+__all__ = ["lift_mesh", "lift_rule", "lower", "lower_rule", "lower_step", "read_document", "validate"]
 
 _STEP: TypeAdapter[Step] = TypeAdapter(Step)
 
@@ -49,14 +49,30 @@ def validate(document: Any) -> schema.LayoutDocument:
     return model
 
 
-def lower(model: schema.LayoutDocument) -> dict[str, Any]:
-    """The arguments of the layout that a document describes."""
-    meshes: Any
-    if model.mesh is None and model.meshes is None:
-        raise LayoutError(
-            "the file has a view alone: it places nothing on ranks",
-            hint="see tensors through it with `--view`, or Checkpoint.view; a layout has a mesh and rules too",
-        )
+def read_document(path: Path) -> schema.LayoutDocument:
+    """The document in a file; LayoutError names the file, the line and the place of each fault."""
+    document = read(path)
+    try:
+        return validate(document)
+    except LayoutError as e:
+        lines = [_with_line(path, line) for line in e.message.splitlines()]
+        raise type(e)(f"{path}: " + "\n".join(lines), hint=e.hint) from e
+
+
+def _with_line(path: Path, message: str) -> str:
+    place, colon, rest = message.partition(": ")
+    line = line_of(path, place) if colon else None
+    return message if line is None else f"line {line}, {place}: {rest}"
+
+
+def lower(model: schema.LayoutDocument, path: Path | None = None) -> dict[str, Any]:
+    """The arguments of the layout that a document describes; where it is a file, rules know their lines."""
+
+    def label(place: str) -> str:
+        line = None if path is None else line_of(path, place)
+        return place if line is None else f"{place}, line {line}"
+
+    meshes: Any = {}
     if model.mesh is not None:
         meshes = _mesh(model.mesh)
     elif isinstance(model.meshes, dict):
@@ -65,9 +81,12 @@ def lower(model: schema.LayoutDocument) -> dict[str, Any]:
         meshes = {mesh.name: _mesh(mesh) for mesh in model.meshes or ()}
     return {
         "mesh": meshes,
-        **{s: [_rule(r, f"{s}[{i}]") for i, r in enumerate(getattr(model, s))] for s in ("stages", "rules", "data")},
+        **{
+            s: [_rule(r, label(f"{s}[{i}]")) for i, r in enumerate(getattr(model, s))]
+            for s in ("stages", "rules", "data")
+        },
         "renames": [(r.from_, r.to) for r in model.renames],
-        "view": model.view,
+        "view": [(label(f"view[{i}]"), step) for i, step in enumerate(model.view)],
     }
 
 
@@ -101,11 +120,38 @@ def _mesh(mesh: dict[str, int] | schema.OrderedMesh) -> Mesh:
 def _rule(rule: schema.Rule, label: str) -> Rule:
     match = (rule.match,) if isinstance(rule.match, str) else tuple(rule.match)
     try:
-        return Rule(match, tuple(map(_placement, rule.place)), tuple(rule.states), rule.mesh, label)
+        return Rule(
+            match, tuple(p for placed in rule.place for p in _placements(placed)), tuple(rule.states), rule.mesh, label
+        )
     except LayoutError as e:
         if e.message.startswith(label):
             raise
         raise LayoutError(f"{label} (match {', '.join(map(repr, match))}): {e.message}", hint=e.hint) from e
+
+
+def _placements(p: schema.Placement) -> tuple[Placement, ...]:
+    if not isinstance(p, schema.Pattern):
+        return (_placement(p),)
+    over = _over(p.over)
+    if p.pattern.startswith("shard") and not over:
+        raise LayoutError(f"the pattern {p.pattern} needs `over`: the axes that it cuts over")
+    match p.pattern:
+        case "unique":
+            return (Owner(p.owner, over),)
+        case "partial":
+            return (Partial("mean", over),)
+        case "shard-V" | "shard-H":
+            return (Shard(0 if p.pattern == "shard-V" else 1, over),)
+        case "shard-Hy":
+            if p.dims is None or len(p.dims) != len(over):
+                raise LayoutError("the pattern shard-Hy needs `dims`: the dim that each axis of `over` cuts")
+            return tuple(Shard(dim, axis) for dim, axis in zip(p.dims, over, strict=True))
+        case "shard-NC":
+            if p.parts is None or len(p.dims or (0,)) != 1:
+                raise LayoutError("the pattern shard-NC needs `parts`, of one dim")
+            parts = tuple(w if isinstance(w, int) else tuple(w) for w in p.parts)
+            return (Shard((p.dims or (0,))[0], over, parts=parts),)
+    return (Replicate(),)
 
 
 def _placement(p: schema.Placement) -> Placement:
@@ -113,7 +159,7 @@ def _placement(p: schema.Placement) -> Placement:
         case schema.Shard():
             parts = None if p.parts is None else tuple(w if isinstance(w, int) else tuple(w) for w in p.parts)
             sizes = None if p.sizes is None else tuple(p.sizes)
-            return Shard(p.shard, _over(p.over), sizes, parts, p.pad_to)
+            return Shard(p.shard, _over(p.over), sizes, parts, p.pad_to, p.even)
         case schema.Flat():
             return Flat(
                 _over(p.over), p.flat, p.order, p.cut, p.tensor_align, p.group_pad, p.total_align, p.max_elements
@@ -157,7 +203,7 @@ def _lift(p: Placement) -> str | dict[str, Any]:
         case Shard():
             parts = None if p.parts is None else [w if isinstance(w, int) else list(w) for w in p.parts]
             sizes = None if p.sizes is None else list(p.sizes)
-            model = schema.Shard(shard=p.dim, over=_names(p), sizes=sizes, parts=parts, pad_to=p.pad_to)
+            model = schema.Shard(shard=p.dim, over=_names(p), sizes=sizes, parts=parts, pad_to=p.pad_to, even=p.even)
         case Flat():
             model = schema.Flat(
                 flat=p.group, over=_names(p), order=p.order, cut=p.cut, tensor_align=p.tensor_align,

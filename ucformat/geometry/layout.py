@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import LayoutError
 from ucformat.geometry.bound import BoundLayout
-from ucformat.geometry.document import lift_mesh, lift_rule, lower, lower_rule, lower_step, read, validate
+from ucformat.geometry.document import lift_mesh, lift_rule, lower, lower_rule, lower_step, read_document, validate
 from ucformat.geometry.mesh import Mesh
 from ucformat.geometry.rules import Placed, Rule, place
 
 if TYPE_CHECKING:
     from os import PathLike
 
+    from ucformat.geometry.steps import Labelled
     from ucformat.geometry.tensor import Key, Roster
     from ucformat.schema.view import Step
 
@@ -46,19 +47,27 @@ class Layout:
         stages: Rules = (),
         data: Rules = (),
         renames: Sequence[tuple[str, str]] = (),
-        view: Sequence[Step | Mapping[str, Any]] = (),
+        view: Sequence[Labelled | Step | Mapping[str, Any]] = (),
     ) -> None:
+        if view and not rules:
+            raise LayoutError(
+                "a view alone places nothing on ranks",
+                hint="see tensors through it with `--view`, or Checkpoint.view; a layout has a mesh and rules too",
+            )
         self.meshes = _meshes(mesh)
         self.stages = _labelled("stages", stages)
         self.rules = _labelled("rules", rules)
         self.data = _labelled("data", data)
         self.renames = tuple((str(a), str(b)) for a, b in renames)
-        self.view = tuple((f"view[{i}]", lower_step(step, f"view[{i}]")) for i, step in enumerate(view))
+        self.view = tuple(
+            step if isinstance(step, tuple) else (f"view[{i}]", lower_step(step, f"view[{i}]"))
+            for i, step in enumerate(view)
+        )
         self._renames = [_compiled(i, a, b) for i, (a, b) in enumerate(self.renames)]
         if not self.rules:
             raise LayoutError("a layout without rules places nothing", hint=_CATCH_ALL.format("rules"))
-        for section in _SECTIONS:
-            for rule in getattr(self, section):
+        for rules_ in self.sections.values():
+            for rule in rules_:
                 self._check(rule)
 
     @property
@@ -74,7 +83,7 @@ class Layout:
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Layout:
         """The layout of a YAML or JSON file; LayoutError names the line or the rule, UpgradeNeeded a newer version."""
-        return cls.parse(read(Path(path)))
+        return cls(**lower(read_document(Path(path)), Path(path)))
 
     def dump(self) -> dict[str, Any]:
         """The document that `parse` makes this layout of: JSON values whose meaning no sorting of keys changes."""
@@ -83,9 +92,9 @@ class Layout:
             out["mesh"] = lift_mesh(self.mesh)
         else:
             out["meshes"] = [{"name": name, **lift_mesh(mesh)} for name, mesh in self.meshes.items()]
-        for section in _SECTIONS:
-            if rules := [lift_rule(rule) for rule in getattr(self, section)]:
-                out[section] = rules
+        for section, found in self.sections.items():
+            if found:
+                out[section] = [lift_rule(rule) for rule in found]
         if self.view:
             out["view"] = [step.model_dump(by_alias=True, exclude_defaults=True) for _, step in self.view]
         if self.renames:
@@ -98,6 +107,21 @@ class Layout:
             if found := pattern.fullmatch(name):
                 return found.expand(to)
         return name
+
+    @property
+    def sections(self) -> dict[str, tuple[Rule, ...]]:
+        """The rules of the three sections, in the order in which they apply."""
+        return {section: getattr(self, section) for section in _SECTIONS}
+
+    def rules_for(self, name: str, states: Iterable[str]) -> list[Rule]:
+        """The rules that take a tensor of this name in these states: of each section the first that matches."""
+        found: dict[str, Rule] = {}
+        for candidates in self._matches(name).values():
+            for state in states:
+                hit = next((rule for rule, _ in candidates if rule.has_state(state)), None)
+                if hit is not None:
+                    found[hit.label] = hit
+        return list(found.values())
 
     def bind(self, roster: Roster) -> BoundLayout:
         """Apply the rules to the tensors of a roster.
@@ -136,10 +160,9 @@ class Layout:
 
     def _matches(self, name: str) -> dict[str, list[tuple[Rule, re.Match[str]]]]:
         """The rules of each section that a name matches, whatever the state."""
-        sections = {section: getattr(self, section) for section in _SECTIONS}
         return {
             section: [(rule, m) for rule in rules if (m := rule.find(name))]
-            for section, rules in sections.items()
+            for section, rules in self.sections.items()
             if rules
         }
 
@@ -191,7 +214,10 @@ def _meshes(mesh: Mesh | Mapping[str, Any]) -> dict[str, Mesh]:
 
 
 def _labelled(section: str, rules: Rules) -> tuple[Rule, ...]:
-    return tuple(lower_rule(rule, f"{section}[{i}]") for i, rule in enumerate(rules))
+    return tuple(
+        rule if isinstance(rule, Rule) and rule.label else lower_rule(rule, f"{section}[{i}]")
+        for i, rule in enumerate(rules)
+    )
 
 
 def _compiled(i: int, pattern: str, to: str) -> tuple[re.Pattern[str], str]:

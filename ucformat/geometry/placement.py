@@ -30,7 +30,7 @@ class Shard:
     `sizes`: the width for each coordinate. `parts`: the dim is a concatenation of parts, each cut by itself, and the
     results concatenated (fused QKV, SwiGLU); a part is a width or a list of widths, one for each coordinate; where
     the widths do not add up to the dim but divide it they are proportions. `pad_to`: the dim is padded to a multiple
-    of this and cut evenly; the padding is not part of the tensor.
+    of this and cut evenly; the padding is not part of the tensor. `even`: what does not divide is an error.
     """
 
     dim: int
@@ -38,6 +38,7 @@ class Shard:
     sizes: tuple[int, ...] | None = None
     parts: tuple[int | tuple[int, ...], ...] | None = None
     pad_to: int | None = None
+    even: bool = False
 
     def __post_init__(self) -> None:
         _normalise(self)

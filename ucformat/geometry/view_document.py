@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import LayoutError
-from ucformat.geometry.document import lower_step, read, validate
+from ucformat.geometry.document import lower, lower_step, read_document
 from ucformat.geometry.layout import Layout
 from ucformat.geometry.presets import PRESETS, preset_steps
 from ucformat.schema.view import Preset, Step
@@ -16,7 +16,7 @@ from ucformat.schema.view import Preset, Step
 if TYPE_CHECKING:
     from ucformat.geometry.steps import Labelled
 
-__all__ = ["Steps", "expand", "read_steps"]
+__all__ = ["Steps", "expand", "load", "read_steps"]
 
 #: A layout (its view is meant), the name of a preset, a path of a layout file, or steps as such a file spells them.
 Steps = Layout | str | PathLike[str] | Sequence[Mapping[str, Any] | Step]
@@ -32,11 +32,16 @@ def read_steps(steps: Steps) -> tuple[Labelled, ...]:
         path = Path(steps)
         if isinstance(steps, str) and not path.suffix and not path.exists():
             raise LayoutError(f"{steps!r} is neither a preset nor a file", hint=f"presets: {', '.join(PRESETS)}")
-        model = validate(read(path))
-        if not model.view:
+        found = lower(read_document(path), path)["view"]
+        if not found:
             raise LayoutError(f"{path} has no view", hint="its section `view` lists the steps; docs/view.md")
-        return tuple((f"view[{i}]", step) for i, step in enumerate(model.view))
+        return tuple(found)
     return tuple((f"view[{i}]", lower_step(step, f"view[{i}]")) for i, step in enumerate(steps))
+
+
+def load(path: str | PathLike[str]) -> Layout | None:
+    """The layout of a file; None where it is a view alone. LayoutError where it is neither."""
+    return Layout.load(path) if read_document(Path(path)).rules else None
 
 
 def expand(

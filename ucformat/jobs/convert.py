@@ -126,6 +126,7 @@ def plan_document(source: Checkpoint, infos: Sequence[TensorInfo], how: How) -> 
         "convert": source.store.url,
         "files": [(f.key, f.size, f.version) for f in files],
         "tensors": [(i.name, i.state, i.dtype, i.shape) for i in infos],
+        "view": [step.step for step in source.steps],
         "grids": (how.chunk_bytes, how.shard_bytes),
         "writer": __version__,
     }
@@ -220,4 +221,5 @@ def _producer(source: Checkpoint) -> dict[str, str]:
 
 
 def _lineage(source: Checkpoint) -> LineageDoc:
-    return LineageDoc(kind="convert", url=source.home, id=source.id, engine=dict(source.facts.engine))
+    origin = Checkpoint(source.origin)
+    return LineageDoc(kind="convert", url=source.home, id=origin.id, engine=dict(source.facts.engine))

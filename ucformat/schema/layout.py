@@ -37,6 +37,7 @@ class Shard(_Document):
         "part a list of widths, one for each coordinate.",
     )
     pad_to: Size | None = Field(None, description="Pad the dim to a multiple of this, then cut evenly.")
+    even: bool = Field(False, description="What the degree does not divide is an error: heads, experts.")
 
 
 class Flat(_Document):
@@ -75,14 +76,26 @@ class Partial(_Document):
     over: Names | None = None
 
 
-_KINDS = ("shard", "flat", "stage", "owner", "partial")
+class Pattern(_Document):
+    """A pattern of the Universal Checkpointing paper (USENIX ATC '25, section 5.3), by its name there."""
+
+    pattern: Literal["unique", "replicate", "partial", "shard-V", "shard-H", "shard-Hy", "shard-NC"]
+    over: Names | None = None
+    dims: Annotated[list[int], Field(min_length=1)] | None = Field(
+        None, description="shard-Hy: the dim that each axis of `over` cuts; shard-NC: the dim, by default 0."
+    )
+    parts: list[Index | list[Index]] | None = Field(None, description="shard-NC: the parts, as of a shard.")
+    owner: Index = Field(0, description="unique: the coordinate that holds it.")
+
+
+_KINDS = ("shard", "flat", "stage", "owner", "partial", "pattern")
 
 
 def _kind(value: Any) -> str | None:
     if isinstance(value, str):
         return "replicate"
     names = value if isinstance(value, dict) else type(value).model_fields if isinstance(value, BaseModel) else ()
-    return next((kind for kind in _KINDS if kind in names), None)
+    return next((kind for kind in reversed(_KINDS) if kind in names), None)  # a pattern may have an owner, too
 
 
 Placement = Annotated[
@@ -91,7 +104,8 @@ Placement = Annotated[
     | Annotated[Flat, Tag("flat")]
     | Annotated[Stage, Tag("stage")]
     | Annotated[Owner, Tag("owner")]
-    | Annotated[Partial, Tag("partial")],
+    | Annotated[Partial, Tag("partial")]
+    | Annotated[Pattern, Tag("pattern")],
     Discriminator(
         _kind,
         custom_error_type="placement",

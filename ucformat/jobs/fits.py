@@ -1,0 +1,139 @@
+"""Whether a checkpoint can be resumed under a layout: which rule takes which tensor, what fits none, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ucformat.checkpoint import Checkpoint
+from ucformat.errors import LayoutError
+from ucformat.geometry.layout import Layout
+from ucformat.geometry.tensor import Roster
+from ucformat.references import open_reference
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from ucformat.geometry.bound import BoundLayout
+    from ucformat.geometry.tensor import TensorInfo
+
+__all__ = ["Fit", "Misfit", "RuleUse", "fits"]
+
+_RANKS = 64  # of more ranks so many are planned, the first and the last among them
+
+
+@dataclass(frozen=True, slots=True)
+class RuleUse:
+    """A rule, or a step of the view, as errors call it, and the names of the tensors that it takes."""
+
+    rule: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """A tensor that the layout cannot place: in which states, by which rules, and why."""
+
+    name: str
+    states: tuple[str, ...]
+    rules: tuple[str, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        apart = [rule for rule in self.rules if rule not in self.reason]
+        rules = f" by {' and '.join(apart)}" if apart else ""
+        return f"{self.name} ({', '.join(self.states)}){rules}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What a layout makes of a checkpoint; true where every tensor has its place.
+
+    `memory` is the least and the most that a rank holds, in bytes; None where it does not fit.
+    """
+
+    url: str
+    ranks: int
+    tensors: int
+    rules: tuple[RuleUse, ...]
+    misfits: tuple[Misfit, ...]
+    memory: tuple[int, int] | None
+
+    def __bool__(self) -> bool:
+        return not self.misfits
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Rules and steps that take no tensor."""
+        return tuple(r.rule for r in self.rules if not r.names)
+
+
+def fits(place: str | PathLike[str] | Checkpoint, layout: Layout | str | PathLike[str]) -> Fit:
+    """Whether a checkpoint can be resumed under a layout; reads no tensor.
+
+    Args:
+        place: a checkpoint, or where one lies.
+        layout: the layout, or the path of its file; where it has a view, the tensors are those that it makes.
+
+    Raises:
+        LayoutError: the layout is none, or its view cannot be made of this checkpoint.
+    """
+    ck = place if isinstance(place, Checkpoint) else open_reference(place)
+    layout = layout if isinstance(layout, Layout) else Layout.load(layout)
+    steps: tuple[RuleUse, ...] = ()
+    if layout.view:
+        ck = ck.view(layout)
+        steps = tuple(RuleUse(t.step, t.took) for t in ck.steps)
+    named: dict[str, list[TensorInfo]] = {}
+    for info in ck.tensors.values():
+        named.setdefault(layout.rename(info.name), []).append(info)
+    uses: dict[str, list[str]] = {str(rule): [] for section in layout.sections.values() for rule in section}
+    misfits: list[Misfit] = []
+    for name, infos in named.items():
+        rules = layout.rules_for(name, {i.state for i in infos})
+        for rule in rules:
+            uses[str(rule)].append(name)
+        misfits += _misfits(layout, name, infos, tuple(map(str, rules)))
+    memory = None
+    if not misfits:
+        try:
+            bound = layout.bind(_renamed(layout, ck.facts.roster))
+            memory = _memory(bound)
+        except LayoutError as error:
+            misfits.append(
+                Misfit("all tensors together", tuple(sorted({k.state for k in ck.tensors})), (), error.message)
+            )
+    used = tuple(RuleUse(rule, tuple(names)) for rule, names in uses.items())
+    return Fit(ck.home, layout.mesh.size, len(named), (*steps, *used), tuple(misfits), memory)
+
+
+def _misfits(layout: Layout, name: str, infos: list[TensorInfo], rules: tuple[str, ...]) -> list[Misfit]:
+    """What is wrong with one tensor by itself, states with one reason together."""
+    reasons: dict[str, list[str]] = {}
+    for info in infos:
+        one = Roster((type(info)(name, info.state, info.dtype, info.shape),))
+        try:
+            bound = layout.bind(one)
+            for rank in (0, bound.ranks - 1):
+                for key in bound.keys(rank):
+                    bound.local(key, rank)
+        except LayoutError as error:
+            reason = error.message.removeprefix(f"{name} ({info.state}): ").replace(f"{name} ({info.state})", "it")
+            reasons.setdefault(reason, []).append(info.state)
+    return [Misfit(name, tuple(states), rules, reason) for reason, states in reasons.items()]
+
+
+def _renamed(layout: Layout, roster: Roster) -> Roster:
+    infos = tuple(type(i)(layout.rename(i.name), i.state, i.dtype, i.shape) for i in roster.tensors)
+    return Roster(infos, {layout.rename(n): g for n, g in roster.groups.items()})
+
+
+def _memory(bound: BoundLayout) -> tuple[int, int]:
+    """The least and the most bytes that a rank holds."""
+    infos = {i.key: i for i in bound.roster.tensors}
+    step = max(1, -(-bound.ranks // _RANKS))
+    held = []
+    for rank in {*range(0, bound.ranks, step), bound.ranks - 1}:
+        locals_ = ((infos[key].itemsize, bound.local(key, rank)) for key in bound.keys(rank))
+        held.append(sum(unit * local.size for unit, local in locals_ if local is not None))
+    return min(held), max(held)
