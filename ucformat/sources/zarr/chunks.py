@@ -147,7 +147,7 @@ class Chunks:
             if array.path not in self._filled:
                 raise MissingData(f"{where} is not stored", hint=self._hint)
             return fill_chunk(array, where)
-        return decode_chunk(array, stored.read(self._store), where)
+        return decode_chunk(array, at, stored.read(self._store), where)
 
     def _parse(self, name: str) -> tuple[Array, tuple[int, ...]]:
         path, _, last = name.rpartition("/")

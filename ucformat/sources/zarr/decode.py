@@ -37,8 +37,10 @@ def tensorstore() -> Any:
     return package
 
 
-def decode_chunk(array: Array, data: bytes, where: str) -> memoryview:
+def decode_chunk(array: Array, at: tuple[int, ...], data: bytes, where: str) -> memoryview:
     """The elements of a chunk, row-major and little-endian; `where` names it in messages.
+
+    Of a chunk that reaches past the array, what is outside is zero: it need not be stored.
 
     Raises:
         IntegrityError: the bytes are not such a chunk.
@@ -50,14 +52,15 @@ def decode_chunk(array: Array, data: bytes, where: str) -> memoryview:
         data = _unpack(array.packed, data, nbytes, where)
     if array.chunk_codecs[-1]["name"] == "blosc" and (len(data) < 16 or _blosc_size(data) != nbytes):
         raise IntegrityError(f"{where}: it does not decode to the {nbytes} bytes of a chunk")
-    return _read(array, data, where)
+    inside = (min(c, n - a * c) for a, c, n in zip(at, array.chunk, array.shape, strict=True))
+    return _read(array, tuple(inside), data, where)
 
 
 def fill_chunk(array: Array, where: str) -> memoryview:
     """A chunk that is not stored: all of it the array's fill value."""
     if array.chunk_nbytes > _FLOOR:
         raise Refused(f"{where} is not stored, and too large to be made of the fill value: {array.chunk_nbytes} bytes")
-    return _read(array, None, where)
+    return _read(array, array.chunk, None, where)
 
 
 def _unpack(codec: str, data: bytes, nbytes: int, where: str) -> bytes:
@@ -78,14 +81,14 @@ def _blosc_size(data: bytes) -> int:
     return int.from_bytes(data[4:8], "little")
 
 
-def _read(array: Array, data: bytes | None, where: str) -> memoryview:
+def _read(array: Array, inside: tuple[int, ...], data: bytes | None, where: str) -> memoryview:
     ts = tensorstore()
     ndim = len(array.chunk)
     fill = array.fill_value
     metadata = {
         "zarr_format": 3,
         "node_type": "array",
-        "shape": list(array.chunk),
+        "shape": list(inside),
         "data_type": array.dtype,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(array.chunk)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
@@ -100,8 +103,10 @@ def _read(array: Array, data: bytes | None, where: str) -> memoryview:
         spec: dict[str, Any] = {"driver": "zarr3", "kvstore": "memory://", "metadata": metadata}
         spec["fill_missing_data_reads"] = data is None  # within shards, too
         stored = ts.open(spec, open=True, assume_metadata=True, context=context).result()
-        out = np.empty(math.prod(array.chunk), _EXTRA.get(array.dtype, array.dtype))
-        ts.array(out.reshape(array.chunk), copy=False, write=True).write(stored).result()
+        out = np.zeros(math.prod(array.chunk), _EXTRA.get(array.dtype, array.dtype))
+        index: tuple[Any, ...] = (*map(slice, inside), ...)
+        part = out.reshape(array.chunk)[index]
+        ts.array(part, copy=False, write=True).write(stored).result()
     except MemoryError:
         raise Refused(f"{where}: there is no memory for its {array.chunk_nbytes} bytes") from None
     except (ValueError, TypeError, RuntimeError, OverflowError, KeyError, NotImplementedError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ V2 = (".zgroup", ".zarray", ".zmetadata")  # one of them makes a folder a node o
 V3 = "zarr.json"
 
 _THREADS = 8
+_CHUNK = re.compile(r"c|(c\.)?\d+(\.\d+)*")  # how the files of chunks are named
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +50,37 @@ def read_hierarchy(store: Store, values: Values) -> Hierarchy:
     with ThreadPoolExecutor(_THREADS) as pool:
         documents = dict(zip(keys, pool.map(lambda key: read_json(store, values, key), keys), strict=True))
     out = Hierarchy(3 if V3 in documents else 2)
+    for key in documents:
+        if key.rpartition("/")[2] == V3:
+            _check_alone(store, documents, key.rpartition("/")[0])
     for key, doc in documents.items():
         path, _, name = key.rpartition("/")
         if name == V3:
-            _check_alone(store, documents, path)
             _add_v3(out, path, f"{store.url}: {key}", doc)
         elif name == ".zarray":
             out.arrays[path] = parse_v2(path, f"{store.url}: {key}", doc)
         elif name == ".zattrs" and doc:
             out.attributes[path] = _attributes(f"{store.url}: {key}", doc)
+    _check_places(store, values, out)
+    _check_consolidated(store, documents, out)
+    return out
+
+
+def _check_places(store: Store, values: Values, out: Hierarchy) -> None:
+    """Whether no array lies in another one, and every chunk in one."""
     for path in out.arrays:
-        above = path.split("/")
-        for n in range(len(above) if path else 0):
-            if "/".join(above[:n]) in out.arrays:
-                raise IntegrityError(f"{store.url}: the array {path} lies inside the array {'/'.join(above[:n])!r}")
+        if path and (outer := _within(out, path.rpartition("/")[0])) is not None:
+            raise IntegrityError(f"{store.url}: the array {path} lies inside the array {outer!r}")
+    for key in values:
+        if _CHUNK.fullmatch(key.rpartition("/")[2]) and _within(out, key.rpartition("/")[0]) is None:
+            raise MissingData(
+                f"{store.url}: {key} seems to be a chunk, but of an array whose metadata are missing",
+                hint="restore the array's metadata from another copy; or move the file, if it is none",
+            )
+
+
+def _check_consolidated(store: Store, documents: dict[str, Any], out: Hierarchy) -> None:
+    """Whether the consolidated metadata, if there are any, say the same."""
     for path, array in _consolidated(store, documents):
         if path not in out.arrays:
             raise MissingData(
@@ -73,7 +92,17 @@ def read_hierarchy(store: Store, values: Values) -> Hierarchy:
                 f"{store.url}: the consolidated metadata describe {path} otherwise than its own do",
                 hint="consolidate the metadata anew, if the array's own are right",
             )
-    return out
+
+
+def _within(out: Hierarchy, folder: str) -> str | None:
+    """The array that this folder is or lies in."""
+    if "" in out.arrays:
+        return ""
+    while folder:
+        if folder in out.arrays:
+            return folder
+        folder = folder.rpartition("/")[0]
+    return None
 
 
 def _add_v3(out: Hierarchy, path: str, where: str, doc: Any) -> None:
