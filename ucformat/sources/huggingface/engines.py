@@ -6,6 +6,7 @@ folder), the engine's count and the copy is not read.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 __all__ = ["Engine", "open_engine"]
+
+
+_COPY = "copy all files of the folder again; if one is left out on purpose, open the others by themselves"
 
 
 @dataclass(slots=True)
@@ -116,6 +120,7 @@ def _whole(
 ) -> None:
     """Models and optimizers in files of their own."""
     models = {n: [f] for n, f in found.fsdp_whole.items()} or found.models
+    _check_all_there(found, models)
     modules = []
     for number, names in sorted(models.items()):
         prefix = _prefix(number) if len(models) > 1 else ""
@@ -145,6 +150,22 @@ def _whole(
         engine.described = {"engine": "fsdp"}
 
 
+def _check_all_there(found: Contained, models: Mapping[int, Any]) -> None:
+    """MissingData where one file tells of another that is not there: they are numbered, and belong together."""
+    for what, numbers in (("model", models), ("optimizer", found.optimizers)):
+        if lost := sorted(set(range(max(numbers, default=-1) + 1)) - set(numbers)):
+            raise MissingData(f"the {what} number {lost[0]} is missing, and number {max(numbers)} is there", hint=_COPY)
+    if not models:
+        raise MissingData(f"{next(iter(found.optimizers.values()))} is there, and no file of a model", hint=_COPY)
+    schedulers = [int(m[1] or 0) for name in found.values if (m := re.fullmatch(r"scheduler(?:_(\d+))?", name))]
+    if len(found.optimizers) <= max(schedulers, default=-1):
+        raise MissingData(
+            f"the optimizer of scheduler number {max(schedulers)} is missing: {len(found.optimizers)} optimizers are "
+            "there",
+            hint=_COPY,
+        )
+
+
 def _add_optimizer(
     file: TorchFile, path: str, modules: Sequence[Module], contents: Contents, given: Sequence[Sequence[str]] | None
 ) -> bool:
@@ -152,7 +173,12 @@ def _add_optimizer(
         raise IntegrityError(
             f"{file.key} holds no optimizer's state dict", hint="the file is of another program, or of a newer version"
         )
-    return add_optimizer(Optimizer.parse(file.value, path, file), modules, contents, given)
+    optimizer = Optimizer.parse(file.value, path, file)
+    told = optimizer.told()
+    if told is not None and any(told) and not any(m.find(told) for m in modules):
+        first = next(n for group in told for n in group)
+        raise MissingData(f"{file.key} has states of {first!r} and others, which no model here has", hint=_COPY)
+    return add_optimizer(optimizer, modules, contents, given)
 
 
 def _open_model(store: Store, names: Sequence[str], allow: tuple[str, ...]) -> OpenSource:
