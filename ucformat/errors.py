@@ -5,7 +5,8 @@
     │   ├── OutOfBounds IndexError               an index past the end of a dim
     │   ├── StateMismatch                        a training state that the checkpoint does not fit
     │   └── LayoutError                          a layout file or rule that cannot be applied
-    │       └── CoverageError                    a hole, or an overlap of unequal owners
+    │       ├── CoverageError                    a hole, or an overlap of unequal owners
+    │       └── AmbiguousLayout                  files that can be read in two ways, until told which
     ├── NotFound        LookupError       3      nothing is there
     │   ├── NotACheckpoint                       the place exists but holds no (committed) checkpoint
     │   └── TensorNotFound  KeyError             no such tensor or state in the checkpoint
@@ -22,6 +23,7 @@ Each carries `hint`, what to do next, which `str()` shows on a line of its own. 
 from __future__ import annotations
 
 __all__ = [
+    "AmbiguousLayout",
     "ChecksumError",
     "Conflict",
     "CoverageError",
@@ -82,6 +84,10 @@ class LayoutError(UsageError):
 
 class CoverageError(LayoutError):
     """Pieces or extents leave a hole in a tensor, or overlap with unequal owners."""
+
+
+class AmbiguousLayout(LayoutError):
+    """Files that can be read in two ways; the hint shows how to say which is meant."""
 
 
 class NotFound(UcformatError, LookupError):

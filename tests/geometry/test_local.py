@@ -21,7 +21,7 @@ from ucformat.geometry.flat import flat_boxes
 from ucformat.geometry.local import Region, Strides, keep_rows, parts_of, regions_of, strided_regions
 from ucformat.geometry.placement import Shard
 from ucformat.geometry.tensor import Extent, Key, TensorInfo
-from ucformat.geometry.view import View
+from ucformat.geometry.view import Part, View
 
 
 def fill(local: Any, regions: tuple[Region, ...], whole: Any) -> None:
@@ -56,7 +56,10 @@ def test_flat_ranges_of_sharded_tensors_are_boxes_of_the_whole(
 ) -> None:
     shard = data.draw(_shard(shape, ("tp",), degree, set()))
     whole = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
-    files, extents, parts, spare = {}, {}, [], []
+    files: dict[str, bytes] = {}
+    extents: dict[str, list[Extent]] = {}
+    parts: list[Part] = []
+    spare: list[Region] = []
     for at in range(degree):
         dims = local_dims(shape, (Cut(shard, degree, at),))
         local = np.full([d.size for d in dims], -2, np.int32)
@@ -81,7 +84,11 @@ def test_rows_of_padding_are_kept_apart(columns: int, rows: int, widths: list[in
     total = sum(widths)
     rows = min(rows, total)
     whole = np.arange(total * columns, dtype=np.int32).reshape(total, columns)
-    kept, spare, files, extents, at = [], [], {}, {}, 0
+    files: dict[str, bytes] = {}
+    extents: dict[str, list[Extent]] = {}
+    kept: list[Part] = []
+    spare: list[Part] = []
+    at = 0
     shard = Shard(0, "tp", sizes=tuple(widths))
     for t, n in enumerate(widths):
         local = whole[at : at + n]

@@ -281,9 +281,6 @@ class TestDamage:
     @pytest.mark.parametrize(
         ("name", "what"),
         [
-            ("mp_rank_01_model_states.pt", "tensor or pipeline"),
-            ("bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor or pipeline"),
-            ("layer_00-model_00-model_states.pt", "pipeline"),
             ("layer_0_expert_1_mp_rank_00_model_states.pt", "expert"),
             ("expp_rank_0_mp_rank_00_optim_states.pt", "expert"),
             ("zero/embed.weight/fp32.pt", "universal"),
@@ -296,6 +293,21 @@ class TestDamage:
         path.touch()
         with pytest.raises(Refused, match=what):
             opened(folder)
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "mp_rank_01_model_states.pt",
+            "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt",
+            "layer_00-model_states.pt",
+            "layer_00-model_00-model_states.pt",
+        ],
+    )
+    def test_files_of_another_model_parallelism(self, folder: Path, name: str) -> None:
+        (folder / "global_step3" / name).touch()
+        with pytest.raises(IntegrityError, match=r"does not belong|is a pipeline's|mp_rank_01") as caught:
+            opened(folder)
+        assert caught.value.hint
 
 
 def test_other_places_are_not_deepspeeds(tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ def regions_of(dims: tuple[Dim, ...]) -> tuple[tuple[Region, ...], tuple[Region,
 
 def keep_rows(regions: Iterable[Region], rows: int) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
     """The regions of the first global rows, and those of the others, counted from there: padding that a file holds."""
-    kept, padding = [], []
+    kept: list[Region] = []
+    padding: list[Region] = []
     for local, box in regions:
         below = min(box.stop[0], rows) - box.start[0]
         if below > 0:
@@ -81,7 +82,7 @@ def strided_regions(
         return
     part = tuple(1 if c else n for n, c in zip(size, cut, strict=True))
     for index in product(*(range(n if c else 1) for n, c in zip(size, cut, strict=True))):
-        yield Region(Box(inner.index(index), part), Box(whole.index(index), part))
+        yield Region(Box(inner.at(index), part), Box(whole.at(index), part))
 
 
 def parts_of(regions: Iterable[Region], source: Key) -> Iterator[Part]:
@@ -99,7 +100,7 @@ class _Place(NamedTuple):
     start: tuple[int, ...]
     steps: tuple[int, ...]
 
-    def index(self, of: tuple[int, ...]) -> tuple[int, ...]:
+    def at(self, of: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(a + i * s for a, i, s in zip(self.start, of, self.steps, strict=True))
 
 

@@ -1,11 +1,13 @@
 """The files of one DeepSpeed checkpoint: which there must be, and which must not.
 
-A save folder holds `latest`, a text file with the name of a tag folder, and the tag folders. Without model parallelism
-a tag folder holds:
+A save folder holds `latest`, a text file with the name of a tag folder, and the tag folders. A tag folder holds, for
+each model-parallel rank M (that of the pipeline stage times the tensor-parallel degree, plus the tensor-parallel rank):
 
-- ZeRO 0: `mp_rank_00_model_states.pt`
-- ZeRO 1, 2: that, and for each data-parallel rank R `[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt`
-- ZeRO 3: for each R `zero_pp_rank_R_mp_rank_00_model_states.pt` and `[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt`
+- ZeRO 0: `mp_rank_M_model_states.pt`
+- ZeRO 1, 2: that, and for each data-parallel rank R `[bf16_]zero_pp_rank_R_mp_rank_M_optim_states.pt`
+- ZeRO 3: for each R `zero_pp_rank_R_mp_rank_M_model_states.pt` and `[bf16_]zero_pp_rank_R_mp_rank_M_optim_states.pt`
+- pipelines: also the modules' weights, `layer_L[-model_T]-model_states.pt` for each layer L that has any and each
+  tensor-parallel rank T
 
 (`pp_rank` is the data-parallel rank; `bf16_` says that the engine trained in bf16.)
 """
@@ -21,20 +23,23 @@ from ucformat.errors import IntegrityError, MissingData, NotFound, Refused, Usag
 from ucformat.storage.base import check_key
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ucformat.storage.base import Store
 
-__all__ = ["Files", "find_tag", "is_model_or_optimizer", "list_files", "looks_like_deepspeed"]
+__all__ = ["Files", "check_world", "find_tag", "is_model_or_optimizer", "list_files", "looks_like_deepspeed"]
 
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _RANK = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _ANY = re.compile(r"([^/]*/)?((bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)|mp_rank_\d+_model)_states\.pt")
+_DIGITS = 6  # of a rank or layer; more are no number that DeepSpeed writes
 _LOOK = 10_000  # files of a folder without `latest` that are looked at
 _LATEST = 4096  # bytes of `latest`
 _NAMED = 10  # of several tags, so many are named in the error
 
 _NOT_YET = (
     (re.compile(r"layer_\d+_expert_\d+_.*|expp_rank_\d+_.*"), "expert parallelism (deepspeed.moe)"),
-    (re.compile(r"layer_\d+-model_.*"), "pipeline parallelism"),
     (re.compile(r"offloaded_tensors/.*"), "an optimizer offloaded to NVMe, whose states are swap files"),
     (re.compile(r"zero/.*/fp32\.pt|zero/optimizer_state\.pt"), "DeepSpeed's universal format"),
 )
@@ -42,19 +47,21 @@ _NOT_YET = (
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The files of a tag folder by role, as keys of the store; lists are by data-parallel rank."""
+    """The files of a tag folder by role, as keys of the store."""
 
     tag: str  # "" where the store is rooted at the tag folder itself
-    model: str | None
-    rank_models: tuple[str, ...]
-    optims: tuple[str, ...]
+    zero3: bool
+    models: tuple[tuple[str, ...], ...]  # by model-parallel rank, and under ZeRO 3 by data-parallel rank, else one each
+    optims: tuple[tuple[str, ...], ...]  # by model- and data-parallel rank; () where there are none at all
+    layers: Mapping[int, tuple[str, ...]]  # of pipelines: by layer and tensor-parallel rank
     latest: str | None
 
     @property
     def all(self) -> tuple[str, ...]:
         """Every one of them."""
-        single = [key for key in (self.latest, self.model) if key]
-        return (*single, *self.rank_models, *self.optims)
+        layers = (key for number in sorted(self.layers) for key in self.layers[number])
+        ranks = (*self.models, *self.optims)
+        return (*filter(None, [self.latest]), *(key for keys in ranks for key in keys), *layers)
 
 
 def is_model_or_optimizer(name: str) -> bool:
@@ -107,69 +114,130 @@ def list_files(store: Store, tag: str) -> Files:
         for name in names:
             if pattern.fullmatch(name):
                 raise _not_yet(what, prefix + name)
-    models = [m for m in map(_MODEL.fullmatch, names) if m]
+    single = {(_number(m[1]), 0): m[0] for m in map(_MODEL.fullmatch, names) if m}
     ranks = [m for m in map(_RANK.fullmatch, names) if m]
-    for match, part in [(m, m[1]) for m in models] + [(m, m[3]) for m in ranks]:
-        if int(part):
-            raise _not_yet("tensor or pipeline parallelism", prefix + match[0])
-    rank_models = _by_rank(prefix, [m for m in ranks if m[4] == "model"])
-    optims = _by_rank(prefix, [m for m in ranks if m[4] == "optim"])
-    if bool(models) == bool(rank_models):
-        if not models:
-            raise MissingData(
-                f"{store.url}: {tag or 'the folder'} has no model states (mp_rank_00_model_states.pt, or "
-                "zero_pp_rank_*_mp_rank_00_model_states.pt)",
-                hint="the save did not finish, or files were lost; restore them from a copy",
-            )
+    cut = _grid(prefix, [m for m in ranks if m[4] == "model"])
+    optims = _grid(prefix, [m for m in ranks if m[4] == "optim"])
+    if not single and not cut:
+        raise MissingData(
+            f"{store.url}: {tag or 'the folder'} has no model states (mp_rank_00_model_states.pt, or "
+            "zero_pp_rank_*_mp_rank_00_model_states.pt)",
+            hint="the save did not finish, or files were lost; restore them from a copy",
+        )
+    if single and cut:
         raise IntegrityError(
-            f"{prefix}{models[0][0]} and {rank_models[0]} stand side by side: ZeRO 3 and another stage, in one folder",
+            f"{prefix}{min(single.values())} and {cut[0][0]} stand side by side: ZeRO 3 and another stage, in one "
+            "folder",
             hint="move the files of the save that you do not want elsewhere",
         )
-    model = prefix + models[0][0] if models else None
-    return Files(tag, model, rank_models, optims, "latest" if tag and _exists(store, "latest") else None)
+    models = cut or tuple((key,) for key in _whole(prefix, single, "mp_rank_{0:02d}_model_states.pt")[0])
+    layers = _layers(prefix, [m for m in map(_LAYER.fullmatch, names) if m])
+    return Files(tag, bool(cut), models, optims, layers, "latest" if tag and _exists(store, "latest") else None)
 
 
-def check_world(files: Files, world: int) -> None:
-    """MissingData or IntegrityError where there are fewer or more ranks' files than the checkpoint had ranks."""
-    for kind, keys in (("model", files.rank_models), ("optim", files.optims)):
-        if not keys and kind == "model":
-            continue
-        if len(keys) < world:
-            name = (keys or ("zero_pp_rank_0_mp_rank_00_optim_states.pt",))[-1]
-            missing = re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{len(keys)}", name)
+def check_world(files: Files, mp: int, dp: int | None) -> None:
+    """MissingData or IntegrityError where there are fewer or more files than the checkpoint had ranks.
+
+    Without `dp` there need not be any optimizer files.
+    """
+    kinds = [("model", files.models, dp or 1 if files.zero3 else 1)]
+    kinds += [("optim", files.optims, dp)] if dp else []
+    for kind, ranks, wide in kinds:
+        keys = ranks or ((_like(files.models[0][0], 0, 0, kind),),)
+        there = {(m, r) for m, row in enumerate(ranks) for r in range(len(row))}
+        missing = [_like(keys[0][0], m, r, kind) for m in range(mp) for r in range(wide) if (m, r) not in there]
+        if missing:
+            more = f" (and {len(missing) - _NAMED} more)" if len(missing) > _NAMED else ""
             raise MissingData(
-                f"{missing} is missing: the checkpoint was saved by {world} data-parallel ranks, and {len(keys)} files "
-                f"of {kind} states are there",
+                f"{', '.join(missing[:_NAMED])}{more} is missing: the checkpoint was saved by {dp} data-parallel ranks"
+                f"{f' of each of {mp} model-parallel ranks' if mp > 1 else ''}, and {len(there)} files of {kind} "
+                "states are there",
                 hint="copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk",
             )
-        if len(keys) > world:
-            raise IntegrityError(
-                f"{keys[world]} does not belong to this checkpoint, which was saved by {world} data-parallel ranks",
-                hint="an earlier save by more ranks left it; move it, and those of higher ranks, elsewhere",
-            )
+        for m, r in sorted(there):
+            if m >= mp or r >= wide:
+                raise IntegrityError(
+                    f"{ranks[m][r]} does not belong to this checkpoint, which was saved by {dp} data-parallel ranks"
+                    f" of {mp} model-parallel ranks",
+                    hint="an earlier save by more ranks left it; move it, and those of higher ranks, elsewhere",
+                )
 
 
-def _by_rank(prefix: str, found: list[re.Match[str]]) -> tuple[str, ...]:
-    """Keys in the order of their ranks, which must be 0, 1, 2 … without a gap."""
+def _number(text: str) -> int:
+    if len(text) > _DIGITS:
+        raise Refused(f"{text} is not a rank or layer that DeepSpeed writes")
+    return int(text)
+
+
+def _like(key: str, m: int, r: int, kind: str) -> str:
+    """The name of another rank's file, or of another kind of file."""
+    folder, slash, name = key.rpartition("/")
+    if "zero_pp_rank" not in name and kind == "model":
+        return f"{folder}{slash}mp_rank_{m:02d}_model_states.pt"
+    bf16 = "bf16_" if name.startswith("bf16_") else ""
+    return f"{folder}{slash}{bf16}zero_pp_rank_{r}_mp_rank_{m:02d}_{kind}_states.pt"
+
+
+def _grid(prefix: str, found: list[re.Match[str]]) -> tuple[tuple[str, ...], ...]:
+    """Keys by model- and data-parallel rank, each 0, 1, 2 … without a gap."""
     if len({m[1] for m in found}) > 1:
         plain, bf16 = (next(m[0] for m in found if bool(m[1]) == flag) for flag in (False, True))
         raise IntegrityError(
             f"{prefix}{plain} and {prefix}{bf16} stand side by side: two saves, one in bf16, were made to one folder",
             hint="move the files of the save that you do not want elsewhere",
         )
-    by_rank = {int(m[2]): m for m in found}
-    for rank in range(len(by_rank)):
-        if rank not in by_rank:
-            name = re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", found[0][0])
+    if not found:
+        return ()
+    name = f"{found[0][1] or ''}zero_pp_rank_{{1}}_mp_rank_{{0:02d}}_{found[0][4]}_states.pt"
+    return _whole(prefix, {(_number(m[3]), _number(m[2])): m[0] for m in found}, name, rows=True)
+
+
+def _whole(
+    prefix: str, found: Mapping[tuple[int, int], str], name: str, *, rows: bool = False
+) -> tuple[tuple[str, ...], ...]:
+    """The files as a full grid of these two numbers; MissingData names all that are not there."""
+    high, wide = (1 + max(key[i] for key in found) for i in (0, 1))
+    if high * wide > 4 * len(found) + _LOOK:
+        raise MissingData(f"{prefix}{name.format(0, 0)} and most of the {high * wide} files like it are missing")
+    missing = [prefix + name.format(m, r) for m in range(high) for r in range(wide) if (m, r) not in found]
+    if missing:
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise MissingData(
+            f"{', '.join(missing[:_NAMED])}{more} is missing, and files of higher ranks are there",
+            hint="copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk",
+        )
+    keys = tuple(tuple(prefix + found[m, r] for r in range(wide)) for m in range(high))
+    return keys if rows else (tuple(row[0] for row in keys),)
+
+
+def _layers(prefix: str, found: list[re.Match[str]]) -> dict[int, tuple[str, ...]]:
+    """Keys by layer and tensor-parallel rank: every layer has a file for each rank, 0, 1, 2 … without a gap."""
+    if not found:
+        return {}
+    if len({m[2] is None for m in found}) > 1:
+        raise IntegrityError(
+            f"{prefix}: layers with and without a tensor-parallel rank (`-model_…`) stand side by side",
+            hint="move the files of the save that you do not want elsewhere",
+        )
+    by_rank = {(_number(m[1]), _number(m[2] or "0")): m[0] for m in found}
+    degree = 1 + max(rank for _, rank in by_rank)
+    name = "layer_{0:02d}-model_{1:02d}-model_states.pt" if found[0][2] else "layer_{0:02d}-model_states.pt"
+    out = {}
+    for layer in sorted({layer for layer, _ in by_rank}):
+        missing = [prefix + name.format(layer, r) for r in range(degree) if (layer, r) not in by_rank]
+        if missing:
             raise MissingData(
-                f"{prefix}{name} is missing, and files of higher ranks are there",
+                f"{', '.join(missing[:_NAMED])} is missing, and files of other tensor-parallel ranks are there",
                 hint="copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk",
             )
-    return tuple(prefix + by_rank[rank][0] for rank in range(len(by_rank)))
+        out[layer] = tuple(prefix + by_rank[layer, r] for r in range(degree))
+    return out
 
 
 def _not_yet(what: str, key: str) -> Refused:
-    return Refused(f"{key}: not yet read: {what}", hint="ZeRO 0 to 3 with data parallelism alone are read")
+    return Refused(
+        f"{key}: not yet read: {what}", hint="data, tensor and pipeline parallelism with ZeRO 0 to 3 are read"
+    )
 
 
 def _exists(store: Store, key: str) -> bool:

@@ -4,6 +4,9 @@ Keys of the file (DeepSpeed 0.19.8): `module` (name -> tensor), `buffer_names`, 
 `param_shapes` (ZeRO: for each flat group its parameters' shapes, in the order in which they lie in it), `shared_params`
 (ZeRO: tied name -> stored name), `frozen_param_shapes` and `frozen_param_fragments` (ZeRO 2 and 3), the engine's
 counters and configuration, and every key of the `client_state` that `save_checkpoint` was given.
+
+Of a pipeline `module` is None: its tensors lie in the layers' files. Megatron-DeepSpeed nests dictionaries in `module`;
+joined by dots their keys are the parameters' names.
 """
 
 from __future__ import annotations
@@ -39,17 +42,20 @@ ENGINE_KEYS = frozenset(
 )  # fmt: skip
 
 
+_EXTRA = "_extra_state"  # what modules keep besides tensors
+_DEPTH = 20
+
+
 class ModelStates:
     """One model states file, its parts checked."""
 
     def __init__(self, file: TorchFile) -> None:
         self.file, self.key = file, file.key
         self.value: dict[str, Any] = file.value if isinstance(file.value, dict) else {}
-        module = self.value.get("module")
-        if module is None and "module" in self.value:
-            raise Refused(f"{self.key}: DeepSpeed checkpoints with pipeline parallelism are not yet read")
-        module = need(self.value, "module", dict, self.key)
+        self.in_layers = "module" in self.value and self.value["module"] is None
+        module = {} if self.in_layers else _flattened(need(self.value, "module", dict, self.key), self.key)
         self.module: dict[str, StoredTensor] = {k: v for k, v in module.items() if isinstance(v, StoredTensor)}
+        self._homes: dict[str, TorchFile] = {}
         self.extra: dict[str, Any] = {k: v for k, v in module.items() if not isinstance(v, StoredTensor)}
         self.buffers = frozenset(self.value.get("buffer_names") or ())
         self._refuse_what_is_not_read()
@@ -59,20 +65,42 @@ class ModelStates:
         if any(not isinstance(name, str) for name in module):
             raise IntegrityError(f"{self.key} has a tensor whose name is not text")
 
+    def adopt(self, name: str, tensor: StoredTensor, home: TorchFile) -> None:
+        """A tensor of the module that lies in another file."""
+        self.module[name], self._homes[name] = tensor, home
+
+    def home(self, name: str) -> TorchFile:
+        """The file in which a tensor of the module lies."""
+        return self._homes.get(name, self.file)
+
+    @property
+    def described(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all parameters in `param_shapes`."""
+        return {name: shape for group in self.param_shapes or () for name, shape in group.items()}
+
+    @property
+    def dims(self) -> tuple[int | None, int | None, int | None]:
+        """What the file says of the degrees: of pipelines, of tensor parallelism, and of both together."""
+        told = self.value.get("checkpoint_parallel_dimensions")
+        told = told if isinstance(told, dict) else {}
+        sizes = (told.get("pp_degree"), told.get("tp_degree"), self.value.get("mp_world_size"))
+        pp, tp, mp = (n if isinstance(n, int) and n > 0 else None for n in sizes)
+        return pp, tp, mp
+
     @property
     def world(self) -> int | None:
         """How many data-parallel ranks saved the checkpoint (sequence-parallel ones included)."""
         world = self.value.get("dp_world_size")
         return world if isinstance(world, int) else None
 
-    def aliases(self, *, zero3: bool) -> dict[str, str]:
+    def aliases(self, *, zero3: bool, shared: dict[str, str] | None = None) -> dict[str, str]:
         """Tied name -> stored name.
 
         ZeRO says so in `shared_params`; but before stage 3 that goes by address, and all empty tensors have address 0,
         so a pair counts only where both are one stored tensor. ZeRO 0 says nothing: what is stored in the same place is
-        tied.
+        tied. Only the first rank's file says anything: `shared` gives the others what it said.
         """
-        shared = self.value.get("shared_params")
+        shared = self.value.get("shared_params") or shared
         if zero3:
             return dict(shared or {})
         if shared:
@@ -80,16 +108,17 @@ class ModelStates:
             return {a: same.get(b, b) for a, b in same.items()}
         if self.param_shapes is not None:
             return {}
-        first: dict[StoredTensor, str] = {}
+        first: dict[tuple[str, StoredTensor], str] = {}
         found: dict[str, str] = {}
         for name, tensor in self.module.items():
-            if tensor.size and name not in self.buffers and first.setdefault(tensor, name) != name:
-                found[name] = first[tensor]
+            where = self.home(name).key, tensor
+            if tensor.size and name not in self.buffers and first.setdefault(where, name) != name:
+                found[name] = first[where]
         return found
 
     def _same(self, a: str, b: str) -> bool:
         one, other = self.module.get(a), self.module.get(b)
-        return one is not None and one == other and one.size > 0
+        return one is not None and one == other and one.size > 0 and self.home(a).key == self.home(b).key
 
     def _shapes(self, shapes: Any, what: str) -> dict[str, tuple[int, ...]]:
         if not isinstance(shapes, dict) or not all(isinstance(s, tuple) for s in shapes.values()):
@@ -98,10 +127,25 @@ class ModelStates:
 
     def _refuse_what_is_not_read(self) -> None:
         value = self.value
-        dims = value.get("checkpoint_parallel_dimensions") or {}
-        if value.get("mp_world_size") not in (None, 1) or any(
-            dims.get(k) not in (None, 1) for k in ("pp_degree", "tp_degree")
-        ):
-            raise Refused(f"{self.key}: DeepSpeed checkpoints with tensor or pipeline parallelism are not yet read")
         if value.get("ds_autoep_layers") or value.get("num_experts") not in (None, [], 0):
             raise Refused(f"{self.key}: DeepSpeed checkpoints with expert parallelism are not yet read")
+
+
+def _flattened(module: dict[Any, Any], file: str, depth: int = 0) -> dict[Any, Any]:
+    """Nested dictionaries of tensors as one, their keys joined by dots; other values stay as they are."""
+    out: dict[Any, Any] = {}
+    for key, value in module.items():
+        if isinstance(key, str) and isinstance(value, dict) and _holds_tensors(value) and not key.endswith(_EXTRA):
+            if depth > _DEPTH:
+                raise IntegrityError(f"{file} has modules nested more than {_DEPTH} deep")
+            out.update((f"{key}.{k}", v) for k, v in _flattened(value, file, depth + 1).items())
+        else:
+            out[key] = value
+    return out
+
+
+def _holds_tensors(value: dict[Any, Any]) -> bool:
+    """Whether it is a dictionary of tensors and such dictionaries, by names."""
+    return bool(value) and all(
+        isinstance(k, str) and (isinstance(v, StoredTensor | dict) or k.endswith(_EXTRA)) for k, v in value.items()
+    )

@@ -1,34 +1,30 @@
-"""DeepSpeed checkpoints of data parallelism, ZeRO 0 to 3, read in place."""
+"""DeepSpeed checkpoints of data, tensor and pipeline parallelism, ZeRO 0 to 3, read in place."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, Refused
 from ucformat.facts import Facts
 from ucformat.geometry.tensor import Roster
 from ucformat.sources.base import Folders
-from ucformat.sources.deepspeed.contents import Contents, zero_options
-from ucformat.sources.deepspeed.folder import (
-    Files,
-    check_world,
-    find_tag,
-    is_model_or_optimizer,
-    list_files,
-    looks_like_deepspeed,
-)
+from ucformat.sources.deepspeed.degrees import Degrees
+from ucformat.sources.deepspeed.folder import Files, find_tag, is_model_or_optimizer, list_files, looks_like_deepspeed
+from ucformat.sources.deepspeed.groups import merge_groups
+from ucformat.sources.deepspeed.guide import Guide
+from ucformat.sources.deepspeed.merge import Merged
 from ucformat.sources.deepspeed.model import ModelStates
+from ucformat.sources.deepspeed.numbered import names_of_stages
 from ucformat.sources.deepspeed.objects import Objects
-from ucformat.sources.deepspeed.zero0 import read_zero0
-from ucformat.sources.deepspeed.zero3 import Zero3, add_frozen
-from ucformat.sources.deepspeed.zero12 import Zero12
+from ucformat.sources.deepspeed.pipeline import adopt_layers, layers_of
+from ucformat.sources.deepspeed.slices import Slice, read_slice
 from ucformat.sources.torch_file import TorchFile
 from ucformat.sources.torch_zip import TorchZip
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from ucformat.geometry.layout import Layout
     from ucformat.geometry.tensor import Extent, Key
     from ucformat.sources.base import Record
     from ucformat.storage.base import Store
@@ -41,15 +37,27 @@ _THREADS = 8
 class DeepSpeed(Folders):
     """How DeepSpeed checkpoints are recognised and opened.
 
-    `allow` names packages of your own whose pickled classes become inert stand-ins instead of being refused. `groups`
-    gives the parameters of each optimizer group, in order, for a ZeRO 0 checkpoint that does not tell them.
+    Args:
+        allow: packages of your own whose pickled classes become inert stand-ins instead of being refused.
+        groups: the parameters of each optimizer group, in order, for a ZeRO 0 checkpoint that does not tell them.
+        layout: how parameters lie over tensor-parallel ranks, for a checkpoint that does not tell it, or tells it
+            wrongly: a layout whose rules are over the axis `tp`, or the name of a preset (`llama`,
+            `megatron-deepspeed`, `megatron-deepspeed-swiglu`). Parameters that no rule is for are read as without it.
+        vocab: rows of the vocabulary without its padding, where the layout says `pad_to`.
     """
 
     kind = "deepspeed"
     title = "DeepSpeed"
 
-    def __init__(self, *, allow: Sequence[str] = (), groups: Sequence[Sequence[str]] | None = None) -> None:
-        self._allow, self._groups = tuple(allow), groups
+    def __init__(
+        self,
+        *,
+        allow: Sequence[str] = (),
+        groups: Sequence[Sequence[str]] | None = None,
+        layout: Layout | str | None = None,
+        vocab: int | None = None,
+    ) -> None:
+        self.allow, self.groups, self.layout, self.vocab = tuple(allow), groups, layout, vocab
 
     def marks(self, name: str) -> bool:
         """Whether a folder with a file of this name is a tag folder."""
@@ -62,13 +70,10 @@ class DeepSpeed(Folders):
     def open(self, store: Store) -> OpenDeepSpeed:
         """Open the checkpoint that `latest` names, or the tag folder that the store is rooted at.
 
-        Reads kilobytes of the model states files (ZeRO 3: of each rank's, because each holds its own client state) and
-        of the first rank's optimizer file. The other ranks' must exist, and are opened when their extents are wanted.
+        Reads kilobytes of the model states and layer files, and of the first data-parallel rank's optimizer file of
+        each model-parallel rank. The other ranks' must exist, and are opened when their extents are wanted.
         """
-        files = list_files(store, find_tag(store))
-        keys = [files.model] if files.model else list(files.rank_models)
-        models = _open_models(store, keys, self._allow)
-        return OpenDeepSpeed(store, files, models, self._allow, self._groups)
+        return OpenDeepSpeed(store, list_files(store, find_tag(store)), self)
 
 
 class OpenDeepSpeed:
@@ -76,52 +81,35 @@ class OpenDeepSpeed:
 
     kind = "deepspeed"
 
-    def __init__(
-        self,
-        store: Store,
-        files: Files,
-        models: list[ModelStates],
-        allow: tuple[str, ...],
-        groups: Sequence[Sequence[str]] | None,
-    ) -> None:
+    def __init__(self, store: Store, files: Files, how: DeepSpeed) -> None:
         self.store = store
         self._files = files
-        model = models[0]
-        contents = Contents()
-        self._contents = contents
-        zero3 = files.model is None
-        stage = 3 if zero3 else 0
-        if zero3 or model.param_shapes is not None:
-            check_world(files, model.world or len(files.optims))
-        elif files.optims:
-            raise Refused(
-                f"{files.optims[0]} is there, but {model.key} has no `param_shapes`: a BF16_Optimizer without ZeRO, "
-                "perhaps; "
-                "such checkpoints are not yet read"
-            )
-        if zero_options(model.value).get("mics_shard_size", -1) not in (-1, 0, None):
-            raise Refused(f"{model.key}: DeepSpeed checkpoints with MiCS are not yet read")
-        aliases = model.aliases(zero3=zero3)
-        placeholders = _add_weights(model, aliases, contents) if not zero3 else _add_buffers(model, aliases, contents)
-        if zero3:
-            add_frozen(models, contents)
-            Zero3(model, files.optims, allow, contents)
-        elif model.param_shapes is not None:
-            stage = Zero12(model, files.optims, allow, contents).stage
-        else:
-            read_zero0(model, groups, contents)
-        found = {k.name for k in contents.infos}
-        lost = [n for n in placeholders if n not in found]
-        objects = Objects(models, contents, lost).json()  # before the roster: large tensors among them join it
+        degrees, stages = _read(store, files, how)
+        models = [m for slices in stages for of in slices for m in of.models]
+        guide = Guide(models, degrees.tp, how.layout, how.vocab)
+        merged = Merged(store, stages, guide)
+        contents = self._contents = merged.contents
+        contents.groups = merge_groups(stages)
+        by_label = {
+            degrees.label(p, t, d): model
+            for p, slices in enumerate(stages)
+            for t, of in enumerate(slices)
+            for d, model in enumerate(of.models)
+        }
+        optimizers = {of.label: of.contents.optimizer for slices in stages for of in slices}
+        lost = list(dict.fromkeys(name for slices in stages for name in slices[0].lost))
+        objects = Objects(by_label, optimizers, contents, lost).json()  # before the roster: large tensors join it
+        first = stages[0][0]
         self.facts = Facts(
-            roster=_roster(model, contents),
-            aliases=aliases,
+            roster=_roster(stages, merged),
+            aliases={a: b for slices in stages for a, b in slices[0].aliases.items()},
             objects=objects,
             groups=tuple(group.json() for group in contents.groups),
-            step=step if isinstance(step := model.value.get("global_steps"), int) else None,
-            layout=_layout(stage, model),
-            engine={"name": "deepspeed", "version": str(model.value.get("ds_version", ""))},
+            step=step if isinstance(step := first.model.value.get("global_steps"), int) else None,
+            layout=_layout(degrees, first),
+            engine={"name": "deepspeed", "version": str(first.model.value.get("ds_version", ""))},
             files=files.all,
+            means=merged.means,
             folder=files.tag,
         )
 
@@ -136,50 +124,78 @@ class OpenDeepSpeed:
                 yield from TorchZip(self.store, key).records()
 
 
-def _layout(stage: int, model: ModelStates) -> dict[str, Any]:
+def _read(store: Store, files: Files, how: DeepSpeed) -> tuple[Degrees, list[list[Slice]]]:
+    """The checkpoint's slices by pipeline stage and tensor-parallel rank."""
+
+    def load(key: str) -> TorchFile:
+        return TorchFile(store, key, allow=how.allow)
+
+    first = ModelStates(load(files.models[0][0]))
+    degrees = Degrees.of(files, first)  # before others are opened that may not belong to it
+    others = [row[not m :] for m, row in enumerate(files.models)]
+    rows = [[ModelStates(file) for file in row] for row in _parallel(load, others)]
+    rows[0].insert(0, first)
+    grid = [[rows[p * degrees.tp + t] for t in range(degrees.tp)] for p in range(degrees.pp)]
+    names: list[Sequence[Sequence[str]] | None] = [how.groups] * degrees.pp
+    ties: dict[str, str] = {}
+    if first.in_layers:
+        opened = dict(zip(files.layers, _parallel(load, files.layers.values()), strict=True))
+        for t in range(degrees.tp):
+            models = [stage[t][0] for stage in grid]
+            layers = layers_of({number: row[t] for number, row in opened.items()})
+            if models[0].param_shapes is not None:
+                adopt_layers(models, layers)
+            else:
+                names, ties = names_of_stages(models, layers, how.groups)
+    shared = first.aliases(zero3=files.zero3) if first.param_shapes is not None else None
+    optims = files.optims or ((),) * len(rows)
+
+    def read(at: tuple[int, int]) -> Slice:
+        p, t = at
+        return read_slice(
+            grid[p][t],
+            optims[p * degrees.tp + t],
+            degrees.label(p, t),
+            how.allow,
+            zero3=files.zero3,
+            shared=None if p else shared,
+            names=names[p],
+        )
+
+    stages: list[list[Slice]] = []
+    for p in range(degrees.pp):
+        one = read((p, 0))
+        if one.stage == 0 and one.contents.groups:
+            names[p] = [group.names for group in one.contents.groups]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            stages.append([one, *pool.map(read, [(p, t) for t in range(1, degrees.tp)])])
+    stages[0][0].aliases.update(ties)
+    return degrees, stages
+
+
+def _parallel(load: Callable[[str], TorchFile], rows: Iterable[Sequence[str]]) -> list[list[TorchFile]]:
+    """The files of a grid of keys, opened several at a time."""
+    rows = list(rows)
+    keys = [key for row in rows for key in row]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        opened = iter(list(pool.map(load, keys)))
+    return [[next(opened) for _ in row] for row in rows]
+
+
+def _layout(degrees: Degrees, first: Slice) -> dict[str, Any]:
     """Stage and ranks; under ZeRO 3 also the dtype of the weights, of which only the fp32 copy is stored."""
-    out: dict[str, Any] = {"zero": stage, "dp": model.world or 1}
-    described = [name for group in model.param_shapes or () for name in group if name in model.module]
-    if stage == 3 and described:
-        out["weight_dtype"] = model.module[described[0]].dtype
+    out: dict[str, Any] = {"zero": first.stage, "dp": degrees.dp}
+    out |= {axis: n for axis, n in (("tp", degrees.tp), ("pp", degrees.pp)) if n > 1}
+    described = [name for name in first.model.described if name in first.model.module]
+    if first.stage == 3 and described:
+        out["weight_dtype"] = first.model.module[described[0]].dtype
     return out
 
 
-def _open_models(store: Store, keys: list[str], allow: tuple[str, ...]) -> list[ModelStates]:
-    def load(key: str) -> ModelStates:
-        return ModelStates(TorchFile(store, key, allow=allow))
-
-    if len(keys) == 1:
-        return [load(keys[0])]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(load, keys))
-
-
-def _add_weights(model: ModelStates, aliases: dict[str, str], contents: Contents) -> list[str]:
-    """The module's tensors, each once."""
-    for name, tensor in model.module.items():
-        if name not in aliases:
-            contents.add_whole(name, "weight", model.file, tensor)
-    for alias, name in aliases.items():
-        if name not in model.module and not any(name in group for group in model.param_shapes or ()):
-            raise IntegrityError(f"{model.key}: {alias} is tied to {name}, which is not in the checkpoint")
-    return []
-
-
-def _add_buffers(model: ModelStates, aliases: dict[str, str], contents: Contents) -> list[str]:
-    """The buffers of a ZeRO 3 module, as rank 0 has them; returns the names of its empty placeholders."""
-    described = {name for group in model.param_shapes or () for name in group} | model.frozen_shapes.keys()
-    placeholders = []
-    for name, tensor in model.module.items():
-        if name in model.buffers or (tensor.size and name not in described and name not in aliases):
-            contents.add_whole(name, "weight", model.file, tensor)
-        elif name not in aliases:
-            placeholders.append(name)
-    return placeholders
-
-
-def _roster(model: ModelStates, contents: Contents) -> Roster:
+def _roster(stages: list[list[Slice]], merged: Merged) -> Roster:
     """All tensors in the order of the module, what is not in it after that; each with its states together."""
-    order = {name: i for i, name in enumerate(model.module)}
+    contents = merged.contents
+    modules = (name for slices in stages for name in slices[0].model.module)
+    order = {name: i for i, name in enumerate(dict.fromkeys(modules))}
     infos = sorted(contents.infos.values(), key=lambda info: order.get(info.name, len(order)))
     return Roster(tuple(infos), {name: g for g, group in enumerate(contents.groups) for name in group.names})

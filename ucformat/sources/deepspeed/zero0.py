@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.tensor import Extent
     from ucformat.sources.deepspeed.model import ModelStates
+    from ucformat.sources.torch_file import TorchFile
 
-__all__ = ["read_zero0"]
+__all__ = ["entries_of", "read_zero0", "sample"]
 
 _SAMPLE = 64  # elements
 _THREADS = 8
@@ -59,6 +60,19 @@ def read_zero0(model: ModelStates, names: Sequence[Sequence[str]] | None, conten
     contents.keep_scalars(model.file, {k: v for k, v in state.items() if k not in dropped})
 
 
+def entries_of(model: ModelStates) -> list[list[Entry]] | int:
+    """The entries of each group of the optimizer, as far as their shapes tell; of flat groups, their elements."""
+    state = need(model.value, "optimizer", dict, model.key)
+    inner = need(state, "optimizer_state_dict", dict, model.key) if "optimizer_state_dict" in state else state
+    if "fp32_groups_flat" in state:
+        return sum(stored(t, "fp32_groups_flat", model.key).size for t in state["fp32_groups_flat"])
+    if "fp32_groups" in state:
+        return [[Entry(stored(t, "fp32_groups", model.key).shape) for t in group] for group in state["fp32_groups"]]
+    found = need(inner, "state", dict, model.key)
+    groups = [need(g, "params", list, model.key) for g in need(inner, "param_groups", list, model.key)]
+    return [[Entry(shape_of_states(found.get(i, {}))) for i in group] for group in groups]
+
+
 def _told(hypers: list[dict[str, Any]], counts: list[int], model: ModelStates) -> list[list[str]] | None:
     """`param_names`, which optimizers keep that were given named parameters (PyTorch 2.6 and later).
 
@@ -83,7 +97,7 @@ def _single(
     parameters = _parameters(model)
     if masters is not None:
         copies = [[stored(t, "fp32_groups", model.key) for t in group] for group in masters]
-        samples = _samples(model, [t for group in copies for t in group], list(parameters.values()))
+        samples = _samples(model, [t for group in copies for t in group], parameters)
         by_name = dict(zip(parameters, samples[1], strict=True))
         rest = iter(samples[0])
         entries = [[Entry(t.shape, next(rest)) for t in group] for group in copies]
@@ -152,16 +166,16 @@ def _parameters(model: ModelStates) -> dict[str, StoredTensor]:
 
 
 def _samples(
-    model: ModelStates, masters: list[StoredTensor], weights: list[StoredTensor]
+    model: ModelStates, masters: list[StoredTensor], weights: dict[str, StoredTensor]
 ) -> tuple[list[bytes], list[bytes]]:
     """The first elements of masters, rounded to the weights' dtype, and of weights."""
-    low = {t.dtype for t in weights} & {"bfloat16", "float16"} or {"float32"}
+    low = {t.dtype for t in weights.values()} & {"bfloat16", "float16"} or {"float32"}
     with ThreadPoolExecutor(_THREADS) as pool:
-        rounded = list(pool.map(lambda t: _sample(model, t, min(low)), masters))
-        return rounded, list(pool.map(lambda t: _sample(model, t, min(low)), weights))
+        rounded = list(pool.map(lambda t: sample(model.file, t, min(low)), masters))
+        return rounded, list(pool.map(lambda item: sample(model.home(item[0]), item[1], min(low)), weights.items()))
 
 
-def _sample(model: ModelStates, tensor: StoredTensor, dtype: str) -> bytes:
+def sample(file: TorchFile, tensor: StoredTensor, dtype: str) -> bytes:
     """The first elements as bytes of this dtype."""
     import ml_dtypes
     import numpy as np
@@ -172,17 +186,17 @@ def _sample(model: ModelStates, tensor: StoredTensor, dtype: str) -> bytes:
     n = min(_SAMPLE, tensor.size, tensor.numel - tensor.offset)
     head = StoredTensor(tensor.storage, tensor.dtype, (n,), (1,), tensor.offset, tensor.numel)
     with np.errstate(over="ignore"):
-        return np.frombuffer(model.file.read(head), types[tensor.dtype]).astype(types[dtype]).tobytes() if n else b""
+        return np.frombuffer(file.read(head), types[tensor.dtype]).astype(types[dtype]).tobytes() if n else b""
 
 
 def _flat(model: ModelStates, masters: list[Any], states: list[list[dict[str, Any]]], contents: Contents) -> None:
     """One flat entry for each group, in which the module's weights lie where they do in their storage."""
     if len(masters) != len(states) or any(len(s) != 1 for s in states):
         raise IntegrityError(f"{model.key}: its optimizer has other groups than there are flat masters")
-    by_storage: dict[str, list[tuple[int, str]]] = {}
+    by_storage: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for name, tensor in _parameters(model).items():
         if tensor.size:
-            by_storage.setdefault(tensor.storage, []).append((tensor.offset, name))
+            by_storage.setdefault((model.home(name).key, tensor.storage), []).append((tensor.offset, name))
     free = {key: sorted(members) for key, members in by_storage.items()}
     for g, value in enumerate(masters):
         master = stored(value, "fp32_groups_flat", model.key)
@@ -224,7 +238,7 @@ def _tiles(model: ModelStates, members: list[tuple[int, str]], master: StoredTen
         StoredTensor(master.storage, master.dtype, (t.size,), (1,), master.offset + t.offset, master.numel)
         for t in tensors
     ]
-    rounded, weights = _samples(model, parts, tensors)
+    rounded, weights = _samples(model, parts, {name: model.module[name] for _, name in members})
     return rounded == weights
 
 

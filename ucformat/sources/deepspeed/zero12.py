@@ -151,13 +151,14 @@ class Zero12:
     def _check_views(self, index: int, group: FlatGroup) -> None:
         """The module's tensors, where they are views of one flat buffer, lie where the layout says."""
         views = {n: self.model.module[n] for n in group.shapes if n in self.model.module}
+        homes = {self.model.home(n).key for n in views}
         for name, view in views.items():
             if view.shape != group.shapes[name]:
                 raise IntegrityError(
                     f"{self.model.key}: {name} has shape {view.shape} in `module`, {group.shapes[name]} in "
                     "`param_shapes`"
                 )
-        if len({v.storage for v in views.values()}) != 1 or len(views) < 2:
+        if len(homes) != 1 or len({v.storage for v in views.values()}) != 1 or len(views) < 2:
             return
         if next(iter(views.values())).numel != group.partition * self.world:
             return

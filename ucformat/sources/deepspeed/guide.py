@@ -1,0 +1,184 @@
+"""Who says how a parameter lies over tensor-parallel ranks, in this order: the caller, the checkpoint, the evidence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import AmbiguousLayout, LayoutError, UsageError
+from ucformat.geometry.layout import Layout
+from ucformat.geometry.placement import axes_of
+from ucformat.geometry.rules import place
+from ucformat.sources.deepspeed.inference import Doubt, ambiguous, infer
+from ucformat.sources.deepspeed.patterns import Info
+from ucformat.sources.deepspeed.presets import PRESETS, family_of
+from ucformat.sources.deepspeed.readings import TP, Reading, Shapes, mean, replicate, shard
+from ucformat.sources.stand_ins import Inert
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ucformat.sources.deepspeed.model import ModelStates
+    from ucformat.sources.deepspeed.replicas import Verdict
+
+__all__ = ["Guide"]
+
+
+class Guide:
+    """Finds the reading of each parameter; `decide` must be called with all of them."""
+
+    def __init__(
+        self, models: list[ModelStates], ranks: int, layout: Layout | str | None = None, vocab: int | None = None
+    ) -> None:
+        self._ranks, self._vocab = ranks, vocab
+        self._file = models[0].key
+        told = next((m for m in models if m.value.get("universal_checkpoint_info")), models[0])
+        info = told.value.get("universal_checkpoint_info")
+        self.info = Info(info, told.key, _padded(told, info))
+        if vocab is None and isinstance(info, dict) and isinstance(info.get("original_vocab_size"), int):
+            self._vocab = info["original_vocab_size"]
+        self._layout = _layout(layout, ranks)
+
+    def decide(
+        self, shapes: Mapping[str, Shapes], buffers: frozenset[str], verdict: Callable[[str], Verdict]
+    ) -> dict[str, Reading]:
+        """The reading of every parameter; AmbiguousLayout lists those that can be read in two ways.
+
+        `verdict` compares the bytes of a parameter's parts. LayoutError names the parameter that does not fit.
+        """
+        out: dict[str, Reading] = {}
+        doubts: list[Doubt] = []
+        family = self._family(shapes)
+        hidden = _width(shapes)
+        for name, parts in shapes.items():
+            try:
+                found = self._told(name, parts, buffers, verdict)
+                if found is None and family is not None:
+                    found = self._preset(family, name, parts, verdict)
+                if found is None:
+                    found = infer(name, parts, lambda name=name: verdict(name), shapes, hidden)  # type: ignore[misc]
+            except LayoutError as error:
+                raise type(error)(
+                    f"{self._file}: {name}: {error.message}",
+                    hint=error.hint or "say how it is cut: DeepSpeed(layout=…)",
+                ) from error
+            if isinstance(found, Doubt):
+                doubts.append(found)
+            else:
+                out[name] = found
+        if doubts:
+            raise ambiguous(doubts, self._ranks)
+        self._check_vocabulary(out)
+        return out
+
+    def may_differ(self, name: str) -> bool:
+        """Whether the copies of several pipeline stages need not agree: the first one counts.
+
+        Megatron-DeepSpeed ties the whole embedding module, but of that trains the vocabulary alone in the last stage.
+        """
+        return self.info.pipeline.find(name) is not None and not self.info.is_vocabulary(name)
+
+    def _told(
+        self, name: str, shapes: Shapes, buffers: frozenset[str], verdict: Callable[[str], Verdict]
+    ) -> Reading | Doubt | None:
+        """What the caller or the checkpoint says."""
+        if self._layout is not None:
+            found = self._placed(self._layout, name, shapes)
+            if found is not None:
+                return found.because("the layout that was given")
+        if name in buffers and self._ranks > 1 and self.info and self.info.is_default(name):
+            if len(set(shapes)) == 1 and verdict(name) != "different":  # patterns speak of parameters alone
+                return replicate(shapes).because("equal buffers")
+            return None
+        found = self.info.reading(name, shapes)
+        doubtful = found is not None and self._ranks > 1 and len(shapes[0]) == 1 and self.info.is_default(name)
+        if doubtful and len(set(shapes)) == 1 and verdict(name) == "equal":
+            return Doubt(name, shapes, "replicate", "{shard: 0, over: tp}")  # no pattern speaks of it
+        return found
+
+    def _family(self, shapes: Mapping[str, Shapes]) -> Layout | None:
+        """The preset of the family that the module names tell, where the checkpoint says nothing."""
+        if self.info or self._ranks == 1:
+            return None
+        preset = family_of(dict(shapes))
+        return _layout(preset, self._ranks) if preset else None
+
+    def _preset(
+        self, family: Layout, name: str, shapes: Shapes, verdict: Callable[[str], Verdict]
+    ) -> Reading | Doubt | None:
+        """What a preset that nobody asked for says, where the bytes do not contradict it."""
+        found = self._placed(family, name, shapes)
+        if found is None or len(set(shapes)) > 1:
+            return found
+        same = len({region.box for held in found.regions for region in held}) == len(found.regions[0])
+        equal = verdict(name)
+        if equal == ("different" if same else "equal"):
+            return Doubt(name, shapes, "replicate", "{shard: 0, over: tp}")
+        return found.because("its family")
+
+    def _placed(self, layout: Layout, name: str, shapes: Shapes) -> Reading | None:
+        """What the rules of a layout say of a parameter; None where none is for it."""
+        for rule in layout.rules:
+            match = rule.find(name)
+            if match is None or not rule.has_state("weight"):
+                continue
+            placed = place(layout.meshes[rule.mesh] if rule.mesh else layout.mesh, [(rule, match)])
+            if placed.flat or placed.holders or any(axes_of(p) not in ((), (TP,)) for p in rule.place):
+                raise LayoutError(f"{rule} places it by other means than over the axis {TP!r}")
+            if placed.partial:
+                return mean(shapes)
+            if not placed.shards:
+                return replicate(shapes)
+            how = placed.shards[0]
+            if how.pad_to is None:
+                return self.info.strip(name, shard(shapes, how)) if how.dim == 0 else shard(shapes, how)
+            if self._vocab is None:
+                raise LayoutError(
+                    f"{rule} says that it is padded, but not from what size",
+                    hint="give it: DeepSpeed(vocab=50257), or leave out pad_to, which keeps the padding as rows",
+                )
+            return shard(shapes, how, self._vocab)
+        return None
+
+    def _check_vocabulary(self, readings: Mapping[str, Reading]) -> None:
+        """Tables of one checkpoint are padded to one size; where there are several, which is padded is unclear."""
+        padded = {r.shape[0] + r.padding_rows: n for n, r in readings.items() if r.padding_rows}
+        if len(padded) > 1:
+            names = " and ".join(padded.values())
+            raise AmbiguousLayout(
+                f"{self._file}: {names} are vocabularies of {' and '.join(map(str, padded))} rows, but one original "
+                f"size, {self._vocab}, is told: which of them is padded, and from what, is unclear",
+                hint="say how they are cut in a layout: a rule without pad_to keeps all rows, DeepSpeed(layout=…)",
+            )
+
+
+def _padded(model: ModelStates, info: Any) -> int | None:
+    """The size that the vocabulary was padded to, where the file says so."""
+    args = model.value.get("args")
+    found = info.get("padded_vocab_size") if isinstance(info, dict) else None
+    if (found is None and isinstance(args, Inert)) or (found is None and isinstance(args, dict)):
+        found = args.get("padded_vocab_size")
+    return found if isinstance(found, int) else None
+
+
+def _layout(layout: Layout | str | None, ranks: int) -> Layout | None:
+    """The caller's layout, or the preset of this name."""
+    if isinstance(layout, str):
+        if layout not in PRESETS:
+            raise UsageError(f"there is no preset {layout!r}", hint=f"there are: {', '.join(PRESETS)}")
+        return Layout({TP: ranks}, PRESETS[layout])
+    if layout is None:
+        return None
+    if layout.mesh.axes.get(TP, 1) != ranks:
+        raise LayoutError(
+            f"the layout is for {layout.mesh.axes.get(TP, 1)} coordinates of the axis {TP!r}, but the checkpoint was "
+            f"saved by {ranks} tensor-parallel ranks",
+            hint=f"give it the mesh {{{TP}: {ranks}}}",
+        )
+    return layout
+
+
+def _width(shapes: Mapping[str, Shapes]) -> int | None:
+    """The model's width, where all norms have one length."""
+    lengths = {s[0] for n, s in shapes.items() if "norm" in n.lower() and n.endswith("weight") and len(s[0]) == 1}
+    lengths = {length for length in lengths if length}
+    return lengths.pop()[0] if len(lengths) == 1 else None

@@ -1,0 +1,202 @@
+"""The tensors of a whole checkpoint, out of those of its model-parallel ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ucformat.errors import IntegrityError, Refused
+from ucformat.geometry.box import Box
+from ucformat.geometry.local import parts_of
+from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.geometry.view import View
+from ucformat.sources.contents import Contents
+from ucformat.sources.deepspeed.readings import Reading, replicate
+from ucformat.sources.deepspeed.replicas import Copy, Verdict, compare, must_agree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ucformat.geometry.local import Region
+    from ucformat.geometry.tensor import Extent
+    from ucformat.sources.deepspeed.guide import Guide
+    from ucformat.sources.deepspeed.slices import Slice
+    from ucformat.storage.base import Store
+
+__all__ = ["Merged"]
+
+_MIXED = "files of different saves are mixed in one folder"
+
+
+class Merged:
+    """All tensors of a checkpoint: `stages` are its slices, by pipeline stage and tensor-parallel rank."""
+
+    def __init__(self, store: Store, stages: Sequence[Sequence[Slice]], guide: Guide) -> None:
+        self.contents = Contents()
+        self.means: dict[Key, tuple[Key, ...]] = {}
+        self._store, self._guide = store, guide
+        self._copies: dict[Key, list[Copy]] = {}  # equal tensors of several stages
+        self._agreed: set[Key] = set()
+        for stage in stages:
+            self._add_stage(stage)
+
+    def _add_stage(self, slices: Sequence[Slice]) -> None:
+        first = slices[0].contents
+        _check_same_tensors(slices)
+        names = {key.name: None for key in first.infos if key not in first.large}
+        shapes = {name: tuple(_shape(s, name) for s in slices) for name in names}
+        buffers = frozenset().union(*(s.model.buffers for s in slices))
+        readings = self._guide.decide(shapes, buffers, lambda name: self._verdict(slices, name))
+        for key in first.infos:
+            if key not in first.large:
+                self._add(key, slices, shapes[key.name], readings[key.name])
+        for of in slices:
+            for key in of.contents.large:
+                info = of.contents.infos[key]
+                self.contents.add(key.name, key.state, info.dtype, info.shape, of.contents.locate[key])
+
+    def _add(self, key: Key, slices: Sequence[Slice], shapes: tuple[tuple[int, ...], ...], reading: Reading) -> None:
+        """A tensor in one state, read as its parameter is; states without its shape must be whole on every rank."""
+        infos = [s.contents.infos[key] for s in slices]
+        found = tuple(info.shape for info in infos)
+        if len({info.dtype for info in infos}) > 1:
+            raise IntegrityError(f"{key} has the dtypes {', '.join(sorted({i.dtype for i in infos}))}", hint=_MIXED)
+        if found != shapes:
+            whole = len(reading.regions[0]) == 1 and all(regions == reading.regions[0] for regions in reading.regions)
+            if not whole and any(found):
+                raise Refused(
+                    f"{key} of the parts {[list(s) for s in found]} belongs to a parameter of the parts "
+                    f"{[list(s) for s in shapes]}: states of factored optimizers are means over a rank's part, and "
+                    "are not read under tensor parallelism",
+                    hint="read the weights and masters alone",
+                )
+            reading = replicate(found)
+        info = TensorInfo(key.name, key.state, infos[0].dtype, reading.shape)
+        if reading.mean and found == shapes:
+            parts = tuple(Key(key.name, f"{key.state}.partial{t}") for t in range(len(slices)))
+            self._put(info, lambda: _refuse_mean(key, parts))
+            for part, of in zip(parts, slices, strict=True):
+                self.contents.locate.setdefault(part, of.contents.locate[key])
+            self.means[key] = parts
+            return
+        if reading.scaled:
+            self._put(info, lambda: _refuse_scaled(key))
+            return
+        if len(slices) == 1 and not reading.padding_rows:
+            self._put(info, slices[0].contents.locate[key])
+            return
+        tensor = _Tensor(self._store, info, slices, reading.regions)
+        self._put(info, tensor.extents)
+        if reading.padding_rows:
+            spare = TensorInfo(key.name, f"{key.state}.padding", info.dtype, reading.padding_shape)
+            self._put(spare, _Tensor(self._store, spare, slices, reading.padding, key).extents)
+
+    def _put(self, info: TensorInfo, locate: Callable[[], Iterator[Extent]]) -> None:
+        """A tensor of a stage; a stage that holds one of another stage must hold the same."""
+        key, copy = info.key, Copy(locate, Box.whole(info.shape), info.itemsize)
+        known = self.contents.infos.get(key)
+        if known is None:
+            self._copies[key] = [copy]
+            self.contents.add(key.name, key.state, info.dtype, info.shape, partial(self._locate, key))
+            return
+        if known != info:
+            raise IntegrityError(
+                f"{key} is {known.dtype} {list(known.shape)} in one pipeline stage and {info.dtype} {list(info.shape)} "
+                "in another",
+                hint=_MIXED,
+            )
+        self._copies[key].append(copy)
+
+    def _locate(self, key: Key) -> Iterator[Extent]:
+        copies = self._copies[key]
+        if key not in self._agreed and len(copies) > 1 and not self._guide.may_differ(key.name):
+            must_agree(self._store, key, copies)
+        self._agreed.add(key)
+        return copies[0].locate()
+
+    def _verdict(self, slices: Sequence[Slice], name: str) -> Verdict:
+        """Whether the parts of a parameter are equal: by its weight, and by its other states where that is constant."""
+        states = [key for key in slices[0].contents.infos if key.name == name]
+        states.sort(key=lambda key: ("weight", "master").index(key.state) if key.state in ("weight", "master") else 2)
+        found: Verdict = "constant"
+        shape = _shape(slices[0], name)
+        for key in states:
+            if slices[0].contents.infos[key].shape != shape:
+                continue
+            found = compare(self._store, [_copy(s, key, Box.whole(shape)) for s in slices])
+            if found != "constant":
+                break
+        return found
+
+
+class _Tensor:
+    """One global tensor: a view of the ranks' local ones."""
+
+    def __init__(
+        self, store: Store, info: TensorInfo, slices: Sequence[Slice], regions: Sequence[Sequence[Region]],
+        key: Key | None = None,
+    ) -> None:  # fmt: skip
+        self._store, self._info, self._slices = store, info, slices
+        self._key = key or info.key  # of the local tensors
+        owners: dict[Box, tuple[int, Region]] = {}
+        self._replicas: dict[Box, list[tuple[int, Region]]] = {}
+        for rank, held in enumerate(regions):
+            for region in held:
+                if region.box in owners:
+                    self._replicas.setdefault(region.box, [owners[region.box]]).append((rank, region))
+                else:
+                    owners[region.box] = (rank, region)
+        self._owners = list(owners.values())
+        self._view: View | None = None
+
+    def extents(self) -> Iterator[Extent]:
+        """Those of the ranks' tensors, in the global one; the first time after a look at whether replicas agree."""
+        if self._view is None:
+            for held in self._replicas.values():
+                must_agree(self._store, self._key, [_copy(self._slices[t], self._key, r.local) for t, r in held])
+            parts = (p for t, r in self._owners for p in parts_of((r,), Key(str(t), "")))
+            self._view = View(self._info, tuple(parts))
+        return self._view.extents(lambda source: self._slices[int(source.name)].contents.locate[self._key]())
+
+
+def _copy(of: Slice, key: Key, box: Box) -> Copy:
+    contents = of.contents
+    whole = contents.whole.get(key) if box == Box.whole(contents.infos[key].shape) else None
+    return Copy(contents.locate[key], box, contents.infos[key].itemsize, whole)
+
+
+def _shape(of: Slice, name: str) -> tuple[int, ...]:
+    """The shape of the local part of a parameter."""
+    infos = of.contents.infos
+    for state in ("weight", "master"):
+        if Key(name, state) in infos:
+            return infos[Key(name, state)].shape
+    described = of.model.described
+    return described[name] if name in described else next(i.shape for k, i in infos.items() if k.name == name)
+
+
+def _check_same_tensors(slices: Sequence[Slice]) -> None:
+    """All tensor-parallel ranks of a stage hold parts of the same tensors."""
+    first = slices[0].contents
+    for of in slices[1:]:
+        odd = (first.infos.keys() - first.large.keys()) ^ (of.contents.infos.keys() - of.contents.large.keys())
+        if odd:
+            key = min(odd)
+            there, not_there = (slices[0], of) if key in first.infos else (of, slices[0])
+            raise IntegrityError(
+                f"{there.model.key} and its optimizer have {key}, those of {not_there.model.key} have not"
+            )
+
+
+def _refuse_mean(key: Key, parts: Sequence[Key]) -> Iterator[Extent]:
+    raise Refused(
+        f"{key} is the mean of {len(parts)} values, those of its tensor-parallel ranks, which are stored apart",
+        hint=f"they are {parts[0].state} to {parts[-1].state}",
+    )
+
+
+def _refuse_scaled(key: Key) -> Iterator[Extent]:
+    raise Refused(
+        f"{key} is stored multiplied by a number, as the affine map of the checkpoint says, so it is not read in place",
+        hint="DeepSpeed's own converter undoes it for weights; of optimizer states it refuses it, too",
+    )
