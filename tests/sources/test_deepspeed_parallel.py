@@ -1,0 +1,169 @@
+"""Checkpoints that DeepSpeed wrote under AutoTP and of pipelines, kept in `tests/data/deepspeed`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.sources.reading import Counting, read_tensor
+from tests.sources.suite import Sample, SourceSuite, kept
+from ucformat.errors import IntegrityError, MissingData, UsageError
+from ucformat.geometry.tensor import Key
+from ucformat.sources.deepspeed import DeepSpeed
+from ucformat.storage.local import LocalStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TENSOR = ("tp2-dp2-z1", "tp2-z2-tied", "tp2-dp2-z3", "tp2-z0")
+PIPELINES = ("pp2-dp2-z1", "pp2-z0", "pp2-z1-bf16opt")
+
+
+def expected(name: str) -> Sample:
+    """The kept checkpoint of this name; ZeRO 3 keeps no weights of what is trained, ZeRO 0 no names of tied modules."""
+    made = kept("deepspeed", name)
+    truth = made.truth
+    if made.facts["spec"]["zero"] == 3:
+        trained = {n for s, n in truth if s == "master"}
+        truth = {(s, n): v for (s, n), v in truth.items() if s != "weight" or n not in trained}
+    if name == "pp2-z0":
+        truth = {(s, n.replace("tied_modules.embed", "0")): v for (s, n), v in truth.items()}
+    trained = {n for s, n in truth if s == "exp_avg"}
+    shapes = {n: v[1] for (s, n), v in truth.items()}
+    order = list(dict.fromkeys(i.name for i in DeepSpeed().open(LocalStore(made.checkpoint)).facts.roster.tensors))
+    names = sorted(trained, key=order.index)
+    groups = [names]
+    if made.facts["spec"].get("groups") == 2:
+        groups = [[n for n in names if (len(shapes[n]) > 1) == big] for big in (True, False)]
+    steps = frozenset(("step", n) for n in trained)
+    return Sample(made.folder, "ckpt", "deepspeed", truth, made.facts["tied"], groups, 3, steps)
+
+
+class TestKept(SourceSuite):
+    @pytest.fixture(params=TENSOR + PIPELINES)
+    def sample(self, request: pytest.FixtureRequest) -> Sample:
+        return expected(request.param)
+
+
+def opened(name: str, **options: Any) -> Any:
+    return DeepSpeed(**options).open(LocalStore(kept("deepspeed", name).checkpoint))
+
+
+@pytest.mark.parametrize("name", TENSOR + PIPELINES)
+def test_degrees(name: str) -> None:
+    spec = kept("deepspeed", name).facts["spec"]
+    layout = opened(name).facts.layout
+    tp, pp = spec.get("tp", 1), spec.get("pp", 1)
+    assert (layout["zero"], layout["dp"]) == (spec["zero"], spec["world"] // tp // pp)
+    assert (layout.get("tp", 1), layout.get("pp", 1)) == (tp, pp)
+
+
+def test_each_ranks_objects_are_kept() -> None:
+    ranks = opened("tp2-dp2-z3").facts.objects["rank"]
+    assert {label: r["client_state"] for label, r in ranks.items()} == {
+        "tp1": {"rank": 1}, "tp0.dp1": {"rank": 2}, "tp1.dp1": {"rank": 3}}  # fmt: skip
+    assert opened("pp2-dp2-z1").facts.objects["rank"]["pp1"]["client_state"] == {"rank": 2}
+
+
+@pytest.mark.parametrize("name", ["tp2-dp2-z1", "tp2-dp2-z3"])
+def test_an_odd_vocabulary_is_cut_unevenly(name: str) -> None:
+    source = opened(name)
+    info = next(i for i in source.facts.roster.tensors if i.key == Key("lm_head.weight", "master"))
+    assert info.shape[0] == 31
+    rows = {e.box.start[0] for e in source.extents(info.key)}
+    assert 16 in rows  # 16 + 15
+
+
+def test_opening_touches_one_optimizer_file_of_each_model_parallel_rank() -> None:
+    store = Counting(LocalStore(kept("deepspeed", "tp2-dp2-z3").checkpoint))
+    DeepSpeed().open(store)
+    assert {key.rpartition("/")[2] for key in store.bytes if "optim" in key} == {
+        f"bf16_zero_pp_rank_0_mp_rank_0{t}_optim_states.pt" for t in range(2)
+    }
+
+
+class TestWithoutInfo:
+    """What AutoTP wrote before it described itself."""
+
+    @pytest.fixture
+    def copy(self, tmp_path: Path) -> Path:
+        return shutil.copytree(kept("deepspeed", "tp2-dp2-z1").checkpoint, tmp_path / "copy")
+
+    def test_a_llama_is_known_by_its_names(self, copy: Path) -> None:
+        for path in (copy / "global_step3").glob("mp_rank*"):
+            data = path.read_bytes()
+            assert data.count(b"universal_checkpoint_info") == 1
+            path.write_bytes(data.replace(b"universal_checkpoint_info", b"universal_checkpoint_xxxx"))
+            _mend(path)
+        sample = expected("tp2-dp2-z1")
+        source = DeepSpeed().open(LocalStore(copy))
+        for (state, name), (_, shape, data) in sample.truth.items():
+            info = next(i for i in source.facts.roster.tensors if i.key == Key(name, state))
+            assert info.shape == shape, name
+            assert read_tensor(source, info) == data
+
+
+def _mend(path: Path) -> None:
+    """Write the CRC-32 of a changed pickle into the zip file's directory and header."""
+    import struct
+    import zipfile
+    import zlib
+
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        members = {i.filename: i for i in archive.infolist()}
+    name, info = next((n, i) for n, i in members.items() if n.endswith("/data.pkl"))
+    start = info.header_offset + 30 + sum(struct.unpack_from("<HH", data, info.header_offset + 26))
+    crc = zlib.crc32(data[start : start + info.file_size])
+    old, new = struct.pack("<I", info.CRC), struct.pack("<I", crc)
+    at = data.rindex(name.encode()) - 46
+    assert data[at + 16 : at + 20] == old
+    data[at + 16 : at + 20] = new
+    path.write_bytes(data)
+
+
+class TestPipelinesUnderZero0:
+    def test_names_can_be_given(self) -> None:
+        told = opened("pp2-z0").facts.groups[0]["params"]
+        second = ["0.weight", *(n for n in told if n[0] == "3")]  # the tied module's stand first in each stage
+        groups = [[*(n for n in told if n[0] in "012"), *second]]
+        source = opened("pp2-z0", groups=groups)
+        sample = expected("pp2-z0")
+        for (state, name), (_, _, data) in sample.truth.items():
+            info = next(i for i in source.facts.roster.tensors if i.key == Key(name, state))
+            assert read_tensor(source, info) == data
+
+    def test_too_few_names_are_refused(self) -> None:
+        with pytest.raises(UsageError, match="names are given"):
+            opened("pp2-z0", groups=[["0.weight"]])
+
+
+def test_a_missing_layer_is_named(tmp_path: Path) -> None:
+    copy = shutil.copytree(kept("deepspeed", "pp2-dp2-z1").checkpoint, tmp_path / "copy")
+    for name, said in (("layer_02-model_states.pt", "layer_02"), ("layer_00-model_states.pt", "tied module embed")):
+        (copy / "global_step3" / name).rename(tmp_path / "aside")
+        with pytest.raises(MissingData, match=said):
+            DeepSpeed().open(LocalStore(copy))
+        (tmp_path / "aside").rename(copy / "global_step3" / name)
+
+
+def test_tied_layers_that_differ_are_both_named(tmp_path: Path) -> None:
+    import torch
+
+    copy = shutil.copytree(kept("deepspeed", "pp2-dp2-z1").checkpoint, tmp_path / "copy")
+    layer = torch.load(copy / "global_step3" / "layer_00-model_states.pt", weights_only=True)
+    torch.save(layer, copy / "global_step3" / "layer_04-model_states.pt")
+    DeepSpeed().open(LocalStore(copy))
+    layer["weight"][0, 0] += 1
+    torch.save(layer, copy / "global_step3" / "layer_04-model_states.pt")
+    with pytest.raises(IntegrityError, match=r"layer_00(.*)layer_04"):
+        DeepSpeed().open(LocalStore(copy))
+
+
+def test_the_facts_are_plain_json() -> None:
+    for name in TENSOR + PIPELINES:
+        facts = opened(name).facts
+        json.dumps([facts.objects, facts.layout, facts.groups], allow_nan=False)
