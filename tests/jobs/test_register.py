@@ -13,7 +13,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import ucformat
 from tests.jobs.conftest import document, foreign, universal
@@ -113,6 +115,21 @@ def test_a_file_of_that_name_hides_nothing_below_it(catalog: Catalog, tmp_path: 
     found = register([str(tmp_path)], catalog, recursive=True)
     assert names(found.entries) == ["more@2", "run7@1"]
     assert [f.url for f in found.failures] == [str(tmp_path), f"{tmp_path}/run7", f"{tmp_path}/run7/more"]
+
+
+def test_what_lies_beside_a_foreign_ones_files_is_found_too(catalog: Catalog, tmp_path: Path) -> None:
+    for folder in ("run", "run/checkpoint-5", "run/checkpoint-9"):
+        (tmp_path / folder).mkdir()
+        save_file({"w": np.full(3, len(folder), np.float32)}, tmp_path / folder / "model.safetensors")
+    foreign(tmp_path / "run" / "checkpoint-9", 9)
+    (tmp_path / "run" / "checkpoint-9" / "trainer_state.json").write_text("{}")  # so the folders in it are its own
+    done = register([str(tmp_path)], catalog, recursive=True)
+    assert not done.failures
+    assert sorted((e.kind, str(e.url).removeprefix(f"{tmp_path}/")) for e in done.entries) == [
+        ("huggingface", "run/checkpoint-9"),
+        ("safetensors", "run"),
+        ("safetensors", "run/checkpoint-5"),
+    ]
 
 
 def test_what_cannot_be_recorded_is_a_failure_of_its_own(catalog: Catalog, tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ class _Found:
     manifest: Manifest
     files: tuple[int, int] | None
     doc: CatalogDoc | None
+    keys: tuple[str, ...] | None  # of the files of a foreign one; a universal one's are all below its folder
 
 
 def register(
@@ -151,9 +152,10 @@ def _search(store: Store) -> list[str]:
 
 
 def _open_below(place: str) -> Iterator[tuple[str, _Found | UcformatError, int]]:
-    """Open what looks like a checkpoint below a place, or itself, and not what lies inside of one.
+    """Open what looks like a checkpoint below a place, or itself, and not what is part of one.
 
-    What lies inside of a folder that turns out to be none is opened after it: anybody may call a file manifest.json.
+    What lies inside of a folder that turns out to be none is opened after it: anybody may call a file manifest.json. So
+    is what lies beside the files of a foreign one: `checkpoint-500/` next to the model that the run ended with.
     """
     store = open_store(place)
     folders = _search(store)
@@ -170,7 +172,14 @@ def _open_below(place: str) -> Iterator[tuple[str, _Found | UcformatError, int]]
         for root, found, left in _open_all(list(roots)):
             if isinstance(found, UcformatError):
                 folders += roots[root]
+            elif found.keys is not None:
+                above = root.removeprefix(store.url).lstrip("/")
+                folders += [f for f in roots[root] if not _is_part(f.removeprefix(f"{above}/"), found.keys)]
             yield root, found, left + len(folders)
+
+
+def _is_part(folder: str, keys: Sequence[str]) -> bool:
+    return any(key.startswith(f"{folder}/") for key in keys)
 
 
 def _open_all(roots: Sequence[str]) -> Iterator[tuple[str, _Found | UcformatError, int]]:
@@ -187,10 +196,10 @@ def _try_open(root: str) -> _Found | UcformatError:
         ck = open_checkpoint(root)
         doc = find_document(open_store(ck.home))
         if ck.kind == "ucformat":
-            return _Found(ck.home, ck.kind, ck.manifest, None, doc)
+            return _Found(ck.home, ck.kind, ck.manifest, None, doc, None)
         infos = ck.files()
         files = (len(infos), sum(i.size for i in infos))
-        return _Found(ck.home, ck.kind, _described(ck, infos), files, doc)
+        return _Found(ck.home, ck.kind, _described(ck, infos), files, doc, ck.facts.files)
     except UcformatError as error:
         return error
 
