@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.storage.behaviour import StoreBehaviour
+from ucformat.errors import Refused
+from ucformat.storage.below import Below
+from ucformat.storage.local import LocalStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ucformat.storage.base import Store
+
+
+class TestBelow(StoreBehaviour):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return Below(LocalStore(tmp_path), "a/b")
+
+
+def test_its_keys_are_those_of_the_folder(tmp_path: Path) -> None:
+    around = LocalStore(tmp_path)
+    for key in ("x", "a/x", "ab/x", "a/deep/y"):
+        around.put_if_absent(key, key.encode())
+    below = Below(around, "a")
+    assert below.url == f"{around.url}/a"
+    assert [i.key for i in below.list()] == ["deep/y", "x"]
+    assert [i.key for i in below.list("deep")] == ["deep/y"]
+    assert below.read("x") == b"a/x"
+    for key in ("../x", "/x", ""):
+        with pytest.raises(Refused, match="does not stay inside"):
+            below.read(key)
+    with pytest.raises(Refused, match="does not stay inside"):
+        Below(around, "../a")
