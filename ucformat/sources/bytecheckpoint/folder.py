@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucformat.errors import NotFound, UsageError
+from ucformat.errors import MissingData, NotFound, UsageError
 from ucformat.sources.dcp.metadata import FILE
 
 if TYPE_CHECKING:
@@ -57,10 +57,15 @@ def find_folder(store: Store) -> Folder:
     below = ""
     if not any(_is_ours(store, f"{part}/") for part in _PARTS):
         below = f"global_step_{_latest(store)}/"
-    parts = {part: f"{below}{part}/" for part in _PARTS if _is_ours(store, f"{below}{part}/")}
-    if not parts:
-        raise NotFound(f"{store.url}: {LATEST} names {below[:-1]}, where there is no checkpoint")
     keys = [info.key for info in store.list(below.rstrip("/"))]
+    if not keys:
+        raise NotFound(f"{store.url}: {LATEST} names {below[:-1]}, where there is no checkpoint")
+    parts = {part: f"{below}{part}/" for part in _PARTS if any(k.startswith(f"{below}{part}/") for k in keys)}
+    for lacking in [k for k in {"model": f"{below}model/", **parts}.values() if not _is_ours(store, k)]:
+        raise MissingData(
+            f"{lacking}{FILE} is missing or damaged; each step has a model, and that file says what is in it",
+            hint="copy the folder again from where it was saved; its neighbours can be opened by themselves",
+        )
     extra = {int(m[1]): key for key in keys if (m := _EXTRA.fullmatch(key.removeprefix(below)))}
     if sorted(extra) != list(range(len(extra))):
         missing = next(r for r in range(len(extra)) if r not in extra)

@@ -1,0 +1,109 @@
+"""PyTorch DCP checkpoints of every layout, as torch wrote them, against the live tensors."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.sources.suite import DATA, Sample, SourceSuite, kept, read_whole
+from ucformat.checkpoint import open_checkpoint
+from ucformat.errors import MissingData
+from ucformat.sources.dcp import Dcp
+from ucformat.storage.local import LocalStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: Whatever of the training state is no model and no optimizer.
+_EXTRA = {
+    "hsdp-flat": "train.generator",
+    "titan": "train_state.step",
+    "wrapped-bf16": "app.train.generator",
+}
+_NAMES = (
+    *("fsdp2-uneven", "fsdp1-frozen", "hsdp-flat", "tp-strided", "wrapped-bf16", "sgd-hf", "stages", "numbered"),
+    "titan",
+)
+
+
+def sample_of(name: str) -> Sample:
+    made = kept("dcp", name)
+    truth = made.truth
+    if name == "fsdp2-uneven":
+        assert truth["weight", "head.weight"] == truth["weight", "embed.weight"]  # tied: DCP stores it twice
+    return Sample(
+        folder=made.folder,
+        place="ckpt",
+        kind="dcp",
+        truth=truth,
+        groups=made.facts["groups"],
+        step=made.facts["step"],
+        extra=frozenset({("weight", _EXTRA.get(name, "train.generator"))}),
+    )
+
+
+class TestDcp(SourceSuite):
+    most_requests = 400  # all items of a world of one are in one file
+
+    def damageable(self, copy: Sample) -> list[Path]:
+        """Of one checkpoint all files, of the others the metadata and one rank's, for all are read alike."""
+        files = super().damageable(copy)
+        return files if len(files) == 7 else files[:2]  # fsdp2-uneven: three ranks, two threads
+
+    @pytest.fixture(params=_NAMES)
+    def sample(self, request: pytest.FixtureRequest) -> Sample:
+        return sample_of(request.param)
+
+
+class TestSafetensorsShards(SourceSuite):
+    """What `HuggingFaceStorageWriter(save_distributed=True)` wrote: weights alone."""
+
+    @pytest.fixture(params=["hf", "hf-joined/sharded", "hf-joined"])
+    def sample(self, request: pytest.FixtureRequest) -> Sample:
+        made = kept("dcp", "sgd-hf")
+        truth = {k: v for k, v in made.truth.items() if k[0] == "weight"}
+        kind = "safetensors" if request.param == "hf-joined" else "dcp"
+        return Sample(folder=made.folder, place=request.param, kind=kind, truth=truth)
+
+    def damageable(self, copy: Sample) -> list[Path]:
+        """All but the last rank's file: without it the others are a whole checkpoint of smaller tensors."""
+        files = super().damageable(copy)
+        return files if copy.kind == "safetensors" else files[:-1]
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    shutil.copytree(DATA / "dcp" / "fsdp2-uneven" / "ckpt", tmp_path / "ckpt")
+    return tmp_path / "ckpt"
+
+
+@pytest.mark.parametrize("cut", [None, 100])
+def test_a_rank_s_file_that_is_missing_or_short_is_named_with_the_tensor(copy: Path, cut: int | None) -> None:
+    file = copy / "__2_0.distcp"
+    data = file.read_bytes()
+    file.unlink()
+    if cut is not None:
+        file.write_bytes(data[:cut])
+    ck = open_checkpoint(copy)
+    with pytest.raises(MissingData, match=r"__2_0\.distcp.*(embed|up|down|norm|head)\S* \(weight\)"):
+        read_whole(ck)
+
+
+def test_hyper_parameters_objects_and_layout() -> None:
+    ck = sample_of("fsdp2-uneven").open()
+    assert [g["weight_decay"] for g in ck.facts.groups] == [0.01, 0.02]
+    assert ck.facts.groups[0]["betas"] == [0.9, 0.999]
+    assert dict(ck.objects) == {"train": {"step": 2, "note": ["a", {"b": 1.5}]}}
+    assert ck.facts.engine["name"] == "torch.distributed.checkpoint"
+    flat = sample_of("hsdp-flat").open()
+    assert [g["weight_decay"] for g in flat.facts.groups] == [0.01, 0.02]
+
+
+def test_each_record_has_a_checksum_and_is_named_after_its_tensor() -> None:
+    source = Dcp().open(LocalStore(sample_of("numbered").path))
+    records = list(source.records())
+    data = [r for r in records if "/data/0 of" in r.name]
+    assert {r.name.rpartition(" of ")[2].partition("[")[0] for r in data} >= {"model.embed.weight", "model.head.weight"}
+    assert all(r.crc32 is not None for r in data)
