@@ -265,3 +265,12 @@ class TestSuite(SourceSuite):
         found = {(s, n): (str(a.dtype), a.shape, a.tobytes()) for (s, n), a in truth.items()}
         steps = frozenset(("step", n) for n in model.names)
         return Sample(tmp_path / "ckpt", ".", "deepspeed", found, groups=[model.names], step=3, extra=steps)
+
+
+def test_a_stage_without_layers_is_of_the_family_of_the_others(tmp_path: Path) -> None:
+    model = gpt(**{**SMALL, "layers": 1}, pipe=True, untied=True)
+    model.layers.update({n: 3 for n in model.names if n.startswith("3.")})
+    write(tmp_path / "ckpt", model, tp=2, pp=4, info=False)
+    shapes = {i.name: i.shape for i in opened(tmp_path / "ckpt").facts.roster.tensors if i.state == "weight"}
+    assert shapes["3.weight"] == (8,)
+    assert shapes["4.lm_head.weight"] == (16, 8)

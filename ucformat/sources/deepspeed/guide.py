@@ -24,7 +24,7 @@ __all__ = ["Guide"]
 
 
 class Guide:
-    """Finds the reading of each parameter; `decide` must be called with all of them."""
+    """Finds the reading of each parameter: `recognise` must be called with all of them, then `decide` with any."""
 
     def __init__(
         self, models: list[ModelStates], ranks: int, layout: Layout | str | None = None, vocab: int | None = None
@@ -37,6 +37,15 @@ class Guide:
         if vocab is None and isinstance(info, dict) and isinstance(info.get("original_vocab_size"), int):
             self._vocab = info["original_vocab_size"]
         self._layout = _layout(layout, ranks)
+        self._family: Layout | None = None
+        self._width: int | None = None
+        self._tables: dict[int, str] = {}  # padded rows -> a vocabulary of so many
+
+    def recognise(self, shapes: Mapping[str, Shapes]) -> None:
+        """Take in the names and shapes of all parameters: the family that they are of, and the model's width."""
+        self._width = _width(shapes)
+        if not self.info and self._ranks > 1 and (preset := family_of(dict(shapes))):
+            self._family = _layout(preset, self._ranks)
 
     def decide(
         self, shapes: Mapping[str, Shapes], buffers: frozenset[str], verdict: Callable[[str], Verdict]
@@ -47,15 +56,13 @@ class Guide:
         """
         out: dict[str, Reading] = {}
         doubts: list[Doubt] = []
-        family = self._family(shapes)
-        hidden = _width(shapes)
         for name, parts in shapes.items():
             try:
                 found = self._told(name, parts, buffers, verdict)
-                if found is None and family is not None:
-                    found = self._preset(family, name, parts, verdict)
+                if found is None and self._family is not None:
+                    found = self._preset(self._family, name, parts, verdict)
                 if found is None:
-                    found = infer(name, parts, lambda name=name: verdict(name), shapes, hidden)  # type: ignore[misc]
+                    found = infer(name, parts, lambda name=name: verdict(name), shapes, self._width)  # type: ignore[misc]
             except LayoutError as error:
                 raise type(error)(
                     f"{self._file}: {name}: {error.message}",
@@ -94,13 +101,6 @@ class Guide:
         if doubtful and len(set(shapes)) == 1 and verdict(name) == "equal":
             return Doubt(name, shapes, "replicate", "{shard: 0, over: tp}")  # no pattern speaks of it
         return found
-
-    def _family(self, shapes: Mapping[str, Shapes]) -> Layout | None:
-        """The preset of the family that the module names tell, where the checkpoint says nothing."""
-        if self.info or self._ranks == 1:
-            return None
-        preset = family_of(dict(shapes))
-        return _layout(preset, self._ranks) if preset else None
 
     def _preset(
         self, family: Layout, name: str, shapes: Shapes, verdict: Callable[[str], Verdict]
@@ -141,7 +141,8 @@ class Guide:
 
     def _check_vocabulary(self, readings: Mapping[str, Reading]) -> None:
         """Tables of one checkpoint are padded to one size; where there are several, which is padded is unclear."""
-        padded = {r.shape[0] + r.padding_rows: n for n, r in readings.items() if r.padding_rows}
+        padded = self._tables
+        padded.update({r.shape[0] + r.padding_rows: n for n, r in readings.items() if r.padding_rows})
         if len(padded) > 1:
             names = " and ".join(padded.values())
             raise AmbiguousLayout(

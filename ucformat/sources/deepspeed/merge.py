@@ -11,7 +11,7 @@ from ucformat.geometry.local import parts_of
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.geometry.view import View
 from ucformat.sources.contents import Contents
-from ucformat.sources.deepspeed.readings import Reading, replicate
+from ucformat.sources.deepspeed.readings import Reading, Shapes, replicate
 from ucformat.sources.deepspeed.replicas import Copy, Verdict, compare, must_agree
 
 if TYPE_CHECKING:
@@ -37,14 +37,13 @@ class Merged:
         self._store, self._guide = store, guide
         self._copies: dict[Key, list[Copy]] = {}  # equal tensors of several stages
         self._agreed: set[Key] = set()
-        for stage in stages:
-            self._add_stage(stage)
+        shapes = [_shapes(stage) for stage in stages]
+        guide.recognise({name: parts for of in shapes for name, parts in of.items()})
+        for stage, of in zip(stages, shapes, strict=True):
+            self._add_stage(stage, of)
 
-    def _add_stage(self, slices: Sequence[Slice]) -> None:
+    def _add_stage(self, slices: Sequence[Slice], shapes: dict[str, Shapes]) -> None:
         first = slices[0].contents
-        _check_same_tensors(slices)
-        names = {key.name: None for key in first.infos if key not in first.large}
-        shapes = {name: tuple(_shape(s, name) for s in slices) for name in names}
         buffers = frozenset().union(*(s.model.buffers for s in slices))
         readings = self._guide.decide(shapes, buffers, lambda name: self._verdict(slices, name))
         for key in first.infos:
@@ -157,6 +156,14 @@ class _Tensor:
             parts = (p for t, r in self._owners for p in parts_of((r,), Key(str(t), "")))
             self._view = View(self._info, tuple(parts))
         return self._view.extents(lambda source: self._slices[int(source.name)].contents.locate[self._key]())
+
+
+def _shapes(slices: Sequence[Slice]) -> dict[str, Shapes]:
+    """The shapes of the parts of each parameter of a stage."""
+    _check_same_tensors(slices)
+    contents = slices[0].contents
+    names = {key.name: None for key in contents.infos if key not in contents.large}
+    return {name: tuple(_shape(s, name) for s in slices) for name in names}
 
 
 def _copy(of: Slice, key: Key, box: Box) -> Copy:
