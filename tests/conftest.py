@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +18,8 @@ settings.register_profile("explore", deadline=None)
 settings.load_profile("ucformat")
 
 os.environ["UCP_CATALOG"] = "none"  # the user's own catalog is none of our business; tests of the catalog name theirs
+_DATA = tempfile.TemporaryDirectory(prefix="ucformat-")  # nor are the user's other data
+os.environ["XDG_DATA_HOME"] = _DATA.name
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from ucformat.tensor import Tensor
 from ucformat.viewed import Viewed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ucformat.facts import Facts
     from ucformat.geometry.layout import Layout
@@ -39,11 +39,12 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint", "open_checkpoint"]
 
 
-def open_checkpoint(place: str | PathLike[str] | Store) -> Checkpoint:
+def open_checkpoint(place: str | PathLike[str] | Store, *, roots: Callable[[], Sequence[str]] = tuple) -> Checkpoint:
     """Open a checkpoint in place, reading kilobytes of it; nothing in it is ever executed.
 
     Args:
         place: a path or url of a universal checkpoint, or of one that a known engine wrote.
+        roots: gives the places in which a virtual checkpoint's files may lie, when it has to be known.
 
     Raises:
         NotFound: there is nothing at that place.
@@ -68,7 +69,7 @@ def open_checkpoint(place: str | PathLike[str] | Store) -> Checkpoint:
                 f"foreign ones that can be read: {_KNOWN}",
             ) from None
         return Checkpoint(source)
-    return Checkpoint(Universal(store))
+    return Checkpoint(Universal(store, roots))
 
 
 _KNOWN = ", ".join(source.title for source in SOURCES)

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import NotFound, UcformatError
+from ucformat.settings import allowed_roots
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from os import PathLike
 
     from ucformat.checkpoint import Checkpoint
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["open_reference"]
 
 
-def open_reference(place: str | PathLike[str] | Store, *, view: Steps | None = None) -> Checkpoint:
+def open_reference(
+    place: str | PathLike[str] | Store, *, view: Steps | None = None, roots: Sequence[str] = ()
+) -> Checkpoint:
     """Open a checkpoint in place, reading kilobytes of it; nothing in it is ever executed.
 
     Args:
@@ -26,18 +30,21 @@ def open_reference(place: str | PathLike[str] | Store, *, view: Steps | None = N
             knows, `run@step`, `run@latest`, `alias:name`, its id or the beginning of that. A path that exists wins.
         view: see its tensors through these steps, as `Checkpoint.view` does: a preset, a layout file, or a list.
 
+        roots: places in which a virtual checkpoint's files may lie, besides those that the settings name (`UCP_ROOTS`)
+            and those of which this user has registered checkpoints so.
+
     Raises:
         NotFound: there is nothing at that place, or the catalog knows no such checkpoint.
         NotACheckpoint: what is there is not a checkpoint, or not a committed one.
         UsageError: the reference means several checkpoints.
     """
-    found = _open(place)
+    found = _open(place, lambda: (*roots, *allowed_roots()))
     return found if view is None else found.view(view)
 
 
-def _open(place: str | PathLike[str] | Store) -> Checkpoint:
+def _open(place: str | PathLike[str] | Store, roots: Callable[[], Sequence[str]]) -> Checkpoint:
     if not isinstance(place, str) or not _is_reference(place):
-        return open_checkpoint(place)
+        return open_checkpoint(place, roots=roots)
     from ucformat.catalog.catalog import Catalog
     from ucformat.settings import load_settings
 
@@ -53,7 +60,7 @@ def _open(place: str | PathLike[str] | Store) -> Checkpoint:
     failure: UcformatError | None = None
     for url in entry.urls:
         try:
-            ck = open_checkpoint(url)
+            ck = open_checkpoint(url, roots=roots)
         except UcformatError as error:  # it may lie elsewhere, too
             failure = failure or error
             continue

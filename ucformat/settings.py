@@ -11,18 +11,24 @@ import tomllib
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from platformdirs import user_config_path, user_data_path
-from pydantic import TypeAdapter, ValidationError
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import TypeAdapter, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
-from ucformat.errors import UsageError
+from ucformat.errors import Refused, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["PROJECT_FILE", "Settings", "load_settings", "source_of", "using"]
+__all__ = ["PROJECT_FILE", "Settings", "allow_root", "allowed_roots", "load_settings", "source_of", "using"]
 
 _given: ContextVar[dict[str, str]] = ContextVar("ucformat_settings", default={})  # noqa: B039 - never changed in place
 
@@ -35,6 +41,13 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="UCP_", env_ignore_empty=True, extra="forbid", frozen=True)
 
     catalog: str = ""  # a file's path or a url; "none" switches it off, "" is the default
+    #: Places in which virtual checkpoints may have their files, besides those that this user has registered.
+    roots: Annotated[tuple[str, ...], NoDecode] = ()
+
+    @field_validator("roots", mode="before")
+    @classmethod
+    def _listed(cls, value: object) -> object:
+        return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
 
     @classmethod
     def settings_customise_sources(
@@ -73,7 +86,7 @@ def load_settings(**given: str | None) -> Settings:
         UsageError: a file cannot be read, or sets what cannot be set.
     """
     try:
-        return Settings(**(_given.get() | {k: v for k, v in given.items() if v is not None}))
+        return Settings.model_validate(_given.get() | {k: v for k, v in given.items() if v is not None})
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
@@ -90,6 +103,35 @@ def source_of(key: str) -> str:
         if file is not None and key in _read(file):
             return who
     return "default"
+
+
+def allowed_roots() -> tuple[str, ...]:
+    """Where virtual checkpoints may have their files: what the settings say, and what this user has registered."""
+    try:
+        known = _trusted().read_text(encoding="utf-8").splitlines()
+    except OSError:
+        known = []
+    return (*load_settings().roots, *known)
+
+
+def allow_root(url: str) -> None:
+    """Let this user's virtual checkpoints have their files in this place, too."""
+    if url in allowed_roots():
+        return
+    file = _trusted()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8") as out:
+            out.write(f"{url}\n")
+    except OSError as error:
+        raise Refused(
+            f"{file} cannot be written: {error.strerror}",
+            hint=f"say yourself that files may be read there: UCP_ROOTS={url}",
+        ) from error
+
+
+def _trusted() -> Path:
+    return user_data_path("ucformat") / "roots"
 
 
 _KNOWN = f"what can be set: {', '.join(Settings.model_fields)}"

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucformat.cli.catalogs import entry_data, opened_catalog
-from ucformat.cli.options import CATALOG, command
+from ucformat.cli.options import CATALOG, VIEW, command
 from ucformat.cli.output import Heading, terminal_width
 from ucformat.cli.text import bytes_text, plural, table
+from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,21 +27,37 @@ __all__ = ["register", "reindex"]
 @click.option(
     "--run", metavar="NAME", help="The run they belong to.  [default: theirs, else the folder that theirs is in]"
 )
+@click.option("--virtual", is_flag=True, help="Make a virtual checkpoint: PLACE… is SRC DST.")
+@click.option("--checksums", is_flag=True, help="With --virtual: read SRC's files once and keep their checksums.")
+@click.option("--overwrite", is_flag=True, help="With --virtual: replace the checkpoint at DST.")
+@VIEW
 @CATALOG
 def register(
     places: tuple[str, ...],
     recursive: bool,  # noqa: FBT001
     run: str | None,
+    virtual: bool,  # noqa: FBT001
+    checksums: bool,  # noqa: FBT001
+    overwrite: bool,  # noqa: FBT001
+    view: str | None,
     out: Output,
 ) -> None:
-    """Make checkpoints known to the catalog, universal ones and those of DeepSpeed, as they lie.
+    """Make checkpoints known to the catalog, universal ones and those of engines, as they lie.
 
     PLACE is a path or a url. Nothing is converted, copied or changed. What is known already stays as it is, and with
     --run gets into that run.
+
+    With --virtual a universal checkpoint of SRC is made at DST that holds no bytes of tensors, only where these lie in
+    SRC's files. It opens like any other as long as those stay as they are; `ucp materialize DST` makes arrays of it.
     """
     import ucformat
     from ucformat.cli.program import Interrupted
 
+    if virtual:
+        _register_virtual(places, run, view, out, checksums=checksums, overwrite=overwrite, recursive=recursive)
+        return
+    if checksums or overwrite or view is not None:
+        raise UsageError("--checksums, --overwrite and --view go with --virtual")
     try:
         with opened_catalog() as catalog, out.progress("registering", "checkpoints") as progress:
             found = ucformat.register(places, catalog, recursive=recursive, run=run, progress=progress)
@@ -48,6 +65,39 @@ def register(
         raise Interrupted("interrupted: what was registered until now stays; the same command continues") from None
     out.result(lambda: _list(found), lambda: _data(found), lambda: (e.id for e in found.entries))
     _raise_failures(found)
+
+
+def _register_virtual(
+    places: tuple[str, ...],
+    run: str | None,
+    view: str | None,
+    out: Output,
+    *,
+    checksums: bool,
+    overwrite: bool,
+    recursive: bool,
+) -> None:
+    import ucformat
+
+    if len(places) != 2 or recursive:
+        raise UsageError("--virtual takes two places, SRC and DST", hint="ucp register SRC DST --virtual")
+    src, dst = places
+    with out.progress("reading checksums") as progress:
+        ck = ucformat.convert(
+            ucformat.open(src, view=view),
+            dst,
+            overwrite=overwrite,
+            run=run,
+            virtual=True,
+            checksums=checksums,
+            progress=progress,
+        )
+    nbytes = sum(info.nbytes for info in ck.tensors.values())
+    sidecar = ck.manifest.sidecar
+    files = len(sidecar.sources) if sidecar else 0
+    found = {"url": ck.url, "id": ck.id, "tensors": len(ck.tensors), "bytes": nbytes, "files": files}
+    amount = f"{plural(len(ck.tensors), 'tensor')}, {bytes_text(nbytes)} in {plural(files, 'file')}, not copied"
+    out.result(lambda: [f"{ck.url}  {ck.id}  {amount}"], lambda: found, lambda: [ck.id])
 
 
 @command

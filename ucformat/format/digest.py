@@ -11,7 +11,7 @@ import json
 from typing import TYPE_CHECKING
 
 import numpy as np
-from xxhash import xxh3_128_digest, xxh3_128_hexdigest
+from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_hexdigest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.format.chunking import Grid
-    from ucformat.storage.base import Bytes
+    from ucformat.storage.base import Bytes, Store
 
-__all__ = ["LEAF_BYTES", "bytes_digest", "document_digest", "leaf", "tensor_digest"]
+__all__ = ["LEAF_BYTES", "bytes_digest", "document_digest", "file_digest", "leaf", "tensor_digest"]
 
 LEAF_BYTES = 16
+_BLOCK = 8 << 20  # bytes of a file that are read at once
 
 
 def leaf(chunk: Bytes) -> bytes:
@@ -34,6 +35,17 @@ def leaf(chunk: Bytes) -> bytes:
 def bytes_digest(data: Bytes) -> str:
     """The digest of a small file's bytes."""
     return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def file_digest(store: Store, key: str) -> str:
+    """The XXH3-128 of a whole file."""
+    size, state = store.info(key).size, xxh3_128()
+    buffer = memoryview(bytearray(min(_BLOCK, size)))
+    for start in range(0, size, _BLOCK):
+        part = buffer[: min(_BLOCK, size - start)]
+        store.read_into(key, start, [part])
+        state.update(part)
+    return f"xxh3:{state.hexdigest()}"
 
 
 def document_digest(document: object) -> str:

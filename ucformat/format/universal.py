@@ -10,12 +10,13 @@ from ucformat.facts import Facts
 from ucformat.format.chunking import Grid
 from ucformat.format.commit import MANIFEST, read_manifest
 from ucformat.format.digest import bytes_digest
+from ucformat.format.mounted import MountedStore
 from ucformat.format.sidecar import decode
 from ucformat.format.zarr_json import shard_key
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ucformat.format.sidecar import Sidecar
     from ucformat.geometry.tensor import Extent, Tiles
@@ -45,9 +46,13 @@ class Universal:
 
     kind = "ucformat"
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, roots: Callable[[], Sequence[str]] = tuple) -> None:
+        """Open what is committed in a store; `roots` are the places in which files of others may be read."""
         self.store = store
         self.manifest, _ = read_manifest(store)
+        sidecar = self.manifest.sidecar
+        if sidecar is not None and sidecar.roots:
+            self.store = MountedStore(store, sidecar, roots)
         self.docs: Mapping[Key, TensorDoc] = {Key(d.name, d.state): d for d in self.manifest.tensors}
         if len(self.docs) != len(self.manifest.tensors):
             raise IntegrityError(f"{store.url}: the manifest lists a tensor twice")

@@ -22,8 +22,10 @@ from ucformat.geometry.box import row_major
 from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.jobs.run import run as run_tasks
+from ucformat.jobs.virtual import put_sidecar
 from ucformat.references import open_reference
 from ucformat.schema.manifest import LineageDoc, Manifest
+from ucformat.settings import allowed_roots
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from ucformat.format.commit import Attempt
     from ucformat.format.shard import Band
     from ucformat.geometry.tensor import TensorInfo
+    from ucformat.schema.manifest import TensorDoc
     from ucformat.storage.base import Store
 
 __all__ = ["How", "convert", "plan_document", "write"]
@@ -79,6 +82,8 @@ def convert(
     workers: int | None = None,
     *,
     run: str | None = None,
+    virtual: bool = False,
+    checksums: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
     """Write a universal checkpoint of what another holds, and commit it.
@@ -95,19 +100,36 @@ def convert(
         overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one is.
         workers: shards written at once (default: one for each core).
         run: the name of the training run, for the catalog; by default the source's, if it says.
+        virtual: write only where the bytes of the tensors lie in the source's files, which must stay as they are.
+        checksums: with `virtual`, read these files once and keep their checksums, for `verify`.
         progress: called with the bytes done and the bytes in all.
 
     Raises:
         Conflict: a checkpoint is committed at `dst` already, or somebody else committed one meanwhile.
+        Refused: with `virtual`, a tensor has no bytes of its own in a file: it is compressed, or computed.
+        UsageError: `checksums` without `virtual`, or `virtual` with a size of chunks or shards.
     """
     source = src if isinstance(src, Checkpoint) else open_reference(src)
     store = open_store(dst) if isinstance(dst, str | PathLike) else dst
     how = How(chunk_bytes, shard_bytes, workers, progress)
     infos = _chosen(source, states)
-    attempt = begin(store, plan_document(source, infos, how), overwrite=overwrite)
-    manifest = write(source, store, attempt, infos, how)
+    _check_virtual(virtual, checksums, how)
+    plan = plan_document(source, infos, how) | ({"virtual": checksums} if virtual else {})
+    attempt = begin(store, plan, overwrite=overwrite)
+    if virtual:
+        found = put_sidecar(source, store, attempt, infos, checksums=checksums, progress=progress)
+        manifest = _described(source, store, attempt, found[1]).model_copy(update={"sidecar": found[0]})
+    else:
+        manifest = write(source, store, attempt, infos, how)
     commit(store, attempt, manifest.model_copy(update={"run": run or manifest.run}))
-    return open_checkpoint(store)
+    return open_checkpoint(store, roots=allowed_roots)
+
+
+def _check_virtual(virtual: bool, checksums: bool, how: How) -> None:  # noqa: FBT001
+    if checksums and not virtual:
+        raise UsageError("checksums of the source's files are for a virtual checkpoint; others always have their own")
+    if virtual and (how.chunk_bytes or how.shard_bytes):
+        raise UsageError("a virtual checkpoint has no chunks and shards: its bytes stay where they are")
 
 
 def _chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo]:
@@ -139,7 +161,13 @@ def write(source: Checkpoint, store: Store, attempt: Attempt, infos: Sequence[Te
     """
     arrays = lay_out(infos, attempt.folder("data"), how.chunk_bytes, how.shard_bytes)
     leaves = _write_all(source, store, attempt, arrays, how)
+    return _described(source, store, attempt, tuple(array_doc(a, leaves[a.info.key]) for a in arrays))
+
+
+def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tuple[TensorDoc, ...]) -> Manifest:
+    """Write what a checkpoint holds besides its tensors; the manifest of all."""
     objects, assets = attempt.folder("objects"), attempt.folder("assets")
+    names = {t.name for t in tensors}
     return Manifest(
         id=new_id(),
         attempt=attempt.id,
@@ -152,13 +180,13 @@ def write(source: Checkpoint, store: Store, attempt: Attempt, infos: Sequence[Te
         layout=dict(source.facts.layout),
         groups=group_docs(source.facts),
         lineage=(_lineage(source),),
-        aliases={a: n for a, n in source.aliases.items() if any(i.name == n for i in infos)},
+        aliases={a: n for a, n in source.aliases.items() if n in names},
         objects=put_file(store, f"{objects}/objects.json", json.dumps(source.objects, indent=1).encode()),
         assets={
             name: put_file(store, f"{assets}/{folder}", source.assets[name])
             for name, folder in folder_names(source.assets).items()
         },
-        tensors=tuple(array_doc(a, leaves[a.info.key]) for a in arrays),
+        tensors=tensors,
     )
 
 

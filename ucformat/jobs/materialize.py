@@ -1,4 +1,4 @@
-"""Makes arrays of a packed checkpoint: at another place, or in its own, where it is replaced only when they are whole.
+"""Makes arrays of a packed or virtual checkpoint, at another place, or in its own, and then replaces it.
 
 First every block of the packed files is compared with its checksum, for what becomes arrays gets checksums of its own.
 Then the arrays are written under a new attempt, as `convert` writes them. In place, the manifest that was read is
@@ -22,6 +22,7 @@ from ucformat.format.universal import Universal
 from ucformat.geometry.tensor import Block
 from ucformat.jobs.convert import How, plan_document, write
 from ucformat.jobs.run import run as run_tasks
+from ucformat.jobs.verify import source_file
 from ucformat.references import open_reference
 from ucformat.storage.url import open_store
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ucformat.format.commit import Attempt
-    from ucformat.schema.manifest import Manifest
+    from ucformat.schema.manifest import Manifest, SourceFileDoc
     from ucformat.storage.base import Store
 
 __all__ = ["is_packed", "materialize"]
@@ -47,7 +48,7 @@ def materialize(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
-    """Make arrays of a packed checkpoint, in place or as a new checkpoint, and commit them.
+    """Make arrays of a packed or virtual checkpoint, in place or as a new checkpoint, and commit them.
 
     All else stays: run, step, metrics, config, layout, groups, objects, assets, aliases, producer and lineage. In place
     the checkpoint keeps its id, too. Every checksum of the packed files is checked first. Interrupted at any instant,
@@ -162,7 +163,7 @@ def _write(source: Checkpoint, store: Store, attempt: Attempt, how: How) -> tupl
     checks = list(_checks(source.source)) if isinstance(source.source, Universal) and is_packed(source) else []
     total, done = sum(i.nbytes for i in infos), 0
     checked = sum(c.nbytes for c in checks)
-    for check, _ in run_tasks(_Check.run, checks, how.workers):
+    for check, _ in run_tasks(lambda check: check.run(), checks, how.workers):
         done += check.nbytes
         if how.progress is not None:
             how.progress(done, checked + total)
@@ -203,8 +204,31 @@ class _Check:
                 )
 
 
-def _checks(source: Universal) -> Iterator[_Check]:
-    """Every block of the packed files once, those of one file in tasks of some 64 MiB."""
+@dataclass(frozen=True, slots=True)
+class _FileCheck:
+    """A file of another checkpoint that has a checksum."""
+
+    source: Universal
+    doc: SourceFileDoc
+
+    @property
+    def nbytes(self) -> int:
+        return self.doc.nbytes
+
+    def run(self) -> None:
+        """Read it.
+
+        Raises:
+            ChecksumError: it is not what was registered.
+        """
+        for problem in source_file(self.source, self.doc):
+            raise ChecksumError(str(problem), hint="restore the file from another copy; nothing was replaced")
+
+
+def _checks(source: Universal) -> Iterator[_Check | _FileCheck]:
+    """Every file with a checksum, and every block once, those of one file in tasks of some 64 MiB."""
+    listed = source.manifest.sidecar
+    yield from (_FileCheck(source, doc) for doc in (listed.sources if listed else ()) if doc.digest is not None)
     sidecar = source.sidecar()
     c = sidecar.columns
     rows = np.flatnonzero(c.block_offset != NO_BLOCK)

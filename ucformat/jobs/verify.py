@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import ChecksumError, NotFound, UcformatError
 from ucformat.format.blocks import is_whole
-from ucformat.format.digest import tensor_digest
+from ucformat.format.digest import file_digest, tensor_digest
 from ucformat.format.shard import check_shard
 from ucformat.format.universal import Universal, grid_of
 from ucformat.format.zarr_json import array_json, shard_key
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ucformat.format.chunking import Grid
     from ucformat.geometry.tensor import Block, Extent
-    from ucformat.schema.manifest import FileDoc
+    from ucformat.schema.manifest import FileDoc, SourceFileDoc
     from ucformat.sources.base import OpenSource, Record
     from ucformat.storage.base import Store
 
@@ -143,11 +143,15 @@ def _universal(source: Universal) -> Iterator[_Check]:
         yield _Check(None, (), doc.nbytes, 0, lambda d=doc: (b"", _file(source, d)))  # type: ignore[misc]
     # What a damaged sidecar says cannot be believed; the damage is reported above.
     believed = manifest.sidecar is None or not _file(source, manifest.sidecar)
+    sources = () if manifest.sidecar is None else manifest.sidecar.sources
+    compared = {f.path for f in sources if f.digest is not None}  # as a whole
+    for f in sources:
+        yield _Check(None, (), f.nbytes if f.path in compared else 0, 0, lambda f=f: (b"", source_file(source, f)))  # type: ignore[misc]
     for key, tensor in source.docs.items():
         if tensor.path is None:
             if believed:
                 extents = [e for e in source.extents(key) if not isinstance(e, Tiles)]
-                yield _extents(store, key, tensor.nbytes, extents)
+                yield _extents(store, key, 0 if {e.file for e in extents} <= compared else tensor.nbytes, extents)
             continue
         grid = grid_of(tensor)
         yield _Check(None, (), 0, 0, lambda k=key, g=grid: (b"", _metadata(source, k, g)))  # type: ignore[misc]
@@ -186,6 +190,17 @@ def _file(source: Universal, doc: FileDoc) -> list[Problem]:
     except UcformatError as error:
         return [Problem(doc.path, error.message)]
     return []
+
+
+def source_file(source: Universal, doc: SourceFileDoc) -> list[Problem]:
+    """Whether a file of another checkpoint is still what was registered."""
+    try:
+        source.store.info(doc.path)
+        if doc.digest is None or file_digest(source.store, doc.path) == doc.digest:
+            return []
+    except UcformatError as error:
+        return [Problem(doc.path, error.message)]
+    return [Problem(doc.path, "is not what was registered (its digest differs)")]
 
 
 def wrong_digests(
@@ -263,14 +278,19 @@ def _extents(store: Store, key: Key, nbytes: int, extents: list[Extent]) -> _Che
                     wrong.append(damaged_block(file, b, key))
             except UcformatError as error:
                 wrong.append(Problem(file, error.message, key.name, key.state))
+        ends: dict[str, int] = {}
         for e in bare:
+            ends[e.file] = max(ends.get(e.file, -1), e.last if e.box.size else -1)
+        for file, end in ends.items():
             try:
-                size = store.info(e.file).size
+                size = store.info(file).size
             except NotFound:
-                wrong.append(Problem(e.file, "the file is missing", key.name, key.state))
-                continue
-            if e.box.size and e.last >= size:
-                wrong.append(Problem(e.file, f"the file ends at {size}, before byte {e.last}", key.name, key.state))
+                wrong.append(Problem(file, "the file is missing", key.name, key.state))
+            except UcformatError as error:
+                wrong.append(Problem(file, error.message, key.name, key.state))
+            else:
+                if end >= size:
+                    wrong.append(Problem(file, f"the file ends at {size}, before byte {end}", key.name, key.state))
         return b"", wrong
 
     return _Check(None, (), verified, nbytes - verified, check)

@@ -17,6 +17,7 @@ __all__ = [
     "LineageDoc",
     "Manifest",
     "SidecarDoc",
+    "SourceFileDoc",
     "TensorDoc",
     "WriterDoc",
     "manifest_json_schema",
@@ -57,10 +58,26 @@ class FileDoc(_Document):
     digest: Digest
 
 
+class SourceFileDoc(_Document):
+    """A file of another checkpoint, as it was when its extents were listed: `roots/<n>/…`, below root number n.
+
+    `modified` is when it was written, in seconds since 1970, where its place tells.
+    """
+
+    path: str
+    nbytes: Size
+    modified: float | None = None
+    digest: Digest | None = None
+
+
 class SidecarDoc(FileDoc):
-    """The extents of tensors that are not arrays; `roots` are the urls below which their files lie."""
+    """The extents of tensors that are not arrays.
+
+    Of a virtual checkpoint `roots` are the urls of the places where `sources`, the files that hold its bytes, lie.
+    """
 
     roots: tuple[str, ...] = ()
+    sources: tuple[SourceFileDoc, ...] = ()
 
 
 class GroupDoc(_Document):

@@ -1,0 +1,116 @@
+"""The files of a virtual checkpoint: those of other checkpoints, read where they lie, below `roots/<n>/`.
+
+A file is read only if its root lies in a place that the opener allows, and only as long as it is the file that was
+registered: of the same size and time.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from ucformat.errors import IntegrityError, MissingData, NotFound, Refused
+from ucformat.storage.url import open_store, split_url
+from ucformat.storage.wrapped import WrappedStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ucformat.schema.manifest import SidecarDoc, SourceFileDoc
+    from ucformat.storage.base import Info, Store
+
+__all__ = ["MOUNT", "MountedStore", "is_below", "mounted"]
+
+MOUNT = "roots/"
+
+
+def mounted(number: int, key: str) -> str:
+    """What the file `key` of root number `number` is called in the checkpoint."""
+    return f"{MOUNT}{number}/{key}"
+
+
+def is_below(url: str, roots: Sequence[str]) -> bool:
+    """Whether a place is one of these, or lies below one; links in paths are followed."""
+    here = _plain(url)
+    return any(here == root or here.startswith(root.rstrip("/") + "/") for root in map(_plain, roots))
+
+
+def _plain(url: str) -> str:
+    scheme, rest = split_url(url)
+    return os.path.realpath(rest) if scheme in ("", "file") else url.rstrip("/")
+
+
+class MountedStore(WrappedStore):
+    """The store of a virtual checkpoint; `allowed` gives the places in which its files may lie."""
+
+    def __init__(self, inner: Store, sidecar: SidecarDoc, allowed: Callable[[], Sequence[str]]) -> None:
+        super().__init__(inner)
+        self.roots = sidecar.roots
+        self._sources = {doc.path: doc for doc in sidecar.sources}
+        self._allowed = allowed
+        self._open: dict[int, Store] = {}
+
+    def place(self, key: str) -> tuple[Store, str] | None:
+        """The store and the key in it of a file below a root; None of the checkpoint's own.
+
+        Raises:
+            Refused: the root is in no place that the opener allows.
+        """
+        if not key.startswith(MOUNT):
+            return None
+        number, _, name = key.removeprefix(MOUNT).partition("/")
+        if not number.isdecimal() or int(number) >= len(self.roots) or key not in self._sources:
+            raise IntegrityError(f"{self.url}: {key} is no file that the manifest lists")
+        root = int(number)
+        if root not in self._open:
+            url = self.roots[root]
+            if not is_below(url, self._allowed()):
+                raise Refused(
+                    f"{self.url} has its files in {url}, where nothing says that they may be read",
+                    hint=f"if they may: UCP_ROOTS={url}, `roots` in ucformat.toml, or open(place, roots=[…])",
+                )
+            self._open[root] = open_store(url)
+        return self._open[root], name
+
+    def _checked(self, key: str) -> tuple[Store, str]:
+        """Where to read a file; IntegrityError where it is not the one that was registered."""
+        found = self.place(key)
+        if found is None:
+            return self.inner, key
+        self._check(found, self._sources[key])
+        return found
+
+    def _check(self, place: tuple[Store, str], doc: SourceFileDoc) -> Info:
+        store, key = place
+        try:
+            info = store.info(key)
+        except NotFound as error:
+            raise MissingData(
+                f"{error.message}; {self.url} has tensors in it", hint="restore it, or register its checkpoint again"
+            ) from error
+        if info.size != doc.nbytes or info.modified != doc.modified:
+            raise IntegrityError(
+                f"{store.url}/{key} has changed since {self.url} was registered",
+                hint="register its checkpoint again: `ucp register SRC DST --virtual --overwrite`",
+            )
+        return info
+
+    def info(self, key: str) -> Info:
+        """See Store."""
+        found = self.place(key)
+        return self.inner.info(key) if found is None else self._check(found, self._sources[key])
+
+    def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """See Store."""
+        store, name = self._checked(key)
+        return store.read(name, offset, nbytes)
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See Store."""
+        store, name = self._checked(key)
+        store.read_into(name, offset, buffers)
+
+    def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
+        """See Store."""
+        store, name = self._checked(key)
+        store.read_rows(name, offset, step, rows)

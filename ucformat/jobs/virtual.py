@@ -1,0 +1,120 @@
+"""Virtual checkpoints: a manifest of extents over the files of another checkpoint, which stay where they are."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import repeat
+from typing import TYPE_CHECKING
+
+from ucformat.errors import Refused
+from ucformat.format.arrays import put_file
+from ucformat.format.digest import file_digest
+from ucformat.format.mounted import MOUNT, MountedStore, mounted
+from ucformat.format.sidecar import encode
+from ucformat.geometry.coverage import prove
+from ucformat.geometry.tensor import Tiles
+from ucformat.schema.manifest import SidecarDoc, SourceFileDoc, TensorDoc
+from ucformat.settings import allow_root
+from ucformat.storage.base import HIDDEN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.format.commit import Attempt
+    from ucformat.geometry.tensor import Extent, TensorInfo
+    from ucformat.storage.base import Store
+
+__all__ = ["put_sidecar"]
+
+_THREADS = 8
+
+
+def put_sidecar(
+    source: Checkpoint,
+    store: Store,
+    attempt: Attempt,
+    infos: Sequence[TensorInfo],
+    *,
+    checksums: bool,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[SidecarDoc, tuple[TensorDoc, ...]]:
+    """Write the extents of these tensors, whose bytes stay where they are, and let this user read them there.
+
+    Raises:
+        Refused: a tensor has no bytes of its own in a file: it is compressed, or computed.
+    """
+    places = _Places(source.source.store)
+    extents = []
+    for info in infos:
+        found = [places.place(info, extent) for extent in _single(source, info)]
+        prove(info, [(e.file, e.box) for e in found])
+        extents.append(found)
+    doc = put_file(store, f"{attempt.folder('data')}/extents.safetensors", encode(extents))
+    sources = _sources(places, progress, checksums=checksums)
+    for root in places.roots:
+        allow_root(root)
+    sidecar = SidecarDoc(**doc.model_dump(), roots=tuple(places.roots), sources=sources)
+    docs = (TensorDoc(name=i.name, state=i.state, dtype=i.dtype, shape=i.shape, nbytes=i.nbytes) for i in infos)
+    return sidecar, tuple(docs)
+
+
+def _sources(
+    places: _Places, progress: Callable[[int, int], None] | None, *, checksums: bool
+) -> tuple[SourceFileDoc, ...]:
+    """The files as they are now."""
+    infos = [store.info(key) for store, key in places.origin]
+    digests: Iterable[str | None] = repeat(None)
+    if checksums:
+        total, done = sum(i.size for i in infos), 0
+        digests = []
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for info, digest in zip(infos, pool.map(lambda place: file_digest(*place), places.origin), strict=True):
+                digests.append(digest)
+                done += info.size
+                if progress is not None:
+                    progress(done, total)
+    return tuple(
+        SourceFileDoc(path=file, nbytes=info.size, modified=info.modified, digest=digest)
+        for file, info, digest in zip(places.files.values(), infos, digests, strict=False)
+    )
+
+
+def _single(source: Checkpoint, info: TensorInfo) -> Iterator[Extent]:
+    for found in source.source.extents(info.key):
+        if isinstance(found, Tiles):
+            yield from found.extents()
+        else:
+            yield found
+
+
+class _Places:
+    """The files in which a checkpoint's bytes really lie, and what they are called in a virtual one."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.roots: list[str] = []
+        self.files: dict[str, str] = {}  # a key of the source -> what the file is called in the virtual checkpoint
+        self.origin: list[tuple[Store, str]] = []  # where each of them lies
+
+    def place(self, info: TensorInfo, extent: Extent) -> Extent:
+        if extent.file not in self.files:
+            self.files[extent.file] = self._find(info, extent.file)
+        return replace(extent, file=self.files[extent.file])
+
+    def _find(self, info: TensorInfo, file: str) -> str:
+        if file.startswith(HIDDEN):
+            raise Refused(
+                f"{info.key} has no bytes of its own in a file: it is compressed, or computed by a view",
+                hint="write it: `ucp convert SRC DST`; or leave it out with `states`, or a view's `drop`",
+            )
+        store, key = self._store, file
+        if file.startswith(MOUNT):  # of a virtual checkpoint
+            while not isinstance(store, MountedStore):
+                store = store.inner  # type: ignore[attr-defined]
+            store, key = store.place(file) or (store, key)
+        if store.url not in self.roots:
+            self.roots.append(store.url)
+        self.origin.append((store, key))
+        return mounted(self.roots.index(store.url), key)
