@@ -131,8 +131,8 @@ class Optimizer:
             return main[0] if main else own[0][1] if len(own) == 1 else told
         found = [(m, names) for m in modules if (names := m.match(self.known)) is not None]
         if len(found) > 1:  # averages of the main module, which no optimizer steps, or else nobody knows
-            main = [(m, names) for m, names in found if m.main]
-            return main[0][1] if main and all(m.shapes == main[0][0].shapes for m, _ in found) else None
+            stepped = [(m, names) for m, names in found if m.main]
+            return stepped[0][1] if stepped and all(m.shapes == stepped[0][0].shapes for m, _ in found) else None
         if not found and len(modules) > 1:  # one optimizer of several modules
             joined = {m.prefix + n: shape for m in modules for n, shape in m.shapes.items()}
             return Module(joined, ordered=all(m.ordered for m in modules)).match(self.known)
