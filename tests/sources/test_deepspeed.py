@@ -311,7 +311,7 @@ class TestDamage:
 
 
 def test_other_places_are_not_deepspeeds(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "notes.txt").touch()
     assert not DeepSpeed().find(LocalStore(tmp_path))
     assert open_source(LocalStore(tmp_path)) is None
 
