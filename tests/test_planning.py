@@ -269,6 +269,31 @@ def test_padding_is_filled_from_the_source_where_it_kept_some_else_with_zeros() 
     assert "18 elements of padding" in str(plan)
 
 
+def test_padding_is_no_tensor_of_its_own_unless_its_state_is_named() -> None:
+    """Flat rules match every state, and the padding's shape is not its tensor's."""
+    shapes = {"exp_avg": (10, 3), "exp_avg.padding": (6, 3), "lone.padding": (2,)}
+    arrays = {("embed", s): random_array(shape, "float32", i) for i, (s, shape) in enumerate(shapes.items())}
+    groups = ({"params": ["embed"]},)
+    ck = Checkpoint(FakeSource.write(MemoryStore("flat-padding"), arrays, groups=groups))
+    where = ucformat.Layout(
+        {"dp": 2, "tp": 2},
+        [{"match": "*", "states": ["lone*"], "place": ["replicate"]}]
+        + [{"match": "*", "place": [{"shard": 0, "over": "tp", "pad_to": 16}]}],
+        data=[{"match": "*", "states": ["lone*"], "place": ["replicate"]}]
+        + [{"match": "*", "place": [{"flat": "optimizer", "over": "dp"}]}],
+    )
+    assert ucformat.fits(ck, where), ucformat.fits(ck, where).misfits
+    found = ck.plan(where, 3).execute()  # the second half of the second half
+    assert same(found["flat:0", "exp_avg"], arrays["embed", "exp_avg.padding"].reshape(-1)[-12:])
+    assert same(found["embed", "lone.padding"], arrays["embed", "lone.padding"])  # of no tensor that is there
+    assert ("embed", "exp_avg.padding") not in found
+    whole = ucformat.Layout({"dp": 1}, [{"match": "*", "place": ["replicate"]}])
+    assert same(
+        ck.plan(whole, 0, states=["exp_avg.padding"]).execute()["embed", "exp_avg.padding"],
+        arrays["embed", "exp_avg.padding"],
+    )
+
+
 @pytest.mark.parametrize(("dim", "degree"), [(0, 3), (0, 7), (0, 8), (1, 2), (1, 4), (1, 8)])
 def test_large_tensors_are_read_within_two_percent_of_what_is_needed(dim: int, degree: int) -> None:
     """A 16 MiB tensor for real: what a recording store counts is what the plan says."""

@@ -187,7 +187,7 @@ class Bound:
 
     @classmethod
     def of(cls, roster: Roster, layout: Layout, states: Sequence[str] | None) -> Bound:
-        """Bind to the tensors in these states (None: all).
+        """Bind to the tensors in these states (None: all but padding, which lies with the tensor that it pads).
 
         Raises:
             LayoutError: the layout does not fit the tensors.
@@ -217,7 +217,7 @@ def plan_rank(source: Readable, bound: Bound, rank: int, verify: Verify) -> Read
 
 def _chosen(roster: Roster, states: Sequence[str] | None) -> Roster:
     if states is None:
-        return roster
+        return roster.placed()
     tensors = tuple(i for i in roster.tensors if i.state in states)
     unknown = set(states) - {i.state for i in tensors}
     if unknown:

@@ -56,6 +56,17 @@ def test_every_misfit_is_reported_at_once(ck: Checkpoint) -> None:
     assert [m.name for m in ucformat.fits(ck, Layout({"tp": 4}, rules)).misfits] == ["embed", "up", "norm"]
 
 
+def test_flat_buffers_of_optimizer_groups_fit_if_the_tensors_are_in_one() -> None:
+    flat = [{"match": "*", "place": [{"flat": "optimizer", "over": "dp", "group_pad": 2}]}]
+    layout = Layout({"dp": 2}, [REST], data=flat, renames=[("(.*)", r"module.\1")])
+    groups = ({"params": ["embed", "norm"]}, {"params": ["up"]})
+    every = Checkpoint(FakeSource.write(MemoryStore("fits-groups"), ARRAYS, groups=groups))
+    assert ucformat.fits(every, layout).memory == (2 * 4 * (1004 * 8 + 128) // 2,) * 2
+    some = Checkpoint(FakeSource.write(MemoryStore("fits-no-group"), ARRAYS, groups=groups[:1]))
+    (misfit,) = ucformat.fits(some, layout).misfits
+    assert (misfit.name, "in no optimizer group" in misfit.reason) == ("module.up", True)
+
+
 def test_what_only_all_together_shows(ck: Checkpoint) -> None:
     layout = Layout({"tp": 2}, [REST], data=[{"match": "*", "place": [{"flat": "all", "over": "tp"}]}])
     assert ucformat.fits(ck, layout)

@@ -165,3 +165,14 @@ class Roster:
 
     tensors: tuple[TensorInfo, ...]
     groups: dict[str, int] = field(default_factory=dict)
+
+    def placed(self) -> Roster:
+        """The same without trained padding (`<state>.padding`): layouts place it with the tensor that it pads."""
+        keys = {i.key for i in self.tensors}
+        kept = tuple(i for i in self.tensors if not _pads(i, keys))
+        return Roster(kept, self.groups)
+
+
+def _pads(info: TensorInfo, keys: set[Key]) -> bool:
+    padded = info.state.removesuffix(".padding")
+    return padded != info.state and Key(info.name, padded) in keys

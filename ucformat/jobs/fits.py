@@ -85,7 +85,8 @@ def fits(place: str | PathLike[str] | Checkpoint, layout: Layout | str | PathLik
         ck = ck.view(layout)
         steps = tuple(RuleUse(t.step, t.took) for t in ck.steps)
     named: dict[str, list[TensorInfo]] = {}
-    for info in ck.tensors.values():
+    roster = ck.facts.roster.placed()
+    for info in roster.tensors:
         named.setdefault(layout.rename(info.name), []).append(info)
     uses: dict[str, list[str]] = {str(rule): [] for section in layout.sections.values() for rule in section}
     misfits: list[Misfit] = []
@@ -93,11 +94,11 @@ def fits(place: str | PathLike[str] | Checkpoint, layout: Layout | str | PathLik
         rules = layout.rules_for(name, {i.state for i in infos})
         for rule in rules:
             uses[str(rule)].append(name)
-        misfits += _misfits(layout, name, infos, tuple(map(str, rules)))
+        misfits += _misfits(layout, name, infos, roster, tuple(map(str, rules)))
     memory = None
     if not misfits:
         try:
-            bound = layout.bind(_renamed(layout, ck.facts.roster))
+            bound = layout.bind(_renamed(layout, roster))
             memory = _memory(bound)
         except LayoutError as error:
             misfits.append(
@@ -107,11 +108,14 @@ def fits(place: str | PathLike[str] | Checkpoint, layout: Layout | str | PathLik
     return Fit(ck.home, layout.mesh.size, len(named), (*steps, *used), tuple(misfits), memory)
 
 
-def _misfits(layout: Layout, name: str, infos: list[TensorInfo], rules: tuple[str, ...]) -> list[Misfit]:
+def _misfits(
+    layout: Layout, name: str, infos: list[TensorInfo], roster: Roster, rules: tuple[str, ...]
+) -> list[Misfit]:
     """What is wrong with one tensor by itself, states with one reason together."""
     reasons: dict[str, list[str]] = {}
+    groups = {name: roster.groups[i.name] for i in infos if i.name in roster.groups}
     for info in infos:
-        one = Roster((type(info)(name, info.state, info.dtype, info.shape),))
+        one = Roster((type(info)(name, info.state, info.dtype, info.shape),), groups)
         try:
             bound = layout.bind(one)
             for rank in (0, bound.ranks - 1):
