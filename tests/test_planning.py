@@ -275,13 +275,10 @@ def test_padding_is_no_tensor_of_its_own_unless_its_state_is_named() -> None:
     arrays = {("embed", s): random_array(shape, "float32", i) for i, (s, shape) in enumerate(shapes.items())}
     groups = ({"params": ["embed"]},)
     ck = Checkpoint(FakeSource.write(MemoryStore("flat-padding"), arrays, groups=groups))
-    where = ucformat.Layout(
-        {"dp": 2, "tp": 2},
-        [{"match": "*", "states": ["lone*"], "place": ["replicate"]}]
-        + [{"match": "*", "place": [{"shard": 0, "over": "tp", "pad_to": 16}]}],
-        data=[{"match": "*", "states": ["lone*"], "place": ["replicate"]}]
-        + [{"match": "*", "place": [{"flat": "optimizer", "over": "dp"}]}],
-    )
+    lone: dict[str, Any] = {"match": "*", "states": ["lone*"], "place": ["replicate"]}
+    cut: dict[str, Any] = {"match": "*", "place": [{"shard": 0, "over": "tp", "pad_to": 16}]}
+    flat: dict[str, Any] = {"match": "*", "place": [{"flat": "optimizer", "over": "dp"}]}
+    where = ucformat.Layout({"dp": 2, "tp": 2}, [lone, cut], data=[lone, flat])
     assert ucformat.fits(ck, where), ucformat.fits(ck, where).misfits
     found = ck.plan(where, 3).execute()  # the second half of the second half
     assert same(found["flat:0", "exp_avg"], arrays["embed", "exp_avg.padding"].reshape(-1)[-12:])

@@ -86,6 +86,7 @@ def fits(place: str | PathLike[str] | Checkpoint, layout: Layout | str | PathLik
         steps = tuple(RuleUse(t.step, t.took) for t in ck.steps)
     named: dict[str, list[TensorInfo]] = {}
     roster = ck.facts.roster.placed()
+    renamed = _renamed(layout, roster)
     for info in roster.tensors:
         named.setdefault(layout.rename(info.name), []).append(info)
     uses: dict[str, list[str]] = {str(rule): [] for section in layout.sections.values() for rule in section}
@@ -94,11 +95,11 @@ def fits(place: str | PathLike[str] | Checkpoint, layout: Layout | str | PathLik
         rules = layout.rules_for(name, {i.state for i in infos})
         for rule in rules:
             uses[str(rule)].append(name)
-        misfits += _misfits(layout, name, infos, roster, tuple(map(str, rules)))
+        misfits += _misfits(layout, name, infos, renamed.groups, tuple(map(str, rules)))
     memory = None
     if not misfits:
         try:
-            bound = layout.bind(_renamed(layout, roster))
+            bound = layout.bind(renamed)
             memory = _memory(bound)
         except LayoutError as error:
             misfits.append(
@@ -109,11 +110,10 @@ def fits(place: str | PathLike[str] | Checkpoint, layout: Layout | str | PathLik
 
 
 def _misfits(
-    layout: Layout, name: str, infos: list[TensorInfo], roster: Roster, rules: tuple[str, ...]
+    layout: Layout, name: str, infos: list[TensorInfo], groups: dict[str, int], rules: tuple[str, ...]
 ) -> list[Misfit]:
     """What is wrong with one tensor by itself, states with one reason together."""
     reasons: dict[str, list[str]] = {}
-    groups = {name: roster.groups[i.name] for i in infos if i.name in roster.groups}
     for info in infos:
         one = Roster((type(info)(name, info.state, info.dtype, info.shape),), groups)
         try:
