@@ -9,7 +9,7 @@ from os import PathLike, fspath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from ucformat.errors import NotACheckpoint, NotFound, TensorNotFound
+from ucformat.errors import NotACheckpoint, NotFound, TensorNotFound, UsageError
 from ucformat.format.commit import MANIFEST
 from ucformat.format.digest import document_digest
 from ucformat.format.universal import Universal
@@ -39,12 +39,18 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint", "open_checkpoint"]
 
 
-def open_checkpoint(place: str | PathLike[str] | Store, *, roots: Callable[[], Sequence[str]] = tuple) -> Checkpoint:
+def open_checkpoint(
+    place: str | PathLike[str] | Store,
+    *,
+    roots: Callable[[], Sequence[str]] = tuple,
+    options: Mapping[str, Any] | None = None,
+) -> Checkpoint:
     """Open a checkpoint in place, reading kilobytes of it; nothing in it is ever executed.
 
     Args:
         place: a path or url of a universal checkpoint, or of one that a known engine wrote.
         roots: gives the places in which a virtual checkpoint's files may lie, when it has to be known.
+        options: what the files of a foreign checkpoint do not say; each kind has its own (docs/sources).
 
     Raises:
         NotFound: there is nothing at that place.
@@ -53,10 +59,10 @@ def open_checkpoint(place: str | PathLike[str] | Store, *, roots: Callable[[], S
     store = open_store(place) if isinstance(place, str | PathLike) else place
     if not _holds(store, MANIFEST):
         if next(iter(store.list()), None) is None:
-            if isinstance(place, str | PathLike) and (source := _open_file(place)) is not None:
+            if isinstance(place, str | PathLike) and (source := _open_file(place, options)) is not None:
                 return Checkpoint(source)
             raise NotFound(f"{store.url} does not exist, or is empty", hint="check the path") from None
-        source = open_source(store)
+        source = open_source(store, options=options)
         if source is None:
             if _holds(store, TOMBSTONE):
                 raise NotACheckpoint(
@@ -69,19 +75,24 @@ def open_checkpoint(place: str | PathLike[str] | Store, *, roots: Callable[[], S
                 f"foreign ones that can be read: {_KNOWN}",
             ) from None
         return Checkpoint(source)
+    if options:
+        raise UsageError(
+            f"{store.url} is a universal checkpoint: it says all itself, and takes no options",
+            hint=f"leave out {', '.join(options)}",
+        )
     return Checkpoint(Universal(store, roots))
 
 
 _KNOWN = ", ".join(source.title for source in SOURCES)
 
 
-def _open_file(place: str | PathLike[str]) -> OpenSource | None:
+def _open_file(place: str | PathLike[str], options: Mapping[str, Any] | None) -> OpenSource | None:
     """The checkpoint that is one file; None where there is no such file."""
     folder, _, name = fspath(place).rpartition("/")
     store = open_store(folder or ("/" if fspath(place).startswith("/") else "."))
     if not name or not _holds(store, name):
         return None
-    source = open_source_file(store, name)
+    source = open_source_file(store, name, options=options)
     if source is None:
         raise NotACheckpoint(
             f"{store.url}/{name} is a file, and no checkpoint that ucformat knows",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import NotFound, UcformatError
 from ucformat.settings import allowed_roots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from os import PathLike
 
     from ucformat.checkpoint import Checkpoint
@@ -21,7 +21,11 @@ __all__ = ["open_reference"]
 
 
 def open_reference(
-    place: str | PathLike[str] | Store, *, view: Steps | None = None, roots: Sequence[str] = ()
+    place: str | PathLike[str] | Store,
+    *,
+    view: Steps | None = None,
+    roots: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint in place, reading kilobytes of it; nothing in it is ever executed.
 
@@ -32,19 +36,23 @@ def open_reference(
 
         roots: places in which a virtual checkpoint's files may lie, besides those that the settings name (`UCP_ROOTS`)
             and those of which this user has registered checkpoints so.
+        options: what the files of a foreign checkpoint do not say, such as how they are laid out; each kind of
+            checkpoint has its own (docs/sources).
 
     Raises:
         NotFound: there is nothing at that place, or the catalog knows no such checkpoint.
         NotACheckpoint: what is there is not a checkpoint, or not a committed one.
         UsageError: the reference means several checkpoints.
     """
-    found = _open(place, lambda: (*roots, *allowed_roots()))
+    found = _open(place, lambda: (*roots, *allowed_roots()), options)
     return found if view is None else found.view(view)
 
 
-def _open(place: str | PathLike[str] | Store, roots: Callable[[], Sequence[str]]) -> Checkpoint:
+def _open(
+    place: str | PathLike[str] | Store, roots: Callable[[], Sequence[str]], options: Mapping[str, Any] | None
+) -> Checkpoint:
     if not isinstance(place, str) or not _is_reference(place):
-        return open_checkpoint(place, roots=roots)
+        return open_checkpoint(place, roots=roots, options=options)
     from ucformat.catalog.catalog import Catalog
     from ucformat.settings import load_settings
 
@@ -60,7 +68,7 @@ def _open(place: str | PathLike[str] | Store, roots: Callable[[], Sequence[str]]
     failure: UcformatError | None = None
     for url in entry.urls:
         try:
-            ck = open_checkpoint(url, roots=roots)
+            ck = open_checkpoint(url, roots=roots, options=options)
         except UcformatError as error:  # it may lie elsewhere, too
             failure = failure or error
             continue

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+import zarr
+from safetensors.numpy import save_file
 
 from tests.cli.conftest import object_of
 
@@ -105,3 +108,29 @@ def test_a_checkpoint_is_seen_through_a_view(run: Run, committed: Path, view: Pa
 def test_a_view_that_is_none(run: Run, committed: Path, layout: Path) -> None:
     assert "has no view" in run("show", committed, "--view", layout, code=2).stderr
     assert "neither a preset nor a file" in run("show", committed, "--view", "nothing", code=2).stderr
+
+
+class TestSourceOptions:
+    """`--source KEY=VALUE` says what the files of a foreign checkpoint do not."""
+
+    @pytest.fixture
+    def foreign(self, tmp_path: Path) -> Path:
+        save_file({"a": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+        return tmp_path / "model.safetensors"
+
+    def test_a_kind_that_takes_no_such_option_says_which_it_takes(self, run: Run, foreign: Path) -> None:
+        error = run("show", foreign, "--source", "layout=megatron", code=2).stderr
+        assert "a checkpoint of safetensors is not opened with the option 'layout'" in error
+
+    def test_a_universal_one_takes_none(self, run: Run, committed: Path) -> None:
+        assert "takes no options" in run("show", committed, "--source", "vocab=7", code=2).stderr
+
+    @pytest.mark.parametrize("text", ["vocab", "=7"])
+    def test_it_is_a_key_and_a_value(self, run: Run, foreign: Path, text: str) -> None:
+        assert "write KEY=VALUE" in run("show", foreign, "--source", text, code=2).stderr
+
+    def test_what_it_says_reaches_the_source(self, run: Run, tmp_path: Path) -> None:
+        array = zarr.open_group(tmp_path / "z").create_array("a", shape=(4,), chunks=(2,), dtype="float32")
+        array[:2] = 1
+        assert "missing" in run("get", tmp_path / "z", "a", code=5).stderr
+        assert run("get", tmp_path / "z", "a", "--source", "fill_missing=true").stdout == "[1. 1. 0. 0.]\n"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ucformat.cli.options import CATALOG, SIZE, SRC, STATES, VIEW, command
+from ucformat.cli.source_options import SOURCE
 from ucformat.cli.text import bytes_text, plural
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ __all__ = ["convert"]
 )
 @click.option("--run", metavar="NAME", help="The training run, for the catalog.  [default: SRC's, else DST's folder]")
 @VIEW
+@SOURCE
 @CATALOG
 def convert(
     src: str,
@@ -39,6 +41,7 @@ def convert(
     workers: int | None,
     run: str | None,
     view: str | None,
+    options: dict[str, Any] | None,
     out: Output,
 ) -> None:
     """Make a universal checkpoint at DST of what SRC holds, and commit it.
@@ -52,7 +55,7 @@ def convert(
     begun = time.perf_counter()
     try:
         with out.progress("converting") as progress:
-            source = ucformat.open(src, view=view)
+            source = ucformat.open(src, view=view, options=options)
             ck = ucformat.convert(
                 source,
                 dst,

@@ -10,6 +10,7 @@ import click
 
 from ucformat.cli.options import CATALOG, SRC, VIEW, command
 from ucformat.cli.output import terminal_width
+from ucformat.cli.source_options import SOURCE
 from ucformat.cli.text import bytes_text, shape_text
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ _MOST_PRINTED = 10_000
 @click.option("--dtype", metavar="DTYPE", help="Cast to this dtype, float32 for one; by default nothing is cast.")
 @click.option("-f", "--force", is_flag=True, help="Replace FILE if it exists.")
 @VIEW
+@SOURCE
 @CATALOG
 def get(
     src: str,
@@ -42,6 +44,7 @@ def get(
     dtype: str | None,
     force: bool,  # noqa: FBT001
     view: str | None,
+    options: dict[str, Any] | None,
     out: Output,
 ) -> None:
     """Read a tensor, or a slice of one, and nothing else of the checkpoint.
@@ -59,7 +62,7 @@ def get(
     file = None if target == "-" else Path(target)
     if file is not None:
         check_target(file, force=force)
-    ck = ucformat.open(src, view=view)
+    ck = ucformat.open(src, view=view, options=options)
     tensor = ck[name] if state is None else ck[name, state]
     shape = _shape(tensor, index)
     if file is None:

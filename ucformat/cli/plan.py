@@ -8,6 +8,7 @@ import click
 
 from ucformat.cli.options import CATALOG, SRC, STATES, VIEW, command
 from ucformat.cli.output import terminal_width
+from ucformat.cli.source_options import SOURCE
 from ucformat.cli.text import bytes_text, count, table
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ _SUMS = ("tensors", "memory", "bytes_needed", "bytes_read", "bytes_unverified", 
     "[default: whole]",
 )
 @VIEW
+@SOURCE
 @CATALOG
 def plan(
     src: str,
@@ -43,12 +45,13 @@ def plan(
     states: tuple[str, ...],
     verify: Literal["whole", "always", "never"],
     view: str | None,
+    options: dict[str, Any] | None,
     out: Output,
 ) -> None:
     """Say what ranks of a layout would read: bytes, requests, files and memory. No tensor is read for it."""
     import ucformat
 
-    ck = ucformat.open(src, view=view)
+    ck = ucformat.open(src, view=view, options=options)
     layout = ucformat.Layout.load(file)
     ranks = range(layout.mesh.size) if rank == "all" else [_rank(rank)]
     found, described = [], ""

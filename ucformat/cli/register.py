@@ -9,12 +9,14 @@ import click
 from ucformat.cli.catalogs import entry_data, opened_catalog
 from ucformat.cli.options import CATALOG, VIEW, command
 from ucformat.cli.output import Heading, terminal_width
+from ucformat.cli.source_options import SOURCE
 from ucformat.cli.text import bytes_text, plural, table
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ucformat.checkpoint import Checkpoint
     from ucformat.cli.output import Output
     from ucformat.jobs.register import Registered, Reindexed
 
@@ -31,6 +33,7 @@ __all__ = ["register", "reindex"]
 @click.option("--checksums", is_flag=True, help="With --virtual: read SRC's files once and keep their checksums.")
 @click.option("--overwrite", is_flag=True, help="With --virtual: replace the checkpoint at DST.")
 @VIEW
+@SOURCE
 @CATALOG
 def register(
     places: tuple[str, ...],
@@ -40,6 +43,7 @@ def register(
     checksums: bool,  # noqa: FBT001
     overwrite: bool,  # noqa: FBT001
     view: str | None,
+    options: dict[str, Any] | None,
     out: Output,
 ) -> None:
     """Make checkpoints known to the catalog, universal ones and those of engines, as they lie.
@@ -54,10 +58,13 @@ def register(
     from ucformat.cli.program import Interrupted
 
     if virtual:
-        _register_virtual(places, run, view, out, checksums=checksums, overwrite=overwrite, recursive=recursive)
+        if len(places) != 2 or recursive:
+            raise UsageError("--virtual takes two places, SRC and DST", hint="ucp register SRC DST --virtual")
+        source = ucformat.open(places[0], view=view, options=options)
+        _register_virtual(source, places[1], run, out, checksums=checksums, overwrite=overwrite)
         return
-    if checksums or overwrite or view is not None:
-        raise UsageError("--checksums, --overwrite and --view go with --virtual")
+    if checksums or overwrite or view is not None or options:
+        raise UsageError("--checksums, --overwrite, --view and --source go with --virtual")
     try:
         with opened_catalog() as catalog, out.progress("registering", "checkpoints") as progress:
             found = ucformat.register(places, catalog, recursive=recursive, run=run, progress=progress)
@@ -68,29 +75,13 @@ def register(
 
 
 def _register_virtual(
-    places: tuple[str, ...],
-    run: str | None,
-    view: str | None,
-    out: Output,
-    *,
-    checksums: bool,
-    overwrite: bool,
-    recursive: bool,
+    source: Checkpoint, dst: str, run: str | None, out: Output, *, checksums: bool, overwrite: bool
 ) -> None:
     import ucformat
 
-    if len(places) != 2 or recursive:
-        raise UsageError("--virtual takes two places, SRC and DST", hint="ucp register SRC DST --virtual")
-    src, dst = places
     with out.progress("reading checksums") as progress:
         ck = ucformat.convert(
-            ucformat.open(src, view=view),
-            dst,
-            overwrite=overwrite,
-            run=run,
-            virtual=True,
-            checksums=checksums,
-            progress=progress,
+            source, dst, overwrite=overwrite, run=run, virtual=True, checksums=checksums, progress=progress
         )
     nbytes = sum(info.nbytes for info in ck.tensors.values())
     sidecar = ck.manifest.sidecar

@@ -10,6 +10,7 @@ import click
 
 from ucformat.cli.options import CATALOG, SRC, STATES, VIEW, command
 from ucformat.cli.output import Heading, terminal_width
+from ucformat.cli.source_options import SOURCE
 from ucformat.cli.text import bytes_text, count, field, plural, shape_text, table
 
 if TYPE_CHECKING:
@@ -36,14 +37,22 @@ __all__ = ["show"]
 )
 @STATES
 @VIEW
+@SOURCE
 @CATALOG
-def show(src: str, globs: tuple[str, ...], states: tuple[str, ...], view: str | None, out: Output) -> None:
+def show(
+    src: str,
+    globs: tuple[str, ...],
+    states: tuple[str, ...],
+    view: str | None,
+    options: dict[str, Any] | None,
+    out: Output,
+) -> None:
     """Say what a checkpoint holds: who wrote it, its step and layout, its tensors by state, and what is beside them.
 
     Kilobytes are read, whatever its size. What the catalog knows of it is shown too, and of one whose files are gone
     nothing else.
     """
-    found, every, known = _opened(src, view, out)
+    found, every, known = _opened(src, view, options, out)
     tensors = _chosen(every, found["aliases"] or {}, globs, states)
     found |= _totals(tensors)
 
@@ -58,14 +67,16 @@ def show(src: str, globs: tuple[str, ...], states: tuple[str, ...], view: str | 
     )
 
 
-def _opened(src: str, view: str | None, out: Output) -> tuple[dict[str, Any], Sequence[TensorInfo], Recorded | None]:
+def _opened(
+    src: str, view: str | None, options: dict[str, Any] | None, out: Output
+) -> tuple[dict[str, Any], Sequence[TensorInfo], Recorded | None]:
     """What a checkpoint says of itself, its tensors, and what the catalog knows of it."""
     import ucformat
     from ucformat.cli.recorded import look_up
     from ucformat.errors import NotFound
 
     try:
-        ck = ucformat.open(src, view=view)
+        ck = ucformat.open(src, view=view, options=options)
     except NotFound as gone:
         known = look_up(src, out, tensors=True)
         if known is None:

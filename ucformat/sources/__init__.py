@@ -2,38 +2,57 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ucformat.sources.bytecheckpoint import ByteCheckpoint
 from ucformat.sources.dcp import Dcp
 from ucformat.sources.deepspeed import DeepSpeed
 from ucformat.sources.huggingface import HuggingFace
+from ucformat.sources.options import with_options
 from ucformat.sources.orbax import Orbax
 from ucformat.sources.safetensors import Safetensors
 from ucformat.sources.torch_save import TorchSave
 from ucformat.sources.zarr import Zarr
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ucformat.sources.base import OpenSource, Source
     from ucformat.storage.base import Store
 
 __all__ = ["SOURCES", "open_source", "open_source_file"]
 
 #: The kinds of foreign checkpoint that are known, in the order in which they are tried.
-SOURCES: tuple[Source, ...] = (HuggingFace(), DeepSpeed(), ByteCheckpoint(), Dcp(), Orbax(), Zarr(), Safetensors(), TorchSave())
+SOURCES: tuple[Source, ...] = (
+    HuggingFace(),
+    DeepSpeed(),
+    ByteCheckpoint(),
+    Dcp(),
+    Orbax(),
+    Zarr(),
+    Safetensors(),
+    TorchSave(),
+)
 
 
-def open_source(store: Store, sources: tuple[Source, ...] = SOURCES) -> OpenSource | None:
-    """The checkpoint in this place, opened by the first source that recognises it; None where none does."""
+def open_source(
+    store: Store, sources: tuple[Source, ...] = SOURCES, options: Mapping[str, Any] | None = None
+) -> OpenSource | None:
+    """The checkpoint in this place, opened by the first source that recognises it; None where none does.
+
+    `options` are those of the source's class; UsageError where it has no such option.
+    """
     for source in sources:
         if source.find(store):
-            return source.open(store)
+            return with_options(source, options or {}).open(store)
     return None
 
 
-def open_source_file(store: Store, key: str, sources: tuple[Source, ...] = SOURCES) -> OpenSource | None:
+def open_source_file(
+    store: Store, key: str, sources: tuple[Source, ...] = SOURCES, options: Mapping[str, Any] | None = None
+) -> OpenSource | None:
     """The checkpoint that is this one file; None where no source recognises it."""
     for source in sources:
         if source.find_file(store, key):
-            return source.open_file(store, key)
+            return with_options(source, options or {}).open_file(store, key)
     return None

@@ -62,8 +62,11 @@ def check_index(weight_map: Mapping[str, str], index: str, present: Collection[s
 
 def check_shards(weight_map: Mapping[str, str], index: str, shards: Mapping[str, Collection[str]]) -> None:
     """IntegrityError where an index and its shards (with the names in each) do not say the same."""
+    listed: dict[str, set[str]] = {}
+    for name, shard in weight_map.items():
+        listed.setdefault(shard, set()).add(name)
     for shard, names in shards.items():
-        wanted = {n for n, s in weight_map.items() if s == shard.rpartition("/")[2] or s == shard}
+        wanted = listed.get(shard.rpartition("/")[2], set()) | listed.get(shard, set())
         if lost := sorted(wanted - set(names)):
             raise MissingData(
                 f"{shard} lacks {_some(lost)}, which {index} says it holds",

@@ -1,0 +1,55 @@
+"""`--source KEY=VALUE`: what a foreign checkpoint's files do not say, as a command's option."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ucformat.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["SOURCE"]
+
+
+def _parse(_ctx: click.Context, _param: click.Parameter, given: Sequence[str]) -> dict[str, Any] | None:
+    found: dict[str, Any] = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--source {text}: write KEY=VALUE", hint="for one: --source layout=tp2.yaml")
+        if key in found:
+            raise UsageError(f"--source {key} is given twice")
+        found[key] = _value(key, value)
+    return found or None
+
+
+def _value(key: str, text: str) -> Any:
+    """Files are read, numbers are numbers; the rest is text."""
+    path = Path(text)
+    if key == "layout":
+        from ucformat.geometry.layout import Layout
+
+        return Layout.load(path) if path.suffix or path.exists() else text
+    if key in ("groups", "owners"):
+        from ucformat.written import read_written
+
+        return read_written(path, f"file of {key}")
+    if key == "allow":
+        return text.split(",")
+    if text in ("true", "false"):
+        return text == "true"
+    return int(text) if text.isdecimal() else text
+
+
+SOURCE = click.option(
+    "--source",
+    "options",
+    metavar="KEY=VALUE",
+    multiple=True,
+    callback=_parse,
+    help="What the files of a foreign SRC do not say: layout=FILE, groups=FILE, …; docs/sources lists each kind's.",
+)
