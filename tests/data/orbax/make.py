@@ -136,6 +136,8 @@ def main() -> None:
         manager.save(40, args=ocp.args.Composite(**items))
     tensors = {f"{state}/state.{name}": array for (state, _, name), array in split(truth(tree))}
     write(folder, {**tensors, "weight/mean": np.arange(7, dtype=np.float32)})
+    for done in HERE.rglob("commit_success.txt"):  # they name the folder, which is nobody's business
+        done.write_text(done.read_text().replace(f"{HERE}/", ""))
 
 
 main()
