@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Literal
 
 from ucformat.errors import StateMismatch, UsageError
 from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.torch.fragments import blocks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.box import Box
     from ucformat.torch.local import Local
 
     Rename = Callable[[str], str] | Mapping[str, str]
@@ -116,7 +118,8 @@ def match(
             found.append(Matched(target, stored))
     for alias, name in aliases.items():
         mine, first = names.get(alias), names.get(name)
-        if mine is not None and first is not None and mine != first and not _equal(ck, mine, first):
+        held = [p.box for t in targets if t.info.name == name and t.info.state in _PARAMETER for p in t.pieces]
+        if mine is not None and first is not None and mine != first and not _equal(ck, mine, first, held):
             others.append(f"tied here: {alias} is {name}, but the checkpoint has a tensor for each, which differ")
         if mine is not None:
             wanted |= {Key(mine, s) for s in _PARAMETER}
@@ -139,10 +142,26 @@ def _stored(info: TensorInfo, ck: Checkpoint, names: Mapping[str, str]) -> Tenso
     return next((i for i in have if i.dtype == info.dtype), have[0] if have else None)
 
 
-def _equal(ck: Checkpoint, a: str, b: str) -> bool:
-    """Whether two stored weights are known to be equal."""
-    digests = [{t.state: t.digest for t in ck.manifest.tensors if t.name == n} for n in (a, b)]
-    return bool(digests[0]) and None not in digests[0].values() and digests[0] == digests[1]
+def _equal(ck: Checkpoint, a: str, b: str, held: Iterable[Box]) -> bool:
+    """Whether two stored weights are equal: by their digests, or where they have none in the boxes that are held."""
+    docs = [{t.state: t for t in ck.manifest.tensors if t.name == n and t.state in _PARAMETER} for n in (a, b)]
+    if docs[0].keys() != docs[1].keys():
+        return False
+    for state, one in docs[0].items():
+        other = docs[1][state]
+        if (one.dtype, one.shape, one.chunk) == (other.dtype, other.shape, other.chunk) and one.digest and other.digest:
+            if one.digest != other.digest:
+                return False
+            continue
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        tensors = ck[a, state], ck[b, state]
+        for box in held:
+            for block in blocks_of(box, tensors[0].info.itemsize):
+                where = tuple(slice(x, x + n) for x, n in zip(block.start, block.shape, strict=True))
+                if tensors[0][where].tobytes() != tensors[1][where].tobytes():
+                    return False
+    return True
 
 
 def _unexpected(wanted: set[Key], states: set[str], ck: Checkpoint, names: Mapping[str, str]) -> Iterable[str]:
