@@ -8,6 +8,7 @@ from ucformat.sources.bytecheckpoint import ByteCheckpoint
 from ucformat.sources.dcp import Dcp
 from ucformat.sources.deepspeed import DeepSpeed
 from ucformat.sources.huggingface import HuggingFace
+from ucformat.sources.megatron import Megatron
 from ucformat.sources.options import with_options
 from ucformat.sources.orbax import Orbax
 from ucformat.sources.safetensors import Safetensors
@@ -26,6 +27,7 @@ __all__ = ["SOURCES", "open_source", "open_source_file"]
 SOURCES: tuple[Source, ...] = (
     HuggingFace(),
     DeepSpeed(),
+    Megatron(),
     ByteCheckpoint(),
     Dcp(),
     Orbax(),

@@ -1,0 +1,72 @@
+"""Megatron's own arguments, as a checkpoint has them (`args`): numbers of the model and of the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import IntegrityError
+from ucformat.sources.stand_ins import Inert
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Arguments"]
+
+_MOST = 1 << 20
+_VOCABULARY = ("word_embeddings.weight", "output_layer.weight", "lm_head.weight", "output_layer.bias", "lm_head.bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """`args` of a checkpoint; of one that has none every answer is that it does not tell."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    vocab_size: int | None = None  # what the caller said
+    file: str = ""
+
+    @classmethod
+    def of(cls, value: Any, vocab_size: int | None, file: str) -> Arguments:
+        """From what stands in the file: a namespace, or a mapping."""
+        if isinstance(value, Inert):
+            value = value.state
+        found = {k: v for k, v in value.items() if isinstance(k, str)} if isinstance(value, dict) else {}
+        return cls(found, vocab_size, file)
+
+    def number(self, *names: str) -> int | None:
+        """The first of these arguments that is told; IntegrityError where it is no sensible number."""
+        for name in names:
+            value = self.values.get(name)
+            if value is None or isinstance(value, bool) or not isinstance(value, int):
+                continue
+            if not 0 <= value <= _MOST * 1024:
+                raise IntegrityError(f"{self.file}: {name} is {value}")
+            return value
+        return None
+
+    def degree(self, *names: str) -> int | None:
+        """A number of ranks."""
+        value = self.number(*names)
+        if value is not None and not 1 <= value <= _MOST:
+            raise IntegrityError(f"{self.file}: {names[0]} is {value}")
+        return value
+
+    def flag(self, *names: str) -> bool | None:
+        """The first of these that is told."""
+        return next((v for name in names if isinstance(v := self.values.get(name), bool)), None)
+
+    @property
+    def tied(self) -> bool | None:
+        """Whether the output layer is the input embedding."""
+        untied = self.flag("untie_embeddings_and_output_weights")
+        return self.flag("share_embeddings_and_output_weights") if untied is None else not untied
+
+    def rows(self, name: str, stored: int) -> int:
+        """The rows of a vocabulary's table without padding; those that are stored where nothing tells."""
+        if not any(name == v or name.endswith("." + v) for v in _VOCABULARY):
+            return stored
+        told = self.vocab_size
+        if told is None:
+            padded = self.number("padded_vocab_size")
+            told = self.number("vocab_size") if padded in (None, stored) else None
+        return told if told is not None and 0 < told < stored else stored

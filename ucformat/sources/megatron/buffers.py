@@ -1,0 +1,171 @@
+"""Where parameters lie in the flat buffers of Megatron's distributed optimizer, and the proof that they do.
+
+The buffers of one rank's model hold its parameters in the reverse order of the module, each beginning at a multiple of
+64 elements; a buffer is cut into buckets at whole parameters. Nothing in the files names them. They are placed by that
+rule, which must fill every bucket to its last element; and as the fp32 copy in the buffer rounds to the weight itself,
+the first and last elements of each prove its place when it is read (or at once, where some parameters are frozen, or
+several orders of the module are possible).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from ucformat.errors import IntegrityError
+from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.flat import flat_boxes
+from ucformat.geometry.tensor import Extent
+from ucformat.schema.dtypes import ITEMSIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from ucformat.storage.base import Store
+
+__all__ = ["Flat", "Param", "Slot", "in_local", "place", "read_flat", "same_values"]
+
+_ALIGN = (64, 1)  # elements; older versions did not align
+_SAMPLE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A flat tensor that lies in files; `locate` gives the extents of a range of it, as boxes of one dim."""
+
+    size: int
+    dtype: str
+    locate: Callable[[int, int], Iterable[Extent]]
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A parameter of one rank's model: its local shape, and the extents of its weight in local coordinates."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    weight: Callable[[], Iterable[Extent]]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return Box.whole(self.shape).size
+
+
+class Slot(NamedTuple):
+    """A parameter's place: the number of its bucket, and where in it it begins."""
+
+    param: Param
+    bucket: int
+    start: int
+
+
+def place(
+    params: Sequence[Param],
+    sizes: Sequence[int],
+    *,
+    edges: Sequence[frozenset[int]] | None = None,
+    proved: Callable[[Slot], bool] | None = None,
+    joined: bool = False,
+) -> list[Slot] | None:
+    """The slots of parameters (in the order of the module) in buckets of these sizes; None where they do not fit.
+
+    Args:
+        params: all parameters; those that cannot be proved to be at their place are left out as frozen.
+        sizes: elements of each bucket.
+        edges: positions in each bucket at which something begins or ends, if they are known.
+        proved: says of a slot whether the values there are the parameter's. Without it all parameters must fit.
+        joined: the buckets of a buffer may be joined without their padding.
+    """
+    for align in _ALIGN:
+        slots = _place(params, sizes, align, edges, proved, joined)
+        if slots is not None:
+            return slots
+    return None
+
+
+def _place(
+    params: Sequence[Param],
+    sizes: Sequence[int],
+    align: int,
+    edges: Sequence[frozenset[int]] | None,
+    proved: Callable[[Slot], bool] | None,
+    joined: bool,  # noqa: FBT001
+) -> list[Slot] | None:
+    slots: list[Slot] = []
+    bucket = at = 0
+    for param in reversed(params):
+        if at == sizes[bucket] and at and bucket + 1 < len(sizes):
+            bucket, at = bucket + 1, 0
+        starts = dict.fromkeys([-(-at // align) * align, *([at] if joined and proved else [])])
+        for start in starts:
+            slot, end = Slot(param, bucket, start), start + param.size
+            if end > sizes[bucket] or (edges and not {start, end} <= edges[bucket]):
+                continue
+            if proved is None or proved(slot):
+                slots.append(slot)
+                at = end
+                break
+        else:
+            if proved is None:
+                return None
+    return slots if bucket == len(sizes) - 1 and at == sizes[bucket] and slots else None
+
+
+def same_values(store: Store, param: Param, master: Flat, start: int) -> bool:
+    """Whether the first and last elements of a parameter are those at this place of the fp32 copy, rounded."""
+    import ml_dtypes
+    import numpy as np
+
+    if param.dtype not in ("float32", "bfloat16", "float16") or master.dtype != "float32":
+        return False
+    weight = list(param.weight())
+    low = np.dtype(getattr(ml_dtypes, param.dtype, param.dtype))
+    n = min(param.size, _SAMPLE)
+    for begin in dict.fromkeys((0, param.size - n)):
+        one = read_flat(store, weight, param.shape, begin, begin + n, low.itemsize)
+        flat = list(master.locate(start + begin, start + begin + n))
+        other = read_flat(store, flat, (n,), 0, n, 4)
+        with np.errstate(all="ignore"):
+            if np.frombuffer(other, "<f4").astype(low).tobytes() != one:
+                return False
+    return True
+
+
+def in_local(flat: Flat, start: int, shape: tuple[int, ...]) -> Iterator[Extent]:
+    """The extents of a tensor of this shape that lies flat from `start` on, as boxes of the tensor."""
+    size = Box.whole(shape).size
+    unit = ITEMSIZE[flat.dtype]
+    strides = row_major(shape, unit)
+    for extent in flat.locate(start, start + size):
+        (begin,), (count,) = extent.box.start, extent.box.shape
+        if count > 1 and extent.strides != (unit,):
+            raise IntegrityError(f"{extent.file} holds a flat buffer that is not contiguous")
+        for box in flat_boxes(shape, begin, begin + count):
+            at = sum(i * s for i, s in zip(box.start, strides, strict=True))
+            yield Extent(box, extent.file, extent.offset - begin * unit + at, strides)
+
+
+def read_flat(
+    store: Store, extents: Sequence[Extent], shape: tuple[int, ...], start: int, stop: int, unit: int
+) -> bytes:
+    """The bytes of a flat range of a tensor; IntegrityError where they are not all stored."""
+    import numpy as np
+
+    out = []
+    for box in flat_boxes(shape, start, stop):
+        into, left = np.zeros(box.shape, f"V{unit}"), box.size
+        for e in extents:
+            clip = e.box.intersect(box)
+            if clip is None:
+                continue
+            at = e.offset + sum((a - b) * s for a, b, s in zip(clip.start, e.box.start, e.strides, strict=True))
+            span = unit + sum((n - 1) * s for n, s in zip(clip.shape, e.strides, strict=True))
+            where = tuple(slice(a - b, a - b + n) for a, b, n in zip(clip.start, box.start, clip.shape, strict=True))
+            into[where] = np.ndarray(clip.shape, into.dtype, store.read(e.file, at, span), 0, e.strides)
+            left -= clip.size
+        if left:
+            raise IntegrityError(f"{left} elements of a parameter are stored in no file")
+        out.append(into.tobytes())
+    return b"".join(out)

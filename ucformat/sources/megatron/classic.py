@@ -1,0 +1,275 @@
+"""Classic checkpoints: the files of all ranks, joined to whole parameters under global names."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import AmbiguousLayout, IntegrityError
+from ucformat.facts import Facts
+from ucformat.geometry.box import Box
+from ucformat.geometry.tensor import Key
+from ucformat.sources.contents import Contents, Group
+from ucformat.sources.deepspeed.readings import Reading, replicate
+from ucformat.sources.deepspeed.replicas import Copy, LocalContents, compare
+from ucformat.sources.megatron.cuts import Cuts
+from ucformat.sources.megatron.groups import is_expert
+from ucformat.sources.megatron.pieces import add_held, joined
+from ucformat.sources.megatron.rank_files import RankFile, read_ranks
+from ucformat.sources.megatron.rank_states import read_states
+from ucformat.sources.torch_zip import TorchZip
+from ucformat.sources.values import to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ucformat.geometry.local import Region
+    from ucformat.geometry.tensor import Extent
+    from ucformat.sources.base import Record
+    from ucformat.sources.deepspeed.replicas import Verdict
+    from ucformat.sources.megatron.folder import Place
+    from ucformat.sources.megatron.rank_files import At
+    from ucformat.sources.megatron.source import Megatron
+    from ucformat.storage.base import Store
+
+__all__ = ["OpenClassic"]
+
+_WORD = ("embedding.word_embeddings.weight", "language_model.embedding.word_embeddings.weight")
+_HEAD = ("output_layer.weight", "word_embeddings_for_head.weight", "language_model.output_layer.weight")
+_NOT_OURS = ("args", "optimizer", "iteration")
+_MIXED = "files of different saves are mixed in one folder, or the ranks' copies had come apart in training"
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank's parameters and states, in its own coordinates, under global names."""
+
+    at: At
+    file: RankFile
+    contents: LocalContents
+    groups: list[list[Group]] = field(default_factory=list)
+
+    def copy(self, key: Key, box: Box | None = None) -> Copy:
+        """What it holds of a tensor, to be compared."""
+        info = self.contents.infos[key]
+        whole = self.contents.whole.get(key) if box is None or box == Box.whole(info.shape) else None
+        return Copy(self.contents.locate[key], box or Box.whole(info.shape), info.itemsize, whole)
+
+
+class OpenClassic:
+    """One opened classic checkpoint."""
+
+    kind = "megatron"
+
+    def __init__(self, store: Store, place: Place, how: Megatron) -> None:
+        self.store = store
+        files, self.args = read_ranks(store, place, how.allow, how.vocab_size)
+        self._ranks = {at: _Rank(at, f, LocalContents()) for at, f in files.items()}
+        for rank in self._ranks.values():
+            for named, tensors in zip(rank.file.names, rank.file.chunks, strict=True):
+                for name, tensor in tensors.items():
+                    rank.contents.add_whole(named[name], "weight", rank.file.file, tensor)
+            if how.optimizer:
+                rank.groups = read_states(rank.file, rank.contents)
+        self._degree = 1 + max(t for t, _, _ in files)
+        self.contents = Contents()
+        self.aliases: dict[str, str] = {}
+        first = files[0, 0, 0]
+        self._version = v if isinstance(v := first.values.get("checkpoint_version", 0), int | float) else 0
+        self._join(how)
+        self.contents.groups = self._groups()
+        objects = self._objects()
+        step = first.values.get("iteration")
+        paths = [f.file.key for f in files.values()] + [f.distrib.key for f in files.values() if f.distrib]
+        self.facts = Facts(
+            roster=self.contents.roster(),
+            aliases=self.aliases,
+            objects=objects,
+            groups=tuple(g.json() for g in self.contents.groups),
+            step=step if type(step) is int else None,
+            layout=dict(zip(("tp", "pp", "ep"), (1 + max(at[i] for at in files) for i in range(3)), strict=True)),
+            engine={"name": "megatron-core" if "decoder" in str(list(first.chunks[0])[:99]) else "megatron-lm"},
+            files=(*filter(None, [place.tracker]), *sorted(paths)),
+            folder=place.folder,
+        )
+
+    def extents(self, key: Key) -> Iterator[Extent]:
+        """Where the bytes of a tensor lie."""
+        return self.contents.extents(key, self.store.url)
+
+    def records(self) -> Iterator[Record]:
+        """Every record of the files of all ranks."""
+        for rank in self._ranks.values():
+            yield from TorchZip(self.store, rank.file.file.key).records()
+            if rank.file.distrib:
+                yield from TorchZip(self.store, rank.file.distrib.key).records()
+
+    def _join(self, how: Megatron) -> None:
+        """All tensors: of each parameter its parts by tensor-parallel rank, and who else has a copy of them."""
+        holders: dict[Key, dict[int, list[_Rank]]] = {}
+        for (t, _, _), rank in sorted(self._ranks.items(), key=lambda item: (item[0][1], item[0][2], item[0][0])):
+            for key in rank.contents.infos:
+                holders.setdefault(key, {}).setdefault(t, []).append(rank)
+        weights = [k for k in holders if k.state == "weight"]
+        for key, found in holders.items():
+            if sorted(found) != list(range(self._degree)):
+                raise IntegrityError(
+                    f"{key} is in the files of the tensor-parallel ranks {sorted(found)} alone", hint=_MIXED
+                )
+        degree = self.args.degree("expert_tensor_parallel_size")
+        shapes = {k.name: tuple(holders[k][t][0].contents.infos[k].shape for t in range(self._degree)) for k in weights}
+        whole = {n for n in shapes if is_expert(n) and degree == 1}
+        whole |= {n for n in shapes if is_expert(n) and degree is None and self._experts_are_whole(shapes, n)}
+        if degree not in (None, 1, self._degree):
+            raise AmbiguousLayout(
+                f"experts were cut over {degree} tensor-parallel ranks and the rest over {self._degree}: the files do "
+                "not say which rank has which part",
+                hint="save it with --ckpt-format torch_dist",
+            )
+
+        def verdict(name: str) -> Verdict:
+            key = Key(name, "weight")
+            return compare(self.store, [holders[key][t][0].copy(key) for t in range(self._degree)])
+
+        readings = Cuts({n: s for n, s in shapes.items() if n not in whole}, self._version, how.layout).decide(verdict)
+        readings |= {n: replicate(shapes[n]) for n in whole}
+        tied = self._tied(holders, readings)
+        order = {k.name: i for i, k in enumerate(weights)}
+        for key in sorted(holders, key=lambda k: order.get(k.name, len(order))):
+            if key.name not in readings:
+                raise IntegrityError(f"{key} has no weight", hint=_MIXED)
+            if key.name not in tied:
+                self._add(key, holders[key], readings[key.name])
+        self.aliases = tied
+
+    def _experts_are_whole(self, shapes: Mapping[str, Sequence[tuple[int, ...]]], name: str) -> bool:
+        """Whether each tensor-parallel rank has all of an expert, as its width tells: the arguments name it."""
+        width = self.args.number("moe_ffn_hidden_size") or self.args.number("ffn_hidden_size")
+        second = re.sub(r"linear_fc1\.(weight|bias)", "linear_fc2.weight", name)
+        return self._degree > 1 and width is not None and second in shapes and shapes[second][0][-1] == width
+
+    def _add(self, key: Key, found: dict[int, list[_Rank]], reading: Reading) -> None:
+        infos = [found[t][0].contents.infos[key] for t in range(self._degree)]
+        if len({i.dtype for ranks in found.values() for i in (r.contents.infos[key] for r in ranks)}) > 1:
+            raise IntegrityError(f"{key} is of several dtypes in the files of the ranks", hint=_MIXED)
+        own = tuple(i.shape for i in infos)
+        weights = tuple(found[t][0].contents.infos[Key(key.name, "weight")].shape for t in range(self._degree))
+        if own != weights:
+            if any(own) or len(set(own)) > 1:
+                raise AmbiguousLayout(
+                    f"{key} has the parts {[list(s) for s in own]}, its parameter {[list(s) for s in weights]}: states "
+                    "of factored optimizers are not read under tensor parallelism",
+                    hint="leave the optimizer out: Megatron(optimizer=False)",
+                )
+            reading = replicate(own)
+        parts = [
+            (partial(self._agreed, key, found, t, reading.regions), reading.regions[t]) for t in range(self._degree)
+        ]
+        held = joined(key, infos[0].dtype, reading.shape, parts)
+        rows = self.args.rows(key.name, reading.shape[0]) if reading.shape else 0
+        add_held(self.contents, held, rows)
+
+    def _agreed(
+        self, key: Key, found: dict[int, list[_Rank]], t: int, regions: tuple[tuple[Region, ...], ...]
+    ) -> Iterator[Extent]:
+        """The extents of one rank's part, after a look at whether all copies of it are the same."""
+        seen = self.__dict__.setdefault("_seen", set())
+        if (key, t) not in seen:
+            same = [r for u in range(self._degree) if u == t or regions[u] == regions[t] for r in found[u]]
+            for other in same[1:]:
+                self._must_agree(key, same[0], other)
+            seen.add((key, t))
+        return found[t][0].contents.locate[key]()
+
+    def _must_agree(self, key: Key, one: _Rank, other: _Rank) -> None:
+        if (
+            one.contents.infos[key].shape != other.contents.infos[key].shape
+            or compare(self.store, [one.copy(key), other.copy(key)]) == "different"
+        ):
+            names = sorted({e.file for r in (one, other) for e in r.contents.locate[key]()})
+            raise IntegrityError(
+                f"{key}: {' and '.join(names)} should hold the same, and do not",
+                hint=f"{_MIXED}; if it is cut instead, say how: Megatron(layout=…)",
+            )
+
+    def _tied(self, holders: Mapping[Key, dict[int, list[_Rank]]], readings: Mapping[str, Reading]) -> dict[str, str]:
+        """The last stage's copy of the input embedding, where the arguments or the bytes say that it is one."""
+        word = next((n for n in _WORD if n in readings), None)
+        if word is None or self.args.tied is False:
+            return {}
+        head = next((n for n in _HEAD if n in readings), None)
+        if head is None:
+            return {_HEAD[0]: word} if self.args.tied and word == _WORD[0] else {}
+        one, two = Key(word, "weight"), Key(head, "weight")
+        copies = [(holders[one][t][0], holders[two][t][0]) for t in range(self._degree)]
+        same = readings[word].shape == readings[head].shape and all(
+            compare(self.store, [a.copy(one), b.copy(two)]) == "equal" for a, b in copies
+        )
+        if not same and self.args.tied:
+            raise IntegrityError(
+                f"{head} should be a copy of {word}, and is not: see {copies[0][0].file.file.key} and "
+                f"{copies[0][1].file.file.key}",
+                hint=_MIXED,
+            )
+        return {head: word} if same else {}
+
+    def _groups(self) -> list[Group]:
+        """The groups of all ranks' optimizers by position; each parameter once."""
+        merged: dict[tuple[int, int], Group] = {}
+        seen: set[str] = set(self.aliases)
+        for at in sorted(self._ranks, key=lambda at: (at[1], at[2], at[0])):
+            for o, groups in enumerate(self._ranks[at].groups):
+                for g, group in enumerate(groups):
+                    names = [n for n in group.names if n not in seen]
+                    seen.update(names)
+                    into = merged.setdefault((o, g), Group([], group.hyper, group.state))
+                    if into.hyper != group.hyper:
+                        raise IntegrityError(
+                            f"the optimizer groups of {self._ranks[at].file.file.key} have other hyper-parameters than "
+                            "those of the first rank",
+                            hint=_MIXED,
+                        )
+                    into.names.extend(names)
+        return [merged[k] for k in sorted(merged)]
+
+    def _objects(self) -> dict[str, Any]:
+        """What is no tensor, as the first rank has it; under `ranks` what the others say differently."""
+        out = self._plain(self._ranks[0, 0, 0], "")
+        if self.args.values:
+            out["args"] = to_json(dict(self.args.values), path="args")
+        others: dict[str, Any] = {}
+        for (t, p, e), rank in self._ranks.items():
+            if (t, p, e) != (0, 0, 0):
+                plain = self._plain(rank, f"tp{t}.pp{p}.ep{e}.")
+                odd = {k: v for k, v in plain.items() if json.dumps(v) != json.dumps(out.get(k))}
+                others |= {f"tp{t}.pp{p}.ep{e}": odd} if odd else {}
+        return {**out, "ranks": others} if others else out
+
+    def _plain(self, rank: _Rank, label: str) -> dict[str, Any]:
+        file = rank.file.file
+
+        def spill(path: str, tensor: Any) -> str:
+            return self.contents.add_large(label + path, file, tensor)
+
+        chosen = {k: v for k, v in rank.file.values.items() if k not in _NOT_OURS and not str(k).startswith("model")}
+        found = rank.file.values.get("optimizer")
+        optimizers = found if isinstance(found, list) else [found]
+        left = [_without_states(o) for o in optimizers if isinstance(o, dict)]
+        if any(left):
+            chosen["optimizer"] = left if isinstance(found, list) else left[0]
+        if rank.file.extra:
+            chosen["_extra_state"] = rank.file.extra
+        return {str(k): to_json(v, read=file.read, spill=spill, path=str(k)) for k, v in chosen.items()}
+
+
+def _without_states(value: dict[Any, Any]) -> dict[Any, Any]:
+    """What an optimizer holds besides states, groups and fp32 copies."""
+    gone = ("state", "param_groups", "fp32_from_fp16_params", "fp32_from_fp16")
+    out = {k: v for k, v in value.items() if k not in gone}
+    if isinstance(out.get("optimizer"), dict):
+        inner = _without_states(out.pop("optimizer"))
+        out |= {"optimizer": inner} if inner else {}
+    return out

@@ -1,0 +1,124 @@
+"""How a parameter lies over tensor-parallel ranks, as the names of Megatron's modules and the shapes of parts tell.
+
+Column-parallel layers are cut along dim 0, row-parallel ones along dim 1, vocabularies along dim 0, and all else that
+is known is on every rank. Of a gated first projection each rank has a part of the gate, then one of the other half:
+it is known by its shape, twice as wide as what goes into the second projection. Query, key and value are interleaved
+by head since version 1 of the files, so that a rank's part is a run of heads; in version 0 each part had all queries
+first.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from ucformat.errors import AmbiguousLayout, LayoutError
+from ucformat.geometry.placement import Replicate, Shard
+from ucformat.sources.deepspeed.readings import TP, Reading, Shapes, concatenate, replicate, shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ucformat.geometry.layout import Layout
+    from ucformat.sources.deepspeed.replicas import Verdict
+
+__all__ = ["Cuts"]
+
+_QKV = re.compile(r"(.*\.)?(linear_qkv|query_key_value)\.(weight|bias)", re.DOTALL)
+_FIRST = re.compile(r"(.*\.)?(linear_fc1|dense_h_to_4h)\.(weight|bias)(\d*)", re.DOTALL)
+_COLUMN = re.compile(
+    r"(.*\.)?(linear_q|linear_kv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|query|key_value)\.(weight|bias)|"
+    r"(.*\.)?(word_embeddings|word_embeddings_for_head|output_layer)\.weight|(.*\.)?output_layer\.bias",
+    re.DOTALL,
+)
+_ROW = re.compile(r"(.*\.)?(linear_proj|linear_fc2|dense|dense_4h_to_h)\.weight\d*", re.DOTALL)
+_SAME = re.compile(
+    r"(.*\.)?(linear_proj|linear_fc2|dense|dense_4h_to_h)\.bias\d*|"
+    r"(.*\.)?([a-z_]*norm|[a-z_]*norm_\d|router|position_embeddings|tokentype_embeddings)\.(weight|bias|expert_bias)|"
+    r"(.*\.)?layer_norm_(weight|bias)|(.*\.)?shared_experts\.gate_weight",
+    re.DOTALL,
+)
+_SECOND = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
+_LISTED = 20
+
+
+class Cuts:
+    """The readings of all parameters; `version` is the file's `checkpoint_version`."""
+
+    def __init__(self, shapes: Mapping[str, Shapes], version: float, layout: Layout | None) -> None:
+        self._shapes, self._version, self._layout = shapes, version, layout
+
+    def decide(self, verdict: Callable[[str], Verdict]) -> dict[str, Reading]:
+        """The reading of each parameter; AmbiguousLayout lists those that nothing tells.
+
+        `verdict` compares the bytes of a parameter's parts.
+        """
+        out: dict[str, Reading] = {}
+        doubts: list[str] = []
+        for name, shapes in self._shapes.items():
+            try:
+                found = self._reading(name, shapes)
+            except LayoutError as e:
+                raise type(e)(f"{name}: {e.message}", hint=e.hint) from e
+            if found is None and len(set(shapes)) == 1 and (not shapes[0] or verdict(name) == "equal"):
+                found = replicate(shapes)
+            if found is None:
+                doubts.append(name)
+            else:
+                out[name] = found
+        if doubts:
+            raise self._ambiguous(doubts)
+        return out
+
+    def _reading(self, name: str, shapes: Shapes) -> Reading | None:
+        if len(shapes) == 1:
+            return replicate(shapes)
+        if self._layout is not None and (said := self._said(name, shapes)):
+            return said
+        if _QKV.fullmatch(name):
+            if self._version < 1:
+                return shard(shapes, Shard(0, TP, parts=(1, 1, 1)))
+            return concatenate(shapes, 0)
+        if match := _FIRST.fullmatch(name):
+            gated = self._gated(name, match)
+            if gated is None:
+                return None
+            return shard(shapes, Shard(0, TP, parts=(1, 1))) if gated else concatenate(shapes, 0)
+        if _ROW.fullmatch(name):
+            return concatenate(shapes, 1)
+        if _COLUMN.fullmatch(name):
+            return concatenate(shapes, 0)
+        return replicate(shapes) if _SAME.fullmatch(name) else None
+
+    def _gated(self, name: str, match: re.Match[str]) -> bool | None:
+        """Whether a first projection has two halves: by the width of the second."""
+        start, module, _, number = match.groups()
+        second = self._shapes.get(f"{start or ''}{_SECOND[module]}.weight{number}")
+        rows = self._shapes[name][0][0]
+        if second is None or len(second[0]) != 2 or rows not in (second[0][1], 2 * second[0][1]):
+            return None
+        return rows == 2 * second[0][1]
+
+    def _said(self, name: str, shapes: Shapes) -> Reading | None:
+        """What the caller's layout says of a parameter."""
+        rule = next(iter(self._layout.rules_for(name, ["weight"])), None) if self._layout else None
+        if rule is None:
+            return None
+        cuts = [p for p in rule.place if not isinstance(p, Replicate)]
+        if not cuts:
+            return replicate(shapes)
+        if len(cuts) > 1 or not isinstance(cuts[0], Shard) or tuple(cuts[0].over) != (TP,) or cuts[0].pad_to:
+            raise LayoutError(f"{rule} must replicate it, or shard it once over the axis {TP!r}")
+        return shard(shapes, cuts[0])
+
+    def _ambiguous(self, doubts: Sequence[str]) -> AmbiguousLayout:
+        lines = [f"  {n} (parts of {list(self._shapes[n][0])})" for n in doubts[:_LISTED]]
+        lines += [f"  … and {len(doubts) - _LISTED} more"] if len(doubts) > _LISTED else []
+        ranks = len(self._shapes[doubts[0]])
+        example = "\n".join(f"    - {{match: '{n}', place: [{{shard: 0, over: tp}}]}}" for n in doubts[:3])
+        return AmbiguousLayout(
+            f"the checkpoint was saved by {ranks} tensor-parallel ranks, and neither Megatron's names nor the bytes "
+            "tell how these parameters are cut:\n" + "\n".join(lines),
+            hint="say it in a layout file, and open the checkpoint with Megatron(layout=ucformat.Layout.load(file)):\n"
+            f"    version: 1\n    mesh: {{tp: {ranks}}}\n    rules:\n{example}  # or replicate, shard 1, parts",
+        )

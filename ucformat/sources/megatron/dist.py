@@ -1,0 +1,306 @@
+"""Megatron's distributed checkpoints (`dist_checkpointing`, format `torch_dist`), read in place.
+
+A folder with `metadata.json`, a PyTorch DCP checkpoint, and `common.pt`: all that is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cached_property
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import IntegrityError, Refused
+from ucformat.facts import Facts
+from ucformat.geometry.tensor import Key, Roster
+from ucformat.sources.contents import Contents, Group
+from ucformat.sources.dcp.items import Items
+from ucformat.sources.dcp.metadata import read_metadata
+from ucformat.sources.dcp.values import plain_value
+from ucformat.sources.megatron.arguments import Arguments
+from ucformat.sources.megatron.flat_states import add_flat_states
+from ucformat.sources.megatron.groups import Member, groups_by_rule
+from ucformat.sources.megatron.keys import Bucket, StateKey, name_of, split_state_key
+from ucformat.sources.megatron.pieces import Slab, add_held, unstacked
+from ucformat.sources.megatron.stored import StoredKey, original_shapes
+from ucformat.sources.model_files import exists
+from ucformat.sources.stand_ins import StoredTensor
+from ucformat.sources.torch_file import TorchFile
+from ucformat.sources.torch_zip import TorchZip
+from ucformat.sources.values import to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from ucformat.geometry.tensor import Extent
+    from ucformat.sources.base import Record
+    from ucformat.sources.megatron.folder import Place
+    from ucformat.sources.megatron.source import Megatron
+    from ucformat.storage.base import Store
+
+__all__ = ["COMMON", "CONFIG", "OpenDist", "backend_of"]
+
+CONFIG, COMMON = "metadata.json", "common.pt"
+_SHARD = re.compile(r"(.+)/shard_([\d.]*)_([\d.]*)", re.DOTALL)
+_EXTRA = "_extra_state"
+_MOST = 4096  # bytes of metadata.json
+_NOT_OURS = ("optimizer", "args", "iteration")
+
+
+def backend_of(store: Store, folder: str = "") -> str | None:
+    """The format that `metadata.json` names; None where there is none of Megatron's."""
+    key = f"{folder}/{CONFIG}" if folder else CONFIG
+    if not exists(store, key) or (size := store.info(key).size) > _MOST:
+        return None
+    try:
+        found = json.loads(store.read(key, 0, size).decode())
+    except (ValueError, RecursionError):
+        return None
+    backend = found.get("sharded_backend") if isinstance(found, dict) else None
+    return backend if isinstance(backend, str) else None
+
+
+class OpenDist:
+    """One opened distributed checkpoint."""
+
+    kind = "megatron"
+
+    def __init__(self, store: Store, place: Place, how: Megatron) -> None:
+        self.store, self._how = store, how
+        folder, allow, stacked = place.folder, how.allow, how.stacked
+        below = f"{folder}/" if folder else ""
+        meta = read_metadata(store, f"{below}.metadata", allow=allow)
+        self._items = Items(store, meta, allow)
+        self._common = TorchFile(store, below + COMMON, allow=allow) if exists(store, below + COMMON) else None
+        values = self._common.value if self._common else {}
+        if not isinstance(values, dict):
+            raise IntegrityError(f"{below}{COMMON} holds no dictionary")
+        self.values: dict[Any, Any] = values
+        self.args = Arguments.of(values.get("args"), how.vocab_size, below + COMMON)
+        self.local = self._is_local()
+        self.contents = Contents()
+        self.buckets: list[tuple[Bucket, str]] = []
+        self.weights: dict[str, list[Slab]] = {}
+        self._fill(stacked=stacked)
+        self._add_steps(stacked=stacked)
+        backend = backend_of(store, folder) or ""
+        files = tuple(below + f for f in (CONFIG, COMMON) if exists(store, below + f))
+        self.facts: Facts = _LazyFacts(
+            self,
+            roster=_LazyRoster(self),
+            aliases=self._aliases(),
+            step=step if type(step := values.get("iteration")) is int else None,
+            layout=self._layout(),
+            engine={"name": "megatron-core", "format": backend},
+            files=(*filter(None, [place.tracker]), *files, meta.file, *meta.files),
+            folder=folder,
+        )
+
+    def extents(self, key: Key) -> Iterator[Extent]:
+        """Where the bytes of a tensor lie; opens the items that hold them, if they are not yet open."""
+        return self.contents.extents(key, self.store.url)
+
+    def records(self) -> Iterator[Record]:
+        """Every record of the archives of all items, and of `common.pt`."""
+        if self._common is not None:
+            yield from TorchZip(self.store, self._common.key).records()
+        yield from self._items.records()
+
+    def _is_local(self) -> bool:
+        """Whether the model is of the local specification, whose norms have other names than the keys say.
+
+        Its linear layers keep nothing as extra state, Transformer Engine's always something.
+        """
+        told = self.args.values.get("transformer_impl")
+        if isinstance(told, str):
+            return told == "local"
+        meta = self._items.meta
+        key = next((k for k in meta.values if f"self_attention.linear_qkv.{_EXTRA}/shard_" in k), None)
+        return key is not None and _unwrapped(self._items.values([key])[key].value) is None
+
+    def _fill(self, *, stacked: bool) -> None:
+        meta, shapes = self._items.meta, original_shapes(self._items.meta)
+        found: dict[Key, dict[int | None, Slab]] = {}
+        order: dict[str, None] = {}
+        trained = []
+        for fqn in meta.tensors:
+            what = split_state_key(fqn)
+            if not self._how.optimizer and not (what and what == StateKey(fqn, "weight")):
+                continue
+            if isinstance(what, Bucket):
+                self.buckets.append((what, fqn))
+                continue
+            if what is None:
+                raise Refused(
+                    f"{meta.file}: {fqn} is an optimizer's tensor that ucformat does not know",
+                    hint="save with --dist-ckpt-optim-fully-reshardable, and report this checkpoint",
+                )
+            for key, half, slab in self._slabs(fqn, what, shapes.get(fqn), stacked=stacked):
+                if half in found.setdefault(key, {}):
+                    raise IntegrityError(f"{meta.file}: {fqn} and another entry are both {key}")
+                found[key][half] = slab
+                order.setdefault(key.name)
+                trained += [key] if key.state != "weight" else []
+        lost = next((k for k in trained if Key(k.name, "weight") not in found), None)
+        if lost is not None:
+            raise IntegrityError(f"{meta.file} has {lost}, but no such weight", hint="files of two saves are mixed")
+        for name in order:
+            for key in [Key(name, s) for s in dict.fromkeys(k.state for k in found)]:
+                if key in found:
+                    halves = found[key]
+                    self._add(key, [halves[h] for h in sorted(halves, key=lambda h: h or 0)])
+        if self.buckets:
+            add_flat_states(self, self._items, self.buckets, stacked=stacked)
+
+    def _slabs(
+        self, fqn: str, what: StateKey, original: tuple[int, ...] | None, *, stacked: bool
+    ) -> Iterator[tuple[Key, int | None, Slab]]:
+        name = name_of(what.key, local=self.local)
+        leading = 0 if stacked else name.leading
+        stored = StoredKey.of(self._items, fqn, Key(what.key, what.state), leading, original)
+        if stacked:
+            yield Key(what.key, what.state), None, Slab(stored, ())
+            return
+        for index in product(*map(range, stored.shape[:leading])):
+            yield Key(name.at(index), what.state), name.half, Slab(stored, index)
+
+    def _add(self, key: Key, slabs: list[Slab]) -> None:
+        held = unstacked(key, slabs)
+        if key.state == "weight":
+            self.weights[key.name] = slabs
+        rows = self.args.rows(key.name, held.shape[0]) if held.shape else 0
+        add_held(self.contents, held, rows if held.shape else 0)
+
+    def _add_steps(self, *, stacked: bool) -> None:
+        """The step that all parameters of a torch optimizer share, where it is a tensor."""
+        found = self.values.get("optimizer")
+        common = self._common
+        if not isinstance(found, dict) or common is None or stacked:
+            return
+        inner = [found, *(v for v in found.values() if isinstance(v, dict))]
+        steps = [
+            s for v in inner if isinstance(st := v.get("state"), dict) and (s := st.get("common_step")) is not None
+        ]
+        tensors = [s for s in steps if isinstance(s, StoredTensor) and not s.shape]
+        if not tensors or len({common.read(s) for s in tensors}) > 1:
+            return
+        for name in [k.name for k in self.contents.infos if k.state == "exp_avg"]:
+            self.contents.add_whole(name, "step", common, tensors[0])
+
+    def _aliases(self) -> dict[str, str]:
+        """A tied output layer, where the arguments say that it is one."""
+        word, out = "embedding.word_embeddings.weight", "output_layer.weight"
+        return {out: word} if self.args.tied and word in self.weights and out not in self.weights else {}
+
+    def _layout(self) -> dict[str, Any]:
+        degrees = {
+            "tp": self.args.degree("tensor_model_parallel_size"),
+            "pp": self.args.degree("pipeline_model_parallel_size"),
+            "ep": self.args.degree("expert_model_parallel_size"),
+        }
+        out: dict[str, Any] = {axis: n for axis, n in degrees.items() if n is not None}
+        kinds = {v.get("param_state_sharding_type") for v in self._optimizers()} - {None}
+        return out | ({"optimizer": kind} if len(kinds) == 1 and isinstance(kind := kinds.pop(), str) else {})
+
+    def _optimizers(self) -> list[dict[Any, Any]]:
+        """What `common.pt` says of each optimizer."""
+        found = self.values.get("optimizer")
+        if not isinstance(found, dict):
+            return []
+        chained = [v for k, v in found.items() if isinstance(k, int) and isinstance(v, dict)]
+        return chained or [found]
+
+    def raw_groups(self) -> list[dict[str, Any]]:
+        """The optimizer groups as the checkpoint has them, of all optimizers."""
+        out: list[dict[str, Any]] = []
+        sharded = [k for k in self._items.meta.values if re.search(r"dp_group_idx_\d+\.optimizer/shard_", k)]
+        if sharded:
+            files = self._items.values(sharded)
+            by_chain: dict[str, list[Any]] = {}
+            for key in sharded:
+                by_chain.setdefault(key.split("optimizer.", 1)[0], []).append(_unwrapped(files[key].value))
+            for inner in by_chain.values():
+                out += _groups(inner[0])
+            return out
+        for optimizer in self._optimizers():
+            out += _groups(optimizer.get("optimizer", optimizer))
+        return out
+
+    def groups(self) -> list[Group]:
+        """The optimizer groups with their parameters; none where Megatron's rule does not tell these."""
+        trained = {k.name for k in self.contents.infos if k.state not in ("weight", "weight.padding")}
+        members = [
+            Member(k.name, len(i.shape))
+            for k, i in self.contents.infos.items()
+            if k.state == "weight" and k.name in trained
+        ]
+        return groups_by_rule(self.raw_groups(), members, self._json) or []
+
+    def objects(self) -> dict[str, Any]:
+        """All that is no tensor: of `common.pt`, and the sharded objects by key and shard."""
+        out = {str(k): self._json(v, str(k)) for k, v in self.values.items() if k not in _NOT_OURS}
+        if self.args.values:
+            out["args"] = self._json(dict(self.args.values), "args")
+        if optimizer := self._json(self.values.get("optimizer") or {}, "optimizer"):
+            out["optimizer"] = optimizer
+        keys = self._items.meta.values
+        files = self._items.values(keys)
+        sharded: dict[str, Any] = {}
+        for fqn in keys:
+            value = plain_value(files[fqn], fqn)
+            value = value[0] if isinstance(value, list) and len(value) == 1 else value
+            match = _SHARD.fullmatch(fqn)
+            key, at = (match[1], match[2]) if match else (fqn, "0")
+            if value is not None or not key.endswith(_EXTRA):
+                sharded.setdefault(key, {})[at] = value
+        for key, shards in sharded.items():
+            out[key if key not in out else f"{key} (sharded)"] = shards
+        return out
+
+    def _json(self, value: Any, path: str = "") -> Any:
+        return to_json(value, read=self._common.read if self._common else None, path=path)
+
+
+def _unwrapped(value: Any) -> Any:
+    """A sharded object, out of the list of one in which it is kept."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _groups(value: Any) -> list[dict[str, Any]]:
+    found = value.get("param_groups") if isinstance(value, dict) else None
+    return [g for g in found if isinstance(g, dict)] if isinstance(found, list) else []
+
+
+class _LazyRoster(Roster):
+    """A roster whose groups are found when somebody asks."""
+
+    def __init__(self, of: OpenDist) -> None:
+        object.__setattr__(self, "tensors", of.contents.roster().tensors)
+        self.__dict__["_of"] = of
+
+    @cached_property
+    def groups(self) -> dict[str, int]:
+        facts: Facts = self.__dict__["_of"].facts
+        return {name: i for i, group in enumerate(facts.groups) for name in group["params"]}
+
+
+class _LazyFacts(Facts):
+    """Facts of which those that lie in items are read when somebody asks."""
+
+    def __init__(self, of: OpenDist, **told: Any) -> None:
+        super().__init__(**told)
+        for name in ("groups", "objects"):
+            self.__dict__.pop(name, None)  # the defaults, which would stand in the place of what is read later
+        self.__dict__["_of"] = of
+
+    @cached_property
+    def groups(self) -> tuple[Mapping[str, Any], ...]:
+        """See Facts."""
+        return tuple(g.json() for g in self.__dict__["_of"].groups())
+
+    @cached_property
+    def objects(self) -> Mapping[str, Any]:
+        """See Facts."""
+        found: dict[str, Any] = self.__dict__["_of"].objects()
+        return found

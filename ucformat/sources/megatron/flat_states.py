@@ -1,0 +1,392 @@
+"""The optimizer's format `dp_reshardable`: flat buckets without names, for each rank of a data-parallel group one set.
+
+`optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_D.bucket_idx_K.<state>`: G counts tensor-parallel ranks within
+pipeline stages (for experts: expert-tensor ranks, within expert-parallel ones, within stages); B counts the buffers of
+a rank's model chunks, K their buckets. The chunks that DCP lists begin and end where parameters do.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from ucformat.errors import AmbiguousLayout, IntegrityError
+from ucformat.geometry.box import Box
+from ucformat.geometry.local import Region, parts_of
+from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.geometry.view import View
+from ucformat.sources.megatron.buffers import Flat, Param, Slot, in_local, place, same_values
+from ucformat.sources.megatron.groups import is_expert
+from ucformat.sources.megatron.order import LAYER, orders_of
+from ucformat.sources.megatron.pieces import add_held, joined, unstacked
+from ucformat.sources.megatron.stored import StoredKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ucformat.geometry.tensor import Extent
+    from ucformat.sources.dcp.items import Items
+    from ucformat.sources.megatron.dist import OpenDist
+    from ucformat.sources.megatron.keys import Bucket
+    from ucformat.sources.megatron.pieces import Held
+
+__all__ = ["add_flat_states"]
+
+_WORD, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_HINT = (
+    "save it with --dist-ckpt-optim-fully-reshardable (or load it once in Megatron and save it so), which names the "
+    "optimizer's tensors; weights alone: Megatron(optimizer=False)"
+)
+
+#: Of one buffer: by bucket and state the entry.
+_Buffer = dict[int, dict[str, str]]
+
+
+@dataclass(slots=True)
+class _Model:
+    """What is known of the model: its parameters, the ranks' parts of each, and the stages."""
+
+    of: OpenDist
+    items: Items
+    tp: int
+    pp: int
+    held: dict[str, Held] = field(default_factory=dict)
+
+    def weight(self, name: str) -> Held:
+        """The whole parameter."""
+        if name not in self.held:
+            self.held[name] = unstacked(Key(name, "weight"), self.of.weights[name])
+        return self.held[name]
+
+    def regions(self, name: str, rank: int, degree: int) -> tuple[Region, ...]:
+        """The regions of a parameter that a tensor-parallel rank holds, one after another along the dim that is cut."""
+        held = self.weight(name)
+        boxes = sorted({b for b in held.boxes() if b.size})
+        cut = [d for d, n in enumerate(held.shape) if any(b.shape[d] != n for b in boxes)]
+        if not cut or not boxes:
+            whole = Box.whole(held.shape)
+            return (Region(whole, whole),)
+        if len(cut) > 1 or len(boxes) not in (degree, 2 * degree):
+            raise AmbiguousLayout(
+                f"{name} was stored as {len(boxes)} boxes by {degree} tensor-parallel ranks, which fits no cut",
+                hint=_HINT,
+            )
+        mine = boxes[rank::degree] if len(boxes) == 2 * degree else [boxes[rank]]
+        out, at = [], 0
+        for box in mine:
+            start = [0] * len(box.shape)
+            start[cut[0]] = at
+            out.append(Region(Box(tuple(start), box.shape), box))
+            at += box.shape[cut[0]]
+        return tuple(out)
+
+    def param(self, name: str, rank: int, degree: int) -> Param:
+        """A parameter as one rank has it."""
+        regions, held = self.regions(name, rank, degree), self.weight(name)
+        shape = tuple(max(r.local.stop[d] for r in regions) for d in range(len(held.shape)))
+
+        def weight() -> Iterator[Extent]:
+            for region in regions:
+                for e in held.extents(region.box):
+                    yield replace(e, box=e.box.shift(region.local.start))
+
+        return Param(name, shape, held.dtype, weight)
+
+
+def add_flat_states(of: OpenDist, items: Items, entries: Sequence[tuple[Bucket, str]], *, stacked: bool) -> None:
+    """Name what the buckets hold, and add it to the contents; AmbiguousLayout where that cannot be proved."""
+    if stacked:
+        raise AmbiguousLayout(
+            "the optimizer's states lie in flat buckets, which have no stacked form",
+            hint="open it without `stacked`, or Megatron(stacked=True, optimizer=False)",
+        )
+    groups: dict[tuple[int, int], dict[int, _Buffer]] = {}
+    dtypes: dict[tuple[int, int, int], str] = {}
+    for b, fqn in entries:
+        buffer = groups.setdefault((b.chained, b.group), {}).setdefault(b.buffer, {})
+        buffer.setdefault(b.number, {})[b.state] = fqn
+        dtypes[b.chained, b.group, b.buffer] = re.sub(r"^\(?torch\.(\w+).*", r"\1", b.dtype)
+    chains = sorted({c for c, _ in groups})
+    dense = [g for c, g in groups if c == chains[0]]
+    tp = of.args.degree("tensor_model_parallel_size") or 1
+    pp = of.args.degree("pipeline_model_parallel_size") or max(1, len(dense) // tp)
+    if sorted(dense) != list(range(tp * pp)):
+        raise IntegrityError(
+            f"{items.meta.file} has optimizer states of the groups {sorted(dense)[:20]}, but {tp} tensor-parallel "
+            f"ranks and {pp} stages saved it",
+            hint="files of several saves are mixed, or some ranks' states are lost",
+        )
+    model = _Model(of, items, tp, pp)
+    out = _States(model)
+    stages = _stages(model, groups, dtypes, chains[0])
+    for p in range(pp):
+        for t in range(tp):
+            _add(out, groups[chains[0], p * tp + t], dtypes, (chains[0], p * tp + t), stages[p], t, tp)
+    for chain in chains[1:]:
+        _experts(out, groups, dtypes, chain, stages)
+    out.finish()
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """One model chunk of a stage: its dense parameters, and its experts, in the order of the checkpoint's list."""
+
+    dense: list[str]
+    experts: list[str]
+    used: bool = False
+
+
+def _stages(
+    model: _Model,
+    groups: dict[tuple[int, int], dict[int, _Buffer]],
+    dtypes: dict[tuple[int, int, int], str],
+    chain: int,
+) -> list[list[_Chunk]]:
+    """The chunks of every stage: which layers each has is what fills the buckets of its first rank."""
+    names = list(model.of.weights)
+    stack = next((m[1] for n in names if (m := LAYER.fullmatch(n))), "")
+    layered: dict[int, list[str]] = {}
+    first: list[str] = []
+    last: list[str] = []
+    for n in names:
+        m = LAYER.fullmatch(n)
+        if m and m[1] == stack:
+            layered.setdefault(int(m[2]), []).append(n)
+        else:
+            (first if n.startswith("embedding.") else last).append(n)
+    buffers = groups[chain, 0]
+    kinds = len({dtypes[chain, 0, b] for b in buffers})
+    chunks = model.of.args.degree("virtual_pipeline_model_parallel_size") or max(1, len(buffers) // kinds)
+    total, count = len(layered), model.pp * chunks
+    tied = [] if _OUTPUT in names or _WORD not in names or count == 1 else [_OUTPUT]
+    stages: list[list[_Chunk]] = [[] for _ in range(model.pp)]
+    at = 0
+    joint = any(c != chain for c, _ in groups)
+    for number in range(count):
+        v, p = divmod(number, model.pp)
+        per = total // count
+        rest = total - at
+        tries = [rest] if number == count - 1 else [k for k in (per, *range(rest + 1)) if k <= rest]
+        for own_layers in dict.fromkeys(tries):
+            mine = [x for i in range(at, at + own_layers) for x in layered.get(i, [])]
+            own = [*(first if number == 0 else []), *mine, *((last + tied) if number == count - 1 else [])]
+            experts = [x for x in own if joint and is_expert(x)]
+            chunk = _Chunk([x for x in own if x not in set(experts)], experts)
+            if _fit(
+                model, groups[chain, p * model.tp], dtypes, (chain, p * model.tp), v, chunks, chunk.dense, 0, model.tp
+            ):
+                stages[p].append(chunk)
+                at += own_layers
+                break
+        else:
+            raise _unproved(model, f"stage {p}")
+    return stages
+
+
+def _buffers_of(
+    buffers: dict[int, _Buffer], dtypes: dict[tuple[int, int, int], str], group: tuple[int, int], v: int, chunks: int
+) -> list[tuple[str, _Buffer]]:
+    """The buffers of one of a rank's model chunks, with the dtype of their parameters."""
+    per = len(buffers) // chunks
+    return [(dtypes[(*group, b)], buffers[b]) for b in sorted(buffers)[v * per : (v + 1) * per]]
+
+
+def _fit(
+    model: _Model,
+    buffers: dict[int, _Buffer],
+    dtypes: dict[tuple[int, int, int], str],
+    group: tuple[int, int],
+    v: int,
+    chunks: int,
+    names: list[str],
+    rank: int,
+    degree: int,
+) -> list[tuple[_Buffer, list[Slot]]] | None:
+    """The slots of a chunk's parameters in its buffers; None where they fit in no way, or in several."""
+    found = []
+    for dtype, buffer in _buffers_of(buffers, dtypes, group, v, chunks):
+        mine = [n for n in names if model.weight(_stored(model, n)).dtype == dtype]
+        slots = _place(model, buffer, mine, rank, degree)
+        if slots is None:
+            return None
+        found.append((buffer, slots))
+    return found
+
+
+def _stored(model: _Model, name: str) -> str:
+    """The parameter whose values one has: the last stage's copy of a tied embedding is the embedding."""
+    return name if name in model.of.weights else _WORD
+
+
+def _place(model: _Model, buffer: _Buffer, names: list[str], rank: int, degree: int) -> list[Slot] | None:
+    order = sorted(buffer)
+    masters = [_flat(model, buffer[k].get("master")) for k in order]
+    any_state = [_flat(model, next(iter(buffer[k].values()))) for k in order]
+    sizes = [f.size for f in any_state if f]
+    edges = [frozenset(_edges(model, next(iter(buffer[k].values())))) for k in order]
+
+    def proved(slot: Slot) -> bool:
+        master = masters[slot.bucket]
+        return master is not None and same_values(model.of.store, slot.param, master, slot.start)
+
+    params = {n: replace(model.param(_stored(model, n), rank, degree), name=n) for n in names}
+    ways: dict[tuple[tuple[str, int, int], ...], list[Slot]] = {}
+    orders = orders_of(names)
+    for listed in orders:
+        if slots := place([params[n] for n in listed], sizes, edges=edges):
+            ways.setdefault(tuple(sorted((s.param.name, s.bucket, s.start) for s in slots)), slots)
+    if len(ways) > 1:
+        ways = {k: slots for k, slots in ways.items() if all(map(proved, slots))}
+    if not ways:  # some are frozen
+        for listed in orders:
+            if slots := place([params[n] for n in listed], sizes, edges=edges, proved=proved):
+                ways.setdefault(tuple(sorted((s.param.name, s.bucket, s.start) for s in slots)), slots)
+    return next(iter(ways.values())) if len(ways) == 1 else None
+
+
+def _edges(model: _Model, fqn: str) -> Iterator[int]:
+    for box in model.items.meta.tensors[fqn].boxes:
+        yield from (*box.start, *box.stop)
+
+
+def _flat(model: _Model, fqn: str | None) -> Flat | None:
+    if fqn is None:
+        return None
+    stored = StoredKey.of(model.items, fqn, Key(fqn, "flat"), 0, None)
+    if len(stored.shape) != 1:
+        raise IntegrityError(f"{fqn} is no flat bucket, but of the shape {list(stored.shape)}")
+
+    def locate(start: int, stop: int) -> Iterator[Extent]:
+        box = Box((start,), (stop - start,))
+        info = TensorInfo(fqn, "flat", stored.dtype, box.shape)
+        whole = Region(box, Box.whole(box.shape))
+        return View(info, tuple(parts_of([whole], info.key))).extents(lambda _: stored.extents(box))
+
+    return Flat(stored.shape[0], stored.dtype, locate)
+
+
+@dataclass(slots=True)
+class _Piece:
+    """What one rank has of a state of a parameter; its place is proved when it is read."""
+
+    model: _Model
+    slot: Slot
+    flat: Flat
+    master: Flat | None
+    regions: tuple[Region, ...]
+    proved: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def extents(self) -> Iterator[Extent]:
+        with self.lock:
+            if not self.proved and self.master is not None:
+                if not same_values(self.model.of.store, self.slot.param, self.master, self.slot.start):
+                    raise AmbiguousLayout(
+                        f"the optimizer's flat buckets do not hold {self.slot.param.name} where Megatron's order of "
+                        "parameters puts it: its fp32 copy there is not the weight",
+                        hint=_HINT,
+                    )
+                self.proved = True
+        return in_local(self.flat, self.slot.start, self.slot.param.shape)
+
+
+class _States:
+    """The states that were found, by parameter."""
+
+    def __init__(self, model: _Model) -> None:
+        self.model = model
+        self.found: dict[Key, list[_Piece]] = {}
+
+    def add(self, slot: Slot, buffer: _Buffer, rank: int, degree: int) -> None:
+        name = slot.param.name
+        if name not in self.model.of.weights:
+            return  # a copy of the embedding, whose states are those of the embedding
+        states = buffer[sorted(buffer)[slot.bucket]]
+        regions = self.model.regions(name, rank, degree)
+        master = _flat(self.model, states.get("master"))
+        for state, fqn in states.items():
+            flat = _flat(self.model, fqn)
+            if flat is not None:
+                self.found.setdefault(Key(name, state), []).append(_Piece(self.model, slot, flat, master, regions))
+
+    def finish(self) -> None:
+        """Add them, in the order of the weights."""
+        states = dict.fromkeys(k.state for k in self.found)
+        for name in self.model.of.weights:
+            for key in (Key(name, s) for s in states):
+                if key in self.found:
+                    pieces = self.found[key]
+                    shape = self.model.weight(name).shape
+                    held = joined(key, pieces[0].flat.dtype, shape, [(p.extents, p.regions) for p in pieces])
+                    rows = self.model.of.args.rows(name, shape[0]) if shape else 0
+                    add_held(self.model.of.contents, held, rows)
+
+
+def _add(
+    out: _States,
+    buffers: dict[int, _Buffer],
+    dtypes: dict[tuple[int, int, int], str],
+    group: tuple[int, int],
+    chunks: list[_Chunk],
+    rank: int,
+    degree: int,
+    experts: Sequence[range] | None = None,
+) -> None:
+    """The states of one rank's buffers."""
+    for v, chunk in enumerate(chunks):
+        names = chunk.dense if experts is None else [n for n in chunk.experts if _number(n) in experts[0]]
+        found = _fit(out.model, buffers, dtypes, group, v, len(chunks), names, rank, degree)
+        if found is None:
+            raise _unproved(out.model, f"group {group[1]}")
+        for buffer, slots in found:
+            for slot in slots:
+                out.add(slot, buffer, rank, degree)
+
+
+def _number(name: str) -> int:
+    match = re.search(r"\.local_experts\.(\d{1,9})\.", name)
+    return int(match[1]) if match else -1
+
+
+def _experts(
+    out: _States,
+    groups: dict[tuple[int, int], dict[int, _Buffer]],
+    dtypes: dict[tuple[int, int, int], str],
+    chain: int,
+    stages: list[list[_Chunk]],
+) -> None:
+    """The states of experts, whose ranks are another mesh."""
+    model = out.model
+    numbers = {_number(n) for stage in stages for chunk in stage for n in chunk.experts}
+    mine = sorted(g for c, g in groups if c == chain)
+    ranks = len(mine) // model.pp
+    etp = model.of.args.degree("expert_tensor_parallel_size")
+    degrees = [etp] if etp else [d for d in range(1, ranks + 1) if ranks % d == 0]
+    for degree in degrees:
+        ep = ranks // degree
+        per, rest = divmod(len(numbers), ep or 1)
+        if mine != list(range(ranks * model.pp)) or rest or not numbers:
+            continue
+        trial = _States(model)
+        try:
+            for g in mine:
+                p, r = divmod(g, ranks)
+                e, t = divmod(r, degree)
+                held = [range(e * per, (e + 1) * per)]
+                _add(trial, groups[chain, g], dtypes, (chain, g), stages[p], t, degree, held)
+        except AmbiguousLayout:
+            continue
+        for key, pieces in trial.found.items():
+            out.found.setdefault(key, []).extend(pieces)
+        return
+    raise _unproved(model, "the experts")
+
+
+def _unproved(model: _Model, where: str) -> AmbiguousLayout:
+    return AmbiguousLayout(
+        f"{model.items.meta.file}: the optimizer's flat buckets (format dp_reshardable) of {where} cannot be told "
+        "apart: in no order of Megatron's do the model's parameters fill them, with the values of the weights",
+        hint=_HINT,
+    )

@@ -1,0 +1,86 @@
+"""Which checkpoint of Megatron a folder holds: the one that its tracker names, or the folder itself."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from ucformat.errors import NotFound, UsageError
+from ucformat.sources.model_files import exists
+from ucformat.storage.base import check_key
+
+if TYPE_CHECKING:
+    from ucformat.storage.base import Store
+
+__all__ = ["MODEL", "TRACKER", "Place", "find_place", "is_mark"]
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MODEL = re.compile(r"mp_rank_(\d{1,6})(?:_(\d{1,6}))?(?:_(\d{1,6}))?/(model_optim_rng|model_rng)\.pt")
+
+_ITERATION = re.compile(r"iter_\d{7,}|release")
+_LOOK = 10_000
+_MOST = 64  # bytes of the tracker
+_NAMED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A checkpoint's folder in the store ("" for the store itself), and the tracker where it was followed."""
+
+    folder: str
+    tracker: str | None
+    classic: bool
+
+
+def is_mark(name: str) -> bool:
+    """Whether a folder with a file of this name holds one of Megatron's checkpoints, or many."""
+    return name in (TRACKER, "model_optim_rng.pt", "model_rng.pt")
+
+
+def find_place(store: Store) -> Place | None:
+    """The checkpoint in this place; None where there is none of Megatron's.
+
+    NotFound or UsageError where it cannot be told which of several.
+    """
+    from ucformat.sources.megatron.dist import backend_of
+
+    if backend_of(store) is not None:
+        return Place("", None, classic=False)
+    named = _named(store)
+    if named is None and exists(store, TRACKER):
+        raise UsageError(f"{store.url}/{TRACKER} names no iteration", hint="open the folder of one iteration itself")
+    if named is not None:
+        if next(iter(store.list(named)), None) is None:
+            raise NotFound(
+                f"{store.url}/{TRACKER} names {named}, but there is no such folder",
+                hint="it was moved or deleted, or the save did not finish; open another iteration's folder itself",
+            )
+        return Place(named, TRACKER, classic=backend_of(store, named) is None)
+    keys = [info.key for info in islice(store.list(), _LOOK)]
+    if any(MODEL.fullmatch(k) for k in keys):
+        return Place("", None, classic=True)
+    folders = sorted({k.split("/", 1)[0] for k in keys if _ITERATION.fullmatch(k.split("/", 1)[0]) and _inside(k)})
+    if len(folders) > 1:
+        more = f" and {len(folders) - _NAMED} more" if len(folders) > _NAMED else ""
+        raise UsageError(
+            f"{store.url} holds several iterations and no {TRACKER}: {', '.join(folders[:_NAMED])}{more}",
+            hint="open the folder of one of them",
+        )
+    return Place(folders[0], None, classic=backend_of(store, folders[0]) is None) if folders else None
+
+
+def _inside(key: str) -> bool:
+    below = key.split("/", 1)[-1]
+    return below == "metadata.json" or MODEL.fullmatch(below) is not None
+
+
+def _named(store: Store) -> str | None:
+    """The folder that the tracker names."""
+    if not exists(store, TRACKER) or (size := store.info(TRACKER).size) > _MOST:
+        return None
+    text = store.read(TRACKER, 0, size).decode(errors="replace").strip()
+    if text == "release":
+        return text
+    return check_key(f"iter_{int(text):07d}") if text.isdecimal() and len(text) < 19 else None

@@ -1,0 +1,249 @@
+"""The optimizer of a classic checkpoint's rank: its states by the names of the parameters, and its groups.
+
+`optimizer` is a torch optimizer's state dict (fp32), or wraps one beside `fp32_from_fp16_params`, the fp32 copies by
+group; of several optimizers (experts have one of their own) it is a list. The distributed optimizer keeps the states of
+all data-parallel ranks in `distrib_optim.pt`: for each buffer of a model chunk one flat tensor for each state, its
+buckets joined without their padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import AmbiguousLayout, IntegrityError, MissingData, Refused
+from ucformat.sources.contents import Group
+from ucformat.sources.megatron.buffers import Flat, Param, in_local, place, same_values
+from ucformat.sources.megatron.groups import Member, groups_by_rule, is_expert
+from ucformat.sources.naming import Candidate, Entry, match, shape_of_states
+from ucformat.sources.stand_ins import Dtype, StoredTensor
+from ucformat.sources.values import to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ucformat.geometry.tensor import Extent
+    from ucformat.sources.deepspeed.replicas import LocalContents
+    from ucformat.sources.megatron.buffers import Slot
+    from ucformat.sources.megatron.rank_files import RankFile
+    from ucformat.sources.torch_file import TorchFile
+
+__all__ = ["read_states"]
+
+_COPIES = ("fp32_from_fp16_params", "fp32_from_fp16")
+_LOOKS = 3  # places in a buffer that are looked at when it is opened
+_WITHOUT = "or leave the optimizer out: Megatron(optimizer=False)"
+
+
+def read_states(rank: RankFile, contents: LocalContents) -> list[list[Group]]:
+    """Add a rank's optimizer states to its contents; returns the groups of each of its optimizers."""
+    found = rank.values.get("optimizer")
+    if found is None:
+        return []
+    optimizers = found if isinstance(found, list) else [found]
+    flats = _flats(rank, len(optimizers))
+    out = []
+    for number, one in enumerate(optimizers):
+        if not isinstance(one, dict):
+            raise IntegrityError(f"{rank.file.key}: its optimizer is no state dict")
+        wrapped = isinstance(one.get("optimizer"), dict)
+        inner = one["optimizer"] if wrapped else one
+        raw = [g for g in inner.get("param_groups") or () if isinstance(g, dict)]
+        experts = any(g.get("is_expert_parallel") for g in raw) and len(optimizers) > 1
+        members = [m for m in _members(rank) if len(optimizers) == 1 or is_expert(m.name) is experts]
+        if raw and all("params" in g for g in raw) and isinstance(inner.get("state"), dict):
+            copies = next((one[k] for k in _COPIES if k in one), None) if wrapped else None
+            out.append(_numbered(rank, contents, inner, raw, members, copies))
+        else:
+            _distributed(rank, contents, flats, number, [m.name for m in members])
+            named = [m for m in members if any(k.name == m.name and k.state == "exp_avg" for k in contents.infos)]
+            groups = groups_by_rule(raw, named or members, partial(_json, rank.file))
+            out.append(groups or [])
+    return out
+
+
+def _json(file: TorchFile, value: Any) -> Any:
+    return to_json(value, read=file.read, path="optimizer")
+
+
+def _members(rank: RankFile) -> list[Member]:
+    """The parameters of all chunks, in order."""
+    return [
+        Member(named[n], len(t.shape))
+        for named, tensors in zip(rank.names, rank.chunks, strict=True)
+        for n, t in tensors.items()
+        if t.dtype.startswith(("float", "bfloat"))
+    ]
+
+
+def _tensors(rank: RankFile) -> dict[str, StoredTensor]:
+    return {named[n]: t for named, chunk in zip(rank.names, rank.chunks, strict=True) for n, t in chunk.items()}
+
+
+def _numbered(
+    rank: RankFile,
+    contents: LocalContents,
+    inner: dict[str, Any],
+    raw: Sequence[dict[str, Any]],
+    members: Sequence[Member],
+    copies: Any,
+) -> list[Group]:
+    """A torch optimizer's own states, which are numbered."""
+    file, tensors = rank.file, _tensors(rank)
+    found: dict[Any, Any] = inner["state"]
+    numbers = [list(g["params"]) for g in raw]
+    states = [[s if isinstance(s := found.get(n), dict) else {} for n in group] for group in numbers]
+    shapes = [[shape_of_states(s) for s in group] for group in states]
+    names = _by_rule(raw, members, shapes, tensors)
+    if names is None:
+        candidates = [Candidate(m.name, tensors[m.name].shape) for m in members]
+        names = match([[Entry(s) for s in group] for group in shapes], candidates)
+    if names is None:
+        raise AmbiguousLayout(
+            f"{file.key}: the optimizer's states are numbered ({[len(g) for g in numbers]} parameters by group), and "
+            "which parameters the numbers mean cannot be told for certain from their shapes and the order of the model",
+            hint="save it with --ckpt-format torch_dist, " + _WITHOUT,
+        )
+    low = [[n for n in group if tensors[n].dtype in ("bfloat16", "float16")] for group in names]
+    if copies is not None and ([len(c) for c in copies] != [len(g) for g in low] if isinstance(copies, list) else True):
+        raise IntegrityError(f"{file.key} has other fp32 copies than there are parameters in bf16 or fp16")
+    for group, masters in zip(low, copies or (), strict=False):
+        for name, master in zip(group, masters, strict=True):
+            if not isinstance(master, StoredTensor) or master.shape != tensors[name].shape:
+                raise IntegrityError(f"{file.key}: the fp32 copy of {name} is of another shape")
+            contents.add_whole(name, "master", file, master)
+    for group, held in zip(names, states, strict=True):
+        for name, state in zip(group, held, strict=True):
+            for key, tensor in state.items():
+                if isinstance(tensor, StoredTensor):
+                    contents.add_whole(name, str(key), file, tensor)
+    out = []
+    for g, group, held in zip(raw, names, states, strict=True):
+        plain = {k: v for s in held for k, v in s.items() if not isinstance(v, StoredTensor)}
+        out.append(Group(list(group), _json(file, {k: v for k, v in g.items() if k != "params"}), _json(file, plain)))
+    return out
+
+
+def _by_rule(
+    raw: Sequence[dict[str, Any]],
+    members: Sequence[Member],
+    shapes: Sequence[Sequence[tuple[int, ...] | None]],
+    tensors: dict[str, StoredTensor],
+) -> list[list[str]] | None:
+    """The names as Megatron's own rule deals parameters to groups, where every shape is as it should be."""
+    groups = groups_by_rule(raw, members, lambda v: v)
+    if groups is None or [len(g.names) for g in groups] != [len(s) for s in shapes]:
+        return None
+    names = [g.names for g in groups]
+    fits = all(
+        s in (None, tensors[n].shape) for g, row in zip(names, shapes, strict=True) for n, s in zip(g, row, strict=True)
+    )
+    return names if fits else None
+
+
+def _flats(rank: RankFile, count: int) -> list[dict[Any, Any] | None]:
+    """What `distrib_optim.pt` holds, by optimizer."""
+    if rank.distrib is None:
+        return [None] * count
+    value = rank.distrib.value
+    found = value if isinstance(value, list) else [value]
+    for one in found:
+        if one is not None and not (isinstance(one, dict) and one.get("buckets_coalesced") is True):
+            raise Refused(
+                f"{rank.distrib.key} is of a distributed optimizer of before February 2024, which is not read",
+                hint="update it with Megatron's --ckpt-convert-update-legacy-dist-opt-format, " + _WITHOUT,
+            )
+    if len(found) != count:
+        raise IntegrityError(f"{rank.distrib.key} has the states of {len(found)} optimizers, {rank.file.key} {count}")
+    return found
+
+
+def _distributed(
+    rank: RankFile, contents: LocalContents, flats: Sequence[dict[Any, Any] | None], number: int, names: Sequence[str]
+) -> None:
+    """The distributed optimizer's states out of its flat buffers."""
+    value, file = flats[number], rank.distrib
+    if file is None:
+        raise MissingData(
+            f"{rank.file.key} is of a distributed optimizer, but distrib_optim.pt beside it is missing",
+            hint=f"copy it from where it was saved, {_WITHOUT}",
+        )
+    if value is None:  # another expert-parallel rank's file has them
+        return
+    buffers = sorted(k for k in value if isinstance(k, int))
+    kinds = {dtypes for b in buffers for dtypes in value[b]}
+    per = max(1, len(buffers) // len(rank.chunks))
+    if len(buffers) not in (len(rank.chunks) * len(kinds), len(rank.chunks)):
+        raise IntegrityError(f"{file.key} has {len(buffers)} buffers of {len(rank.chunks)} model chunks")
+    wanted = set(names)
+    for i, b in enumerate(buffers):
+        chunk, named = rank.chunks[i // per], rank.names[i // per]
+        for dtypes, tensors in value[b].items():
+            low = dtypes[0].name if isinstance(dtypes, tuple) and dtypes and isinstance(dtypes[0], Dtype) else None
+            params = [
+                Param(named[n], t.shape, t.dtype, partial(rank.file.whole, t))
+                for n, t in chunk.items()
+                if named[n] in wanted and t.dtype == low
+            ]
+            _add_buffer(rank, contents, file, params, tensors)
+
+
+def _add_buffer(
+    rank: RankFile, contents: LocalContents, file: TorchFile, params: Sequence[Param], tensors: dict[str, Any]
+) -> None:
+    flats = {}
+    for key, tensor in tensors.items():
+        if isinstance(tensor, StoredTensor):
+            locate = partial(_range, file, tensor)
+            flats["master" if key == "param" else key] = Flat(tensor.size, tensor.dtype, locate)
+    master = flats.get("master")
+    if master is None or len({f.size for f in flats.values()}) > 1:
+        raise IntegrityError(f"{file.key} has a buffer without `param`, or with states of several lengths")
+
+    def proved(slot: Slot) -> bool:
+        return same_values(file.store, slot.param, master, slot.start)
+
+    slots = place(params, [master.size])
+    if slots is None or not all(map(proved, slots[:: max(1, len(slots) // _LOOKS)])) or not proved(slots[-1]):
+        slots = place(params, [master.size], proved=proved, joined=True)
+    if slots is None:
+        raise AmbiguousLayout(
+            f"{file.key}: a flat buffer of {master.size:,} elements cannot be told apart: in Megatron's order the "
+            f"parameters of {rank.file.key} do not fill it with the values of the weights",
+            hint="save it with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, " + _WITHOUT,
+        )
+    for slot in reversed(slots):
+        check = _Check(partial(proved, slot), file.key, slot.param.name)
+        for state, flat in flats.items():
+            locate = partial(_proved, check, flat, slot)
+            contents.add(slot.param.name, state, flat.dtype, slot.param.shape, locate)
+
+
+@dataclass(slots=True)
+class _Check:
+    """Whether the fp32 copy at a parameter's place is its own; looked up when its states are first read."""
+
+    proved: Callable[[], bool]
+    file: str
+    name: str
+    done: bool = False
+
+    def __call__(self) -> None:
+        if not self.done and not self.proved():
+            raise AmbiguousLayout(
+                f"{self.file} does not hold {self.name} where Megatron's order of parameters puts it: the fp32 copy "
+                "there is not the weight",
+                hint="the two files are of different saves, or it was not Megatron that ordered them; " + _WITHOUT,
+            )
+        self.done = True
+
+
+def _proved(check: _Check, flat: Flat, slot: Slot) -> Iterator[Extent]:
+    check()
+    return in_local(flat, slot.start, slot.param.shape)
+
+
+def _range(file: TorchFile, tensor: StoredTensor, start: int, stop: int) -> Iterator[Extent]:
+    """A range of a flat tensor, from 0 on."""
+    return file.flat(tensor, start, (stop - start,), 0, stop - start)
