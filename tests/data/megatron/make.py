@@ -22,16 +22,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-HIDDEN, HEADS, GROUPS, WIDTH, VOCAB = 16, 4, 2, 20, 43
+HIDDEN, HEADS, GROUPS, WIDTH, VOCAB = 8, 4, 2, 10, 19
 SPECS: dict[str, dict[str, Any]] = {
-    "tp2-tied": {"world": 2, "tp": 2, "tied": True},
+    "tp2-tied": {"world": 2, "tp": 2, "layers": 1, "tied": True},
     "pp2-bf16-tied": {"world": 2, "pp": 2, "tied": True, "bf16": True, "swiglu": True},
     "tp2-pp2-flat": {"world": 4, "tp": 2, "pp": 2, "bf16": True, "swiglu": True, "optimizer": "dp_reshardable"},
-    "tp2-dp2-full": {"world": 4, "tp": 2, "bf16": True, "optimizer": "fully_reshardable"},
-    "tp2-dp2-flat": {"world": 4, "tp": 2, "bf16": True, "optimizer": "dp_reshardable", "frozen": "linear_fc2"},
-    "ep2-moe": {"world": 2, "ep": 2, "experts": 4, "swiglu": True},
+    "tp2-dp2-full": {"world": 4, "tp": 2, "layers": 1, "bf16": True, "optimizer": "fully_reshardable"},
+    "tp2-dp2-flat": {
+        "world": 4,
+        "tp": 2,
+        "layers": 1,
+        "bf16": True,
+        "swiglu": True,
+        "optimizer": "dp_reshardable",
+        "frozen": "linear_fc2",
+    },
+    "ep2-moe": {"world": 2, "ep": 2, "experts": 4, "layers": 1, "swiglu": True},
     "ep2-dp2-flat": {"world": 4, "ep": 2, "experts": 2, "swiglu": True, "bf16": True, "optimizer": "dp_reshardable"},
-    "vpp2": {"world": 2, "pp": 2, "vpp": 2, "layers": 4, "swiglu": True, "optimizer": "dp_reshardable", "buckets": 900},
+    "vpp2": {"world": 2, "pp": 2, "vpp": 2, "layers": 4, "swiglu": True, "optimizer": "dp_reshardable", "buckets": 300},
 }
 
 
