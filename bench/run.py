@@ -16,8 +16,10 @@ BENCHMARKS = {
     "memory": "Memory of a conversion",
     "read": "Reading",
     "metadata": "Metadata of 100,000 shards",
+    "scale": "100,000 extents in 1,000 files",
     "train": "In the training loop",
     "catalog": "Catalog",
+    "paper": "The paper's sources and targets",
 }
 
 
