@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo, Tiles
     from ucformat.storage.base import Store
 
-__all__ = ["ComputedFile", "ComputedStore", "computed_extent", "file_name"]
+__all__ = ["ComputedFile", "ComputedStore", "computed_extent", "file_name", "read_flat"]
 
 _PREFIX = f"{HIDDEN}computed/"  # no file of a checkpoint can be called so
 
@@ -45,9 +45,21 @@ class ComputedFile:
     inputs: tuple[Callable[[], Iterable[Extent | Tiles]], ...]
 
 
-def file_name(number: int) -> str:
-    """The key of a computed tensor's file."""
-    return f"{_PREFIX}{number}"
+def file_name(level: int, number: int) -> str:
+    """The key of a computed tensor's file; views of views, which share a store, are of different levels."""
+    return f"{_PREFIX}{level}/{number}"
+
+
+def read_flat(store: Store, info: TensorInfo, extents: Iterable[Extent | Tiles], first: int, last: int) -> NDArray[Any]:
+    """Elements `first … last` of a tensor, counted row-major."""
+    strides = row_major(info.shape)
+    pieces = [
+        (0, Piece(box, sum(i * s for i, s in zip(box.start, strides, strict=True)) - first, strides))
+        for box in flat_boxes(info.shape, first, last)
+    ]
+    raw = np.empty((last - first) * info.itemsize, np.uint8)
+    execute(make_plan([Wanted(info, extents, pieces)]), store, [raw], [str(info.key)], threads=1)
+    return raw.view(numpy_dtype(info.dtype))
 
 
 def computed_extent(info: TensorInfo, file: str) -> Extent:
@@ -102,22 +114,11 @@ class ComputedStore(WrappedStore):
         unit = file.formula.info.itemsize
         first, last = offset // unit, -(-(offset + nbytes) // unit)
         arrays = [
-            self._flat(view.info, extents(), first, last)
+            read_flat(self, view.info, extents(), first, last)
             for view, extents in zip(file.formula.inputs, file.inputs, strict=True)
         ]
         made = _OPERATIONS[file.formula.operation](arrays, file.formula.info)
         return made.view(np.uint8)[offset - first * unit :][:nbytes]
-
-    def _flat(self, info: TensorInfo, extents: Iterable[Extent | Tiles], first: int, last: int) -> NDArray[Any]:
-        """Elements `first … last` of an input, counted row-major."""
-        strides = row_major(info.shape)
-        pieces = [
-            (0, Piece(box, sum(i * s for i, s in zip(box.start, strides, strict=True)) - first, strides))
-            for box in flat_boxes(info.shape, first, last)
-        ]
-        raw = np.empty((last - first) * info.itemsize, np.uint8)
-        execute(make_plan([Wanted(info, extents, pieces)]), self, [raw], [str(info.key)], threads=1)
-        return raw.view(numpy_dtype(info.dtype))
 
 
 def _cast(arrays: Sequence[NDArray[Any]], info: TensorInfo) -> NDArray[Any]:

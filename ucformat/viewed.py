@@ -38,15 +38,14 @@ class Viewed:
         stored, aliases = table.tied()
         self._views = {Key(n, s): v for n, entry in stored.items() for s, v in entry.states.items()}
         self._infos = {i.key: i for i in base.facts.roster.tensors}
-        self._files = {key: file_name(n) for n, key in enumerate(table.formulas)}
+        self._level: int = base._level + 1 if isinstance(base, Viewed) else 0  # noqa: SLF001 - of one's own
+        self._files = {key: file_name(self._level, n) for n, key in enumerate(table.formulas)}
         self._formulas = table.formulas
-        self.store: Store = base.store
-        if table.formulas:
-            files = {
-                self._files[key]: ComputedFile(f, tuple(partial(self.of_view, view) for view in f.inputs))
-                for key, f in table.formulas.items()
-            }
-            self.store = ComputedStore(base.store, files)
+        self._computed = {
+            self._files[key]: ComputedFile(f, tuple(partial(self.of_view, view) for view in f.inputs))
+            for key, f in table.formulas.items()
+        }
+        self.store: Store = ComputedStore(base.store, self._computed) if self._computed else base.store
         self.facts = _facts(base.facts, stored, aliases)
 
     def extents(self, key: Key) -> Iterator[Extent | Tiles]:
@@ -62,6 +61,19 @@ class Viewed:
                 yield from self._source_extents(part.source)
                 return
         yield from view.extents(self._single_extents)
+
+    def means(self, key: Key) -> Iterator[ComputedFile]:
+        """The means that a tensor is made of, wholly or in part."""
+        views = [self._views[key]]
+        while views:
+            for part in views.pop().parts:
+                formula = self._formulas.get(part.source)
+                if formula is not None and formula.operation == "mean":
+                    yield self._computed[self._files[part.source]]
+                if formula is not None:
+                    views += formula.inputs
+                elif isinstance(self.base, Viewed):
+                    yield from self.base.means(part.source)
 
     def _shape(self, key: Key) -> tuple[int, ...]:
         formula = self._formulas.get(key)

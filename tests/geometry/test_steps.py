@@ -227,6 +227,15 @@ class TestComputed:
         ck = Checkpoint(source)
         assert same(ck["a"].read(), (counting(4) + 0.5).astype(np.float32))
 
+    def test_a_view_of_a_view_computes_both(self) -> None:
+        """Both number their computed tensors from 0, in one store."""
+        arrays = {(n, "weight"): counting(6, start=i) for i, n in enumerate(("a0", "a1", "b0", "b1"))}
+        ck = checkpoint(arrays).view([{"mean": r"/a(\d)/", "into": "a"}]).view([{"mean": r"/b(\d)/", "into": "b"}])
+        assert same(ck["a"].read(), (counting(6) + 0.5).astype(np.float32))
+        assert same(ck["b"].read(), (counting(6) + 2.5).astype(np.float32))
+        cast = ck.view([{"cast": "a", "dtype": "float64"}])
+        assert same(cast["a"].read(), counting(6) + np.float64(0.5))
+
 
 class TestErrors:
     @pytest.mark.parametrize(

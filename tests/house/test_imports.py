@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "references": {"errors", "storage", "geometry", "checkpoint", "catalog", "settings"},
     "jobs": {
         *("schema", "errors", "geometry", "storage", "facts", "format", "sources", "checkpoint", "_version"),
-        *("catalog", "references", "settings"),
+        *("catalog", "references", "settings", "computed", "viewed"),
     },
     "torch": {
         *("schema", "errors", "geometry", "storage", "facts", "format", "sources", "planning", "tensor", "checkpoint"),

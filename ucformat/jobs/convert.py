@@ -22,6 +22,7 @@ from ucformat.geometry.box import row_major
 from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.jobs.run import run as run_tasks
+from ucformat.jobs.spread import spread_of
 from ucformat.jobs.virtual import put_sidecar
 from ucformat.references import open_reference
 from ucformat.schema.manifest import LineageDoc, Manifest
@@ -168,6 +169,8 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
     """Write what a checkpoint holds besides its tensors; the manifest of all."""
     objects, assets = attempt.folder("objects"), attempt.folder("assets")
     names = {t.name for t in tensors}
+    spread = spread_of(source.source, [Key(t.name, t.state) for t in tensors])
+    values = {**source.objects, "spread": spread} if spread else source.objects
     return Manifest(
         id=new_id(),
         attempt=attempt.id,
@@ -181,7 +184,7 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
         groups=group_docs(source.facts),
         lineage=(_lineage(source),),
         aliases={a: n for a, n in source.aliases.items() if n in names},
-        objects=put_file(store, f"{objects}/objects.json", json.dumps(source.objects, indent=1).encode()),
+        objects=put_file(store, f"{objects}/objects.json", json.dumps(values, indent=1).encode()),
         assets={
             name: put_file(store, f"{assets}/{folder}", source.assets[name])
             for name, folder in folder_names(source.assets).items()
