@@ -26,8 +26,8 @@ _ELEMENTS = 1 << 18  # of each contribution, held at once
 def spread_of(source: Readable, keys: Iterable[Key]) -> dict[str, dict[str, Any]]:
     """For each of these tensors that is a mean, by name and state: of how many values, and how far they lie apart.
 
-    `max_abs_difference` is the largest that any element has between two of the values. Of a tensor made of several means,
-    or of parts of them, it is the largest of these as wholes. Reads every contribution once, in bounded memory.
+    `max_abs_difference` is the largest that any element has between two of the values. Of a tensor made of several
+    means, or of parts of them, it is the largest of these as wholes. Reads each contribution once, in bounded memory.
     """
     out: dict[str, dict[str, Any]] = {}
     known: dict[int, float] = {}  # several tensors may be made of one mean
