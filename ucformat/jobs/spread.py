@@ -30,8 +30,10 @@ def spread_of(source: Readable, keys: Iterable[Key]) -> dict[str, dict[str, Any]
     means, or of parts of them, it is the largest of these as wholes. Reads each contribution once, in bounded memory.
     """
     out: dict[str, dict[str, Any]] = {}
+    if not isinstance(source, Viewed):
+        return out
     known: dict[int, float] = {}  # several tensors may be made of one mean
-    for key in keys if isinstance(source, Viewed) else ():
+    for key in keys:
         files = {id(file): file for file in source.means(key)}
         for number, file in files.items():
             if number not in known:
