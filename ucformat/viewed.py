@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ucformat.computed import ComputedFile, ComputedStore, computed_extent, file_name
+from ucformat.facts import Facts
 from ucformat.geometry.steps import apply
 from ucformat.geometry.table import Table
 from ucformat.geometry.tensor import Key, Roster, Tiles
@@ -14,7 +15,6 @@ from ucformat.geometry.tensor import Key, Roster, Tiles
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from ucformat.facts import Facts
     from ucformat.geometry.steps import Labelled
     from ucformat.geometry.table import Entry
     from ucformat.geometry.tensor import Extent
@@ -106,4 +106,5 @@ def _facts(facts: Facts, stored: dict[str, Entry], aliases: dict[str, str]) -> F
     if not groups:
         numbers = {n: facts.roster.groups[e.param] for n, e in stored.items() if e.param in facts.roster.groups}
     infos = tuple(view.info for entry in stored.values() for view in entry.states.values())
-    return replace(facts, roster=Roster(infos, numbers), aliases=aliases, groups=groups, means={})
+    plain = {f.name: getattr(facts, f.name) for f in fields(Facts)}  # a source's own kind may be lazy
+    return Facts(**{**plain, "roster": Roster(infos, numbers), "aliases": aliases, "groups": groups, "means": {}})
