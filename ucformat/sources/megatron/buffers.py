@@ -94,18 +94,19 @@ def _place(
     joined: bool,  # noqa: FBT001
 ) -> list[Slot] | None:
     slots: list[Slot] = []
-    bucket = at = 0
+    bucket = base = at = 0  # `base`: where the bucket begins
     for param in reversed(params):
         if at == sizes[bucket] and at and bucket + 1 < len(sizes):
             bucket, at = bucket + 1, 0
-        starts = dict.fromkeys([-(-at // align) * align, *([at] if joined and proved else [])])
+        aligned = base - (base - at) // align * align
+        starts = dict.fromkeys([aligned, *([at] if joined and proved else [])])
         for start in starts:
             slot, end = Slot(param, bucket, start), start + param.size
             if end > sizes[bucket] or (edges and not {start, end} <= edges[bucket]):
                 continue
             if proved is None or proved(slot):
                 slots.append(slot)
-                at = end
+                base, at = base if start == aligned else start, end
                 break
         else:
             if proved is None:

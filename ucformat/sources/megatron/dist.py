@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, Refused
+from ucformat.errors import IntegrityError, MissingData, Refused
 from ucformat.facts import Facts
 from ucformat.geometry.tensor import Key, Roster
 from ucformat.sources.contents import Contents, Group
@@ -72,8 +72,13 @@ class OpenDist:
         below = f"{folder}/" if folder else ""
         meta = read_metadata(store, f"{below}.metadata", allow=allow)
         self._items = Items(store, meta, allow)
-        self._common = TorchFile(store, below + COMMON, allow=allow) if exists(store, below + COMMON) else None
-        values = self._common.value if self._common else {}
+        if not exists(store, below + COMMON):
+            raise MissingData(
+                f"{below}{COMMON} is missing; it holds all that is the same on every rank",
+                hint="the save did not finish, or the file was not copied: take it from where it was saved",
+            )
+        self._common = TorchFile(store, below + COMMON, allow=allow)
+        values = self._common.value
         if not isinstance(values, dict):
             raise IntegrityError(f"{below}{COMMON} holds no dictionary")
         self.values: dict[Any, Any] = values
@@ -85,7 +90,7 @@ class OpenDist:
         self._fill(stacked=stacked)
         self._add_steps(stacked=stacked)
         backend = backend_of(store, folder) or ""
-        files = tuple(below + f for f in (CONFIG, COMMON) if exists(store, below + f))
+        files = (below + CONFIG, below + COMMON)
         self.facts: Facts = _LazyFacts(
             self,
             roster=_LazyRoster(self),
@@ -103,8 +108,7 @@ class OpenDist:
 
     def records(self) -> Iterator[Record]:
         """Every record of the archives of all items, and of `common.pt`."""
-        if self._common is not None:
-            yield from TorchZip(self.store, self._common.key).records()
+        yield from TorchZip(self.store, self._common.key).records()
         yield from self._items.records()
 
     def _is_local(self) -> bool:
@@ -174,14 +178,12 @@ class OpenDist:
 
     def _add_steps(self, *, stacked: bool) -> None:
         """The step that all parameters of a torch optimizer share, where it is a tensor."""
-        found = self.values.get("optimizer")
         common = self._common
-        if not isinstance(found, dict) or common is None or stacked:
+        if stacked:
             return
-        inner = [found, *(v for v in found.values() if isinstance(v, dict))]
-        steps = [
-            s for v in inner if isinstance(st := v.get("state"), dict) and (s := st.get("common_step")) is not None
-        ]
+        inner = [o.get("optimizer", o) for o in self._optimizers()]
+        states = [o["state"] for o in inner if isinstance(o, dict) and isinstance(o.get("state"), dict)]
+        steps = [s["common_step"] for s in states if "common_step" in s]
         tensors = [s for s in steps if isinstance(s, StoredTensor) and not s.shape]
         if not tensors or len({common.read(s) for s in tensors}) > 1:
             return
@@ -259,7 +261,7 @@ class OpenDist:
         return out
 
     def _json(self, value: Any, path: str = "") -> Any:
-        return to_json(value, read=self._common.read if self._common else None, path=path)
+        return to_json(value, read=self._common.read, path=path)
 
 
 def _unwrapped(value: Any) -> Any:
