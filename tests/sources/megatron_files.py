@@ -47,7 +47,7 @@ def write_dist(
         properties = TensorProperties(dtype=chunks[0][1].dtype)
         described[key] = TensorStorageMetadata(properties, torch.Size(shape), metadata)
     meta = Metadata(described, storage_data=stored)
-    meta.mcore_data = {k: {"nd_reformulated_orig_global_shape": s} for k, s in (flat or {}).items()}  # type: ignore[attr-defined]
+    meta.mcore_data = {k: {"nd_reformulated_orig_global_shape": s} for k, s in (flat or {}).items()}
     (folder / "__0_0.distcp").write_bytes(data.getvalue())
     (folder / ".metadata").write_bytes(pickle.dumps(meta))
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))

@@ -249,6 +249,60 @@ def test_old_names_are_nested_and_known(copied: Any) -> None:
     assert ck[at + "mlp.dense_h_to_4h.weight"].shape == (8, 1)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optimizer", [3]),
+        ("optimizer", {"optimizer": {"param_groups": [{"wd_mult": []}]}}),
+        ("optimizer", {"optimizer": {"param_groups": 3, "state": {0: 1}}}),
+        ("model", {}),
+        ("model", {"decoder.layers.0.x": {"y": 3}, "decoder": [1]}),
+        ("args", {"tensor_model_parallel_size": -4}),
+        ("args", {"tensor_model_parallel_size": 1 << 62}),
+        ("args", 7),
+        ("iteration", "x"),
+        ("checkpoint_version", "x"),
+    ],
+)
+def test_values_of_other_kinds_are_errors_of_ours(copied: Any, key: str, value: Any) -> None:
+    folder = copied("tp2-dp2-flat", "classic")
+    rewrite(folder, lambda s, _: s.update({key: value}))
+    with suppress(UcformatError):
+        read_whole(open_checkpoint(folder))
+
+
+@pytest.mark.parametrize(
+    "value", [3, [None], {"buckets_coalesced": True, 0: 3}, {"buckets_coalesced": True, 0: {(1, 2): {"param": 1}}}]
+)
+def test_a_distributed_optimizer_of_other_kinds(copied: Any, value: Any) -> None:
+    import torch
+
+    folder = copied("tp2-dp2-flat", "classic")
+    torch.save(value, folder / "iter_0000002" / "mp_rank_00" / "distrib_optim.pt")
+    with suppress(UcformatError):
+        read_whole(open_checkpoint(folder))
+
+
+@pytest.mark.parametrize(
+    "common",
+    [
+        {"optimizer": 3},
+        {"optimizer": {0: {"optimizer": 3}}},
+        {"optimizer": {"param_groups": [{"wd_mult": {}}]}},
+        {"args": [1]},
+    ],
+)
+def test_a_common_file_of_other_kinds(copied: Any, common: Any) -> None:
+    import torch
+
+    folder = copied("tp2-tied", "sharded")
+    torch.save(common, folder / "iter_0000002" / "common.pt")
+    with suppress(UcformatError):
+        ck = open_checkpoint(folder)
+        read_whole(ck)
+        assert json.dumps([list(ck.facts.groups), dict(ck.objects)])
+
+
 def test_flat_buckets_of_another_order_are_refused(copied: Any) -> None:
     """The fp32 copies do not round to the weights: two equally long parameters have changed places."""
     import torch

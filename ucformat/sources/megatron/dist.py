@@ -21,6 +21,7 @@ from ucformat.sources.dcp.values import plain_value
 from ucformat.sources.megatron.arguments import Arguments
 from ucformat.sources.megatron.flat_states import add_flat_states
 from ucformat.sources.megatron.groups import Member, groups_by_rule
+from ucformat.sources.megatron.guard import built_by_megatron
 from ucformat.sources.megatron.keys import Bucket, StateKey, name_of, split_state_key
 from ucformat.sources.megatron.pieces import Slab, add_held, unstacked
 from ucformat.sources.megatron.stored import StoredKey, original_shapes
@@ -299,10 +300,13 @@ class _LazyFacts(Facts):
     @cached_property
     def groups(self) -> tuple[Mapping[str, Any], ...]:
         """See Facts."""
-        return tuple(g.json() for g in self.__dict__["_of"].groups())
+        of: OpenDist = self.__dict__["_of"]
+        with built_by_megatron(of.store.url):
+            return tuple(g.json() for g in of.groups())
 
     @cached_property
     def objects(self) -> Mapping[str, Any]:
         """See Facts."""
-        found: dict[str, Any] = self.__dict__["_of"].objects()
-        return found
+        of: OpenDist = self.__dict__["_of"]
+        with built_by_megatron(of.store.url):
+            return of.objects()

@@ -9,6 +9,7 @@ from ucformat.sources.base import Folders
 from ucformat.sources.megatron.classic import OpenClassic
 from ucformat.sources.megatron.dist import OpenDist, backend_of
 from ucformat.sources.megatron.folder import find_place, is_mark
+from ucformat.sources.megatron.guard import built_by_megatron
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,12 +65,15 @@ class Megatron(Folders):
         place = find_place(store)
         if place is None:
             raise NotACheckpoint(f"{store.url} holds no checkpoint of Megatron's")
+        where = f"{store.url}/{place.folder}" if place.folder else store.url
         if place.classic:
-            return OpenClassic(store, place, self)
+            with built_by_megatron(where):
+                return OpenClassic(store, place, self)
         backend = backend_of(store, place.folder)
         if backend != _DIST:
             raise Refused(
                 f"{place.folder or store.url} is a distributed checkpoint in the format {backend!r}; {_DIST!r} is read",
                 hint="load it once with the Megatron that wrote it, and save it with --ckpt-format torch_dist",
             )
-        return OpenDist(store, place, self)
+        with built_by_megatron(where):
+            return OpenDist(store, place, self)
