@@ -281,9 +281,9 @@ class TestDamage:
     @pytest.mark.parametrize(
         ("name", "what"),
         [
-            ("layer_0_expert_1_mp_rank_00_model_states.pt", "expert"),
-            ("expp_rank_0_mp_rank_00_optim_states.pt", "expert"),
-            ("zero/embed.weight/fp32.pt", "universal"),
+            ("layer_0_expert_1_mp_rank_01_model_states.pt", "expert"),
+            ("expp_rank_0_mp_rank_01_optim_states.pt", "expert"),
+            ("expert_0_mp_rank_00_model_states.pt", "expert"),
             ("offloaded_tensors/rank00/x.swp", "NVMe"),
         ],
     )

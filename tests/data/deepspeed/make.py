@@ -4,19 +4,24 @@
 
 NAME is one of `SPECS`, which also gives WORLD. Written are NAME/ckpt, as `save_checkpoint` leaves it but for the
 conversion scripts that it copies there, NAME/truth.safetensors (`<state>/<name>` -> the whole tensor) and
-NAME/truth.json.
+NAME/truth.json. Of those called `universal` NAME/ckpt is what DeepSpeed's own converter made of that.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.ds_to_universal import main as to_universal
+from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from safetensors.torch import save_file
@@ -30,6 +35,16 @@ SPECS: dict[str, dict[str, Any]] = {
     "pp2-dp2-z1": {"world": 4, "pp": 2, "zero": 1, "dtype": "bf16", "tied": True, "groups": 2, "buffers": True},
     "pp2-z0": {"world": 2, "pp": 2, "zero": 0, "tied": True},
     "pp2-z1-bf16opt": {"world": 2, "pp": 2, "zero": 1, "dtype": "bf16", "bf16_optimizer": True, "freeze": "1.down"},
+    "ep2-dp4-z1": {"world": 4, "ep": 2, "zero": 1, "dtype": "bf16", "groups": 2},
+    "ep2-dp4-z2": {"world": 4, "ep": 2, "zero": 2, "dtype": "bf16", "data_first": True, "layers": 2},
+    "ep2-z0": {"world": 2, "ep": 2, "zero": 0, "freeze": "deepspeed_experts.0.down"},
+    "ep2-dp4-z0-bf16": {"world": 4, "ep": 2, "zero": 0, "dtype": "bf16", "data_first": True},
+    "ep1-dp2-z1": {"world": 2, "ep": 1, "zero": 1, "groups": 2},
+    "universal-z1": {"world": 2, "zero": 1, "vocab": 31, "tied": True, "groups": 2, "universal": True},
+    "universal-z2": {"world": 2, "zero": 2, "dtype": "bf16", "freeze": "mlp.down", "universal": True},
+    "universal-z3": {"world": 2, "zero": 3, "dtype": "bf16", "freeze": "q_proj", "groups": 2, "universal": True},
+    "universal-tp2": {"world": 2, "tp": 2, "zero": 1, "dtype": "bf16", "vocab": 31, "universal": True},
+    "universal-pp2": {"world": 2, "pp": 2, "zero": 1, "dtype": "bf16", "universal": True},
 }
 HIDDEN, INNER, SEQ = 12, 15, 6
 
@@ -53,6 +68,36 @@ class Block(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Expert(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(HIDDEN, INNER), torch.nn.Linear(INNER, HIDDEN, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Experts(torch.nn.Module):
+    """A model with layers of four experts, and of one more that all tokens pass in the last."""
+
+    def __init__(self, vocab: int, ep: int, layers: int) -> None:
+        super().__init__()
+        self.embed, self.block = Embed(vocab), Block(buffers=True)
+        self.moe = torch.nn.ModuleList(
+            MoE(HIDDEN, Expert(), num_experts=4, ep_size=ep, k=1, capacity_factor=4.0, min_capacity=8, use_rts=False,
+                drop_tokens=False, use_residual=i == layers - 1)
+            for i in range(layers)
+        )  # fmt: skip
+        self.head = Head(vocab)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        x, balance = self.block(self.embed(input_ids)), 0.0
+        for layer in self.moe:
+            y, aux, _ = layer(x)
+            x, balance = x + y, balance + aux
+        return Namespace(loss=loss_of(self.head(x), labels) + 0.01 * balance)
 
 
 class Head(torch.nn.Module):
@@ -84,6 +129,8 @@ def model_of(spec: dict[str, Any]) -> torch.nn.Module:
         blocks = [LayerSpec(Block, buffers=spec.get("buffers", False)) for _ in range(2)]
         layers = [ends[0], *blocks, LayerSpec(torch.nn.LayerNorm, HIDDEN), ends[1]]
         return PipelineModule(layers, num_stages=spec["pp"], loss_fn=loss_of, partition_method="uniform")
+    if "ep" in spec:
+        return Experts(vocab, spec["ep"], spec.get("layers", 1))
     from transformers import LlamaConfig, LlamaForCausalLM
 
     heads = spec.get("heads", 4)
@@ -108,6 +155,8 @@ def config_of(spec: dict[str, Any]) -> dict[str, Any]:
         out["bf16"] = {"enabled": True}
     if spec.get("bf16_optimizer"):
         out["data_types"] = {"grad_accum_dtype": "fp32"}
+    if spec.get("data_first"):
+        out["use_data_before_expert_parallelism"] = True
     if spec.get("tp", 1) > 1:
         out["tensor_parallel"] = {"autotp_size": spec["tp"]}
     return out
@@ -119,6 +168,7 @@ def held(spec: dict[str, Any], engine: Any, opt: Any) -> dict[str, dict[str, tor
         opt._hp_optimizer_states_linked = False
         opt._lazy_init_hp_params_optimizer_state()
     out: dict[str, dict[str, torch.Tensor]] = {"weight": {}}
+    masters = dict(zip(*numbered_masters(opt), strict=True)) if spec.get("ep") and not spec["zero"] else {}
     for name, p in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([p], enabled=spec["zero"] == 3):
             out["weight"][name] = p.detach().clone()
@@ -126,13 +176,34 @@ def held(spec: dict[str, Any], engine: Any, opt: Any) -> dict[str, dict[str, tor
             continue
         for state in ("exp_avg", "exp_avg_sq"):
             inner = getattr(opt, "optimizer", opt)
-            value = safe_get_full_optimizer_state(p, state) if spec["zero"] else inner.state[p][state]
+            key = masters.get(p, p)
+            value = safe_get_full_optimizer_state(p, state) if spec["zero"] else inner.state[key][state]
             out.setdefault(state, {})[name] = value.detach().clone().reshape(out["weight"][name].shape)
+        if p in masters:
+            out.setdefault("master", {})[name] = masters[p].detach().clone()
         if spec["zero"]:
             master = safe_get_full_fp32_param(p).detach().clone()
             out.setdefault("master", {})[name] = master.reshape(out["weight"][name].shape)
     out["weight"].update((n, b.detach().clone()) for n, b in engine.module.named_buffers() if "inv_freq" not in n)
     return out
+
+
+def numbered_masters(opt: Any) -> tuple[list[Any], list[Any]]:
+    """The weights and, in bf16 under ZeRO 0, their fp32 copies."""
+    copies = getattr(opt, "fp32_groups", [])
+    weights = getattr(opt, "fp16_groups", []) if copies else []
+    return [p for group in weights for p in group], [p for group in copies for p in group]
+
+
+def globally(spec: dict[str, Any], states: dict[str, dict[str, torch.Tensor]], rank: int) -> Any:
+    """The same, with experts called by their number among all."""
+    ep, world = spec["ep"], spec["world"]
+    first = (rank // (world // ep) if spec.get("data_first") else rank % ep) * (4 // ep)
+    pattern = r"(deepspeed_experts\.)(\d+)"
+    return {
+        state: {re.sub(pattern, lambda m: f"{m[1]}{int(m[2]) + first}", n): t for n, t in tensors.items()}
+        for state, tensors in states.items()
+    }
 
 
 def joined(parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
@@ -147,10 +218,11 @@ def write_truth(
 ) -> None:
     tp, pp = spec.get("tp", 1), spec.get("pp", 1)
     whole: dict[str, torch.Tensor] = {}
-    for stage in [everyone[:tp]] if pp == 1 else [[e] for e in everyone]:
+    for stage in [everyone[:tp]] if pp == 1 and "ep" not in spec else [[e] for e in everyone]:
         for state, tensors in stage[0].items():
             for n, t in tensors.items():
-                whole.setdefault(f"{state}/{n}", joined([s[state][n] for s in stage], shapes.get(n, t.shape)))
+                value = joined([s[state][n] for s in stage], shapes.get(n, t.shape))
+                assert torch.equal(whole.setdefault(f"{state}/{n}", value), value), f"{state}/{n} differs"
     save_file({key: t.contiguous().clone() for key, t in whole.items()}, folder / "truth.safetensors")
     facts = {"version": deepspeed.__version__, "torch": torch.__version__, "tied": tied, "spec": spec}
     (folder / "truth.json").write_text(json.dumps(facts, indent=1))
@@ -171,9 +243,11 @@ def main() -> None:
         p.requires_grad_(not spec.get("freeze") or spec["freeze"] not in n)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     cut = [[p for n, p in named if (p.dim() > 1) == big] for big in (True, False)]
-    groups = [{"params": g, "weight_decay": 0.01 * (1 - i)} for i, g in enumerate(cut) if g]
+    groups = [{"params": g, "weight_decay": 0.01 * (1 - i), "name": f"g{i}"} for i, g in enumerate(cut) if g]
     if spec.get("groups", 1) == 1:
-        groups = [{"params": [p for _, p in named]}]
+        groups = [{"params": [p for _, p in named], "name": "all"}]
+    for group in groups if "ep" not in spec else []:
+        del group["name"]  # which only the splitting of experts' groups needs
     engine, opt, _, _ = deepspeed.initialize(model=model, model_parameters=groups, config=config_of(spec))
     replica = engine.grid.get_data_parallel_rank() if pp > 1 else rank // tp
     generator = torch.Generator().manual_seed(replica)
@@ -196,9 +270,17 @@ def main() -> None:
             engine.step()
     engine.save_checkpoint(str(folder / "ckpt"), client_state={"iteration": 3, "rank": rank})
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, held(spec, engine, opt))
+    mine = held(spec, engine, opt)
+    dist.all_gather_object(everyone, globally(spec, mine, rank) if "ep" in spec else mine)
     if rank == 0:
         write_truth(folder, everyone, shapes, spec, tied)
+        if spec.get("universal"):
+            native = (folder / "ckpt").rename(folder / "native")
+            to_universal(Namespace(
+                input_folder=str(native / "global_step3"), output_folder=str(folder / "ckpt" / "global_step3"),
+                num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True,
+                inject_missing_state=tp == 1))  # fmt: skip
+            shutil.rmtree(native)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -17,7 +17,18 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Store
 
-__all__ = ["Contents", "Group", "Ranks", "hyper_parameters", "need", "scalars", "stage_of", "stored", "zero_options"]
+__all__ = [
+    "Contents",
+    "Group",
+    "Ranks",
+    "hyper_parameters",
+    "load_all",
+    "need",
+    "scalars",
+    "stage_of",
+    "stored",
+    "zero_options",
+]
 
 T = TypeVar("T")
 _THREADS = 8
@@ -71,6 +82,15 @@ class Ranks(Generic[T]):
         with ThreadPoolExecutor(_THREADS) as pool:
             for rank, loaded in zip(ranks, pool.map(load, ranks), strict=True):
                 self._open[rank] = loaded
+
+
+def load_all(load: Callable[[str], TorchFile], rows: Iterable[Sequence[str]]) -> list[list[TorchFile]]:
+    """The files of a grid of keys, opened several at a time."""
+    rows = list(rows)
+    keys = [key for row in rows for key in row]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        opened = iter(list(pool.map(load, keys)))
+    return [[next(opened) for _ in row] for row in rows]
 
 
 def need(mapping: Any, key: str, kind: type | tuple[type, ...], file: str) -> Any:

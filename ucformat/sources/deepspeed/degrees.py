@@ -26,8 +26,10 @@ class Degrees:
     dp: int
 
     @classmethod
-    def of(cls, files: Files, model: ModelStates) -> Degrees:
+    def of(cls, files: Files, model: ModelStates, *, universal: bool = False) -> Degrees:
         """From what the first model states file says, or the files' names; checked against each other.
+
+        A folder of the universal format has no optimizer's files and no layers'.
 
         MissingData names the files that are not there, IntegrityError those that are too many.
         """
@@ -47,8 +49,9 @@ class Degrees:
         if max(pp, tp, dp) > _MOST or pp * tp * dp > _MOST:
             raise IntegrityError(f"{model.key} says that {pp} x {tp} x {dp} ranks saved it")
         wanted = dp if files.zero3 or model.param_shapes is not None else None
-        check_world(files, pp * tp, wanted)
-        _check_layers(files, model)
+        check_world(files, pp * tp, wanted, optims=not universal)
+        if not universal:
+            _check_layers(files, model)
         if in_names is not None and in_names != tp:
             raise IntegrityError(
                 f"{model.key} says that {tp} tensor-parallel ranks saved it, but each layer has {in_names} files",

@@ -8,6 +8,8 @@ each model-parallel rank M (that of the pipeline stage times the tensor-parallel
 - ZeRO 3: for each R `zero_pp_rank_R_mp_rank_M_model_states.pt` and `[bf16_]zero_pp_rank_R_mp_rank_M_optim_states.pt`
 - pipelines: also the modules' weights, `layer_L[-model_T]-model_states.pt` for each layer L that has any and each
   tensor-parallel rank T
+- experts: also their weights, `layer_L_expert_E_mp_rank_M_model_states.pt`, L counting layers of experts only; under
+  ZeRO 0 the optimizer of each expert-parallel rank P, `expp_rank_P_mp_rank_M_optim_states.pt`
 
 (`pp_rank` is the data-parallel rank; `bf16_` says that the engine trained in bf16.)
 """
@@ -23,25 +25,35 @@ from ucformat.errors import IntegrityError, MissingData, NotFound, Refused, Usag
 from ucformat.storage.base import check_key
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ucformat.storage.base import Store
 
-__all__ = ["Files", "check_world", "find_tag", "is_model_or_optimizer", "list_files", "looks_like_deepspeed"]
+__all__ = [
+    "Files",
+    "check_world",
+    "find_tag",
+    "is_model_or_optimizer",
+    "is_universal",
+    "list_files",
+    "looks_like_deepspeed",
+]
 
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _RANK = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+_EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_EXPP = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _ANY = re.compile(r"([^/]*/)?((bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)|mp_rank_\d+_model)_states\.pt")
+_UNIVERSAL = re.compile(r"([^/]*/)?(zero/(.+/fp32|optimizer_state)\.pt|tmp/.+/\d+/fp32\.\d+)", re.DOTALL)
 _DIGITS = 6  # of a rank or layer; more are no number that DeepSpeed writes
 _LOOK = 10_000  # files of a folder without `latest` that are looked at
 _LATEST = 4096  # bytes of `latest`
 _NAMED = 10  # of several tags, so many are named in the error
 
 _NOT_YET = (
-    (re.compile(r"layer_\d+_expert_\d+_.*|expp_rank_\d+_.*"), "expert parallelism (deepspeed.moe)"),
+    (re.compile(r"expert_\d+_mp_rank_\d+_.*"), "experts as DeepSpeed before 0.5 saved them"),
     (re.compile(r"offloaded_tensors/.*"), "an optimizer offloaded to NVMe, whose states are swap files"),
-    (re.compile(r"zero/.*/fp32\.pt|zero/optimizer_state\.pt"), "DeepSpeed's universal format"),
 )
 
 
@@ -54,6 +66,8 @@ class Files:
     models: tuple[tuple[str, ...], ...]  # by model-parallel rank, and under ZeRO 3 by data-parallel rank, else one each
     optims: tuple[tuple[str, ...], ...]  # by model- and data-parallel rank; () where there are none at all
     layers: Mapping[int, tuple[str, ...]]  # of pipelines: by layer and tensor-parallel rank
+    experts: Mapping[tuple[int, int], str]  # by layer of experts and expert
+    expert_optims: tuple[str, ...]  # by expert-parallel rank
     latest: str | None
 
     @property
@@ -61,7 +75,8 @@ class Files:
         """Every one of them."""
         layers = (key for number in sorted(self.layers) for key in self.layers[number])
         ranks = (*self.models, *self.optims)
-        return (*filter(None, [self.latest]), *(key for keys in ranks for key in keys), *layers)
+        experts = (*self.experts.values(), *self.expert_optims)
+        return (*filter(None, [self.latest]), *(key for keys in ranks for key in keys), *layers, *experts)
 
 
 def is_model_or_optimizer(name: str) -> bool:
@@ -71,29 +86,26 @@ def is_model_or_optimizer(name: str) -> bool:
 
 def looks_like_deepspeed(store: Store) -> bool:
     """Whether this folder has `latest`, or (or a folder in it has) files as DeepSpeed names them."""
-    if _exists(store, "latest_universal") or _tag_in_latest(store):
+    if _exists(store, "latest_universal") or _tag_in(store, "latest"):
         return True
     names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
     if any(_exists(store, name) for name in names):
         return True
-    return any(_ANY.fullmatch(info.key) for info in islice(store.list(), _LOOK))
+    return any(_ANY.fullmatch(i.key) or _UNIVERSAL.fullmatch(i.key) for i in islice(store.list(), _LOOK))
 
 
 def find_tag(store: Store) -> str:
-    """The tag that `latest` names; `""` where the store is rooted at a tag folder."""
-    tag = _tag_in_latest(store)
+    """The tag that `latest`, or else `latest_universal`, names; `""` where the store is rooted at a tag folder."""
+    tag = _tag_in(store, "latest")
     if tag:
-        if next(iter(store.list(check_key(tag))), None) is None:
-            raise NotFound(
-                f"{store.url}: `latest` names the checkpoint {tag!r}, but there is no such folder",
-                hint="it was moved or deleted, or the save did not finish; open another tag's folder itself",
-            )
-        return tag
-    found = [m for m in (_ANY.fullmatch(info.key) for info in islice(store.list(), _LOOK)) if m]
+        return _existing(store, tag, "latest")
+    keys = [info.key for info in islice(store.list(), _LOOK)]
+    found = [m for m in (_ANY.fullmatch(key) or _UNIVERSAL.fullmatch(key) for key in keys) if m]
     if any(not m[1] for m in found):
         return ""
-    if _exists(store, "latest_universal"):
-        raise _not_yet("DeepSpeed's universal format", "latest_universal")
+    tag = _tag_in(store, "latest_universal")
+    if tag:
+        return _existing(store, tag, "latest_universal")
     tags = sorted({m[1].rstrip("/") for m in found})
     if len(tags) == 1:
         return tags[0]
@@ -106,8 +118,18 @@ def find_tag(store: Store) -> str:
     )
 
 
-def list_files(store: Store, tag: str) -> Files:
-    """The files of a tag folder, all there; or an error that names what is missing, superfluous or not yet read."""
+def is_universal(store: Store, tag: str) -> bool:
+    """Whether a tag folder is of DeepSpeed's universal format."""
+    prefix = f"{tag}/" if tag else ""
+    found = (_UNIVERSAL.fullmatch(info.key.removeprefix(prefix)) for info in store.list(tag))
+    return any(match is not None and not match[1] for match in found)
+
+
+def list_files(store: Store, tag: str, *, universal: bool = False) -> Files:
+    """The files of a tag folder, all there; or an error that names what is missing, superfluous or not yet read.
+
+    A folder of the universal format may be without any model states.
+    """
     prefix = f"{tag}/" if tag else ""
     names = [info.key.removeprefix(prefix) for info in store.list(tag)]
     for pattern, what in _NOT_YET:
@@ -118,7 +140,7 @@ def list_files(store: Store, tag: str) -> Files:
     ranks = [m for m in map(_RANK.fullmatch, names) if m]
     cut = _grid(prefix, [m for m in ranks if m[4] == "model"])
     optims = _grid(prefix, [m for m in ranks if m[4] == "optim"])
-    if not single and not cut:
+    if not single and not cut and not universal:
         raise MissingData(
             f"{store.url}: {tag or 'the folder'} has no model states (mp_rank_00_model_states.pt, or "
             "zero_pp_rank_*_mp_rank_00_model_states.pt)",
@@ -130,18 +152,22 @@ def list_files(store: Store, tag: str) -> Files:
             "folder",
             hint="move the files of the save that you do not want elsewhere",
         )
-    models = cut or tuple((key,) for key in _whole(prefix, single, "mp_rank_{0:02d}_model_states.pt")[0])
+    models = cut
+    if single:
+        models = tuple((key,) for key in _whole(prefix, single, "mp_rank_{0:02d}_model_states.pt")[0])
     layers = _layers(prefix, [m for m in map(_LAYER.fullmatch, names) if m])
-    return Files(tag, bool(cut), models, optims, layers, "latest" if tag and _exists(store, "latest") else None)
+    experts, expert_optims = _experts(prefix, names)
+    latest = next((key for key in ("latest", "latest_universal") if tag and _tag_in(store, key) == tag), None)
+    return Files(tag, bool(cut), models, optims, layers, experts, expert_optims, latest)
 
 
-def check_world(files: Files, mp: int, dp: int | None) -> None:
+def check_world(files: Files, mp: int, dp: int | None, *, optims: bool = True) -> None:
     """MissingData or IntegrityError where there are fewer or more files than the checkpoint had ranks.
 
-    Without `dp` there need not be any optimizer files.
+    Without `dp` there need not be any optimizer files, with `optims=False` there must be none.
     """
     kinds = [("model", files.models, dp or 1 if files.zero3 else 1)]
-    kinds += [("optim", files.optims, dp)] if dp else []
+    kinds += [("optim", files.optims, dp if optims else 0)] if dp else []
     for kind, ranks, wide in kinds:
         keys = ranks or ((_like(files.models[0][0], 0, 0, kind),),)
         there = {(m, r) for m, row in enumerate(ranks) for r in range(len(row))}
@@ -234,6 +260,19 @@ def _layers(prefix: str, found: list[re.Match[str]]) -> dict[int, tuple[str, ...
     return out
 
 
+def _experts(prefix: str, names: Sequence[str]) -> tuple[dict[tuple[int, int], str], tuple[str, ...]]:
+    """Keys by layer and expert, and of the optimizers by expert-parallel rank."""
+    weights = [m for m in map(_EXPERT.fullmatch, names) if m]
+    optims = [m for m in map(_EXPP.fullmatch, names) if m]
+    for m in (*weights, *optims):
+        if _number(m[m.lastindex or 1]):
+            raise _not_yet("expert parallelism together with tensor parallelism or pipelines", prefix + m[0])
+    by_rank = {(_number(m[1]), 0): m[0] for m in optims}
+    keys = _whole(prefix, by_rank, "expp_rank_{0}_mp_rank_00_optim_states.pt", rows=True) if by_rank else ()
+    found = {(_number(m[1]), _number(m[2])): prefix + m[0] for m in weights}
+    return dict(sorted(found.items())), tuple(key for row in keys for key in row)
+
+
 def _not_yet(what: str, key: str) -> Refused:
     return Refused(
         f"{key}: not yet read: {what}", hint="data, tensor and pipeline parallelism with ZeRO 0 to 3 are read"
@@ -248,8 +287,18 @@ def _exists(store: Store, key: str) -> bool:
     return True
 
 
-def _tag_in_latest(store: Store) -> str | None:
-    if not _exists(store, "latest") or store.info("latest").size > _LATEST:
+def _existing(store: Store, tag: str, file: str) -> str:
+    if next(iter(store.list(check_key(tag))), None) is None:
+        raise NotFound(
+            f"{store.url}: `{file}` names the checkpoint {tag!r}, but there is no such folder",
+            hint="it was moved or deleted, or the save did not finish; open another tag's folder itself",
+        )
+    return tag
+
+
+def _tag_in(store: Store, file: str) -> str | None:
+    """The tag that a file `latest` names."""
+    if not _exists(store, file) or store.info(file).size > _LATEST:
         return None
-    text = store.read("latest").decode(errors="replace").strip()
+    text = store.read(file).decode(errors="replace").strip()
     return text if text and "\n" not in text else None

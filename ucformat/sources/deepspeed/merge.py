@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ucformat.errors import IntegrityError, Refused
 from ucformat.geometry.box import Box
 from ucformat.geometry.local import parts_of
-from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.geometry.tensor import Key, Roster, TensorInfo
 from ucformat.geometry.view import View
 from ucformat.sources.contents import Contents
 from ucformat.sources.deepspeed.readings import Reading, Shapes, replicate
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ucformat.sources.deepspeed.slices import Slice
     from ucformat.storage.base import Store
 
-__all__ = ["Merged"]
+__all__ = ["Merged", "roster"]
 
 _MIXED = "files of different saves are mixed in one folder"
 
@@ -156,6 +156,14 @@ class _Tensor:
             parts = (p for t, r in self._owners for p in parts_of((r,), Key(str(t), "")))
             self._view = View(self._info, tuple(parts))
         return self._view.extents(lambda source: self._slices[int(source.name)].contents.locate[self._key]())
+
+
+def roster(stages: Sequence[Sequence[Slice]], contents: Contents) -> Roster:
+    """All tensors in the order of the module, what is not in it after that; each with its states together."""
+    modules = (name for slices in stages for name in slices[0].model.module)
+    order = {name: i for i, name in enumerate(dict.fromkeys((*modules, *(key.name for key in contents.infos))))}
+    infos = sorted(contents.infos.values(), key=lambda info: order[info.name])
+    return Roster(tuple(infos), {name: g for g, group in enumerate(contents.groups) for name in group.names})
 
 
 def _shapes(slices: Sequence[Slice]) -> dict[str, Shapes]:

@@ -38,7 +38,7 @@ TENSOR_KEYS = frozenset(
 ENGINE_KEYS = frozenset(
     ("lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps",
      "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
-     "universal_checkpoint_info")
+     "universal_checkpoint_info", "num_experts", "ds_autoep_layers")
 )  # fmt: skip
 
 
@@ -68,6 +68,17 @@ class ModelStates:
     def adopt(self, name: str, tensor: StoredTensor, home: TorchFile) -> None:
         """A tensor of the module that lies in another file."""
         self.module[name], self._homes[name] = tensor, home
+
+    def adopt_after(self, prefix: str, tensors: dict[str, tuple[StoredTensor, TorchFile]]) -> None:
+        """Tensors that lie in other files, put after the last one of the module whose name begins so; else last."""
+        names = list(self.module)
+        at = max((i + 1 for i, name in enumerate(names) if name.startswith(prefix)), default=len(names))
+        twice = next((name for name in tensors if name in self.module), None)
+        if twice is not None:
+            raise IntegrityError(f"{twice} is in {self.key} and in {tensors[twice][1].key}")
+        self._homes.update((name, home) for name, (_, home) in tensors.items())
+        items = list(self.module.items())
+        self.module = dict([*items[:at], *((n, t) for n, (t, _) in tensors.items()), *items[at:]])
 
     def home(self, name: str) -> TorchFile:
         """The file in which a tensor of the module lies."""
@@ -127,8 +138,11 @@ class ModelStates:
 
     def _refuse_what_is_not_read(self) -> None:
         value = self.value
-        if value.get("ds_autoep_layers") or value.get("num_experts") not in (None, [], 0):
-            raise Refused(f"{self.key}: DeepSpeed checkpoints with expert parallelism are not yet read")
+        if value.get("ds_autoep_layers"):
+            raise Refused(
+                f"{self.key}: `ds_autoep_layers`: not yet read: experts of AutoEP, which are stacked in one tensor",
+                hint="experts of deepspeed.moe are read",
+            )
 
 
 def _flattened(module: dict[Any, Any], file: str, depth: int = 0) -> dict[Any, Any]:

@@ -48,6 +48,12 @@ class LocalContents(Contents):
         super().add_whole(name, state, file, tensor)
         self.whole[next(reversed(self.infos))] = file, tensor
 
+    def forget(self, keys: Iterable[Key]) -> None:
+        """Leave out tensors, where they are there: another rank's contents have them."""
+        for key in keys:
+            self.infos.pop(key, None)
+            self.locate.pop(key, None)
+
     def add_large(self, path: str, file: TorchFile, tensor: StoredTensor) -> str:
         """A tensor out of a plain value, under the name of its path."""
         name = super().add_large(self.label + path, file, tensor)

@@ -15,9 +15,10 @@ from ucformat.sources.deepspeed.zero12 import Zero12
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ucformat.sources.deepspeed.experts import Experts
     from ucformat.sources.deepspeed.model import ModelStates
 
-__all__ = ["Slice", "read_slice"]
+__all__ = ["Slice", "read_slice", "read_weights"]
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class Slice:
     aliases: dict[str, str] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)  # parameters whose values are in no file
     stage: int = 0
+    degrees: tuple[int, ...] = ()  # expert-parallel ranks of each optimizer group
 
     @property
     def model(self) -> ModelStates:
@@ -46,14 +48,14 @@ def read_slice(
     zero3: bool,
     shared: dict[str, str] | None,
     names: Sequence[Sequence[str]] | None,
+    experts: Experts | None = None,
 ) -> Slice:
     """Read one model-parallel rank's files.
 
     `shared`: the tied names that the first rank's file tells; `names`: the parameters of each optimizer group.
     """
-    model = models[0]
-    contents = LocalContents(f"{label}." if label else "")
-    out = Slice(models, label, contents, model.aliases(zero3=zero3, shared=shared))
+    out, placeholders = read_weights(models, label, zero3=zero3, shared=shared)
+    model, contents = out.model, out.contents
     if zero_options(model.value).get("mics_shard_size", -1) not in (-1, 0, None):
         raise Refused(f"{model.key}: DeepSpeed checkpoints with MiCS are not yet read")
     if not zero3 and model.param_shapes is None and optims:
@@ -61,18 +63,30 @@ def read_slice(
             f"{optims[0]} is there, but {model.key} has no `param_shapes`: a BF16_Optimizer without ZeRO, perhaps; "
             "such checkpoints are not yet read"
         )
-    placeholders = _add_buffers(out) if zero3 else _add_weights(out)
     if zero3:
-        add_frozen(models, contents)
         Zero3(model, optims, allow, contents)
-        out.stage = 3
     elif model.param_shapes is not None:
-        out.stage = Zero12(model, optims, allow, contents).stage
+        zero = Zero12(model, optims, allow, contents, experts)
+        out.stage, out.degrees = zero.stage, tuple(zero.degrees)
     else:
         read_zero0(model, names, contents)
     found = {key.name for key in contents.infos}
     out.lost = [name for name in placeholders if name not in found]
     return out
+
+
+def read_weights(
+    models: list[ModelStates], label: str, *, zero3: bool, shared: dict[str, str] | None
+) -> tuple[Slice, list[str]]:
+    """What the model states files of one model-parallel rank hold, and the names of empty placeholders in them."""
+    model = models[0]
+    contents = LocalContents(f"{label}." if label else "")
+    out = Slice(models, label, contents, model.aliases(zero3=zero3, shared=shared), stage=3 if zero3 else 0)
+    if not zero3:
+        return out, _add_weights(out)
+    placeholders = _add_buffers(out)
+    add_frozen(models, contents)
+    return out, placeholders
 
 
 def _add_weights(of: Slice) -> list[str]:

@@ -5,28 +5,39 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from ucformat.errors import Refused
 from ucformat.facts import Facts
-from ucformat.geometry.tensor import Roster
 from ucformat.sources.base import Folders
+from ucformat.sources.deepspeed.contents import load_all
 from ucformat.sources.deepspeed.degrees import Degrees
-from ucformat.sources.deepspeed.folder import Files, find_tag, is_model_or_optimizer, list_files, looks_like_deepspeed
+from ucformat.sources.deepspeed.experts import adopt_experts, check_degree, expert_model
+from ucformat.sources.deepspeed.folder import (
+    Files,
+    find_tag,
+    is_model_or_optimizer,
+    is_universal,
+    list_files,
+    looks_like_deepspeed,
+)
 from ucformat.sources.deepspeed.groups import merge_groups
 from ucformat.sources.deepspeed.guide import Guide
-from ucformat.sources.deepspeed.merge import Merged
+from ucformat.sources.deepspeed.merge import Merged, roster
 from ucformat.sources.deepspeed.model import ModelStates
 from ucformat.sources.deepspeed.numbered import names_of_stages
 from ucformat.sources.deepspeed.objects import Objects
 from ucformat.sources.deepspeed.pipeline import adopt_layers, layers_of
 from ucformat.sources.deepspeed.slices import Slice, read_slice
+from ucformat.sources.deepspeed.universal import OpenUniversal
 from ucformat.sources.torch_file import TorchFile
 from ucformat.sources.torch_zip import TorchZip
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ucformat.geometry.layout import Layout
     from ucformat.geometry.tensor import Extent, Key
     from ucformat.sources.base import Record
+    from ucformat.sources.deepspeed.experts import Experts
     from ucformat.storage.base import Store
 
 __all__ = ["DeepSpeed", "OpenDeepSpeed"]
@@ -67,13 +78,16 @@ class DeepSpeed(Folders):
         """Whether this folder has `latest`, or model states as DeepSpeed names them."""
         return looks_like_deepspeed(store)
 
-    def open(self, store: Store) -> OpenDeepSpeed:
-        """Open the checkpoint that `latest` names, or the tag folder that the store is rooted at.
+    def open(self, store: Store) -> OpenDeepSpeed | OpenUniversal:
+        """Open the checkpoint that `latest` or `latest_universal` names, or the tag folder that the store is rooted at.
 
         Reads kilobytes of the model states and layer files, and of the first data-parallel rank's optimizer file of
         each model-parallel rank. The other ranks' must exist, and are opened when their extents are wanted.
         """
-        return OpenDeepSpeed(store, list_files(store, find_tag(store)), self)
+        tag = find_tag(store)
+        if is_universal(store, tag):
+            return OpenUniversal(store, tag, self)
+        return OpenDeepSpeed(store, list_files(store, tag), self)
 
 
 class OpenDeepSpeed:
@@ -91,7 +105,7 @@ class OpenDeepSpeed:
         contents = self._contents = merged.contents
         contents.groups = merge_groups(stages)
         by_label = {
-            degrees.label(p, t, d): model
+            degrees.label(p, t, d) if d else of.label: model
             for p, slices in enumerate(stages)
             for t, of in enumerate(slices)
             for d, model in enumerate(of.models)
@@ -101,12 +115,12 @@ class OpenDeepSpeed:
         objects = Objects(by_label, optimizers, contents, lost).json()  # before the roster: large tensors join it
         first = stages[0][0]
         self.facts = Facts(
-            roster=_roster(stages, merged),
+            roster=roster(stages, contents),
             aliases={a: b for slices in stages for a, b in slices[0].aliases.items()},
             objects=objects,
             groups=tuple(group.json() for group in contents.groups),
             step=step if isinstance(step := first.model.value.get("global_steps"), int) else None,
-            layout=_layout(degrees, first),
+            layout=_layout(degrees, stages, files),
             engine={"name": "deepspeed", "version": str(first.model.value.get("ds_version", ""))},
             files=files.all,
             means=merged.means,
@@ -133,13 +147,13 @@ def _read(store: Store, files: Files, how: DeepSpeed) -> tuple[Degrees, list[lis
     first = ModelStates(load(files.models[0][0]))
     degrees = Degrees.of(files, first)  # before others are opened that may not belong to it
     others = [row[not m :] for m, row in enumerate(files.models)]
-    rows = [[ModelStates(file) for file in row] for row in _parallel(load, others)]
+    rows = [[ModelStates(file) for file in row] for row in load_all(load, others)]
     rows[0].insert(0, first)
     grid = [[rows[p * degrees.tp + t] for t in range(degrees.tp)] for p in range(degrees.pp)]
     names: list[Sequence[Sequence[str]] | None] = [how.groups] * degrees.pp
     ties: dict[str, str] = {}
     if first.in_layers:
-        opened = dict(zip(files.layers, _parallel(load, files.layers.values()), strict=True))
+        opened = dict(zip(files.layers, load_all(load, files.layers.values()), strict=True))
         for t in range(degrees.tp):
             models = [stage[t][0] for stage in grid]
             layers = layers_of({number: row[t] for number, row in opened.items()})
@@ -147,6 +161,14 @@ def _read(store: Store, files: Files, how: DeepSpeed) -> tuple[Degrees, list[lis
                 adopt_layers(models, layers)
             else:
                 names, ties = names_of_stages(models, layers, how.groups)
+    experts = None
+    if files.experts or first.value.get("num_experts"):
+        if degrees.pp * degrees.tp > 1 or files.zero3:
+            raise Refused(f"{first.key}: not yet read: experts with tensor parallelism, pipelines or ZeRO 3")
+        weights = [row[0] for row in load_all(load, [[key] for key in files.experts.values()])]
+        experts = adopt_experts(first, dict(zip(files.experts, weights, strict=True)), degrees.dp)
+        if first.param_shapes is None and first.value.get("optimizer") is not None:
+            return degrees, _expert_stages(files, load, experts, first, how)
     shared = first.aliases(zero3=files.zero3) if first.param_shapes is not None else None
     optims = files.optims or ((),) * len(rows)
 
@@ -160,6 +182,7 @@ def _read(store: Store, files: Files, how: DeepSpeed) -> tuple[Degrees, list[lis
             zero3=files.zero3,
             shared=None if p else shared,
             names=names[p],
+            experts=experts,
         )
 
     stages: list[list[Slice]] = []
@@ -173,29 +196,36 @@ def _read(store: Store, files: Files, how: DeepSpeed) -> tuple[Degrees, list[lis
     return degrees, stages
 
 
-def _parallel(load: Callable[[str], TorchFile], rows: Iterable[Sequence[str]]) -> list[list[TorchFile]]:
-    """The files of a grid of keys, opened several at a time."""
-    rows = list(rows)
-    keys = [key for row in rows for key in row]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        opened = iter(list(pool.map(load, keys)))
-    return [[next(opened) for _ in row] for row in rows]
+def _expert_stages(
+    files: Files, load: Callable[[str], TorchFile], experts: Experts, first: ModelStates, how: DeepSpeed
+) -> list[list[Slice]]:
+    """Under ZeRO 0 each expert-parallel rank as a slice of its own; what all hold must agree, as in pipeline stages."""
+    degree = len(files.expert_optims)
+    check_degree(experts, first, degree)
+    opened = [row[0] for row in load_all(load, [[key] for key in files.expert_optims])]
+    stages: list[list[Slice]] = []
+    for rank, file in enumerate(opened):
+        model = expert_model(first, file, experts, degree, rank)
+        label = f"ep{rank}" if rank else ""
+        names = None if how.groups is None else [[n for n in g if experts.locally(n, degree, rank)] for g in how.groups]
+        of = read_slice([model], (), label, how.allow, zero3=False, shared=None, names=names)
+        if rank:
+            of.contents.forget(key for key in stages[0][0].contents.infos if key.state == "weight")
+        else:
+            of.models = [first]  # the only one that has more than that
+        stages.append([of])
+    return stages
 
 
-def _layout(degrees: Degrees, first: Slice) -> dict[str, Any]:
+def _layout(degrees: Degrees, stages: list[list[Slice]], files: Files) -> dict[str, Any]:
     """Stage and ranks; under ZeRO 3 also the dtype of the weights, of which only the fp32 copy is stored."""
+    first = stages[0][0]
     out: dict[str, Any] = {"zero": first.stage, "dp": degrees.dp}
+    if files.experts:
+        sizes = sorted({n for n in first.degrees if n > 1} or {len(files.expert_optims) or 1})
+        out["ep"] = sizes[0] if len(sizes) == 1 else sizes
     out |= {axis: n for axis, n in (("tp", degrees.tp), ("pp", degrees.pp)) if n > 1}
     described = [name for name in first.model.described if name in first.model.module]
     if first.stage == 3 and described:
         out["weight_dtype"] = first.model.module[described[0]].dtype
     return out
-
-
-def _roster(stages: list[list[Slice]], merged: Merged) -> Roster:
-    """All tensors in the order of the module, what is not in it after that; each with its states together."""
-    contents = merged.contents
-    modules = (name for slices in stages for name in slices[0].model.module)
-    order = {name: i for i, name in enumerate(dict.fromkeys(modules))}
-    infos = sorted(contents.infos.values(), key=lambda info: order.get(info.name, len(order)))
-    return Roster(tuple(infos), {name: g for g, group in enumerate(contents.groups) for name in group.names})

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, Refused, UsageError
 from ucformat.geometry.box import row_major
 from ucformat.sources.deepspeed.contents import Contents, Group, hyper_parameters, need, refuse_flat_state, stored
+from ucformat.sources.deepspeed.experts import is_expert
 from ucformat.sources.naming import Candidate, Entry, match, shape_of_states
 from ucformat.sources.stand_ins import StoredTensor
 from ucformat.sources.values import to_json
@@ -55,7 +56,7 @@ def read_zero0(model: ModelStates, names: Sequence[Sequence[str]] | None, conten
     else:
         masters = need(state, "fp32_groups", list, model.key) if wrapped else None
         counts = [len(group) for group in (states if masters is None else masters)]
-        _single(model, masters, states, names or _told(hypers, counts, model), contents)
+        _single(model, masters, states, names or _told(hypers, counts, model), contents, [_moe(h) for h in hypers])
     dropped = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat") if wrapped else ("state", "param_groups")
     contents.keep_scalars(model.file, {k: v for k, v in state.items() if k not in dropped})
 
@@ -92,6 +93,7 @@ def _single(
     states: list[list[dict[str, Any]]],
     names: Sequence[Sequence[str]] | None,
     contents: Contents,
+    moe: list[bool],
 ) -> None:
     """One entry for each parameter."""
     parameters = _parameters(model)
@@ -108,7 +110,7 @@ def _single(
         entries = [[Entry(shape_of_states(s)) for s in group] for group in states]
     candidates = [Candidate(name, t.shape, by_name.get(name)) for name, t in parameters.items()]
     if names is None:
-        names = match(entries, candidates)
+        names = _match(entries, candidates, moe)
     if names is None:
         raise UsageError(
             f"{model.key}: its optimizer states are numbered, and which parameters the numbers mean cannot be told for "
@@ -132,6 +134,25 @@ def _single(
             state: next(iter(values.values())) if len(values) == stateful and _one(values) else values
             for state, values in plain.items()
         }
+
+
+def _moe(hyper: Any) -> bool:
+    """Whether DeepSpeed made the group for experts."""
+    return isinstance(hyper, dict) and bool(hyper.get("moe"))
+
+
+def _match(entries: list[list[Entry]], candidates: list[Candidate], moe: list[bool]) -> list[list[str]] | None:
+    """The names of the entries; where there are groups for experts, these have all of them, and nothing else."""
+    if not any(moe):
+        return match(entries, candidates)
+    names: dict[int, list[str]] = {}
+    for kind in (True, False):
+        groups = [g for g, of in enumerate(moe) if of is kind]
+        found = match([entries[g] for g in groups], [c for c in candidates if is_expert(c.name) is kind])
+        if found is None:
+            return None
+        names.update(zip(groups, found, strict=True))
+    return [names[g] for g in range(len(moe))]
 
 
 def _one(values: dict[str, Any]) -> bool:

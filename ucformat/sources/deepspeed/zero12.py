@@ -7,6 +7,8 @@ Where a parameter lies is told three times, and what is told must agree: by thos
 (name -> place in the rank's partition), and by the module's tensors, which are views of one flat buffer in the same
 order.
 
+A group of experts' parameters is cut so over the ranks of one expert-parallel rank; see `experts`.
+
 Under `round_robin_gradients` the buffer is in another order than the group, and DeepSpeed 0.19.8 computes the slice
 mappings as if it were not: then those of the group's own order are accepted too.
 """
@@ -15,7 +17,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from functools import partial
+from itertools import accumulate, chain, product
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused
@@ -31,6 +34,7 @@ from ucformat.sources.deepspeed.contents import (
     stored,
     zero_options,
 )
+from ucformat.sources.deepspeed.experts import Experts
 from ucformat.sources.stand_ins import Inert, StoredTensor
 from ucformat.sources.values import to_json
 
@@ -91,8 +95,17 @@ class Partition:
 class Zero12:
     """The flat groups of a ZeRO 1 or 2 checkpoint; ranks beyond the first are opened when their extents are wanted."""
 
-    def __init__(self, model: ModelStates, keys: tuple[str, ...], allow: tuple[str, ...], contents: Contents) -> None:
+    def __init__(
+        self,
+        model: ModelStates,
+        keys: tuple[str, ...],
+        allow: tuple[str, ...],
+        contents: Contents,
+        experts: Experts | None = None,
+    ) -> None:
         self.model, self.world, self.contents = model, len(keys), contents
+        self.experts = experts or Experts(len(keys))
+        self.degrees: list[int] = []  # expert-parallel ranks of each group
         self.flat: list[FlatGroup] = []
         self.round_robin: list[FlatGroup] = []
         self.ranks = Ranks(model.file.store, keys, allow, self._parse)
@@ -113,7 +126,8 @@ class Zero12:
         if not self.flat:
             self._lay_out(state, masters, file)
         counts = state.get("partition_count")
-        if any(n != self.world for n in (counts if isinstance(counts, list) else [counts])):
+        parts = [self.world // degree for degree in self.degrees]
+        if counts != parts if isinstance(counts, list) else {counts} != set(parts):
             raise IntegrityError(
                 f"{file.key} was saved by {counts} ranks, but {self.world} files of optimizer states are there",
                 hint="files of different saves are mixed in one folder",
@@ -131,22 +145,38 @@ class Zero12:
         paddings = need(state, "group_paddings", list, file.key)
         aligned = state.get("param_alignment_paddings") or [[0] * len(g) for g in groups]
         ends = paddings if "zero_stage" in state else [0] * len(groups)
+        self.degrees = self._degrees(state, file)
         for index, (shapes, pads, master, end) in enumerate(zip(groups, aligned, masters, ends, strict=True)):
             group = FlatGroup.joined(shapes, pads, master.size + end)
-            if group.partition * self.world < group.total:
+            parts = self.world // self.degrees[index]
+            if group.partition * parts < group.total:
                 raise IntegrityError(
-                    f"group {index}: {self.world} partitions of {group.partition} elements in {file.key} do not hold "
+                    f"group {index}: {parts} partitions of {group.partition} elements in {file.key} do not hold "
                     "the "
                     f"{group.total} that {self.model.key} describes"
                 )
             self._check_views(index, group)
             self.flat.append(group)
         if zero_options(self.model.value).get("round_robin_gradients"):
-            orders = (_undealt(list(group.shapes), self.world) for group in self.flat)
+            orders = (
+                _undealt(list(group.shapes), self.world // degree)
+                for group, degree in zip(self.flat, self.degrees, strict=True)
+            )
             self.round_robin = [
                 FlatGroup.joined({n: g.shapes[n] for n in order}, [0] * len(order), g.partition)
                 for g, order in zip(self.flat, orders, strict=True)
             ]
+
+    def _degrees(self, state: dict[str, Any], file: TorchFile) -> list[int]:
+        """Over how many expert-parallel ranks each group is dealt."""
+        base, counts = state.get("base_optimizer_state"), state.get("partition_count")
+        hypers = base.get("param_groups") if isinstance(base, dict) else None
+        out = []
+        for index, shapes in enumerate(self.model.param_shapes or []):
+            hyper = hypers[index] if isinstance(hypers, list) and index < len(hypers) else None
+            parts = counts[index] if isinstance(counts, list) and index < len(counts) else None
+            out.append(self.experts.degree_of(shapes, hyper, parts, file.key))
+        return out
 
     def _check_views(self, index: int, group: FlatGroup) -> None:
         """The module's tensors, where they are views of one flat buffer, lie where the layout says."""
@@ -160,7 +190,7 @@ class Zero12:
                 )
         if len(homes) != 1 or len({v.storage for v in views.values()}) != 1 or len(views) < 2:
             return
-        if next(iter(views.values())).numel != group.partition * self.world:
+        if next(iter(views.values())).numel != group.partition * (self.world // self.degrees[index]):
             return
         wrong = [n for n, v in views.items() if v.offset != group.starts[n]]
         if wrong:
@@ -173,7 +203,7 @@ class Zero12:
 
     def _check_lengths(self, rank: int, partition: Partition, *, padded: bool) -> None:
         for index, (group, master) in enumerate(zip(self.flat, partition.masters, strict=True)):
-            lean = group.partition - group.padding(rank)
+            lean = group.partition - group.padding(self.experts.place(self.degrees[index], rank))
             if master.size != (group.partition if padded else lean):
                 raise IntegrityError(
                     f"{partition.file.key}: the master of group {index} has {master.size} elements; the layout gives "
@@ -191,7 +221,8 @@ class Zero12:
             return
         for index, told in enumerate(mappings):
             said = {name: (a.get("start"), a.get("numel")) for name, a in told.items() if isinstance(a, Inert)}
-            accepted = [layout[index].slices(rank) for layout in (self.flat, self.round_robin) if layout]
+            at = self.experts.place(self.degrees[index], rank)
+            accepted = [layout[index].slices(at) for layout in (self.flat, self.round_robin) if layout]
             if said not in accepted:
                 name = next((n for n in chain(said, accepted[0]) if said.get(n) != accepted[0].get(n)), "?")
                 raise IntegrityError(
@@ -230,37 +261,37 @@ class Zero12:
         for index, group in enumerate(self.flat):
             states = self.first.states[index]
             plain = {n: v for n, v in states.items() if not isinstance(v, StoredTensor)}
-            entry = Group(list(group.shapes), hyper_parameters(hypers[index], file))
+            entry = Group([], hyper_parameters(hypers[index], file))
             entry.state = to_json(plain, read=file.read, path="state")
             contents.groups.append(entry)
-            for name, shape in group.shapes.items():
-                contents.add(
-                    name, "master", self.first.masters[index].dtype, shape, self._locator(index, name, "master")
-                )
-                for kind, value in states.items():
-                    if isinstance(value, StoredTensor) and value.shape:
-                        contents.add(name, kind, value.dtype, shape, self._locator(index, name, kind))
-                    elif isinstance(value, StoredTensor):
-                        contents.add_whole(name, kind, file, value)
+            tensors = {"master": self.first.masters[index]}
+            tensors |= {n: v for n, v in states.items() if isinstance(v, StoredTensor)}
+            for expert_rank, (local, shape) in product(range(self.degrees[index]), group.shapes.items()):
+                name = self.experts.globally(local, self.degrees[index], expert_rank)
+                entry.names.append(name)
+                for kind, tensor in tensors.items():
+                    if tensor.shape or kind == "master":
+                        locate = partial(self._extents, index, local, kind, expert_rank)
+                        contents.add(name, kind, tensor.dtype, shape, locate)
+                    else:
+                        contents.add_whole(name, kind, file, tensor)
         contents.keep_scalars(file, scalars(file, state, _TENSORS))
         told = stage_of(state.get("zero_stage", 1))  # BF16_Optimizer, which is of ZeRO 1, says nothing
         if told not in (1, 2):
             raise IntegrityError(f"{file.key} says ZeRO {told}, but its files are those of ZeRO 1 and 2")
         self.stage = told
 
-    def _locator(self, index: int, name: str, state: str) -> Any:
-        return lambda: self._extents(index, name, state)
-
-    def _extents(self, index: int, name: str, state: str) -> Iterator[Extent]:
-        """The parts of a parameter in the partitions that it touches."""
+    def _extents(self, index: int, name: str, state: str, expert_rank: int) -> Iterator[Extent]:
+        """The parts of a parameter, as the ranks call it, in the partitions that it touches."""
         group = self.flat[index]
         start, size = group.starts[name], math.prod(group.shapes[name])
         wanted = range(start // group.partition, -(-(start + size) // group.partition)) if size else range(0)
-        opened = self.ranks.get(wanted)
-        for rank in wanted:
-            low = rank * group.partition
+        holders = self.experts.holders(self.degrees[index], expert_rank)
+        opened = self.ranks.get([holders[at] for at in wanted])
+        for at in wanted:
+            low = at * group.partition
             begin, end = max(start, low), min(start + size, low + group.partition)
-            part = opened[rank]
+            part = opened[holders[at]]
             buffer = part.masters[index] if state == "master" else part.states[index][state]
             yield from part.file.flat(buffer, begin - low, group.shapes[name], begin - start, end - start)
 

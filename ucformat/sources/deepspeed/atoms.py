@@ -1,0 +1,138 @@
+"""The atoms of DeepSpeed's universal format: a small file for each state of each parameter, `zero/NAME/STATE.pt`.
+
+What an atom holds depends on who wrote it (DeepSpeed 0.19.8):
+
+- ZeRO 1 and 2, and ZeRO 3 with tensor parallelism: a dictionary, whose `param` is the whole tensor (`cat_dim`,
+  `sub_param_shape`, `vocab_tensor`, … say how it was put together), with `sub_param_shape` in the shape of a view
+- ZeRO 3 else: a flat tensor; its shape is in the model states alone
+- `step.pt`: a number, or a tensor of no dims
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import IntegrityError, MissingData, Refused
+from ucformat.geometry.box import row_major
+from ucformat.sources.stand_ins import StoredTensor
+from ucformat.sources.torch_file import TorchFile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from ucformat.geometry.tensor import Extent
+    from ucformat.storage.base import Store
+
+__all__ = ["Atom", "atom_names", "read_atoms"]
+
+Shape = tuple[int, ...]
+
+_ATOM = re.compile(r"zero/(.+)/([^/]+)\.pt", re.DOTALL)
+_FRAGMENT = re.compile(r"tmp/(.+)/\d+/[^/]+\.\d+", re.DOTALL)
+_THREADS = 32  # each opens one small file at a time, which is waiting most of all
+_STATES = {"fp32": "master"}
+_LISTED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """One file: a tensor in a state, or a plain value. The open file is not kept, because there are thousands."""
+
+    file: str
+    state: str
+    value: Any  # of one that holds no tensor
+    dtype: str = ""
+    shape: Shape = ()
+    extents: tuple[Extent, ...] = ()
+    bare: bool = False  # a dictionary of nothing but the tensor: an untrained one, out of the weights
+
+
+def atom_names(prefix: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Parameter -> state as the file's name says -> key; MissingData where a conversion left off in the middle."""
+    names = list(names)
+    found: dict[str, dict[str, str]] = {}
+    for match in filter(None, map(_ATOM.fullmatch, names)):
+        found.setdefault(match[1], {})[match[2]] = prefix + match[0]
+    waiting = sorted({match[1] for match in map(_FRAGMENT.fullmatch, names) if match} - found.keys())
+    without = [name for name, states in found.items() if "fp32" not in states]
+    if waiting or without:
+        gone = waiting or without
+        more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
+        raise MissingData(
+            f"{prefix}zero/{gone[0]}/fp32.pt{more} is not there: the conversion to DeepSpeed's universal format did "
+            "not finish, or files were lost",
+            hint="run ds_to_universal.py again; or convert the original checkpoint with ucformat, which needs no such "
+            "step",
+        )
+    return found
+
+
+def read_atoms(
+    store: Store, keys: Mapping[str, Mapping[str, str]], shapes: Mapping[str, Shape], allow: tuple[str, ...]
+) -> dict[str, list[Atom]]:
+    """Every atom, opened: a few kilobytes of each, many at a time.
+
+    `shapes`: those of the parameters, as far as the model states tell; an atom of another is an error.
+    """
+
+    def read(item: tuple[str, str, str]) -> Atom:
+        name, state, key = item
+        return _read(TorchFile(store, key, allow=allow), name, state, shapes.get(name))
+
+    items = [(name, state, key) for name, states in keys.items() for state, key in _ordered(states)]
+    out: dict[str, list[Atom]] = {name: [] for name in keys}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for (name, _, _), atom in zip(items, pool.map(read, items), strict=True):
+            out[name].append(atom)
+    return out
+
+
+def _ordered(states: Mapping[str, str]) -> list[tuple[str, str]]:
+    return sorted(states.items(), key=lambda item: (item[0] != "fp32", item[0]))
+
+
+def _read(file: TorchFile, name: str, state: str, expected: Shape | None) -> Atom:
+    value = file.value
+    known = _STATES.get(state, state)
+    if isinstance(value, dict):
+        tensor = value.get("param")
+        if not isinstance(tensor, StoredTensor):
+            raise IntegrityError(f"{file.key} is a dictionary without a tensor `param`, so it is no atom")
+        if state == "fp32" and expected is not None and tensor.shape != expected:
+            tensor = _of_shape(file, tensor, expected, view="sub_param_shape" in value)
+        elif "sub_param_shape" in value and expected is not None and tensor.size == math.prod(expected):
+            tensor = _of_shape(file, tensor, expected, view=True)
+        return _atom(file, known, tensor, bare=value.keys() == {"param"})
+    if isinstance(value, StoredTensor):
+        if len(value.shape) == 1 and state != "step":
+            if expected is None:
+                raise Refused(
+                    f"{file.key} is a flat tensor of {value.size} elements, and no model states beside it tell "
+                    f"the shape of {name}",
+                    hint="put the *_model_states.pt of the checkpoint that was converted into the folder again",
+                )
+            value = _of_shape(file, value, expected, view=True)
+        return _atom(file, known, value)
+    if isinstance(value, int | float):
+        return Atom(file.key, known, value)
+    raise IntegrityError(f"{file.key} holds a {type(value).__name__} where a tensor or a number should be")
+
+
+def _atom(file: TorchFile, state: str, tensor: StoredTensor, *, bare: bool = False) -> Atom:
+    return Atom(file.key, state, None, tensor.dtype, tensor.shape, tuple(file.whole(tensor)), bare)
+
+
+def _of_shape(file: TorchFile, tensor: StoredTensor, shape: Shape, *, view: bool) -> StoredTensor:
+    """The same elements in another shape, where they are as many and `view` says that it may be."""
+    if view and tensor.size == math.prod(shape) and (not tensor.size or tensor.strides == row_major(tensor.shape)):
+        return replace(tensor, shape=shape, strides=row_major(shape))
+    raise IntegrityError(
+        f"{file.key} has the shape {list(tensor.shape)}, but the model states beside it say {list(shape)}",
+        hint="DeepSpeed's converter joins the parts of every parameter along dim 0 where it is not told how they are "
+        "cut (--inject_missing_state), or files of different conversions are mixed; convert the original checkpoint "
+        "with ucformat",
+    )

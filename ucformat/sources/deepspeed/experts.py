@@ -1,0 +1,214 @@
+"""Expert parallelism (`deepspeed.moe`): which experts there are, which ranks hold them, and under which names.
+
+An expert-parallel rank K of E holds n/E of a layer's n experts, as `….deepspeed_moe.experts.deepspeed_experts.J.…`, J
+counting from 0 on each: such is the name in `param_shapes` and the optimizer, and it means expert K·n/E + J. The files
+of the weights, one for each expert, name it by that number. Of data-parallel rank R of D, K is R mod E; under
+`use_data_before_expert_parallelism` it is R div (D/E). Layers may be of different E.
+
+Under ZeRO 1 and 2 the groups of experts' parameters are cut over the D/E ranks of the same K. Under ZeRO 0 the first
+rank of each K writes its optimizer, that of all other parameters with it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import IntegrityError, MissingData, Refused
+from ucformat.sources.deepspeed.contents import need
+from ucformat.sources.deepspeed.model import ModelStates
+from ucformat.sources.stand_ins import StoredTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from ucformat.sources.torch_file import TorchFile
+
+__all__ = ["Experts", "adopt_experts", "check_degree", "expert_model", "is_expert"]
+
+_NAME = re.compile(r"\.?((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,6})(\..+)", re.DOTALL)
+_GROUP = re.compile(r"ep_size_(\d{1,6})")
+_LISTED = 10
+
+
+def is_expert(name: str) -> bool:
+    """Whether a tensor of this name is an expert's."""
+    return _NAME.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a checkpoint: `counts` has for each layer of them the prefix of their names and how many."""
+
+    dp: int
+    data_first: bool = False
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+    def holders(self, degree: int, rank: int) -> range:
+        """The data-parallel ranks of an expert-parallel rank, in the order of their partitions."""
+        wide = self.dp // degree
+        return range(rank * wide, (rank + 1) * wide) if self.data_first else range(rank, self.dp, degree)
+
+    def place(self, degree: int, rank: int) -> int:
+        """The place of a data-parallel rank among those of its expert-parallel rank."""
+        return rank % (self.dp // degree) if self.data_first else rank // degree
+
+    def globally(self, name: str, degree: int, rank: int) -> str:
+        """What a parameter that an expert-parallel rank calls so is called in the whole checkpoint."""
+        match = _NAME.fullmatch(name)
+        if match is None or degree == 1:
+            return name
+        return f"{match[1]}{rank * self.counts[match[1]] // degree + int(match[2])}{match[3]}"
+
+    def locally(self, name: str, degree: int, rank: int) -> bool:
+        """Whether an expert-parallel rank holds this parameter: an expert's of its own, or no expert's."""
+        match = _NAME.fullmatch(name)
+        return match is None or int(match[2]) * degree // self.counts[match[1]] == rank
+
+    def degree_of(self, names: Iterable[str], hyper: Any, parts: Any, file: str) -> int:
+        """Over how many expert-parallel ranks the parameters of a flat group are dealt; 1 where they are no experts'.
+
+        `parts`: into how many partitions the group is cut, where the file says so.
+        """
+        label = hyper.get("name") if isinstance(hyper, dict) and hyper.get("moe") else None
+        told = _GROUP.fullmatch(label) if isinstance(label, str) else None
+        held: dict[str, set[int]] = {}
+        other = None
+        for name in names:
+            match = _NAME.fullmatch(name)
+            if match is None:
+                other = name
+            else:
+                held.setdefault(match[1], set()).add(int(match[2]))
+        degree = int(told[1]) if told else self.dp // parts if isinstance(parts, int) and 0 < parts <= self.dp else 1
+        if not held or degree < 1 or self.dp % degree:
+            degree = 1
+        if isinstance(parts, int) and parts * degree != self.dp:
+            raise IntegrityError(
+                f"{file} was saved by {parts} ranks of one group{f' named {label!r}' if told else ''}, but {self.dp} "
+                "files of optimizer states are there",
+                hint="files of different saves are mixed in one folder, or experts were dealt to ranks in a way that "
+                "ucformat does not know",
+            )
+        if degree > 1 and other is not None:
+            raise Refused(f"{file} has {other}, which is no expert's, in a group that is dealt to {degree} ranks")
+        for prefix, ids in held.items():
+            if self.counts.get(prefix) != len(ids) * degree or max(ids) >= len(ids):
+                raise IntegrityError(
+                    f"{file}: {degree} expert-parallel ranks have {len(ids)} experts each of {prefix}*, but there are "
+                    f"files of {self.counts.get(prefix, 0)}",
+                    hint="files of different saves are mixed in one folder",
+                )
+        return degree
+
+
+def adopt_experts(model: ModelStates, files: Mapping[tuple[int, int], TorchFile], dp: int) -> Experts:
+    """Give the model states file the experts' weights, each after its layer's gate; returns which there are.
+
+    MissingData names the experts whose files are not there.
+    """
+    told = model.value.get("num_experts") or []
+    if not isinstance(told, list) or any(type(n) is not int or n < 1 for n in told):
+        raise IntegrityError(f"{model.key} has no usable 'num_experts' ({told!r:.80})")
+    missing = list(islice(_missing(told, files), _LISTED + 1))
+    folder = model.key.rpartition("mp_rank_")[0]
+    if missing:
+        names = ", ".join(f"{folder}layer_{i}_expert_{e}_mp_rank_00_model_states.pt" for i, e in missing[:_LISTED])
+        raise MissingData(
+            f"{names}{' and more' if len(missing) > _LISTED else ''} is missing: the checkpoint has {len(told)} layers "
+            f"of {', '.join(map(str, told[:_LISTED]))} experts",
+            hint="copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk",
+        )
+    extra = next((file for (i, e), file in files.items() if i >= len(told) or e >= told[i]), None)
+    if extra is not None:
+        raise IntegrityError(
+            f"{extra.key} does not belong to this checkpoint, whose layers have {told} experts",
+            hint="an earlier save of another model left it; move it elsewhere",
+        )
+    counts: dict[str, int] = {}
+    layers: list[dict[str, tuple[StoredTensor, TorchFile]]] = []
+    for layer, number in enumerate(told):
+        found = {}
+        prefixes = set()
+        for expert in range(number):
+            for name, tensor in _tensors(files[layer, expert], expert):
+                found[name] = tensor, files[layer, expert]
+                prefixes.add(name[: name.rindex("deepspeed_experts.")] + "deepspeed_experts.")
+        if len(prefixes) > 1 or prefixes & counts.keys():
+            raise IntegrityError(
+                f"the files of layer {layer}'s experts, {files[layer, 0].key} and others, hold several layers' or "
+                "another one's: " + ", ".join(sorted(prefixes)),
+                hint="files of different saves are mixed in one folder",
+            )
+        counts.update(dict.fromkeys(prefixes, number))
+        layers.append(found)
+    for prefix, tensors in zip(counts, filter(None, layers), strict=True):
+        model.adopt_after(prefix.removesuffix("experts.deepspeed_experts."), tensors)
+    config = model.value.get("ds_config")
+    first = isinstance(config, dict) and config.get("use_data_before_expert_parallelism") is True
+    return Experts(dp, first, counts)
+
+
+def expert_model(base: ModelStates, file: TorchFile, experts: Experts, degree: int, rank: int) -> ModelStates:
+    """The model states of an expert-parallel rank under ZeRO 0: its own optimizer and experts, and what all hold."""
+    state = need(file.value, "optimizer", (dict, type(None)), file.key)
+    buffers = [experts.globally(name, degree, rank) for name in base.buffers]
+    file.value = {"module": {}, "buffer_names": buffers, "optimizer": state}
+    model = ModelStates(file)
+    for name, tensor in base.module.items():
+        if experts.locally(name, degree, rank):
+            model.adopt(name, tensor, base.home(name))
+    return model
+
+
+def check_degree(experts: Experts, model: ModelStates, degree: int) -> None:
+    """Under ZeRO 0: the files of expert-parallel ranks are as many as the optimizer's groups say."""
+    state = model.value.get("optimizer")
+    inner = state.get("optimizer_state_dict", state) if isinstance(state, dict) else {}
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    names = [str(g.get("name")) for g in groups or () if isinstance(g, dict) and g.get("moe")]
+    sizes = {int(m[1]) for m in map(_GROUP.fullmatch, names) if m} or {degree}
+    if len(sizes) > 1:
+        raise Refused(
+            f"{model.key}: layers of experts are dealt to different numbers of ranks ({sorted(sizes)}), which is read "
+            "with ZeRO 1 and 2 alone"
+        )
+    told = sizes.pop()
+    if degree < told:
+        folder = model.key.rpartition("/")[0]
+        names = [f"expp_rank_{k}_mp_rank_00_optim_states.pt" for k in range(degree, min(told, degree + _LISTED))]
+        raise MissingData(
+            f"{', '.join(names)} is missing in {folder or 'the folder'}: {told} expert-parallel ranks saved it",
+            hint="copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk",
+        )
+    odd = next((p for p, n in experts.counts.items() if n % degree), None)
+    if degree > told or odd is not None or experts.dp % degree:
+        raise IntegrityError(
+            f"there are optimizer files of {degree} expert-parallel ranks, but {model.key} was saved by {told} of "
+            f"{experts.dp} data-parallel ranks" + (f", with {experts.counts[odd]} experts in {odd}*" if odd else ""),
+            hint="an earlier save by more ranks left some; move those elsewhere",
+        )
+
+
+def _missing(told: Sequence[int], files: Mapping[tuple[int, int], TorchFile]) -> Iterator[tuple[int, int]]:
+    there = [0] * len(told)
+    for layer, expert in files:
+        if layer < len(told) and expert < told[layer]:
+            there[layer] += 1
+    for layer, number in enumerate(told):
+        if there[layer] < number:
+            yield from ((layer, e) for e in range(number) if (layer, e) not in files)
+
+
+def _tensors(file: TorchFile, expert: int) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors of an expert's file, under their names in the whole checkpoint."""
+    if not isinstance(file.value, dict):
+        raise IntegrityError(f"{file.key} holds a {type(file.value).__name__} where an expert's tensors should be")
+    for name, tensor in file.value.items():
+        match = _NAME.fullmatch(name) if isinstance(name, str) else None
+        if match is None or int(match[2]) != expert:
+            raise IntegrityError(f"{file.key} holds {name!r:.200}, which is no tensor of expert {expert}")
+        if isinstance(tensor, StoredTensor):
+            yield f"{match[1]}{match[2]}{match[3]}", tensor

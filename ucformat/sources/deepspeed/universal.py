@@ -1,0 +1,272 @@
+"""DeepSpeed's universal format: what `ds_to_universal.py` and `hf_to_universal.py` wrote, read in place.
+
+A folder (`latest_universal` beside it names it) with `zero/NAME/STATE.pt` for each parameter, see `atoms`;
+`zero/optimizer_state.pt`, the rest of the first rank's optimizer file; and copies of the model states files. Of those
+come the weights, those of frozen parameters and buffers too, the tied names and the shapes.
+
+Of names that no optimizer had (buffers, frozen and tied parameters) ZeRO 1 and 2 convert a copy of the weight, in fp32:
+it is left out, because the weight is there. Weights of pipelines and of experts are in files that the converter does
+not copy, so their masters alone are there.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import IntegrityError, MissingData
+from ucformat.facts import Facts
+from ucformat.geometry.tensor import Key
+from ucformat.sources.contents import Contents, Group
+from ucformat.sources.deepspeed.atoms import Atom, atom_names, read_atoms
+from ucformat.sources.deepspeed.contents import hyper_parameters, load_all, need, stage_of
+from ucformat.sources.deepspeed.degrees import Degrees
+from ucformat.sources.deepspeed.folder import Files, list_files
+from ucformat.sources.deepspeed.guide import Guide
+from ucformat.sources.deepspeed.merge import Merged, roster
+from ucformat.sources.deepspeed.model import ModelStates
+from ucformat.sources.deepspeed.objects import Objects
+from ucformat.sources.deepspeed.slices import Slice, read_weights
+from ucformat.sources.stand_ins import StoredTensor
+from ucformat.sources.torch_file import TorchFile
+from ucformat.sources.torch_zip import TorchZip
+from ucformat.sources.values import to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from ucformat.geometry.tensor import Extent
+    from ucformat.sources.base import Record
+    from ucformat.sources.deepspeed.source import DeepSpeed
+    from ucformat.storage.base import Store
+
+__all__ = ["OpenUniversal"]
+
+_OPTIMIZER = "zero/optimizer_state.pt"
+_LAID_OUT = frozenset(  # of the flat buffers that the atoms were cut from, and rank 0's part of them under ZeRO 3
+    ("param_groups", "group_paddings", "param_alignment_paddings", "fp32_flat_groups", "optimizer_state_dict",
+     "ds_zero_partition_groups")
+)  # fmt: skip
+
+
+class OpenUniversal:
+    """One opened folder of the universal format."""
+
+    kind = "deepspeed"
+
+    def __init__(self, store: Store, tag: str, how: DeepSpeed) -> None:
+        self.store = store
+        prefix = f"{tag}/" if tag else ""
+        names = [info.key.removeprefix(prefix) for info in store.list(tag)]
+        keys = atom_names(prefix, names)
+        self._optimizer = f"{prefix}{_OPTIMIZER}" if _OPTIMIZER in names else None
+        files = list_files(store, tag, universal=True)
+        self._check_finished(prefix, names, files)
+        self._degrees, self._stages, lost = _read_models(store, files, how)
+        contents = self._add_weights(how)
+        self._add_atoms(keys, how, contents)
+        lost = [name for name in lost if name not in keys]
+        by_label = {
+            self._degrees.label(p, t, d) if d else of.label: model
+            for p, slices in enumerate(self._stages)
+            for t, of in enumerate(slices)
+            for d, model in enumerate(of.models)
+        }
+        objects = Objects(by_label, {"": contents.optimizer}, contents, lost).json() if by_label else {}
+        first = self._stages[0][0].model.value if self._stages else {}
+        atoms = (key for states in keys.values() for key in states.values())
+        self.facts = Facts(
+            roster=roster(self._stages, contents),
+            aliases=self._aliases(),
+            objects=objects,
+            groups=tuple(group.json() for group in contents.groups),
+            step=step if isinstance(step := first.get("global_steps"), int) else None,
+            layout=self._layout(),
+            engine={"name": "deepspeed", "version": str(first.get("ds_version", ""))},
+            files=(*files.all, *filter(None, [self._optimizer]), *atoms),
+            means=self._means,
+            folder=tag,
+        )
+        self._latest = files.latest
+
+    def extents(self, key: Key) -> Iterator[Extent]:
+        """Where the bytes of a tensor lie."""
+        return self._contents.extents(key, self.store.url)
+
+    def records(self) -> Iterator[Record]:
+        """Every record of the zip files; reads the directory of each."""
+        for key in self.facts.files:
+            if key != self._latest:
+                yield from TorchZip(self.store, key).records()
+
+    def _check_finished(self, prefix: str, names: list[str], files: Files) -> None:
+        """The model states are copied last: without them it is a conversion that stopped, or one of Hugging Face's."""
+        if files.models:
+            if self._optimizer is None:
+                raise MissingData(
+                    f"{prefix}{_OPTIMIZER} is missing: the conversion did not finish, or the file was lost",
+                    hint="run ds_to_universal.py again, or convert the original checkpoint with ucformat",
+                )
+            return
+        if self._optimizer is not None or not ("source.txt" in names or files.latest):
+            raise MissingData(
+                f"{prefix}mp_rank_00_model_states.pt (or zero_pp_rank_*_model_states.pt) is missing: the conversion to "
+                "DeepSpeed's universal format did not finish, or files were lost",
+                hint="run ds_to_universal.py again, or convert the original checkpoint with ucformat",
+            )
+
+    def _add_weights(self, how: DeepSpeed) -> Contents:
+        """What the model states hold, over all model-parallel ranks."""
+        self._means: Mapping[Key, tuple[Key, ...]] = {}
+        self._contents = Contents()
+        if self._stages:
+            models = [m for slices in self._stages for of in slices for m in of.models]
+            merged = Merged(self.store, self._stages, Guide(models, self._degrees.tp, how.layout, how.vocab))
+            self._contents, self._means = merged.contents, merged.means
+        return self._contents
+
+    def _add_atoms(self, keys: dict[str, dict[str, str]], how: DeepSpeed, contents: Contents) -> None:
+        """The atoms, with the groups that their parameters were in."""
+        groups: list[dict[str, tuple[int, ...]]] = [
+            shapes for slices in self._stages for shapes in slices[0].model.param_shapes or []
+        ]
+        trained: dict[str, tuple[int, ...]] = {name: shape for group in groups for name, shape in group.items()}
+        shapes = {key.name: info.shape for key, info in contents.infos.items() if key.state == "weight"}
+        if self._degrees.tp == 1:
+            shapes |= trained
+        gone = [name for name, shape in trained.items() if name not in keys and 0 not in shape]
+        if gone:
+            raise MissingData(
+                f"zero/{gone[0]}/fp32.pt{f' and {len(gone) - 1} more' if len(gone) > 1 else ''} is missing: the model "
+                f"states describe {len(trained)} trained parameters",
+                hint="the conversion did not finish, or files were lost; convert the original checkpoint again",
+            )
+        copies = {n for n, states in keys.items() if trained and n not in trained and states.keys() == {"fp32"}}
+        copies &= shapes.keys() | self._aliases().keys()
+        wanted = {name: states for name, states in keys.items() if name not in copies}
+        atoms = read_atoms(self.store, wanted, shapes, how.allow)
+        for name, held in atoms.items():
+            if len(held) == 1 and held[0].bare and Key(name, "weight") in contents.infos:
+                continue  # never had a gradient, so that the converter took the weight
+            for atom in held:
+                if atom.value is None:
+                    contents.add(name, atom.state, atom.dtype, atom.shape, lambda atom=atom: iter(atom.extents))  # type: ignore[misc]
+        together: list[Iterable[str]] = [*groups] or [atoms]
+        for names in together:
+            _check_alike({name: atoms[name] for name in names if name in atoms})
+        state = TorchFile(self.store, self._optimizer, allow=how.allow) if self._optimizer else None
+        self._zero = 3 if self._stages and self._stages[0][0].stage == 3 else None
+        if state is not None:
+            value = need({"state": state.value}, "state", dict, state.key)
+            self._zero = stage_of(value.get("zero_stage", 1))
+            self._add_groups(state, value, contents)
+            contents.keep_scalars(state, {k: v for k, v in value.items() if k not in _LAID_OUT})
+        self._add_plain(atoms, contents)
+
+    def _add_groups(self, file: TorchFile, value: dict[str, Any], contents: Contents) -> None:
+        """The optimizer's groups, by the names of `param_shapes`; under ZeRO 3 also the states of no dims (`step`).
+
+        Only the first stage of a pipeline is told of: those of others are joined to it where they are as many.
+        """
+        hypers = need(value, "param_groups", list, file.key)
+        members = [need(hyper, "params", list, file.key) for hyper in hypers]
+        inner = value.get("optimizer_state_dict")
+        found = inner.get("state") if isinstance(inner, dict) else None
+        for p, slices in enumerate(self._stages):
+            flat = slices[0].model.param_shapes or []
+            if sorted(i for of in members for i in of if isinstance(i, int)) != list(range(len(flat))):
+                if not p:
+                    raise IntegrityError(
+                        f"{file.key} has optimizer groups of {sum(map(len, members))} flat groups, but "
+                        f"{slices[0].model.key} describes {len(flat)}",
+                        hint="files of different conversions are mixed in one folder",
+                    )
+                contents.groups.extend(Group(list(shapes), {}) for shapes in flat)  # whose settings are lost
+                continue
+            for g, (hyper, of) in enumerate(zip(hypers, members, strict=True)):
+                if not p:
+                    contents.groups.append(Group([], hyper_parameters(hyper, file)))
+                known = {name for group in contents.groups for name in group.names}
+                contents.groups[g].names.extend(n for i in of for n in flat[i] if n not in known)
+                for i in of:
+                    states = found.get(i) if isinstance(found, dict) else None
+                    self._add_scalars(contents, contents.groups[g], file, states, flat[i])
+
+    def _add_scalars(
+        self, contents: Contents, group: Group, file: TorchFile, states: Any, names: Iterable[str]
+    ) -> None:
+        """States of a flat group that are no tensors along it, which the converter makes no atoms of."""
+        for state, value in (states if isinstance(states, dict) else {}).items():
+            for name in names:
+                if isinstance(value, StoredTensor) and not value.shape and Key(name, state) not in contents.infos:
+                    contents.add_whole(name, str(state), file, value)
+            if not isinstance(value, StoredTensor):
+                group.state[str(state)] = to_json(value, read=file.read, path="state")
+
+    def _add_plain(self, atoms: dict[str, list[Atom]], contents: Contents) -> None:
+        """Numbers (`step`), with the group of their parameter: one for all that have it, or one for each name."""
+        plain = {name: {a.state: a.value for a in held if a.value is not None} for name, held in atoms.items()}
+        plain = {name: values for name, values in plain.items() if values}
+        if plain and not contents.groups:
+            contents.groups.append(Group(list(plain), {}))
+        for group in contents.groups:
+            mine = [plain[name] for name in group.names if name in plain]
+            for state in dict.fromkeys(chain.from_iterable(mine)):
+                values = {n: plain[n][state] for n in group.names if state in plain.get(n, {})}
+                same = len({(type(v), v) for v in values.values()}) == 1 and len(values) == len(group.names)
+                group.state[state] = next(iter(values.values())) if same else values
+
+    def _aliases(self) -> dict[str, str]:
+        return {a: b for slices in self._stages for a, b in slices[0].aliases.items()}
+
+    def _layout(self) -> dict[str, Any]:
+        """As of the checkpoint that was converted."""
+        degrees = self._degrees
+        out: dict[str, Any] = {"universal": True}
+        if self._stages:
+            out |= {"zero": self._zero, "dp": degrees.dp}
+            out |= {axis: n for axis, n in (("tp", degrees.tp), ("pp", degrees.pp)) if n > 1}
+            model = self._stages[0][0].model
+            described = [name for name in model.described if name in model.module]
+            if self._zero == 3 and described:
+                out["weight_dtype"] = model.module[described[0]].dtype
+        return out
+
+
+def _read_models(store: Store, files: Files, how: DeepSpeed) -> tuple[Degrees, list[list[Slice]], list[str]]:
+    """The weights by pipeline stage and tensor-parallel rank, and the names of those that are empty placeholders."""
+    if not files.models:
+        return Degrees(1, 1, 1), [], []
+    rows = load_all(lambda key: TorchFile(store, key, allow=how.allow), files.models)
+    models = [[ModelStates(file) for file in row] for row in rows]
+    first = models[0][0]
+    degrees = Degrees.of(files, first, universal=True)
+    shared = first.aliases(zero3=files.zero3)
+    stages: list[list[Slice]] = []
+    lost: dict[str, None] = {}
+    for p in range(degrees.pp):
+        stages.append([])
+        for t in range(degrees.tp):
+            row = models[p * degrees.tp + t]
+            of, empty = read_weights(row, degrees.label(p, t), zero3=files.zero3, shared=None if p else shared)
+            stages[p].append(of)
+            lost.update(dict.fromkeys(empty))
+    return degrees, stages, list(lost)
+
+
+def _check_alike(group: Mapping[str, list[Atom]]) -> None:
+    """All parameters of a flat group have the same states, but those that the optimizer never met."""
+    held = {name: {atom.state for atom in atoms} for name, atoms in group.items() if not _untrained(atoms)}
+    every = set().union(*held.values())
+    for name, states in held.items():
+        if states != every:
+            file = group[name][0].file.rpartition("/")[0]
+            raise MissingData(
+                f"{file} lacks {', '.join(f'{state}.pt' for state in sorted(every - states))}, which other parameters "
+                "of its optimizer group have",
+                hint="the conversion did not finish, or files were lost; convert the original checkpoint again",
+            )
+
+
+def _untrained(atoms: list[Atom]) -> bool:
+    return len(atoms) == 1 and atoms[0].state == "master" and (atoms[0].bare or 0 in atoms[0].shape)
