@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import NotFound, UsageError
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     import yaml
 
 __all__ = ["line_of", "read_written"]
+
+_MOST = 1_000_000  # values of a YAML file, an alias counted as all that it stands for
 
 
 def read_written(path: Path, what: str, fault: type[UsageError] = UsageError) -> Any:
@@ -28,12 +32,16 @@ def read_written(path: Path, what: str, fault: type[UsageError] = UsageError) ->
         raise NotFound(f"there is no {what} {path}") from e
     except UnicodeDecodeError as e:
         raise fault(f"the {what} {path} is not UTF-8 text: {e}") from e
+    except (OSError, ValueError) as e:
+        raise fault(f"the {what} {path} cannot be read: {e}") from e
     if path.suffix != ".json":
         return _yaml(path, text, fault)
     try:
         return json.loads(text, object_pairs_hook=_pairs)
     except ValueError as e:
         raise fault(f"{path} is not JSON: {e}") from e
+    except RecursionError as e:
+        raise fault(f"{path} is nested too deeply") from e
 
 
 def line_of(path: Path, place: str) -> int | None:
@@ -41,8 +49,8 @@ def line_of(path: Path, place: str) -> int | None:
     import yaml
 
     try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)  # JSON is YAML, too
-    except (OSError, ValueError, yaml.YAMLError):
+        node = _composed(path.read_text(encoding="utf-8"))  # JSON is YAML, too
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
     line: int | None = None
     for part in re.findall(r"[^.\[\]]+", place):
@@ -54,6 +62,14 @@ def line_of(path: Path, place: str) -> int | None:
         if below is not None:  # else it is the name of a variant, which is not in the file
             line, node = below[0].line + 1, below[1]
     return line
+
+
+@lru_cache(maxsize=1)  # each of many faults asks for the line of a place in the same file
+def _composed(text: str) -> yaml.Node | None:
+    import yaml
+
+    node: yaml.Node | None = yaml.compose(text, yaml.SafeLoader)
+    return node
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -74,14 +90,55 @@ def _yaml(path: Path, text: str, fault: type[UsageError]) -> Any:
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002
             seen = set()
             for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
-                seen.add(str(key.value))
+                if isinstance(key, yaml.ScalarNode):
+                    if key.value in seen:
+                        what = f"{key.value!r} is given twice"
+                        raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
+                    seen.add(key.value)
             return super().construct_mapping(node, deep=deep)
 
     try:
-        return yaml.load(text, Loader)  # noqa: S506 (it is a SafeLoader)
+        loader = Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_aliases(node)
+        return loader.construct_document(node)
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise fault(f"{path}{line}: {getattr(e, 'problem', None) or e}") from e
+    except RecursionError as e:
+        raise fault(f"{path} is nested too deeply") from e
+    except (ValueError, IndexError, KeyError, OverflowError, AttributeError, TypeError) as e:  # of a number or a date
+        raise fault(f"{path} holds a value that cannot be: {e}") from e
+
+
+def _check_aliases(root: yaml.Node) -> None:
+    """An error where a few aliases stand for very many values, or one for itself."""
+    if _written_out(root) > _MOST:
+        from yaml.constructor import ConstructorError
+
+        raise ConstructorError(None, None, f"its aliases stand for more than {_MOST:,} values", root.start_mark)
+
+
+def _written_out(root: yaml.Node) -> float:
+    """The number of values in a document once each alias is written out; infinite where one stands for itself."""
+    sizes: dict[int, float] = {}
+    todo: list[tuple[yaml.Node, bool]] = [(root, False)]
+    while todo:
+        node, done = todo.pop()
+        inner = _inner(node)
+        if done:
+            sizes[id(node)] = 1 + sum(sizes[id(n)] for n in inner)
+        elif id(node) not in sizes:
+            sizes[id(node)] = math.inf  # until it is known: who meets it meanwhile lies in it
+            todo.append((node, True))
+            todo += [(n, False) for n in inner]
+    return sizes[id(root)]
+
+
+def _inner(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node.value, str):
+        return []
+    return [n for entry in node.value for n in (entry if isinstance(entry, tuple) else (entry,))]

@@ -7,7 +7,9 @@ registered: of the same size and time.
 from __future__ import annotations
 
 import os
+import reprlib
 from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
 from ucformat.errors import IntegrityError, MissingData, NotFound, Refused
 from ucformat.storage.url import open_store, split_url
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["MOUNT", "MountedStore", "is_below", "mounted"]
 
 MOUNT = "roots/"
+_DIGITS = 10  # of the number of a root
 
 
 def mounted(number: int, key: str) -> str:
@@ -31,6 +34,8 @@ def mounted(number: int, key: str) -> str:
 
 def is_below(url: str, roots: Sequence[str]) -> bool:
     """Whether a place is one of these, or lies below one; links in paths are followed."""
+    if not url or "\0" in url or ("://" in url and ".." in unquote(url).split("/")):  # some stores resolve `..`
+        return False
     here = _plain(url)
     return any(here == root or here.startswith(root.rstrip("/") + "/") for root in map(_plain, roots))
 
@@ -59,9 +64,9 @@ class MountedStore(WrappedStore):
         if not key.startswith(MOUNT):
             return None
         number, _, name = key.removeprefix(MOUNT).partition("/")
-        if not number.isdecimal() or int(number) >= len(self.roots) or key not in self._sources:
-            raise IntegrityError(f"{self.url}: {key} is no file that the manifest lists")
-        root = int(number)
+        root = int(number) if number.isdecimal() and len(number) < _DIGITS else len(self.roots)
+        if root >= len(self.roots) or key not in self._sources:
+            raise IntegrityError(f"{self.url}: {reprlib.repr(key)} is no file that the manifest lists")
         if root not in self._open:
             url = self.roots[root]
             if not is_below(url, self._allowed()):

@@ -9,6 +9,7 @@ All columns are checked at once when a sidecar is decoded; `Extent` objects are 
 from __future__ import annotations
 
 import json
+import reprlib
 import zlib
 from dataclasses import dataclass
 from itertools import chain
@@ -163,7 +164,7 @@ def _parse(data: bytes, where: str) -> tuple[dict[str, NDArray[Any]], dict[str, 
         size = int.from_bytes(data[:8], "little")
         meta = json.loads(data[8 : 8 + size])["__metadata__"]
         form, version, _ = (str(meta[key]) for key in ("format", "version", "files"))
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise IntegrityError(f"{where} is not a ucformat sidecar: {error}") from None
     if form != "ucformat-extents":
         raise IntegrityError(f"{where} is not a ucformat sidecar")
@@ -243,14 +244,14 @@ def _unfit(where: str) -> IntegrityError:
 def _files(meta: Mapping[str, str], where: str) -> list[str]:
     try:
         files = json.loads(meta["files"])
-    except ValueError:
+    except (ValueError, TypeError, RecursionError):
         files = None
     if not isinstance(files, list):
         raise IntegrityError(f"{where} does not say in which files its extents lie")
     for file in files:
         if not isinstance(file, str) or "://" in file or file.startswith("/"):
             raise Refused(
-                f"{where} points to {file!r}, outside its checkpoint",
+                f"{where} points to {reprlib.repr(file)}, outside its checkpoint",
                 hint="only files below the checkpoint's own folder are read",
             )
     return files

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Universal", "grid_of"]
 
+_MOST_DIMS, _LARGEST = 64, 1 << 62  # torch's own limit, and what offsets can say
 _LARGE = 256 << 20  # bytes; _MANY and _TOO_MANY are numbers of shards
 _MANY = 10_000
 _TOO_MANY = 10_000_000
@@ -56,6 +57,9 @@ class Universal:
         self.docs: Mapping[Key, TensorDoc] = {Key(d.name, d.state): d for d in self.manifest.tensors}
         if len(self.docs) != len(self.manifest.tensors):
             raise IntegrityError(f"{store.url}: the manifest lists a tensor twice")
+        for doc in self.manifest.tensors:
+            if len(doc.shape) > _MOST_DIMS or max(doc.shape, default=0) > _LARGEST:
+                raise IntegrityError(f"{store.url}: the manifest gives {doc.name} ({doc.state}) an impossible shape")
         infos = tuple(TensorInfo(d.name, d.state, d.dtype, d.shape) for d in self.manifest.tensors)
         m = self.manifest
         self.facts = Facts(
@@ -76,7 +80,12 @@ class Universal:
         doc = self.manifest.objects
         if doc is None:
             return {}
-        found: dict[str, Any] = json.loads(self.read_file(doc))
+        try:
+            found = json.loads(self.read_file(doc))
+        except (ValueError, RecursionError) as error:
+            raise IntegrityError(f"{self.store.url}/{doc.path} is no JSON document: {str(error)[:200]}") from error
+        if not isinstance(found, dict):
+            raise IntegrityError(f"{self.store.url}/{doc.path} holds no objects by name")
         return found
 
     def read_file(self, doc: FileDoc) -> bytes:

@@ -224,6 +224,6 @@ def _compiled(i: int, pattern: str, to: str) -> tuple[re.Pattern[str], str]:
     try:
         compiled = re.compile(pattern)
         compiled.sub(to, "")  # parses the template, too
-    except (re.error, IndexError) as e:
+    except (re.error, IndexError, OverflowError, RecursionError) as e:
         raise LayoutError(f"renames[{i}]: {pattern!r} to {to!r}: {e}") from e
     return compiled, to

@@ -159,8 +159,8 @@ def compile_regex(pattern: str) -> re.Pattern[str]:
     """The regex of `/regex/`; LayoutError where it is none."""
     try:
         return re.compile(pattern[1:-1])
-    except re.error as e:
-        raise LayoutError(f"{pattern} is not a regular expression: {e}") from e
+    except (re.error, OverflowError, RecursionError) as e:
+        raise LayoutError(f"{pattern[:200]} is not a regular expression: {e}") from e
 
 
 def _normalise(placement: Shard | Flat | Stage | Owner | Partial) -> None:

@@ -33,7 +33,10 @@ def compile_match(match: str) -> re.Pattern[str]:
     """A glob, in which `*` and `?` match dots too, or a `/regex/`; both match the whole name."""
     if is_regex(match):
         return compile_regex(match)
-    return re.compile("".join({"*": ".*", "?": "."}.get(c, re.escape(c)) for c in match), re.DOTALL)
+    first, *rest = ("".join("." if c == "?" else re.escape(c) for c in part) for part in match.split("*"))
+    # What lies between two stars is best found as early as may be, for good: so nothing is tried twice.
+    inner = "".join(f"(?>.*?{part})" for part in rest[:-1] if part)
+    return re.compile(first + inner + (f".*{rest[-1]}" if rest else ""), re.DOTALL)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
@@ -14,6 +15,7 @@ Model = TypeVar("Model", bound=BaseModel)
 T = TypeVar("T")
 
 VERSION = 1
+_FAULTS = 100  # so many are told
 
 Size = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
@@ -190,10 +192,11 @@ def checked_as(kind: TypeAdapter[T], document: Any) -> T:
         return kind.validate_python(document)
     except ValidationError as e:
         lines = []
-        for fault in e.errors(include_url=False):
+        for fault in islice(e.errors(include_url=False, include_context=False, include_input=False), _FAULTS):
             where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in fault["loc"]).lstrip(".")
             lines.append(f"{where}: {fault['msg']}" if where else fault["msg"])
-        raise Faults("\n".join(lines)) from e
+        more = e.error_count() - len(lines)
+        raise Faults("\n".join([*lines, f"and {more} more"] if more else lines)) from e
 
 
 def json_schema() -> dict[str, Any]:

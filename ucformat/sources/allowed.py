@@ -30,7 +30,7 @@ from ucformat.sources.stand_ins import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["FRAMEWORKS", "plain_key", "resolve", "spelling"]
+__all__ = ["FRAMEWORKS", "plain_key", "resolve", "sizes", "spelling"]
 
 #: Packages whose classes become inert stand-ins.
 FRAMEWORKS = (
@@ -41,11 +41,14 @@ FRAMEWORKS = (
 )
 
 _DIMS = 64  # torch's own limit
+_LARGEST = 1 << 62  # of a size or a stride
 _EXPANDED = 1 << 26  # elements that an expanded (stride 0) view may have beyond those its storage holds
+_KEY, _BITS = 64, 64  # parts of a tuple, and bits of a number, that may be a key: hashes of neither are kept
 
 
-def _sizes(value: Any, what: str) -> tuple[int, ...]:
-    if not isinstance(value, tuple | list) or any(type(n) is not int or n < 0 for n in value):
+def sizes(value: Any, what: str) -> tuple[int, ...]:
+    """A shape, size or strides; IntegrityError where these numbers cannot be."""
+    if not isinstance(value, tuple | list) or any(type(n) is not int or not 0 <= n < _LARGEST for n in value):
         raise IntegrityError(f"a tensor has the impossible {what} {reprlib.repr(value)}")
     return tuple(value)
 
@@ -64,7 +67,7 @@ def _tensor(
     dtype = dtype or storage.dtype
     if dtype is None:
         raise IntegrityError("a tensor without a dtype")
-    shape, strides = _sizes(shape, "shape"), _sizes(strides, "strides")
+    shape, strides = sizes(shape, "shape"), sizes(strides, "strides")
     numel = storage.nbytes // ITEMSIZE[dtype]
     if type(offset) is not int or offset < 0 or not len(shape) == len(strides) <= _DIMS:
         raise IntegrityError(
@@ -123,9 +126,26 @@ def _octets(data: Any = b"") -> bytes:
 
 def plain_key(value: Any) -> Any:
     """A value that may be hashed; Refused for others, because hashing deeply shared tuples takes for ever."""
-    if isinstance(value, _SCALARS) or (isinstance(value, tuple) and all(isinstance(v, _SCALARS) for v in value)):
+    if _is_scalar(value) or (isinstance(value, tuple) and len(value) <= _KEY and all(map(_is_scalar, value))):
         return value
     raise Refused(f"the pickle has a {type(value).__name__} as a key")
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, _SCALARS) and (type(value) is not int or value.bit_length() <= _BITS)
+
+
+def _str(value: Any = "") -> str:
+    """`str` of what is short: of a list it would write out what that holds, each time that it is shared."""
+    if not isinstance(value, str | int | float):
+        raise Refused(f"the pickle makes text of a {type(value).__name__}")
+    return str(value)
+
+
+def _path(*parts: Any) -> PurePosixPath:
+    if not all(isinstance(part, str | PurePosixPath) for part in parts):
+        raise Refused("the pickle makes a path of what is no text")
+    return PurePosixPath(*parts)
 
 
 def _set(members: Any = ()) -> set[Any]:
@@ -162,7 +182,7 @@ def _scalar(dtype: NumpyDtype, data: bytes) -> Any:
 
 
 def _frombuffer(data: Any, dtype: NumpyDtype, shape: Any, order: str = "C") -> NdArray:
-    return NdArray(spelling(dtype), _sizes(shape, "shape"), bytes(data), order == "F")
+    return NdArray(spelling(dtype), sizes(shape, "shape"), bytes(data), order == "F")
 
 
 def spelling(dtype: Any) -> str:
@@ -214,7 +234,8 @@ _BUILTINS: dict[str, Callable[..., Any]] = {
     "bytes": _octets,
     "range": lambda *args: Inert("builtins.range", args),
     "getattr": _attribute,
-    **{kind.__name__: kind for kind in (list, tuple, int, float, str, bool, complex, slice)},
+    **{kind.__name__: kind for kind in (list, tuple, int, float, bool, complex, slice)},
+    "str": _str,
 }
 
 _EXACT: dict[str, Callable[..., Any]] = {
@@ -222,14 +243,14 @@ _EXACT: dict[str, Callable[..., Any]] = {
     "collections.Counter": _dict,
     "collections.defaultdict": lambda _factory=None, pairs=(): _dict(pairs),
     "collections.deque": lambda items=(), _length=None: list(items),
-    "torch.Size": lambda sizes=(): _sizes(sizes, "size"),
+    "torch.Size": lambda value=(): sizes(value, "size"),
     "torch._utils._rebuild_tensor": _rebuild,
     "torch._utils._rebuild_tensor_v2": _rebuild,
     "torch._utils._rebuild_tensor_v3": _rebuild_v3,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _from_type,
-    "torch.torch_version.TorchVersion": str,
+    "torch.torch_version.TorchVersion": _str,
     "_codecs.encode": _encode,
     "copyreg._reconstructor": _reconstructor,
     "copy_reg._reconstructor": _reconstructor,
@@ -238,10 +259,10 @@ _EXACT: dict[str, Callable[..., Any]] = {
     "datetime.time": dt.time,
     "datetime.timedelta": dt.timedelta,
     "datetime.timezone": dt.timezone,
-    "pathlib.Path": PurePosixPath,
-    "pathlib.PosixPath": PurePosixPath,
-    "pathlib.PurePosixPath": PurePosixPath,
-    "pathlib._local.PosixPath": PurePosixPath,  # as Python 3.13 calls it
+    "pathlib.Path": _path,
+    "pathlib.PosixPath": _path,
+    "pathlib.PurePosixPath": _path,
+    "pathlib._local.PosixPath": _path,  # as Python 3.13 calls it
     "numpy.dtype": _dtype,
     **{f"numpy.{core}.multiarray._reconstruct": lambda *_: NdArray() for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},

@@ -41,6 +41,7 @@ class Contents:
     locate: dict[Key, Callable[[], Iterator[Extent]]] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     optimizer: dict[str, Any] = field(default_factory=dict)  # what the optimizer's file holds besides those, as JSON
+    taken: dict[str, int] = field(default_factory=dict)  # names; what the last one like it was numbered
 
     def add(
         self, name: str, state: str, dtype: str, shape: tuple[int, ...], locate: Callable[[], Iterator[Extent]]
@@ -50,6 +51,7 @@ class Contents:
         if info.key in self.infos:
             raise IntegrityError(f"{info.key} stands twice in the checkpoint")
         self.infos[info.key], self.locate[info.key] = info, locate
+        self.taken.setdefault(name, 1)
 
     def add_whole(self, name: str, state: str, file: TorchFile, tensor: StoredTensor) -> None:
         """A tensor that lies whole in one file."""
@@ -57,11 +59,10 @@ class Contents:
 
     def add_large(self, path: str, file: TorchFile, tensor: StoredTensor) -> str:
         """A tensor out of a plain value, under the name of its path, or one like it that is free; returns the name."""
-        taken = {key.name for key in self.infos}
-        name, number = path, 1
-        while name in taken:
-            number += 1
-            name = f"{path}~{number}"
+        name = path
+        while name in self.taken:
+            self.taken[path] += 1
+            name = f"{path}~{self.taken[path]}"
         self.add_whole(name, "weight", file, tensor)
         return name
 

@@ -74,10 +74,10 @@ class InertClass:
 class Inert:
     """An object of a framework: what it was made with, its state, and what it held if it was a container."""
 
-    name: str
-    args: tuple[Any, ...] = ()
-    state: Any = None
-    items: list[Any] = field(default_factory=list)
+    name: str  # alone in the `repr`: the others may hold each other, and be shared without end
+    args: tuple[Any, ...] = field(default=(), repr=False)
+    state: Any = field(default=None, repr=False)
+    items: list[Any] = field(default_factory=list, repr=False)
 
     def get(self, key: str, default: Any = None) -> Any:
         """An attribute out of the state."""
@@ -90,7 +90,7 @@ class NdArray:
 
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    data: bytes = b""
+    data: bytes = field(default=b"", repr=False)
     fortran: bool = False
 
 

@@ -32,6 +32,7 @@ MAX_PICKLE = 256 << 20  # bytes of data.pkl, and of the zip directory; real ones
 _TAIL = 64 << 10
 _HEAD = 32 << 10  # read with the first bytes: the pickle stands first in the file and is mostly smaller
 _ITEM = 2 << 10  # the same for an archive in a window: it holds one value, so both are small
+_HEADER = 30  # bytes of a local header, without the name
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENCRYPTED = 0x1
 _LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch's magic number, pickled: the format before PyTorch 1.6
@@ -187,7 +188,18 @@ class TorchZip:
                     hint="the file is truncated or damaged; copy it again from where it was saved",
                 )
             members[name] = _Member(info.header_offset, info.file_size, info.CRC)
+        self._check_apart(members)
         return members
+
+    def _check_apart(self, members: dict[str, _Member]) -> None:
+        """IntegrityError where members share bytes, so that a small file would hold more than it has."""
+        end, last = 0, ""
+        for name, member in sorted(members.items(), key=lambda item: item[1].header_offset):
+            if member.header_offset < end:
+                raise IntegrityError(
+                    f"{name} in {self.label} overlaps {last}", hint="no torch.save writes such a file; copy it again"
+                )
+            end, last = member.header_offset + _HEADER + member.nbytes, name
 
     def _not_a_zip(self) -> IntegrityError | Refused:
         """What to say of a file that is no zip archive."""
@@ -204,7 +216,7 @@ class TorchZip:
         return self._base + self._locate(name)
 
     def _locate(self, name: str) -> int:
-        """Where in the archive the content of a member begins: after its local header, whose length only it knows itself."""
+        """Where in the archive the content of a member begins: after its local header, which alone knows its length."""
         member = self._members.get(name)
         if member is None:
             raise MissingData(f"{self.label} lacks its member {name}")

@@ -2,7 +2,8 @@
 
 It is a machine of its own, not a subclass of `pickle.Unpickler`, because that one resolves extension codes from a cache
 of live objects, sizes its memo by an index in the file, and calls what it finds. Here an opcode is in the table below
-or the file is refused; memory is proportional to the file; and every failure is an error of ours that names the file.
+or the file is refused; memory and time are proportional to the file, because a value that the file holds once and
+recalls often is copied and hashed only so often; and every failure is an error of ours that names the file.
 
 It reads protocols 2 to 5, as torch.save writes them (2 unless told otherwise). The opcodes are those that Python's
 `pickletools` describes.
@@ -12,11 +13,12 @@ from __future__ import annotations
 
 import reprlib
 import struct
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused, UcformatError
 from ucformat.schema.dtypes import ITEMSIZE
-from ucformat.sources.allowed import plain_key, resolve, spelling
+from ucformat.sources.allowed import plain_key, resolve, sizes, spelling
 from ucformat.sources.stand_ins import (
     Inert,
     InertClass,
@@ -51,6 +53,9 @@ def unpickle(data: bytes, *, file: str, storage_nbytes: Callable[[str], int], al
 
 
 _NUMBERS = {form: struct.Struct("<" + form) for form in "HiIQ"}
+_NAME = 1000  # characters of the name of a global
+_COPIES, _LEAST = 8, 1 << 20  # parts of values that calls may copy: so many for each byte of the file, but some always
+_SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, PurePosixPath)
 
 
 class _Machine:
@@ -62,6 +67,7 @@ class _Machine:
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
         self.storage_nbytes, self.allow = storage_nbytes, allow
+        self.copies = max(_LEAST, _COPIES * self.end)
 
     def run(self) -> Any:
         data, table = self.data, _OPCODES
@@ -110,6 +116,9 @@ class _Machine:
             return Inert(maker.name, args)
         if not isinstance(maker, Maker):
             raise Refused(f"its pickle calls a {type(maker).__name__}, which is not a class")
+        self.copies -= sum(len(a if not isinstance(a, PurePosixPath) else str(a)) for a in args if type(a) in _SIZED)
+        if self.copies < 0:
+            raise Refused("its pickle copies the same values again and again, which no checkpoint needs")
         return maker.make(*args)
 
     def reduce(self) -> None:
@@ -135,7 +144,7 @@ class _Machine:
                 raise Refused("a numpy array of a structured dtype is not read")
         elif isinstance(target, NdArray):
             _, target.shape, dtype, target.fortran, target.data = state
-            target.dtype = spelling(dtype)
+            target.shape, target.dtype = sizes(target.shape, "shape"), spelling(dtype)
             if not isinstance(target.data, bytes):
                 raise Refused("a numpy array of Python objects is not read")
         elif not isinstance(target, dict | StoredTensor):  # attributes of a state dict or a parameter say nothing
@@ -195,6 +204,8 @@ class _Machine:
     def name_global(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
             raise IntegrityError("its pickle names a global by something that is not text")
+        if len(module) + len(name) > _NAME:
+            raise Refused(f"its pickle names a global of {len(module) + len(name)} characters")
         self.push(resolve(module, name, self.allow))
 
     def stack_global(self) -> None:

@@ -27,10 +27,11 @@ import base64
 import datetime as dt
 import json
 import math
+import reprlib
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import Refused, UsageError
+from ucformat.errors import IntegrityError, Refused, UsageError
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.sources.stand_ins import Dtype, Inert, InertClass, Maker, NdArray, Opaque, StoredTensor
 
@@ -42,6 +43,10 @@ __all__ = ["SMALL", "from_json", "json_key", "to_json"]
 SMALL = 64 << 10  # bytes of a tensor that is kept inside the JSON
 _DEPTH = 200
 _NODES = 5_000_000
+_AGAIN = 100_000  # of these, parts of what was seen before: a few shared lists make any number of them
+_BYTES = 1 << 30  # of all bytes and tensors
+_LONG = 4096  # characters of a path
+_DIGITS = 1 << 13  # bits of an integer: JSON's readers stop at 4300 digits
 
 
 def to_json(
@@ -50,38 +55,58 @@ def to_json(
     read: Callable[[StoredTensor], bytes] | None = None,
     spill: Callable[[str, StoredTensor], str] | None = None,
     path: str = "",
+    small: int = SMALL,
 ) -> Any:
     """The JSON form of a value out of a pickle.
 
-    `read` gives the row-major bytes of a small tensor. `spill` is told of every larger one, by its path, and answers
-    with the name that it will have as a tensor of its own. Refused where a value is nested deeper than 200 levels
-    (or holds itself), has more than 5 million parts, or holds a tensor and there is no `read` or `spill`.
+    `read` gives the row-major bytes of a tensor of at most `small` bytes. `spill` is told of every larger one, by its
+    path, and answers with the name that it will have as a tensor of its own. Refused where a value is nested deeper
+    than 200 levels (or holds itself), has more than 5 million parts or a gigabyte of bytes, or holds a tensor and there
+    is no `read` or `spill`.
     """
-    return _Encoder(read, spill).encode(value, path, 0)
+    return _Encoder(read, spill, small).encode(value, path, 0)
 
 
 class _Encoder:
     def __init__(
-        self, read: Callable[[StoredTensor], bytes] | None, spill: Callable[[str, StoredTensor], str] | None
+        self, read: Callable[[StoredTensor], bytes] | None, spill: Callable[[str, StoredTensor], str] | None, small: int
     ) -> None:
-        self.read, self.spill, self.nodes = read, spill, 0
+        self.read, self.spill, self.small = read, spill, small
+        self.nodes = self.again = self.nbytes = 0
+        self.seen: set[int] = set()  # by `id`, which stays theirs, for the value holds them
 
     def encode(self, value: Any, path: str, depth: int) -> Any:
         self.nodes += 1
         if depth > _DEPTH or self.nodes > _NODES:
-            raise Refused(
-                f"{path or 'a value'} of the checkpoint is nested too deeply or too large to be an object",
-                hint="save large or self-referring values outside the client state",
-            )
+            raise _too_large(path)
+        if isinstance(value, int) and value.bit_length() > _DIGITS:
+            raise _too_large(path)
         if value is None or isinstance(value, str | bool | int):
             return value
         if isinstance(value, float):
             return value if math.isfinite(value) else {"$float": str(value)}
         if isinstance(value, dict):
+            self.count(value, path)
             return self.dictionary(value, path, depth + 1)
         if isinstance(value, list | tuple):
+            self.count(value, path)
             return [self.encode(v, _join(path, i), depth + 1) for i, v in enumerate(value)]
         return self.special(value, path, depth + 1)
+
+    def count(self, value: Any, path: str) -> None:
+        """Refused where containers, or bytes, are shared so often that writing each out would take for ever."""
+        if id(value) not in self.seen:
+            self.seen.add(id(value))
+            return
+        self.again += 1 + len(value) // (1024 if isinstance(value, bytes | bytearray) else 1)
+        if self.again > _AGAIN:
+            raise _too_large(path)
+
+    def weigh(self, nbytes: int, path: str) -> None:
+        """Refused where bytes are too many, or shared too often."""
+        self.nbytes += nbytes
+        if self.nbytes > _BYTES:
+            raise _too_large(path)
 
     def dictionary(self, value: dict[Any, Any], path: str, depth: int) -> Any:
         if all(type(k) in (str, int) for k in value):
@@ -93,25 +118,41 @@ class _Encoder:
         if isinstance(value, StoredTensor):
             return self.tensor(value, path)
         if isinstance(value, Inert):
+            self.count(value.items, path)
             out: dict[str, Any] = {"$class": value.name}
             for name, part in (("$args", value.args), ("$state", value.state), ("$items", value.items)):
                 if part is not None and not (isinstance(part, tuple | list) and not part):
                     out[name] = self.encode(part, path, depth)
             return out
         if isinstance(value, set | frozenset):
+            self.count(value, path)
             return {"$set": sorted((self.encode(v, path, depth) for v in value), key=json.dumps)}
         if isinstance(value, slice):
             return {"$slice": self.encode([value.start, value.stop, value.step], path, depth)}
         if isinstance(value, NdArray):
+            self.count(value.data, path)
+            self.weigh(len(value.data), path)
             return _array(value)
+        if isinstance(value, bytes | bytearray):
+            self.count(value, path)
+            self.weigh(len(value), path)
         return _plain(value, path)
 
     def tensor(self, value: StoredTensor, path: str) -> Any:
-        if value.nbytes > SMALL and self.spill:
+        if value.nbytes > self.small and self.spill:
             return {"$ref": self.spill(path, value)}
-        if value.nbytes > SMALL or self.read is None:
+        if value.nbytes > self.small or self.read is None:
             raise Refused(f"{path} is a tensor where a plain value is expected")
+        self.weigh(value.nbytes, path)
         return _tensor(value.dtype, value.shape, self.read(value))
+
+
+def _too_large(path: str) -> Refused:
+    what = reprlib.repr(path) if path else "a value"
+    return Refused(
+        f"{what} of the checkpoint is nested too deeply or too large to be an object",
+        hint="save large or self-referring values outside the client state",
+    )
 
 
 def _plain(value: Any, path: str) -> Any:
@@ -146,15 +187,19 @@ def _array(value: NdArray) -> Any:
 
     if value.dtype in ITEMSIZE and not value.fortran:  # a torch dtype: NumPy knows not all of them
         return _tensor(value.dtype, value.shape, value.data)
-    dtype = np.dtype(value.dtype)
-    array = np.frombuffer(value.data, dtype).reshape(value.shape, order="F" if value.fortran else "C")
+    try:
+        dtype = np.dtype(value.dtype)
+        array = np.frombuffer(value.data, dtype).reshape(value.shape, order="F" if value.fortran else "C")
+    except (ValueError, TypeError, OverflowError, SyntaxError) as error:
+        raise IntegrityError(f"a NumPy array of the checkpoint cannot be: {error}") from error
     if dtype.kind not in "biufc":
         return {"$class": "numpy.ndarray", "$args": [dtype.str, list(value.shape)], "$items": _plain(value.data, "")}
     return _tensor(dtype.name, value.shape, array.astype(dtype.newbyteorder("<")).tobytes())
 
 
 def _join(path: str, part: object) -> str:
-    return f"{path}.{part}" if path else str(part)
+    text = str(part)[:_LONG]
+    return f"{path}.{text}"[:_LONG] if path else text
 
 
 def json_key(key: str | int) -> str:

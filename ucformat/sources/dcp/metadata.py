@@ -34,6 +34,8 @@ __all__ = ["FILE", "MAX_METADATA", "Metadata", "Stretch", "TensorEntry", "read_m
 FILE = ".metadata"
 MAX_METADATA = 2 << 30  # bytes; 10^6 chunks take about 300 MB
 _DIMS = 64  # torch's own limit
+_LARGEST = 1 << 62  # of a size or an offset
+_DEEP, _LONG = 64, 16 << 10  # parts of a path, and characters of it; characters of a file's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class Metadata:
     values: list[str] = field(default_factory=list)
     paths: dict[str, Path] = field(default_factory=dict)  # of each entry of which the file tells it
     stored: dict[tuple[str, tuple[int, ...] | None], Stretch] = field(default_factory=dict)
+    chunks: int = 0  # so many may still be listed, while it is read: one list may be shared by all tensors
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -77,7 +80,8 @@ def read_metadata(store: Store, key: str = FILE, *, allow: tuple[str, ...] = ())
     if size > MAX_METADATA:
         raise Refused(f"{key} has {size:,} bytes, more than {MAX_METADATA:,}")
     with _uncollected():
-        return _parse(key, unpickle(store.read(key, 0, size), file=key, storage_nbytes=lambda _: 0, allow=allow))
+        root = unpickle(store.read(key, 0, size), file=key, storage_nbytes=lambda _: 0, allow=allow)
+        return _parse(key, root, size)
 
 
 @contextmanager
@@ -92,10 +96,10 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _parse(key: str, root: Any) -> Metadata:
+def _parse(key: str, root: Any, size: int) -> Metadata:
     if not isinstance(root, Inert) or root.name.rpartition(".")[2] != "Metadata" or not isinstance(root.state, dict):
         raise IntegrityError(f"{key} is not the metadata of a checkpoint, but {_shown(root)}")
-    meta = Metadata(key, root)
+    meta = Metadata(key, root, chunks=size)
     _entries(meta, root.get("state_dict_metadata"))
     _paths(meta, root.get("planner_data"))
     _storage(meta, root.get("storage_data"), key.removesuffix(FILE))
@@ -123,6 +127,9 @@ def _tensor(meta: Metadata, fqn: str, entry: Inert) -> TensorEntry:
     dtype = told.get("dtype") if isinstance(told, dict) else told[0] if isinstance(told, tuple) and told else None
     if not isinstance(dtype, Dtype) or not _sizes(shape) or not isinstance(chunks, list):
         raise _damaged(meta, f"says of {fqn} neither dtype nor shape ({_shown(dtype)}, {_shown(shape)})")
+    meta.chunks -= len(chunks)
+    if meta.chunks < 0:
+        raise _damaged(meta, f"lists more chunks, with those of {fqn}, than fit into it")
     return TensorEntry(dtype.name, shape, tuple(_box(meta, fqn, chunk, shape) for chunk in chunks))
 
 
@@ -137,7 +144,7 @@ def _box(meta: Metadata, fqn: str, chunk: Any, shape: tuple[int, ...]) -> Box:
 
 
 def _sizes(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) <= _DIMS and all(type(n) is int and n >= 0 for n in value)
+    return isinstance(value, tuple) and len(value) <= _DIMS and all(type(n) is int and 0 <= n < _LARGEST for n in value)
 
 
 def _paths(meta: Metadata, found: Any) -> None:
@@ -148,9 +155,11 @@ def _paths(meta: Metadata, found: Any) -> None:
         if (
             isinstance(fqn, str)
             and isinstance(path, tuple | list)
-            and path
+            and 0 < len(path) <= _DEEP
             and all(type(p) in (str, int) for p in path)
         ):
+            if sum(len(p) if isinstance(p, str) else _DEEP if p.bit_length() > _DEEP else 1 for p in path) > _LONG:
+                raise _damaged(meta, f"gives the entry {_shown(fqn)} an impossible path")
             meta.paths[fqn] = tuple(path)
     order = {fqn: i for i, fqn in enumerate(meta.paths)}
     last = len(order)
@@ -167,7 +176,7 @@ def _storage(meta: Metadata, found: Any, below: str) -> None:
         if not isinstance(fqn, str) or (start is not None and not _sizes(start)) or not isinstance(info, Inert):
             raise _damaged(meta, f"says where {_shown(index)} is stored, which is no entry")
         file, offset, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
-        if not isinstance(file, str) or not _sizes((offset, nbytes)):
+        if not isinstance(file, str) or len(file) > _LONG or not _sizes((offset, nbytes)):
             raise _damaged(meta, f"does not say where {fqn} is stored: {_shown(info.state)}")
         if transforms := info.get("transform_descriptors"):
             raise Refused(
@@ -186,4 +195,7 @@ def _damaged(meta: Metadata, what: str) -> IntegrityError:
 
 
 def _shown(value: Any) -> str:
-    return value.name if isinstance(value, Inert) else reprlib.repr(value)
+    try:
+        return value.name[:200] if isinstance(value, Inert) else reprlib.repr(value)
+    except ValueError:  # a number of thousands of digits
+        return f"a huge {type(value).__name__}"

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, Refused
 from ucformat.sources.contents import Group
 from ucformat.sources.dcp.names import GROUPS, split_state
-from ucformat.sources.stand_ins import NdArray, StoredTensor
-from ucformat.sources.values import SMALL, json_key, to_json
+from ucformat.sources.values import json_key, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from ucformat.sources.dcp.names import Path
     from ucformat.sources.dcp.state import Optimizer
+    from ucformat.sources.stand_ins import StoredTensor
     from ucformat.sources.torch_file import TorchFile
 
 __all__ = ["STEPS", "groups_of", "objects_of", "plain_value", "raw_groups", "step_of"]
@@ -25,26 +25,18 @@ _LARGEST = 256 << 20  # bytes of the tensors in one value
 
 def plain_value(file: TorchFile, path: str) -> Any:
     """The JSON form of an item; tensors inside stay in it, for an item is no tensor of the checkpoint."""
-    left = [_LARGEST]
-    return to_json(_inline(file.value, file, path, left, 0), read=file.read, path=path)
+    left = _LARGEST
 
-
-def _inline(value: Any, file: TorchFile, path: str, left: list[int], depth: int) -> Any:
-    """The value with the bytes of its larger tensors in it."""
-    if depth > 200:
-        return value  # to_json refuses it
-    if isinstance(value, dict):
-        return {k: _inline(v, file, path, left, depth + 1) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_inline(v, file, path, left, depth + 1) for v in value]
-    if isinstance(value, StoredTensor) and value.nbytes > SMALL:
-        left[0] -= value.nbytes
-        if left[0] < 0:
+    def read(tensor: StoredTensor) -> bytes:
+        nonlocal left
+        left -= tensor.nbytes
+        if left < 0:
             raise Refused(
                 f"{path} in {file.key} holds more than {_LARGEST:,} bytes of tensors inside one pickled value"
             )
-        return NdArray(value.dtype, value.shape, file.read(value))
-    return value
+        return file.read(tensor)
+
+    return to_json(file.value, read=read, path=path, small=_LARGEST)
 
 
 def raw_groups(optimizer: Optimizer, files: Mapping[str, TorchFile]) -> list[dict[str, Any]]:

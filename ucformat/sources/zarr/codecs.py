@@ -24,6 +24,7 @@ PACKING: dict[str, Codec] = {
 }
 
 _NESTED = 4  # shards within shards
+_MOST = 8  # codecs one after another: each may blow up what the next one made of a few bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ def check_chain(where: str, codecs: Any, shape: tuple[int, ...], itemsize: int, 
     """
     if not isinstance(codecs, list) or depth > _NESTED:
         raise IntegrityError(f"{where}: its codecs are not a list, or are nested too deeply")
+    if len(codecs) > _MOST:
+        raise IntegrityError(f"{where}: {len(codecs)} codecs one after another are too many")
     out: list[Codec] = []
     stage = 0  # 0: arrays, 1: bytes
     for given in codecs:
