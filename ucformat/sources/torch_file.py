@@ -46,11 +46,11 @@ class TorchFile:
                 "shape "
                 f"{buffer.shape} and strides {buffer.strides}"
             )
-        unit, strides = ITEMSIZE[buffer.dtype], row_major(shape)
+        unit = ITEMSIZE[buffer.dtype]
         first = self._zip.offset(buffer.storage) + (buffer.offset + begin - start) * unit if start < stop else 0
+        steps = row_major(shape, unit)
         for box in flat_boxes(shape, start, stop):
-            at = sum(i * s for i, s in zip(box.start, strides, strict=True))
-            yield Extent(box, self.key, first + at * unit, tuple(s * unit for s in strides))
+            yield Extent(box, self.key, first + sum(i * s for i, s in zip(box.start, steps, strict=True)), steps)
 
     def read(self, tensor: StoredTensor) -> bytes:
         """The row-major bytes of a small tensor."""
