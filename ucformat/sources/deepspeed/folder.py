@@ -51,9 +51,14 @@ _LOOK = 10_000  # files of a folder without `latest` that are looked at
 _LATEST = 4096  # bytes of `latest`
 _NAMED = 10  # of several tags, so many are named in the error
 
+_READ = "data, tensor and pipeline parallelism with ZeRO 0 to 3 are read"
+_NVME = (
+    "for the weights load it in DeepSpeed on as many ranks and call engine.save_16bit_model; for all of the state "
+    "keep the optimizer in memory when saving (offload_optimizer.device: cpu)"
+)
 _NOT_YET = (
-    (re.compile(r"expert_\d+_mp_rank_\d+_.*"), "experts as DeepSpeed before 0.5 saved them"),
-    (re.compile(r"offloaded_tensors/.*"), "an optimizer offloaded to NVMe, whose states are swap files"),
+    (re.compile(r"expert_\d+_mp_rank_\d+_.*"), "experts as DeepSpeed before 0.5 saved them", _READ),
+    (re.compile(r"offloaded_tensors/.*"), "an optimizer offloaded to NVMe, whose states are swap files", _NVME),
 )
 
 
@@ -132,10 +137,10 @@ def list_files(store: Store, tag: str, *, universal: bool = False) -> Files:
     """
     prefix = f"{tag}/" if tag else ""
     names = [info.key.removeprefix(prefix) for info in store.list(tag)]
-    for pattern, what in _NOT_YET:
+    for pattern, what, hint in _NOT_YET:
         for name in names:
             if pattern.fullmatch(name):
-                raise _not_yet(what, prefix + name)
+                raise _not_yet(what, prefix + name, hint)
     single = {(_number(m[1]), 0): m[0] for m in map(_MODEL.fullmatch, names) if m}
     ranks = [m for m in map(_RANK.fullmatch, names) if m]
     cut = _grid(prefix, [m for m in ranks if m[4] == "model"])
@@ -273,10 +278,8 @@ def _experts(prefix: str, names: Sequence[str]) -> tuple[dict[tuple[int, int], s
     return dict(sorted(found.items())), tuple(key for row in keys for key in row)
 
 
-def _not_yet(what: str, key: str) -> Refused:
-    return Refused(
-        f"{key}: not yet read: {what}", hint="data, tensor and pipeline parallelism with ZeRO 0 to 3 are read"
-    )
+def _not_yet(what: str, key: str, hint: str = _READ) -> Refused:
+    return Refused(f"{key}: not yet read: {what}", hint=hint)
 
 
 def _exists(store: Store, key: str) -> bool:
