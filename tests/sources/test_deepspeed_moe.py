@@ -10,7 +10,7 @@ import pytest
 
 from tests.sources.reading import Counting, read_tensor
 from tests.sources.suite import Sample, SourceSuite, kept
-from ucformat.errors import IntegrityError, MissingData, Refused
+from ucformat.errors import IntegrityError, MissingData, Refused, UcformatError
 from ucformat.geometry.tensor import Key
 from ucformat.sources.deepspeed import DeepSpeed
 from ucformat.sources.deepspeed.experts import Experts
@@ -172,3 +172,26 @@ def test_optimizer_files_that_say_nothing(tmp_path: Path) -> None:
     source = DeepSpeed().open(LocalStore(copy))
     for (state, name), (_, _, data) in sample.truth.items():
         assert read_tensor(source, next(i for i in source.facts.roster.tensors if i.key == Key(name, state))) == data
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"buffer_names": [[]]},
+        {"param_shapes": 3},
+        {"shared_params": {"a": 1}},
+        {"optimizer": {"state": {}, "param_groups": 5}},
+        {"optimizer": {"state": {0: 1}, "param_groups": [{"params": [0]}]}},
+        {"optimizer": {"state": {}, "param_groups": [{"params": [{}]}]}},
+    ],
+)
+def test_hostile_values_end_in_errors_of_ours(tmp_path: Path, change: dict[str, Any]) -> None:
+    import torch
+
+    copy = shutil.copytree(kept("deepspeed", "ep2-z0").checkpoint, tmp_path / "copy")
+    for name in ("mp_rank_00_model_states.pt", "expp_rank_1_mp_rank_00_optim_states.pt"):
+        path = copy / TAG / name
+        value = torch.load(path, weights_only=False)
+        torch.save({**value, **change}, path)
+    with pytest.raises(UcformatError):
+        DeepSpeed().open(LocalStore(copy))

@@ -90,6 +90,7 @@ def test_frozen_parameters_and_buffers_are_there() -> None:
     """DeepSpeed's own loading of a universal checkpoint leaves both as they were initialised."""
     frozen = opened("universal-z3").facts
     assert any("q_proj" in i.name and i.state == "weight" for i in frozen.roster.tensors)
+    assert "not_stored" not in frozen.objects
     states = {i.state for i in opened("universal-z2").facts.roster.tensors if "mlp.down" in i.name}
     assert states == {"weight"}  # the fp32 copy that the converter made of it is no master
 

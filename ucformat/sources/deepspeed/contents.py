@@ -26,6 +26,7 @@ __all__ = [
     "need",
     "scalars",
     "stage_of",
+    "state_of",
     "stored",
     "zero_options",
 ]
@@ -99,6 +100,17 @@ def need(mapping: Any, key: str, kind: type | tuple[type, ...], file: str) -> An
     if not isinstance(value, kind):
         raise IntegrityError(
             f"{file} has no usable {key!r} ({type(value).__name__})",
+            hint="the file is damaged, or of a version of DeepSpeed that ucformat does not know",
+        )
+    return value
+
+
+def state_of(found: dict[Any, Any], index: Any, file: str) -> dict[str, Any]:
+    """The states of one entry of an optimizer; an entry that never had a gradient has none."""
+    value = found.get(index, {}) if isinstance(index, int | str) else None
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise IntegrityError(
+            f"{file} has no usable optimizer states of the entry {index!r:.80}",
             hint="the file is damaged, or of a version of DeepSpeed that ucformat does not know",
         )
     return value

@@ -168,7 +168,9 @@ def check_degree(experts: Experts, model: ModelStates, degree: int) -> None:
     state = model.value.get("optimizer")
     inner = state.get("optimizer_state_dict", state) if isinstance(state, dict) else {}
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
-    names = [str(g.get("name")) for g in groups or () if isinstance(g, dict) and g.get("moe")]
+    names = [
+        str(g.get("name")) for g in (groups if isinstance(groups, list) else ()) if isinstance(g, dict) and g.get("moe")
+    ]
     sizes = {int(m[1]) for m in map(_GROUP.fullmatch, names) if m} or {degree}
     if len(sizes) > 1:
         raise Refused(

@@ -57,9 +57,12 @@ class ModelStates:
         self.module: dict[str, StoredTensor] = {k: v for k, v in module.items() if isinstance(v, StoredTensor)}
         self._homes: dict[str, TorchFile] = {}
         self.extra: dict[str, Any] = {k: v for k, v in module.items() if not isinstance(v, StoredTensor)}
-        self.buffers = frozenset(self.value.get("buffer_names") or ())
+        self.buffers = frozenset(self._names("buffer_names", (list, tuple, set)))
+        self._names("shared_params", dict)
         self._refuse_what_is_not_read()
         shapes = self.value.get("param_shapes")
+        if not isinstance(shapes, list | tuple | None):
+            raise IntegrityError(f"{self.key} has no usable 'param_shapes'")
         self.param_shapes = None if shapes is None else [self._shapes(g, "param_shapes") for g in shapes]
         self.frozen_shapes = self._shapes(self.value.get("frozen_param_shapes") or {}, "frozen_param_shapes")
         if any(not isinstance(name, str) for name in module):
@@ -130,6 +133,14 @@ class ModelStates:
     def _same(self, a: str, b: str) -> bool:
         one, other = self.module.get(a), self.module.get(b)
         return one is not None and one == other and one.size > 0 and self.home(a).key == self.home(b).key
+
+    def _names(self, key: str, kind: type | tuple[type, ...]) -> Any:
+        """A value made of names, which may also be missing."""
+        value = self.value.get(key) or ()
+        plain = value and isinstance(value, kind)
+        if value and not (plain and all(isinstance(n, str) for n in (*value, *getattr(value, "values", tuple)()))):
+            raise IntegrityError(f"{self.key} has no usable {key!r}")
+        return value
 
     def _shapes(self, shapes: Any, what: str) -> dict[str, tuple[int, ...]]:
         if not isinstance(shapes, dict) or not all(isinstance(s, tuple) for s in shapes.values()):

@@ -19,7 +19,7 @@ from ucformat.facts import Facts
 from ucformat.geometry.tensor import Key
 from ucformat.sources.contents import Contents, Group
 from ucformat.sources.deepspeed.atoms import Atom, atom_names, read_atoms
-from ucformat.sources.deepspeed.contents import hyper_parameters, load_all, need, stage_of
+from ucformat.sources.deepspeed.contents import hyper_parameters, load_all, need, stage_of, state_of
 from ucformat.sources.deepspeed.degrees import Degrees
 from ucformat.sources.deepspeed.folder import Files, list_files
 from ucformat.sources.deepspeed.guide import Guide
@@ -65,7 +65,8 @@ class OpenUniversal:
         self._degrees, self._stages, lost = _read_models(store, files, how)
         contents = self._add_weights(how)
         self._add_atoms(keys, how, contents)
-        lost = [name for name in lost if name not in keys]
+        found = {key.name for key in contents.infos}
+        lost = [name for name in lost if name not in found]
         by_label = {
             self._degrees.label(p, t, d) if d else of.label: model
             for p, slices in enumerate(self._stages)
@@ -189,19 +190,19 @@ class OpenUniversal:
                 known = {name for group in contents.groups for name in group.names}
                 contents.groups[g].names.extend(n for i in of for n in flat[i] if n not in known)
                 for i in of:
-                    states = found.get(i) if isinstance(found, dict) else None
+                    states = state_of(found, i, file.key) if isinstance(found, dict) else {}
                     self._add_scalars(contents, contents.groups[g], file, states, flat[i])
 
     def _add_scalars(
-        self, contents: Contents, group: Group, file: TorchFile, states: Any, names: Iterable[str]
+        self, contents: Contents, group: Group, file: TorchFile, states: dict[str, Any], names: Iterable[str]
     ) -> None:
         """States of a flat group that are no tensors along it, which the converter makes no atoms of."""
-        for state, value in (states if isinstance(states, dict) else {}).items():
+        for state, value in states.items():
             for name in names:
                 if isinstance(value, StoredTensor) and not value.shape and Key(name, state) not in contents.infos:
-                    contents.add_whole(name, str(state), file, value)
+                    contents.add_whole(name, state, file, value)
             if not isinstance(value, StoredTensor):
-                group.state[str(state)] = to_json(value, read=file.read, path="state")
+                group.state[state] = to_json(value, read=file.read, path="state")
 
     def _add_plain(self, atoms: dict[str, list[Atom]], contents: Contents) -> None:
         """Numbers (`step`), with the group of their parameter: one for all that have it, or one for each name."""

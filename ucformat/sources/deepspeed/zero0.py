@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused, UsageError
 from ucformat.geometry.box import row_major
-from ucformat.sources.deepspeed.contents import Contents, Group, hyper_parameters, need, refuse_flat_state, stored
+from ucformat.sources.deepspeed.contents import (
+    Contents,
+    Group,
+    hyper_parameters,
+    need,
+    refuse_flat_state,
+    state_of,
+    stored,
+)
 from ucformat.sources.deepspeed.experts import is_expert
 from ucformat.sources.naming import Candidate, Entry, match, shape_of_states
 from ucformat.sources.stand_ins import StoredTensor
@@ -48,14 +56,14 @@ def read_zero0(model: ModelStates, names: Sequence[Sequence[str]] | None, conten
     inner = need(state, "optimizer_state_dict", dict, model.key) if wrapped else state
     found = need(inner, "state", dict, model.key)
     hypers = need(inner, "param_groups", list, model.key)
-    states = [[found.get(i, {}) for i in need(g, "params", list, model.key)] for g in hypers]
+    states = [[state_of(found, i, model.key) for i in need(g, "params", list, model.key)] for g in hypers]
     for hyper in hypers:
         contents.groups.append(Group([], hyper_parameters(hyper, model.file)))
     if "fp32_groups_flat" in state:
         _flat(model, state["fp32_groups_flat"], states, contents)
     else:
         masters = need(state, "fp32_groups", list, model.key) if wrapped else None
-        counts = [len(group) for group in (states if masters is None else masters)]
+        counts = [len(group) for group in (states if masters is None else [_listed(g, model) for g in masters])]
         _single(model, masters, states, names or _told(hypers, counts, model), contents, [_moe(h) for h in hypers])
     dropped = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat") if wrapped else ("state", "param_groups")
     contents.keep_scalars(model.file, {k: v for k, v in state.items() if k not in dropped})
@@ -71,7 +79,7 @@ def entries_of(model: ModelStates) -> list[list[Entry]] | int:
         return [[Entry(stored(t, "fp32_groups", model.key).shape) for t in group] for group in state["fp32_groups"]]
     found = need(inner, "state", dict, model.key)
     groups = [need(g, "params", list, model.key) for g in need(inner, "param_groups", list, model.key)]
-    return [[Entry(shape_of_states(found.get(i, {}))) for i in group] for group in groups]
+    return [[Entry(shape_of_states(state_of(found, i, model.key))) for i in group] for group in groups]
 
 
 def _told(hypers: list[dict[str, Any]], counts: list[int], model: ModelStates) -> list[list[str]] | None:
@@ -98,7 +106,7 @@ def _single(
     """One entry for each parameter."""
     parameters = _parameters(model)
     if masters is not None:
-        copies = [[stored(t, "fp32_groups", model.key) for t in group] for group in masters]
+        copies = [[stored(t, "fp32_groups", model.key) for t in _listed(group, model)] for group in masters]
         samples = _samples(model, [t for group in copies for t in group], parameters)
         by_name = dict(zip(parameters, samples[1], strict=True))
         rest = iter(samples[0])
@@ -134,6 +142,12 @@ def _single(
             state: next(iter(values.values())) if len(values) == stateful and _one(values) else values
             for state, values in plain.items()
         }
+
+
+def _listed(group: Any, model: ModelStates) -> list[Any]:
+    if not isinstance(group, list):
+        raise IntegrityError(f"{model.key}: a group of `fp32_groups` is a {type(group).__name__}")
+    return group
 
 
 def _moe(hyper: Any) -> bool:

@@ -31,6 +31,7 @@ from ucformat.sources.deepspeed.contents import (
     refuse_flat_state,
     scalars,
     stage_of,
+    state_of,
     stored,
     zero_options,
 )
@@ -305,7 +306,7 @@ def _states(state: dict[str, Any], groups: int, file: str) -> list[dict[str, Any
             raise Refused(
                 f"{file}: its optimizer has not one flat tensor for each of the {groups} groups; not yet read"
             )
-        base = [need(base, "state", dict, file).get(i[0], {}) for i in indices]
+        base = [state_of(need(base, "state", dict, file), i[0], file) for i in indices]
     found: list[dict[str, Any]] = [s for s in base if isinstance(s, dict)]
     if not len(base) == len(found) == groups:
         raise IntegrityError(f"{file} has optimizer states for {len(base)} groups, but {groups} masters")

@@ -24,6 +24,7 @@ from ucformat.sources.deepspeed.contents import (
     need,
     refuse_flat_state,
     scalars,
+    state_of,
     stored,
 )
 from ucformat.sources.stand_ins import StoredTensor
@@ -101,7 +102,7 @@ class Zero3:
                 f"describes {len(self.groups)}"
             )
         owners = [g for g, group in enumerate(members) for _ in group]
-        partition = Partition(file, masters, [found.get(i, {}) for i in indices], owners)
+        partition = Partition(file, masters, [state_of(found, i, file.key) for i in indices], owners)
         self._check(rank, partition)
         return partition
 
