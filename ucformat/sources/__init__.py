@@ -27,8 +27,8 @@ __all__ = ["SOURCES", "open_source", "open_source_file"]
 SOURCES: tuple[Source, ...] = (
     HuggingFace(),
     DeepSpeed(),
+    ByteCheckpoint(),  # before Megatron, whose tracker file it has too
     Megatron(),
-    ByteCheckpoint(),
     Dcp(),
     Orbax(),
     Zarr(),
