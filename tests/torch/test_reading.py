@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -36,10 +37,11 @@ NO_FACTS: dict[str, Any] = {"aliases": {}, "groups": ()}
 
 @pytest.fixture(scope="module", params=["packed", "arrays"])
 def ck(request: pytest.FixtureRequest) -> Checkpoint:
-    made = write_packed(MemoryStore(f"reading-{request.param}"), ARRAYS, **NO_FACTS)
+    place = uuid4().hex  # a test process that takes over others' tests sets up a module's fixtures again
+    made = write_packed(MemoryStore(f"{place}-packed"), ARRAYS, **NO_FACTS)
     if request.param == "packed":
         return made
-    return ucformat.convert(made, MemoryStore("reading-arrays-2"), chunk_bytes=256, shard_bytes=1024)
+    return ucformat.convert(made, MemoryStore(f"{place}-arrays"), chunk_bytes=256, shard_bytes=1024)
 
 
 @pytest.fixture(autouse=True)
