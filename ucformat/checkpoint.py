@@ -307,7 +307,9 @@ class Checkpoint(Mapping[str, Tensor]):
         Raises:
             LayoutError: a step cannot be done; it names the step and the tensor.
         """
-        return Checkpoint(Viewed(self.source, expand(read_steps(steps), self.objects, self.assets, self.names())))
+        return Checkpoint(
+            Viewed(self.source, expand(read_steps(steps), lambda: (self.objects, self.assets, self.names())))
+        )
 
     @property
     def steps(self) -> tuple[Taken, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,3 +29,7 @@ class Facts:
     #: Tensors that are stored as several contributions, of which each is the mean; those are in no roster.
     means: Mapping[Key, tuple[Key, ...]] = field(default_factory=dict)
     folder: str = ""  # the folder or file in the store that is the checkpoint itself, where the store is around it
+
+    def but(self, **changed: Any) -> Facts:
+        """The same but for these fields; of a source's own, lazy kind of facts, all is read."""
+        return Facts(**{f.name: getattr(self, f.name) for f in fields(Facts)} | changed)

@@ -197,9 +197,7 @@ class Bound:
         stored = {Key(layout.rename(i.name), i.state): i for i in roster.tensors}
         if len(stored) != len(roster.tensors):
             raise UsageError("the layout's renames give two tensors one name", hint="make them tell the tensors apart")
-        renamed = tuple(TensorInfo(k.name, k.state, i.dtype, i.shape) for k, i in stored.items())
-        groups = {layout.rename(n): g for n, g in roster.groups.items()}
-        return cls(layout.bind(Roster(renamed, groups)), stored)
+        return cls(layout.bind(roster.renamed(layout.rename)), stored)
 
 
 def plan_rank(source: Readable, bound: Bound, rank: int, verify: Verify) -> ReadPlan:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ucformat.computed import ComputedFile, ComputedStore, computed_extent, file_name
-from ucformat.facts import Facts
 from ucformat.geometry.steps import apply
 from ucformat.geometry.table import Table
-from ucformat.geometry.tensor import Key, Roster, Tiles
+from ucformat.geometry.tensor import Key, Roster, single_extents
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from ucformat.facts import Facts
     from ucformat.geometry.steps import Labelled
     from ucformat.geometry.table import Entry
-    from ucformat.geometry.tensor import Extent
+    from ucformat.geometry.tensor import Extent, Tiles
     from ucformat.geometry.view import View
     from ucformat.sources.base import Readable, Record
     from ucformat.storage.base import Store
@@ -85,11 +84,7 @@ class Viewed:
         return self.base.extents(key) if formula is None else [computed_extent(formula.info, self._files[key])]
 
     def _single_extents(self, key: Key) -> Iterator[Extent]:
-        for found in self._source_extents(key):
-            if isinstance(found, Tiles):
-                yield from found.extents()
-            else:
-                yield found
+        return single_extents(self._source_extents(key))
 
     def records(self) -> Iterator[Record]:
         """None: the steps say nothing of the files; ask the source."""
@@ -106,5 +101,4 @@ def _facts(facts: Facts, stored: dict[str, Entry], aliases: dict[str, str]) -> F
     if not groups:
         numbers = {n: facts.roster.groups[e.param] for n, e in stored.items() if e.param in facts.roster.groups}
     infos = tuple(view.info for entry in stored.values() for view in entry.states.values())
-    plain = {f.name: getattr(facts, f.name) for f in fields(Facts)}  # a source's own kind may be lazy
-    return Facts(**{**plain, "roster": Roster(infos, numbers), "aliases": aliases, "groups": groups, "means": {}})
+    return facts.but(roster=Roster(infos, numbers), aliases=aliases, groups=groups, means={})

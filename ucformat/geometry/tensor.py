@@ -12,9 +12,9 @@ from ucformat.geometry.box import Box, row_major
 from ucformat.schema.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["Block", "Extent", "Key", "Piece", "Roster", "TensorInfo", "Tiles"]
+__all__ = ["Block", "Extent", "Key", "Piece", "Roster", "TensorInfo", "Tiles", "single_extents"]
 
 
 class Key(NamedTuple):
@@ -142,6 +142,15 @@ class Tiles:
             yield Extent(Box(start, shape), self.file, offset, strides, Block(offset, self.pitch - 4))
 
 
+def single_extents(found: Iterable[Extent | Tiles]) -> Iterator[Extent]:
+    """Extents, each of one chunk: `Tiles` come apart."""
+    for extent in found:
+        if isinstance(extent, Tiles):
+            yield from extent.extents()
+        else:
+            yield extent
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A box of a tensor and where it lies in one rank's local buffer.
@@ -165,6 +174,11 @@ class Roster:
 
     tensors: tuple[TensorInfo, ...]
     groups: dict[str, int] = field(default_factory=dict)
+
+    def renamed(self, rename: Callable[[str], str]) -> Roster:
+        """The same, each tensor under the name that `rename` makes of its name."""
+        infos = tuple(TensorInfo(rename(i.name), i.state, i.dtype, i.shape) for i in self.tensors)
+        return Roster(infos, {rename(n): g for n, g in self.groups.items()})
 
     def placed(self) -> Roster:
         """The same without trained padding (`<state>.padding`): layouts place it with the tensor that it pads."""

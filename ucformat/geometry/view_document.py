@@ -14,9 +14,14 @@ from ucformat.geometry.presets import PRESETS, preset_steps
 from ucformat.schema.view import Preset, Step
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ucformat.geometry.steps import Labelled
 
 __all__ = ["Steps", "expand", "load", "read_steps"]
+
+#: A checkpoint's objects, assets and names.
+Told = tuple[Mapping[str, Any], Mapping[str, bytes], Sequence[str]]
 
 #: A layout (its view is meant), the name of a preset, a path of a layout file, or steps as such a file spells them.
 Steps = Layout | str | PathLike[str] | Sequence[Mapping[str, Any] | Step]
@@ -41,17 +46,19 @@ def read_steps(steps: Steps) -> tuple[Labelled, ...]:
 
 def load(path: str | PathLike[str]) -> Layout | None:
     """The layout of a file; None where it is a view alone. LayoutError where it is neither."""
-    return Layout.load(path) if read_document(Path(path)).rules else None
+    model = read_document(Path(path))
+    return Layout(**lower(model, Path(path))) if model.rules else None
 
 
-def expand(
-    steps: Sequence[Labelled], objects: Mapping[str, Any], assets: Mapping[str, bytes], names: Sequence[str]
-) -> tuple[Labelled, ...]:
-    """The steps, with those of presets in their place; what numbers a preset needs, the checkpoint may tell."""
+def expand(steps: Sequence[Labelled], told: Callable[[], Told]) -> tuple[Labelled, ...]:
+    """The steps, with those of presets in their place.
+
+    What numbers a preset needs, the checkpoint may tell: `told` gives its objects, assets and names, if they are asked.
+    """
     out: list[Labelled] = []
     for label, step in steps:
         if isinstance(step, Preset):
-            found = preset_steps(step.preset, step.options, objects, assets, names)
+            found = preset_steps(step.preset, step.options, *told())
             out += [(f"{label} ({step.preset}) [{i}]", lower_step(s, label)) for i, s in enumerate(found)]
         else:
             out.append((label, step))

@@ -85,22 +85,20 @@ def fits(place: str | PathLike[str] | Checkpoint, layout: Layout | str | PathLik
         ck = ck.view(layout)
         steps = tuple(RuleUse(t.step, t.took) for t in ck.steps)
     named: dict[str, list[TensorInfo]] = {}
-    roster = ck.facts.roster.placed()
-    renamed = _renamed(layout, roster)
+    roster = ck.facts.roster.placed().renamed(layout.rename)
     for info in roster.tensors:
-        named.setdefault(layout.rename(info.name), []).append(info)
+        named.setdefault(info.name, []).append(info)
     uses: dict[str, list[str]] = {str(rule): [] for section in layout.sections.values() for rule in section}
     misfits: list[Misfit] = []
     for name, infos in named.items():
         rules = layout.rules_for(name, {i.state for i in infos})
         for rule in rules:
             uses[str(rule)].append(name)
-        misfits += _misfits(layout, name, infos, renamed.groups, tuple(map(str, rules)))
+        misfits += _misfits(layout, name, infos, roster.groups, tuple(map(str, rules)))
     memory = None
     if not misfits:
         try:
-            bound = layout.bind(renamed)
-            memory = _memory(bound)
+            memory = _memory(layout.bind(roster))
         except LayoutError as error:
             misfits.append(
                 Misfit("all tensors together", tuple(sorted({k.state for k in ck.tensors})), (), error.message)
@@ -115,9 +113,8 @@ def _misfits(
     """What is wrong with one tensor by itself, states with one reason together."""
     reasons: dict[str, list[str]] = {}
     for info in infos:
-        one = Roster((type(info)(name, info.state, info.dtype, info.shape),), groups)
         try:
-            bound = layout.bind(one)
+            bound = layout.bind(Roster((info,), groups))
             for rank in (0, bound.ranks - 1):
                 for key in bound.keys(rank):
                     bound.local(key, rank)
@@ -125,11 +122,6 @@ def _misfits(
             reason = error.message.removeprefix(f"{name} ({info.state}): ").replace(f"{name} ({info.state})", "it")
             reasons.setdefault(reason, []).append(info.state)
     return [Misfit(name, tuple(states), rules, reason) for reason, states in reasons.items()]
-
-
-def _renamed(layout: Layout, roster: Roster) -> Roster:
-    infos = tuple(type(i)(layout.rename(i.name), i.state, i.dtype, i.shape) for i in roster.tensors)
-    return Roster(infos, {layout.rename(n): g for n, g in roster.groups.items()})
 
 
 def _memory(bound: BoundLayout) -> tuple[int, int]:

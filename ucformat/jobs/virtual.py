@@ -13,13 +13,13 @@ from ucformat.format.digest import file_digest
 from ucformat.format.mounted import MOUNT, MountedStore, mounted
 from ucformat.format.sidecar import encode
 from ucformat.geometry.coverage import prove
-from ucformat.geometry.tensor import Tiles
+from ucformat.geometry.tensor import single_extents
 from ucformat.schema.manifest import SidecarDoc, SourceFileDoc, TensorDoc
 from ucformat.settings import allow_root
 from ucformat.storage.base import HIDDEN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.format.commit import Attempt
@@ -48,7 +48,7 @@ def put_sidecar(
     places = _Places(source.source.store)
     extents = []
     for info in infos:
-        found = [places.place(info, extent) for extent in _single(source, info)]
+        found = [places.place(info, extent) for extent in single_extents(source.source.extents(info.key))]
         prove(info, [(e.file, e.box) for e in found])
         extents.append(found)
     doc = put_file(store, f"{attempt.folder('data')}/extents.safetensors", encode(extents))
@@ -79,14 +79,6 @@ def _sources(
         SourceFileDoc(path=file, nbytes=info.size, modified=info.modified, digest=digest)
         for file, info, digest in zip(places.files.values(), infos, digests, strict=False)
     )
-
-
-def _single(source: Checkpoint, info: TensorInfo) -> Iterator[Extent]:
-    for found in source.source.extents(info.key):
-        if isinstance(found, Tiles):
-            yield from found.extents()
-        else:
-            yield found
 
 
 class _Places:

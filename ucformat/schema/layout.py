@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
+from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter, ValidationError
 
-from ucformat.schema.view import Step  # noqa: TC001 - pydantic needs it
+from ucformat.schema.view import Count as Size
+from ucformat.schema.view import Index, Names, Step, Text, Written
 
 __all__ = ["VERSION", "Faults", "LayoutDocument", "checked", "checked_as", "json_schema"]
 
@@ -17,17 +18,8 @@ T = TypeVar("T")
 VERSION = 1
 _FAULTS = 100  # so many are told
 
-Size = Annotated[int, Field(ge=1)]
-Index = Annotated[int, Field(ge=0)]
-Text = Annotated[str, Field(min_length=1)]
-Names = Text | Annotated[list[Text], Field(min_length=1)]
 
-
-class _Document(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class Shard(_Document):
+class Shard(Written):
     """Cut along a dim over one or several axes; by default as `torch.chunk` cuts."""
 
     shard: int = Field(description="The dim; -1 is the last.")
@@ -42,7 +34,7 @@ class Shard(_Document):
     even: bool = Field(False, description="What the degree does not divide is an error: heads, experts.")
 
 
-class Flat(_Document):
+class Flat(Written):
     """The local tensors of a group, flattened, joined, padded and cut over one or several axes."""
 
     flat: Text = Field(description="The group: optimizer, all, tensor, or a /regex/ whose first capture names it.")
@@ -55,7 +47,7 @@ class Flat(_Document):
     max_elements: Size | None = Field(None, description="A buffer with so many elements is closed.")
 
 
-class Stage(_Document):
+class Stage(Written):
     """Only one stage holds it: this one, or by the first layer of each stage."""
 
     stage: int | Annotated[list[Index], Field(min_length=1)] = Field(
@@ -64,21 +56,21 @@ class Stage(_Document):
     over: Names
 
 
-class Owner(_Document):
+class Owner(Written):
     """Only one coordinate holds it: this one over the axes, by default over the whole mesh."""
 
     owner: Index
     over: Names | None = None
 
 
-class Partial(_Document):
+class Partial(Written):
     """Each coordinate holds its own value; reduce to read."""
 
     partial: Literal["mean"]
     over: Names | None = None
 
 
-class Pattern(_Document):
+class Pattern(Written):
     """A pattern of the Universal Checkpointing paper (USENIX ATC '25, section 5.3), by its name there."""
 
     pattern: Literal["unique", "replicate", "partial", "shard-V", "shard-H", "shard-Hy", "shard-NC"]
@@ -116,7 +108,7 @@ Placement = Annotated[
 ]
 
 
-class Rule(_Document):
+class Rule(Written):
     """Tensors by name and state, and how they are placed."""
 
     match: Names = Field(description="Globs, in which * and ? match dots too, or /regex/es, of the whole name.")
@@ -125,7 +117,7 @@ class Rule(_Document):
     place: list[Placement] = Field(description="Placements, each on the local shape that the last one left.")
 
 
-class OrderedMesh(_Document):
+class OrderedMesh(Written):
     """A mesh spelled so that no tool which sorts keys can change it, and that may list its ranks."""
 
     axes: Annotated[list[Annotated[dict[Text, Size], Field(min_length=1, max_length=1)]], Field(min_length=1)] = Field(
@@ -151,14 +143,14 @@ Mesh = Annotated[
 ]
 
 
-class Rename(_Document):
+class Rename(Written):
     r"""A source's name, as a regex of the whole name, and the target's, which may say `\1` or `\g<name>`."""
 
     from_: Text = Field(alias="from")
     to: Text
 
 
-class LayoutDocument(_Document):
+class LayoutDocument(Written):
     """A whole layout file."""
 
     version: Literal[1]

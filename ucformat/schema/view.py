@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from ucformat.schema.dtypes import ITEMSIZE
 
-__all__ = ["STEPS", "Step"]
+__all__ = ["STEPS", "Count", "Index", "Names", "Step", "Text", "Written"]
 
 Text = Annotated[str, Field(min_length=1)]
 Names = Text | Annotated[list[Text], Field(min_length=1)]
@@ -21,46 +21,48 @@ _TEMPLATE = r"A name, in which \1 and \g<name> are what the /regex/ captured."
 _STATES = "Globs of states; by default all."
 
 
-class _Document(BaseModel):
+class Written(BaseModel):
+    """What people write: nothing is coerced, and nothing unknown passes."""
+
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class Keep(_Document):
+class Keep(Written):
     """Only these tensors stay."""
 
     keep: Names = Field(description=_NAMES)
     states: list[Text] = Field([], description=_STATES)
 
 
-class Drop(_Document):
+class Drop(Written):
     """These tensors go."""
 
     drop: Names = Field(description=_NAMES)
     states: list[Text] = Field([], description=_STATES)
 
 
-class Rename(_Document):
+class Rename(Written):
     """Tensors get other names."""
 
     rename: Names = Field(description=_NAMES)
     to: Text = Field(description=_TEMPLATE)
 
 
-class RenameStates(_Document):
+class RenameStates(Written):
     """States get other names: {mu: exp_avg}."""
 
     rename_states: Annotated[dict[Text, Text], Field(min_length=1)] = Field(description="Old name of a state -> new.")
     match: Names = Field("*", description=_NAMES)
 
 
-class Transpose(_Document):
+class Transpose(Written):
     """The dims are put in another order."""
 
     transpose: Names = Field(description=_NAMES)
     axes: list[Index] | None = Field(None, description="For each new dim the old one; by default the reverse.")
 
 
-class Trim(_Document):
+class Trim(Written):
     """Only the first indices along a dim stay: padding goes."""
 
     trim: Names = Field(description=_NAMES)
@@ -68,7 +70,7 @@ class Trim(_Document):
     size: Index = Field(description="How many indices stay.")
 
 
-class Split(_Document):
+class Split(Written):
     """One tensor becomes several, cut along a dim."""
 
     split: Names = Field(description=_NAMES)
@@ -78,7 +80,7 @@ class Split(_Document):
     repeat: Count = Field(1, description="The dim is so many blocks, each cut so: Megatron's QKV of each group.")
 
 
-class Fuse(_Document):
+class Fuse(Written):
     """Several tensors become one, joined along a dim: the reverse of split."""
 
     fuse: Text = Field(description=_REGEX + " The first of the tensors that are joined.")
@@ -88,7 +90,7 @@ class Fuse(_Document):
     repeat: Count = Field(1, description="Each is cut in so many blocks, which take turns.")
 
 
-class Stack(_Document):
+class Stack(Written):
     """Tensors numbered 0, 1, 2, … become one, with a new dim."""
 
     stack: Text = Field(description=_REGEX + " Its group `i`, or else the first, captures the number.")
@@ -96,7 +98,7 @@ class Stack(_Document):
     dim: Index = Field(0, description="The new dim.")
 
 
-class Unstack(_Document):
+class Unstack(Written):
     """One tensor becomes as many as a dim is long, without that dim: the reverse of stack."""
 
     unstack: Names = Field(description=_NAMES)
@@ -105,19 +107,19 @@ class Unstack(_Document):
     start: Index = Field(0, description="The first number.")
 
 
-class Alias(_Document):
+class Alias(Written):
     """Further names of stored tensors: {lm_head.weight: model.embed_tokens.weight}."""
 
     alias: Annotated[dict[Text, Text], Field(min_length=1)] = Field(description="Further name -> stored name.")
 
 
-class Untie(_Document):
+class Untie(Written):
     """Further names become tensors of their own."""
 
     untie: Names = Field(description=_NAMES)
 
 
-class Cast(_Document):
+class Cast(Written):
     """The values are rounded to another dtype."""
 
     cast: Names = Field(description=_NAMES)
@@ -125,14 +127,14 @@ class Cast(_Document):
     dtype: str = Field(description="A floating-point dtype.", json_schema_extra={"enum": [*sorted(ITEMSIZE)]})
 
 
-class Mean(_Document):
+class Mean(Written):
     """Tensors numbered 0, 1, 2, … become their mean: the paper's pattern *partial*."""
 
     mean: Text = Field(description=_REGEX + " Its group `i`, or else the first, captures the number.")
     into: Text = Field(description=_TEMPLATE)
 
 
-class Preset(_Document):
+class Preset(Written):
     """The steps between two families of models."""
 
     preset: Text = Field(description="Its name: megatron-to-llama, ….")
@@ -142,7 +144,7 @@ class Preset(_Document):
 
 
 #: Verb -> model.
-STEPS: dict[str, type[_Document]] = {
+STEPS: dict[str, type[Written]] = {
     next(iter(model.model_fields)): model
     for model in (
         *(Keep, Drop, Rename, RenameStates, Transpose, Trim, Split, Fuse, Stack, Unstack),

@@ -10,13 +10,13 @@ from ucformat.geometry.tensor import Key, Roster, TensorInfo
 from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from ucformat.geometry.tensor import Extent
     from ucformat.sources.stand_ins import StoredTensor
     from ucformat.sources.torch_file import TorchFile
 
-__all__ = ["Contents", "Group"]
+__all__ = ["Contents", "Group", "unknown_tensor"]
 
 
 @dataclass(slots=True)
@@ -31,6 +31,15 @@ class Group:
         """As the facts hold it."""
         out = {**self.hyper, "params": self.names}
         return {**out, "state": self.state} if self.state else out
+
+
+def unknown_tensor(key: Key, known: Iterable[Key], url: str) -> TensorNotFound:
+    """What to say of a tensor that the checkpoint at `url`, which has the `known` ones, has not."""
+    states = sorted(k.state for k in known if k.name == key.name)
+    return TensorNotFound(
+        f"the checkpoint {url} has no {key}",
+        hint=f"{key.name} has the states {', '.join(states)}" if states else "there is no tensor of this name",
+    )
 
 
 @dataclass(slots=True)
@@ -76,11 +85,7 @@ class Contents:
         """Where the bytes of a tensor lie; TensorNotFound where there is none of this key at `url`."""
         locate = self.locate.get(key)
         if locate is None:
-            states = sorted(k.state for k in self.infos if k.name == key.name)
-            raise TensorNotFound(
-                f"the checkpoint {url} has no {key}",
-                hint=f"{key.name} has the states {', '.join(states)}" if states else "there is no tensor of this name",
-            )
+            raise unknown_tensor(key, self.infos, url)
         return locate()
 
     def keep_scalars(self, file: TorchFile, values: dict[str, Any]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
-
-from ucformat.facts import Facts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,11 +22,11 @@ class Inside:
         self.kind, self.store = source.kind, store
         self._source, self._below = source, f"{folder}/"
         facts = source.facts
-        plain = {f.name: getattr(facts, f.name) for f in fields(Facts)}  # a source's own kind may be lazy
-        plain["assets"] = tuple(self._below + key for key in facts.assets)
-        plain["files"] = tuple(self._below + key for key in facts.files)
-        plain["folder"] = self._below + facts.folder if facts.folder else folder
-        self.facts = Facts(**plain)
+        self.facts = facts.but(
+            assets=tuple(self._below + key for key in facts.assets),
+            files=tuple(self._below + key for key in facts.files),
+            folder=self._below + facts.folder if facts.folder else folder,
+        )
 
     def extents(self, key: Key) -> Iterator[Extent]:
         """Where the bytes of a tensor lie."""

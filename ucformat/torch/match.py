@@ -118,9 +118,10 @@ def match(
             found.append(Matched(target, stored))
     for alias, name in aliases.items():
         mine, first = names.get(alias), names.get(name)
-        held = [p.box for t in targets if t.info.name == name and t.info.state in _PARAMETER for p in t.pieces]
-        if mine is not None and first is not None and mine != first and not _equal(ck, mine, first, held):
-            others.append(f"tied here: {alias} is {name}, but the checkpoint has a tensor for each, which differ")
+        if mine is not None and first is not None and mine != first:
+            held = [p.box for t in targets if t.info.name == name and t.info.state in _PARAMETER for p in t.pieces]
+            if not _equal(ck, mine, first, held):
+                others.append(f"tied here: {alias} is {name}, but the checkpoint has a tensor for each, which differ")
         if mine is not None:
             wanted |= {Key(mine, s) for s in _PARAMETER}
     unexpected = _unexpected(wanted, {t.info.state for t in targets}, ck, names)

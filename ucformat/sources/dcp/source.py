@@ -5,10 +5,11 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import NotFound, Refused, TensorNotFound
+from ucformat.errors import NotFound, Refused
 from ucformat.facts import Facts
 from ucformat.geometry.tensor import Roster, TensorInfo
 from ucformat.sources.base import Folders
+from ucformat.sources.contents import unknown_tensor
 from ucformat.sources.dcp.items import Items
 from ucformat.sources.dcp.metadata import FILE, read_metadata
 from ucformat.sources.dcp.safetensors import OpenShards, has_shards, is_shard
@@ -109,11 +110,7 @@ class OpenDcp:
     def extents(self, key: Key) -> Iterator[Extent]:
         """Where the bytes of a tensor lie; opens the items that hold them, if they are not yet open."""
         if key not in self._infos:
-            states = sorted(k.state for k in self._infos if k.name == key.name)
-            raise TensorNotFound(
-                f"the checkpoint {self.store.url} has no {key}",
-                hint=f"{key.name} has the states {', '.join(states)}" if states else "there is no tensor of this name",
-            )
+            raise unknown_tensor(key, self._infos, self.store.url)
         return self.items.extents(self.named.tensors[key], self._infos[key])
 
     def records(self) -> Iterator[Record]:
