@@ -20,7 +20,7 @@ from ucformat.geometry.flat import flat_boxes
 from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Extent, Piece
 from ucformat.storage.base import HIDDEN, Info, check_range
-from ucformat.storage.wrapped import WrappedStore
+from ucformat.storage.virtual import VirtualStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,58 +67,30 @@ def computed_extent(info: TensorInfo, file: str) -> Extent:
     return Extent(Box.whole(info.shape), file, 0, row_major(info.shape, info.itemsize))
 
 
-class ComputedStore(WrappedStore):
+class ComputedStore(VirtualStore):
     """A store with computed files besides its own."""
 
     def __init__(self, inner: Store, files: Mapping[str, ComputedFile]) -> None:
         super().__init__(inner)
         self._files = dict(files)
 
-    def info(self, key: str) -> Info:
-        """See Store."""
-        found = self._files.get(key)
-        return self.inner.info(key) if found is None else Info(key, found.formula.info.nbytes, "computed")
+    def _holds(self, key: str) -> bool:
+        return key in self._files
 
-    def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        """See Store."""
-        if key not in self._files:
-            return self.inner.read(key, offset, nbytes)
-        out = bytearray(self.info(key).size - offset if nbytes is None else nbytes)
-        self.read_into(key, offset, [memoryview(out)])
-        return bytes(out)
+    def _info(self, key: str) -> Info:
+        return Info(key, self._files[key].formula.info.nbytes, "computed")
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """See Store."""
-        found = self._files.get(key)
-        if found is None:
-            self.inner.read_into(key, offset, buffers)
-            return
-        views = [b.cast("B") for b in buffers]
-        total = sum(v.nbytes for v in views)
-        check_range(str(found.formula.info.key), offset, total, found.formula.info.nbytes)
-        data = self._compute(found, offset, total).data
-        for view in views:
-            view[:] = data[: view.nbytes]
-            data = data[view.nbytes :]
-
-    def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
-        """See Store."""
-        if key not in self._files:
-            self.inner.read_rows(key, offset, step, rows)
-            return
-        for number, row in enumerate(rows):
-            self.read_into(key, offset + number * step, [row])
-
-    def _compute(self, file: ComputedFile, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """So many bytes of a computed tensor, from this byte on."""
-        unit = file.formula.info.itemsize
+    def _content(self, key: str, offset: int, nbytes: int) -> memoryview:
+        file = self._files[key]
+        info, unit = file.formula.info, file.formula.info.itemsize
+        check_range(str(info.key), offset, nbytes, info.nbytes)
         first, last = offset // unit, -(-(offset + nbytes) // unit)
         arrays = [
             read_flat(self, view.info, extents(), first, last)
             for view, extents in zip(file.formula.inputs, file.inputs, strict=True)
         ]
-        made = _OPERATIONS[file.formula.operation](arrays, file.formula.info)
-        return made.view(np.uint8)[offset - first * unit :][:nbytes]
+        made = _OPERATIONS[file.formula.operation](arrays, info)
+        return made.view(np.uint8)[offset - first * unit :][:nbytes].data
 
 
 def _cast(arrays: Sequence[NDArray[Any]], info: TensorInfo) -> NDArray[Any]:

@@ -11,10 +11,10 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
 from ucformat.storage.base import HIDDEN, check_range
-from ucformat.storage.wrapped import WrappedStore
+from ucformat.storage.virtual import VirtualStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from ucformat.storage.base import Info, Store
 
@@ -77,48 +77,20 @@ class Cache:
         return value
 
 
-class DecodedStore(WrappedStore):
+class DecodedStore(VirtualStore):
     """A store in which the keys below `DECODED` are virtual files; all else is in the store inside."""
 
     def __init__(self, inner: Store, decoder: Decoder) -> None:
         super().__init__(inner)
         self._decoder, self._cache = decoder, Cache()
 
-    def info(self, key: str) -> Info:
-        """Size and version; of a virtual file, once it is decoded."""
-        return self._decoder.info(key[len(DECODED) :]) if key.startswith(DECODED) else self.inner.info(key)
+    def _holds(self, key: str) -> bool:
+        return key.startswith(DECODED)
 
-    def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        """See Store."""
-        if not key.startswith(DECODED):
-            return self.inner.read(key, offset, nbytes)
-        data = self._decoded(key)
-        nbytes = data.nbytes - offset if nbytes is None else nbytes
+    def _info(self, key: str) -> Info:
+        return self._decoder.info(key[len(DECODED) :])
+
+    def _content(self, key: str, offset: int, nbytes: int) -> memoryview:
+        data = self._cache.get(key[len(DECODED) :], self._decoder.decode)
         check_range(f"{self.url}/{key}", offset, nbytes, data.nbytes)
-        return bytes(data[offset : offset + nbytes])
-
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """See Store."""
-        if not key.startswith(DECODED):
-            self.inner.read_into(key, offset, buffers)
-            return
-        data = self._decoded(key)
-        check_range(f"{self.url}/{key}", offset, sum(b.nbytes for b in buffers), data.nbytes)
-        for b in buffers:
-            if b.nbytes:
-                b.cast("B")[:] = data[offset : offset + b.nbytes]
-                offset += b.nbytes
-
-    def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
-        """See Store."""
-        if not key.startswith(DECODED):
-            self.inner.read_rows(key, offset, step, rows)
-            return
-        data = self._decoded(key)
-        for k, row in enumerate(rows):
-            at = offset + k * step
-            check_range(f"{self.url}/{key}", at, row.nbytes, data.nbytes)
-            row.cast("B")[:] = data[at : at + row.nbytes]
-
-    def _decoded(self, key: str) -> memoryview:
-        return self._cache.get(key[len(DECODED) :], self._decoder.decode)
+        return data[offset : offset + nbytes]
