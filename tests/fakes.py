@@ -10,7 +10,7 @@ import numpy as np
 
 from ucformat.facts import Facts
 from ucformat.format.dtypes import dtype_name, numpy_dtype
-from ucformat.geometry.box import row_major
+from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.flat import flat_boxes
 from ucformat.geometry.tensor import Extent, Key, Roster, TensorInfo
 
@@ -66,7 +66,7 @@ class FakeSource:
         names = tuple(f"rank{k}.bin" for k in range(ranks))
         return cls(store, Facts(roster=Roster(tuple(infos), groups), files=names, **facts), offsets, ranks)
 
-    def extents(self, key: Key) -> Iterator[Extent]:
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         info = next(i for i in self.facts.roster.tensors if i.key == key)
         part = -(-info.size // self.ranks)
         strides = row_major(info.shape, info.itemsize)

@@ -10,6 +10,7 @@ import numpy as np
 from ucformat.errors import IntegrityError, MissingData, NotFound, UsageError
 from ucformat.format.dtypes import numpy_dtype
 from ucformat.format.execute import execute, memory_of
+from ucformat.geometry.box import hull
 from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
 
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
     from ucformat.geometry.bound import BoundLayout, Local
     from ucformat.geometry.layout import Layout
     from ucformat.geometry.plan import Plan, Verify
+    from ucformat.geometry.tensor import Piece
     from ucformat.sources.base import Readable
     from ucformat.storage.base import Store
 
-__all__ = ["Bound", "Buffer", "Held", "ReadPlan", "check_sizes", "plan_rank"]
+__all__ = ["Bound", "Buffer", "Held", "ReadPlan", "check_sizes", "plan_rank", "wanted_of"]
 
 _SMALL = 256 << 20  # plans of less are run without asking for the sizes of files first
 
@@ -213,6 +215,12 @@ def plan_rank(source: Readable, bound: Bound, rank: int, verify: Verify) -> Read
     return _Planner(source, bound.layout, rank, bound.stored).plan(verify)
 
 
+def wanted_of(source: Readable, info: TensorInfo, pieces: Sequence[tuple[int, Piece]]) -> Wanted:
+    """Pieces of a tensor, each with the number of its buffer, and the extents that they need."""
+    near = hull(piece.box for _, piece in pieces)
+    return Wanted(info, () if near is None else source.extents(info.key, near), pieces)
+
+
 def _chosen(roster: Roster, states: Sequence[str] | None) -> Roster:
     if states is None:
         return roster.placed()
@@ -247,12 +255,12 @@ class _Planner:
         info = self.stored[key]
         number = self._buffer(key, info, local)
         self.held[key] = Held(number, local.offset, local.shape)
-        wanted = [Wanted(info, self.source.extents(info.key), [(number, p) for p in local.pieces])]
+        wanted = [wanted_of(self.source, info, [(number, p) for p in local.pieces])]
         if local.padding:
             like = self.bound.padding(key)
             kept = self.infos.get(Key(info.name, f"{info.state}.padding"))
             if like is not None and kept is not None and (kept.shape, kept.dtype) == (like.shape, like.dtype):
-                wanted.append(Wanted(kept, self.source.extents(kept.key), [(number, p) for p in local.padding]))
+                wanted.append(wanted_of(self.source, kept, [(number, p) for p in local.padding]))
             else:
                 self.zero_filled[key] = sum(p.box.size for p in local.padding)
         return wanted

@@ -10,9 +10,9 @@ from ucformat.errors import OutOfBounds, UsageError
 from ucformat.format.dtypes import numpy_dtype
 from ucformat.format.execute import execute, memory_of
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.plan import Wanted, make_plan
+from ucformat.geometry.plan import make_plan
 from ucformat.geometry.tensor import Piece
-from ucformat.planning import check_sizes
+from ucformat.planning import check_sizes, wanted_of
 
 if TYPE_CHECKING:
     from types import EllipsisType
@@ -113,9 +113,7 @@ class Tensor:
         return self._plan(box, row_major(box.shape), verify)
 
     def _plan(self, box: Box, strides: tuple[int, ...], verify: Verify) -> Plan:
-        return make_plan(
-            [Wanted(self.info, self._source.extents(self.info.key), [(0, Piece(box, 0, strides))])], verify
-        )
+        return make_plan([wanted_of(self._source, self.info, [(0, Piece(box, 0, strides))])], verify)
 
     def _read(
         self, box: Box, out: NDArray[Any] | None, verify: Verify = "whole", threads: int | None = None

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ucformat.facts import Facts
+    from ucformat.geometry.box import Box
     from ucformat.geometry.steps import Labelled
     from ucformat.geometry.table import Entry
     from ucformat.geometry.tensor import Extent, Tiles
@@ -47,19 +48,19 @@ class Viewed:
         self.store: Store = ComputedStore(base.store, self._computed) if self._computed else base.store
         self.facts = _facts(base.facts, stored, aliases)
 
-    def extents(self, key: Key) -> Iterator[Extent | Tiles]:
-        """Where the bytes of a tensor lie."""
-        return self.of_view(self._views[key])
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent | Tiles]:
+        """See Readable."""
+        return self.of_view(self._views[key], within)
 
-    def of_view(self, view: View) -> Iterator[Extent | Tiles]:
+    def of_view(self, view: View, within: Box | None = None) -> Iterator[Extent | Tiles]:
         """The extents of a view; those of its source as they are, where the view is all of it."""
         if len(view.parts) == 1:
             part = view.parts[0]
             whole = view.info.shape == part.box.shape and part.axes == tuple(range(len(view.info.shape)))
             if whole and part.box.shape == self._shape(part.source):
-                yield from self._source_extents(part.source)
+                yield from self._source_extents(part.source, within)
                 return
-        yield from view.extents(self._single_extents)
+        yield from view.extents(self._single_extents, within)
 
     def means(self, key: Key) -> Iterator[ComputedFile]:
         """The means that a tensor is made of, wholly or in part."""
@@ -79,12 +80,12 @@ class Viewed:
         info = self._infos.get(key) if formula is None else formula.info
         return info.shape if info is not None else ()
 
-    def _source_extents(self, key: Key) -> Iterable[Extent | Tiles]:
+    def _source_extents(self, key: Key, within: Box | None) -> Iterable[Extent | Tiles]:
         formula = self._formulas.get(key)
-        return self.base.extents(key) if formula is None else [computed_extent(formula.info, self._files[key])]
+        return self.base.extents(key, within) if formula is None else [computed_extent(formula.info, self._files[key])]
 
-    def _single_extents(self, key: Key) -> Iterator[Extent]:
-        return single_extents(self._source_extents(key))
+    def _single_extents(self, key: Key, within: Box) -> Iterator[Extent]:
+        return single_extents(self._source_extents(key, within))
 
     def records(self) -> Iterator[Record]:
         """None: the steps say nothing of the files; ask the source."""

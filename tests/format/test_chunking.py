@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ucformat.format.chunking import CHUNK_BYTES, SHARD_BYTES, Grid, chunk_shape, shard_shape
 from ucformat.format.shard import bands
+from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import TensorInfo
 
@@ -91,3 +92,11 @@ def test_bands_cover_each_shard_in_the_order_of_its_chunks(shape: tuple[int, ...
         assert following == math.prod(grid.tiles(shard, "").grid)
     if math.prod(shape):
         prove(TensorInfo("t", "weight", "float32", shape), boxes)
+
+
+@given(shape=st.lists(st.integers(1, 20), max_size=3).map(tuple), data=st.data())
+def test_the_shards_that_meet_a_box(shape: tuple[int, ...], data: st.DataObject) -> None:
+    grid = Grid.of(shape, 4, 64, 256)
+    start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    box = Box(start, tuple(data.draw(st.integers(1, n - a)) for a, n in zip(start, shape, strict=True)))
+    assert list(grid.shards(box)) == [s for s in grid.shards() if grid.box(s).intersect(box)]

@@ -129,6 +129,25 @@ def test_what_is_encoded_is_decoded(tensors: list[list[Extent]]) -> None:
     assert encode_columns(found.columns, found.files) == data
 
 
+@given(extents(), st.data())
+def test_those_that_meet_a_box(tensors: list[list[Extent]], data: st.DataObject) -> None:
+    ndims = ndims_of(tensors)
+    found = decode(encode(tensors), ndims, "sidecar")
+    for number, ndim in enumerate(ndims):
+        sides = st.tuples(*[N] * ndim)
+        near = data.draw(st.builds(Box, sides, sides) | st.sampled_from([Box((0,) * ndim, (1 << 41,) * ndim)]))
+        expected = [e for e in tensors[number] if e.box.intersect(near)]
+        assert [e for e in found.extents(number, near) if e.box.intersect(near)] == expected
+
+
+def test_only_those_that_meet_a_box() -> None:
+    strides, boxes = (40, 4), [Box((r, c), (1, 5)) for r in range(10) for c in (0, 5)]
+    rows = [Extent(box, "f", 40 * box.start[0] + 4 * box.start[1], strides) for box in boxes]
+    found = decode(encode([rows]), [2], "sidecar")
+    assert [e.box for e in found.extents(0, Box((3, 0), (2, 5)))] == [Box((3, 0), (1, 5)), Box((4, 0), (1, 5))]
+    assert found.extents(0, Box((10, 0), (1, 5))) == ()
+
+
 @given(extents())
 def test_a_reader_made_from_the_specification_reads_it(tensors: list[list[Extent]]) -> None:
     columns, files = unpacked(encode(tensors))

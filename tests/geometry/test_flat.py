@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.geometry.strategies import shapes
 from ucformat.errors import UsageError
-from ucformat.geometry.box import Box
-from ucformat.geometry.flat import flat_boxes
+from ucformat.geometry.box import Box, hull
+from ucformat.geometry.flat import flat_boxes, flat_range
 
 
 @st.composite
@@ -31,6 +31,28 @@ def test_boxes_are_the_range_in_flat_order(case: tuple[tuple[int, ...], int, int
     assert [int(i) for part in found for i in part] == list(range(start, stop))
     assert all(part.size for part in found)
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+@given(shapes, st.data())
+def test_the_range_of_a_box(shape: tuple[int, ...], data: st.DataObject) -> None:
+    start = tuple(data.draw(st.integers(0, n)) for n in shape)
+    box = Box(start, tuple(data.draw(st.integers(0, n - a)) for a, n in zip(start, shape, strict=True)))
+    numbers = np.arange(math.prod(shape)).reshape(shape)[tuple(map(slice, box.start, box.stop))]
+    expected = (int(numbers.min()), int(numbers.max()) + 1) if numbers.size else (0, 0)
+    assert flat_range(shape, box) == expected
+    assert flat_range(shape, None) == (0, math.prod(shape))
+
+
+@given(st.lists(st.tuples(*[st.tuples(st.integers(0, 9), st.integers(0, 4))] * 2), max_size=4))
+def test_the_hull_is_the_smallest_box_around(sides: list[tuple[tuple[int, int], tuple[int, int]]]) -> None:
+    boxes = [Box((a, b), (m, n)) for (a, m), (b, n) in sides]
+    points = {(i, j) for (a, m), (b, n) in sides for i in range(a, a + m) for j in range(b, b + n)}
+    found = hull(boxes)
+    if found is None:
+        assert not points
+        return
+    for d in range(2):
+        assert (found.start[d], found.stop[d] - 1) == (min(p[d] for p in points), max(p[d] for p in points))
 
 
 def test_a_cut_through_three_dims_takes_five_boxes() -> None:

@@ -41,7 +41,7 @@ def stored(local: Any, file: str, cuts: list[int]) -> tuple[bytes, list[Extent]]
 
 def read(view: View, files: dict[str, bytes], extents: dict[str, list[Extent]]) -> Any:
     out = np.full(view.info.shape, -1, np.int32)
-    for extent in view.extents(lambda key: extents[key.name]):
+    for extent in view.extents(lambda key, _: extents[key.name]):
         to = inside(out, extent.box)
         assert (to == -1).all()
         offset = extent.offset // 4

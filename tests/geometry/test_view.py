@@ -40,7 +40,7 @@ def stored(shape: tuple[int, ...], cuts: list[int]) -> tuple[np.ndarray, list[Ex
 
 def read(view: View, whole: np.ndarray, extents: list[Extent]) -> np.ndarray:
     out = np.full(view.info.shape, np.nan, np.float32)
-    for e in view.extents(lambda key: {SOURCE: extents}[key]):
+    for e in view.extents(lambda key, _: {SOURCE: extents}[key]):
         source = as_strided(whole.ravel()[e.offset // 4 :], e.box.shape, e.strides)
         to = inside(out, e.box)
         assert np.isnan(to).all()
@@ -74,6 +74,27 @@ def test_a_view_is_a_slice_transposed(case: tuple[np.ndarray, list[Extent], View
     np.testing.assert_array_equal(read(view, whole, extents), expected)
 
 
+@given(permuted(), st.data())
+def test_within_a_box_only_what_it_needs_is_asked_for(
+    case: tuple[np.ndarray, list[Extent], View], data: st.DataObject
+) -> None:
+    whole, extents, view = case
+    start = tuple(data.draw(st.integers(0, n)) for n in view.info.shape)
+    shape = tuple(data.draw(st.integers(0, n - a)) for a, n in zip(start, view.info.shape, strict=True))
+    asked: list[Box] = []
+
+    def near(_: Key, box: Box) -> list[Extent]:
+        asked.append(box)
+        return [e for e in extents if e.box.intersect(box)]
+
+    out = np.full(view.info.shape, np.nan, np.float32)
+    for e in view.extents(near, Box(start, shape)):
+        inside(out, e.box)[...] = as_strided(whole.ravel()[e.offset // 4 :], e.box.shape, e.strides)
+    wanted = Box(start, shape)
+    np.testing.assert_array_equal(inside(out, wanted), inside(read(view, whole, extents), wanted))
+    assert [box.size for box in asked] == ([wanted.size] if wanted.size else [])
+
+
 def test_fused_qkv_by_groups_becomes_q() -> None:
     """Megatron stores for each of 2 query groups 2 heads of q, one of k, one of v, of 3 rows each."""
     whole, extents = stored((24, 5), [33, 60])
@@ -93,23 +114,23 @@ def test_a_checksum_block_survives_only_an_unclipped_extent() -> None:
     _, extents = stored((4, 2), [4])  # two extents, of two rows each
     info = TensorInfo("x", "weight", "float32", (3, 2))
     view = View(info, (Part(Box.whole((3, 2)), SOURCE, Box((1, 0), (3, 2)), (0, 1)),))
-    clipped, full = view.extents(lambda _: extents)
+    clipped, full = view.extents(lambda *_: extents)
     assert clipped.block is None
     assert (clipped.box, clipped.offset) == (Box((0, 0), (1, 2)), 8)
     assert full.block == extents[1].block
 
 
 def test_a_source_is_asked_for_once() -> None:
-    asked: list[Key] = []
+    asked: list[tuple[Key, Box]] = []
     parts = tuple(Part(Box((i,), (1,)), SOURCE, Box((3 - i,), (1,)), (0,)) for i in range(4))
     view = View(TensorInfo("x", "weight", "float32", (4,)), parts)
 
-    def extents(key: Key) -> list[Extent]:
-        asked.append(key)
+    def extents(key: Key, within: Box) -> list[Extent]:
+        asked.append((key, within))
         return [Extent(Box((0,), (4,)), "f", 100, (4,))]
 
     assert [e.offset for e in view.extents(extents)] == [112, 108, 104, 100]
-    assert asked == [SOURCE]
+    assert asked == [(SOURCE, Box((0,), (4,)))]
 
 
 WHOLE = Box((0, 0), (2, 3))

@@ -405,7 +405,7 @@ def test_no_size_in_metadata_makes_memory_or_time_go(tmp_path: Path) -> None:
         for fill in (False, True):
             ck = Checkpoint(Zarr(fill_missing=fill).open(LocalStore(tmp_path)))
             with pytest.raises(UcformatError):
-                ck[next(iter(ck))][:10]
+                ck[next(iter(ck))][:]
     for codec in (numcodecs.Zlib(), numcodecs.BZ2(), numcodecs.GZip(), numcodecs.Zstd(), numcodecs.Blosc()):
         for n in (4, 64 << 20):
             (tmp_path / "0").write_bytes(codec.encode(bytes(n)))

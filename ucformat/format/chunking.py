@@ -112,9 +112,11 @@ class Grid:
         """Number of shards."""
         return math.prod(-(-n // s) for n, s in zip(self.shape, self.shard, strict=True))
 
-    def shards(self) -> Iterator[tuple[int, ...]]:
-        """Coordinates of the shards, in C order; none of a tensor without elements."""
-        return product(*(range(-(-n // s)) for n, s in zip(self.shape, self.shard, strict=True)))
+    def shards(self, within: Box | None = None) -> Iterator[tuple[int, ...]]:
+        """Coordinates of the shards that meet a box (None: all), in C order; none of a tensor without elements."""
+        near = within or Box.whole(self.shape)
+        bounds = zip(near.start, near.stop, self.shard, strict=True)
+        return product(*(range(first // s, -(-last // s)) for first, last, s in bounds))
 
     def box(self, shard: tuple[int, ...]) -> Box:
         """What a shard holds of the tensor."""

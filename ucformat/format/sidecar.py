@@ -79,12 +79,16 @@ class Sidecar:
         self._bounds = np.searchsorted(columns.tensor[self._order], np.arange(len(ndims) + 1))
         self._ends = np.cumsum(ndims[columns.tensor])
 
-    def extents(self, number: int) -> tuple[Extent, ...]:
-        """The extents of a tensor, by its number in the manifest."""
+    def extents(self, number: int, within: Box | None = None) -> tuple[Extent, ...]:
+        """The extents of a tensor, by its number in the manifest, that meet a box (None: all)."""
         c = self.columns
         rows = self._order[self._bounds[number] : self._bounds[number + 1]]
         ndim = self._ndims[number]
         dims = (self._ends[rows] - ndim)[:, None] + np.arange(ndim)
+        if within is not None:
+            start, stop = c.start[dims], c.start[dims] + c.shape[dims]
+            meet = ((start < np.array(within.stop, np.int64)) & (stop > np.array(within.start, np.int64))).all(axis=1)
+            rows, dims = rows[meet], dims[meet]
         found = zip(
             *(a[rows].tolist() for a in (c.file, c.offset, c.block_offset, c.block_nbytes, c.crc32c)),
             *(map(tuple, a[dims].tolist()) for a in (c.start, c.shape, c.strides)),

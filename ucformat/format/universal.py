@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ucformat.format.sidecar import Sidecar
+    from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Tiles
     from ucformat.schema.manifest import FileDoc, TensorDoc
     from ucformat.storage.base import Store
@@ -101,17 +102,17 @@ class Universal:
             )
         return data
 
-    def extents(self, key: Key) -> Iterator[Extent | Tiles]:
-        """Where the bytes of a tensor lie."""
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent | Tiles]:
+        """See Readable."""
         doc = self.docs[key]
         if doc.path is None:
-            yield from self.sidecar().extents(self._numbers[key])
+            yield from self.sidecar().extents(self._numbers[key], within)
             return
         grid = grid_of(doc)
         if not doc.nbytes:
             return
         self._check_large(doc, grid)
-        for shard in grid.shards():
+        for shard in grid.shards(within):
             yield grid.tiles(shard, shard_key(doc.path, shard))
 
     def _check_large(self, doc: TensorDoc, grid: Grid) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-__all__ = ["Box", "row_major"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["Box", "hull", "row_major"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -56,6 +60,16 @@ class Box:
     def __str__(self) -> str:
         """As a slice: `[0:512, 128:256]`; `[]` for a 0-d box."""
         return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.start, self.shape, strict=True)) + "]"
+
+
+def hull(boxes: Iterable[Box]) -> Box | None:
+    """The smallest box around all of these; None where none of them has an element."""
+    full = [box for box in boxes if box.size]
+    if not full:
+        return None
+    start = tuple(map(min, zip(*(box.start for box in full), strict=True)))
+    stop = tuple(map(max, zip(*(box.stop for box in full), strict=True)))
+    return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
 
 
 def row_major(shape: tuple[int, ...], unit: int = 1) -> tuple[int, ...]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from ucformat.errors import UsageError
-from ucformat.geometry.box import Box
+from ucformat.geometry.box import Box, row_major
 
-__all__ = ["flat_boxes"]
+__all__ = ["flat_boxes", "flat_range"]
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
@@ -19,6 +19,17 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]
     if not 0 <= start <= stop <= size:
         raise UsageError(f"the flat range {start}:{stop} is not within the {size} elements of shape {shape}")
     return tuple(_boxes((), shape, start, stop)) if start < stop else ()
+
+
+def flat_range(shape: tuple[int, ...], within: Box | None) -> tuple[int, int]:
+    """The smallest range `[start, stop)` of the row-major flattened tensor that has all of a box (None: the tensor)."""
+    if within is None:
+        return 0, math.prod(shape)
+    if not within.size:
+        return 0, 0
+    strides = row_major(shape)
+    first = sum(i * s for i, s in zip(within.start, strides, strict=True))
+    return first, first + 1 + sum((n - 1) * s for n, s in zip(within.shape, strides, strict=True))
 
 
 def _boxes(at: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int) -> list[Box]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ucformat.errors import CoverageError, LayoutError
-from ucformat.geometry.box import Box
+from ucformat.geometry.box import Box, hull
 from ucformat.geometry.coverage import prove
 
 if TYPE_CHECKING:
@@ -78,19 +78,41 @@ class View:
                     f"the view of {self.info.key} takes {part.box} of {info.key}, which has the shape {info.shape}"
                 )
 
-    def extents(self, source_extents: Callable[[Key], Iterable[Extent]]) -> Iterator[Extent]:
+    def extents(
+        self, source_extents: Callable[[Key, Box], Iterable[Extent]], within: Box | None = None
+    ) -> Iterator[Extent]:
         """The target's extents: those of the sources, clipped to the parts, with their strides permuted.
 
-        An extent that is clipped nowhere keeps its checksum block.
+        A source is asked once, for those that meet the box around all that is taken of it; of the target, what meets
+        `within` (None: all of it) is needed. An extent that is clipped nowhere keeps its checksum block.
         """
-        known: dict[Key, list[Extent]] = {}
-        for part in self.parts:
-            if part.source not in known:
-                known[part.source] = list(source_extents(part.source))
-            for extent in known[part.source]:
+        near = [(part, _source_box(part, within)) for part in self.parts]
+        taken: dict[Key, list[Box]] = {}
+        for part, box in near:
+            if box is not None:
+                taken.setdefault(part.source, []).append(box)
+        around = {source: hull(boxes) for source, boxes in taken.items()}
+        known = {source: list(source_extents(source, box)) for source, box in around.items() if box is not None}
+        for part, box in near:
+            for extent in known.get(part.source, ()) if box is not None else ():
                 clip = extent.box.intersect(part.box)
                 if clip is not None:
                     yield _mapped(part, extent, clip, self.info.itemsize)
+
+
+def _source_box(part: Part, within: Box | None) -> Box | None:
+    """The box of the source that a box of the target takes of a part; None where it takes nothing."""
+    if within is None:
+        return part.box
+    clip = part.target.intersect(within)
+    if clip is None:
+        return None
+    start, shape = list(part.box.start), list(part.box.shape)
+    for d, a in enumerate(part.axes):
+        if a is not None:
+            start[a] += clip.start[d] - part.target.start[d]
+            shape[a] = clip.shape[d]
+    return Box(tuple(start), tuple(shape))
 
 
 def _mapped(part: Part, extent: Extent, clip: Box, itemsize: int) -> Extent:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ucformat.facts import Facts
+    from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key, Tiles
     from ucformat.storage.base import Store
 
@@ -33,8 +34,12 @@ class Readable(Protocol):
     store: Store
     facts: Facts
 
-    def extents(self, key: Key) -> Iterator[Extent | Tiles]:
-        """Where the bytes of one tensor lie. Together they cover it; else MissingData or CoverageError."""
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent | Tiles]:
+        """Where the bytes of one tensor lie: at least those extents that meet the box `within` (None: all).
+
+        Together they cover it; else MissingData or CoverageError. Of a source that says more than it must, the callers
+        take what they need.
+        """
 
 
 class OpenSource(Protocol):
@@ -44,7 +49,7 @@ class OpenSource(Protocol):
     store: Store
     facts: Facts
 
-    def extents(self, key: Key) -> Iterator[Extent]:
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """See Readable."""
 
     def records(self) -> Iterator[Record]:

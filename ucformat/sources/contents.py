@@ -12,11 +12,15 @@ from ucformat.sources.values import to_json
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
     from ucformat.sources.stand_ins import StoredTensor
     from ucformat.sources.torch_file import TorchFile
 
-__all__ = ["Contents", "Group", "unknown_tensor"]
+    #: Finds the extents of a tensor: at least those that meet a box of it (None: all).
+    Locate = Callable[[Box | None], Iterator[Extent]]
+
+__all__ = ["Contents", "Group", "Locate", "unknown_tensor"]
 
 
 @dataclass(slots=True)
@@ -47,14 +51,12 @@ class Contents:
     """The tensors of a checkpoint and how to find each one's extents, by key."""
 
     infos: dict[Key, TensorInfo] = field(default_factory=dict)
-    locate: dict[Key, Callable[[], Iterator[Extent]]] = field(default_factory=dict)
+    locate: dict[Key, Locate] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     optimizer: dict[str, Any] = field(default_factory=dict)  # what the optimizer's file holds besides those, as JSON
     taken: dict[str, int] = field(default_factory=dict)  # names; what the last one like it was numbered
 
-    def add(
-        self, name: str, state: str, dtype: str, shape: tuple[int, ...], locate: Callable[[], Iterator[Extent]]
-    ) -> None:
+    def add(self, name: str, state: str, dtype: str, shape: tuple[int, ...], locate: Locate) -> None:
         """A tensor; IntegrityError where it is there already."""
         info = TensorInfo(name, state, dtype, shape)
         if info.key in self.infos:
@@ -64,7 +66,7 @@ class Contents:
 
     def add_whole(self, name: str, state: str, file: TorchFile, tensor: StoredTensor) -> None:
         """A tensor that lies whole in one file."""
-        self.add(name, state, tensor.dtype, tensor.shape, lambda: file.whole(tensor))
+        self.add(name, state, tensor.dtype, tensor.shape, lambda _: file.whole(tensor))
 
     def add_large(self, path: str, file: TorchFile, tensor: StoredTensor) -> str:
         """A tensor out of a plain value, under the name of its path, or one like it that is free; returns the name."""
@@ -81,12 +83,12 @@ class Contents:
         infos = sorted(self.infos.values(), key=lambda info: order[info.name])
         return Roster(tuple(infos), {name: g for g, group in enumerate(self.groups) for name in group.names})
 
-    def extents(self, key: Key, url: str) -> Iterator[Extent]:
-        """Where the bytes of a tensor lie; TensorNotFound where there is none of this key at `url`."""
+    def extents(self, key: Key, within: Box | None, url: str) -> Iterator[Extent]:
+        """Where the bytes of a tensor lie (see Readable); TensorNotFound where there is none of this key at `url`."""
         locate = self.locate.get(key)
         if locate is None:
             raise unknown_tensor(key, self.infos, url)
-        return locate()
+        return locate(within)
 
     def keep_scalars(self, file: TorchFile, values: dict[str, Any]) -> None:
         """What the optimizer's file says besides the tensors of its parameters."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
     from ucformat.sources.base import OpenSource, Record
     from ucformat.storage.base import Store
@@ -28,9 +29,9 @@ class Inside:
             folder=self._below + facts.folder if facts.folder else folder,
         )
 
-    def extents(self, key: Key) -> Iterator[Extent]:
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """Where the bytes of a tensor lie."""
-        for extent in self._source.extents(key):
+        for extent in self._source.extents(key, within):
             yield replace(extent, file=self._below + extent.file)
 
     def records(self) -> Iterator[Record]:

@@ -23,6 +23,7 @@ from ucformat.storage.base import check_key
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
     from ucformat.sources.base import Record
     from ucformat.storage.base import Store
@@ -161,9 +162,9 @@ class OpenTorchSave:
             objects = {"value": objects}
         return {**objects, **({"unnamed": unnamed} if unnamed else {})}
 
-    def extents(self, key: Key) -> Iterator[Extent]:
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """Where the bytes of a tensor lie: in one file, as its strides say."""
-        return self.contents.extents(key, self.store.url)
+        return self.contents.extents(key, within, self.store.url)
 
     def records(self) -> Iterator[Record]:
         """Every record of the zip files."""

@@ -12,7 +12,7 @@ from ucformat.format.execute import execute
 from ucformat.geometry.box import row_major
 from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Piece
-from ucformat.planning import check_sizes
+from ucformat.planning import check_sizes, wanted_of
 from ucformat.torch.fragments import blocks_of
 from ucformat.torch.memory import host_memory, torch_dtype
 
@@ -54,7 +54,7 @@ def read(
             )
     direct = [m for m in matched if _is_direct(m)]
     wanted = [
-        Wanted(m.stored, ck.source.extents(m.stored.key), [(n, p) for p in m.target.pieces])
+        wanted_of(ck.source, m.stored, [(n, p) for p in m.target.pieces])
         for n, m in enumerate(direct)
         if m.target.pieces
     ]
@@ -124,7 +124,7 @@ def _batches(ck: Checkpoint, matched: Sequence[Matched]) -> Iterator[list[_Unit]
     batch: list[_Unit] = []
     total = 0
     for m in matched:
-        extents = list(ck.source.extents(m.stored.key)) if m.target.pieces else []
+        extents = list(wanted_of(ck.source, m.stored, [(0, p) for p in m.target.pieces]).extents)
         for piece in m.target.pieces:
             for box in blocks_of(piece.box, m.stored.itemsize, STAGED_BYTES):
                 unit = _Unit(m, box, extents)

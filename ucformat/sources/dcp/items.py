@@ -6,8 +6,8 @@ torch.save wrote of any value. An archive is read by its ends, two to four kilob
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, cast
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.sources.base import Record
-    from ucformat.sources.dcp.metadata import Metadata, Stretch, TensorEntry
+    from ucformat.sources.dcp.metadata import Metadata, Stretch
     from ucformat.storage.base import Store
 
 __all__ = ["Files", "Items"]
@@ -62,26 +62,33 @@ class Items:
     def __init__(self, store: Store, meta: Metadata, allow: tuple[str, ...]) -> None:
         self.store, self.meta, self._allow = store, meta, allow
         self._files = Files(store)
-        self._extents: dict[str, list[Extent]] = {}
-        self._lock = threading.Lock()
+        self._extents: dict[tuple[str, Box], list[Extent]] = {}
+        self._distinct: dict[str, list[Box]] = {}
 
-    def extents(self, fqn: str, info: TensorInfo) -> Iterator[Extent]:
-        """The extents of a tensor entry, one for each chunk, proved to cover it."""
-        found = self._extents.get(fqn)
-        if found is None:
-            found = self._find(fqn, self.meta.tensors[fqn], info)
-            with self._lock:
-                self._extents[fqn] = found
-        return iter(found)
-
-    def _find(self, fqn: str, entry: TensorEntry, info: TensorInfo) -> list[Extent]:
-        boxes = list(dict.fromkeys(box for box in entry.boxes if box.size))
+    def extents(self, fqn: str, info: TensorInfo, within: Box | None = None) -> Iterator[Extent]:
+        """The extents of a tensor entry that meet a box, one for each chunk; of all (None), proved to cover it."""
+        boxes = [box for box in self._boxes(fqn) if within is None or box.intersect(within)]
         at = {box: self.stretch(fqn, box, info) for box in boxes}
-        prove(info, [(stretch.file, box) for box, stretch in at.items()])
-        if len(boxes) <= _FEW:
-            return [e for box in boxes for e in self.chunk(fqn, box, at[box], info)]
-        with ThreadPoolExecutor(_THREADS) as pool:
-            return [e for some in pool.map(lambda box: self.chunk(fqn, box, at[box], info), boxes) for e in some]
+        if within is None:
+            prove(info, [(stretch.file, box) for box, stretch in at.items()])
+        missing = [box for box in boxes if (fqn, box) not in self._extents]
+
+        def read(box: Box) -> None:
+            self._extents[fqn, box] = self.chunk(fqn, box, at[box], info)
+
+        if len(missing) <= _FEW:
+            deque(map(read, missing), 0)
+        else:
+            with ThreadPoolExecutor(_THREADS) as pool:
+                deque(pool.map(read, missing), 0)
+        return (e for box in boxes for e in self._extents[fqn, box])
+
+    def _boxes(self, fqn: str) -> list[Box]:
+        """The boxes of an entry's chunks, each once."""
+        found = self._distinct.get(fqn)
+        if found is None:
+            self._distinct[fqn] = found = list(dict.fromkeys(b for b in self.meta.tensors[fqn].boxes if b.size))
+        return found
 
     def stretch(self, fqn: str, box: Box | None, info: TensorInfo | None = None) -> Stretch:
         """Where an item lies; MissingData where the metadata or the files lack it."""

@@ -104,11 +104,11 @@ class OpenShards:
         info = TensorInfo(name, "weight", dtype, shape)
         extents = {box: extent for box, _, extent in found if extent is not None}
         prove(info, [(file, box) for box, file, _ in found])
-        self._contents.add(name, "weight", dtype, shape, lambda: iter(extents.values()))
+        self._contents.add(name, "weight", dtype, shape, lambda _: iter(extents.values()))
 
-    def extents(self, key: Key) -> Iterator[Extent]:
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """Where the bytes of a tensor lie."""
-        return self._contents.extents(key, self.store.url)
+        return self._contents.extents(key, within, self.store.url)
 
     def records(self) -> Iterator[Record]:
         """None: safetensors has no checksums."""

@@ -20,6 +20,7 @@ from ucformat.sources.values import from_json
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
     from ucformat.sources.base import Record
     from ucformat.sources.dcp.state import Named, Optimizer
@@ -107,11 +108,11 @@ class OpenDcp:
         engine = {"name": "torch.distributed.checkpoint", "version": version if isinstance(version, str) else ""}
         return LazyFacts(self.items, named, infos, engine=engine, files=(meta.file, *meta.files))
 
-    def extents(self, key: Key) -> Iterator[Extent]:
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """Where the bytes of a tensor lie; opens the items that hold them, if they are not yet open."""
         if key not in self._infos:
             raise unknown_tensor(key, self._infos, self.store.url)
-        return self.items.extents(self.named.tensors[key], self._infos[key])
+        return self.items.extents(self.named.tensors[key], self._infos[key], within)
 
     def records(self) -> Iterator[Record]:
         """Every record of the archives of all items; opens each."""

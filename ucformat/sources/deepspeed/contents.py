@@ -33,14 +33,13 @@ __all__ = [
 
 T = TypeVar("T")
 _THREADS = 8
-_SINGLE = 2  # requests that open just what they need; the next one opens all
 
 
 class Ranks(Generic[T]):
     """The files of all ranks, opened and parsed when they are needed.
 
-    Opening the checkpoint takes the first rank's, and the first request what it needs; the next one that needs more
-    opens all that are left, eight at a time, because the caller then walks the whole checkpoint.
+    Opening the checkpoint takes the first rank's, and a request what it needs. One that goes on where those before it
+    ended opens as many more ahead as are open already, eight at a time: the caller then walks the whole checkpoint.
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class Ranks(Generic[T]):
     ) -> None:
         self._store, self.keys, self._allow, self._parse = store, keys, allow, parse
         self._open: dict[int, T] = {}
-        self._requests = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -62,9 +60,9 @@ class Ranks(Generic[T]):
         with self._lock:
             missing = [rank for rank in wanted if rank not in self._open]
             if missing:
-                self._requests += 1
-                if self._requests > _SINGLE:
-                    missing = [rank for rank in range(len(self)) if rank not in self._open]
+                if missing[0] - 1 in self._open:
+                    ahead = range(missing[-1] + 1, min(missing[-1] + 1 + len(self._open), len(self)))
+                    missing += [rank for rank in ahead if rank not in self._open]
                 self._load(missing)
             return self._open
 

@@ -15,10 +15,11 @@ from ucformat.sources.deepspeed.readings import Reading, Shapes, replicate
 from ucformat.sources.deepspeed.replicas import Copy, Verdict, compare, must_agree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from ucformat.geometry.local import Region
     from ucformat.geometry.tensor import Extent
+    from ucformat.sources.contents import Locate
     from ucformat.sources.deepspeed.guide import Guide
     from ucformat.sources.deepspeed.slices import Slice
     from ucformat.storage.base import Store
@@ -73,13 +74,13 @@ class Merged:
         info = TensorInfo(key.name, key.state, infos[0].dtype, reading.shape)
         if reading.mean and found == shapes:
             parts = tuple(Key(key.name, f"{key.state}.partial{t}") for t in range(len(slices)))
-            self._put(info, lambda: _refuse_mean(key, parts))
+            self._put(info, lambda _: _refuse_mean(key, parts))
             for part, of in zip(parts, slices, strict=True):
                 self.contents.locate.setdefault(part, of.contents.locate[key])
             self.means[key] = parts
             return
         if reading.scaled:
-            self._put(info, lambda: _refuse_scaled(key))
+            self._put(info, lambda _: _refuse_scaled(key))
             return
         if len(slices) == 1 and not reading.padding_rows:
             self._put(info, slices[0].contents.locate[key])
@@ -90,7 +91,7 @@ class Merged:
             spare = TensorInfo(key.name, f"{key.state}.padding", info.dtype, reading.padding_shape)
             self._put(spare, _Tensor(self._store, spare, slices, reading.padding, key).extents)
 
-    def _put(self, info: TensorInfo, locate: Callable[[], Iterator[Extent]]) -> None:
+    def _put(self, info: TensorInfo, locate: Locate) -> None:
         """A tensor of a stage; a stage that holds one of another stage must hold the same."""
         key, copy = info.key, Copy(locate, Box.whole(info.shape), info.itemsize)
         known = self.contents.infos.get(key)
@@ -106,12 +107,12 @@ class Merged:
             )
         self._copies[key].append(copy)
 
-    def _locate(self, key: Key) -> Iterator[Extent]:
+    def _locate(self, key: Key, within: Box | None) -> Iterator[Extent]:
         copies = self._copies[key]
         if key not in self._agreed and len(copies) > 1 and not self._guide.may_differ(key.name):
             must_agree(self._store, key, copies)
         self._agreed.add(key)
-        return copies[0].locate()
+        return copies[0].locate(within)
 
     def _verdict(self, slices: Sequence[Slice], name: str) -> Verdict:
         """Whether the parts of a parameter are equal: by its weight, and by its other states where that is constant."""
@@ -148,14 +149,18 @@ class _Tensor:
         self._owners = list(owners.values())
         self._view: View | None = None
 
-    def extents(self) -> Iterator[Extent]:
+    def extents(self, within: Box | None) -> Iterator[Extent]:
         """Those of the ranks' tensors, in the global one; the first time after a look at whether replicas agree."""
         if self._view is None:
             for held in self._replicas.values():
                 must_agree(self._store, self._key, [_copy(self._slices[t], self._key, r.local) for t, r in held])
             parts = (p for t, r in self._owners for p in parts_of((r,), Key(str(t), "")))
             self._view = View(self._info, tuple(parts))
-        return self._view.extents(lambda source: self._slices[int(source.name)].contents.locate[self._key]())
+
+        def local(source: Key, box: Box) -> Iterator[Extent]:
+            return self._slices[int(source.name)].contents.locate[self._key](box)
+
+        return self._view.extents(local, within)
 
 
 def roster(stages: Sequence[Sequence[Slice]], contents: Contents) -> Roster:

@@ -15,10 +15,11 @@ from ucformat.geometry.flat import flat_boxes
 from ucformat.sources.contents import Contents
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
+    from ucformat.sources.contents import Locate
     from ucformat.sources.stand_ins import StoredTensor
     from ucformat.sources.torch_file import TorchFile
     from ucformat.storage.base import Store
@@ -65,7 +66,7 @@ class LocalContents(Contents):
 class Copy:
     """A box of a stored tensor; `whole` where it is all that one file holds of it."""
 
-    locate: Callable[[], Iterator[Extent]]
+    locate: Locate
     box: Box
     itemsize: int
     whole: tuple[TorchFile, StoredTensor] | None = None
@@ -77,7 +78,7 @@ def compare(store: Store, copies: Sequence[Copy]) -> Verdict:
     told = all(sums)
     if told and len(set(sums)) > 1:
         return "different"
-    extents = [list(copy.locate()) for copy in copies[: 1 if told else None]]
+    extents = [list(copy.locate(copy.box)) for copy in copies[: 1 if told else None]]
     constant, first = True, b""
     for start, stop in _ranges(copies[0], short=told):
         parts = {_read(store, copy, e, start, stop) for copy, e in zip(copies, extents, strict=False)}
@@ -94,7 +95,9 @@ def must_agree(store: Store, key: Key, copies: Sequence[Copy]) -> None:
     """IntegrityError, which names two files, where replicas differ."""
     for other in copies[1:]:
         if compare(store, (copies[0], other)) == "different":
-            one, two = (next((e.file for e in c.locate() if e.box.intersect(c.box)), "?") for c in (copies[0], other))
+            one, two = (
+                next((e.file for e in c.locate(c.box) if e.box.intersect(c.box)), "?") for c in (copies[0], other)
+            )
             raise IntegrityError(
                 f"{key}: {one} and {two} should hold the same, and do not",
                 hint="files of different saves are mixed in one folder, or the ranks' copies had come apart in "

@@ -34,6 +34,7 @@ from ucformat.sources.torch_zip import TorchZip
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from ucformat.geometry.box import Box
     from ucformat.geometry.layout import Layout
     from ucformat.geometry.tensor import Extent, Key
     from ucformat.sources.base import Record
@@ -127,9 +128,9 @@ class OpenDeepSpeed:
             folder=files.tag,
         )
 
-    def extents(self, key: Key) -> Iterator[Extent]:
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """Where the bytes of a tensor lie; opens the files of the ranks that hold them, if they are not yet open."""
-        return self._contents.extents(key, self.store.url)
+        return self._contents.extents(key, within, self.store.url)
 
     def records(self) -> Iterator[Record]:
         """Every record of the zip files of all ranks; reads the directory of each."""

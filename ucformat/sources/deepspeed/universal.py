@@ -35,6 +35,7 @@ from ucformat.sources.values import to_json
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
     from ucformat.sources.base import Record
     from ucformat.sources.deepspeed.source import DeepSpeed
@@ -90,9 +91,9 @@ class OpenUniversal:
         )
         self._latest = files.latest
 
-    def extents(self, key: Key) -> Iterator[Extent]:
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """Where the bytes of a tensor lie."""
-        return self._contents.extents(key, self.store.url)
+        return self._contents.extents(key, within, self.store.url)
 
     def records(self) -> Iterator[Record]:
         """Every record of the zip files; reads the directory of each."""
@@ -151,7 +152,7 @@ class OpenUniversal:
                 continue  # never had a gradient, so that the converter took the weight
             for atom in held:
                 if atom.value is None:
-                    contents.add(name, atom.state, atom.dtype, atom.shape, lambda atom=atom: iter(atom.extents))  # type: ignore[misc]
+                    contents.add(name, atom.state, atom.dtype, atom.shape, lambda _, atom=atom: iter(atom.extents))  # type: ignore[misc]
         together: list[Iterable[str]] = [*groups] or [atoms]
         for names in together:
             _check_alike({name: atoms[name] for name in names if name in atoms})

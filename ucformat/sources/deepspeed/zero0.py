@@ -5,8 +5,7 @@ What stands in `optimizer` depends on the precision (DeepSpeed 0.19.8):
 - fp32: the optimizer's own state dict; no master, the weights are fp32 themselves.
 - bf16, fp16 (FP16_UnfusedOptimizer): `optimizer_state_dict`, and `fp32_groups`: for each group a list of masters.
 - the same with a fused Adam (FP16_Optimizer, the usual one on a GPU): `fp32_groups_flat`: for each group one flat
-master,
-  of which the module's weights are views in the same order; states are flat too.
+  master, of which the module's weights are views in the same order; states are flat too.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from ucformat.sources.stand_ins import StoredTensor
 from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from ucformat.geometry.tensor import Extent
+    from ucformat.sources.contents import Locate
     from ucformat.sources.deepspeed.model import ModelStates
     from ucformat.sources.torch_file import TorchFile
 
@@ -277,8 +276,5 @@ def _tiles(model: ModelStates, members: list[tuple[int, str]], master: StoredTen
     return rounded == weights
 
 
-def _locator(model: ModelStates, tensor: StoredTensor, offset: int, shape: tuple[int, ...]) -> Any:
-    def locate() -> Iterator[Extent]:
-        return model.file.flat(tensor, offset, shape, 0, math.prod(shape))
-
-    return locate
+def _locator(model: ModelStates, tensor: StoredTensor, offset: int, shape: tuple[int, ...]) -> Locate:
+    return lambda _: model.file.flat(tensor, offset, shape, 0, math.prod(shape))

@@ -22,6 +22,7 @@ from itertools import accumulate, chain, product
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused
+from ucformat.geometry.flat import flat_range
 from ucformat.sources.deepspeed.contents import (
     Contents,
     Group,
@@ -42,6 +43,7 @@ from ucformat.sources.values import to_json
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
     from ucformat.sources.deepspeed.model import ModelStates
     from ucformat.sources.torch_file import TorchFile
@@ -282,19 +284,20 @@ class Zero12:
             raise IntegrityError(f"{file.key} says ZeRO {told}, but its files are those of ZeRO 1 and 2")
         self.stage = told
 
-    def _extents(self, index: int, name: str, state: str, expert_rank: int) -> Iterator[Extent]:
+    def _extents(self, index: int, name: str, state: str, expert_rank: int, within: Box | None) -> Iterator[Extent]:
         """The parts of a parameter, as the ranks call it, in the partitions that it touches."""
         group = self.flat[index]
-        start, size = group.starts[name], math.prod(group.shapes[name])
-        wanted = range(start // group.partition, -(-(start + size) // group.partition)) if size else range(0)
+        start, shape = group.starts[name], group.shapes[name]
+        first, last = flat_range(shape, within)
+        wanted = range((start + first) // group.partition, -(-(start + last) // group.partition)) if last else range(0)
         holders = self.experts.holders(self.degrees[index], expert_rank)
         opened = self.ranks.get([holders[at] for at in wanted])
         for at in wanted:
             low = at * group.partition
-            begin, end = max(start, low), min(start + size, low + group.partition)
+            begin, end = max(start, low), min(start + math.prod(shape), low + group.partition)
             part = opened[holders[at]]
             buffer = part.masters[index] if state == "master" else part.states[index][state]
-            yield from part.file.flat(buffer, begin - low, group.shapes[name], begin - start, end - start)
+            yield from part.file.flat(buffer, begin - low, shape, begin - start, end - start)
 
 
 def _states(state: dict[str, Any], groups: int, file: str) -> list[dict[str, Any]]:

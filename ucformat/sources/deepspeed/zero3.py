@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused
+from ucformat.geometry.flat import flat_range
 from ucformat.sources.deepspeed.contents import (
     Contents,
     Group,
@@ -33,6 +35,7 @@ from ucformat.sources.values import to_json
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
     from ucformat.sources.deepspeed.model import ModelStates
     from ucformat.sources.torch_file import TorchFile
@@ -143,22 +146,21 @@ class Zero3:
             entry.names.extend(group.shapes)
             entry.state = plain
             for name, shape in group.shapes.items():
-                contents.add(name, "master", first.masters[index].dtype, shape, self._locator(index, name, "master"))
+                contents.add(
+                    name, "master", first.masters[index].dtype, shape, partial(self._extents, index, name, "master")
+                )
                 for kind, value in states.items():
                     if isinstance(value, StoredTensor) and value.shape:
-                        contents.add(name, kind, value.dtype, shape, self._locator(index, name, kind))
+                        contents.add(name, kind, value.dtype, shape, partial(self._extents, index, name, kind))
                     elif isinstance(value, StoredTensor):
                         contents.add_whole(name, kind, file, value)
         contents.keep_scalars(file, scalars(file, state, frozenset((_MASTER, "optimizer_state_dict"))))
 
-    def _locator(self, index: int, name: str, state: str) -> Any:
-        return lambda: self._extents(index, name, state)
-
-    def _extents(self, index: int, name: str, state: str) -> Iterator[Extent]:
-        """The part of a parameter in each rank's flat group."""
+    def _extents(self, index: int, name: str, state: str, within: Box | None) -> Iterator[Extent]:
+        """The part of a parameter in the flat group of each rank that has something of the box."""
         group = self.groups[index]
         part, size = group.parts[name], math.prod(group.shapes[name])
-        wanted = range(-(-size // part)) if part else range(0)
+        wanted = _holders(group.shapes[name], part, within)
         opened = self.ranks.get(wanted)
         for rank in wanted:
             rank_file = opened[rank]
@@ -185,17 +187,22 @@ def add_frozen(models: list[ModelStates], contents: Contents) -> None:
                     f"{shape} gives {part} elements"
                 )
 
-        def locate(
-            shape: tuple[int, ...] = shape,
-            part: int = part,
-            size: int = size,
-            fragments: list[StoredTensor] = fragments,
-        ) -> Iterator[Extent]:
-            for rank, (model, fragment) in enumerate(zip(models, fragments, strict=True)):
-                start, stop = min(rank * part, size), min((rank + 1) * part, size)
-                yield from model.file.flat(fragment, 0, shape, start, stop)
+        contents.add(name, "weight", fragments[0].dtype, shape, partial(_frozen_extents, models, fragments, shape))
 
-        contents.add(name, "weight", fragments[0].dtype, shape, locate)
+
+def _frozen_extents(
+    models: list[ModelStates], fragments: list[StoredTensor], shape: tuple[int, ...], within: Box | None
+) -> Iterator[Extent]:
+    part, size = fragments[0].size, math.prod(shape)
+    for rank in _holders(shape, part, within):
+        start, stop = rank * part, min((rank + 1) * part, size)
+        yield from models[rank].file.flat(fragments[rank], 0, shape, start, stop)
+
+
+def _holders(shape: tuple[int, ...], part: int, within: Box | None) -> range:
+    """The ranks with something of a box of a parameter that is cut into parts of so many elements."""
+    start, stop = flat_range(shape, within)
+    return range(start // part, -(-stop // part)) if start < stop else range(0)
 
 
 def _kinds(partition: Partition) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from ucformat.sources.torch_zip import TorchZip
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
     from ucformat.sources.huggingface.folder import Contained
     from ucformat.storage.base import Info, Store
@@ -89,9 +90,9 @@ class OpenHuggingFace:
             files=files,
         )
 
-    def extents(self, key: Key) -> Iterator[Extent]:
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """Where the bytes of a tensor lie."""
-        return self.contents.extents(key, self.store.url)
+        return self.contents.extents(key, within, self.store.url)
 
     def records(self) -> Iterator[Record]:
         """Every record of the engine's files and of the others; a safetensors file is one, without a checksum."""

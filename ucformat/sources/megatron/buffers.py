@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ucformat.errors import IntegrityError
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.flat import flat_boxes
+from ucformat.geometry.flat import flat_boxes, flat_range
 from ucformat.geometry.tensor import Extent
 from ucformat.schema.dtypes import ITEMSIZE
 
@@ -134,13 +134,13 @@ def same_values(store: Store, param: Param, master: Flat, start: int) -> bool:
     return True
 
 
-def in_local(flat: Flat, start: int, shape: tuple[int, ...]) -> Iterator[Extent]:
+def in_local(flat: Flat, start: int, shape: tuple[int, ...], within: Box | None) -> Iterator[Extent]:
     """The extents of a tensor of this shape that lies flat from `start` on, as boxes of the tensor."""
-    size = Box.whole(shape).size
+    first, last = flat_range(shape, within)
     unit = ITEMSIZE[flat.dtype]
     strides = row_major(shape, unit)
-    for extent in flat.locate(start, start + size):
-        (begin,), (count,) = extent.box.start, extent.box.shape
+    for extent in flat.locate(start + first, start + last):
+        begin, (count,) = first + extent.box.start[0], extent.box.shape
         if count > 1 and extent.strides != (unit,):
             raise IntegrityError(f"{extent.file} holds a flat buffer that is not contiguous")
         for box in flat_boxes(shape, begin, begin + count):

@@ -96,9 +96,9 @@ class OpenClassic:
             folder=place.folder,
         )
 
-    def extents(self, key: Key) -> Iterator[Extent]:
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """Where the bytes of a tensor lie."""
-        return self.contents.extents(key, self.store.url)
+        return self.contents.extents(key, within, self.store.url)
 
     def records(self) -> Iterator[Record]:
         """Every record of the files of all ranks."""
@@ -173,7 +173,12 @@ class OpenClassic:
         add_held(self.contents, held, rows)
 
     def _agreed(
-        self, key: Key, found: dict[int, list[_Rank]], t: int, regions: tuple[tuple[Region, ...], ...]
+        self,
+        key: Key,
+        found: dict[int, list[_Rank]],
+        t: int,
+        regions: tuple[tuple[Region, ...], ...],
+        within: Box | None,
     ) -> Iterator[Extent]:
         """The extents of one rank's part, after a look at whether all copies of it are the same."""
         seen = self.__dict__.setdefault("_seen", set())
@@ -182,14 +187,14 @@ class OpenClassic:
             for other in same[1:]:
                 self._must_agree(key, same[0], other)
             seen.add((key, t))
-        return found[t][0].contents.locate[key]()
+        return found[t][0].contents.locate[key](within)
 
     def _must_agree(self, key: Key, one: _Rank, other: _Rank) -> None:
         if (
             one.contents.infos[key].shape != other.contents.infos[key].shape
             or compare(self.store, [one.copy(key), other.copy(key)]) == "different"
         ):
-            names = sorted({e.file for r in (one, other) for e in r.contents.locate[key]()})
+            names = sorted({e.file for r in (one, other) for e in r.contents.locate[key](None)})
             raise IntegrityError(
                 f"{key}: {' and '.join(names)} should hold the same, and do not",
                 hint=f"{_MIXED}; if it is cut instead, say how: Megatron(layout=…)",

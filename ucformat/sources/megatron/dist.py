@@ -34,6 +34,7 @@ from ucformat.sources.values import to_json
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
     from ucformat.sources.base import Record
     from ucformat.sources.megatron.folder import Place
@@ -103,9 +104,9 @@ class OpenDist:
             folder=folder,
         )
 
-    def extents(self, key: Key) -> Iterator[Extent]:
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """Where the bytes of a tensor lie; opens the items that hold them, if they are not yet open."""
-        return self.contents.extents(key, self.store.url)
+        return self.contents.extents(key, within, self.store.url)
 
     def records(self) -> Iterator[Record]:
         """Every record of the archives of all items, and of `common.pt`."""

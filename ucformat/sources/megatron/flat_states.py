@@ -262,7 +262,7 @@ def _flat(model: _Model, fqn: str | None) -> Flat | None:
         box = Box((start,), (stop - start,))
         info = TensorInfo(fqn, "flat", stored.dtype, box.shape)
         whole = Region(box, Box.whole(box.shape))
-        return View(info, tuple(parts_of([whole], info.key))).extents(lambda _: stored.extents(box))
+        return View(info, tuple(parts_of([whole], info.key))).extents(lambda _, near: stored.extents(near))
 
     return Flat(stored.shape[0], stored.dtype, locate)
 
@@ -279,7 +279,7 @@ class _Piece:
     proved: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def extents(self) -> Iterator[Extent]:
+    def extents(self, within: Box | None) -> Iterator[Extent]:
         with self.lock:
             if not self.proved and self.master is not None:
                 if not same_values(self.model.of.store, self.slot.param, self.master, self.slot.start):
@@ -289,7 +289,7 @@ class _Piece:
                         hint=_HINT,
                     )
                 self.proved = True
-        return in_local(self.flat, self.slot.start, self.slot.param.shape)
+        return in_local(self.flat, self.slot.start, self.slot.param.shape, within)
 
 
 class _States:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.local import Region
     from ucformat.geometry.tensor import Extent
-    from ucformat.sources.contents import Contents
+    from ucformat.sources.contents import Contents, Locate
     from ucformat.sources.megatron.stored import StoredKey
 
 __all__ = ["Held", "Slab", "add_held", "joined", "unstacked"]
@@ -61,7 +61,7 @@ class Slab:
         info = TensorInfo(*self.stored.key, self.stored.dtype, box.shape)
         axes = tuple(range(n, n + len(box.shape)))
         view = View(info, (Part(Box.whole(box.shape), info.key, inside, axes),))
-        return view.extents(lambda _: self.stored.extents(inside))
+        return view.extents(lambda _, box: self.stored.extents(box))
 
 
 def unstacked(key: Key, slabs: Sequence[Slab]) -> Held:
@@ -96,21 +96,28 @@ def unstacked(key: Key, slabs: Sequence[Slab]) -> Held:
 def add_held(contents: Contents, held: Held, rows: int) -> None:
     """Add a tensor; the rows from this one on are padding, and kept apart."""
     if not held.shape or rows >= held.shape[0]:
-        contents.add(*held.key, held.dtype, held.shape, partial(held.extents, Box.whole(held.shape)))
+        contents.add(*held.key, held.dtype, held.shape, partial(_part, held, Box.whole(held.shape)))
         return
     rest = held.shape[1:]
     zeros = (0,) * len(rest)
     kept, spare = Box((0, *zeros), (rows, *rest)), Box((rows, *zeros), (held.shape[0] - rows, *rest))
     name, state = held.key
-    contents.add(name, state, held.dtype, kept.shape, partial(held.extents, kept))
-    contents.add(name, f"{state}.padding", held.dtype, spare.shape, partial(held.extents, spare))
+    contents.add(name, state, held.dtype, kept.shape, partial(_part, held, kept))
+    contents.add(name, f"{state}.padding", held.dtype, spare.shape, partial(_part, held, spare))
+
+
+def _part(held: Held, of: Box, within: Box | None) -> Iterator[Extent]:
+    """The extents of a box of a tensor, as boxes of that box: those of what lies in `within`, which counts from it."""
+    if within is None:
+        return held.extents(of)
+    return (replace(e, box=e.box.shift(within.start)) for e in held.extents(within.shift(of.start)))
 
 
 def joined(
     key: Key,
     dtype: str,
     shape: tuple[int, ...],
-    parts: Sequence[tuple[Callable[[], Iterator[Extent]], Sequence[Region]]],
+    parts: Sequence[tuple[Locate, Sequence[Region]]],
 ) -> Held:
     """The tensor that ranks hold parts of: each its local extents, and the regions of the whole tensor in them."""
     seen: dict[Box, int] = {}
@@ -131,6 +138,6 @@ def joined(
                 inner.append(
                     Part(clip.shift(shift), part.source, Box(part.box.shift(move).start, clip.shape), part.axes)
                 )
-        return View(info, tuple(inner)).extents(lambda source: parts[int(source.name)][0]())
+        return View(info, tuple(inner)).extents(lambda source, near: parts[int(source.name)][0](near))
 
     return Held(key, dtype, shape, lambda: (p.target for p in view.parts), extents)

@@ -23,6 +23,7 @@ from ucformat.sources.values import to_json
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
     from ucformat.sources.deepspeed.replicas import LocalContents
     from ucformat.sources.megatron.buffers import Slot
@@ -239,9 +240,9 @@ class _Check:
         self.done = True
 
 
-def _proved(check: _Check, flat: Flat, slot: Slot) -> Iterator[Extent]:
+def _proved(check: _Check, flat: Flat, slot: Slot, within: Box | None) -> Iterator[Extent]:
     check()
-    return in_local(flat, slot.start, slot.param.shape)
+    return in_local(flat, slot.start, slot.param.shape, within)
 
 
 def _range(file: TorchFile, tensor: StoredTensor, start: int, stop: int) -> Iterator[Extent]:

@@ -20,6 +20,7 @@ from ucformat.sources.zarr.values import Stored, read_json
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+    from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
     from ucformat.sources.base import Record
     from ucformat.sources.zarr.array import Array
@@ -155,11 +156,11 @@ class OpenOrbax:
                     hint="restore its folder from another copy; or open the folder of another item",
                 )
 
-    def extents(self, key: Key) -> Iterator[Extent]:
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """Where the chunks of an array lie."""
         if key not in self._arrays:
             raise TensorNotFound(f"the checkpoint {self.store.url} has no {key}")
-        return self._chunks.extents(self._arrays[key])
+        return self._chunks.extents(self._arrays[key], within)
 
     def records(self) -> Iterator[Record]:
         """None: Orbax keeps no checksums of data."""

@@ -71,8 +71,8 @@ class Header:
     tensors: dict[str, Stored]
     metadata: dict[str, str]
 
-    def extents(self, name: str) -> Iterator[Extent]:
-        """The extent of a tensor; none where it has no elements."""
+    def extents(self, name: str, _within: Box | None = None) -> Iterator[Extent]:
+        """The one extent of a tensor; none where it has no elements."""
         stored = self.tensors[name]
         if stored.nbytes:
             strides = row_major(stored.shape, ITEMSIZE[stored.dtype])

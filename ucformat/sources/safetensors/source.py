@@ -19,6 +19,7 @@ from ucformat.storage.base import check_key
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
     from ucformat.sources.base import Record
     from ucformat.storage.base import Store
@@ -92,9 +93,9 @@ class OpenSafetensors:
             folder=folder,
         )
 
-    def extents(self, key: Key) -> Iterator[Extent]:
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """Where the bytes of a tensor lie: in one file, one after another."""
-        return self.contents.extents(key, self.store.url)
+        return self.contents.extents(key, within, self.store.url)
 
     def records(self) -> Iterator[Record]:
         """None: safetensors keeps no checksums."""

@@ -76,11 +76,6 @@ class Array:
         """Bytes of a decoded chunk; one at the edge is stored whole."""
         return math.prod(self.chunk) * self.itemsize
 
-    @property
-    def grid(self) -> tuple[int, ...]:
-        """Number of stored values along each dim."""
-        return tuple(-(-n // c) for n, c in zip(self.shape, self.stored, strict=True))
-
     def key(self, at: tuple[int, ...]) -> str:
         """The key of a stored value."""
         parts = [self.prefix] if self.prefix else []

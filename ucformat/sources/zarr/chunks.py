@@ -47,23 +47,21 @@ class Chunks:
         self._filled, self._hint = frozenset(filled), hint
         self._indexes = Cache(_INDEXES)
 
-    def extents(self, array: Array) -> Iterator[Extent]:
-        """Where the elements of an array lie; MissingData at the first chunk that is missing and must not be."""
+    def extents(self, array: Array, within: Box | None = None) -> Iterator[Extent]:
+        """The chunks of an array that meet a box; MissingData at the first that is missing and must not be."""
         if 0 in array.shape:
             return
         whole = Box.whole(array.shape)
-        ratio = tuple(s // c for s, c in zip(array.stored, array.chunk, strict=True))
-        count = math.prod(array.grid) * math.prod(ratio)
+        near = within or whole
+        firsts = tuple(a // c for a, c in zip(near.start, array.chunk, strict=True))
+        grid = tuple(-(-b // c) - f for b, c, f in zip(near.stop, array.chunk, firsts, strict=True))
+        count = math.prod(grid)
         if array.path in self._filled and count > _MOST:
             raise Refused(f"{self._label(array)} has {count} chunks, too many to look for each", hint="write it anew")
-        total = tuple(-(-n // c) for n, c in zip(array.shape, array.chunk, strict=True))
-        for outer in _each(array.grid):
-            first = tuple(o * r for o, r in zip(outer, ratio, strict=True))
-            held = tuple(min(r, t - f) for r, t, f in zip(ratio, total, first, strict=True))
-            for inner in _each(held):
-                at = tuple(f + i for f, i in zip(first, inner, strict=True))
-                box = Box(tuple(a * c for a, c in zip(at, array.chunk, strict=True)), array.chunk).intersect(whole)
-                yield self._extent(array, at, box or whole, self._find(array, at))
+        for inner in _each(grid):
+            at = tuple(f + i for f, i in zip(firsts, inner, strict=True))
+            box = Box(tuple(a * c for a, c in zip(at, array.chunk, strict=True)), array.chunk).intersect(whole)
+            yield self._extent(array, at, box or whole, self._find(array, at))
 
     def _extent(self, array: Array, at: tuple[int, ...], box: Box, stored: Stored | None) -> Extent:
         if stored is None and array.path not in self._filled:

@@ -18,6 +18,7 @@ from ucformat.sources.zarr.values import list_values
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
     from ucformat.sources.base import Record
     from ucformat.storage.base import Store
@@ -79,11 +80,11 @@ class OpenZarr:
             files=tuple(v.file for v in values.values()),
         )
 
-    def extents(self, key: Key) -> Iterator[Extent]:
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """Where the chunks of an array lie; reads the indexes of its shards."""
         if key not in self._arrays:
             raise TensorNotFound(f"the checkpoint {self.store.url} has no {key}")
-        return self._chunks.extents(self._arrays[key])
+        return self._chunks.extents(self._arrays[key], within)
 
     def records(self) -> Iterator[Record]:
         """None: the checksums of Zarr stand beside its chunks."""
