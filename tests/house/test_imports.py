@@ -56,7 +56,7 @@ OUTSIDE: dict[str, set[str]] = {
     "written": {"yaml"},
     "storage": {"fsspec"},
     "format": {"numpy", "ml_dtypes", "crc32c", "xxhash", "pydantic", "safetensors", "zarr"},
-    "sources": {"crc32c", "numpy", "ml_dtypes", "tensorstore"},
+    "sources": {"crc32c", "numpy", "ml_dtypes", "numcodecs", "tensorstore"},
     "planning": {"numpy"},
     "tensor": {"numpy"},
     "computed": {"numpy"},
@@ -119,7 +119,7 @@ def test_importing_ucformat_loads_nothing_heavy() -> None:
 
 def test_opening_and_converting_load_no_engine_and_no_zarr_library() -> None:
     code = "import ucformat; ucformat.open, ucformat.convert, ucformat.verify, ucformat.Layout"
-    assert not loaded(code) & {"torch", "deepspeed", "sqlalchemy", "tensorstore", "zarr"}
+    assert not loaded(code) & {"torch", "deepspeed", "sqlalchemy", "tensorstore", "numcodecs", "zarr"}
 
 
 def test_the_public_face_is_sorted_documented_and_real() -> None:

@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 from ucformat.errors import IntegrityError, MissingData, Refused
 from ucformat.sources.orbax.folder import MANIFEST
+from ucformat.sources.orbax.nodes import check_manifest, check_node
 from ucformat.sources.zarr.decode import tensorstore
 from ucformat.sources.zarr.values import Stored
 from ucformat.storage.base import check_key
@@ -42,7 +43,9 @@ def read_ocdbt(store: Store, folder: str, sizes: Mapping[str, int]) -> Values:
     key = prefix + MANIFEST
     if sizes[key] > _MOST_MANIFEST:
         raise Refused(f"{store.url}/{key} has {sizes[key]} bytes, too many for a manifest")
-    manifest = _dump(store, key, MANIFEST, store.read(key), None)
+    data = store.read(key)
+    check_manifest(data, f"{store.url}/{key}")
+    manifest = _dump(store, key, MANIFEST, data, None)
     if manifest.get("config", {}).get("manifest_kind", "single") != "single":
         raise Refused(f"{store.url}/{key} is one of numbered manifests, which are not read")
     versions = manifest.get("versions") or []
@@ -55,18 +58,20 @@ def read_ocdbt(store: Store, folder: str, sizes: Mapping[str, int]) -> Values:
 def _walk(store: Store, prefix: str, version: dict[str, Any], sizes: Mapping[str, int]) -> Values:
     values: Values = {}
     todo = deque([(version["root"].get("location"), version["root_height"], b"")])
-    seen: set[str] = set()
+    seen: set[tuple[str, int]] = set()  # places in files: what is said of them has many spellings
     while todo:
         location, height, stem = todo.popleft()
         if location is None:  # of an empty tree
             continue
-        if location in seen or len(seen) >= _MOST_NODES:
-            raise IntegrityError(f"{store.url}: its OCDBT tree comes back to the node {location}, or does not end")
-        seen.add(location)
         held = _locate(store, prefix, location, "btreenode", sizes)
+        if (held.file, held.offset) in seen or len(seen) >= _MOST_NODES:
+            raise IntegrityError(f"{store.url}: its OCDBT tree comes back to the node {location}, or does not end")
+        seen.add((held.file, held.offset))
         if held.nbytes > _MOST_NODE:
             raise Refused(f"{store.url}: the OCDBT node {location} has {held.nbytes} bytes, too many")
-        node = _dump(store, held.file, "node", held.read(store), f"btreenode::node:0:{held.nbytes}")
+        data = held.read(store)
+        check_node(data, len(stem), f"{store.url}: the OCDBT node {location[:200]}")
+        node = _dump(store, held.file, "node", data, f"btreenode::node:0:{held.nbytes}")
         if node["height"] != height:
             raise IntegrityError(f"{store.url}: the OCDBT node {location} is not of the height {height}")
         for entry in node["entries"]:

@@ -94,8 +94,9 @@ def parse_v2(path: str, where: str, doc: Any) -> Array:
     dtype, endian = _v2_dtype(where, doc.get("dtype"))
     shape = _sizes(where, "shape", doc.get("shape"), 0)
     chunks = _sizes(where, "chunks", doc.get("chunks"), 0)
-    if doc.get("filters"):
-        names = [str(f.get("id") if isinstance(f, dict) else f)[:80] for f in list(doc["filters"])[:5]]
+    if filters := doc.get("filters"):
+        listed = filters[:5] if isinstance(filters, list) else [filters]
+        names = [str(f.get("id") if isinstance(f, dict) else f)[:80] for f in listed]
         raise Refused(
             f"{where}: chunks with the filters {', '.join(names)} are not read",
             hint="write the array anew without filters",

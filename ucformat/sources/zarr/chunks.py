@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Chunks"]
 
-_MOST = 1 << 22  # chunks of an array of which some may be missing: nothing in the files bounds them
+_MOST = 1 << 22  # chunks, read at once, of an array of which some may be missing
+_FEW, _EACH = 1 << 14, 16  # so many anyhow, and one for so many stored bytes: that is an entry in the index of a shard
 _INDEXES = 64 << 20  # bytes of the indexes of shards that are kept
 
 
@@ -45,6 +46,7 @@ class Chunks:
     ) -> None:
         self._store, self._values, self._arrays = store, values, arrays
         self._filled, self._hint = frozenset(filled), hint
+        self._most = min(_MOST, _FEW + sum(v.nbytes for v in values.values()) // _EACH)
         self._indexes = Cache(_INDEXES)
 
     def extents(self, array: Array, within: Box | None = None) -> Iterator[Extent]:
@@ -56,8 +58,11 @@ class Chunks:
         firsts = tuple(a // c for a, c in zip(near.start, array.chunk, strict=True))
         grid = tuple(-(-b // c) - f for b, c, f in zip(near.stop, array.chunk, firsts, strict=True))
         count = math.prod(grid)
-        if array.path in self._filled and count > _MOST:
-            raise Refused(f"{self._label(array)} has {count} chunks, too many to look for each", hint="write it anew")
+        if array.path in self._filled and count > self._most:
+            raise Refused(
+                f"{self._label(array)} would have {count:,} chunks here, and what is stored may hold {self._most:,}",
+                hint="read less of it at once; or, if most of its chunks are missing, write it anew",
+            )
         for inner in _each(grid):
             at = tuple(f + i for f, i in zip(firsts, inner, strict=True))
             box = Box(tuple(a * c for a, c in zip(at, array.chunk, strict=True)), array.chunk).intersect(whole)

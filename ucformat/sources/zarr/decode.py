@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
+from crc32c import crc32c
 
-from ucformat.errors import IntegrityError, Refused
+from ucformat.errors import ChecksumError, IntegrityError, Refused
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ucformat.sources.zarr.array import Array
+    from ucformat.sources.zarr.codecs import Codec
 
 __all__ = ["decode_chunk", "fill_chunk", "tensorstore"]
 
@@ -50,17 +54,16 @@ def decode_chunk(array: Array, at: tuple[int, ...], data: bytes, where: str) -> 
         raise IntegrityError(f"{where}: {len(data)} bytes are too few for a chunk of {list(array.chunk)} elements")
     if array.packed:
         data = _unpack(array.packed, data, nbytes, where)
-    if array.chunk_codecs[-1]["name"] == "blosc" and (len(data) < 16 or _blosc_size(data) != nbytes):
-        raise IntegrityError(f"{where}: it does not decode to the {nbytes} bytes of a chunk")
+    codecs, data = _before_blosc(array.chunk_codecs, data, nbytes, where)
     inside = (min(c, n - a * c) for a, c, n in zip(at, array.chunk, array.shape, strict=True))
-    return _read(array, tuple(inside), data, where)
+    return _read(array, codecs, tuple(inside), data, where)
 
 
 def fill_chunk(array: Array, where: str) -> memoryview:
     """A chunk that is not stored: all of it the array's fill value."""
     if array.chunk_nbytes > _FLOOR:
         raise Refused(f"{where} is not stored, and too large to be made of the fill value: {array.chunk_nbytes} bytes")
-    return _read(array, array.chunk, None, where)
+    return _read(array, array.chunk_codecs, array.chunk, None, where)
 
 
 def _unpack(codec: str, data: bytes, nbytes: int, where: str) -> bytes:
@@ -77,11 +80,36 @@ def _unpack(codec: str, data: bytes, nbytes: int, where: str) -> bytes:
     return out
 
 
-def _blosc_size(data: bytes) -> int:
-    return int.from_bytes(data[4:8], "little")
+def _before_blosc(codecs: tuple[Codec, ...], data: bytes, nbytes: int, where: str) -> tuple[tuple[Codec, ...], bytes]:
+    """The codecs and bytes that are left once the checksums around blosc are checked.
+
+    TensorStore inflates other codecs as far as it needs, but blosc as far as its first bytes say: so these are looked
+    at, which takes that they are the first bytes that are stored, and that blosc holds nothing but the elements.
+    """
+    if not _has_blosc(codecs):
+        return codecs, data
+    while codecs[-1]["name"] == "crc32c":
+        data, stored = data[:-4], data[-4:]
+        if crc32c(data) != int.from_bytes(stored, "little"):
+            raise ChecksumError(f"{where} does not match its CRC-32C")
+        codecs = codecs[:-1]
+    if [c["name"] for c in codecs if c["name"] != "transpose"] != ["bytes", "blosc"]:
+        raise Refused(
+            f"{where}: it is encoded with blosc and something else, so that nothing tells how large it becomes",
+            hint="write the array anew with one codec that compresses, and shards without blosc in others",
+        )
+    if len(data) < 16 or int.from_bytes(data[4:8], "little") != nbytes:
+        raise IntegrityError(f"{where}: it does not decode to the {nbytes} bytes of a chunk")
+    return codecs, data
 
 
-def _read(array: Array, inside: tuple[int, ...], data: bytes | None, where: str) -> memoryview:
+def _has_blosc(codecs: Sequence[Codec]) -> bool:
+    return any(c["name"] == "blosc" or _has_blosc(c.get("configuration", {}).get("codecs", ())) for c in codecs)
+
+
+def _read(
+    array: Array, codecs: tuple[Codec, ...], inside: tuple[int, ...], data: bytes | None, where: str
+) -> memoryview:
     ts = tensorstore()
     ndim = len(array.chunk)
     fill = array.fill_value
@@ -93,7 +121,7 @@ def _read(array: Array, inside: tuple[int, ...], data: bytes | None, where: str)
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(array.chunk)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": _zero(array.dtype) if fill is None else fill,
-        "codecs": list(array.chunk_codecs),
+        "codecs": list(codecs),
     }
     context = ts.Context()
     try:
