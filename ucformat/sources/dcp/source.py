@@ -180,6 +180,7 @@ class LazyFacts(Facts):
 
 def _integer(value: Any) -> Any:
     """A plain integer, or the one in a 0-d tensor of integers."""
-    if isinstance(value, dict) and "$tensor" in value and value["$tensor"]["dtype"].startswith(("int", "uint")):
+    tensor = value.get("$tensor") if isinstance(value, dict) else None
+    if tensor and tensor["dtype"].startswith(("int", "uint")) and not tensor["shape"]:
         return int(from_json(value))
     return value
