@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+import uuid
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -114,6 +115,7 @@ def write_dcp(place: Path) -> None:
             at, file = divmod(t * EACH + e, FILES)
             places[dcp.MetadataIndex(name, offset, e)] = _StorageInfo(f"__{file}_0.distcp", at * len(item), len(item))
     metadata = dcp.Metadata(tensors, planner_data={n: tuple(n.split(".", 1)) for n in tensors}, storage_data=places)
+    metadata.storage_meta = dcp.StorageMeta(str(place), str(uuid.uuid4()))  # as torch's writer does
     (place / ".metadata").write_bytes(pickle.dumps(metadata))
     for f in range(FILES):
         (place / f"__{f}_0.distcp").write_bytes(item * EACH)

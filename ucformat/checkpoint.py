@@ -145,14 +145,17 @@ class Checkpoint(Mapping[str, Tensor]):
     def id(self) -> str:
         """The id: of a universal checkpoint the manifest's, of a foreign one a digest of its content.
 
-        The latter is made of the checksums in its files, wherever these lie; where the writer made none, or not of all,
-        of the place, and the files' sizes and times. Of a view it is a digest of the checkpoint's and the steps.
+        The latter is made of what the writer called the save, if that is unique; else of the checksums in its files,
+        wherever these lie; where the writer made none, or not of all, of the place, and the files' sizes and times. Of
+        a view it is a digest of the checkpoint's and the steps.
         """
         if isinstance(self.source, Viewed) and self.source.steps:
             steps = [step.model_dump(by_alias=True) for _, step in self.source.steps]
             return document_digest([Checkpoint(self.origin).id, steps]).rpartition(":")[2][:32]
         if isinstance(self.origin, Universal):
             return self.origin.manifest.id
+        if self.facts.save_id:
+            return document_digest([self.kind, self.facts.save_id]).rpartition(":")[2][:32]
         records = list(self.origin.records())
         sums = sorted((r.file.rpartition("/")[2], r.name, r.nbytes, r.crc32) for r in records if r.crc32)
         if not sums or any(r.crc32 is None for r in records):

@@ -28,6 +28,7 @@ class Facts:
     files: tuple[str, ...] = ()  # keys of every file that holds a part of it
     #: Tensors that are stored as several contributions, of which each is the mean; those are in no roster.
     means: Mapping[Key, tuple[Key, ...]] = field(default_factory=dict)
+    save_id: str = ""  # what the writer called this one save, as it calls no other; where it did
     folder: str = ""  # the folder or file in the store that is the checkpoint itself, where the store is around it
 
     def but(self, **changed: Any) -> Facts:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import islice
+from itertools import compress, islice
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, NotFound
+from ucformat.storage.base import check_key
+from ucformat.storage.waiting import read_many
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from ucformat.storage.base import Info, Store
 
-__all__ = ["exists", "find_assets", "read_json", "read_weight_map", "root_files"]
+__all__ = ["exists", "find_assets", "present", "read_json", "read_weight_map", "root_files"]
 
 _LOOK = 10_000  # files of a folder, and of those in it, that are looked at
 _LARGEST = 64 << 20  # bytes of an asset, and of a JSON document that is read
@@ -36,6 +38,12 @@ def exists(store: Store, key: str) -> bool:
     except NotFound:
         return False
     return True
+
+
+def present(store: Store, weight_map: Mapping[str, str]) -> set[str]:
+    """Those shards that an index names which are there."""
+    shards = sorted({check_key(shard) for shard in weight_map.values()})
+    return set(compress(shards, read_many(lambda shard: exists(store, shard), shards)))
 
 
 def root_files(store: Store) -> dict[str, Info]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused, UsageError
 from ucformat.facts import Facts
 from ucformat.sources.contents import Contents
 from ucformat.sources.deepspeed.folder import is_model_or_optimizer
-from ucformat.sources.model_files import exists, find_assets, read_weight_map, root_files
+from ucformat.sources.model_files import find_assets, present, read_weight_map, root_files
 from ucformat.sources.shards import check_index, check_shards, complete, numbered
 from ucformat.sources.stand_ins import Inert, StoredTensor
 from ucformat.sources.torch_file import TorchFile
@@ -18,7 +17,7 @@ from ucformat.sources.torch_optimizer import Module, Optimizer, add_optimizer
 from ucformat.sources.torch_parts import Parts, find_parts
 from ucformat.sources.torch_zip import TorchZip
 from ucformat.sources.values import to_json
-from ucformat.storage.base import check_key
+from ucformat.storage.waiting import read_many
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenTorchSave", "TorchSave", "choose_files"]
 
-_THREADS = 8
 _NAMED = 10
 _INDEX = ".bin.index.json"
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar")
@@ -180,10 +178,8 @@ def _open_shards(
     metadata: dict[str, Any] = {}
     if index is not None:
         weight_map, metadata = read_weight_map(store, index)
-        present = {shard for shard in set(weight_map.values()) if exists(store, check_key(shard))}
-        keys = check_index(weight_map, index, present)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        files = list(pool.map(lambda key: TorchFile(store, key, allow=allow), keys))
+        keys = check_index(weight_map, index, present(store, weight_map))
+    files = read_many(lambda key: TorchFile(store, key, allow=allow), keys)
     if index is not None:
         check_shards(weight_map, index, {f.key: _flat(f) for f in files})
     return files, metadata

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ from ucformat.errors import IntegrityError, NotACheckpoint, UpgradeNeeded, Usage
 from ucformat.format.commit import MANIFEST, read_manifest
 from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.storage.url import open_store
+from ucformat.storage.waiting import read_many
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["Listed", "Step", "folder_of", "list_steps", "read_step"]
 
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?", re.ASCII)
-_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +83,7 @@ def list_steps(root: str) -> Listed:
         except (IntegrityError, UpgradeNeeded) as error:
             return error.message
 
-    with ThreadPoolExecutor(_THREADS, "ucformat-steps") as pool:
-        answers = dict(zip(found, pool.map(read, found), strict=True))
+    answers = dict(zip(found, read_many(read, found), strict=True))
     steps = [s for s in answers.values() if isinstance(s, Step)]
     steps.sort(key=lambda s: (s.created, s.step, s.url), reverse=True)
     unreadable = tuple((u, found[u], why) for u, why in answers.items() if isinstance(why, str))

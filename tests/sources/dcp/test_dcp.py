@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.sources.reading import Counting
 from tests.sources.suite import DATA, Sample, SourceSuite, kept, read_whole
-from ucformat.checkpoint import open_checkpoint
+from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import MissingData
 from ucformat.sources.dcp import Dcp
 from ucformat.storage.local import LocalStore
@@ -99,6 +100,17 @@ def test_hyper_parameters_objects_and_layout() -> None:
     assert ck.facts.engine["name"] == "torch.distributed.checkpoint"
     flat = sample_of("hsdp-flat").open()
     assert [g["weight_decay"] for g in flat.facts.groups] == [0.01, 0.02]
+
+
+def test_a_save_is_known_by_what_its_writer_called_it(tmp_path: Path) -> None:
+    place = DATA / "dcp" / "fsdp2-uneven" / "ckpt"
+    shutil.copytree(place, tmp_path / "copy")
+    store = Counting(LocalStore(tmp_path / "copy"))
+    ck = Checkpoint(Dcp().open(store))
+    store.requests.clear()
+    assert ck.id == open_checkpoint(place).id
+    assert not store.requests  # not the archives of all items
+    assert ck.id != open_checkpoint(DATA / "dcp" / "titan" / "ckpt").id
 
 
 def test_each_record_has_a_checksum_and_is_named_after_its_tensor() -> None:

@@ -12,6 +12,7 @@ ByteCheckpoint's `.metadata` has the same parts under its own classes.
 from __future__ import annotations
 
 import gc
+import re
 import reprlib
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["FILE", "MAX_METADATA", "Metadata", "Stretch", "TensorEntry", "read_metadata"]
 
 FILE = ".metadata"
+_UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 MAX_METADATA = 2 << 30  # bytes; 10^6 chunks take about 300 MB
 _DIMS = 64  # torch's own limit
 _LARGEST = 1 << 62  # of a size or an offset
@@ -72,6 +74,13 @@ class Metadata:
     def files(self) -> tuple[str, ...]:
         """The files with items, as keys below the folder of `.metadata`."""
         return tuple(sorted({s.file for s in self.stored.values()}))
+
+    @property
+    def save_id(self) -> str:
+        """The UUID that torch's writer gives each save; of others, and before PyTorch 2.3, nothing."""
+        told = self.root.get("storage_meta")
+        found = told.get("save_id") if isinstance(told, Inert) else None
+        return found if isinstance(found, str) and _UUID.fullmatch(found) else ""
 
 
 def read_metadata(store: Store, key: str = FILE, *, allow: tuple[str, ...] = ()) -> Metadata:

@@ -106,7 +106,8 @@ class OpenDcp:
         meta = self.items.meta
         version = meta.root.get("version")
         engine = {"name": "torch.distributed.checkpoint", "version": version if isinstance(version, str) else ""}
-        return LazyFacts(self.items, named, infos, engine=engine, files=(meta.file, *meta.files))
+        files = (meta.file, *meta.files)
+        return LazyFacts(self.items, named, infos, engine=engine, files=files, save_id=meta.save_id)
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """Where the bytes of a tensor lie; opens the items that hold them, if they are not yet open."""

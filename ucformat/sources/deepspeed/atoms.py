@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from ucformat.errors import IntegrityError, MissingData, Refused
 from ucformat.geometry.box import row_major
 from ucformat.sources.stand_ins import StoredTensor
 from ucformat.sources.torch_file import TorchFile
+from ucformat.storage.waiting import read_many
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -33,7 +33,6 @@ Shape = tuple[int, ...]
 
 _ATOM = re.compile(r"zero/(.+)/([^/]+)\.pt", re.DOTALL)
 _FRAGMENT = re.compile(r"tmp/(.+)/\d+/[^/]+\.\d+", re.DOTALL)
-_THREADS = 32  # each opens one small file at a time, which is waiting most of all
 _STATES = {"fp32": "master"}
 _LISTED = 10
 
@@ -85,9 +84,8 @@ def read_atoms(
 
     items = [(name, state, key) for name, states in keys.items() for state, key in _ordered(states)]
     out: dict[str, list[Atom]] = {name: [] for name in keys}
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for (name, _, _), atom in zip(items, pool.map(read, items), strict=True):
-            out[name].append(atom)
+    for (name, _, _), atom in zip(items, read_many(read, items), strict=True):
+        out[name].append(atom)
     return out
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ucformat.errors import IntegrityError, Refused
@@ -11,6 +10,7 @@ from ucformat.sources.contents import Contents, Group
 from ucformat.sources.stand_ins import Inert, StoredTensor
 from ucformat.sources.torch_file import TorchFile
 from ucformat.sources.values import to_json
+from ucformat.storage.waiting import read_many
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +32,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_THREADS = 8
 
 
 class Ranks(Generic[T]):
@@ -75,20 +74,14 @@ class Ranks(Generic[T]):
         def load(rank: int) -> T:
             return self._parse(rank, TorchFile(self._store, self.keys[rank], allow=self._allow))
 
-        if len(ranks) == 1:
-            self._open[ranks[0]] = load(ranks[0])
-            return
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for rank, loaded in zip(ranks, pool.map(load, ranks), strict=True):
-                self._open[rank] = loaded
+        self._open |= zip(ranks, read_many(load, ranks), strict=True)
 
 
 def load_all(load: Callable[[str], TorchFile], rows: Iterable[Sequence[str]]) -> list[list[TorchFile]]:
     """The files of a grid of keys, opened several at a time."""
     rows = list(rows)
     keys = [key for row in rows for key in row]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        opened = iter(list(pool.map(load, keys)))
+    opened = iter(read_many(load, keys))
     return [[next(opened) for _ in row] for row in rows]
 
 

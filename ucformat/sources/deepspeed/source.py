@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import Refused
@@ -30,6 +29,7 @@ from ucformat.sources.deepspeed.slices import Slice, read_slice
 from ucformat.sources.deepspeed.universal import OpenUniversal
 from ucformat.sources.torch_file import TorchFile
 from ucformat.sources.torch_zip import TorchZip
+from ucformat.storage.waiting import read_many
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 __all__ = ["DeepSpeed", "OpenDeepSpeed"]
-
-_THREADS = 8
 
 
 class DeepSpeed(Folders):
@@ -191,8 +189,7 @@ def _read(store: Store, files: Files, how: DeepSpeed) -> tuple[Degrees, list[lis
         one = read((p, 0))
         if one.stage == 0 and one.contents.groups:
             names[p] = [group.names for group in one.contents.groups]
-        with ThreadPoolExecutor(_THREADS) as pool:
-            stages.append([one, *pool.map(read, [(p, t) for t in range(1, degrees.tp)])])
+        stages.append([one, *read_many(read, [(p, t) for t in range(1, degrees.tp)])])
     stages[0][0].aliases.update(ties)
     return degrees, stages
 

@@ -11,7 +11,6 @@ What stands in `optimizer` depends on the precision (DeepSpeed 0.19.8):
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused, UsageError
@@ -29,6 +28,7 @@ from ucformat.sources.deepspeed.experts import is_expert
 from ucformat.sources.naming import Candidate, Entry, match, shape_of_states
 from ucformat.sources.stand_ins import StoredTensor
 from ucformat.sources.values import to_json
+from ucformat.storage.waiting import read_many
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["entries_of", "read_zero0", "sample"]
 
 _SAMPLE = 64  # elements
-_THREADS = 8
 
 
 def read_zero0(model: ModelStates, names: Sequence[Sequence[str]] | None, contents: Contents) -> None:
@@ -204,9 +203,8 @@ def _samples(
 ) -> tuple[list[bytes], list[bytes]]:
     """The first elements of masters, rounded to the weights' dtype, and of weights."""
     low = {t.dtype for t in weights.values()} & {"bfloat16", "float16"} or {"float32"}
-    with ThreadPoolExecutor(_THREADS) as pool:
-        rounded = list(pool.map(lambda t: sample(model.file, t, min(low)), masters))
-        return rounded, list(pool.map(lambda item: sample(model.home(item[0]), item[1], min(low)), weights.items()))
+    rounded = read_many(lambda t: sample(model.file, t, min(low)), masters)
+    return rounded, read_many(lambda item: sample(model.home(item[0]), item[1], min(low)), weights.items())
 
 
 def sample(file: TorchFile, tensor: StoredTensor, dtype: str) -> bytes:

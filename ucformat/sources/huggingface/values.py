@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import Refused
@@ -11,6 +10,7 @@ from ucformat.sources.model_files import read_json
 from ucformat.sources.stand_ins import Opaque
 from ucformat.sources.torch_file import TorchFile
 from ucformat.sources.values import to_json
+from ucformat.storage.waiting import read_many
 
 if TYPE_CHECKING:
     from ucformat.sources.contents import Contents
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["read_values"]
 
-_THREADS = 8
 _LARGEST = 16 << 20  # bytes of a file that is kept as it is
 
 
@@ -33,8 +32,7 @@ def read_values(store: Store, found: Contained, contents: Contents, allow: tuple
     objects: dict[str, Any] = {}
     if found.trainer_state:
         objects["trainer_state"] = to_json(read_json(store, "trainer_state.json"))
-    with ThreadPoolExecutor(_THREADS) as pool:
-        opened = list(pool.map(lambda item: _open(store, item[2], allow), wanted))
+    opened = read_many(lambda item: _open(store, item[2], allow), wanted)
     for (name, path, key), file in zip(wanted, opened, strict=True):
         value = _json(store, key, file, path, contents)
         if name == path:

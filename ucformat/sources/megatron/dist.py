@@ -101,6 +101,7 @@ class OpenDist:
             layout=self._layout(),
             engine={"name": "megatron-core", "format": backend},
             files=(*filter(None, [place.tracker]), *files, meta.file, *meta.files),
+            save_id=meta.save_id,
             folder=folder,
         )
 

@@ -8,7 +8,6 @@ are several). A rank counts its own layers and experts from 0; `model` is its pa
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from ucformat.sources.megatron.arguments import Arguments
 from ucformat.sources.megatron.folder import MODEL
 from ucformat.sources.stand_ins import StoredTensor
 from ucformat.sources.torch_file import TorchFile
+from ucformat.storage.waiting import read_many
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,7 +28,6 @@ __all__ = ["At", "RankFile", "read_ranks"]
 
 At = tuple[int, int, int]  # tensor-parallel rank, pipeline stage, expert-parallel rank
 
-_THREADS = 8
 _DEPTH = 20
 _NAMED = 10
 _CHUNK = re.compile(r"model(\d{0,3})")
@@ -79,8 +78,7 @@ def read_ranks(
         distrib = TorchFile(store, beside, allow=allow) if beside in there else None
         return _parse(at, TorchFile(store, key, allow=allow), distrib)
 
-    with ThreadPoolExecutor(_THREADS) as pool:
-        ranks = {rank.at: rank for rank in pool.map(load, sorted(grid.items()))}
+    ranks = {rank.at: rank for rank in read_many(load, sorted(grid.items()))}
     _number(ranks)
     return ranks, args
 

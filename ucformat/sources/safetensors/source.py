@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused
 from ucformat.facts import Facts
 from ucformat.sources.contents import Contents
-from ucformat.sources.model_files import exists, find_assets, read_weight_map, root_files
+from ucformat.sources.model_files import exists, find_assets, present, read_weight_map, root_files
 from ucformat.sources.safetensors.folder import INDEX, SUFFIX, Chosen, choose, choose_file
 from ucformat.sources.safetensors.header import Header, read_header
 from ucformat.sources.shards import check_index, check_shards
 from ucformat.sources.values import to_json
-from ucformat.storage.base import check_key
+from ucformat.storage.waiting import read_many
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenSafetensors", "Safetensors"]
 
-_THREADS = 8
 _CUT = "DCP_SHARDING_INFO"  # in `__metadata__`: PyTorch DCP cut the tensors over the files
 
 
@@ -74,7 +72,7 @@ class OpenSafetensors:
         keys = list(chosen.files)
         if chosen.index is not None:
             weight_map, index_metadata = read_weight_map(store, chosen.index)
-            keys = check_index(weight_map, chosen.index, _present(store, weight_map))
+            keys = check_index(weight_map, chosen.index, present(store, weight_map))
         headers = _read_all(store, keys)
         if weight_map is not None and chosen.index is not None:
             check_shards(weight_map, chosen.index, {h.file: h.tensors for h in headers})
@@ -102,15 +100,8 @@ class OpenSafetensors:
         return iter(())
 
 
-def _present(store: Store, weight_map: dict[str, str]) -> set[str]:
-    return {shard for shard in set(weight_map.values()) if exists(store, check_key(shard))}
-
-
 def _read_all(store: Store, keys: Sequence[str]) -> list[Header]:
-    if len(keys) == 1:
-        return [read_header(store, keys[0])]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(lambda key: read_header(store, key), keys))
+    return read_many(lambda key: read_header(store, key), keys)
 
 
 def _add(header: Header, contents: Contents) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, Refused
 from ucformat.sources.zarr.array import Array, parse_v2, parse_v3
 from ucformat.sources.zarr.values import read_json
+from ucformat.storage.waiting import read_many
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +22,6 @@ __all__ = ["V2", "V3", "Hierarchy", "read_hierarchy"]
 V2 = (".zgroup", ".zarray", ".zmetadata")  # one of them makes a folder a node of Zarr v2
 V3 = "zarr.json"
 
-_THREADS = 8
 _CHUNK = re.compile(r"c|(c\.)?\d+(\.\d+)*")  # how the files of chunks are named
 
 
@@ -47,8 +46,7 @@ def read_hierarchy(store: Store, values: Values) -> Hierarchy:
     """
     names = {".zarray", ".zattrs", ".zgroup", ".zmetadata", V3}
     keys = [key for key in values if key.rpartition("/")[2] in names]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        documents = dict(zip(keys, pool.map(lambda key: read_json(store, values, key), keys), strict=True))
+    documents = dict(zip(keys, read_many(lambda key: read_json(store, values, key), keys), strict=True))
     out = Hierarchy(3 if V3 in documents else 2)
     for key in documents:
         if key.rpartition("/")[2] == V3:
