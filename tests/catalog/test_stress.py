@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WORKERS = 16
-SECONDS = float(os.environ.get("UCP_STRESS_SECONDS", "8"))
+SECONDS = float(os.environ.get("UCP_STRESS_SECONDS", "4"))
 LONG = 60.0
 _PATIENCE = 120  # seconds after which one that should have come to an end hangs
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ucformat.sources.bytecheckpoint import ByteCheckpoint
@@ -16,7 +18,7 @@ from ucformat.sources.torch_save import TorchSave
 from ucformat.sources.zarr import Zarr
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from ucformat.sources.base import OpenSource, Source
     from ucformat.storage.base import Store
@@ -46,7 +48,8 @@ def open_source(
     """
     for source in sources:
         if source.find(store):
-            return with_options(source, options or {}).open(store)
+            with _uncollected():
+                return with_options(source, options or {}).open(store)
     return None
 
 
@@ -56,5 +59,18 @@ def open_source_file(
     """The checkpoint that is this one file; None where no source recognises it."""
     for source in sources:
         if source.find_file(store, key):
-            return with_options(source, options or {}).open_file(store, key)
+            with _uncollected():
+                return with_options(source, options or {}).open_file(store, key)
     return None
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without collecting garbage: of a million small objects that all stay, that takes a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
