@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from tests.s3 import ENVIRONMENT, serving
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+    from tests.s3 import Bucket
 
 #: `make test` tries the same examples every time, `make test-all` others every time. No deadline: the cores are shared.
 settings.register_profile("ucformat", deadline=None, derandomize=True, database=None)
@@ -20,6 +25,18 @@ settings.load_profile("ucformat")
 os.environ["UCP_CATALOG"] = "none"  # the user's own catalog is none of our business; tests of the catalog name theirs
 _DATA = tempfile.TemporaryDirectory(prefix="ucformat-")  # nor are the user's other data
 os.environ["XDG_DATA_HOME"] = _DATA.name
+
+
+@pytest.fixture(scope="session")
+def bucket() -> Iterator[Bucket]:
+    """A bucket of a real HTTP endpoint, which this process's object stores then use."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            if name not in os.environ or "UCP_TEST_S3_ENDPOINT" not in os.environ:
+                patch.setenv(name, value)
+        with serving() as found:
+            patch.setenv("UCP_ENDPOINT", found.endpoint)
+            yield found
 
 
 @pytest.fixture(scope="session")

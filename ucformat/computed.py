@@ -14,7 +14,7 @@ import numpy as np
 
 from ucformat.errors import UsageError
 from ucformat.format.dtypes import numpy_dtype
-from ucformat.format.execute import execute
+from ucformat.format.execute import execute, limits_of
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.flat import flat_boxes
 from ucformat.geometry.plan import Wanted, make_plan
@@ -58,7 +58,9 @@ def read_flat(store: Store, info: TensorInfo, extents: Iterable[Extent | Tiles],
         for box in flat_boxes(info.shape, first, last)
     ]
     raw = np.empty((last - first) * info.itemsize, np.uint8)
-    execute(make_plan([Wanted(info, extents, pieces)]), store, [raw], [str(info.key)], threads=1)
+    execute(
+        make_plan([Wanted(info, extents, pieces)], limits=limits_of(store)), store, [raw], [str(info.key)], threads=1
+    )
     return raw.view(numpy_dtype(info.dtype))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ucformat.errors import IntegrityError, MissingData, NotFound, UsageError
 from ucformat.format.dtypes import numpy_dtype
-from ucformat.format.execute import execute, memory_of
+from ucformat.format.execute import execute, limits_of, memory_of
 from ucformat.geometry.box import hull
 from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
@@ -245,7 +245,7 @@ class _Planner:
 
     def plan(self, verify: Verify) -> ReadPlan:
         wanted = [w for key in self.bound.keys(self.rank) for w in self._wanted(key)]
-        plan = make_plan(wanted, verify)
+        plan = make_plan(wanted, verify, limits_of(self.source.store))
         return ReadPlan(plan, self.source.store, tuple(self.buffers), self.held, self.zero_filled, self.rank)
 
     def _wanted(self, key: Key) -> list[Wanted]:

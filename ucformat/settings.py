@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from platformdirs import user_config_path, user_data_path
-from pydantic import TypeAdapter, ValidationError, field_validator
+from pydantic import Field, TypeAdapter, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -43,6 +43,13 @@ class Settings(BaseSettings):
     catalog: str = ""  # a file's path or a url; "none" switches it off, "" is the default
     #: Places in which virtual checkpoints may have their files, besides those that this user has registered.
     roots: Annotated[tuple[str, ...], NoDecode] = ()
+
+    #: Of a service that speaks S3, and is not Amazon's; also AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL.
+    endpoint: str = ""
+    region: str = ""  # of S3; also AWS_REGION and AWS_DEFAULT_REGION
+    deadline: Annotated[float, Field(gt=0)] = 180.0  # seconds after which a failing request to a store is given up
+    requests: Annotated[int, Field(ge=1)] = 32  # reads of object stores at once, of the whole process
+    in_flight: Annotated[int, Field(ge=1)] = 256 << 20  # bytes of these at once
 
     @field_validator("roots", mode="before")
     @classmethod

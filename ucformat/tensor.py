@@ -8,7 +8,7 @@ import numpy as np
 
 from ucformat.errors import OutOfBounds, UsageError
 from ucformat.format.dtypes import numpy_dtype
-from ucformat.format.execute import execute, memory_of
+from ucformat.format.execute import execute, limits_of, memory_of
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.plan import make_plan
 from ucformat.geometry.tensor import Piece
@@ -113,7 +113,8 @@ class Tensor:
         return self._plan(box, row_major(box.shape), verify)
 
     def _plan(self, box: Box, strides: tuple[int, ...], verify: Verify) -> Plan:
-        return make_plan([wanted_of(self._source, self.info, [(0, Piece(box, 0, strides))])], verify)
+        wanted = wanted_of(self._source, self.info, [(0, Piece(box, 0, strides))])
+        return make_plan([wanted], verify, limits_of(self._source.store))
 
     def _read(
         self, box: Box, out: NDArray[Any] | None, verify: Verify = "whole", threads: int | None = None

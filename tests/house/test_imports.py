@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "written": {"errors"},
     "geometry": {"schema", "errors", "written"},
     "facts": {"geometry"},
-    "storage": {"schema", "errors"},
+    "storage": {"schema", "errors", "settings"},
     "format": {"schema", "errors", "geometry", "storage", "facts", "_version"},
     "sources": {"schema", "errors", "geometry", "storage", "facts"},
     "planning": {"schema", "errors", "geometry", "storage", "facts", "format", "sources"},
@@ -54,7 +54,7 @@ OUTSIDE: dict[str, set[str]] = {
     "schema": {"pydantic", "pydantic_core"},
     "geometry": {"pydantic"},
     "written": {"yaml"},
-    "storage": {"fsspec"},
+    "storage": {"boto3", "fsspec", "obstore"},
     "format": {"numpy", "ml_dtypes", "crc32c", "xxhash", "pydantic", "safetensors", "zarr"},
     "sources": {"crc32c", "numpy", "ml_dtypes", "numcodecs", "tensorstore"},
     "planning": {"numpy"},
@@ -113,7 +113,7 @@ def loaded(code: str) -> set[str]:
 
 
 def test_importing_ucformat_loads_nothing_heavy() -> None:
-    heavy = {"numpy", "torch", "sqlalchemy", "tensorstore", "zarr", "pydantic", "fsspec", "rich", "yaml"}
+    heavy = {"numpy", "torch", "obstore", "sqlalchemy", "tensorstore", "zarr", "pydantic", "fsspec", "rich", "yaml"}
     assert not loaded("import ucformat") & heavy
 
 

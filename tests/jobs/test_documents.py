@@ -151,7 +151,7 @@ class ReadOnly(WrappedStore):
     def replace(self, key: str, data: bytes, version: str) -> str:
         raise Refused(f"cannot write {key}: Read-only file system")
 
-    def create(self, key: str) -> Any:
+    def create(self, key: str, unit: int = 1) -> Any:
         raise Refused(f"cannot write {key}: Read-only file system")
 
 

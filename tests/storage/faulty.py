@@ -70,9 +70,9 @@ class FaultyStore(WrappedStore):
         self.count_read()
         return super().read_versioned(key)
 
-    def create(self, key: str) -> Writer:
+    def create(self, key: str, unit: int = 1) -> Writer:
         self.count_write()
-        return _FaultyWriter(self, super().create(key))
+        return _FaultyWriter(self, super().create(key, unit))
 
     def flush(self) -> None:
         self.count_write()

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ucformat.storage.waiting import read_many
+from ucformat.storage.waiting import map_waiting
 
 
 def test_what_does_not_wait_is_read_in_this_thread() -> None:
@@ -17,7 +17,7 @@ def test_what_does_not_wait_is_read_in_this_thread() -> None:
         seen.add(threading.get_ident())
         return n * n
 
-    assert read_many(read, range(1000)) == [n * n for n in range(1000)]
+    assert map_waiting(read, range(1000)) == [n * n for n in range(1000)]
     assert seen == {threading.get_ident()}
 
 
@@ -30,7 +30,7 @@ def test_what_waits_is_read_at_once() -> None:
             meeting.wait()
         return n
 
-    assert read_many(read, range(16)) == list(range(16))
+    assert map_waiting(read, range(16)) == list(range(16))
 
 
 @pytest.mark.parametrize("wait", [0, 0.01])
@@ -45,9 +45,9 @@ def test_the_first_error_ends_it(wait: float) -> None:
         return n
 
     with pytest.raises(ValueError, match="5"):
-        read_many(fail, range(500))
+        map_waiting(fail, range(500))
     assert len(read) < 200
 
 
 def test_nothing_to_read() -> None:
-    assert read_many(str, []) == []
+    assert map_waiting(str, []) == []

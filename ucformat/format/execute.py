@@ -12,6 +12,7 @@ import numpy as np
 
 from ucformat.errors import ChecksumError, MissingData, NotFound, UsageError
 from ucformat.format.checksum import checksum
+from ucformat.geometry.plan import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     Memory = NDArray[np.uint8]
     Progress = Callable[[int], None]
 
-__all__ = ["default_threads", "execute", "memory_of"]
+__all__ = ["default_threads", "execute", "limits_of", "memory_of"]
 
 #: Rows at least this long are handed to the kernel one by one; shorter ones go through a scratch buffer.
 _LONG_ROW = 8 << 10
@@ -33,6 +34,12 @@ _LONG_ROW = 8 << 10
 def default_threads() -> int:
     """Reads in flight unless told otherwise: one for each core, 2 at least and 16 at most."""
     return min(16, max(2, len(os.sched_getaffinity(0))))
+
+
+def limits_of(store: Store) -> Limits:
+    """How requests to a store are merged and cut."""
+    costs = store.costs
+    return Limits(costs.gap, costs.short, costs.request, costs.join)
 
 
 def memory_of(array: NDArray[np.generic]) -> Memory:
@@ -90,7 +97,7 @@ def execute(
             failed.set()
             raise
 
-    count = min(threads or default_threads(), len(plan.requests))
+    count = min(threads or store.costs.parallel or default_threads(), len(plan.requests))
     if count <= 1:
         work()
         return

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ucformat.schema.manifest import SidecarDoc, SourceFileDoc
-    from ucformat.storage.base import Info, Store
+    from ucformat.storage.base import Costs, Info, Store
 
 __all__ = ["MOUNT", "MountedStore", "is_below", "mounted"]
 
@@ -54,6 +54,11 @@ class MountedStore(WrappedStore):
         self._sources = {doc.path: doc for doc in sidecar.sources}
         self._allowed = allowed
         self._open: dict[int, Store] = {}
+
+    @property
+    def costs(self) -> Costs:
+        """Those of the first root, where the tensors lie."""
+        return open_store(self.roots[0]).costs if self.roots else self.inner.costs
 
     def place(self, key: str) -> tuple[Store, str] | None:
         """The store and the key in it of a file below a root; None of the checkpoint's own.
@@ -93,7 +98,7 @@ class MountedStore(WrappedStore):
             raise MissingData(
                 f"{error.message}; {self.url} has tensors in it", hint="restore it, or register its checkpoint again"
             ) from error
-        if info.size != doc.nbytes or info.modified != doc.modified:
+        if (info.size, info.modified, info.etag) != (doc.nbytes, doc.modified, doc.etag):
             raise IntegrityError(
                 f"{store.url}/{key} has changed since {self.url} was registered",
                 hint="register its checkpoint again: `ucp register SRC DST --virtual --overwrite`",

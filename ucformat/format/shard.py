@@ -78,7 +78,7 @@ def write_shard(
     are held.
     """
     leaves = []
-    with store.create(key) as out:
+    with store.create(key, grid.chunk_nbytes + 4) as out:
         for band in bands(grid, shard):
             count = math.prod(band.counts)
             raw = _memory("gathered", count * grid.chunk_nbytes)

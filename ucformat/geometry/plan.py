@@ -33,7 +33,7 @@ class Limits:
     Rows of one tensor whose gap is at most `gap` are read as one, where the gap is at most a twentieth of them, or they
     are shorter than `short`, so that asking for each would cost more. Neighbouring requests are joined, to at most
     `join`, where the gap between them is at most a hundredth of them. No request is longer than `request` unless a
-    single chunk is.
+    single chunk is. The defaults are for local files; a store says its own (`Store.costs`).
     """
 
     gap: int = 4 << 10

@@ -13,7 +13,7 @@ import numpy as np
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import UsageError
 from ucformat.format.dtypes import numpy_dtype
-from ucformat.format.execute import execute
+from ucformat.format.execute import execute, limits_of
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Key, Piece
@@ -189,7 +189,7 @@ class _Side:
         """The elements of a box, one after another, in the memory that is given."""
         raw = memory[: box.size * self.info.itemsize]
         piece = Piece(box, 0, row_major(box.shape))
-        plan = make_plan([Wanted(self.info, self.extents, [(0, piece)])])
+        plan = make_plan([Wanted(self.info, self.extents, [(0, piece)])], limits=limits_of(self.store))
         execute(plan, self.store, [raw], [str(self.info.key)], threads=1)
         return raw.view(numpy_dtype(self.info.dtype))
 

@@ -14,7 +14,7 @@ from ucformat.checkpoint import Checkpoint, group_docs, open_checkpoint
 from ucformat.errors import NotFound, UsageError
 from ucformat.format.arrays import array_doc, lay_out, put_array, put_file, put_groups
 from ucformat.format.commit import begin, commit, new_id
-from ucformat.format.execute import execute
+from ucformat.format.execute import execute, limits_of
 from ucformat.format.names import folder_names
 from ucformat.format.shard import check_shard, write_shard
 from ucformat.format.zarr_json import shard_key
@@ -22,12 +22,14 @@ from ucformat.geometry.box import row_major
 from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.jobs.run import run as run_tasks
+from ucformat.jobs.run import workers_for
 from ucformat.jobs.spread import spread_of
 from ucformat.jobs.virtual import put_sidecar
 from ucformat.references import open_reference
 from ucformat.schema.manifest import LineageDoc, Manifest
 from ucformat.settings import allowed_roots
 from ucformat.storage.url import open_store
+from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -99,7 +101,7 @@ def convert(
         chunk_bytes: the most bytes of a chunk, the unit of reading (default 1 MiB).
         shard_bytes: the most bytes of a shard, the unit of writing (default 128 MiB).
         overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one is.
-        workers: shards written at once (default: one for each core).
+        workers: shards written at once (default: one for each core; for object stores eight at least).
         run: the name of the training run, for the catalog; by default the source's, if it says.
         virtual: write only where the bytes of the tensors lie in the source's files, which must stay as they are.
         checksums: with `virtual`, read these files once and keep their checksums, for `verify`.
@@ -208,7 +210,7 @@ def _write_all(
         _write_metadata(store, attempt, arrays)
         return b""
 
-    for task, found in run_tasks(work, [*tasks[:1], None, *tasks[1:]], how.workers):
+    for task, found in run_tasks(work, [*tasks[:1], None, *tasks[1:]], how.workers or workers_for(source.store, store)):
         if task is None:
             continue
         leaves[task.array.info.key][task.shard] = found
@@ -230,11 +232,12 @@ def _write_shard(source: Checkpoint, store: Store, task: _Task) -> bytes:
     except NotFound:
         pass
     whole = grid.box(task.shard)  # of many extents few meet a shard, and each band looks at all of them
-    extents = [e for e in source.source.extents(info.key) if e.box.intersect(whole)]
+    extents = [e for e in source.source.extents(info.key, whole) if e.box.intersect(whole)]
 
     def fill(band: Band, raw: NDArray[np.uint8]) -> None:
         piece = Piece(band.box, 0, row_major(band.padded))
-        execute(make_plan([Wanted(info, extents, [(0, piece)])]), source.store, [raw], [str(info.key)], threads=1)
+        plan = make_plan([Wanted(info, extents, [(0, piece)])], limits=limits_of(source.store))
+        execute(plan, source.store, [raw], [str(info.key)], threads=1)
 
     return write_shard(store, key, grid, task.shard, fill)
 
@@ -242,8 +245,7 @@ def _write_shard(source: Checkpoint, store: Store, task: _Task) -> bytes:
 def _write_metadata(store: Store, attempt: Attempt, arrays: Sequence[Array]) -> None:
     """Put every `zarr.json`: of the group, of each state, of each array."""
     put_groups(store, attempt.folder("data"), arrays)
-    for array in arrays:
-        put_array(store, array)
+    map_waiting(lambda array: put_array(store, array), arrays)
 
 
 def _producer(source: Checkpoint) -> dict[str, str]:

@@ -10,7 +10,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from concurrent.futures import Future
 
-__all__ = ["default_workers", "run"]
+    from ucformat.storage.base import Store
+
+__all__ = ["default_workers", "run", "workers_for"]
+
+_WAITING = 8
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -19,6 +23,11 @@ R = TypeVar("R")
 def default_workers() -> int:
     """Tasks at once unless told otherwise: one for each core, at most 16."""
     return min(16, len(os.sched_getaffinity(0)))
+
+
+def workers_for(*stores: Store) -> int:
+    """Tasks at once where these stores are read from or written to; those of networks wait most of the time."""
+    return max(default_workers(), _WAITING if any(s.costs.parallel for s in stores) else 0)
 
 
 def run(function: Callable[[T], R], tasks: Iterable[T], workers: int | None = None) -> Iterator[tuple[T, R]]:

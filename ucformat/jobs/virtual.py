@@ -76,7 +76,7 @@ def _sources(
                 if progress is not None:
                     progress(done, total)
     return tuple(
-        SourceFileDoc(path=file, nbytes=info.size, modified=info.modified, digest=digest)
+        SourceFileDoc(path=file, nbytes=info.size, modified=info.modified, etag=info.etag, digest=digest)
         for file, info, digest in zip(places.files.values(), infos, digests, strict=False)
     )
 

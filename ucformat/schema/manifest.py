@@ -61,12 +61,13 @@ class FileDoc(_Document):
 class SourceFileDoc(_Document):
     """A file of another checkpoint, as it was when its extents were listed: `roots/<n>/…`, below root number n.
 
-    `modified` is when it was written, in seconds since 1970, where its place tells.
+    `modified` is when it was written, in seconds since 1970, where its place tells; `etag` is of an object store.
     """
 
     path: str
     nbytes: Size
     modified: float | None = None
+    etag: str | None = None
     digest: Digest | None = None
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, NotFound
 from ucformat.storage.base import check_key
-from ucformat.storage.waiting import read_many
+from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -43,7 +43,7 @@ def exists(store: Store, key: str) -> bool:
 def present(store: Store, weight_map: Mapping[str, str]) -> set[str]:
     """Those shards that an index names which are there."""
     shards = sorted({check_key(shard) for shard in weight_map.values()})
-    return set(compress(shards, read_many(lambda shard: exists(store, shard), shards)))
+    return set(compress(shards, map_waiting(lambda shard: exists(store, shard), shards)))
 
 
 def root_files(store: Store) -> dict[str, Info]:

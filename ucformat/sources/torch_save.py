@@ -17,7 +17,7 @@ from ucformat.sources.torch_optimizer import Module, Optimizer, add_optimizer
 from ucformat.sources.torch_parts import Parts, find_parts
 from ucformat.sources.torch_zip import TorchZip
 from ucformat.sources.values import to_json
-from ucformat.storage.waiting import read_many
+from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -179,7 +179,7 @@ def _open_shards(
     if index is not None:
         weight_map, metadata = read_weight_map(store, index)
         keys = check_index(weight_map, index, present(store, weight_map))
-    files = read_many(lambda key: TorchFile(store, key, allow=allow), keys)
+    files = map_waiting(lambda key: TorchFile(store, key, allow=allow), keys)
     if index is not None:
         check_shards(weight_map, index, {f.key: _flat(f) for f in files})
     return files, metadata

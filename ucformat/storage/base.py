@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import TracebackType
 
-__all__ = ["HIDDEN", "Bytes", "Info", "Store", "Writer", "check_key", "check_range", "content_version"]
+__all__ = ["HIDDEN", "Bytes", "Costs", "Info", "Store", "Writer", "check_key", "check_range", "content_version"]
 
 #: What reads fill and writes take: any contiguous buffer.
 Bytes = bytes | bytearray | memoryview
@@ -36,13 +36,28 @@ HIDDEN = ".ucf-"
 class Info:
     """A stored file: its key, size in bytes, and a `version` token that changes whenever its content does.
 
-    `modified` is when, in seconds since 1970, where the place tells.
+    `modified` is when, in seconds since 1970, where the place tells; an object store tells full seconds and an `etag`.
     """
 
     key: str
     size: int
     version: str
     modified: float | None = None
+    etag: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """How requests are best made to a place, in bytes: see `geometry.plan.Limits`, whose fields these are.
+
+    `parallel` is how many at once; None stands for one or two for each core.
+    """
+
+    gap: int = 4 << 10
+    short: int = 1 << 10
+    request: int = 4 << 20
+    join: int = 1 << 20
+    parallel: int | None = None
 
 
 class Writer(Protocol):
@@ -83,6 +98,10 @@ class Store(Protocol):
     def url(self) -> str:
         """The root, as the user would write it."""
 
+    @property
+    def costs(self) -> Costs:
+        """How requests are best made here."""
+
     def info(self, key: str) -> Info:
         """Size and version of a file; NotFound where there is none."""
 
@@ -104,8 +123,8 @@ class Store(Protocol):
     def read_versioned(self, key: str) -> tuple[bytes, str]:
         """A whole small file and its content version, which `replace` wants to see."""
 
-    def create(self, key: str) -> Writer:
-        """Write a file as a stream, and the folders above it."""
+    def create(self, key: str, unit: int = 1) -> Writer:
+        """Write a file as a stream, and the folders above it; where it is sent in parts, in parts of whole units."""
 
     def flush(self) -> None:
         """Return when every file that this store object has closed is durable, and the folders that name it.

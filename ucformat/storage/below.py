@@ -54,9 +54,9 @@ class Below(WrappedStore):
         """See Store."""
         return self.inner.read_versioned(self._key(key))
 
-    def create(self, key: str) -> Writer:
+    def create(self, key: str, unit: int = 1) -> Writer:
         """See Store."""
-        return self.inner.create(self._key(key))
+        return self.inner.create(self._key(key), unit)
 
     def adopt(self, key: str) -> None:
         """See Store."""

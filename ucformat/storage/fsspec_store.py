@@ -1,39 +1,31 @@
-"""Any place that fsspec reaches: object stores, remote file systems, archives."""
+"""Any place that fsspec reaches and obstore does not: remote file systems, hubs, archives; to read from."""
 
 from __future__ import annotations
 
-import secrets
-import threading
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from ucformat.errors import Conflict, IntegrityError, NotFound, Refused, UcformatError
-from ucformat.storage.base import HIDDEN, Info, Writer, check_key, check_range, content_version
+from ucformat.errors import IntegrityError, NotFound, Refused, UcformatError
+from ucformat.storage.base import HIDDEN, Costs, Info, check_key, check_range, content_version
 from ucformat.storage.oserrors import explaining
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    from ucformat.storage.base import Bytes
 
 __all__ = ["FsspecStore"]
 
-_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}  # what s3fs, gcsfs and adlfs call themselves
-_PROCESS = threading.RLock()  # fsspec's memory file system lives in one process and takes no locks
 _MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")  # as each library calls it
 _VERSION = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime", "created", "ino", "size")
 
 
 class FsspecStore:
-    """Files under a root that fsspec reaches. Reads are copied once, because fsspec returns bytes.
+    """Files under a root that fsspec reaches, to read from. They are copied once, because fsspec returns bytes.
 
-    Where files appear before they are whole (all but object stores), they are written under a hidden name and moved.
-    Put-if-absent is possible on S3, Google and Azure storage and in fsspec's memory, `replace` only in the latter;
-    elsewhere they are Refused, because what fsspec offers there is a look followed by a write. A place that speaks S3
-    but ignores `If-None-Match` cannot be told apart here.
+    Writing is Refused: where a file is to be put only if there is none, what fsspec offers is a look and then a write.
     """
+
+    costs = Costs(gap=256 << 10, short=32 << 10, request=8 << 20, join=8 << 20, parallel=16)
 
     def __init__(self, url: str, filesystem: Any = None, **options: Any) -> None:
         import fsspec
@@ -43,10 +35,6 @@ class FsspecStore:
         else:
             path = filesystem._strip_protocol(url)  # noqa: SLF001 - as url_to_fs does
         self._fs, self._root, self._url = filesystem, path.rstrip("/"), url.rstrip("/")
-        names = filesystem.protocol
-        protocols = {names} if isinstance(names, str) else set(names)
-        self._memory = "memory" in protocols
-        self._whole = bool(protocols & _OBJECT_STORES)
 
     def __reduce__(self) -> tuple[type[FsspecStore], tuple[str, Any]]:
         return FsspecStore, (self._url, self._fs)
@@ -98,45 +86,24 @@ class FsspecStore:
         data = self.read(key)
         return data, content_version(data)
 
-    def create(self, key: str) -> FsspecWriter:
-        """Write a file as a stream."""
-        return FsspecWriter(self, key)
+    def create(self, key: str, unit: int = 1) -> NoReturn:  # noqa: ARG002 - see Store
+        """Refused."""
+        raise self._read_only(key)
 
     def flush(self) -> None:
-        """Do nothing: an object is durable when its upload is closed, and fsspec promises no more elsewhere."""
+        """Do nothing: nothing is written here."""
 
     def adopt(self, key: str) -> None:
         """See that the file is there."""
         self.info(key)
 
-    def put_if_absent(self, key: str, data: bytes) -> str:
-        """Write a whole file by one conditional request, where there is one."""
-        path = self._path(key)
-        if not (self._whole or self._memory):
-            raise Refused(
-                f"{self._url} cannot put a file only if it is absent; it can be read, but not committed to",
-                hint="write to a local folder or to S3, Google or Azure storage",
-            )
-        with self._asking("create", key), self._alone():
-            self._fs.pipe_file(path, data, mode="create")
-        return content_version(data)
+    def put_if_absent(self, key: str, data: bytes) -> NoReturn:  # noqa: ARG002 - see Store
+        """Refused."""
+        raise self._read_only(key)
 
-    def replace(self, key: str, data: bytes, version: str) -> str:
-        """Write a whole file in place of one with this content version, where that can be made one step."""
-        path = self._path(key)
-        if not self._memory:
-            raise Refused(
-                f"{self._url} cannot replace a file only if it is unchanged",
-                hint="write to a new place instead, and delete this one then",
-            )
-        with self._asking("write", key), self._alone():
-            if not self._fs.isfile(path) or content_version(self._fs.cat_file(path)) != version:
-                raise Conflict(
-                    f"{self._url}/{key} was changed by somebody else since it was read",
-                    hint="read it again, and decide anew what to write",
-                )
-            self._fs.pipe_file(path, data)
-        return content_version(data)
+    def replace(self, key: str, data: bytes, version: str) -> NoReturn:  # noqa: ARG002 - see Store
+        """Refused."""
+        raise self._read_only(key)
 
     def list(self, prefix: str = "") -> Iterator[Info]:
         """All files below a folder, in the order of their keys; they are all asked for before the first comes."""
@@ -152,33 +119,30 @@ class FsspecStore:
         )
         return (_info(key, file) for key, file in sorted(shown, key=lambda f: f[0]))
 
-    def delete(self, key: str) -> None:
-        """Remove a file."""
-        path = self._path(key)
-        with suppress(NotFound), self._asking("delete", key), self._alone():
-            self._fs.rm_file(path)
+    def delete(self, key: str) -> NoReturn:
+        """Refused."""
+        raise self._read_only(key)
 
-    def delete_prefix(self, prefix: str) -> None:
-        """Remove a folder and all in it."""
-        path = self._path(prefix)
-        if set(path) & set("*?["):
-            raise Refused(f"{self._url}/{prefix} is not deleted, because fsspec would take it for a pattern")
-        with suppress(NotFound), self._asking("delete", prefix), self._alone():
-            self._fs.invalidate_cache(path)
-            if not self._fs.isfile(path):
-                self._fs.rm(path, recursive=True)
+    def delete_prefix(self, prefix: str) -> NoReturn:
+        """Refused."""
+        raise self._read_only(prefix)
 
     def sweep(self) -> None:
-        """Nothing: the file systems behind fsspec do not tell a killed writer from a slow one."""
+        """Nothing: nothing is written here."""
 
     def prune(self) -> None:
-        """Nothing: most places behind fsspec have no folders."""
+        """Nothing: nothing is written here."""
+
+    def _read_only(self, key: str) -> Refused:
+        check_key(key)
+        return Refused(
+            f"{self._url} can be read, but not written to: it cannot put a file only if it is absent, so that two who "
+            "commit there at once could not be told apart",
+            hint="write to a local folder, or to S3, Google or Azure storage",
+        )
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
-
-    def _alone(self) -> AbstractContextManager[object]:
-        return _PROCESS if self._memory else nullcontext()
 
     @contextmanager
     def _asking(self, action: str, key: str) -> Iterator[None]:
@@ -209,66 +173,6 @@ class FsspecStore:
         if len(data) != nbytes:
             raise IntegrityError(f"{name}: {nbytes} bytes were asked for and {len(data)} came")
         return data
-
-
-class FsspecWriter(Writer):
-    """A file being written through fsspec."""
-
-    def __init__(self, store: FsspecStore, key: str) -> None:
-        self._file: Any = None
-        self._store, self._key, self._path = store, key, store._path(key)  # noqa: SLF001 - one thing in two classes
-        self._fs, self._whole, self._asking = store._fs, store._whole, store._asking  # noqa: SLF001
-        folder = self._path.rpartition("/")[0]
-        self._written = self._path if self._whole else f"{folder}/{HIDDEN}{secrets.token_hex(8)}.tmp"
-        with self._asking("write", key), store._alone():  # noqa: SLF001
-            if not self._whole:
-                self._fs.makedirs(folder, exist_ok=True)
-            self._file = self._fs.open(self._written, "wb")
-
-    def write(self, data: Bytes) -> None:
-        """Append bytes."""
-        with self._asking("write", self._key):
-            self._file.write(data)
-
-    def close(self) -> None:
-        """Finish the upload, or give the file its name."""
-        if self._file is None:
-            return
-        try:
-            with self._asking("write", self._key), self._store._alone():  # noqa: SLF001
-                self._file.close()
-                if not self._whole:
-                    self._move()
-        except BaseException:
-            self.abort()
-            raise
-        self._file = None
-
-    def _move(self) -> None:
-        from fsspec import AbstractFileSystem
-
-        if type(self._fs).mv is AbstractFileSystem.mv:  # it would take names with `*` for patterns
-            self._fs.cp_file(self._written, self._path)
-            self._fs.rm_file(self._written)
-        else:
-            self._fs.mv(self._written, self._path)
-
-    def abort(self) -> None:
-        """Give up the upload, or remove the hidden file; failing that, it stays without harm."""
-        file, self._file = self._file, None
-        if file is None:
-            return
-        with suppress(Exception), self._store._alone():  # noqa: SLF001
-            if self._whole:
-                file.discard()
-            else:
-                file.close()
-                self._fs.rm_file(self._written)
-        if self._whole:
-            file.closed = True  # else fsspec would finish the upload when it collects the file
-
-    def __del__(self) -> None:
-        self.abort()
 
 
 def _info(key: str, found: dict[str, Any]) -> Info:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucformat.errors import Conflict, NotFound, Refused
-from ucformat.storage.base import HIDDEN, Info, Writer, check_key, check_range, content_version
+from ucformat.storage.base import HIDDEN, Costs, Info, Writer, check_key, check_range, content_version
 from ucformat.storage.durable import Durability, start_writeback, sync_folder
 from ucformat.storage.folders import Folders
 from ucformat.storage.handles import Handles, OpenFile, read_scattered
@@ -38,6 +38,8 @@ class LocalStore:
     the root is Refused. What a killed writer leaves are hidden files, which `sweep` and `delete_prefix` remove. Open
     files are closed when the store is garbage-collected.
     """
+
+    costs = Costs()
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(root).expanduser().absolute()
@@ -110,7 +112,7 @@ class LocalStore:
         data = self.read(key)
         return data, content_version(data)
 
-    def create(self, key: str) -> LocalWriter:
+    def create(self, key: str, unit: int = 1) -> LocalWriter:  # noqa: ARG002 - it is sent nowhere
         """Write a file as a stream, under a hidden name until it is closed."""
         return LocalWriter(self, key)
 

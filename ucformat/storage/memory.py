@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ucformat.errors import Conflict, NotFound, Refused, UsageError
-from ucformat.storage.base import Info, Writer, check_key, check_range, content_version
+from ucformat.storage.base import Costs, Info, Writer, check_key, check_range, content_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,6 +36,8 @@ _VERSIONS = itertools.count()
 
 class MemoryStore:
     """Files in memory, the same for all stores of one name in this process: `memory://name` or `memory://name/folder`."""
+
+    costs = Costs()
 
     def __init__(self, name: str) -> None:
         if not name.strip("/"):
@@ -83,7 +85,7 @@ class MemoryStore:
         data = self._get(key).data
         return data, content_version(data)
 
-    def create(self, key: str) -> MemoryWriter:
+    def create(self, key: str, unit: int = 1) -> MemoryWriter:  # noqa: ARG002 - it is sent nowhere
         """Write a file as a stream."""
         return MemoryWriter(self._root + check_key(key))
 

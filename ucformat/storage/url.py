@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from ucformat.errors import Refused, UcformatError, UsageError
+from ucformat.settings import load_settings
+from ucformat.storage.clouds import SCHEMES, Options
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
+from ucformat.storage.objects import BUDGET, ObjectStore
 
 if TYPE_CHECKING:
     from ucformat.storage.base import Store
@@ -16,36 +19,38 @@ if TYPE_CHECKING:
 __all__ = ["open_store", "split_url"]
 
 _PACKAGES = {  # pip's name of what fsspec imports for a scheme
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-    "az": "adlfs",
-    "gcs": "gcsfs",
-    "gs": "gcsfs",
     "hdfs": "pyarrow",
     "hf": "huggingface_hub",
-    "http": "aiohttp",
-    "https": "aiohttp",
     "oss": "ossfs",
-    "s3": "s3fs",
-    "s3a": "s3fs",
     "sftp": "paramiko",
     "smb": "smbprotocol",
     "ssh": "paramiko",
 }
 
 
-def open_store(place: str | os.PathLike[str], **options: Any) -> Store:
-    """The store of a path, a `file://` or `memory://` url, or a url of any scheme that fsspec knows.
+def open_store(place: str | os.PathLike[str]) -> Store:
+    """The store of a path, of a `file://` or `memory://` url, of an object store, or of any scheme that fsspec knows.
 
-    Nothing is read or written yet. `options` go to the file system behind fsspec (endpoint, credentials, …). UsageError
-    for a scheme nobody knows, Refused where its package is not installed.
+    Nothing is read or written yet.
+
+    Raises:
+        UsageError: nobody knows the scheme, or the url holds a password or a signature.
+        Refused: its package is not installed.
     """
     scheme, rest = split_url(place)
-    if scheme not in ("", "file", "memory"):
-        return _open_fsspec(str(place), scheme, options)
-    if options:
-        raise UsageError(f"{place} takes no options, but {', '.join(sorted(options))} was given")
-    return MemoryStore(rest) if scheme == "memory" else LocalStore(rest)
+    if scheme in ("", "file"):
+        return LocalStore(rest)
+    if scheme == "memory":
+        return MemoryStore(rest)
+    if scheme in SCHEMES:
+        settings = load_settings()
+        BUDGET.set(settings.requests, settings.in_flight)
+        return ObjectStore(str(place), Options(settings.endpoint, settings.region, settings.deadline))
+    if ":" in rest.partition("/")[0].rpartition("@")[0]:
+        raise UsageError(
+            f"a {scheme}:// url holds a password", hint="leave it out, and keep it where the library for it looks"
+        )
+    return _open_fsspec(str(place), scheme)
 
 
 def split_url(place: str | os.PathLike[str]) -> tuple[str, str]:
@@ -65,11 +70,11 @@ def split_url(place: str | os.PathLike[str]) -> tuple[str, str]:
     return scheme, rest
 
 
-def _open_fsspec(url: str, scheme: str, options: dict[str, Any]) -> Store:
+def _open_fsspec(url: str, scheme: str) -> Store:
     from ucformat.storage.fsspec_store import FsspecStore
 
     try:
-        return FsspecStore(url, **options)
+        return FsspecStore(url)
     except ImportError as error:
         missing = getattr(error.__cause__ or error, "name", None)
         package = _PACKAGES.get(scheme) or missing or scheme

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ucformat.storage.base import Info, Store, Writer
+    from ucformat.storage.base import Costs, Info, Store, Writer
 
 __all__ = ["WrappedStore"]
 
@@ -22,6 +22,11 @@ class WrappedStore:
     def url(self) -> str:
         """The url of the store inside."""
         return self.inner.url
+
+    @property
+    def costs(self) -> Costs:
+        """Those of the store inside."""
+        return self.inner.costs
 
     def info(self, key: str) -> Info:
         """See Store."""
@@ -43,9 +48,9 @@ class WrappedStore:
         """See Store."""
         return self.inner.read_versioned(key)
 
-    def create(self, key: str) -> Writer:
+    def create(self, key: str, unit: int = 1) -> Writer:
         """See Store."""
-        return self.inner.create(key)
+        return self.inner.create(key, unit)
 
     def flush(self) -> None:
         """See Store."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ucformat.errors import UsageError
-from ucformat.format.execute import execute
+from ucformat.format.execute import execute, limits_of
 from ucformat.geometry.box import row_major
 from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Piece
@@ -58,7 +58,7 @@ def read(
         for n, m in enumerate(direct)
         if m.target.pieces
     ]
-    plan = make_plan(wanted, verify)
+    plan = make_plan(wanted, verify, limits_of(ck.store))
     check_sizes(plan, ck.store)
     memories = [host_memory(m.target.tensor) for m in direct]
     execute(plan, ck.store, memories, [str(m.target.key) for m in direct], threads, progress)
@@ -150,7 +150,7 @@ def _fill(
         wanted.append(Wanted(u.m.stored, u.extents, [(n, Piece(u.box, 0, row_major(u.box.shape)))]))
         views.append((memory[at : at + u.nbytes], buffer[at : at + u.nbytes]))
         at += u.room
-    plan = make_plan(wanted, verify)
+    plan = make_plan(wanted, verify, limits_of(ck.store))
     check_sizes(plan, ck.store)
     execute(plan, ck.store, [v for v, _ in views], [str(u.m.target.key) for u in batch], threads, progress)
     for u, (_, held) in zip(batch, views, strict=True):

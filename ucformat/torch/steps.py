@@ -10,7 +10,7 @@ from ucformat.errors import IntegrityError, NotACheckpoint, UpgradeNeeded, Usage
 from ucformat.format.commit import MANIFEST, read_manifest
 from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.storage.url import open_store
-from ucformat.storage.waiting import read_many
+from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -83,7 +83,7 @@ def list_steps(root: str) -> Listed:
         except (IntegrityError, UpgradeNeeded) as error:
             return error.message
 
-    answers = dict(zip(found, read_many(read, found), strict=True))
+    answers = dict(zip(found, map_waiting(read, found), strict=True))
     steps = [s for s in answers.values() if isinstance(s, Step)]
     steps.sort(key=lambda s: (s.created, s.step, s.url), reverse=True)
     unreadable = tuple((u, found[u], why) for u, why in answers.items() if isinstance(why, str))

@@ -16,7 +16,7 @@ from ucformat.geometry.tensor import Extent, TensorInfo
 from ucformat.sources.stand_ins import StoredTensor
 from ucformat.sources.torch_file import TorchFile
 from ucformat.sources.torch_zip import TorchZip, Window
-from ucformat.storage.waiting import read_many
+from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -81,7 +81,7 @@ class Items:
             prove(info, [(stretch.file, box) for box, stretch in at.items()])
         missing = [box for box in boxes if (fqn, box) not in self._extents]
 
-        found = read_many(lambda box: self.chunk(fqn, box, at[box], info), missing)
+        found = map_waiting(lambda box: self.chunk(fqn, box, at[box], info), missing)
         self._extents |= {(fqn, box): extents for box, extents in zip(missing, found, strict=True)}
         return (e for box in boxes for e in self._extents[fqn, box])
 
@@ -153,7 +153,7 @@ class Items:
             self._files.check(stretch, name)
             return list(TorchZip(self.store, stretch.file, Window(stretch.offset, stretch.nbytes, name)).records())
 
-        for some in read_many(of, self.meta.stored.items()):
+        for some in map_waiting(of, self.meta.stored.items()):
             yield from some
 
 

@@ -19,7 +19,7 @@ from ucformat.errors import IntegrityError, MissingData, Refused
 from ucformat.geometry.box import row_major
 from ucformat.sources.stand_ins import StoredTensor
 from ucformat.sources.torch_file import TorchFile
-from ucformat.storage.waiting import read_many
+from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -84,7 +84,7 @@ def read_atoms(
 
     items = [(name, state, key) for name, states in keys.items() for state, key in _ordered(states)]
     out: dict[str, list[Atom]] = {name: [] for name in keys}
-    for (name, _, _), atom in zip(items, read_many(read, items), strict=True):
+    for (name, _, _), atom in zip(items, map_waiting(read, items), strict=True):
         out[name].append(atom)
     return out
 

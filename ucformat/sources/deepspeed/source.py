@@ -29,7 +29,7 @@ from ucformat.sources.deepspeed.slices import Slice, read_slice
 from ucformat.sources.deepspeed.universal import OpenUniversal
 from ucformat.sources.torch_file import TorchFile
 from ucformat.sources.torch_zip import TorchZip
-from ucformat.storage.waiting import read_many
+from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -189,7 +189,7 @@ def _read(store: Store, files: Files, how: DeepSpeed) -> tuple[Degrees, list[lis
         one = read((p, 0))
         if one.stage == 0 and one.contents.groups:
             names[p] = [group.names for group in one.contents.groups]
-        stages.append([one, *read_many(read, [(p, t) for t in range(1, degrees.tp)])])
+        stages.append([one, *map_waiting(read, [(p, t) for t in range(1, degrees.tp)])])
     stages[0][0].aliases.update(ties)
     return degrees, stages
 

@@ -10,7 +10,7 @@ from ucformat.sources.model_files import read_json
 from ucformat.sources.stand_ins import Opaque
 from ucformat.sources.torch_file import TorchFile
 from ucformat.sources.values import to_json
-from ucformat.storage.waiting import read_many
+from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:
     from ucformat.sources.contents import Contents
@@ -32,7 +32,7 @@ def read_values(store: Store, found: Contained, contents: Contents, allow: tuple
     objects: dict[str, Any] = {}
     if found.trainer_state:
         objects["trainer_state"] = to_json(read_json(store, "trainer_state.json"))
-    opened = read_many(lambda item: _open(store, item[2], allow), wanted)
+    opened = map_waiting(lambda item: _open(store, item[2], allow), wanted)
     for (name, path, key), file in zip(wanted, opened, strict=True):
         value = _json(store, key, file, path, contents)
         if name == path:

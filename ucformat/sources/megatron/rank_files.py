@@ -16,7 +16,7 @@ from ucformat.sources.megatron.arguments import Arguments
 from ucformat.sources.megatron.folder import MODEL
 from ucformat.sources.stand_ins import StoredTensor
 from ucformat.sources.torch_file import TorchFile
-from ucformat.storage.waiting import read_many
+from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -78,7 +78,7 @@ def read_ranks(
         distrib = TorchFile(store, beside, allow=allow) if beside in there else None
         return _parse(at, TorchFile(store, key, allow=allow), distrib)
 
-    ranks = {rank.at: rank for rank in read_many(load, sorted(grid.items()))}
+    ranks = {rank.at: rank for rank in map_waiting(load, sorted(grid.items()))}
     _number(ranks)
     return ranks, args
 

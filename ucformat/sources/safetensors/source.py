@@ -13,7 +13,7 @@ from ucformat.sources.safetensors.folder import INDEX, SUFFIX, Chosen, choose, c
 from ucformat.sources.safetensors.header import Header, read_header
 from ucformat.sources.shards import check_index, check_shards
 from ucformat.sources.values import to_json
-from ucformat.storage.waiting import read_many
+from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -101,7 +101,7 @@ class OpenSafetensors:
 
 
 def _read_all(store: Store, keys: Sequence[str]) -> list[Header]:
-    return read_many(lambda key: read_header(store, key), keys)
+    return map_waiting(lambda key: read_header(store, key), keys)
 
 
 def _add(header: Header, contents: Contents) -> None:

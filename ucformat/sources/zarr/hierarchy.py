@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, MissingData, Refused
 from ucformat.sources.zarr.array import Array, parse_v2, parse_v3
 from ucformat.sources.zarr.values import read_json
-from ucformat.storage.waiting import read_many
+from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +46,7 @@ def read_hierarchy(store: Store, values: Values) -> Hierarchy:
     """
     names = {".zarray", ".zattrs", ".zgroup", ".zmetadata", V3}
     keys = [key for key in values if key.rpartition("/")[2] in names]
-    documents = dict(zip(keys, read_many(lambda key: read_json(store, values, key), keys), strict=True))
+    documents = dict(zip(keys, map_waiting(lambda key: read_json(store, values, key), keys), strict=True))
     out = Hierarchy(3 if V3 in documents else 2)
     for key in documents:
         if key.rpartition("/")[2] == V3:

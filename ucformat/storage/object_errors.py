@@ -1,0 +1,94 @@
+"""What goes wrong with object stores: what is tried again, and errors of ours that repeat nothing secret.
+
+What a store answers may hold signatures and tokens (S3 returns the request that it could not verify), so only its code
+and its message are shown, and the library's error is not chained to ours.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+from ucformat.errors import NotFound, Refused, UcformatError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["explained", "is_condition", "may_pass", "persist"]
+
+T = TypeVar("T")
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_TOLD = re.compile(r"<(Code|Message)>([^<]{1,200})<")
+_QUERY = re.compile(r"\?\S*")
+_FIRST, _LONGEST = 0.1, 10.0  # seconds between two tries
+_BUSY = {"408", "409", "429"}  # worth another try, as all 5xx are
+_NO_BUCKET = "NoSuchBucket"
+
+
+def persist(action: str, name: str, call: Callable[[], T], deadline: float) -> T:
+    """What `call` gives: a request that may be repeated, tried until it does not fail as networks do.
+
+    obstore has tried each request several times already, but not the whole of a body that broke off. Waits grow, and
+    are drawn at random, so that ranks that failed together do not come back together.
+
+    Raises:
+        NotFound, Refused, UcformatError: it failed for good, or beyond `deadline` seconds.
+    """
+    begun, wait = time.monotonic(), _FIRST
+    while True:
+        try:
+            return call()
+        except UcformatError:
+            raise
+        except Exception as error:  # noqa: BLE001 - obstore raises its own, ValueError and OSError alike
+            if not may_pass(error) or time.monotonic() - begun + wait > deadline:
+                raise explained(error, action, name) from None
+        time.sleep(random.uniform(wait / 2, wait))  # noqa: S311 - no secret
+        wait = min(2 * wait, _LONGEST)
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether a request that failed so may succeed later; of one that writes, it may even have been done."""
+    from obstore.exceptions import GenericError, JoinError
+
+    if not isinstance(error, GenericError | JoinError | TimeoutError | ConnectionError):
+        return False
+    status = _STATUS.search(str(error))
+    return status is None or status[1] in _BUSY or status[1].startswith("5")
+
+
+def is_condition(error: Exception) -> bool:
+    """Whether it says that the condition of a put does not hold."""
+    from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+    return isinstance(error, AlreadyExistsError | PreconditionError | FileExistsError)
+
+
+def explained(error: Exception, action: str, name: str) -> UcformatError:
+    """The error of ours for what came up when doing `action` (read, write, list, …) to `name`."""
+    from obstore.exceptions import NotSupportedError, PermissionDeniedError, UnauthenticatedError
+
+    text = str(error)
+    told = dict(_TOLD.findall(text))
+    if told.get("Code") == _NO_BUCKET:
+        return NotFound(f"cannot {action} {name}: there is no such bucket")
+    if isinstance(error, FileNotFoundError):
+        return NotFound(f"{name} does not exist")
+    status = _STATUS.search(text)
+    if told:
+        why = ": ".join(told.values())
+    elif status:
+        why = f"the answer was {status[1]}"
+    else:
+        why = _QUERY.sub("?…", text.partition("\n")[0])[:300]
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError) or (status and status[1] in ("401", "403")):
+        return Refused(
+            f"cannot {action} {name}: {why}",
+            hint="look at the credentials that the cloud's standard chain finds, and at what they allow",
+        )
+    if isinstance(error, NotSupportedError) or (status and status[1] in ("405", "501")):
+        return Refused(f"cannot {action} {name}: this place does not do that ({why})")
+    return UcformatError(f"cannot {action} {name}: {why}", hint="`ucp doctor URL` tells what this place can do")

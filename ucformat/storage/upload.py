@@ -1,0 +1,177 @@
+"""An object being written: a small one by one request when it is closed, a large one in parts meanwhile."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import uuid
+from typing import TYPE_CHECKING
+
+from ucformat.storage.base import Writer
+from ucformat.storage.object_errors import explained, may_pass
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from obstore.store import ObjectStore as Client
+
+    from ucformat.errors import UcformatError
+    from ucformat.storage.base import Bytes
+
+__all__ = ["WRITE_ID", "ObjectWriter", "part_size"]
+
+WRITE_ID = "ucfwriteid"  # metadata of an object: which request wrote it; Azure wants the name of an identifier
+
+_PART = 8 << 20  # bytes, at least; S3 takes no part below 5 MiB but the last
+_AT_ONCE = 3  # parts on their way
+_PARTS = 10_000  # of one object
+_LARGEST = 5 << 40  # bytes of one object
+_AHEAD = 1  # parts that wait for their turn
+
+
+class _Aborted(Exception):
+    """Ends an upload that is given up."""
+
+
+def part_size(unit: int) -> int:
+    """Bytes of a part: the smallest multiple of `unit` that is large enough."""
+    return -(-_PART // unit) * unit
+
+
+class ObjectWriter(Writer):
+    """Holds at most `2 + _AT_ONCE` parts in memory; nothing is seen before `close`, or after `abort`.
+
+    `written` tells whether the object that stands there is of this write id: an answer to the last request of an upload
+    may be lost.
+    """
+
+    def __init__(self, client: Client, key: str, name: str, unit: int, written: Callable[[str], bool]) -> None:
+        self._client, self._key, self._name, self._written = client, key, name, written
+        self._part = part_size(unit)
+        self._id = uuid.uuid4().hex
+        self._held = bytearray()
+        self._upload: _Upload | None = None
+        self._open = True
+
+    def write(self, data: Bytes) -> None:
+        """Append bytes."""
+        if not self._open:
+            raise ValueError("the writer is closed")
+        view = memoryview(data).cast("B")
+        while view:
+            take = view[: self._part - len(self._held)]
+            self._held += take
+            view = view[take.nbytes :]
+            if len(self._held) == self._part:
+                self._send()
+
+    def _send(self) -> None:
+        if self._upload is None:
+            self._upload = _Upload(self._client, self._key, self._part, self._id)
+        try:
+            self._upload.put(bytes(self._held))
+        except Exception as error:  # noqa: BLE001 - whatever ended the upload
+            raise self._failed(error) from None
+        self._held.clear()
+
+    def close(self) -> None:
+        """Finish the upload."""
+        if not self._open:
+            return
+        self._open = False
+        try:
+            if self._upload is None:
+                import obstore
+
+                attributes = {WRITE_ID: self._id}
+                obstore.put(self._client, self._key, bytes(self._held), attributes=attributes, use_multipart=False)
+            else:
+                self._upload.put(bytes(self._held))
+                self._upload.finish()
+        except Exception as error:  # noqa: BLE001 - see above
+            if not (may_pass(error) or isinstance(error, FileNotFoundError)) or not self._written(self._id):
+                raise self._failed(error) from None
+        finally:
+            self._held = bytearray()
+
+    def abort(self) -> None:
+        """Give up the upload; the store forgets its parts."""
+        self._open = False
+        self._held = bytearray()
+        if self._upload is not None:
+            self._upload.abort()
+            self._upload = None
+
+    def _failed(self, error: Exception) -> UcformatError:
+        self.abort()
+        return explained(error, "write", self._name)
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", False):
+            self.abort()
+
+
+class _Upload:
+    """An upload in parts: obstore takes them in a thread of its own, sends several at once, and aborts on an error."""
+
+    def __init__(self, client: Client, key: str, part: int, write_id: str) -> None:
+        self._parts: queue.Queue[bytes | None] = queue.Queue(_AHEAD)
+        self._given_up = threading.Event()
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(client, key, part, write_id), name="ucformat-upload")
+        self._thread.daemon = True  # whoever ends without closing has given up
+        self._thread.start()
+
+    def _run(self, client: Client, key: str, part: int, write_id: str) -> None:
+        import obstore
+
+        try:
+            obstore.put(
+                client,
+                key,
+                self._each(),
+                attributes={WRITE_ID: write_id},
+                use_multipart=True,
+                chunk_size=part,
+                max_concurrency=_AT_ONCE,
+            )
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that writes
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def _each(self) -> Iterator[bytes]:
+        while (part := self._parts.get()) is not None:
+            if part:
+                yield part
+        if self._given_up.is_set():
+            raise _Aborted
+
+    def put(self, part: bytes | None) -> None:
+        """Hand over a part, once there is room for it; raises what ended the upload, if something did."""
+        while not self._ended.is_set():
+            try:
+                self._parts.put(part, timeout=0.1)
+            except queue.Full:
+                continue
+            return
+        raise self._error or RuntimeError("the upload has ended")
+
+    def finish(self) -> None:
+        """Wait until the object is there."""
+        self.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def abort(self) -> None:
+        """Wait until the upload is given up, unless it was complete."""
+        self._given_up.set()
+        while not self._ended.is_set():
+            try:
+                self._parts.put(None, timeout=0.1)
+            except queue.Full:
+                continue
+            break
+        self._thread.join()
