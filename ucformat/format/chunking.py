@@ -29,17 +29,16 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, target: int = CHUNK_BYTES
 
     A tensor of at most `target` bytes is one chunk. A larger one of two or more dims is tiled first, so that the
     degrees 1 to 16 of each dim fall on chunk boundaries where the dim divides; dims that do not divide stay whole.
-    Where tiles would get too small, the first dims give way: cuts along them are adjacent bytes inside a chunk all the
-    same. What is still larger than `target` is cut along its first dims.
+    Where tiles would get too small, the dim that is cut most gives way, of several the first: cuts along it are adjacent
+    bytes inside a chunk all the same. What is still larger than `target` is cut along its first dims.
     """
     edges = [max(1, n) for n in shape]
     total = math.prod(edges) * itemsize
     if len(edges) > 1 and total > target:
         degrees = [math.gcd(n, _DEGREES) for n in edges]
         floor = max(itemsize, target // _SMALLEST)
-        for d in range(len(degrees)):
-            while degrees[d] > 1 and total // math.prod(degrees) < floor:
-                degrees[d] //= 2
+        while total // math.prod(degrees) < floor and (most := max(degrees)) > 1:
+            degrees[degrees.index(most)] //= 2
         edges = [n // g for n, g in zip(edges, degrees, strict=True)]
     for d in range(len(edges)):
         inner = math.prod(edges[d + 1 :]) * itemsize
