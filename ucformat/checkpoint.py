@@ -19,6 +19,7 @@ from ucformat.planning import Bound, plan_rank
 from ucformat.schema.manifest import GroupDoc, Manifest, TensorDoc
 from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.sources import SOURCES, open_source, open_source_file
+from ucformat.storage.remembered import Remembered
 from ucformat.storage.url import open_store
 from ucformat.tensor import Tensor
 from ucformat.viewed import Viewed
@@ -58,11 +59,12 @@ def open_checkpoint(
     """
     store = open_store(place) if isinstance(place, str | PathLike) else place
     if not _holds(store, MANIFEST):
-        if next(iter(store.list()), None) is None:
-            if isinstance(place, str | PathLike) and (source := _open_file(place, options)) is not None:
-                return Checkpoint(source)
-            raise NotFound(f"{store.url} does not exist, or is empty", hint="check the path") from None
-        source = open_source(store, options=options)
+        with Remembered(store) as seen:
+            if next(iter(seen.list()), None) is None:
+                if isinstance(place, str | PathLike) and (source := _open_file(place, options)) is not None:
+                    return Checkpoint(source)
+                raise NotFound(f"{store.url} does not exist, or is empty", hint="check the path") from None
+            source = open_source(seen, options=options)
         if source is None:
             if _holds(store, TOMBSTONE):
                 raise NotACheckpoint(

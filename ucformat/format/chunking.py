@@ -29,8 +29,8 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, target: int = CHUNK_BYTES
 
     A tensor of at most `target` bytes is one chunk. A larger one of two or more dims is tiled first, so that the
     degrees 1 to 16 of each dim fall on chunk boundaries where the dim divides; dims that do not divide stay whole.
-    Where tiles would get too small, the dim that is cut most gives way, of several the first: cuts along it are adjacent
-    bytes inside a chunk all the same. What is still larger than `target` is cut along its first dims.
+    Where tiles would get too small, the dim that is cut most gives way, of several the first: cuts along that are
+    adjacent bytes inside a chunk all the same. What is still larger than `target` is cut along its first dims.
     """
     edges = [max(1, n) for n in shape]
     total = math.prod(edges) * itemsize

@@ -35,6 +35,7 @@ __all__ = [
     "MANIFEST",
     "Attempt",
     "abandon",
+    "announce",
     "begin",
     "commit",
     "new_id",
@@ -113,8 +114,10 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         raise IntegrityError(f"{where} is damaged: {place}: {first['msg']}") from None
 
 
-def begin(store: Store, plan: dict[str, Any], *, overwrite: bool) -> Attempt:
+def begin(store: Store, plan: dict[str, Any], *, overwrite: bool, name: str | None = None) -> Attempt:
     """Start or continue the attempt at this plan, a JSON value that tells apart all that is to be written.
+
+    `name` is the attempt's, where it is not to be made of the plan: of a copy, whose files lie where the original's do.
 
     Raises:
         Conflict: a checkpoint is committed there already and `overwrite` is false, or one is being removed.
@@ -132,7 +135,7 @@ def begin(store: Store, plan: dict[str, Any], *, overwrite: bool) -> Attempt:
     _refuse_tombstone(store)  # looked for last: whoever removes a checkpoint puts it before the manifest goes
     if replaces is not None and not overwrite:
         same = ""
-        if replaces[0].attempt == _id(_digest(plan, None)):
+        if name is None and replaces[0].attempt == _id(_digest(plan, None)):
             same = " made by this very plan: nothing is left to do"
             store.sweep()  # a writer killed just after its commit leaves the manifest's hidden second name
         raise Conflict(
@@ -140,7 +143,7 @@ def begin(store: Store, plan: dict[str, Any], *, overwrite: bool) -> Attempt:
             hint="choose another place, or say overwrite=True (--overwrite) to replace it",
         )
     digest = _digest(plan, replaces and replaces[0].id)
-    attempt = Attempt(_id(digest), replaces)
+    attempt = Attempt(name or _id(digest), replaces)
     record = AttemptDoc(
         attempt=attempt.id,
         plan=digest,
@@ -169,8 +172,10 @@ def _id(digest: str) -> str:
     return digest.removeprefix("sha256:")[:20]
 
 
-def commit(store: Store, attempt: Attempt, manifest: Manifest) -> Manifest:
+def commit(store: Store, attempt: Attempt, manifest: Manifest, data: bytes | None = None) -> Manifest:
     """Make the attempt's files durable and commit them, then drop what they replace; the manifest that stands.
+
+    `data` is the manifest as it is to be written, where that is known to the byte.
 
     Raises:
         Conflict: somebody else committed there in the meantime, and this attempt's files are dropped; or one that was
@@ -178,7 +183,7 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest) -> Manifest:
     """
     store.flush()
     store.sweep()
-    data = manifest.model_dump_json(indent=1, exclude_defaults=False).encode()
+    data = data or manifest.model_dump_json(indent=1, exclude_defaults=False).encode()
     _refuse_tombstone(store)  # of one that was committed and deleted since this began
     try:
         if attempt.replaces is None:
@@ -201,11 +206,16 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest) -> Manifest:
             f"{store.url} was committed by somebody else (checkpoint {winner.id}) while this one was written",
             hint="their checkpoint is whole; this one's files were removed; choose another place and run it again",
         ) from error
-    if attempt.replaces is not None:
+    if attempt.replaces is not None and attempt.replaces[0].attempt != attempt.id:
         abandon(store, attempt.replaces[0].attempt)
-    for listener in on_commit:
-        listener(store.url, manifest)
+    announce(store.url, manifest)
     return manifest
+
+
+def announce(url: str, manifest: Manifest) -> None:
+    """Tell those who listen that a checkpoint is committed at a place."""
+    for listener in on_commit:
+        listener(url, manifest)
 
 
 def _winner(store: Store) -> Manifest | None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.format.chunking import Grid
-    from ucformat.storage.base import Store
+    from ucformat.storage.base import Store, Writer
 
 __all__ = ["BAND_BYTES", "Band", "Damage", "bands", "check_shard", "index_of", "write_shard"]
 
@@ -144,8 +144,10 @@ class Damage:
     reason: str
 
 
-def check_shard(store: Store, key: str, grid: Grid, shard: tuple[int, ...]) -> tuple[bytes, list[Damage]]:
-    """Read a shard's file back and check its size, every checksum and its index.
+def check_shard(
+    store: Store, key: str, grid: Grid, shard: tuple[int, ...], out: Writer | None = None
+) -> tuple[bytes, list[Damage]]:
+    """Read a shard's file back and check its size, every checksum and its index; what is read goes to `out`.
 
     Returns the digests of its chunks, one after another, and what is wrong with it.
     """
@@ -164,6 +166,8 @@ def check_shard(store: Store, key: str, grid: Grid, shard: tuple[int, ...]) -> t
     for first in range(0, total, most):
         count = min(most, total - first)
         store.read_into(key, first * pitch, [buffer[: count * pitch]])
+        if out is not None:
+            out.write(buffer[: count * pitch])
         for k in range(count):
             body = buffer[k * pitch : k * pitch + nbytes]
             leaves.append(leaf(body))
@@ -171,6 +175,9 @@ def check_shard(store: Store, key: str, grid: Grid, shard: tuple[int, ...]) -> t
                 at = np.unravel_index(first + k, tiles.grid) if tiles.grid else ()
                 where = tuple(int(i) + s * n for i, s, n in zip(at, shard, grid.chunks_in_shard, strict=True))
                 damages.append(Damage(key, where, f"crc32c differs (chunk at byte {(first + k) * pitch})"))
-    if store.read(key, total * pitch) != index_of(grid, shard):
+    index = store.read(key, total * pitch)
+    if out is not None:
+        out.write(index)
+    if index != index_of(grid, shard):
         damages.append(Damage(key, None, "the index at the end of the file is damaged"))
     return b"".join(leaves), damages

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
     from ucformat.format.chunking import Grid
     from ucformat.geometry.tensor import Block, Extent
-    from ucformat.schema.manifest import FileDoc, SourceFileDoc
+    from ucformat.schema.manifest import FileDoc, SourceFileDoc, TensorDoc
     from ucformat.sources.base import OpenSource, Record
     from ucformat.storage.base import Store
 
-__all__ = ["Problem", "Report", "damaged_block", "verify", "verify_shard", "wrong_digests"]
+__all__ = ["Problem", "Report", "damaged_block", "describes", "verify", "verify_shard", "wrong_digests"]
 
 _BLOCK = 4 << 20  # bytes of a record that are held at once
 _NAMED = 5  # of the tensors in a damaged record, so many are named
@@ -177,11 +177,17 @@ def _metadata(source: Universal, key: Key, grid: Grid) -> list[Problem]:
     doc = source.docs[key]
     file = f"{doc.path}/zarr.json"
     try:
-        found = json.loads(source.store.read(file))
+        data = source.store.read(file)
+        ok = describes(data, doc, grid)
     except (UcformatError, ValueError) as error:
         return [Problem(file, f"cannot be read: {error}", key.name, key.state)]
-    expected = json.loads(array_json(doc.dtype, grid, found.get("attributes", {})))
-    return [] if found == expected else [Problem(file, "does not describe this tensor", key.name, key.state)]
+    return [] if ok else [Problem(file, "does not describe this tensor", key.name, key.state)]
+
+
+def describes(data: bytes, doc: TensorDoc, grid: Grid) -> bool:
+    """Whether a `zarr.json` is that of this tensor, whatever attributes it has; ValueError where it is no JSON."""
+    found = json.loads(data)
+    return isinstance(found, dict) and found == json.loads(array_json(doc.dtype, grid, found.get("attributes", {})))
 
 
 def _file(source: Universal, doc: FileDoc) -> list[Problem]:

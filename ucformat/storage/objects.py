@@ -145,17 +145,37 @@ class ObjectStore:
         return data, content_version(data)
 
     def list(self, prefix: str = "") -> Iterator[Info]:
-        """All objects below a prefix, in the order of their keys; they are all asked for before the first comes."""
+        """All objects below a prefix, in the order of their keys; a thousand are asked for at a time."""
         found = (_info(meta) for page in self._pages(prefix) for meta in page)
-        shown = (i for i in found if not i.key.rpartition("/")[2].startswith(HIDDEN))
-        return iter(sorted(shown, key=lambda i: i.key))
+        return (i for i in found if not i.key.rpartition("/")[2].startswith(HIDDEN))
 
-    def _pages(self, prefix: str) -> Sequence[Any]:
+    def _pages(self, prefix: str) -> Iterator[Sequence[Any]]:
+        below = check_key(prefix) if prefix else None
+        return self._each_page(prefix, below)
+
+    def _each_page(self, prefix: str, below: str | None) -> Iterator[Sequence[Any]]:
         import obstore
 
-        below = check_key(prefix) if prefix else None
-        pages: Sequence[Any] = self._ask("list", prefix, lambda c: list(obstore.list(c, below, chunk_size=_PAGE)))
-        return pages
+        stream: Any = None
+        last = None
+
+        def ask(client: Client) -> Any:
+            nonlocal stream
+            stream = stream or obstore.list(client, below, offset=last, chunk_size=_PAGE)
+            try:
+                return next(stream, None)
+            except Exception:
+                stream = None  # and on from the last key
+                raise
+
+        while (page := self._ask("list", prefix, ask)) is not None:
+            keys = [meta["path"] for meta in page]
+            if keys != sorted(keys) or (last is not None and keys and keys[0] <= last):
+                raise Refused(
+                    f"{self._name(prefix)} is not listed in the order of keys", hint="use a bucket of the usual kind"
+                )
+            last = keys[-1] if keys else last
+            yield page
 
     # --- writing
 
