@@ -7,6 +7,7 @@ instance metadata. A url that holds a password or a signature is refused, becaus
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -18,7 +19,7 @@ from ucformat.storage.base import check_key
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
 
-__all__ = ["SCHEMES", "Options", "Place", "connect", "parse"]
+__all__ = ["SCHEMES", "Options", "Place", "connect", "parse", "refuse_secrets"]
 
 #: Scheme -> the cloud that it is of.
 SCHEMES = {
@@ -27,6 +28,8 @@ SCHEMES = {
     **dict.fromkeys(("az", "azure", "abfs", "abfss"), "az"),
     **dict.fromkeys(("http", "https"), "http"),
 }
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:]*)(:\d*)?")  # else what follows the colon is a password with a slash in it
+_SIGNED = re.compile(r"[?&](x-[a-z]+-|awsaccesskeyid=|googleaccessid=|signature=|sig=|[a-z_]*token=)", re.IGNORECASE)
 _CONNECT, _STALL, _WHOLE = "10s", "30s", "300s"  # to connect; between two parts of a body; for all of a request
 
 
@@ -51,6 +54,22 @@ class Place:
     account: str = ""  # of Azure
 
 
+def refuse_secrets(url: str) -> None:
+    """UsageError where a url of any scheme holds what may be secret, which is not repeated."""
+    for part in url.split("::"):  # fsspec's chains
+        scheme, _, rest = part.rpartition("://")
+        user, _, host = rest.partition("/")[0].partition("?")[0].rpartition("@")
+        if ":" in user or not _HOST.fullmatch(host) or _SIGNED.search(rest):
+            raise _secret(scheme)
+
+
+def _secret(scheme: str) -> UsageError:
+    return UsageError(
+        f"a {scheme}:// url holds a password or a signature",
+        hint="leave it out, and let the cloud's standard chain find the credentials; urls are kept in manifests",
+    )
+
+
 def parse(url: str) -> Place:
     """Take a url apart.
 
@@ -59,18 +78,16 @@ def parse(url: str) -> Place:
         Refused: its path leads out of the bucket.
     """
     scheme, _, rest = url.partition("://")
-    cloud = SCHEMES[scheme.lower()]
+    scheme = scheme.lower()
+    cloud = SCHEMES[scheme]
+    refuse_secrets(url)
     bucket, _, path = rest.partition("/")
     account = ""
     if cloud == "az" and "@" in bucket and ":" not in bucket:
         bucket, _, host = bucket.partition("@")
         account = host.partition(".")[0]
-    secret = "@" in bucket or (cloud in ("http", "az") and "?" in path)
-    if secret:
-        raise UsageError(
-            f"a {scheme}:// url holds a password or a signature",
-            hint="leave it out, and let the cloud's standard chain find the credentials; urls are kept in manifests",
-        )
+    if "@" in bucket or (":" in bucket and cloud != "http") or ("?" in rest and cloud in ("http", "az")):
+        raise _secret(scheme)
     if not bucket:
         raise UsageError(f"{url} names no bucket", hint=f"write {scheme}://BUCKET/PATH")
     prefix = "/".join(part for part in path.split("/") if part)
@@ -99,9 +116,11 @@ def connect(place: Place, options: Options) -> Client:
         return store.HTTPStore.from_url(place.root, **common)
     endpoint = options.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     if endpoint:
+        if "@" in endpoint:
+            raise UsageError("the endpoint of S3 holds a password", hint="let the standard chain find credentials")
         common["endpoint"] = endpoint
         common["client_options"]["allow_http"] = endpoint.startswith("http://")
-    session = None if _in_environment() else _session()
+    session = None if _in_environment() else boto_session()
     region = options.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     region = region or (session.region_name if session else None) or ("us-east-1" if endpoint else None)
     if region:
@@ -118,7 +137,7 @@ def _in_environment() -> bool:
 
 
 @cache
-def _session() -> Any:
+def boto_session() -> Any:
     """What boto3 finds in profile files, single sign-on and the rest of the chain; None where it is not installed.
 
     obstore itself knows the environment, web identities, containers and instances.

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 from ucformat.errors import Refused, UcformatError, UsageError
 from ucformat.settings import load_settings
-from ucformat.storage.clouds import SCHEMES, Options
+from ucformat.storage.clouds import SCHEMES, Options, refuse_secrets
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.objects import BUDGET, ObjectStore
@@ -46,10 +46,7 @@ def open_store(place: str | os.PathLike[str]) -> Store:
         settings = load_settings()
         BUDGET.set(settings.requests, settings.in_flight)
         return ObjectStore(str(place), Options(settings.endpoint, settings.region, settings.deadline))
-    if ":" in rest.partition("/")[0].rpartition("@")[0]:
-        raise UsageError(
-            f"a {scheme}:// url holds a password", hint="leave it out, and keep it where the library for it looks"
-        )
+    refuse_secrets(str(place))
     return _open_fsspec(str(place), scheme)
 
 
