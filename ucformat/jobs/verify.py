@@ -17,7 +17,7 @@ from ucformat.format.zarr_json import array_json, shard_key
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Key, Tiles
 from ucformat.jobs.record import record_verification
-from ucformat.jobs.run import run
+from ucformat.jobs.run import run, workers_for
 from ucformat.references import open_reference
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def verify(
 
     Args:
         place: a checkpoint, or where one lies.
-        workers: files read at once (default: one for each core).
+        workers: files read at once (default: one for each core; for object stores eight at least).
         progress: called with the bytes done and the bytes in all.
 
     Raises:
@@ -115,7 +115,7 @@ def verify(
     total, done = sum(c.verified + c.unverified for c in checks), 0
     problems: list[Problem] = []
     leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
-    for check, (found, wrong) in run(lambda c: c.run(), checks, workers):
+    for check, (found, wrong) in run(lambda c: c.run(), checks, workers or workers_for(ck.store)):
         problems += wrong
         if check.key is not None:
             leaves.setdefault(check.key, {})[check.shard] = found
