@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from ucformat.format.zarr_types import register_zarr_dtypes
     from ucformat.geometry.layout import Layout
     from ucformat.jobs.convert import convert
+    from ucformat.jobs.copy import Copied, copy
+    from ucformat.jobs.doctor import Diagnosis, doctor
     from ucformat.jobs.fits import Fit, fits
     from ucformat.jobs.gc import collect
     from ucformat.jobs.materialize import materialize
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Catalog",
     "Checkpoint",
+    "Copied",
+    "Diagnosis",
     "Fit",
     "Layout",
     "ReadPlan",
@@ -34,6 +38,8 @@ __all__ = [
     "__version__",
     "collect",
     "convert",
+    "copy",
+    "doctor",
     "errors",
     "fits",
     "materialize",
@@ -47,6 +53,8 @@ __all__ = [
 _HOMES = {
     "Catalog": "catalog.catalog:Catalog",
     "Checkpoint": "checkpoint:Checkpoint",
+    "Copied": "jobs.copy:Copied",
+    "Diagnosis": "jobs.doctor:Diagnosis",
     "Fit": "jobs.fits:Fit",
     "Layout": "geometry.layout:Layout",
     "ReadPlan": "planning:ReadPlan",
@@ -54,6 +62,8 @@ _HOMES = {
     "Tensor": "tensor:Tensor",
     "collect": "jobs.gc:collect",
     "convert": "jobs.convert:convert",
+    "copy": "jobs.copy:copy",
+    "doctor": "jobs.doctor:doctor",
     "errors": "errors:",
     "fits": "jobs.fits:fits",
     "materialize": "jobs.materialize:materialize",
@@ -65,7 +75,12 @@ _HOMES = {
 }
 
 #: What has to listen before a name is used, for the rooms below know nothing of those above.
-_SUBSCRIBES = {"Catalog": "keep_documents", "convert": "record_commits", "materialize": "record_commits"}
+_SUBSCRIBES = {
+    "Catalog": "keep_documents",
+    "convert": "record_commits",
+    "copy": "record_commits",
+    "materialize": "record_commits",
+}
 
 
 def __getattr__(name: str) -> object:

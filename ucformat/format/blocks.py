@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ucformat.format.checksum import checksum
+from ucformat.format.sidecar import FOLLOWS, NO_BLOCK
+from ucformat.geometry.tensor import Block
 
 if TYPE_CHECKING:
-    from ucformat.geometry.tensor import Block
+    from collections.abc import Iterator
+
+    from ucformat.format.sidecar import Sidecar
     from ucformat.storage.base import Store
 
-__all__ = ["is_whole"]
+__all__ = ["blocks_of", "is_whole"]
 
 _READ = 4 << 20  # bytes
 
@@ -31,3 +37,14 @@ def is_whole(store: Store, file: str, block: Block) -> bool:
         store.read_into(file, block.offset + at, [part, *behind])
         crc = checksum(part, crc)
     return crc == (int.from_bytes(stored, "little") if block.crc32c is None else block.crc32c)
+
+
+def blocks_of(sidecar: Sidecar) -> Iterator[tuple[str, int, Block]]:
+    """Every block once, in the order of files and offsets: its file, the number of a tensor in it, and the block."""
+    c = sidecar.columns
+    rows = np.flatnonzero(c.block_offset != NO_BLOCK)
+    known = np.stack([c.file[rows], c.block_offset[rows], c.block_nbytes[rows], c.crc32c[rows]], axis=1)
+    distinct, first = np.unique(known, axis=0, return_index=True)  # sorted by file and offset
+    tensors = c.tensor[rows[first]]
+    for (file, offset, size, crc), tensor in zip(distinct.tolist(), tensors.tolist(), strict=True):
+        yield sidecar.files[file], tensor, Block(offset, size, None if crc == FOLLOWS else crc)

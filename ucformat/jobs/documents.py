@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ucformat.catalog.document import Stale
     from ucformat.storage.base import Store
 
-__all__ = ["find_document", "read_document", "write_documents"]
+__all__ = ["copy_document", "find_document", "read_document", "write_documents"]
 
 _TRIES = 10
 _AT_ONCE = 20  # documents that are brought up to date along with those of a change
@@ -59,6 +59,22 @@ def find_document(store: Store) -> CatalogDoc | None:
     except UcformatError as error:
         _log.warning("%s", error.message)
         return None
+
+
+def copy_document(src: Store, dst: Store, checkpoint: str) -> None:
+    """Put the document of a checkpoint beside a copy of it, unless it has one; what goes wrong is a warning.
+
+    That of one that was deleted is not copied: it would have the copy removed.
+    """
+    try:
+        doc = find_document(src)
+        if doc is None or doc.id != checkpoint or doc.deleted is not None:
+            return
+        there, version = _versioned(dst)
+        if there is None or there.id != checkpoint:
+            _put(dst, doc.model_dump_json(indent=1).encode(), version)
+    except UcformatError as error:
+        _log.warning("what is known of the checkpoint is not beside its copy at %s: %s", dst.url, error.message)
 
 
 def _parse(data: bytes, store: Store) -> CatalogDoc:

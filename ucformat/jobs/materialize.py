@@ -11,15 +11,11 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import ChecksumError, Conflict, Refused, UcformatError
-from ucformat.format.blocks import is_whole
+from ucformat.format.blocks import blocks_of, is_whole
 from ucformat.format.commit import abandon, begin, commit, read_manifest
-from ucformat.format.sidecar import FOLLOWS, NO_BLOCK
 from ucformat.format.universal import Universal
-from ucformat.geometry.tensor import Block
 from ucformat.jobs.convert import How, plan_document, write
 from ucformat.jobs.run import run as run_tasks
 from ucformat.jobs.verify import source_file
@@ -30,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ucformat.format.commit import Attempt
+    from ucformat.geometry.tensor import Block
     from ucformat.schema.manifest import Manifest, SourceFileDoc
     from ucformat.storage.base import Store
 
@@ -229,19 +226,13 @@ def _checks(source: Universal) -> Iterator[_Check | _FileCheck]:
     """Every file with a checksum, and every block once, those of one file in tasks of some 64 MiB."""
     listed = source.manifest.sidecar
     yield from (_FileCheck(source, doc) for doc in (listed.sources if listed else ()) if doc.digest is not None)
-    sidecar = source.sidecar()
-    c = sidecar.columns
-    rows = np.flatnonzero(c.block_offset != NO_BLOCK)
-    known = np.stack([c.file[rows], c.block_offset[rows], c.block_nbytes[rows], c.crc32c[rows]], axis=1)
-    distinct, first = np.unique(known, axis=0, return_index=True)  # sorted by file and offset
-    tensors = c.tensor[rows[first]]
     some: list[tuple[int, Block]] = []
-    current, nbytes = -1, 0
-    for (file, offset, size, crc), tensor in zip(distinct.tolist(), tensors.tolist(), strict=True):
+    current, nbytes = "", 0
+    for file, tensor, block in blocks_of(source.sidecar()):
         if some and (file != current or nbytes >= _TASK):
-            yield _Check(source, sidecar.files[current], tuple(some))
+            yield _Check(source, current, tuple(some))
             some, nbytes = [], 0
-        some.append((tensor, Block(offset, size, None if crc == FOLLOWS else crc)))
-        current, nbytes = file, nbytes + size
+        some.append((tensor, block))
+        current, nbytes = file, nbytes + block.nbytes
     if some:
-        yield _Check(source, sidecar.files[current], tuple(some))
+        yield _Check(source, current, tuple(some))

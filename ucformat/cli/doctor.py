@@ -1,0 +1,92 @@
+"""`ucp doctor`: what a storage place can do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ucformat.cli.options import command
+from ucformat.cli.output import Heading, terminal_width
+from ucformat.cli.text import field
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ucformat.cli.output import Output
+    from ucformat.jobs.doctor import Diagnosis
+
+__all__ = ["doctor"]
+
+
+@command
+@click.argument("url", metavar="URL")
+@click.option("--read-only", is_flag=True, help="Write nothing: only see whether what lies there can be read.")
+def doctor(url: str, read_only: bool, out: Output) -> None:  # noqa: FBT001
+    """Probe what a storage place can do, and say what that means for checkpoints there.
+
+    URL is a path or a url; nothing need lie there. Some 20 MiB are written in a folder `ucf-doctor-…` and removed
+    again. Exits with 1 unless checkpoints can be read and committed there; with --read-only, unless what lies there
+    can be read.
+    """
+    import ucformat
+    from ucformat.cli.program import Interrupted
+
+    try:
+        found = ucformat.doctor(url, read_only=read_only)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted: what was written is removed again") from None
+    bad = [p.name for p in found.probes if p.status != "ok"]
+    out.result(lambda: _describe(found), lambda: _data(found), lambda: bad or ["ok"])
+    if not found:
+        raise click.exceptions.Exit(1)
+
+
+def _describe(found: Diagnosis) -> Iterator[str]:
+    width = terminal_width()
+    yield Heading(found.url)
+    access = found.access
+    for label, said in (("endpoint", access.endpoint), ("region", access.region), ("keys from", access.credentials)):
+        if said is not None:
+            yield from field(label, said, width)
+    if found.latency_ms is not None:
+        yield from field("latency", f"{found.latency_ms:.3g} ms for a small read", width)
+    if found.mb_per_s is not None:
+        yield from field("one read", f"{found.mb_per_s:,.0f} MB/s", width)
+    yield ""
+    longest = max(len(p.name) for p in found.probes)
+    for probe in found.probes:
+        yield f"  {probe.status:<7}  {probe.name:<{longest}}  {probe.text}"
+    yield ""
+    yield from _meaning(found)
+
+
+def _meaning(found: Diagnosis) -> Iterator[str]:
+    if found.can_read is None:
+        yield "  whether checkpoints there can be read is not known: there is none"
+    else:
+        yield f"  checkpoints there can{'' if found.can_read else 'not'} be read"
+    if found.can_save is not None:
+        yield f"  checkpoints can{'' if found.can_save else 'not'} be saved there"
+    if found.can_overwrite is not None:
+        yield f"  overwrite=True (--overwrite) is {'' if found.can_overwrite else 'not '}safe there"
+
+
+def _data(found: Diagnosis) -> dict[str, Any]:
+    def rounded(value: float | None) -> float | None:
+        return None if value is None else round(value, 3)
+
+    return {
+        "url": found.url,
+        "ok": bool(found),
+        "read_only": found.read_only,
+        "can_read": found.can_read,
+        "can_save": found.can_save,
+        "can_overwrite": found.can_overwrite,
+        "endpoint": found.access.endpoint,
+        "region": found.access.region,
+        "credentials": found.access.credentials,
+        "latency_ms": rounded(found.latency_ms),
+        "mb_per_s": rounded(found.mb_per_s),
+        "probes": [{"name": p.name, "status": p.status, "text": p.text} for p in found.probes],
+    }

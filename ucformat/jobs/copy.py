@@ -1,0 +1,262 @@
+"""Copies a universal checkpoint to another place: the same bytes under the same id.
+
+Its attempt keeps its name, because the manifest names it, and the manifest is copied to the byte. So two who copy one
+checkpoint to one place at once write the same files, and whoever comes second finds his work done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING
+
+from ucformat.checkpoint import Checkpoint
+from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, Refused, UcformatError, UsageError
+from ucformat.format.commit import MANIFEST, announce, begin, commit, parse_manifest, read_manifest
+from ucformat.format.digest import tensor_digest
+from ucformat.format.universal import Universal, grid_of
+from ucformat.jobs.copy_files import Shard, items, transfer
+from ucformat.jobs.documents import copy_document
+from ucformat.jobs.removal import folders_of
+from ucformat.jobs.run import run, workers_for
+from ucformat.references import open_reference
+from ucformat.storage.url import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ucformat.geometry.tensor import Key
+    from ucformat.jobs.copy_files import Item
+    from ucformat.schema.manifest import Manifest
+    from ucformat.storage.base import Store
+
+__all__ = ["Copied", "copy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What a copy did: of `files`, which have `nbytes`, `kept` were there already.
+
+    The manifest is not counted. If `already`, the checkpoint was committed there before, and nothing was done.
+    """
+
+    url: str
+    id: str
+    files: int
+    nbytes: int
+    kept: int
+    kept_nbytes: int
+    already: bool = False
+
+
+def copy(
+    src: str | PathLike[str] | Checkpoint,
+    dst: str | PathLike[str] | Store,
+    overwrite: bool = False,  # noqa: FBT001, FBT002 - as of convert
+    workers: int | None = None,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> Copied:
+    """Copy a universal checkpoint, arrays or packed, to another place, and commit it there under the same id.
+
+    Every byte is compared with its checksum on the way. Interrupted at any instant it leaves nothing that opens; called
+    again it continues, and keeps the files that are whole. If the same checkpoint is committed there already, nothing
+    is done. The catalog, if it knows the checkpoint, knows one more place where it lies. Memory: less than 64 MiB for
+    each worker, whatever the sizes of the files.
+
+    Args:
+        src: a checkpoint, or where one lies.
+        dst: where the copy is to lie.
+        overwrite: replace another checkpoint that is committed at `dst`; it stays whole until the copy is. If the same
+            one is there, its files are compared with their checksums, and those that are damaged are copied again.
+        workers: files copied at once (default: one for each core; for object stores eight at least).
+        progress: called with the bytes done and the bytes in all.
+
+    Raises:
+        IntegrityError: the source is damaged; nothing is committed.
+        Conflict: another checkpoint is committed at `dst`, or the source was replaced meanwhile.
+        Refused: it is of another kind, or virtual.
+        UsageError: it is a view.
+    """
+    if workers is not None and workers < 1:
+        raise UsageError(f"workers must be at least 1, not {workers}")
+    source = _universal(src if isinstance(src, Checkpoint) else open_reference(src))
+    store = open_store(dst) if isinstance(dst, str | PathLike) else dst
+    data, _ = source.store.read_versioned(MANIFEST)
+    if not _is_same(parse_manifest(data, f"{source.store.url}/{MANIFEST}"), source.manifest):
+        raise _replaced(source)
+    here = _standing(store)
+    if here is not None and not overwrite and _is_same(here, source.manifest):
+        return _already(source, store)
+    if here is not None and not overwrite and here.id == source.manifest.id:
+        raise Conflict(
+            f"{store.url} already holds the checkpoint {here.id} in another form: of one, arrays were made since",
+            hint="say overwrite=True (--overwrite) to replace it",
+        )
+    try:
+        return _copy(source, store, data, overwrite=overwrite, workers=workers, progress=progress)
+    except Conflict:
+        here = None if overwrite else _standing(store)
+        if here is not None and _is_same(here, source.manifest):  # somebody else copied it at the same time
+            return _already(source, store)
+        raise
+    except UcformatError as error:
+        if _is_gone(source):  # who replaced it took away what we read
+            raise _replaced(source) from error
+        raise
+
+
+def _universal(ck: Checkpoint) -> Universal:
+    source = ck.origin
+    if not isinstance(source, Universal):
+        raise Refused(
+            f"{ck.url} is a checkpoint of {ck.kind}, which has no checksums to copy it by",
+            hint="`ucp convert SRC DST` makes a universal checkpoint of it at another place",
+        )
+    if ck.source is not source:
+        raise UsageError(
+            f"{ck.url} is seen through a view, of which there are no files to copy",
+            hint="copy the checkpoint itself, or make one of the view: `ucp convert SRC DST --view …`",
+        )
+    sidecar = source.manifest.sidecar
+    if sidecar is not None and (sidecar.roots or sidecar.sources):
+        raise Refused(
+            f"{ck.url} is virtual: the bytes of its tensors lie in files of another checkpoint",
+            hint="`ucp materialize SRC DST` makes arrays of it at another place",
+        )
+    return source
+
+
+def _is_same(one: Manifest, other: Manifest) -> bool:
+    """Whether they are of one checkpoint in one form: no id is used twice, and no attempt of an id."""
+    return (one.id, one.attempt) == (other.id, other.attempt)
+
+
+def _standing(store: Store) -> Manifest | None:
+    """The manifest of a place; None if it holds no checkpoint, or one that `begin` will say more about."""
+    try:
+        return read_manifest(store)[0]
+    except UcformatError:
+        return None
+
+
+def _is_gone(source: Universal) -> bool:
+    """Whether another checkpoint lies there by now, or none."""
+    try:
+        return not _is_same(read_manifest(source.store)[0], source.manifest)
+    except NotACheckpoint:
+        return True
+    except UcformatError:  # who can tell
+        return False
+
+
+def _replaced(source: Universal) -> Conflict:
+    return Conflict(
+        f"the checkpoint {source.manifest.id} at {source.store.url} was replaced or deleted since it was opened",
+        hint="run it again, and what lies there now is copied",
+    )
+
+
+def _already(source: Universal, store: Store) -> Copied:
+    """Do what one who was killed after his commit may not have done."""
+    store.sweep()
+    copy_document(source.store, store, source.manifest.id)
+    announce(store.url, source.manifest)
+    return Copied(store.url, source.manifest.id, 0, 0, 0, 0, already=True)
+
+
+def _copy(
+    source: Universal,
+    store: Store,
+    data: bytes,
+    *,
+    overwrite: bool,
+    workers: int | None,
+    progress: Callable[[int, int], None] | None,
+) -> Copied:
+    manifest = source.manifest
+    plan = {"copy": manifest.id, "attempt": manifest.attempt}
+    attempt = begin(store, plan, overwrite=overwrite, name=manifest.attempt)
+    before = None if attempt.replaces is None else attempt.replaces[0]
+    if before is not None and before.attempt == manifest.attempt and not _has_equal_files(before, manifest):
+        raise Conflict(
+            f"{store.url} holds the checkpoint {before.id}, whose files have the names of this one's and are others",
+            hint="choose another place, or delete that checkpoint first",
+        )
+    listed = items(source)
+    found = _transfer_all(source, store, listed, workers, progress)
+    _must_be_there(store, manifest, listed)
+    if before is not None and _is_same(before, manifest):
+        store.flush()
+        _already(source, store)
+    else:
+        stands = commit(store, attempt, manifest, data)
+        if stands.id != manifest.id:  # of another id, and made by the plan that made this one
+            raise Conflict(
+                f"{store.url} was committed by somebody else (checkpoint {stands.id}) while this one was copied",
+                hint="their checkpoint is whole, and has the same tensors; choose another place",
+            )
+        copy_document(source.store, store, manifest.id)
+    return found
+
+
+def _has_equal_files(one: Manifest, other: Manifest) -> bool:
+    """Whether all files are the same, by their digests."""
+    return all(getattr(one, k) == getattr(other, k) for k in ("tensors", "objects", "assets", "sidecar"))
+
+
+def _transfer_all(
+    source: Universal,
+    store: Store,
+    listed: Sequence[Item],
+    workers: int | None,
+    progress: Callable[[int, int], None] | None,
+) -> Copied:
+    """Have every file at the destination, and see that the shards are together what was committed."""
+    there = _sizes(store, source.manifest)
+    total, done = sum(i.nbytes or 0 for i in listed), 0
+    leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
+    kept: list[Item] = []
+    jobs = run(lambda i: transfer(i, source.store, store, there), listed, workers or workers_for(source.store, store))
+    for item, (found, was_there) in jobs:
+        if isinstance(item, Shard):
+            leaves.setdefault(item.key, {})[item.shard] = found
+        if was_there:
+            kept.append(item)
+        done += item.nbytes or 0
+        if progress is not None:
+            progress(done, total)
+    for key in (k for k in source.docs if _is_other(source, k, leaves)):
+        for item in [i for i in kept if isinstance(i, Shard) and i.key == key]:  # whole, but of another content
+            leaves[key][item.shard] = item.copy(source.store, store)
+            kept.remove(item)
+        if _is_other(source, key, leaves):
+            raise IntegrityError(
+                f"{source.store.url}/{source.docs[key].path}: its chunks are whole, but not those of the manifest, in "
+                f"{key}",
+                hint="restore the array from another copy of the checkpoint; nothing is committed at the destination",
+            )
+    kept_nbytes = sum(i.nbytes or 0 for i in kept)
+    return Copied(store.url, source.manifest.id, len(listed), total, len(kept), kept_nbytes)
+
+
+def _is_other(source: Universal, key: Key, leaves: dict[Key, dict[tuple[int, ...], bytes]]) -> bool:
+    doc = source.docs[key]
+    return doc.path is not None and tensor_digest(doc.dtype, grid_of(doc), leaves.get(key, {})) != doc.digest
+
+
+def _sizes(store: Store, manifest: Manifest) -> dict[str, int]:
+    """What lies at a place in the folders of an attempt."""
+    return {i.key: i.size for folder in folders_of(manifest.attempt) for i in store.list(folder)}
+
+
+def _must_be_there(store: Store, manifest: Manifest, listed: Sequence[Item]) -> None:
+    """Conflict where somebody removed files meanwhile: one who copied it too, and lost to a third."""
+    there = _sizes(store, manifest)
+    inside = tuple(f"{folder}/" for folder in folders_of(manifest.attempt))
+    for item in listed:
+        if item.nbytes is not None and item.file.startswith(inside) and there.get(item.file) != item.nbytes:
+            raise Conflict(
+                f"{store.url}/{item.file} was removed by somebody else while the checkpoint was copied",
+                hint="run it again",
+            )

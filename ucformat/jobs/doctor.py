@@ -1,0 +1,200 @@
+"""Probes what a storage place can do, and says what that means for checkpoints there."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ucformat.errors import Refused, UcformatError
+from ucformat.format.commit import MANIFEST
+from ucformat.jobs import probes
+from ucformat.jobs.access import Access, access_to
+from ucformat.settings import load_settings, using
+from ucformat.storage.local import LocalStore
+from ucformat.storage.url import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ucformat.storage.base import Store
+
+__all__ = ["Diagnosis", "Probe", "doctor"]
+
+_DEADLINE = 10.0  # seconds after which a request that keeps failing is given up: this is no training run
+_WHOLE = 64 << 10  # bytes of a file of others that are read to compare ranges with
+_log = logging.getLogger("ucformat")
+
+Status = Literal["ok", "missing", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One thing that a place was asked to do.
+
+    `missing`: it does not offer this. `failed`: it went wrong, or not as it must.
+    """
+
+    name: str
+    status: Status
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What a place can do; true where one can read and commit there, or of `read_only`, read.
+
+    None is what was not asked, or could not be.
+    """
+
+    url: str
+    read_only: bool
+    access: Access
+    probes: tuple[Probe, ...]
+    latency_ms: float | None = None
+    mb_per_s: float | None = None
+
+    @property
+    def can_read(self) -> bool | None:
+        """Whether a checkpoint there can be opened, and read by byte ranges."""
+        asked = {p.name: p.status for p in self.probes}
+        if asked.get("ranges") == "missing":  # there was nothing to read
+            return None
+        return asked.get("ranges") == "ok" and asked.get("read after write", "ok") == "ok"
+
+    @property
+    def can_save(self) -> bool | None:
+        """Whether a checkpoint can be committed there, so that nobody ever sees half of one."""
+        wanted = ("write", "read after write", "list", "parts", "put if absent")
+        return None if self.read_only else bool(self.can_read) and self._all(*wanted)
+
+    @property
+    def can_overwrite(self) -> bool | None:
+        """Whether `overwrite=True` is safe there."""
+        return None if self.read_only else bool(self.can_save) and self._all("replace", "delete")
+
+    def _all(self, *names: str) -> bool:
+        return {p.name for p in self.probes if p.status == "ok"} >= set(names)
+
+    def __bool__(self) -> bool:
+        return bool(self.can_read if self.read_only else self.can_save)
+
+
+def doctor(place: str | PathLike[str] | Store, *, read_only: bool = False) -> Diagnosis:
+    """Probe what a storage place can do: list, read ranges, put and replace on condition, send large files, delete.
+
+    Some 20 MiB are written in a folder `ucf-doctor-…` there, and removed, also if a probe fails.
+
+    Args:
+        place: a path or url. Nothing need lie there; to be read only, a checkpoint should.
+        read_only: write nothing: find out whether what lies there can be read.
+    """
+    with using(deadline=str(min(_DEADLINE, load_settings().deadline))):
+        store = open_store(place) if isinstance(place, str | PathLike) else place
+        examined = _Examined(store)
+        if not read_only:
+            examined.write()
+        if not examined.written:
+            examined.read()
+        return Diagnosis(
+            store.url,
+            read_only,
+            access_to(store.url),
+            tuple(examined.found),
+            examined.latency,
+            examined.throughput,
+        )
+
+
+class _Examined:
+    """A place, and what was found of it so far."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.found: list[Probe] = []
+        self.latency: float | None = None
+        self.throughput: float | None = None
+        self.written = False  # so that the probes had files of their own to read
+
+    def ask(self, name: str, probe: Callable[[], str]) -> Status:
+        """Note what a probe says."""
+        try:
+            said = Probe(name, "ok", probe())
+        except (Refused, probes.Missing) as error:
+            said = Probe(name, "missing", str(getattr(error, "message", error)))
+        except UcformatError as error:
+            said = Probe(name, "failed", error.message)
+        self.found.append(said)
+        return said.status
+
+    def write(self) -> None:
+        """Probe with files of our own, and remove them."""
+        store, root = self.store, f"ucf-doctor-{secrets.token_hex(8)}"
+        above = _missing_folders(store)
+        try:
+            self.written = self.ask("write", lambda: probes.write(store, root)) == "ok"
+            if self.written:
+                self._write_more(root)
+        except BaseException:
+            with suppress(UcformatError):
+                _remove(store, root, above)
+            raise
+        try:
+            _remove(store, root, above)
+        except UcformatError as error:
+            if self.written:
+                text = f"{error.message}; remove {store.url}/{root} by hand"
+                self.found.append(Probe("clean up", "failed", text))
+
+    def _write_more(self, root: str) -> None:
+        store, small, large = self.store, f"{root}/small", f"{root}/large"
+        self.ask("list", lambda: probes.list_order(store, root))
+        self.ask("read after write", lambda: probes.read_after_write(store, root))
+        key = large if self.ask("parts", lambda: probes.parts(store, root)) == "ok" else small
+        self.ask("ranges", lambda: probes.ranges(store, key, lambda: store.read(key)))
+        self.ask("put if absent", lambda: probes.put_if_absent(store, root))
+        self.ask("replace", lambda: probes.replace(store, root))
+        self._measure(small, probes.SMALL, key)
+        self.ask("delete", lambda: probes.delete(store, root))
+
+    def read(self) -> None:
+        """Probe with what lies there."""
+        store = self.store
+        listed = self.ask("list", lambda: probes.list_there(store))
+        if listed == "failed":  # it cannot be reached, or there is no such bucket
+            return
+
+        def ranges() -> str:
+            key, size = probes.find(store, MANIFEST, listed=listed == "ok")
+            said = probes.ranges(store, key, lambda: store.read(key, 0, min(size, _WHOLE)))
+            self._measure(key, min(size, probes.SMALL), key)
+            return said
+
+        self.ask("ranges", ranges)
+
+    def _measure(self, small: str, nbytes: int, large: str) -> None:
+        with suppress(UcformatError):
+            self.latency = probes.latency(self.store, small, nbytes)
+            self.throughput = probes.throughput(self.store, large, self.store.info(large).size)
+
+
+def _missing_folders(store: Store) -> list[Path]:
+    """The folders that will be made for a local place, the innermost first."""
+    if not isinstance(store, LocalStore):
+        return []
+    root = Path(store.url)
+    return [folder for folder in (root, *root.parents) if not folder.exists()]
+
+
+def _remove(store: Store, root: str, above: list[Path]) -> None:
+    """Remove what was written, and the folders that were made for it."""
+    store.delete_prefix(root)
+    for folder in above:
+        try:
+            folder.rmdir()
+        except OSError:  # somebody else uses it by now
+            break

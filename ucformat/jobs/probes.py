@@ -1,0 +1,249 @@
+"""What a place is asked to do, to see whether it does it: each probe says what it found, or raises what is wrong.
+
+All that is written lies below one folder, `root`.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from ucformat.errors import Conflict, MissingData, NotFound, UcformatError
+from ucformat.storage.objects import ObjectStore
+from ucformat.storage.upload import part_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ucformat.storage.base import Store
+
+__all__ = [
+    "SMALL",
+    "Missing",
+    "delete",
+    "find",
+    "latency",
+    "list_order",
+    "list_there",
+    "parts",
+    "put_if_absent",
+    "ranges",
+    "read_after_write",
+    "replace",
+    "throughput",
+    "write",
+]
+
+SMALL = 1 << 10  # bytes
+_UNIT = 1004  # bytes: parts are multiples of it, as they are of a chunk
+_SIZE = part_size(_UNIT) + (1 << 20) + 17
+_READ = 8 << 20  # bytes of the read whose throughput is measured
+_AT_ONCE, _ROUNDS = 8, 3  # of those who put one file
+_TIMES = 5
+_LISTED = 1000
+_NAMES = ("list/b", "list/a/x", "list/a.b", "list/a-b", "list/B", "list/é", "list/a/0", "list/10", "list/9")
+_READ_HINT = "what is read here cannot be trusted"
+
+
+class Missing(Exception):
+    """The place does not offer this."""
+
+
+def _bytes(nbytes: int, seed: int) -> bytes:
+    return random.Random(seed).randbytes(nbytes)  # noqa: S311 - no secret
+
+
+def _put(store: Store, key: str, data: bytes) -> None:
+    with store.create(key) as out:
+        out.write(data)
+
+
+def _must(holds: bool, message: str) -> None:  # noqa: FBT001
+    if not holds:
+        raise UcformatError(message)
+
+
+def _is_there(store: Store, key: str) -> bool:
+    try:
+        store.info(key)
+    except NotFound:
+        return False
+    return True
+
+
+def write(store: Store, root: str) -> str:
+    """A small file."""
+    _put(store, f"{root}/small", _bytes(SMALL, 1))
+    store.flush()
+    return "files can be written"
+
+
+def read_after_write(store: Store, root: str) -> str:
+    """A file is seen at once, and as it was written last."""
+    key = f"{root}/again"
+    _must(not _is_there(store, key), "a file is seen that nobody wrote")
+    for seed in (2, 3):
+        data = _bytes(SMALL + seed, seed)
+        _put(store, key, data)
+        seen = store.info(key).size == len(data) and store.read(key) == data
+        _must(seen, f"a file that was just written is not read back as it is: {_READ_HINT}")
+    return "what was written is read at once, also where it replaced a file"
+
+
+def list_order(store: Store, root: str) -> str:
+    """What was written is listed, all of it and nothing else."""
+    wanted = sorted(f"{root}/{name}" for name in _NAMES)
+    for key in wanted:
+        _put(store, key, b"x")
+    found = [info.key for info in store.list(f"{root}/list")]
+    _must(found == wanted, f"lists lag behind writes, or are wrong: {len(found)} of {len(wanted)} files were listed")
+    if isinstance(store, ObjectStore):
+        told = [meta["path"] for page in store._pages(f"{root}/list") for meta in page]  # noqa: SLF001
+        if told != wanted:
+            return "what was written is listed at once, though not in the order of the keys: ucformat sorts it"
+    return "what was written is listed at once, in the order of the keys"
+
+
+def parts(store: Store, root: str) -> str:
+    """A file that is sent in several parts, where a place takes parts; it appears as a whole."""
+    key, data = f"{root}/large", memoryview(_bytes(_SIZE, 4))
+    with store.create(key, _UNIT) as out:
+        for at in range(0, _SIZE, 1 << 20):
+            out.write(data[at : at + (1 << 20)])
+        _must(
+            not _is_there(store, key), "a file is seen before it is whole: an interrupted save could be taken for one"
+        )
+    _must(store.info(key).size == _SIZE, "a large file has another size than was written")
+    for at in range(0, _SIZE, _READ):
+        found = store.read(key, at, min(_READ, _SIZE - at))
+        _must(found == data[at : at + _READ], "a large file is not what was written: its parts are mixed up")
+    given_up = store.create(f"{root}/given-up", _UNIT)
+    given_up.write(data)
+    given_up.abort()
+    _must(not _is_there(store, f"{root}/given-up"), "an upload that was given up left a file")
+    what = "is sent in parts, and" if isinstance(store, ObjectStore) else "is written as a stream, and"
+    return f"a file of {_SIZE >> 20} MiB {what} appears as a whole"
+
+
+def ranges(store: Store, key: str, whole: Callable[[], bytes]) -> str:
+    """Ranges of a file give exactly their bytes, and one past the end gives none."""
+    data = whole()
+    size = store.info(key).size
+    _must(len(data) <= size, "a file has another size than it says")
+    for begin, nbytes in ((0, 1), (1, 7), (len(data) // 3, len(data) // 2), (len(data) - 1, 1), (5, 0)):
+        wanted = data[begin : begin + nbytes]
+        buffers = [memoryview(bytearray(len(wanted) // 2)), memoryview(bytearray(-(-len(wanted) // 2)))]
+        store.read_into(key, begin, buffers)
+        _must(b"".join(buffers) == wanted, f"a range of bytes gives others: {_READ_HINT}")
+    try:
+        store.read_into(key, size - 1, [memoryview(bytearray(2))])
+    except MissingData:
+        return "ranges are read to the byte, and one past the end is an error"
+    raise UcformatError(f"a range past the end of a file is no error: {_READ_HINT}")
+
+
+def _at_once(work: Callable[[int], object]) -> int:
+    """How many of several that begin together are not refused."""
+    barrier = threading.Barrier(_AT_ONCE)
+
+    def one(number: int) -> bool:
+        barrier.wait()
+        try:
+            work(number)
+        except Conflict:
+            return False
+        return True
+
+    with ThreadPoolExecutor(_AT_ONCE, "ucformat-doctor") as pool:
+        return sum(pool.map(one, range(_AT_ONCE)))
+
+
+def put_if_absent(store: Store, root: str) -> str:
+    """A file is put once, whoever else puts it."""
+    key = f"{root}/once"
+    store.put_if_absent(key, b"first")
+    try:
+        store.put_if_absent(key, b"second")
+    except Conflict:
+        pass
+    else:
+        raise UcformatError("a file is put though it is there: two who commit would not notice each other")
+    _must(store.read(key) == b"first", "a put that was refused changed the file all the same")
+    for number in range(_ROUNDS):
+        race = f"{root}/race-{number}"
+        won = _at_once(lambda i, race=race: store.put_if_absent(race, b"%d" % i))  # type: ignore[misc]
+        _must(won == 1, f"of {_AT_ONCE} who put a file at once, {won} were told that they had: commits are not safe")
+    return f"a file that is there is not put again, and of {_AT_ONCE} at once one wins"
+
+
+def replace(store: Store, root: str) -> str:
+    """A file is replaced only by one who knows what stands there."""
+    key = f"{root}/replaced"
+    old = store.put_if_absent(key, b"old")
+    version = store.replace(key, b"new", old)
+    try:
+        store.replace(key, b"lost", old)
+    except Conflict:
+        pass
+    else:
+        raise UcformatError("a file is replaced by one who had not seen it: overwriting could lose a checkpoint")
+    _must(store.read(key) == b"new", "a replacement that was refused changed the file all the same")
+    won = _at_once(lambda i: store.replace(key, b"%d" % i, version))
+    _must(
+        won == 1, f"of {_AT_ONCE} who replaced a file at once, {won} were told that they had: overwriting is not safe"
+    )
+    return f"a file that has changed is not replaced, and of {_AT_ONCE} at once one wins"
+
+
+def delete(store: Store, root: str) -> str:
+    """What is deleted is gone."""
+    key = f"{root}/small"
+    _put(store, f"{root}/folder/a", b"x")
+    store.delete(key)
+    store.delete(key)  # gone already
+    store.delete_prefix(f"{root}/folder")
+    gone = not _is_there(store, key) and next(iter(store.list(f"{root}/folder")), None) is None
+    _must(gone, "what was deleted is still there")
+    return "what is deleted is gone at once"
+
+
+def list_there(store: Store) -> str:
+    """What lies there is listed."""
+    found = [info.key for info in islice(store.list(), _LISTED)]
+    count = f"the first {_LISTED:,}" if len(found) == _LISTED else f"{len(found):,}"
+    return f"{count} files are listed" if found else "nothing lies there"
+
+
+def find(store: Store, usual: str, *, listed: bool) -> tuple[str, int]:
+    """A file that lies there, and its size: the one that a checkpoint has, else the largest of the first `listed`."""
+    try:
+        return usual, store.info(usual).size
+    except NotFound:
+        there = store.list() if listed else ()
+        found = max(islice(there, _LISTED), key=lambda i: i.size, default=None)
+    if found is None or not found.size:
+        raise Missing("nothing lies there that could be read: name the place of a checkpoint")
+    return found.key, found.size
+
+
+def latency(store: Store, key: str, nbytes: int = SMALL) -> float:
+    """Milliseconds until a small range is there, the median of a few."""
+    taken = []
+    for _ in range(_TIMES):
+        begun = time.perf_counter()
+        store.read(key, 0, nbytes)
+        taken.append(time.perf_counter() - begun)
+    return 1000 * sorted(taken)[_TIMES // 2]
+
+
+def throughput(store: Store, key: str, size: int) -> float:
+    """MB/s of one range, of 8 MiB if the file has as many."""
+    nbytes = min(_READ, size)
+    buffer = memoryview(bytearray(nbytes))
+    begun = time.perf_counter()
+    store.read_into(key, 0, [buffer])
+    return nbytes / (time.perf_counter() - begun) / 1e6
