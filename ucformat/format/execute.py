@@ -13,6 +13,7 @@ import numpy as np
 from ucformat.errors import ChecksumError, MissingData, NotFound, UsageError
 from ucformat.format.checksum import checksum
 from ucformat.geometry.plan import Limits
+from ucformat.storage.lending import lend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,15 @@ def limits_of(store: Store) -> Limits:
     """How requests to a store are merged and cut."""
     costs = store.costs
     return Limits(costs.gap, costs.short, costs.request, costs.join)
+
+
+def _parallel(plan: Plan, store: Store) -> int:
+    """Reads at once: no more than the bytes in flight keep busy, because a thread keeps memory that it freed."""
+    costs = store.costs
+    most = costs.parallel or default_threads()
+    if costs.in_flight is None:
+        return most
+    return min(most, max(2, costs.in_flight * len(plan.requests) // max(1, plan.bytes_read)))
 
 
 def memory_of(array: NDArray[np.generic]) -> Memory:
@@ -97,7 +107,7 @@ def execute(
             failed.set()
             raise
 
-    count = min(threads or store.costs.parallel or default_threads(), len(plan.requests))
+    count = min(threads or _parallel(plan, store), len(plan.requests))
     if count <= 1:
         work()
         return
@@ -121,17 +131,26 @@ def _serve(store: Store, r: Request, memories: Sequence[Memory], labels: Sequenc
             if part.check is not None:
                 _check(r, part, (bytes(s) for s in sums), direct[::2] if sums else direct, labels)
             return scratch
+    lent = lend(store, r.file, [(r.offset, r.nbytes)])
+    if lent is not None:
+        with lent as (found,):
+            _deal(r, found, memories, labels)
+        return scratch
     if scratch.size < r.nbytes:
         scratch = np.empty(r.nbytes, np.uint8)
-    view = scratch.data
-    store.read_into(r.file, r.offset, [view[: r.nbytes]])
+    store.read_into(r.file, r.offset, [scratch.data[: r.nbytes]])
+    _deal(r, scratch.data, memories, labels)
+    return scratch
+
+
+def _deal(r: Request, view: memoryview, memories: Sequence[Memory], labels: Sequence[str]) -> None:
+    """Check a request's bytes, and copy them to where they belong."""
     for part in r.parts:
         if part.check is not None:
             n, skip = part.check.nbytes, part.check.skip
             begins = [part.inner.src - skip + k * part.src_step for k in range(part.count)]
             _check(r, part, (bytes(view[b + n : b + n + 4]) for b in begins), [view[b : b + n] for b in begins], labels)
-        _copy(part, scratch, memories[part.buffer])
-    return scratch
+        _copy(part, view, memories[part.buffer])
 
 
 def _serve_rows(store: Store, r: Request, memories: Sequence[Memory], scratch: Memory) -> Memory:
@@ -143,11 +162,18 @@ def _serve_rows(store: Store, r: Request, memories: Sequence[Memory], scratch: M
         starts = range(begin, begin + r.count * part.dst_step, part.dst_step) if part.dst_step else [begin] * r.count
         store.read_rows(r.file, r.offset, r.step, [view[a : a + r.nbytes] for a in starts])
         return scratch
+    lent = lend(store, r.file, [(r.offset + k * r.step, r.nbytes) for k in range(r.count)])
+    if lent is not None:
+        with lent as found:
+            for k, row in enumerate(found):
+                inner = replace(part.inner, src=0, dst=part.inner.dst + k * part.dst_step)
+                _copy(replace(part, inner=inner, count=1), row, memory)
+        return scratch
     if scratch.size < r.total:
         scratch = np.empty(r.total, np.uint8)
     rows = [scratch.data[a : a + r.nbytes] for a in range(0, r.total, r.nbytes)]
     store.read_rows(r.file, r.offset, r.step, rows)
-    _copy(replace(part, inner=replace(part.inner, src=0), count=r.count, src_step=r.nbytes), scratch, memory)
+    _copy(replace(part, inner=replace(part.inner, src=0), count=r.count, src_step=r.nbytes), scratch.data, memory)
     return scratch
 
 
@@ -192,7 +218,7 @@ def _check(
             )
 
 
-def _copy(part: Part, scratch: Memory, memory: Memory) -> None:
+def _copy(part: Part, found: memoryview, memory: Memory) -> None:
     inner = part.inner
     shape, src_strides, dst_strides = inner.shape, inner.src_strides, inner.dst_strides
     unit = np.dtype(np.uint8)
@@ -205,5 +231,5 @@ def _copy(part: Part, scratch: Memory, memory: Memory) -> None:
             (part.src_step, *src_strides),
             (part.dst_step, *dst_strides),
         )
-    source = np.ndarray(shape, unit, scratch, inner.src, src_strides)
+    source = np.ndarray(shape, unit, found, inner.src, src_strides)
     np.ndarray(shape, unit, memory, inner.dst, dst_strides)[...] = source

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from ucformat.errors import IntegrityError, MissingData, NotFound, Refused
+from ucformat.storage.lending import lend
 from ucformat.storage.url import open_store, split_url
 from ucformat.storage.wrapped import WrappedStore
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from ucformat.schema.manifest import SidecarDoc, SourceFileDoc
     from ucformat.storage.base import Costs, Info, Store
+    from ucformat.storage.lending import Lent
 
 __all__ = ["MOUNT", "MountedStore", "is_below", "mounted"]
 
@@ -119,6 +121,11 @@ class MountedStore(WrappedStore):
         """See Store."""
         store, name = self._checked(key)
         store.read_into(name, offset, buffers)
+
+    def lend(self, key: str, ranges: Sequence[tuple[int, int]]) -> Lent | None:
+        """See Lends."""
+        store, name = self._checked(key)
+        return lend(store, name, ranges)
 
     def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
         """See Store."""

@@ -50,7 +50,8 @@ class Info:
 class Costs:
     """How requests are best made to a place, in bytes: see `geometry.plan.Limits`, whose fields these are.
 
-    `parallel` is how many at once; None stands for one or two for each core.
+    `parallel` is how many at once; None stands for one or two for each core. `in_flight` is of how many bytes at once;
+    None where nothing is held in memory but what was asked for.
     """
 
     gap: int = 4 << 10
@@ -58,6 +59,7 @@ class Costs:
     request: int = 4 << 20
     join: int = 1 << 20
     parallel: int | None = None
+    in_flight: int | None = None
 
 
 class Writer(Protocol):

@@ -6,12 +6,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ucformat.storage.base import check_key
+from ucformat.storage.lending import lend
 from ucformat.storage.wrapped import WrappedStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ucformat.storage.base import Info, Store, Writer
+    from ucformat.storage.lending import Lent
 
 __all__ = ["Below"]
 
@@ -45,6 +47,10 @@ class Below(WrappedStore):
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """See Store."""
         self.inner.read_into(self._key(key), offset, buffers)
+
+    def lend(self, key: str, ranges: Sequence[tuple[int, int]]) -> Lent | None:
+        """See Lends."""
+        return lend(self.inner, self._key(key), ranges)
 
     def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
         """See Store."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import Conflict, IntegrityError, NotFound, Refused, UcformatError
@@ -25,6 +26,7 @@ __all__ = ["BUDGET", "ObjectStore"]
 BUDGET = Budget(requests=32, nbytes=256 << 20)
 
 _TRIES = 5  # at a conditional put that others disturb
+_COSTS = Costs(gap=256 << 10, short=32 << 10, request=8 << 20, join=8 << 20)
 _PAGE = 1000  # keys that one request lists or deletes
 _ROW_GAP = 4 << 10  # bytes between rows that are read over; a plan has joined those that are worth more
 
@@ -35,8 +37,6 @@ class ObjectStore:
     An object is seen whole or not at all, and is durable when its upload is closed. Each put carries a write id, so
     that whoever finds his object there already can tell that only the answer to his own request was lost.
     """
-
-    costs = Costs(gap=256 << 10, short=32 << 10, request=8 << 20, join=8 << 20, parallel=BUDGET.requests)
 
     def __init__(self, url: str, options: Options = Options()) -> None:  # noqa: B008 - it cannot be changed
         self._place, self._options = parse(url), options
@@ -53,6 +53,11 @@ class ObjectStore:
     def url(self) -> str:
         """The url, without a slash at its end."""
         return self._place.root
+
+    @property
+    def costs(self) -> Costs:
+        """What the budget allows at the moment."""
+        return replace(_COSTS, parallel=BUDGET.requests, in_flight=BUDGET.nbytes)
 
     @property
     def _client(self) -> Client:
@@ -80,7 +85,7 @@ class ObjectStore:
         check_key(key)
         if nbytes is None and offset == 0:
             return bytes(self._ask("read", key, lambda client: obstore.get(client, key).bytes()))
-        if nbytes is None or nbytes > self.costs.request:  # nothing is allocated before it is known to be there
+        if nbytes is None or nbytes > _COSTS.request:  # nothing is allocated before it is known to be there
             size = self.info(key).size
             nbytes = size - offset if nbytes is None else nbytes
             check_range(self._name(key), offset, nbytes, size)
@@ -96,7 +101,7 @@ class ObjectStore:
         end = offset + sum(b.nbytes for b in todo)
         check_range(self._name(key), offset, end - offset, end)
         while offset < end:
-            nbytes = min(self.costs.request, end - offset)
+            nbytes = min(_COSTS.request, end - offset)
             with BUDGET.take(nbytes):
                 _scatter(self._range(key, offset, nbytes), todo)
             offset += nbytes
@@ -114,7 +119,7 @@ class ObjectStore:
 
         check_key(key)
         wanted = [(offset + k * step, row.cast("B")) for k, row in enumerate(rows) if row.nbytes]
-        for group in _groups(wanted, self.costs.request):
+        for group in _groups(wanted, _COSTS.request):
             ranges = [(begin, row.nbytes) for begin, row in group]
             starts, lengths = [r[0] for r in ranges], [r[1] for r in ranges]
 
@@ -125,6 +130,27 @@ class ObjectStore:
             with BUDGET.take(sum(lengths)), self._checking(key, ranges):
                 for (_, row), data in zip(group, self._ask("read", key, ask), strict=True):
                     row[:] = _of_size(data, row.nbytes)
+
+    @contextmanager
+    def lend(self, key: str, ranges: Sequence[tuple[int, int]]) -> Iterator[Sequence[memoryview]]:
+        """See Lends; as many bytes as ranges have are in flight until the block ends."""
+        import obstore
+
+        check_key(key)
+        for begin, nbytes in ranges:
+            check_range(self._name(key), begin, nbytes, begin + nbytes)
+        starts, lengths = [r[0] for r in ranges], [r[1] for r in ranges]
+
+        def ask(client: Client) -> Any:
+            return obstore.get_ranges(client, key, starts=starts, lengths=lengths, coalesce=_ROW_GAP)
+
+        with BUDGET.take(sum(lengths)):
+            if len(ranges) == 1:
+                yield [self._range(key, *ranges[0])]
+                return
+            with self._checking(key, ranges):
+                found = [_of_size(data, n) for data, n in zip(self._ask("read", key, ask), lengths, strict=True)]
+            yield found
 
     @contextmanager
     def _checking(self, key: str, ranges: Sequence[tuple[int, int]]) -> Iterator[None]:

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING
 
 from ucformat.errors import NotFound, UcformatError
 from ucformat.storage.base import check_key
+from ucformat.storage.lending import lend
 from ucformat.storage.wrapped import WrappedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from types import TracebackType
     from typing import Self
 
     from ucformat.storage.base import Info, Store
+    from ucformat.storage.lending import Lent
 
 __all__ = ["Remembered"]
 
@@ -61,6 +63,10 @@ class Remembered(WrappedStore):
         if check_key(key) not in files:
             raise NotFound(f"{self.url}/{key} does not exist")
         return files[key]
+
+    def lend(self, key: str, ranges: Sequence[tuple[int, int]]) -> Lent | None:
+        """See Lends."""
+        return lend(self.inner, key, ranges)
 
     def list(self, prefix: str = "") -> Iterator[Info]:
         """See Store."""

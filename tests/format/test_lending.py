@@ -1,0 +1,93 @@
+"""Reads from stores that lend what they read: the same as any other, and nothing is kept."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import ucformat
+from tests.fakes import FakeSource, random_array, same
+from ucformat.checkpoint import Checkpoint
+from ucformat.errors import ChecksumError
+from ucformat.storage.base import Costs
+from ucformat.storage.below import Below
+from ucformat.storage.lending import lend
+from ucformat.storage.memory import MemoryStore
+from ucformat.storage.remembered import Remembered
+from ucformat.storage.wrapped import WrappedStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+A = random_array((60, 50), "float32", 1)
+B = random_array((8, 16, 16), "float32", 2)
+
+
+class Lender(WrappedStore):
+    """Counts what is lent, at once and in all; a plan for it makes many ranges and joins few."""
+
+    costs = Costs(gap=0, short=0, request=400, join=100, parallel=4, in_flight=1000)
+    lent = ranges = several = 0
+
+    @contextmanager
+    def lend(self, key: str, ranges: Sequence[tuple[int, int]]) -> Iterator[Sequence[memoryview]]:
+        self.lent += 1
+        self.ranges += len(ranges)
+        self.several += len(ranges) > 1
+        yield [memoryview(self.inner.read(key, begin, nbytes)) for begin, nbytes in ranges]
+        self.lent -= 1
+
+
+@pytest.fixture(scope="module")
+def place() -> MemoryStore:
+    store = MemoryStore("lending")
+    source = Checkpoint(FakeSource.write(MemoryStore("lending-source"), {("w", "weight"): A, ("b", "weight"): B}))
+    ucformat.convert(source, store, chunk_bytes=600, overwrite=True)
+    return store
+
+
+@pytest.mark.parametrize("verify", ["whole", "always", "never"])
+def test_slices_are_the_same(place: MemoryStore, verify: object) -> None:
+    store = Lender(place)
+    tensor = ucformat.open(store)["w"]
+    for box in (np.s_[:, :], np.s_[:, 3:9], np.s_[7:41, 20:21], np.s_[::3, 1:], np.s_[5:6, :]):
+        out = np.zeros(A[box].shape, A.dtype)
+        assert same(tensor[box], np.ascontiguousarray(A[box]))
+        if box == np.s_[:, :]:
+            tensor.read(out=out, verify=verify)  # type: ignore[arg-type]
+            assert same(out, A)
+    for solid in (np.s_[:, 3:6, :], np.s_[1:, 2:5, 4:9], np.s_[:, 1:2, ::2]):
+        assert same(ucformat.open(store)["b"][solid], np.ascontiguousarray(B[solid]))
+    assert store.ranges > store.several > 0
+    assert store.lent == 0
+
+
+def test_a_damaged_chunk_is_found_in_what_is_lent(place: MemoryStore) -> None:
+    class Damaging(Lender):
+        @contextmanager
+        def lend(self, key: str, ranges: Sequence[tuple[int, int]]) -> Iterator[Sequence[memoryview]]:
+            with super().lend(key, ranges) as found:
+                copies = [bytearray(f) for f in found]
+                copies[0][7] ^= 1
+                yield [memoryview(c) for c in copies]
+
+    with pytest.raises(ChecksumError, match=r"w \(weight\): the chunk at bytes 0:"):
+        ucformat.open(Damaging(place))["w"].read()
+
+
+def test_stores_around_it_lend_too_and_others_do_not(place: MemoryStore) -> None:
+    manifest = place.read("manifest.json")
+    for store in (Remembered(Lender(place)), Below(Lender(MemoryStore("x")), "y")):
+        place_of = "manifest.json"
+        if isinstance(store, Below):
+            with store.create(place_of) as out:
+                out.write(manifest)
+        found = lend(store, place_of, [(0, 5), (3, 4)])
+        assert found is not None
+        with found as views:
+            assert [bytes(v) for v in views] == [manifest[:5], manifest[3:7]]
+    assert lend(Remembered(place), "manifest.json", [(0, 5)]) is None
+    assert lend(WrappedStore(Lender(place)), "manifest.json", [(0, 5)]) is None
