@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -50,7 +51,7 @@ def src(tmp_path: Path) -> Path:
     """A checkpoint of arrays of all kinds, in several shards, with objects and tied tensors."""
     facts: dict[str, Any] = {"objects": {"scheduler": {"last": 3}}, "aliases": {"head": "table"}, "step": 7}
     source = Checkpoint(FakeSource.write(MemoryStore(tmp_path.name), ODD, **facts))
-    ucformat.convert(source, tmp_path / "src", chunk_bytes=64, shard_bytes=512)
+    ucformat.convert(source, tmp_path / "src", chunk_bytes=256, shard_bytes=2048)
     return tmp_path / "src"
 
 
@@ -326,7 +327,7 @@ def test_each_write_fails_in_turn(form: Path, tmp_path: Path, dead: bool) -> Non
     counting = FaultyStore(MemoryStore(f"count-{tmp_path.name}-{dead}-{form.name}"))
     ucformat.copy(form, counting, workers=1)
     truth = contents(counting)
-    stride = max(1, counting.writes // 60)
+    stride = max(1, counting.writes // 40)
     steps = sorted({*range(1, counting.writes, stride), *range(counting.writes - 4, counting.writes + 1)})
     for step in steps:
         inner = MemoryStore(f"{step}-{tmp_path.name}-{dead}-{form.name}")
@@ -477,3 +478,15 @@ def test_that_it_was_deleted_does_not(tmp_path: Path, catalog: Catalog) -> None:
     assert document(tmp_path / "src").deleted is not None
     ucformat.copy(tmp_path / "src", tmp_path / "dst")
     assert not (tmp_path / "dst" / "ucformat-catalog.json").exists()
+
+
+def test_what_an_interrupted_one_left_is_collected(form: Path, tmp_path: Path, catalog: Catalog) -> None:
+    place = tmp_path / "dst"
+    with pytest.raises(UcformatError, match="No space left"):
+        ucformat.copy(form, FaultyStore(LocalStore(place), fail_write=12, dead=True), workers=1)
+    found = ucformat.collect(catalog, [str(place)], apply=True, grace=timedelta(0))
+    assert [left.attempt for left in found.leftovers] == [ucformat.open(form).manifest.attempt]
+    assert not place.exists()
+    ucformat.copy(form, place)
+    assert ucformat.collect(catalog, [str(place)], apply=True, grace=timedelta(0)).leftovers == ()
+    ucformat.verify(place).raise_if_damaged()
