@@ -48,8 +48,11 @@ class Bucket:
 
 
 @contextmanager
-def serving() -> Iterator[Bucket]:
-    """A fresh bucket; the environment must have a key that the endpoint takes (moto takes any)."""
+def serving(part: int | None = None) -> Iterator[Bucket]:
+    """A fresh bucket; the environment must have a key that the endpoint takes (moto takes any).
+
+    `part` is the least that moto takes for a part of an upload; 5 MiB unless told otherwise, as of S3.
+    """
     given = os.environ.get("UCP_TEST_S3_ENDPOINT")
     process = None
     endpoint = given or ""
@@ -58,7 +61,8 @@ def serving() -> Iterator[Bucket]:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        environment = {**os.environ, **({} if part is None else {"S3_UPLOAD_PART_MIN_SIZE": str(part)})}
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
         endpoint = f"http://127.0.0.1:{port}"
     try:
         yield _bucket(endpoint)

@@ -15,6 +15,7 @@
     │   ├── ChecksumError                        a stored checksum does not match the bytes
     │   └── MissingData                          a file or part that must be there is not
     ├── Refused         PermissionError   6      unsafe, or not possible in this place
+    ├── Uncertain                         1      no answer came: it may have been written, or not
     └── UpgradeNeeded                     7      written by a newer ucformat
 
 Each carries `hint`, what to do next, which `str()` shows on a line of its own. What is damaged has one always.
@@ -37,6 +38,7 @@ __all__ = [
     "StateMismatch",
     "TensorNotFound",
     "UcformatError",
+    "Uncertain",
     "UpgradeNeeded",
     "UsageError",
 ]
@@ -129,6 +131,10 @@ class Refused(UcformatError, PermissionError):
     """Unsafe, or not possible in this place."""
 
     exit_code = 6
+
+
+class Uncertain(UcformatError):
+    """No answer came for so long that it cannot be told whether it was written."""
 
 
 class UpgradeNeeded(UcformatError):

@@ -10,6 +10,7 @@ every file is put whole under its name: two writers of one attempt write the sam
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from contextlib import suppress
@@ -21,7 +22,7 @@ from uuid import uuid4
 from pydantic import BaseModel, ValidationError
 
 from ucformat._version import __version__
-from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, UpgradeNeeded
+from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, UcformatError, Uncertain, UpgradeNeeded
 from ucformat.format.digest import document_digest
 from ucformat.schema.manifest import FORMAT_VERSION, AttemptDoc, Manifest
 from ucformat.schema.tombstone import TOMBSTONE, is_tombstone
@@ -38,11 +39,14 @@ __all__ = [
     "announce",
     "begin",
     "commit",
+    "discard",
     "new_id",
     "on_commit",
     "parse_manifest",
     "read_manifest",
 ]
+
+_log = logging.getLogger("ucformat")
 
 MANIFEST = "manifest.json"
 _FOLDERS = ("data", "objects", "assets")
@@ -180,6 +184,7 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest, data: bytes | Non
     Raises:
         Conflict: somebody else committed there in the meantime, and this attempt's files are dropped; or one that was
             committed there is being removed.
+        Uncertain: no answer came, so that it may be committed; this attempt's files must stay.
     """
     store.flush()
     store.sweep()
@@ -190,13 +195,18 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest, data: bytes | Non
             store.put_if_absent(MANIFEST, data)
         else:
             store.replace(MANIFEST, data, attempt.replaces[1])
+    except Uncertain as error:
+        raise Uncertain(
+            f"it cannot be told whether the checkpoint at {store.url} was committed: {error.message}",
+            hint="open it: if it is there, it is whole; if not, run this again",
+        ) from error
     except Conflict as error:
         winner = _winner(store)
         if (
             winner is not None and winner.attempt == attempt.id
         ):  # somebody ran the same plan; its checkpoint is this one
             return winner
-        abandon(store, attempt.id)
+        discard(store, attempt.id)
         if winner is None:
             raise Conflict(
                 f"the checkpoint at {store.url} that was to be replaced was deleted meanwhile",
@@ -207,7 +217,7 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest, data: bytes | Non
             hint="their checkpoint is whole; this one's files were removed; choose another place and run it again",
         ) from error
     if attempt.replaces is not None and attempt.replaces[0].attempt != attempt.id:
-        abandon(store, attempt.replaces[0].attempt)
+        discard(store, attempt.replaces[0].attempt)
     announce(store.url, manifest)
     return manifest
 
@@ -224,6 +234,14 @@ def _winner(store: Store) -> Manifest | None:
         return read_manifest(store)[0]
     except NotACheckpoint:
         return None
+
+
+def discard(store: Store, attempt: str) -> None:
+    """As `abandon`, where a failure to do so must not hide what happened before."""
+    try:
+        abandon(store, attempt)
+    except UcformatError as error:
+        _log.warning("the attempt %s could not be removed: %s; `ucp gc` ends that", attempt, error.message)
 
 
 def abandon(store: Store, attempt: str) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ucformat.format.sidecar import Sidecar
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Tiles
-    from ucformat.schema.manifest import FileDoc, TensorDoc
+    from ucformat.schema.manifest import FileDoc, Manifest, TensorDoc
     from ucformat.storage.base import Store
 
 __all__ = ["Universal", "grid_of"]
@@ -48,10 +48,15 @@ class Universal:
 
     kind = "ucformat"
 
-    def __init__(self, store: Store, roots: Callable[[], Sequence[str]] = tuple) -> None:
-        """Open what is committed in a store; `roots` are the places in which files of others may be read."""
+    def __init__(
+        self, store: Store, roots: Callable[[], Sequence[str]] = tuple, manifest: Manifest | None = None
+    ) -> None:
+        """Open what is committed in a store, by this manifest if it is known.
+
+        `roots` are the places in which files of others may be read.
+        """
         self.store = store
-        self.manifest, _ = read_manifest(store)
+        self.manifest = manifest or read_manifest(store)[0]
         sidecar = self.manifest.sidecar
         if sidecar is not None and sidecar.roots:
             self.store = MountedStore(store, sidecar, roots)

@@ -10,13 +10,14 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from ucformat._version import __version__
-from ucformat.checkpoint import Checkpoint, group_docs, open_checkpoint
+from ucformat.checkpoint import Checkpoint, group_docs
 from ucformat.errors import NotFound, UsageError
 from ucformat.format.arrays import array_doc, lay_out, put_array, put_file, put_groups
 from ucformat.format.commit import begin, commit, new_id
 from ucformat.format.execute import execute, limits_of
 from ucformat.format.names import folder_names
 from ucformat.format.shard import check_shard, write_shard
+from ucformat.format.universal import Universal
 from ucformat.format.zarr_json import shard_key
 from ucformat.geometry.box import row_major
 from ucformat.geometry.plan import Wanted, make_plan
@@ -124,8 +125,8 @@ def convert(
         manifest = _described(source, store, attempt, found[1]).model_copy(update={"sidecar": found[0]})
     else:
         manifest = write(source, store, attempt, infos, how)
-    commit(store, attempt, manifest.model_copy(update={"run": run or manifest.run}))
-    return open_checkpoint(store, roots=allowed_roots)
+    done = commit(store, attempt, manifest.model_copy(update={"run": run or manifest.run}))
+    return Checkpoint(Universal(store, allowed_roots, done.as_read()))
 
 
 def _check_virtual(virtual: bool, checksums: bool, how: How) -> None:  # noqa: FBT001

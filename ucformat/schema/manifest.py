@@ -128,6 +128,10 @@ class Manifest(_Document):
     writers: tuple[WriterDoc, ...] = ()
     tensors: tuple[TensorDoc, ...]
 
+    def as_read(self) -> Manifest:
+        """This manifest as it comes back from its file."""
+        return Manifest.model_validate_json(self.model_dump_json())
+
 
 class AttemptDoc(_Document):
     """Who is writing what; put before the first byte of data."""

@@ -138,12 +138,15 @@ class Store(Protocol):
         """Let the next `flush` cover this file too, which another store object or an earlier process has closed."""
 
     def put_if_absent(self, key: str, data: bytes) -> str:
-        """Write a whole file, durably and atomically, unless one is there (Conflict); its content version."""
+        """Write a whole file, durably and atomically, unless one is there (Conflict); its content version.
+
+        Uncertain where nothing tells whether it was written, or will last.
+        """
 
     def replace(self, key: str, data: bytes, version: str) -> str:
         """Write a whole file, durably and atomically, in place of one with this content version, else Conflict.
 
-        Returns the new content version.
+        Returns the new content version. Uncertain as for `put_if_absent`.
         """
 
     def list(self, prefix: str = "") -> Iterator[Info]:

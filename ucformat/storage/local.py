@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucformat.errors import Conflict, NotFound, Refused
+from ucformat.errors import Conflict, NotFound, Refused, UcformatError, Uncertain
 from ucformat.storage.base import HIDDEN, Costs, Info, Writer, check_key, check_range, content_version
 from ucformat.storage.durable import Durability, start_writeback, sync_folder
 from ucformat.storage.folders import Folders
@@ -236,9 +236,13 @@ class LocalStore:
         return self._folders.make(os.path.dirname(path))  # noqa: PTH120 - a string, see Folders
 
     def _settled(self, key: str, folders: Iterable[Path]) -> None:
+        """What is done when a whole file has its name; where that fails the file stays, perhaps not durable."""
         self._handles.drop(key)
-        for folder in folders:
-            sync_folder(folder)
+        try:
+            for folder in folders:
+                sync_folder(folder)
+        except UcformatError as error:
+            raise Uncertain(f"{self._path(key)} was written, but may not last: {error.message}") from error
 
 
 class LocalWriter(Writer):

@@ -23,6 +23,7 @@ T = TypeVar("T")
 _STATUS = re.compile(r"status code: (\d{3})")
 _TOLD = re.compile(r"<(Code|Message)>([^<]{1,200})<")
 _QUERY = re.compile(r"\?\S*")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*("|$)')  # what was answered in place of what was expected
 _FIRST, _LONGEST = 0.1, 10.0  # seconds between two tries
 _BUSY = {"408", "409", "429"}  # worth another try, as all 5xx are
 _NO_BUCKET = "NoSuchBucket"
@@ -83,7 +84,7 @@ def explained(error: Exception, action: str, name: str) -> UcformatError:
     elif status:
         why = f"the answer was {status[1]}"
     else:
-        why = _QUERY.sub("?…", text.partition("\n")[0])[:300]
+        why = _QUERY.sub("?…", _QUOTED.sub("…", text.partition("\n")[0]))[:300]
     if isinstance(error, PermissionDeniedError | UnauthenticatedError) or (status and status[1] in ("401", "403")):
         return Refused(
             f"cannot {action} {name}: {why}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import uuid
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,8 +11,9 @@ from ucformat.errors import Conflict, IntegrityError, NotFound, Refused, Ucforma
 from ucformat.storage.base import HIDDEN, Costs, Info, check_key, check_range, content_version
 from ucformat.storage.budget import Budget
 from ucformat.storage.clouds import Options, connect, parse
-from ucformat.storage.object_errors import explained, is_condition, may_pass, persist
-from ucformat.storage.upload import WRITE_ID, ObjectWriter
+from ucformat.storage.conditional import put_on_condition
+from ucformat.storage.object_errors import explained, persist
+from ucformat.storage.upload import ObjectWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,6 @@ __all__ = ["BUDGET", "ObjectStore"]
 #: What the reads of all object stores of this process share.
 BUDGET = Budget(requests=32, nbytes=256 << 20)
 
-_TRIES = 5  # at a conditional put that others disturb
 _COSTS = Costs(gap=256 << 10, short=32 << 10, request=8 << 20, join=8 << 20)
 _PAGE = 1000  # keys that one request lists or deletes
 _ROW_GAP = 4 << 10  # bytes between rows that are read over; a plan has joined those that are worth more
@@ -209,7 +208,7 @@ class ObjectStore:
         """Write an object as a stream, in parts of whole units."""
         self._must_write()
         check_key(key)
-        return ObjectWriter(self._client, key, self._name(key), unit, lambda own: self._write_id(key) == own)
+        return ObjectWriter(self._client, key, self._name(key), unit, self._options.deadline)
 
     def flush(self) -> None:
         """Do nothing: an object is durable when its upload is closed."""
@@ -246,40 +245,7 @@ class ObjectStore:
         return content_version(data)
 
     def _put(self, key: str, data: bytes, mode: Any, conflict: Conflict) -> None:
-        """A conditional put; `conflict` where the condition does not hold, unless our own object stands there.
-
-        An answer may be lost; the request is then repeated, by obstore or here, and fails because it had succeeded.
-        """
-        import obstore
-
-        own = uuid.uuid4().hex
-        for tries in range(1, _TRIES + 1):
-            try:
-                obstore.put(self._client, key, data, mode=mode, attributes={WRITE_ID: own}, use_multipart=False)
-            except Exception as error:  # noqa: BLE001 - see `persist`
-                if not is_condition(error) and not may_pass(error):
-                    raise explained(error, "write", self._name(key)) from None
-                stands = self._write_id(key)
-                if stands == own:
-                    return
-                if tries == _TRIES and not is_condition(error):
-                    raise explained(error, "write", self._name(key)) from None
-                if tries == _TRIES or stands is not None or mode != "create":
-                    raise conflict from None
-            else:
-                return
-
-    def _write_id(self, key: str) -> str | None:
-        """The write id of the object; nothing for one without, None where there is no object."""
-        import obstore
-
-        def ask(client: Client) -> Any:
-            return obstore.get(client, key, options={"head": True}).attributes
-
-        try:
-            return str(self._ask("read", key, ask).get(WRITE_ID, ""))
-        except NotFound:
-            return None
+        put_on_condition(self._client, key, self._name(key), data, mode, conflict, self._options.deadline)
 
     def delete(self, key: str) -> None:
         """Remove an object."""

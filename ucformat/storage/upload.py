@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import uuid
 from typing import TYPE_CHECKING
 
+from ucformat.errors import UcformatError
 from ucformat.storage.base import Writer
+from ucformat.storage.conditional import WRITE_ID, write_id
 from ucformat.storage.object_errors import explained, may_pass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from obstore.store import ObjectStore as Client
 
-    from ucformat.errors import UcformatError
     from ucformat.storage.base import Bytes
 
-__all__ = ["WRITE_ID", "ObjectWriter", "part_size"]
-
-WRITE_ID = "ucfwriteid"  # metadata of an object: which request wrote it; Azure wants the name of an identifier
+__all__ = ["ObjectWriter", "part_size"]
 
 _PART = 8 << 20  # bytes, at least; S3 takes no part below 5 MiB but the last
 _AT_ONCE = 3  # parts on their way
 _PARTS = 10_000  # of one object
 _LARGEST = 5 << 40  # bytes of one object
+_WAIT = 0.1  # seconds between two tries to begin, at first
 _AHEAD = 1  # parts that wait for their turn
 
 
@@ -41,12 +42,11 @@ def part_size(unit: int) -> int:
 class ObjectWriter(Writer):
     """Holds at most `2 + _AT_ONCE` parts in memory; nothing is seen before `close`, or after `abort`.
 
-    `written` tells whether the object that stands there is of this write id: an answer to the last request of an upload
-    may be lost.
+    The answer to the last request may be lost: whether the object stands there, its write id tells.
     """
 
-    def __init__(self, client: Client, key: str, name: str, unit: int, written: Callable[[str], bool]) -> None:
-        self._client, self._key, self._name, self._written = client, key, name, written
+    def __init__(self, client: Client, key: str, name: str, unit: int, deadline: float) -> None:
+        self._client, self._key, self._name, self._deadline = client, key, name, deadline
         self._part = part_size(unit)
         self._id = uuid.uuid4().hex
         self._held = bytearray()
@@ -67,7 +67,7 @@ class ObjectWriter(Writer):
 
     def _send(self) -> None:
         if self._upload is None:
-            self._upload = _Upload(self._client, self._key, self._part, self._id)
+            self._upload = _Upload(self._client, self._key, self._part, self._id, self._deadline)
         try:
             self._upload.put(bytes(self._held))
         except Exception as error:  # noqa: BLE001 - whatever ended the upload
@@ -89,10 +89,19 @@ class ObjectWriter(Writer):
                 self._upload.put(bytes(self._held))
                 self._upload.finish()
         except Exception as error:  # noqa: BLE001 - see above
-            if not (may_pass(error) or isinstance(error, FileNotFoundError)) or not self._written(self._id):
+            if not self._is_there(error):
                 raise self._failed(error) from None
         finally:
             self._held = bytearray()
+
+    def _is_there(self, error: Exception) -> bool:
+        """Whether this error means only that the last answer was lost."""
+        if not (may_pass(error) or isinstance(error, FileNotFoundError)):
+            return False
+        try:
+            return write_id(self._client, self._key, self._name, self._deadline) == self._id
+        except UcformatError:  # it cannot be told; whoever writes it anew does no harm
+            return False
 
     def abort(self) -> None:
         """Give up the upload; the store forgets its parts."""
@@ -114,34 +123,48 @@ class ObjectWriter(Writer):
 class _Upload:
     """An upload in parts: obstore takes them in a thread of its own, sends several at once, and aborts on an error."""
 
-    def __init__(self, client: Client, key: str, part: int, write_id: str) -> None:
+    def __init__(self, client: Client, key: str, part: int, own: str, deadline: float) -> None:
         self._parts: queue.Queue[bytes | None] = queue.Queue(_AHEAD)
         self._given_up = threading.Event()
         self._error: BaseException | None = None
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(client, key, part, write_id), name="ucformat-upload")
+        self._begun = False  # parts were asked for
+        self._thread = threading.Thread(
+            target=self._run, args=(client, key, part, own, deadline), name="ucformat-upload"
+        )
         self._thread.daemon = True  # whoever ends without closing has given up
         self._thread.start()
 
-    def _run(self, client: Client, key: str, part: int, write_id: str) -> None:
+    def _run(self, client: Client, key: str, part: int, own: str, deadline: float) -> None:
         import obstore
 
         try:
-            obstore.put(
-                client,
-                key,
-                self._each(),
-                attributes={WRITE_ID: write_id},
-                use_multipart=True,
-                chunk_size=part,
-                max_concurrency=_AT_ONCE,
-            )
+            until, wait = time.monotonic() + deadline, _WAIT
+            while True:
+                try:
+                    obstore.put(
+                        client,
+                        key,
+                        self._each(),
+                        attributes={WRITE_ID: own},
+                        use_multipart=True,
+                        chunk_size=part,
+                        max_concurrency=_AT_ONCE,
+                    )
+                except Exception as error:
+                    if self._begun or time.monotonic() + wait > until or not may_pass(error):
+                        raise
+                    time.sleep(wait)  # the answer that names the upload broke off: obstore does not ask again
+                    wait *= 2
+                else:
+                    break
         except BaseException as error:  # noqa: BLE001 - handed to the thread that writes
             self._error = error
         finally:
             self._ended.set()
 
     def _each(self) -> Iterator[bytes]:
+        self._begun = True
         while (part := self._parts.get()) is not None:
             if part:
                 yield part

@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ucformat._version import __version__
-from ucformat.errors import UsageError
+from ucformat.errors import Uncertain, UsageError
 from ucformat.format.arrays import array_doc, put_array, put_file, put_groups
-from ucformat.format.commit import abandon, commit, new_id
+from ucformat.format.commit import commit, discard, new_id
 from ucformat.format.digest import bytes_digest
 from ucformat.schema.manifest import GroupDoc, LineageDoc, Manifest, SidecarDoc, TensorDoc, WriterDoc
 from ucformat.storage.url import open_store
@@ -131,18 +131,26 @@ def save_listed(
         told = replace(written.listing, stall=stall)
         written = replace(written, listing=told, seconds=seconds)
 
+    needed = False  # what was written, by what is committed, or may be
+
     def committed(all_written: list[Any]) -> Sequence[Any]:
         assert attempt is not None  # noqa: S101 - rank 0 has both
         assert layout is not None  # noqa: S101
+        nonlocal needed
         manifest = _manifest(store, terms, note, attempt, layout, ticket, all_written)
-        done = commit(store, attempt, manifest)
+        needed = True  # also where it is interrupted
+        try:
+            done = commit(store, attempt, manifest)
+        except Exception as error:
+            needed = isinstance(error, Uncertain)
+            raise
         return [done.id] * group.size
 
     try:
         checkpoint = group.meet(written, committed)
     except BaseException:
-        if attempt is not None and group.whole:
-            abandon(store, attempt.id)
+        if attempt is not None and group.whole and not needed:
+            discard(store, attempt.id)
         raise
     nbytes = written.nbytes
     return Saved(terms.url, checkpoint, nbytes, planned - begun, time.monotonic() - planned)
