@@ -70,6 +70,7 @@ def other(tmp_path: Path) -> Iterator[Catalog]:
 @pytest.fixture(autouse=True)
 def kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents are written after every change, as for users."""
+    assert ucformat.Catalog is Catalog  # subscribed before the list is another one: it is done but once in a process
     monkeypatch.setattr("ucformat.catalog.catalog.on_change", [])
     keep_documents()
 
