@@ -76,8 +76,8 @@ def materialize(
     attempt = begin(store, plan, overwrite=overwrite)
     manifest, made = _write(source, store, attempt, how)
     new = {"id": made.id, "created": made.created, "lineage": (*manifest.lineage, *made.lineage)}
-    commit(store, attempt, manifest.model_copy(update=new))
-    return open_checkpoint(store)
+    done = commit(store, attempt, manifest.model_copy(update=new))
+    return Checkpoint(Universal(store, manifest=done.as_read()))
 
 
 def is_packed(ck: Checkpoint) -> bool:
@@ -109,10 +109,10 @@ def _in_place(source: Checkpoint, how: How) -> Checkpoint:
             raise
         return _overtaken(store, attempt, now, before)  # who committed took away what we read
     try:
-        commit(store, attempt, manifest)
+        done = commit(store, attempt, manifest)
     except Conflict:
         return _overtaken(store, attempt, _standing(store), before)
-    return open_checkpoint(store)
+    return Checkpoint(Universal(store, manifest=done.as_read()))
 
 
 def _overtaken(store: Store, attempt: Attempt, now: Manifest | None, before: Manifest) -> Checkpoint:
