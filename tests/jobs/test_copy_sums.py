@@ -8,8 +8,8 @@ import pytest
 from crc32c import crc32c
 
 from ucformat.geometry.tensor import Block, Key
-from ucformat.jobs import copy_files
-from ucformat.jobs.copy_files import _read_through, _Sums
+from ucformat.jobs import sums as module
+from ucformat.jobs.sums import Sums, read_through
 from ucformat.storage.memory import MemoryStore
 
 KEY = Key("w", "weight")
@@ -17,13 +17,13 @@ KEY = Key("w", "weight")
 
 def checked(data: bytes, blocks: list[Block], monkeypatch: pytest.MonkeyPatch, read: int) -> list[int]:
     """The offsets of the blocks that are found damaged."""
-    monkeypatch.setattr(copy_files, "_READ", read)
+    monkeypatch.setattr(module, "_READ", read)
     store = MemoryStore("sums")
     with store.create("f") as out:
         out.write(data)
-    sums = _Sums([(KEY, b) for b in blocks])
+    sums = Sums([(KEY, b) for b in blocks])
     with store.create("g") as out:
-        _read_through(store, "f", len(data), sums.take, out)
+        read_through(store, "f", len(data), sums.take, out)
     assert store.read("g") == data
     return sorted(b.offset for _, b in sums.damaged())
 

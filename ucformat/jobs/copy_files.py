@@ -7,22 +7,21 @@ interrupted, is read back there instead and kept.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound, UcformatError
 from ucformat.format.blocks import blocks_of
-from ucformat.format.checksum import checksum
 from ucformat.format.shard import check_shard
 from ucformat.format.sidecar import NO_BLOCK
 from ucformat.format.universal import grid_of
 from ucformat.format.zarr_json import shard_key
+from ucformat.jobs.sums import Sums, read_through
 from ucformat.jobs.verify import describes
 from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from ucformat.format.chunking import Grid
     from ucformat.format.universal import Universal
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Item", "Shard", "items", "transfer"]
 
-_READ = 8 << 20  # bytes that are held at once
 _NAMED = 5  # damaged chunks or blocks of a file that are named
 _HINT = "restore it from another copy of the checkpoint; nothing is committed at the destination"
 
@@ -170,7 +168,7 @@ class _File:
 
     def _digest(self, store: Store, out: Writer | None) -> str:
         state = hashlib.sha256()
-        _read_through(store, self.file, self.nbytes, lambda _, data: state.update(data), out)
+        read_through(store, self.file, self.nbytes, lambda _, data: state.update(data), out)
         return f"sha256:{state.hexdigest()}"
 
 
@@ -194,8 +192,8 @@ class _Packed:
         return b"" if self.covered and not self._damaged(dst, None) else None
 
     def _damaged(self, store: Store, out: Writer | None) -> list[tuple[Key, Block]]:
-        sums = _Sums(self.blocks)
-        _read_through(store, self.file, self.nbytes, sums.take, out)
+        sums = Sums(self.blocks)
+        read_through(store, self.file, self.nbytes, sums.take, out)
         return sums.damaged()
 
 
@@ -232,68 +230,6 @@ class _Document:
         except ValueError as error:
             raise _damaged(src, self.file, [f"is no JSON document: {error}"], names) from error
         raise _damaged(src, self.file, ["does not describe this tensor"], names)
-
-
-class _Sums:
-    """Compares the blocks of a file, which may overlap, with their checksums while the file goes by."""
-
-    def __init__(self, blocks: Sequence[tuple[Key, Block]]) -> None:
-        self._todo = deque(_Sum(key, block) for key, block in blocks)  # in the order of their offsets
-        self._begun: list[_Sum] = []
-        self._bad: list[_Sum] = []
-
-    def take(self, at: int, data: memoryview) -> None:
-        """The next bytes of the file, from `at` on."""
-        stop = at + len(data)
-        while self._todo and self._todo[0].block.offset < stop:
-            self._begun.append(self._todo.popleft())
-        for each in self._begun:
-            each.take(at, data)
-        self._bad += [s for s in self._begun if s.end <= stop and not s.ok]
-        self._begun = [s for s in self._begun if s.end > stop]
-
-    def damaged(self) -> list[tuple[Key, Block]]:
-        """The blocks that are not what their checksums say, and those that the file ends before."""
-        return [(s.key, s.block) for s in (*self._bad, *self._begun, *self._todo) if s.block.nbytes]
-
-
-class _Sum:
-    """The checksum of one block so far, and the one stored behind it."""
-
-    __slots__ = ("_crc", "_stored", "block", "end", "key")
-
-    def __init__(self, key: Key, block: Block) -> None:
-        self.key, self.block = key, block
-        self.end = block.offset + block.nbytes + (4 if block.crc32c is None else 0)
-        self._crc, self._stored = 0, b""
-
-    def take(self, at: int, data: memoryview) -> None:
-        start, stop = self.block.offset, self.block.offset + self.block.nbytes
-        self._crc = checksum(data[max(0, start - at) : max(0, stop - at)], self._crc)
-        self._stored += data[max(0, stop - at) : max(0, self.end - at)]
-
-    @property
-    def ok(self) -> bool:
-        crc = self.block.crc32c
-        return self._crc == (int.from_bytes(self._stored, "little") if crc is None else crc)
-
-
-def _read_through(
-    store: Store, file: str, nbytes: int, see: Callable[[int, memoryview], None], out: Writer | None
-) -> None:
-    """Read a file front to back, and write it to `out`."""
-    for at, data in _parts(store, file, nbytes):
-        see(at, data)
-        if out is not None:
-            out.write(data)
-
-
-def _parts(store: Store, file: str, nbytes: int) -> Iterator[tuple[int, memoryview]]:
-    buffer = memoryview(bytearray(min(_READ, nbytes)))
-    for at in range(0, nbytes, _READ):
-        part = buffer[: min(_READ, nbytes - at)]
-        store.read_into(file, at, [part])
-        yield at, part
 
 
 def _check_size(src: Store, file: str, nbytes: int) -> None:
