@@ -21,6 +21,7 @@ CHUNK_BYTES = 1 << 20
 SHARD_BYTES = 128 << 20
 
 _DEGREES = 16  # cuts into 1, 2, 4, 8 and 16 fall on chunk boundaries
+_USUAL = 8  # few cut a dim into more
 _SMALLEST = 16  # tiles are not made smaller than 1/16 of the target
 
 
@@ -29,16 +30,17 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, target: int = CHUNK_BYTES
 
     A tensor of at most `target` bytes is one chunk. A larger one of two or more dims is tiled first, so that the
     degrees 1 to 16 of each dim fall on chunk boundaries where the dim divides; dims that do not divide stay whole.
-    Where tiles would get too small, the dim that is cut most gives way, of several the first: cuts along that are
-    adjacent bytes inside a chunk all the same. What is still larger than `target` is cut along its first dims.
+    Where tiles would get too small, the dim that is cut most gives way; of several the first as long as they are cut
+    into 16, then the last: an eighth of the rows is what ranks ask for most, and should be whole tiles. What is still
+    larger than `target` is cut along its first dims.
     """
     edges = [max(1, n) for n in shape]
     total = math.prod(edges) * itemsize
     if len(edges) > 1 and total > target:
         degrees = [math.gcd(n, _DEGREES) for n in edges]
         floor = max(itemsize, target // _SMALLEST)
-        while total // math.prod(degrees) < floor and (most := max(degrees)) > 1:
-            degrees[degrees.index(most)] //= 2
+        while total // math.prod(degrees) < floor and max(degrees) > 1:
+            degrees[max(range(len(degrees)), key=lambda d: (degrees[d], -d if degrees[d] > _USUAL else d))] //= 2
         edges = [n // g for n, g in zip(edges, degrees, strict=True)]
     for d in range(len(edges)):
         inner = math.prod(edges[d + 1 :]) * itemsize
