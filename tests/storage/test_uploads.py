@@ -12,6 +12,7 @@ from tests.storage.conftest import PART
 from tests.storage.proxy import answer
 from ucformat.errors import Conflict, NotFound, UcformatError, Uncertain
 from ucformat.storage.base import content_version
+from ucformat.storage.upload import part_size, unit_for
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
@@ -238,3 +239,10 @@ def test_reads_get_every_byte(fault: Fault, faulty: Faulty, store: Store) -> Non
     assert rows == [LARGE[3 + 700 * k :][:64] for k in range(40)]
     faulty.proxy.choose = first(fault, gets, 2)
     assert [info.key for info in store.list()] == ["f"]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 80 << 30, (80 << 30) + 1, 5 << 40])
+def test_no_file_has_more_parts_than_an_object_may_have(nbytes: int) -> None:
+    part = part_size(unit_for(nbytes))
+    assert -(-nbytes // part) <= 10_000
+    assert part < 9 << 20 or nbytes > 80 << 30

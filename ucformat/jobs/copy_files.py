@@ -18,6 +18,7 @@ from ucformat.format.universal import grid_of
 from ucformat.format.zarr_json import shard_key
 from ucformat.jobs.sums import Sums, read_through
 from ucformat.jobs.verify import describes
+from ucformat.storage.upload import unit_for
 from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ class _Packed:
     covered: bool
 
     def copy(self, src: Store, dst: Store) -> bytes:
-        with dst.create(self.file) as out:
+        with dst.create(self.file, unit_for(self.nbytes)) as out:
             if bad := self._damaged(src, out):
                 reasons = [f"crc32c differs (block at byte {block.offset})" for _, block in bad]
                 raise _damaged(src, self.file, reasons, [key for key, _ in bad])

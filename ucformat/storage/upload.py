@@ -20,18 +20,22 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Bytes
 
-__all__ = ["ObjectWriter", "part_size"]
+__all__ = ["ObjectWriter", "part_size", "unit_for"]
 
 _PART = 8 << 20  # bytes, at least; S3 takes no part below 5 MiB but the last
 _AT_ONCE = 3  # parts on their way
-_PARTS = 10_000  # of one object
-_LARGEST = 5 << 40  # bytes of one object
+_PARTS = 10_000  # of one object, at most
 _WAIT = 0.1  # seconds between two tries to begin, at first
 _AHEAD = 1  # parts that wait for their turn
 
 
 class _Aborted(Exception):
     """Ends an upload that is given up."""
+
+
+def unit_for(nbytes: int) -> int:
+    """The unit in which to write a file of so many bytes, so that it has no more parts than it may."""
+    return max(1, -(-nbytes // _PARTS))
 
 
 def part_size(unit: int) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 from ucformat.format.checksum import checksum
 from ucformat.format.sidecar import Columns, encode_columns
 from ucformat.geometry.box import row_major
+from ucformat.storage.upload import unit_for
 from ucformat.torch.fragments import blocks_of
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ def write_packed(
     """
     sums: list[int] = []
     end = 0
-    with store.create(key) as out:
+    nbytes = sum(region.box.size * itemsize + _ALIGNED for region, itemsize in regions)
+    with store.create(key, unit_for(nbytes)) as out:
         for region, itemsize in regions:
             if gap := -end % _ALIGNED:
                 out.write(bytes(gap))
