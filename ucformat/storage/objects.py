@@ -101,34 +101,18 @@ class ObjectStore:
         check_range(self._name(key), offset, end - offset, end)
         while offset < end:
             nbytes = min(_COSTS.request, end - offset)
-            with BUDGET.take(nbytes):
-                _scatter(self._range(key, offset, nbytes), todo)
+            with self.lend(key, [(offset, nbytes)]) as (found,):
+                _scatter(found, todo)
             offset += nbytes
-
-    def _range(self, key: str, offset: int, nbytes: int) -> memoryview:
-        import obstore
-
-        with self._checking(key, [(offset, nbytes)]):
-            found = self._ask("read", key, lambda client: obstore.get_range(client, key, start=offset, length=nbytes))
-            return _of_size(found, nbytes)
 
     def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
         """Fill rows, several at once."""
-        import obstore
-
         check_key(key)
         wanted = [(offset + k * step, row.cast("B")) for k, row in enumerate(rows) if row.nbytes]
         for group in _groups(wanted, _COSTS.request):
-            ranges = [(begin, row.nbytes) for begin, row in group]
-            starts, lengths = [r[0] for r in ranges], [r[1] for r in ranges]
-
-            def ask(client: Client, starts: Any = starts, lengths: Any = lengths) -> Any:
-                return obstore.get_ranges(client, key, starts=starts, lengths=lengths, coalesce=_ROW_GAP)
-
-            check_range(self._name(key), starts[0], lengths[0], starts[0] + lengths[0])
-            with BUDGET.take(sum(lengths)), self._checking(key, ranges):
-                for (_, row), data in zip(group, self._ask("read", key, ask), strict=True):
-                    row[:] = _of_size(data, row.nbytes)
+            with self.lend(key, [(begin, row.nbytes) for begin, row in group]) as found:
+                for (_, row), data in zip(group, found, strict=True):
+                    row[:] = data
 
     @contextmanager
     def lend(self, key: str, ranges: Sequence[tuple[int, int]]) -> Iterator[Sequence[memoryview]]:
@@ -140,13 +124,12 @@ class ObjectStore:
             check_range(self._name(key), begin, nbytes, begin + nbytes)
         starts, lengths = [r[0] for r in ranges], [r[1] for r in ranges]
 
-        def ask(client: Client) -> Any:
+        def ask(client: Client) -> Sequence[Any]:
+            if len(ranges) == 1:
+                return [obstore.get_range(client, key, start=starts[0], length=lengths[0])]
             return obstore.get_ranges(client, key, starts=starts, lengths=lengths, coalesce=_ROW_GAP)
 
         with BUDGET.take(sum(lengths)):
-            if len(ranges) == 1:
-                yield [self._range(key, *ranges[0])]
-                return
             with self._checking(key, ranges):
                 found = [_of_size(data, n) for data, n in zip(self._ask("read", key, ask), lengths, strict=True)]
             yield found
