@@ -9,7 +9,7 @@ from os import PathLike, fspath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from ucformat.errors import NotACheckpoint, NotFound, TensorNotFound, UsageError
+from ucformat.errors import NotACheckpoint, NotFound, Refused, TensorNotFound, UcformatError, UsageError
 from ucformat.format.commit import MANIFEST
 from ucformat.format.digest import document_digest
 from ucformat.format.universal import Universal
@@ -60,10 +60,16 @@ def open_checkpoint(
     store = open_store(place) if isinstance(place, str | PathLike) else place
     if not _holds(store, MANIFEST):
         with Remembered(store) as seen:
-            if next(iter(seen.list()), None) is None:
+            try:
+                missing: UcformatError | None = None
+                if next(iter(seen.list()), None) is None:
+                    missing = NotFound(f"{store.url} does not exist, or is empty", hint="check the path")
+            except Refused as error:  # plain HTTP, which has no folders
+                missing = error
+            if missing is not None:
                 if isinstance(place, str | PathLike) and (source := _open_file(place, options)) is not None:
                     return Checkpoint(source)
-                raise NotFound(f"{store.url} does not exist, or is empty", hint="check the path") from None
+                raise missing
             source = open_source(seen, options=options)
         if source is None:
             if _holds(store, TOMBSTONE):

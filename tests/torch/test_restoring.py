@@ -151,7 +151,7 @@ def test_an_interrupted_save_leaves_the_one_before(tmp_path: Path, monkeypatch: 
 
     with monkeypatch.context() as patched:  # what a killed process leaves: all data, and no manifest
         patched.setattr("ucformat.torch.writing.commit", killed)
-        patched.setattr("ucformat.torch.writing.abandon", lambda *_: None)
+        patched.setattr("ucformat.torch.writing.discard", lambda *_: None)
         with pytest.raises(KeyboardInterrupt):
             manager.save(2, state_at(2))
     assert list((tmp_path / "step-00000002").glob("data/**/c/*"))

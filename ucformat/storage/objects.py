@@ -159,6 +159,11 @@ class ObjectStore:
 
     def _pages(self, prefix: str) -> Iterator[Sequence[Any]]:
         below = check_key(prefix) if prefix else None
+        if self._place.cloud == "http":
+            raise Refused(
+                f"{self._name(prefix)} cannot be listed: plain HTTP has no folders",
+                hint="open a universal checkpoint, or a single file by its name",
+            )
         return self._each_page(prefix, below)
 
     def _each_page(self, prefix: str, below: str | None) -> Iterator[Sequence[Any]]:

@@ -16,7 +16,7 @@ from ucformat.errors import Refused, UsageError
 from ucformat.sources.shards import complete, numbered
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 __all__ = ["INDEX", "SUFFIX", "Chosen", "choose", "choose_file"]
 
@@ -55,13 +55,16 @@ def choose(names: Iterable[str], url: str) -> Chosen:
     return chosen
 
 
-def choose_file(key: str, names: Iterable[str]) -> Chosen:
-    """The checkpoint that is this one file, or index; Refused where it is one of several shards."""
+def choose_file(key: str, names: Callable[[], Iterable[str]]) -> Chosen:
+    """The checkpoint that is this one file, or index; Refused where it is one of several shards.
+
+    `names` gives those of the files beside it, where they matter.
+    """
     if key.endswith(INDEX):
         return Chosen(key, ())
     found = numbered(key)
     if found and found[2] > 1:
-        index = next((n for n in names if n.endswith(INDEX)), None)
+        index = next((n for n in names() if n.endswith(INDEX)), None)
         raise Refused(
             f"{key} is one of {found[2]} shards of a checkpoint, not a whole one",
             hint=f"open {index}" if index else "open the folder that it lies in",

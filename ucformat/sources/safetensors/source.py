@@ -56,7 +56,7 @@ class Safetensors:
 
     def open_file(self, store: Store, key: str) -> OpenSafetensors:
         """Open a file alone, or an index with the shards that it names."""
-        return OpenSafetensors(store, choose_file(key, root_files(store)), (), folder=key)
+        return OpenSafetensors(store, choose_file(key, lambda: root_files(store)), (), folder=key)
 
 
 class OpenSafetensors:
