@@ -92,7 +92,7 @@ def _place(layout: str) -> int:
 
 
 def chosen_loads() -> list[Load]:
-    """A choice of few: every layout saves one recipe, and is loaded by itself and by another.
+    """A choice of few: every layout saves one recipe, and is loaded by itself and by two others.
 
     So every layout saves and loads in both forms, every recipe is saved and loaded in both, and DDP over two ranks
     goes to FSDP2 over two.
@@ -101,8 +101,8 @@ def chosen_loads() -> list[Load]:
     found = []
     for i, layout in enumerate(layouts):
         source = Source(layout, recipes[i % len(recipes)])
-        found.append(Load(source, FORMS[i % 2], layout))
-        found.append(Load(source, FORMS[(i + 1) % 2], layouts[(i + (2, 6)[i % 2]) % len(layouts)]))
+        for form, shift in ((FORMS[i % 2], 0), ("zarr", 2), ("packed", 6)):
+            found.append(Load(source, form, layouts[(i + shift) % len(layouts)]))
     return found
 
 
