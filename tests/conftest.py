@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from tests.s3 import ENVIRONMENT, serving
+from tests.s3 import serving, set_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,9 +31,7 @@ os.environ["XDG_DATA_HOME"] = _DATA.name
 def bucket() -> Iterator[Bucket]:
     """A bucket of a real HTTP endpoint, which this process's object stores then use."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            if name not in os.environ or "UCP_TEST_S3_ENDPOINT" not in os.environ:
-                patch.setenv(name, value)
+        set_environment(patch)
         with serving() as found:
             patch.setenv("UCP_ENDPOINT", found.endpoint)
             yield found

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["CANARY", "ENVIRONMENT", "Bucket", "serving"]
+    import pytest
+
+__all__ = ["CANARY", "ENVIRONMENT", "Bucket", "serving", "set_environment"]
 
 #: Looks like nothing else, so that tests can look for it where it must not be.
 CANARY = "canary/Zq7+SecretThatNobodyMaySee"
@@ -27,6 +29,13 @@ ENVIRONMENT = {
     "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true",
 }
+
+
+def set_environment(patch: pytest.MonkeyPatch) -> None:
+    """Have keys in the environment: those that are there, for a real endpoint."""
+    for name, value in ENVIRONMENT.items():
+        if name not in os.environ or "UCP_TEST_S3_ENDPOINT" not in os.environ:
+            patch.setenv(name, value)
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 import ucformat
 from tests.cli.conftest import object_of
+from tests.cli.interrupting import interrupted
 from tests.fakes import ODD, FakeSource, random_array, same
 from ucformat.checkpoint import Checkpoint
 from ucformat.cli.options import SIZE
@@ -71,12 +70,8 @@ def test_ctrl_c_commits_nothing_and_the_same_command_continues(tmp_path: Path) -
     dst = tmp_path / "dst"
     command = [sys.executable, "-m", "ucformat.cli", "convert", str(tmp_path / "src"), str(dst), "-w", "1"]
     command += ["--chunk-bytes", "1KiB", "--shard-bytes", "64KiB"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        while process.poll() is None and len(list(dst.glob("data/*/weight/*/c/*/*"))) < 3:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    code, out, err = interrupted(command, dst)
+    assert code == 130, err
     assert out == ""
     assert err == f"interrupted: nothing is committed at {dst}; run the same command again and it continues\n"
     with pytest.raises(LookupError):

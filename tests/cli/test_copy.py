@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 import ucformat
 from tests.cli.conftest import object_of
+from tests.cli.interrupting import interrupted
 from tests.fakes import FakeSource, random_array
 from tests.s3 import CANARY
 from ucformat.checkpoint import Checkpoint
@@ -87,12 +86,8 @@ def test_ctrl_c_commits_nothing_and_the_same_command_continues(tmp_path: Path) -
     ucformat.convert(source, tmp_path / "src", chunk_bytes=1024, shard_bytes=1 << 16)
     dst = tmp_path / "dst"
     command = [sys.executable, "-m", "ucformat.cli", "copy", str(tmp_path / "src"), str(dst), "-w", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        while process.poll() is None and len(list(dst.glob("data/*/weight/*/c/*/*"))) < 3:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    code, out, err = interrupted(command, dst)
+    assert code == 130, err
     assert out == ""
     assert err == f"interrupted: nothing is committed at {dst}; run the same command again and it continues\n"
     with pytest.raises(LookupError):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 import ucformat
 from tests.cli.conftest import object_of
+from tests.cli.interrupting import interrupted
 from tests.fakes import ODD, random_array, same
 from tests.packed import write_packed
 from tests.zero_files import FLAT, write_zero3
@@ -97,12 +96,8 @@ def test_ctrl_c_leaves_it_packed_and_the_same_command_continues(tmp_path: Path) 
     packed = write_packed(LocalStore(place), arrays, block_bytes=1 << 18)
     command = [sys.executable, "-m", "ucformat.cli", "materialize", str(place), "-w", "1"]
     command += ["--chunk-bytes", "1KiB", "--shard-bytes", "64KiB"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        while process.poll() is None and len(list(place.glob("data/*/weight/*/c/*/*"))) < 3:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    code, out, err = interrupted(command, place)
+    assert code == 130, err
     assert out == ""
     assert err == f"interrupted: {place} is whole; run the same command again and it continues\n"
     left = ucformat.open(place)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.s3 import ENVIRONMENT, Bucket, serving
+from tests.s3 import Bucket, serving, set_environment
 from tests.storage.proxy import Proxy, fine
 from tests.storage.seen import Seen
 
@@ -33,9 +33,7 @@ class Faulty:
 def faulty_bucket() -> Iterator[Faulty]:
     """One for the session; moto takes small parts, so that small objects can be uploaded in parts."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            if name not in os.environ or "UCP_TEST_S3_ENDPOINT" not in os.environ:
-                patch.setenv(name, value)
+        set_environment(patch)
         with serving(part=1) as bucket, Proxy(bucket.endpoint) as proxy:
             yield Faulty(bucket, proxy)
 
@@ -43,9 +41,7 @@ def faulty_bucket() -> Iterator[Faulty]:
 @pytest.fixture
 def faulty(faulty_bucket: Faulty, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
     """The same, without faults yet, and with small parts."""
-    for name, value in ENVIRONMENT.items():
-        if name not in os.environ or "UCP_TEST_S3_ENDPOINT" not in os.environ:
-            monkeypatch.setenv(name, value)
+    set_environment(monkeypatch)
     monkeypatch.setenv("UCP_ENDPOINT", faulty_bucket.proxy.endpoint)
     if "UCP_TEST_S3_ENDPOINT" not in os.environ:
         monkeypatch.setattr("ucformat.storage.upload._PART", PART)
