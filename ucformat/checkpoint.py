@@ -19,6 +19,7 @@ from ucformat.planning import Bound, plan_rank
 from ucformat.schema.manifest import GroupDoc, Manifest, TensorDoc
 from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.sources import SOURCES, open_source, open_source_file
+from ucformat.storage.base import exists
 from ucformat.storage.remembered import Remembered
 from ucformat.storage.url import open_store
 from ucformat.tensor import Tensor
@@ -58,7 +59,7 @@ def open_checkpoint(
         NotACheckpoint: what is there is not a checkpoint, or not a committed one.
     """
     store = open_store(place) if isinstance(place, str | PathLike) else place
-    if not _holds(store, MANIFEST):
+    if not exists(store, MANIFEST):
         with Remembered(store) as seen:
             try:
                 missing: UcformatError | None = None
@@ -72,7 +73,7 @@ def open_checkpoint(
                 raise missing
             source = open_source(seen, options=options)
         if source is None:
-            if _holds(store, TOMBSTONE):
+            if exists(store, TOMBSTONE):
                 raise NotACheckpoint(
                     f"the checkpoint at {store.url} was deleted, and is not yet removed as a whole",
                     hint=f"`ucp gc {store.url} --apply` ends that",
@@ -98,7 +99,7 @@ def _open_file(place: str | PathLike[str], options: Mapping[str, Any] | None) ->
     """The checkpoint that is one file; None where there is no such file."""
     folder, _, name = fspath(place).rpartition("/")
     store = open_store(folder or ("/" if fspath(place).startswith("/") else "."))
-    if not name or not _holds(store, name):
+    if not name or not exists(store, name):
         return None
     source = open_source_file(store, name, options=options)
     if source is None:
@@ -107,14 +108,6 @@ def _open_file(place: str | PathLike[str], options: Mapping[str, Any] | None) ->
             hint=f"open the folder that it lies in; foreign checkpoints that can be read: {_KNOWN}",
         )
     return source
-
-
-def _holds(store: Store, key: str) -> bool:
-    try:
-        store.info(key)
-    except NotFound:
-        return False
-    return True
 
 
 class Checkpoint(Mapping[str, Tensor]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import reprlib
+from functools import cached_property
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
@@ -60,7 +61,11 @@ class MountedStore(WrappedStore):
     @property
     def costs(self) -> Costs:
         """Those of the first root, where the tensors lie."""
-        return open_store(self.roots[0]).costs if self.roots else self.inner.costs
+        return self._first.costs
+
+    @cached_property
+    def _first(self) -> Store:
+        return open_store(self.roots[0]) if self.roots else self.inner
 
     def place(self, key: str) -> tuple[Store, str] | None:
         """The store and the key in it of a file below a root; None of the checkpoint's own.

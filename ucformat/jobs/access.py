@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ucformat.settings import load_settings
-from ucformat.storage.clouds import SCHEMES, boto_session
+from ucformat.storage.clouds import SCHEMES, Options, keys_in_environment, s3_terms
 from ucformat.storage.url import split_url
 
 if TYPE_CHECKING:
@@ -47,24 +47,16 @@ def access_to(url: str) -> Access:
 
 
 def _of_s3() -> Access:
-    settings, seen = load_settings(), os.environ.get
-    endpoint = settings.endpoint or seen("AWS_ENDPOINT_URL_S3") or seen("AWS_ENDPOINT_URL")
-    session = None if _in_environment() else boto_session()
-    region = settings.region or seen("AWS_REGION") or seen("AWS_DEFAULT_REGION")
-    region = region or (session.region_name if session else None) or ("us-east-1" if endpoint else None)
-    return Access(_shown(endpoint) if endpoint else "Amazon's", region, _credentials())
+    settings = load_settings()
+    endpoint, region, session = s3_terms(Options(settings.endpoint, settings.region))
+    return Access(_shown(endpoint) if endpoint else "Amazon's", region, _credentials(session))
 
 
-def _in_environment() -> bool:
-    return bool(os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"))
-
-
-def _credentials() -> str:
-    if _in_environment():
+def _credentials(session: Any) -> str:
+    if keys_in_environment():
         return "environment (AWS_ACCESS_KEY_ID)"
-    session = boto_session()
     found = None if session is None else session.get_credentials()
-    if session is not None and found is not None:
+    if found is not None:
         return f"chain ({found.method}, profile {session.profile_name})"
     return _named((*_WEB, *_CONTAINER)) or "none"
 

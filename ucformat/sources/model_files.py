@@ -7,8 +7,8 @@ import re
 from itertools import compress, islice
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, NotFound
-from ucformat.storage.base import check_key
+from ucformat.errors import IntegrityError
+from ucformat.storage.base import check_key, exists
 from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Info, Store
 
-__all__ = ["exists", "find_assets", "present", "read_json", "read_weight_map", "root_files"]
+__all__ = ["find_assets", "present", "read_json", "read_weight_map", "root_files"]
 
 _LOOK = 10_000  # files of a folder, and of those in it, that are looked at
 _LARGEST = 64 << 20  # bytes of an asset, and of a JSON document that is read
@@ -29,15 +29,6 @@ _KNOWN = re.compile(
 )
 _FURTHER = re.compile(r"[^/]+\.(json|txt|model|jinja|md|tiktoken)")
 _OF_THE_ENGINE = re.compile(r".*\.index\.json|trainer_state\.json|model_index\.json")
-
-
-def exists(store: Store, key: str) -> bool:
-    """Whether there is a file of this key."""
-    try:
-        store.info(key)
-    except NotFound:
-        return False
-    return True
 
 
 def present(store: Store, weight_map: Mapping[str, str]) -> set[str]:

@@ -17,13 +17,24 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
-from ucformat.errors import MissingData, Refused
+from ucformat.errors import MissingData, NotFound, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import TracebackType
 
-__all__ = ["HIDDEN", "Bytes", "Costs", "Info", "Store", "Writer", "check_key", "check_range", "content_version"]
+__all__ = [
+    "HIDDEN",
+    "Bytes",
+    "Costs",
+    "Info",
+    "Store",
+    "Writer",
+    "check_key",
+    "check_range",
+    "content_version",
+    "exists",
+]
 
 #: What reads fill and writes take: any contiguous buffer.
 Bytes = bytes | bytearray | memoryview
@@ -199,6 +210,15 @@ def check_range(name: str, offset: int, nbytes: int, size: int) -> None:
             f"{name}: bytes {offset} to {offset + max(nbytes, 0)} are wanted, but the file has {size}",
             hint="the file is truncated or another one than the checkpoint was made with; restore it from a copy",
         )
+
+
+def exists(store: Store, key: str) -> bool:
+    """Whether there is a file of this key."""
+    try:
+        store.info(key)
+    except NotFound:
+        return False
+    return True
 
 
 def content_version(data: bytes) -> str:

@@ -19,7 +19,17 @@ from ucformat.storage.base import check_key
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
 
-__all__ = ["SCHEMES", "Options", "Place", "connect", "parse", "refuse_secrets"]
+__all__ = [
+    "SCHEMES",
+    "Options",
+    "Place",
+    "boto_session",
+    "connect",
+    "keys_in_environment",
+    "parse",
+    "refuse_secrets",
+    "s3_terms",
+]
 
 #: Scheme -> the cloud that it is of.
 SCHEMES = {
@@ -114,15 +124,12 @@ def connect(place: Place, options: Options) -> Client:
     if place.cloud == "http":
         common["client_options"]["allow_http"] = place.root.startswith("http://")
         return store.HTTPStore.from_url(place.root, **common)
-    endpoint = options.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    endpoint, region, session = s3_terms(options)
     if endpoint:
         if "@" in endpoint:
             raise UsageError("the endpoint of S3 holds a password", hint="let the standard chain find credentials")
         common["endpoint"] = endpoint
         common["client_options"]["allow_http"] = endpoint.startswith("http://")
-    session = None if _in_environment() else boto_session()
-    region = options.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    region = region or (session.region_name if session else None) or ("us-east-1" if endpoint else None)
     if region:
         common["region"] = region
     if session is not None and session.get_credentials() is not None:
@@ -132,7 +139,21 @@ def connect(place: Place, options: Options) -> Client:
     return store.S3Store(place.bucket, prefix=prefix, **common)
 
 
-def _in_environment() -> bool:
+def s3_terms(options: Options) -> tuple[str, str | None, Any]:
+    """The endpoint of S3 (nothing: Amazon's), the region, and boto3's session where the environment has no keys."""
+    seen = os.environ.get
+    endpoint = options.endpoint or seen("AWS_ENDPOINT_URL_S3") or seen("AWS_ENDPOINT_URL") or ""
+    session = None if keys_in_environment() else boto_session()
+    region = options.region or seen("AWS_REGION") or seen("AWS_DEFAULT_REGION")
+    return (
+        endpoint,
+        region or (session.region_name if session else None) or ("us-east-1" if endpoint else None),
+        session,
+    )
+
+
+def keys_in_environment() -> bool:
+    """Whether the environment has a key of Amazon's."""
     return bool(os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"))
 
 

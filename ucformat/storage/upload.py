@@ -177,13 +177,18 @@ class _Upload:
 
     def put(self, part: bytes | None) -> None:
         """Hand over a part, once there is room for it; raises what ended the upload, if something did."""
+        if not self._take(part):
+            raise self._error or RuntimeError("the upload has ended")
+
+    def _take(self, part: bytes | None) -> bool:
+        """Whether a part was handed over before the upload ended."""
         while not self._ended.is_set():
             try:
                 self._parts.put(part, timeout=0.1)
             except queue.Full:
                 continue
-            return
-        raise self._error or RuntimeError("the upload has ended")
+            return True
+        return False
 
     def finish(self) -> None:
         """Wait until the object is there."""
@@ -195,10 +200,5 @@ class _Upload:
     def abort(self) -> None:
         """Wait until the upload is given up, unless it was complete."""
         self._given_up.set()
-        while not self._ended.is_set():
-            try:
-                self._parts.put(None, timeout=0.1)
-            except queue.Full:
-                continue
-            break
+        self._take(None)
         self._thread.join()

@@ -22,7 +22,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ucformat.errors import IntegrityError, MissingData, NotFound, Refused, UsageError
-from ucformat.storage.base import check_key
+from ucformat.storage.base import check_key, exists
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -91,10 +91,10 @@ def is_model_or_optimizer(name: str) -> bool:
 
 def looks_like_deepspeed(store: Store) -> bool:
     """Whether this folder has `latest`, or (or a folder in it has) files as DeepSpeed names them."""
-    if _exists(store, "latest_universal") or _tag_in(store, "latest"):
+    if exists(store, "latest_universal") or _tag_in(store, "latest"):
         return True
     names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-    if any(_exists(store, name) for name in names):
+    if any(exists(store, name) for name in names):
         return True
     return any(_ANY.fullmatch(i.key) or _UNIVERSAL.fullmatch(i.key) for i in islice(store.list(), _LOOK))
 
@@ -282,14 +282,6 @@ def _not_yet(what: str, key: str, hint: str = _READ) -> Refused:
     return Refused(f"{key}: not yet read: {what}", hint=hint)
 
 
-def _exists(store: Store, key: str) -> bool:
-    try:
-        store.info(key)
-    except NotFound:
-        return False
-    return True
-
-
 def _existing(store: Store, tag: str, file: str) -> str:
     if next(iter(store.list(check_key(tag))), None) is None:
         raise NotFound(
@@ -301,7 +293,7 @@ def _existing(store: Store, tag: str, file: str) -> str:
 
 def _tag_in(store: Store, file: str) -> str | None:
     """The tag that a file `latest` names."""
-    if not _exists(store, file) or store.info(file).size > _LATEST:
+    if not exists(store, file) or store.info(file).size > _LATEST:
         return None
     text = store.read(file).decode(errors="replace").strip()
     return text if text and "\n" not in text else None

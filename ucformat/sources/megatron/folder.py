@@ -8,8 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ucformat.errors import NotFound, UsageError
-from ucformat.sources.model_files import exists
-from ucformat.storage.base import check_key
+from ucformat.storage.base import check_key, exists
 
 if TYPE_CHECKING:
     from ucformat.storage.base import Store

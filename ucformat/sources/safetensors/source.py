@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, Refused
 from ucformat.facts import Facts
 from ucformat.sources.contents import Contents
-from ucformat.sources.model_files import exists, find_assets, present, read_weight_map, root_files
+from ucformat.sources.model_files import find_assets, present, read_weight_map, root_files
 from ucformat.sources.safetensors.folder import INDEX, SUFFIX, Chosen, choose, choose_file
 from ucformat.sources.safetensors.header import Header, read_header
 from ucformat.sources.shards import check_index, check_shards
 from ucformat.sources.values import to_json
+from ucformat.storage.base import exists
 from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import NotFound, TensorNotFound, UsageError
+from ucformat.errors import TensorNotFound, UsageError
 from ucformat.facts import Facts
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
 from ucformat.sources.base import Folders
@@ -14,6 +14,7 @@ from ucformat.sources.values import to_json
 from ucformat.sources.zarr.chunks import Chunks
 from ucformat.sources.zarr.hierarchy import V2, V3, Hierarchy, read_hierarchy
 from ucformat.sources.zarr.values import list_values
+from ucformat.storage.base import exists
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +54,7 @@ class Zarr(Folders):
 
     def find(self, store: Store) -> bool:
         """Whether this folder is a group or an array."""
-        return any(_exists(store, name) for name in (V3, *V2))
+        return any(exists(store, name) for name in (V3, *V2))
 
     def open(self, store: Store) -> OpenZarr:
         """List the folder, and read the metadata of every node in it."""
@@ -118,11 +119,3 @@ def _said(attribute: Any) -> Key | None:
         if isinstance(name, str) and isinstance(state, str):
             return Key(name, state)
     return None
-
-
-def _exists(store: Store, key: str) -> bool:
-    try:
-        store.info(key)
-    except NotFound:
-        return False
-    return True
