@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import parse_qs, quote, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, quote, unquote, urlsplit
 from urllib.request import urlopen
 from xml.sax.saxutils import escape
 
@@ -33,11 +33,15 @@ BUCKET = "files"
 
 @dataclass(frozen=True)
 class Counts:
-    """What was asked for: requests of all kinds, those of them that are GETs of objects, and bytes of bodies."""
+    """What was asked for: requests of all kinds, those of them that are GETs of objects, and bytes of bodies.
+
+    `most` of them were being answered at once.
+    """
 
     requests: int
     reads: int
     nbytes: int
+    most: int
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,18 @@ class _Server(socketserver.ThreadingTCPServer):
         self.folder, self.latency = folder.absolute(), latency
         self.lock = threading.Lock()
         self.counted = [0, 0, 0]
+        self.answering = self.most = 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        with self.lock:
+            self.answering += 1
+            self.most = max(self.most, self.answering)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.answering -= 1
 
     def count(self, reads: int, nbytes: int) -> None:
         with self.lock:
@@ -85,8 +101,9 @@ class _Server(socketserver.ThreadingTCPServer):
 
     def take_counts(self) -> bytes:
         with self.lock:
-            counted, self.counted = self.counted, [0, 0, 0]
-        return json.dumps(dict(zip(("requests", "reads", "nbytes"), counted, strict=True))).encode()
+            counted, self.counted = [*self.counted, self.most], [0, 0, 0]
+            self.most = 0
+        return json.dumps(dict(zip(("requests", "reads", "nbytes", "most"), counted, strict=True))).encode()
 
 
 class _Connection(socketserver.BaseRequestHandler):
@@ -116,8 +133,12 @@ class _Connection(socketserver.BaseRequestHandler):
         if parts.path == "/-counts":
             _send(sock, "200 OK", self.server.take_counts(), "application/json")
             return
-        if self.server.latency:
-            time.sleep(self.server.latency)
+        with self.server.one():
+            if self.server.latency:
+                time.sleep(self.server.latency)
+            self.serve(sock, method, headers, parts)
+
+    def serve(self, sock: socket.socket, method: str, headers: dict[str, str], parts: SplitResult) -> None:
         bucket, _, key = unquote(parts.path).lstrip("/").partition("/")
         if method not in ("GET", "HEAD") or bucket != BUCKET:
             self.server.count(0, 0)

@@ -12,6 +12,7 @@ import ucformat
 import ucformat.torch
 from tests.fakes import ODD, Arrays, FakeSource, random_array, same
 from tests.packed import OBJECTS, write_packed
+from tests.s3 import set_environment
 from tests.s3_files import serving_files
 from tests.test_planning import ARRAYS as MODEL
 from tests.test_planning import GROUPS, layout, reference
@@ -21,7 +22,7 @@ from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound
 from ucformat.storage.clouds import Options
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
-from ucformat.storage.objects import ObjectStore
+from ucformat.storage.objects import BUDGET, ObjectStore
 from ucformat.storage.recording import RecordingStore
 from ucformat.storage.url import open_store
 
@@ -102,6 +103,10 @@ class TestOpen:
 
 
 class TestPlan:
+    @pytest.fixture(autouse=True)
+    def keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        set_environment(monkeypatch)
+
     @pytest.mark.parametrize("sizes", [(64, 1024), (None, None)])
     def test_ranks_read_what_their_plans_say(self, tmp_path: Path, sizes: tuple[int | None, int | None]) -> None:
         """As the endpoint counts it."""
@@ -120,6 +125,29 @@ class TestPlan:
                     assert (counts.nbytes, counts.reads) == (plan.bytes_read, counts.requests)
                     assert counts.requests <= plan.requests
                     assert all(same(found[key], a) for key, a in reference(target, rank).items())
+
+    @pytest.mark.parametrize(("requests", "nbytes"), [(3, 1 << 20), (25, 1 << 20), (128, 1)])
+    def test_no_more_requests_at_once_than_the_budget_allows(self, tmp_path: Path, requests: int, nbytes: int) -> None:
+        """Neither ranges of one file that are asked for together; a range larger than the budget goes alone."""
+        arrays = {(f"w{k}", "weight"): random_array((64, 64), "float32", k) for k in range(6)}
+        source = Checkpoint(FakeSource.write(MemoryStore("at-once"), arrays))
+        ucformat.convert(source, tmp_path / "model", chunk_bytes=1024, overwrite=True)
+        before = BUDGET.requests, BUDGET.nbytes
+        with serving_files(tmp_path, latency=0.01) as served:
+            ck = ucformat.open(ObjectStore(served.url("model"), Options(endpoint=served.endpoint)))
+            plan = ck.plan(ucformat.Layout({"tp": 4}, [{"match": "*", "place": [{"shard": 1, "over": "tp"}]}]), 2)
+            assert plan.requests > 50
+            served.counts()
+            BUDGET.set(requests, nbytes)
+            try:
+                found = plan.execute()
+            finally:
+                BUDGET.set(*before)
+            counts = served.counts()
+        assert all(same(found[key], np.ascontiguousarray(a[:, 32:48])) for key, a in arrays.items())
+        assert (counts.reads, counts.nbytes) == (plan.requests, plan.bytes_read)
+        assert counts.most <= (requests if nbytes > 1 else 10)
+        assert counts.most > 2 or requests < 3
 
 
 class Interrupted(Exception):

@@ -14,6 +14,7 @@ import pytest
 
 import ucformat
 from tests.fakes import Arrays, FakeSource, random_array, same
+from tests.s3 import set_environment
 from tests.s3_files import serving_files
 from ucformat.checkpoint import Checkpoint
 from ucformat.storage.memory import MemoryStore
@@ -134,8 +135,11 @@ print(json.dumps({**told, "sums": [float(a.sum(dtype="f8")) for a in arrays.valu
 """
 
 
-def test_memory_stays_within_the_budget_for_what_is_ten_times_as_large(tmp_path: Path) -> None:
+def test_memory_stays_within_the_budget_for_what_is_ten_times_as_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tensors of 160 MiB in one shard of tiles and one of rows, in a process that may have 16 MiB in flight."""
+    set_environment(monkeypatch)
     budget, large = 16 << 20, np.random.default_rng(0).standard_normal((4096, 10240), np.float32)
     arrays = {("w", "weight"): large, ("v", "weight"): large.reshape(-1), ("small", "weight"): large[0, :9]}
     source = Checkpoint(FakeSource.write(MemoryStore("budget"), arrays))

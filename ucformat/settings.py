@@ -48,7 +48,7 @@ class Settings(BaseSettings):
     endpoint: str = ""
     region: str = ""  # of S3; also AWS_REGION and AWS_DEFAULT_REGION
     deadline: Annotated[float, Field(gt=0)] = 180.0  # seconds after which a failing request to a store is given up
-    requests: Annotated[int, Field(ge=1)] = 32  # reads of object stores at once, of the whole process
+    requests: Annotated[int, Field(ge=1)] = 128  # reads of object stores at once, of the whole process
     in_flight: Annotated[int, Field(ge=1)] = 256 << 20  # bytes of these at once
 
     @field_validator("roots", mode="before")

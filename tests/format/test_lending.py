@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +23,8 @@ from ucformat.storage.wrapped import WrappedStore
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from ucformat.storage.base import Store
+
 A = random_array((60, 50), "float32", 1)
 B = random_array((8, 16, 16), "float32", 2)
 
@@ -32,11 +35,16 @@ class Lender(WrappedStore):
     costs = Costs(gap=0, short=0, request=400, join=100, parallel=4, in_flight=1000)
     lent = ranges = several = 0
 
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.asked: list[Sequence[tuple[int, int]]] = []
+
     @contextmanager
     def lend(self, key: str, ranges: Sequence[tuple[int, int]]) -> Iterator[Sequence[memoryview]]:
         self.lent += 1
         self.ranges += len(ranges)
         self.several += len(ranges) > 1
+        self.asked.append(ranges)
         yield [memoryview(self.inner.read(key, begin, nbytes)) for begin, nbytes in ranges]
         self.lent -= 1
 
@@ -63,6 +71,21 @@ def test_slices_are_the_same(place: MemoryStore, verify: object) -> None:
         assert same(ucformat.open(store)["b"][solid], np.ascontiguousarray(B[solid]))
     assert store.ranges > store.several > 0
     assert store.lent == 0
+
+
+def test_requests_of_one_file_are_made_together(place: MemoryStore) -> None:
+    """As far as one may have their bytes, and ten ranges at most."""
+    store = Lender(place)
+    store.costs = replace(store.costs, request=1000)
+    columns = ucformat.Layout({"tp": 5}, [{"match": "*", "place": [{"shard": 1, "over": "tp"}]}])
+    plan = ucformat.open(store).plan(columns, 3)
+    store.asked.clear()
+    found = plan.execute(threads=1)
+    assert same(found["w", "weight"], np.ascontiguousarray(A[:, 30:40]))
+    assert [len(ranges) for ranges in store.asked] == [3, 3, 2, *[10] * 6]
+    assert {ranges[0][1] for ranges in store.asked} == {272, 40}  # chunks of `b`, rows of `w`
+    asked = [r for ranges in store.asked for r in ranges]
+    assert asked == [(r.offset + k * r.step, r.nbytes) for r in plan.plan.requests for k in range(r.count)]
 
 
 def test_a_damaged_chunk_is_found_in_what_is_lent(place: MemoryStore) -> None:

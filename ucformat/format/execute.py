@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.geometry.plan import Part, Plan, Request
-    from ucformat.storage.base import Store
+    from ucformat.storage.base import Costs, Store
 
     Memory = NDArray[np.uint8]
     Progress = Callable[[int], None]
@@ -30,6 +30,8 @@ __all__ = ["default_threads", "execute", "limits_of", "memory_of"]
 
 #: Rows at least this long are handed to the kernel one by one; shorter ones go through a scratch buffer.
 _LONG_ROW = 8 << 10
+#: Ranges that a store is asked for at once by one thread.
+_TOGETHER = 10
 
 
 def default_threads() -> int:
@@ -43,13 +45,30 @@ def limits_of(store: Store) -> Limits:
     return Limits(costs.gap, costs.short, costs.request, costs.join)
 
 
-def _parallel(plan: Plan, store: Store) -> int:
-    """Reads at once: no more than the bytes in flight keep busy, because a thread keeps memory that it freed."""
-    costs = store.costs
+def _batches(plan: Plan, costs: Costs) -> list[list[Request]]:
+    """The plan's requests, those together that one thread makes at once: of one file, no larger than one may be.
+
+    Only where bytes in flight are counted, which are then lent: with a thread for each, they wait for one another.
+    """
+    if costs.in_flight is None:
+        return [[r] for r in plan.requests]
+    batches: list[list[Request]] = []
+    nbytes = ranges = 0
+    for r in plan.requests:
+        nbytes, ranges = nbytes + r.total, ranges + r.count
+        if not batches or batches[-1][0].file != r.file or nbytes > costs.request or ranges > _TOGETHER:
+            batches.append([])
+            nbytes, ranges = r.total, r.count
+        batches[-1].append(r)
+    return batches
+
+
+def _parallel(plan: Plan, costs: Costs, batches: int) -> int:
+    """Threads: no more than the bytes in flight keep busy, because a thread keeps memory that it freed."""
     most = costs.parallel or default_threads()
     if costs.in_flight is None:
         return most
-    return min(most, max(2, costs.in_flight * len(plan.requests) // max(1, plan.bytes_read)))
+    return min(most, max(2, costs.in_flight * batches // max(1, plan.bytes_read)))
 
 
 def memory_of(array: NDArray[np.generic]) -> Memory:
@@ -78,36 +97,40 @@ def execute(
 ) -> None:
     """Fill the memories (buffer numbers of the plan index them) with what the plan says.
 
-    At most `threads` requests are in flight, and each thread holds at most one request's bytes besides.
+    At most `threads` read at once, and each holds at most the bytes of a request besides.
 
     Raises:
         ChecksumError: a chunk that was read whole does not match its checksum; `labels` name the tensors.
         MissingData: a file is not there, or ends before what is to be read.
     """
-    todo = iter(plan.requests)
+    costs = store.costs
+    batches = _batches(plan, costs)
+    todo = iter(batches)
     lock = threading.Lock()
     failed = threading.Event()
 
-    def next_request() -> Request | None:
+    def next_batch() -> list[Request] | None:
         with lock:
             return None if failed.is_set() else next(todo, None)
 
     def work() -> None:
         scratch = np.empty(0, np.uint8)
         try:
-            while (r := next_request()) is not None:
+            while (batch := next_batch()) is not None:
                 try:
-                    scratch = _serve(store, r, memories, labels, scratch)
+                    if not _serve_lent(store, batch, memories, labels):
+                        for r in batch:
+                            scratch = _serve(store, r, memories, labels, scratch)
                 except NotFound as error:  # the checkpoint speaks of this file: it is not the caller who erred
-                    of = labels[r.parts[0].buffer]
+                    of = labels[batch[0].parts[0].buffer]
                     raise MissingData(f"{of}: {error.message}") from error
                 if progress is not None:
-                    progress(r.total)
+                    progress(sum(r.total for r in batch))
         except BaseException:
             failed.set()
             raise
 
-    count = min(threads or _parallel(plan, store), len(plan.requests))
+    count = min(threads or _parallel(plan, costs, len(batches)), len(batches))
     if count <= 1:
         work()
         return
@@ -115,6 +138,24 @@ def execute(
         jobs = [pool.submit(work) for _ in range(count)]
         for job in jobs:
             job.result()
+
+
+def _serve_lent(store: Store, batch: Sequence[Request], memories: Sequence[Memory], labels: Sequence[str]) -> bool:
+    """A few requests of one file, from the memory in which the store got them; False if it lends nothing."""
+    lent = lend(store, batch[0].file, [(r.offset + k * r.step, r.nbytes) for r in batch for k in range(r.count)])
+    if lent is None:
+        return False
+    with lent as found:
+        views = iter(found)
+        for r in batch:
+            if r.count == 1:
+                _deal(r, next(views), memories, labels)
+                continue
+            part = r.parts[0]
+            for k in range(r.count):
+                inner = replace(part.inner, src=0, dst=part.inner.dst + k * part.dst_step)
+                _copy(replace(part, inner=inner, count=1), next(views), memories[part.buffer])
+    return True
 
 
 def _serve(store: Store, r: Request, memories: Sequence[Memory], labels: Sequence[str], scratch: Memory) -> Memory:
@@ -131,11 +172,6 @@ def _serve(store: Store, r: Request, memories: Sequence[Memory], labels: Sequenc
             if part.check is not None:
                 _check(r, part, (bytes(s) for s in sums), direct[::2] if sums else direct, labels)
             return scratch
-    lent = lend(store, r.file, [(r.offset, r.nbytes)])
-    if lent is not None:
-        with lent as (found,):
-            _deal(r, found, memories, labels)
-        return scratch
     if scratch.size < r.nbytes:
         scratch = np.empty(r.nbytes, np.uint8)
     store.read_into(r.file, r.offset, [scratch.data[: r.nbytes]])
@@ -161,13 +197,6 @@ def _serve_rows(store: Store, r: Request, memories: Sequence[Memory], scratch: M
         begin, view = part.inner.dst, memory.data
         starts = range(begin, begin + r.count * part.dst_step, part.dst_step) if part.dst_step else [begin] * r.count
         store.read_rows(r.file, r.offset, r.step, [view[a : a + r.nbytes] for a in starts])
-        return scratch
-    lent = lend(store, r.file, [(r.offset + k * r.step, r.nbytes) for k in range(r.count)])
-    if lent is not None:
-        with lent as found:
-            for k, row in enumerate(found):
-                inner = replace(part.inner, src=0, dst=part.inner.dst + k * part.dst_step)
-                _copy(replace(part, inner=inner, count=1), row, memory)
         return scratch
     if scratch.size < r.total:
         scratch = np.empty(r.total, np.uint8)

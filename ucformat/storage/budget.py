@@ -13,7 +13,7 @@ __all__ = ["Budget"]
 
 
 class Budget:
-    """At most so many requests and bytes at once; a request of more bytes than that waits until it is alone."""
+    """At most so many requests and bytes at once; who asks for more than that waits until he is alone."""
 
     def __init__(self, requests: int, nbytes: int) -> None:
         self.requests, self.nbytes = requests, nbytes
@@ -28,20 +28,22 @@ class Budget:
             self._free.notify_all()
 
     @contextmanager
-    def take(self, nbytes: int) -> Iterator[None]:
+    def take(self, requests: int, nbytes: int) -> Iterator[None]:
         """Wait for room, and keep it for the block."""
         with self._free:
-            self._free.wait_for(lambda: self._fits(nbytes))
-            self._requests += 1
+            self._free.wait_for(lambda: self._fits(requests, nbytes))
+            self._requests += requests
             self._nbytes += nbytes
             self.most = max(self.most, self._nbytes)
         try:
             yield
         finally:
             with self._free:
-                self._requests -= 1
+                self._requests -= requests
                 self._nbytes -= nbytes
                 self._free.notify_all()
 
-    def _fits(self, nbytes: int) -> bool:
-        return not self._requests or (self._requests < self.requests and self._nbytes + nbytes <= self.nbytes)
+    def _fits(self, requests: int, nbytes: int) -> bool:
+        return not self._requests or (
+            self._requests + requests <= self.requests and self._nbytes + nbytes <= self.nbytes
+        )

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 __all__ = ["BUDGET", "ObjectStore"]
 
 #: What the reads of all object stores of this process share.
-BUDGET = Budget(requests=32, nbytes=256 << 20)
+BUDGET = Budget(requests=128, nbytes=256 << 20)
 
 _COSTS = Costs(gap=256 << 10, short=32 << 10, request=8 << 20, join=8 << 20)
+_THREADS = 32  # that wait for answers: more cost more than they bring
+_TOGETHER = 10  # ranges that obstore asks for at once
 _PAGE = 1000  # keys that one request lists or deletes
-_ROW_GAP = 4 << 10  # bytes between rows that are read over; a plan has joined those that are worth more
 
 
 class ObjectStore:
@@ -56,7 +57,7 @@ class ObjectStore:
     @property
     def costs(self) -> Costs:
         """What the budget allows at the moment."""
-        return replace(_COSTS, parallel=BUDGET.requests, in_flight=BUDGET.nbytes)
+        return replace(_COSTS, parallel=min(_THREADS, BUDGET.requests), in_flight=BUDGET.nbytes)
 
     @property
     def _client(self) -> Client:
@@ -122,17 +123,22 @@ class ObjectStore:
         check_key(key)
         for begin, nbytes in ranges:
             check_range(self._name(key), begin, nbytes, begin + nbytes)
-        starts, lengths = [r[0] for r in ranges], [r[1] for r in ranges]
+        most = min(_TOGETHER, BUDGET.requests)
 
-        def ask(client: Client) -> Sequence[Any]:
+        def ask(client: Client) -> list[Any]:
             if len(ranges) == 1:
-                return [obstore.get_range(client, key, start=starts[0], length=lengths[0])]
-            return obstore.get_ranges(client, key, starts=starts, lengths=lengths, coalesce=_ROW_GAP)
+                return [obstore.get_range(client, key, start=ranges[0][0], length=ranges[0][1])]
+            found: list[Any] = []
+            for i in range(0, len(ranges), most):
+                starts, lengths = zip(*ranges[i : i + most], strict=True)
+                found += obstore.get_ranges(client, key, starts=starts, lengths=lengths, coalesce=0)
+            return found
 
-        with BUDGET.take(sum(lengths)):
+        with BUDGET.take(min(most, len(ranges)), sum(n for _, n in ranges)):
             with self._checking(key, ranges):
-                found = [_of_size(data, n) for data, n in zip(self._ask("read", key, ask), lengths, strict=True)]
-            yield found
+                found = self._ask("read", key, ask)
+                views = [_of_size(data, n) for data, (_, n) in zip(found, ranges, strict=True)]
+            yield views
 
     @contextmanager
     def _checking(self, key: str, ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
@@ -308,7 +314,7 @@ def _scatter(data: memoryview, buffers: list[memoryview]) -> None:
 
 
 def _groups(rows: Sequence[tuple[int, memoryview]], most: int) -> Iterator[list[tuple[int, memoryview]]]:
-    """Rows in groups of so many bytes, the gaps included that may be read over."""
+    """Rows in groups of so many bytes."""
     group: list[tuple[int, memoryview]] = []
     held = 0
     for begin, row in rows:
@@ -316,6 +322,6 @@ def _groups(rows: Sequence[tuple[int, memoryview]], most: int) -> Iterator[list[
             yield group
             group, held = [], 0
         group.append((begin, row))
-        held += row.nbytes + _ROW_GAP
+        held += row.nbytes
     if group:
         yield group
