@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,10 @@ class Fsspec(Ours):
 
 
 class Raw:
-    """obstore's `get_ranges` of the ranges of our plan, several files at once; the bytes are left where they come."""
+    """obstore's `get_ranges` of the ranges of our plan, several files at once; the bytes are left where they come.
+
+    Each round connects anew and has asked for one object before, as whoever has just opened a checkpoint.
+    """
 
     def __init__(self, url: str, layout: str, threads: int = 32) -> None:
         from obstore.store import S3Store
@@ -74,7 +78,7 @@ class Raw:
         plan = ours.open(ours.url).plan(ours.layout, RANK)
         bucket, _, prefix = ours.url.removeprefix("s3://").partition("/")
         options: dict[str, Any] = {"endpoint": ENDPOINT, "region": "us-east-1"} if ENDPOINT else {}
-        self.client = S3Store(bucket, prefix=prefix, client_options={"allow_http": True}, **options)
+        self.connect = partial(S3Store, bucket, prefix=prefix, client_options={"allow_http": True}, **options)
         self.files: dict[str, tuple[list[int], list[int]]] = {}
         self.threads = threads
         for r in plan.plan.requests:
@@ -88,8 +92,10 @@ class Raw:
 
         def one(file: str) -> None:
             starts, lengths = self.files[file]
-            obstore.get_ranges(self.client, file, starts=starts, lengths=lengths, coalesce=0)
+            obstore.get_ranges(client, file, starts=starts, lengths=lengths, coalesce=0)
 
+        client = self.connect()
+        obstore.head(client, "manifest.json")
         begun = time.perf_counter()
         with ThreadPoolExecutor(self.threads) as pool:
             list(pool.map(one, self.files))
