@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +13,7 @@ import pytest
 
 import ucformat
 from tests.fakes import FakeSource, random_array, same
+from tests.jobs.forks import Forks
 from tests.packed import write_packed
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import NotFound
@@ -26,39 +25,17 @@ if TYPE_CHECKING:
     from tests.s3 import Bucket
     from ucformat.storage.base import Store
 
-ROOT = Path(__file__).parents[2]
-WORKER = """
-import resource, sys, ucformat
+WORK = """
+import resource, ucformat
 ucformat.copy
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-print("ready", flush=True)
-src, dst, overwrite, workers = sys.stdin.readline().split()
-if workers != "0":
-    ucformat.copy(src, dst + "-first", workers=1)  # what is imported and connected stays
-before = peak()
-done = ucformat.copy(src.replace("small", "large"), dst, overwrite == "True", int(workers) or None)
-print("done", done.id, peak() - before, flush=True)
+def work(src, dst, overwrite="False", workers="0"):
+    if workers != "0":
+        ucformat.copy(src, dst + "-first", workers=1)  # what is imported and connected stays
+    before = peak()
+    ucformat.copy(src.replace("small", "large"), dst, overwrite == "True", int(workers) or None)
+    return f"done {peak() - before}"
 """
-
-
-def worker(src: object, dst: object, *, overwrite: bool = False, workers: int = 0) -> subprocess.Popen[str]:
-    """A process that has begun to copy just now."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    found = subprocess.Popen(
-        [sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert found.stdin is not None
-    assert found.stdout is not None
-    assert found.stdout.readline() == "ready\n"
-    found.stdin.write(f"{src} {dst} {overwrite} {workers}\n")
-    found.stdin.flush()
-    return found
-
-
-def end(process: subprocess.Popen[str]) -> list[str]:
-    """What it said at last."""
-    out, _ = process.communicate(timeout=300)
-    return out.split()
 
 
 def contents(store: Store) -> dict[str, bytes]:
@@ -87,35 +64,36 @@ def src(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def kill_at_random(src: Path, places: list[str], seed: int, *, overwrite: bool = False) -> dict[str, int]:
     """Copy to each place, are killed, look, and copy again; how often there was what."""
-    process = worker(src, f"{places[0]}-measured")
-    begun = time.perf_counter()
-    assert end(process)[0] == "done"
-    whole = time.perf_counter() - begun
     truth, chance = contents(LocalStore(src)), random.Random(seed)
     identity = ucformat.open(src).id
     seen = {"nothing": 0, "old": 0, "copy": 0}
-    for place in places:
-        process = worker(src, place, overwrite=overwrite)
-        time.sleep(chance.uniform(0, whole) if place != places[0] else 0)
-        process.send_signal(signal.SIGKILL)
-        end(process)
-        try:
-            ck = ucformat.open(place)
-        except NotFound:
-            seen["nothing"] += 1
-        else:
-            seen["copy" if ck.id == identity else "old"] += 1
-            ucformat.verify(ck).raise_if_damaged()
-        ucformat.copy(src, place, overwrite)
-        store = open_store(place)
-        found = contents(store)
-        assert {key: found.pop(key) for key in truth} == truth
-        attempts = {i.key.removeprefix("attempts/").removesuffix(".json") for i in store.list("attempts")}
-        assert ucformat.open(place).manifest.attempt in attempts
-        assert overwrite or found == {}
-        assert all(key.split("/")[1] in attempts for key in found)  # of the replaced one, for `ucp gc`
-        if not place.startswith("s3://"):
-            assert list(Path(place).rglob(".ucf-*.tmp")) == []
+    with Forks(WORK) as forks:
+        begun = time.perf_counter()
+        forks.begin(src, f"{places[0]}-measured")
+        assert forks.end()[1][0] == "done"
+        whole = time.perf_counter() - begun
+        for place in places:
+            pid = forks.begin(src, place, overwrite)
+            time.sleep(chance.uniform(0, whole) if place != places[0] else 0)
+            os.kill(pid, signal.SIGKILL)
+            forks.end()
+            try:
+                ck = ucformat.open(place)
+            except NotFound:
+                seen["nothing"] += 1
+            else:
+                seen["copy" if ck.id == identity else "old"] += 1
+                ucformat.verify(ck).raise_if_damaged()
+            ucformat.copy(src, place, overwrite)
+            store = open_store(place)
+            found = contents(store)
+            assert {key: found.pop(key) for key in truth} == truth
+            attempts = {i.key.removeprefix("attempts/").removesuffix(".json") for i in store.list("attempts")}
+            assert ucformat.open(place).manifest.attempt in attempts
+            assert overwrite or found == {}
+            assert all(key.split("/")[1] in attempts for key in found)  # of the replaced one, for `ucp gc`
+            if not place.startswith("s3://"):
+                assert list(Path(place).rglob(".ucf-*.tmp")) == []
     return seen
 
 
@@ -147,8 +125,10 @@ def test_memory_does_not_grow_with_the_files(where: str, tmp_path: Path, bucket:
             LocalStore(tmp_path / name), {("w", "weight"): random_array((nbytes // 4,), "float32")}, 1, 1 << 30
         )
     dst = str(tmp_path / "dst") if where == "disk" else bucket.place()
-    said = end(worker(tmp_path / "small", dst, workers=2))
+    with Forks(WORK) as forks:
+        forks.begin(tmp_path / "small", dst, False, 2)
+        said = forks.end()[1]
     assert said[0] == "done"
-    assert int(said[2]) < 100 << 20
+    assert int(said[1]) < 100 << 20
     key = ("w", "weight")
     assert same(ucformat.open(dst)[key][:1000], ucformat.open(tmp_path / "large")[key][:1000])

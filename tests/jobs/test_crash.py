@@ -5,33 +5,30 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 import ucformat
 from tests.fakes import Arrays, random_array, same
+from tests.jobs.forks import Forks
 from tests.zero_files import FLAT, write_zero3
 from ucformat.errors import Conflict, NotFound
 
-ROOT = Path(__file__).parents[2]
+if TYPE_CHECKING:
+    from pathlib import Path
+
 INSTANTS = 50
-WORKER = """
-import sys, ucformat
+WORK = """
+import ucformat
 from ucformat.errors import Conflict
 ucformat.convert, ucformat.open
-print("ready", flush=True)
-for line in sys.stdin:
-    src, dst = line.split()
+def work(src, dst):
     try:
-        ck = ucformat.convert(src, dst, chunk_bytes=4096, shard_bytes=1 << 18)
-        print("won", ck.manifest.id, flush=True)
+        return "won " + ucformat.convert(src, dst, chunk_bytes=4096, shard_bytes=1 << 18).manifest.id
     except Conflict as error:
-        print("conflict", error.exit_code, flush=True)
+        return f"conflict {error.exit_code}"
 """
 
 
@@ -44,108 +41,76 @@ def arrays(seed: int, scale: int = 1) -> Arrays:
     }
 
 
-def worker() -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    found = subprocess.Popen(
-        [sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert found.stdout is not None
-    assert found.stdout.readline() == "ready\n"
-    return found
-
-
-def tell(process: subprocess.Popen[str], *words: Any) -> None:
-    assert process.stdin is not None
-    process.stdin.write(" ".join(map(str, words)) + "\n")
-    process.stdin.flush()
-
-
-def hear(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline()
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    for stream in (process.stdin, process.stdout):
-        assert stream is not None
-        stream.close()
-    process.wait()
-
-
 @pytest.mark.parametrize("part", range(5))
 def test_kill_9_at_any_instant(part: int, tmp_path: Path) -> None:
     truth = arrays(part, scale=8)
     source = write_zero3(tmp_path / "src", truth, ranks=3)
-    process = worker()
-    begun = time.perf_counter()
-    tell(process, source, tmp_path / "measured")
-    assert hear(process).startswith("won")
-    whole = time.perf_counter() - begun
-    end(process)
     chance = random.Random(part)
     seen = {"nothing": 0, "checkpoint": 0}
-    for round_ in range(INSTANTS // 5):
-        target = tmp_path / f"dst{round_}"
-        process = worker()
-        tell(process, source, target)
-        time.sleep(chance.uniform(0, 1.1 * whole))
-        process.send_signal(signal.SIGKILL)
-        end(process)
-        try:
-            ck = ucformat.open(target)
-        except NotFound:  # nothing there yet, or nothing that is committed
-            seen["nothing"] += 1
-            ck = ucformat.convert(source, target, chunk_bytes=4096, shard_bytes=1 << 18)
-        else:
-            seen["checkpoint"] += 1
-            with pytest.raises(Conflict, match="nothing is left to do"):  # and clears away what the killed one left
-                ucformat.convert(source, target, chunk_bytes=4096, shard_bytes=1 << 18)
-        ucformat.verify(ck).raise_if_damaged()
-        for key, a in truth.items():
-            assert same(ck[key][...], a), key
-        assert list(target.rglob(".ucf-*.tmp")) == []
+    with Forks(WORK) as forks:
+        begun = time.perf_counter()
+        forks.begin(source, tmp_path / "measured")
+        assert forks.end()[1][0] == "won"
+        whole = time.perf_counter() - begun
+        for round_ in range(INSTANTS // 5):
+            target = tmp_path / f"dst{round_}"
+            pid = forks.begin(source, target)
+            time.sleep(chance.uniform(0, 1.1 * whole) if round_ else 0)
+            os.kill(pid, signal.SIGKILL)
+            forks.end()
+            try:
+                ck = ucformat.open(target)
+            except NotFound:  # nothing there yet, or nothing that is committed
+                seen["nothing"] += 1
+                ck = ucformat.convert(source, target, chunk_bytes=4096, shard_bytes=1 << 18)
+            else:
+                seen["checkpoint"] += 1
+                with pytest.raises(Conflict, match="nothing is left to do"):  # and clears away what the killed one left
+                    ucformat.convert(source, target, chunk_bytes=4096, shard_bytes=1 << 18)
+            ucformat.verify(ck).raise_if_damaged()
+            for key, a in truth.items():
+                assert same(ck[key][...], a), key
+            assert list(target.rglob(".ucf-*.tmp")) == []
     assert seen["nothing"] > 0
 
 
 def test_two_processes_converting_different_sources_to_one_place(tmp_path: Path) -> None:
     truths = [arrays(seed) for seed in (1, 2)]
     sources = [write_zero3(tmp_path / f"src{k}", truth, ranks=2) for k, truth in enumerate(truths)]
-    workers = [worker() for _ in sources]
-    wins = [0, 0]
-    for round_ in range(50):
-        target = tmp_path / f"dst{round_}"
-        order = [0, 1] if round_ % 2 else [1, 0]
-        for k in order:
-            tell(workers[k], sources[k], target)
-        said = [hear(w).split() for w in workers]
-        assert sorted(s[0] for s in said) == ["conflict", "won"], said
-        winner = 0 if said[0][0] == "won" else 1
-        wins[winner] += 1
-        assert said[1 - winner][1] == "4"
-        ck = ucformat.open(target)
-        assert ck.manifest.id == said[winner][1]
-        assert same(ck["b", "exp_avg"][...], truths[winner]["b", "exp_avg"])
-        if round_ % 10 == 0:
-            ucformat.verify(ck).raise_if_damaged()
-        assert [p.name for p in (target / "data").iterdir()] == [ck.manifest.attempt]
-    for w in workers:
-        end(w)
+    with Forks(WORK) as one, Forks(WORK) as two:
+        workers = [one, two]
+        wins = [0, 0]
+        for round_ in range(50):
+            target = tmp_path / f"dst{round_}"
+            order = [0, 1] if round_ % 2 else [1, 0]
+            for k in order:
+                workers[k].begin(sources[k], target)
+            said = [w.end()[1] for w in workers]
+            assert sorted(s[0] for s in said) == ["conflict", "won"], said
+            winner = 0 if said[0][0] == "won" else 1
+            wins[winner] += 1
+            assert said[1 - winner][1] == "4"
+            ck = ucformat.open(target)
+            assert ck.manifest.id == said[winner][1]
+            assert same(ck["b", "exp_avg"][...], truths[winner]["b", "exp_avg"])
+            if round_ % 10 == 0:
+                ucformat.verify(ck).raise_if_damaged()
+            assert [p.name for p in (target / "data").iterdir()] == [ck.manifest.attempt]
 
 
 def test_two_processes_running_the_same_command_both_end_well(tmp_path: Path) -> None:
     truth = arrays(7, scale=4)
     source = write_zero3(tmp_path / "src", truth, ranks=2)
-    workers = [worker() for _ in range(2)]
-    for round_ in range(10):
-        target = tmp_path / f"dst{round_}"
-        for w in workers:
-            tell(w, source, target)
-        said = [hear(w).split() for w in workers]
-        assert "won" in {s[0] for s in said}
-        ucformat.verify(target).raise_if_damaged()
-        assert same(ucformat.open(target)["a", "master"][...], truth["a", "master"])
-    for w in workers:
-        end(w)
+    with Forks(WORK) as one, Forks(WORK) as two:
+        workers = [one, two]
+        for round_ in range(10):
+            target = tmp_path / f"dst{round_}"
+            for w in workers:
+                w.begin(source, target)
+            said = [w.end()[1] for w in workers]
+            assert "won" in {s[0] for s in said}
+            ucformat.verify(target).raise_if_damaged()
+            assert same(ucformat.open(target)["a", "master"][...], truth["a", "master"])
 
 
 def test_sixty_four_ranks_read_by_sixty_four_others_once_in_all(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING
 import ucformat
 from tests.fakes import FakeSource, random_array
 from tests.jobs.conftest import universal
+from tests.jobs.forks import Forks
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import NotACheckpoint, NotFound
 from ucformat.jobs.gc import collect
@@ -25,21 +24,13 @@ from ucformat.storage.memory import MemoryStore
 if TYPE_CHECKING:
     from ucformat.catalog.catalog import Catalog
 
-ROOT = Path(__file__).parents[2]
 INSTANTS = 30
-WORKER = """
-import os, sys
+WORK = """
 from ucformat.catalog.catalog import Catalog
 from ucformat.jobs.gc import collect
-for line in sys.stdin:  # it forks, so that everything is loaded already in those who are killed
-    pid = os.fork()
-    if pid == 0:
-        with Catalog(line.strip()) as catalog:
-            collect(catalog, apply=True)
-        os._exit(0)
-    print(pid, flush=True)
-    sys.stdin.readline()  # until then the number is that of no other process
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+def work(url):
+    with Catalog(url) as catalog:
+        collect(catalog, apply=True)
 """
 
 
@@ -59,12 +50,7 @@ def test_kill_9_at_any_instant(catalog: Catalog, tmp_path: Path) -> None:
     seen = {"whole": 0, "going": 0, "gone": 0}
     chance = random.Random(7)
     url = str(tmp_path / "ours.db")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as worker:
-        assert worker.stdin is not None
-        assert worker.stdout is not None
+    with Forks(WORK) as forks:
         whole = 1.0
         for instant in range(-2, INSTANTS):
             for n, place in enumerate(places):
@@ -73,15 +59,11 @@ def test_kill_9_at_any_instant(catalog: Catalog, tmp_path: Path) -> None:
             for id_ in ids:
                 catalog.note(id_, "there is a document")
             catalog.delete(*ids, grace=timedelta(0))
-            worker.stdin.write(url + "\n")
-            worker.stdin.flush()
-            pid, begun = int(worker.stdout.readline()), time.perf_counter()
+            pid, begun = forks.begin(url), time.perf_counter()
             if instant >= 0:  # else it is only measured
                 time.sleep(chance.uniform(0, 1.1 * whole))
                 os.kill(pid, signal.SIGKILL)
-            worker.stdin.write("\n")
-            worker.stdin.flush()
-            assert worker.stdout.readline() in ("0\n", "-9\n")
+            assert forks.end()[0] in (0, -9)
             whole = time.perf_counter() - begun if instant < 0 else whole
             for id_, place in zip(ids, places, strict=True):
                 try:

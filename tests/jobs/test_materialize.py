@@ -6,17 +6,15 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 import ucformat
 from tests.fakes import ODD, FakeSource, random_array, same
+from tests.jobs.forks import Forks
 from tests.packed import FACTS, OBJECTS, write_packed
 from tests.storage.faulty import FaultyStore
 from ucformat.checkpoint import Checkpoint
@@ -27,9 +25,9 @@ from ucformat.storage.memory import MemoryStore
 from ucformat.storage.wrapped import WrappedStore
 
 if TYPE_CHECKING:
-    from tests.fakes import Arrays
+    from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+    from tests.fakes import Arrays
 
 
 @pytest.fixture
@@ -306,12 +304,11 @@ def test_a_failure_at_any_write_leaves_it_whole_and_the_next_run_completes(tmp_p
     assert seen == {True, False}
 
 
-WORKER = """
-import sys, ucformat
+WORK = """
+import ucformat
 ucformat.materialize, ucformat.open
-print("ready", flush=True)
-ucformat.materialize(sys.stdin.readline().strip(), None, 4096, 1 << 18)
-print("done", flush=True)
+def work(where):
+    ucformat.materialize(where, None, 4096, 1 << 18)
 """
 
 
@@ -321,40 +318,30 @@ def test_kill_9_at_any_instant_of_the_in_place_form(tmp_path: Path) -> None:
     original = tmp_path / "original"
     write_packed(LocalStore(original), arrays, block_bytes=1 << 16)
     chance, whole, seen = random.Random(5), 0.0, []
-    for round_ in range(12):
-        where = shutil.copytree(original, tmp_path / str(round_))
-        process = subprocess.Popen(
-            [sys.executable, "-c", WORKER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with process:
-            assert process.stdout.readline() == "ready\n"
+    with Forks(WORK) as forks:
+        for round_ in range(12):
+            where = shutil.copytree(original, tmp_path / str(round_))
             begun = time.perf_counter()
-            process.stdin.write(f"{where}\n")
-            process.stdin.flush()
+            pid = forks.begin(where)
             if round_ == 0:  # let be, to see how long it takes
-                assert process.stdout.readline() == "done\n"
+                assert forks.end()[0] == 0
                 whole = time.perf_counter() - begun
             else:
                 time.sleep(chance.uniform(0, 1.1 * whole))
-                process.send_signal(signal.SIGKILL)
-        left = ucformat.open(where)  # whatever it was doing
-        assert holds(left, arrays)
-        seen.append(is_packed(left))
-        begun_by_it = folders(where) - {left.manifest.attempt}
-        ck = ucformat.materialize(where, None, 4096, 1 << 18)
-        assert not is_packed(ck)
-        assert holds(ck, arrays)
-        assert ck.id == left.id
-        ucformat.verify(ck).raise_if_damaged()
-        assert list(where.rglob(".ucf-*.tmp")) == []
-        if is_packed(left):
-            assert begun_by_it <= {ck.manifest.attempt}  # it was continued
-            assert folders(where) == {ck.manifest.attempt}
-        shutil.rmtree(where)
+                os.kill(pid, signal.SIGKILL)
+                forks.end()
+            left = ucformat.open(where)  # whatever it was doing
+            assert holds(left, arrays)
+            seen.append(is_packed(left))
+            begun_by_it = folders(where) - {left.manifest.attempt}
+            ck = ucformat.materialize(where, None, 4096, 1 << 18)
+            assert not is_packed(ck)
+            assert holds(ck, arrays)
+            assert ck.id == left.id
+            ucformat.verify(ck).raise_if_damaged()
+            assert list(where.rglob(".ucf-*.tmp")) == []
+            if is_packed(left):
+                assert begun_by_it <= {ck.manifest.attempt}  # it was continued
+                assert folders(where) == {ck.manifest.attempt}
+            shutil.rmtree(where)
     assert any(seen)
