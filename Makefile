@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ENGINE := .engines/deepspeed/.installed
+# The two environments are made side by side, and what is ready is checked meanwhile.
+MAKEFLAGS += --jobs=2
 
 .PHONY: demo test test-all check bench engines clean
 
