@@ -123,7 +123,7 @@ class ReadPlan:
 
         Args:
             into: contiguous arrays of yours to fill, by the keys of `buffers`; the others are allocated.
-            threads: requests in flight.
+            threads: how many read.
             progress: called with the number of bytes of each request that is done.
         """
         check_sizes(self.plan, self.store)

@@ -97,7 +97,7 @@ class Tensor:
         Args:
             out: the array to fill.
             verify: which checksums to check: of chunks that are read `whole`, `always`, or `never`.
-            threads: requests in flight.
+            threads: how many read.
         """
         if out is not None and (out.shape != self.shape or out.dtype != self.dtype):
             raise UsageError(

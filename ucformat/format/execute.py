@@ -35,7 +35,7 @@ _TOGETHER = 10
 
 
 def default_threads() -> int:
-    """Reads in flight unless told otherwise: one for each core, 2 at least and 16 at most."""
+    """Threads that read unless told otherwise: one for each core, 2 at least and 16 at most."""
     return min(16, max(2, len(os.sched_getaffinity(0))))
 
 

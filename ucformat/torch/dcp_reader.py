@@ -52,7 +52,7 @@ class Reader(StorageReader):
         cast: cast tensors to the dtypes of the state.
         trust: open pickled objects, which may run code.
         verify: which checksums to check: of chunks that are read `whole`, `always` (reads whole chunks), `never`.
-        threads: reads in flight on this rank.
+        threads: how many read on this rank.
     """
 
     def __init__(

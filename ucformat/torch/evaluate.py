@@ -51,7 +51,7 @@ def state_dict(
             are of this dtype, cast where they have another: float32 (and 64) is made of `master` where there is one.
         device: where the tensors are to be.
         rename: makes the result's names of the checkpoint's: a function, or `{regex of the whole name: replacement}`.
-        threads: reads in flight.
+        threads: how many read.
 
     Raises:
         TensorNotFound: one of `names` fits no weight.

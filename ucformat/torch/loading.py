@@ -86,7 +86,7 @@ def load(
         cast: cast tensors to the dtypes of the state.
         trust: open pickled objects, which may run code.
         verify: which checksums to check: of chunks that are read `whole`, `always` (reads whole chunks), `never`.
-        threads: reads in flight on this rank.
+        threads: how many read on this rank.
         group: the ranks that take part (default: all).
         broadcast_group: ranks that hold the same (data-parallel replicas): each byte is read by one of them, and handed
             on over this group, which must carry tensors of the state's devices.

@@ -72,7 +72,7 @@ def load(
         cast: cast tensors to the dtypes of the engine: an fp32 checkpoint's frozen weights to bf16, say.
         trust: open pickled objects, which may run code.
         verify: which checksums to check: of chunks that are read `whole`, `always` (reads whole chunks), `never`.
-        threads: reads in flight on this rank.
+        threads: how many read on this rank.
         timeout: seconds after which a silent rank is taken for dead.
 
     Raises:
