@@ -141,7 +141,7 @@ class _Background:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.usable = True
+        self._whole = True  # no save has left its ranks at odds
         self._handles: dict[int, tuple[SaveHandle, int]] = {}  # job -> handle, buffer
         self._buffers: dict[int, HostBuffer] = {}
         self._count = 0
@@ -163,6 +163,11 @@ class _Background:
         self._connection.send(start)
         self._listener = threading.Thread(target=self._listen, daemon=True, name="ucformat-async")
         self._listener.start()
+
+    @property
+    def usable(self) -> bool:
+        """Whether the process lives, and can take another save."""
+        return self._whole and self._process.poll() is None
 
     def make_room(self, in_flight: int) -> None:
         """Wait until fewer saves are under way; raise what one of them failed of, if nobody has seen it."""
@@ -216,14 +221,13 @@ class _Background:
         try:
             while True:
                 done: Done = self._connection.recv()
-                self.usable = self.usable and done.whole
+                self._whole = self._whole and done.whole
                 _conclude(self._handles[done.number][0], done.outcome)
         except (EOFError, OSError):
             self._died()
 
     def _died(self) -> None:
         """The process is gone: what it had under way is lost."""
-        self.usable = False
         code = self._process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         for handle, _ in list(self._handles.values()):
