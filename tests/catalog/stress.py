@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -31,7 +32,11 @@ if TYPE_CHECKING:
 
     from ucformat.schema.manifest import Manifest
 
-__all__ = ["POSTS", "Task", "made", "post", "shared", "work"]
+__all__ = ["POSTS", "PROCESSES", "Task", "made", "post", "shared", "work"]
+
+#: Makes processes that have loaded this module already.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload([__name__])
 
 _GONE = (Refused, NotFound)  # it is deleted, or not there yet
 _MOVED = (Conflict, *_GONE)

@@ -284,7 +284,7 @@ def test_anything_in_any_order(catalog: Catalog) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=30,
+            max_examples=18 if settings().derandomize else 60,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),

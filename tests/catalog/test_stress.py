@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -13,12 +12,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.catalog.manifests import manifest
-from tests.catalog.stress import POSTS, Task, post, work
+from tests.catalog.stress import POSTS, PROCESSES, Task, post, work
 from tests.catalog.stress_checks import Notes, check
 from ucformat.catalog.catalog import Catalog
 
 if TYPE_CHECKING:
-    from multiprocessing.context import SpawnProcess
+    from multiprocessing.context import ForkServerProcess
     from pathlib import Path
 
 WORKERS = 16
@@ -65,18 +64,17 @@ def _tasks(url: str, folder: Path, seconds: float, dies: dict[int, float] | None
     return [Task(url, i, WORKERS, seconds, folder / f"{i}.notes", (dies or {}).get(i)) for i in range(WORKERS)]
 
 
-def _start(tasks: list[Task]) -> list[SpawnProcess]:
+def _start(tasks: list[Task]) -> list[ForkServerProcess]:
     """The workers, all of them at work."""
-    context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(len(tasks) + 1)
-    processes = [context.Process(target=work, args=(t, barrier), daemon=True) for t in tasks]
+    barrier = PROCESSES.Barrier(len(tasks) + 1)
+    processes = [PROCESSES.Process(target=work, args=(t, barrier), daemon=True) for t in tasks]
     for p in processes:
         p.start()
     barrier.wait(_PATIENCE)
     return processes
 
 
-def _end(processes: list[SpawnProcess]) -> None:
+def _end(processes: list[ForkServerProcess]) -> None:
     limit = time.monotonic() + LONG + _PATIENCE
     for p in processes:
         p.join(max(0.0, limit - time.monotonic()))

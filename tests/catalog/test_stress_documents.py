@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 import ucformat
+from tests.catalog.stress import PROCESSES
 from tests.zero_files import FLAT, write_zero3
 from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.document import compose, stale
@@ -30,8 +30,7 @@ def test_documents_agree_with_the_catalog_in_the_end(database_url: str, tmp_path
     places = [str(_checkpoint(tmp_path, step)) for step in range(3)]
     with Catalog(database_url) as catalog:
         ids = [catalog.record(ucformat.open(p).manifest, p).id for p in places]
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=_work, args=(database_url, ids, n)) for n in range(WORKERS)]
+    workers = [PROCESSES.Process(target=_work, args=(database_url, ids, n)) for n in range(WORKERS)]
     for w in workers:
         w.start()
     for w in workers:

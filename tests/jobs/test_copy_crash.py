@@ -98,13 +98,13 @@ def kill_at_random(src: Path, places: list[str], seed: int, *, overwrite: bool =
 
 
 def test_kill_9_at_any_instant(src: Path, tmp_path: Path) -> None:
-    seen = kill_at_random(src, [str(tmp_path / f"dst{k}") for k in range(12)], 1)
+    seen = kill_at_random(src, [str(tmp_path / f"dst{k}") for k in range(8)], 1)
     assert seen["nothing"] > 0
     assert seen["old"] == 0
 
 
 def test_kill_9_while_another_is_replaced(src: Path, tmp_path: Path) -> None:
-    places = [str(tmp_path / f"dst{k}") for k in range(8)]
+    places = [str(tmp_path / f"dst{k}") for k in range(6)]
     for place in places:
         ucformat.convert(Checkpoint(FakeSource.write(MemoryStore("old"), arrays(5, 1))), place)
     seen = kill_at_random(src, places, 2, overwrite=True)

@@ -24,7 +24,7 @@ from ucformat.storage.memory import MemoryStore
 if TYPE_CHECKING:
     from ucformat.catalog.catalog import Catalog
 
-INSTANTS = 30
+INSTANTS = 20
 WORK = """
 from ucformat.catalog.catalog import Catalog
 from ucformat.jobs.gc import collect

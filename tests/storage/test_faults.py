@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from tests.storage.conftest import Faulty
 
-SEEDS, FEW, AT_ONCE = 200, 7, 20
+SEEDS, FEW, AT_ONCE = 200, 5, 20
 _RUNS = [
     pytest.param(range(FEW), id="few"),
     *(pytest.param(range(k, min(k + AT_ONCE, SEEDS)), marks=pytest.mark.matrix) for k in range(FEW, SEEDS, AT_ONCE)),

@@ -23,6 +23,9 @@ ENVIRONMENT = {
     "UCP_CATALOG": "none",
 }
 
+#: `make test` runs what `tests/torch/integrations` try of these libraries, and `make test-all` their guides too.
+of_an_integration = pytest.mark.matrix
+
 
 def follow(page: str, folder: Path) -> list[str]:
     """Write the programs of a guide to a folder, and do there what its consoles say; what each command printed."""
@@ -85,6 +88,7 @@ def test_fsdp2_and_tensor_parallelism(tmp_path: Path) -> None:
     assert ck.manifest.sidecar is None
 
 
+@of_an_integration
 def test_hugging_face(tmp_path: Path) -> None:
     first, second, loop, again = follow("huggingface.md", tmp_path)
     expected, found = losses(first), losses(second)
@@ -98,12 +102,14 @@ def test_hugging_face(tmp_path: Path) -> None:
     assert ucformat.open(tmp_path / "universal-2").names() == ["0.weight", "1.weight", "1.bias"]
 
 
+@of_an_integration
 def test_lightning(tmp_path: Path) -> None:
     first, second = follow("lightning.md", tmp_path)
     goes_on(first, second, range(3, 5))  # of epochs
     assert sorted(p.name for p in (tmp_path / "again").iterdir()) == ["epoch=2.ckpt", "epoch=3.ckpt"]
 
 
+@of_an_integration
 def test_torchtitan(tmp_path: Path) -> None:
     first, second = follow("torchtitan.md", tmp_path)
     goes_on(first, second, range(5, 7))
