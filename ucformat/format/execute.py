@@ -118,7 +118,7 @@ def execute(
         try:
             while (batch := next_batch()) is not None:
                 try:
-                    if not _serve_lent(store, batch, memories, labels):
+                    if costs.in_flight is None or not _serve_lent(store, batch, memories, labels):
                         for r in batch:
                             scratch = _serve(store, r, memories, labels, scratch)
                 except NotFound as error:  # the checkpoint speaks of this file: it is not the caller who erred
