@@ -32,7 +32,7 @@ B = random_array((8, 16, 16), "float32", 2)
 class Lender(WrappedStore):
     """Counts what is lent, at once and in all; a plan for it makes many ranges and joins few."""
 
-    costs = Costs(gap=0, short=0, request=400, join=100, parallel=4, in_flight=1000)
+    costs = Costs(gap=0, short=0, request=400, join=100, parallel=4, together=10, in_flight=1000)
     lent = ranges = several = 0
 
     def __init__(self, inner: Store) -> None:

@@ -30,8 +30,6 @@ __all__ = ["default_threads", "execute", "limits_of", "memory_of"]
 
 #: Rows at least this long are handed to the kernel one by one; shorter ones go through a scratch buffer.
 _LONG_ROW = 8 << 10
-#: Ranges that a store is asked for at once by one thread.
-_TOGETHER = 10
 
 
 def default_threads() -> int:
@@ -48,15 +46,13 @@ def limits_of(store: Store) -> Limits:
 def _batches(plan: Plan, costs: Costs) -> list[list[Request]]:
     """The plan's requests, those together that one thread makes at once: of one file, no larger than one may be.
 
-    Only where bytes in flight are counted, which are then lent: with a thread for each, they wait for one another.
+    With a thread for each, those that wait for a network wait for one another, too.
     """
-    if costs.in_flight is None:
-        return [[r] for r in plan.requests]
     batches: list[list[Request]] = []
     nbytes = ranges = 0
     for r in plan.requests:
         nbytes, ranges = nbytes + r.total, ranges + r.count
-        if not batches or batches[-1][0].file != r.file or nbytes > costs.request or ranges > _TOGETHER:
+        if not batches or batches[-1][0].file != r.file or nbytes > costs.request or ranges > costs.together:
             batches.append([])
             nbytes, ranges = r.total, r.count
         batches[-1].append(r)

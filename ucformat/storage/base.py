@@ -61,8 +61,9 @@ class Info:
 class Costs:
     """How requests are best made to a place, in bytes: see `geometry.plan.Limits`, whose fields these are.
 
-    `parallel` is how many at once; None stands for one or two for each core. `in_flight` is of how many bytes at once;
-    None where nothing is held in memory but what was asked for.
+    `parallel` is how many at once; None stands for one or two for each core. `together` is how many ranges of one file
+    are best asked for in one call. `in_flight` is of how many bytes at once; None where nothing is held in memory but
+    what was asked for.
     """
 
     gap: int = 4 << 10
@@ -70,6 +71,7 @@ class Costs:
     request: int = 4 << 20
     join: int = 1 << 20
     parallel: int | None = None
+    together: int = 1
     in_flight: int | None = None
 
 

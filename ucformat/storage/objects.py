@@ -25,9 +25,8 @@ __all__ = ["BUDGET", "ObjectStore"]
 #: What the reads of all object stores of this process share.
 BUDGET = Budget(requests=128, nbytes=256 << 20)
 
-_COSTS = Costs(gap=256 << 10, short=32 << 10, request=8 << 20, join=8 << 20)
+_COSTS = Costs(gap=256 << 10, short=32 << 10, request=8 << 20, join=8 << 20, together=10)
 _THREADS = 32  # that wait for answers: more cost more than they bring
-_TOGETHER = 10  # ranges that obstore asks for at once
 _PAGE = 1000  # keys that one request lists or deletes
 
 
@@ -123,7 +122,7 @@ class ObjectStore:
         check_key(key)
         for begin, nbytes in ranges:
             check_range(self._name(key), begin, nbytes, begin + nbytes)
-        most = min(_TOGETHER, BUDGET.requests)
+        most = min(_COSTS.together, BUDGET.requests)  # obstore asks for no more at once
 
         def ask(client: Client) -> list[Any]:
             if len(ranges) == 1:
