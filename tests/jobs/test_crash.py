@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -48,14 +49,16 @@ def test_kill_9_at_any_instant(part: int, tmp_path: Path) -> None:
     chance = random.Random(part)
     seen = {"nothing": 0, "checkpoint": 0}
     with Forks(WORK) as forks:
-        begun = time.perf_counter()
-        forks.begin(source, tmp_path / "measured")
-        assert forks.end()[1][0] == "won"
-        whole = time.perf_counter() - begun
+        whole = math.inf
+        for k in range(3):  # what the machine does besides would put all instants behind the end
+            begun = time.perf_counter()
+            forks.begin(source, tmp_path / f"measured{k}")
+            assert forks.end()[1][0] == "won"
+            whole = min(whole, time.perf_counter() - begun)
         for round_ in range(INSTANTS // 5):
             target = tmp_path / f"dst{round_}"
             pid = forks.begin(source, target)
-            time.sleep(chance.uniform(0, 1.1 * whole) if round_ else 0)
+            time.sleep(chance.uniform(0, 1.1 * whole))
             os.kill(pid, signal.SIGKILL)
             forks.end()
             try:
@@ -79,7 +82,6 @@ def test_two_processes_converting_different_sources_to_one_place(tmp_path: Path)
     sources = [write_zero3(tmp_path / f"src{k}", truth, ranks=2) for k, truth in enumerate(truths)]
     with Forks(WORK) as one, Forks(WORK) as two:
         workers = [one, two]
-        wins = [0, 0]
         for round_ in range(50):
             target = tmp_path / f"dst{round_}"
             order = [0, 1] if round_ % 2 else [1, 0]
@@ -88,7 +90,6 @@ def test_two_processes_converting_different_sources_to_one_place(tmp_path: Path)
             said = [w.end()[1] for w in workers]
             assert sorted(s[0] for s in said) == ["conflict", "won"], said
             winner = 0 if said[0][0] == "won" else 1
-            wins[winner] += 1
             assert said[1 - winner][1] == "4"
             ck = ucformat.open(target)
             assert ck.manifest.id == said[winner][1]
