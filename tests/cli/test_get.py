@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from tests.cli.conftest import object_of
 from tests.fakes import ODD, FakeSource, same
+from tests.interrupts import interruptions
 from ucformat.checkpoint import Checkpoint
+from ucformat.cli import npy
 from ucformat.cli.slices import parse_slice
-from ucformat.errors import UsageError
+from ucformat.errors import Conflict, UsageError
 from ucformat.jobs.convert import convert
 from ucformat.storage.local import LocalStore
 
@@ -155,3 +157,20 @@ def test_wrong_names_and_slices_are_explained(run: Run, committed: Path) -> None
     assert "has the shape [7]" in run("get", committed, "norm.bias", "0,0", code=2).stderr
     assert "'[-1]'" in run("get", committed, "norm.bias", "-1", code=2).stderr
     assert run("get", committed, "norm.bias", "[9:]", "-q").stdout == "[]\n"
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of one that comes between `open` and `with`
+@pytest.mark.parametrize("force", [False, True])
+def test_ctrl_c_at_any_instant_leaves_no_part_of_a_file(force: bool, tmp_path: Path) -> None:
+    file, instants = tmp_path / "x.npy", 0
+    array = np.arange(1000)
+    for _ in interruptions(lambda: npy.save(file, array, force=force), (npy,)):
+        found = list(tmp_path.iterdir())
+        assert found in ([], [file])
+        if found:
+            assert np.array_equal(np.load(file), array)
+            file.unlink()
+        instants += 1
+    assert instants > 20
+    with pytest.raises(Conflict, match="exists"):
+        npy.save(file, array, force=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -14,10 +13,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 import ucformat
+from tests.interrupts import interruptions
 from tests.jobs.conftest import universal
 from tests.s3 import CANARY
 from tests.storage.faulty import FaultyStore
 from ucformat.errors import UsageError
+from ucformat.jobs import doctor as doctoring
+from ucformat.jobs import probes
+from ucformat.storage import folders, local
 from ucformat.storage.base import content_version
 from ucformat.storage.fsspec_store import FsspecStore
 from ucformat.storage.local import LocalStore
@@ -26,6 +29,7 @@ from ucformat.storage.wrapped import WrappedStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from types import ModuleType
 
     from tests.s3 import Bucket
     from ucformat.jobs.doctor import Diagnosis
@@ -198,21 +202,30 @@ def test_ctrl_c_in_the_middle_leaves_nothing(step: int, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_at_any_instant_of_a_process(tmp_path: Path) -> None:
-    chance = random.Random(1)
-    command = [sys.executable, "-m", "ucformat.cli", "doctor", str(tmp_path / "x")]
-    for _ in range(6):
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
-        ) as process:
-            until = time.monotonic() + 60
-            while process.poll() is None and not (tmp_path / "x").exists() and time.monotonic() < until:
-                time.sleep(0.001)
-            time.sleep(chance.uniform(0, 0.1))
-            process.send_signal(signal.SIGINT)
-            process.communicate(timeout=60)
-        assert process.returncode in (0, 130)
+@pytest.mark.parametrize(("modules", "step"), [((doctoring,), 5), ((doctoring, probes, local, folders), 89)])
+def test_ctrl_c_at_any_instant(
+    modules: tuple[ModuleType, ...], step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "_SIZE", (1 << 20) + 17)
+    instants = 0
+    for _ in interruptions(lambda: ucformat.doctor(tmp_path / "x" / "y"), modules, step):
         assert list(tmp_path.iterdir()) == []
+        instants += 1
+    assert list(tmp_path.iterdir()) == []
+    assert instants > 100
+
+
+def test_ctrl_c_in_a_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ucformat.cli", "doctor", str(tmp_path / "x")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    ) as process:
+        while process.poll() is None and not (tmp_path / "x").exists():
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode in (0, 130)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_bucket_that_is_not_there(bucket: Bucket) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,16 +67,30 @@ def save(file: Path, array: NDArray[Any], *, force: bool) -> None:
             np.save(device, array, allow_pickle=False)
         return
     file = file.resolve()
-    scratch = file.with_name(f".{file.name}.{os.getpid()}.part") if force else file
+    scratch = file.with_name(
+        f".{file.name}.{secrets.token_hex(8)}.part"
+    )  # nobody else's: it is removed whatever happens
     try:
-        out = scratch.open("xb")
-    except FileExistsError:
-        raise _exists(scratch) from None
-    try:
-        with out:
+        with scratch.open("xb") as out:
             np.save(out, array, allow_pickle=False)
         if force:
             scratch.replace(file)
+        else:
+            _publish(scratch, file)
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
+
+
+def _publish(scratch: Path, file: Path) -> None:
+    """Give a file its name if nothing has it."""
+    try:
+        os.link(scratch, file)
+    except FileExistsError:
+        raise _exists(file) from None
+    except OSError:  # no hard links here
+        if file.exists():
+            raise _exists(file) from None
+        scratch.replace(file)
+    else:
+        scratch.unlink()

@@ -139,15 +139,18 @@ class _Examined:
             self.written = self.ask("write", lambda: probes.write(store, root)) == "ok"
             if self.written:
                 self._write_more(root)
-        except BaseException:
+            self._clean_up(root, above)
+        except BaseException:  # Ctrl-C above all, which may also have come while this was removed
             with suppress(UcformatError):
                 _remove(store, root, above)
             raise
+
+    def _clean_up(self, root: str, above: list[Path]) -> None:
         try:
-            _remove(store, root, above)
+            _remove(self.store, root, above)
         except UcformatError as error:
             if self.written:
-                text = f"{error.message}; remove {store.url}/{root} by hand"
+                text = f"{error.message}; remove {self.store.url}/{root} by hand"
                 self.found.append(Probe("clean up", "failed", text))
 
     def _write_more(self, root: str) -> None:
@@ -196,5 +199,7 @@ def _remove(store: Store, root: str, above: list[Path]) -> None:
     for folder in above:
         try:
             folder.rmdir()
+        except FileNotFoundError:  # an interrupt came before it was made, or it is removed already
+            continue
         except OSError:  # somebody else uses it by now
             break

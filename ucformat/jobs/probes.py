@@ -109,8 +109,10 @@ def parts(store: Store, root: str) -> str:
         found = store.read(key, at, min(_READ, _SIZE - at))
         _must(found == data[at : at + _READ], "a large file is not what was written: its parts are mixed up")
     given_up = store.create(f"{root}/given-up", _UNIT)
-    given_up.write(data)
-    given_up.abort()
+    try:
+        given_up.write(data)
+    finally:
+        given_up.abort()
     _must(not exists(store, f"{root}/given-up"), "an upload that was given up left a file")
     what = "is sent in parts, and" if isinstance(store, ObjectStore) else "is written as a stream, and"
     return f"a file of {_SIZE >> 20} MiB {what} appears as a whole"
@@ -146,7 +148,11 @@ def _at_once(work: Callable[[int], object]) -> int:
         return True
 
     with ThreadPoolExecutor(_AT_ONCE, "ucformat-doctor") as pool:
-        return sum(pool.map(one, range(_AT_ONCE)))
+        try:
+            return sum(pool.map(one, range(_AT_ONCE)))
+        except BaseException:
+            barrier.abort()  # those that began would wait for ever for those that an interrupt kept from beginning
+            raise
 
 
 def put_if_absent(store: Store, root: str) -> str:

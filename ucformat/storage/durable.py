@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
+    from ucformat.storage.handles import Descriptor
+
 __all__ = ["Durability", "start_writeback", "sync_folder"]
 
 _THREADS = 4
@@ -38,15 +40,15 @@ class Durability:
             16, min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         )  # files kept open before some are synced
         self._pool: ThreadPoolExecutor | None = None
-        self._open: list[tuple[Path, int, Future[None]]] = []
+        self._open: list[tuple[Path, Descriptor, Future[None]]] = []
         self._files: dict[Path, Future[None]] = {}
         self._folders: set[Path] = set()
 
-    def add(self, file: Path, fd: int, folders: Iterable[Path]) -> None:
-        """Begin to write back a file just written through `fd`, which is ours now; `flush` syncs it and `folders`."""
+    def add(self, file: Path, open_file: Descriptor, folders: Iterable[Path]) -> None:
+        """Begin to write back a file; `flush` syncs it and `folders`, and closes it."""
         with self._lock:
             self._pool = self._pool or ThreadPoolExecutor(_THREADS, "ucformat-fsync")
-            self._open.append((file, fd, self._pool.submit(start_writeback, fd)))
+            self._open.append((file, open_file, self._pool.submit(_start, open_file)))
             self._folders.update(folders)
             if len(self._open) >= self._most:
                 wait(self._files.values())  # no more than twice as many are ever open
@@ -54,9 +56,9 @@ class Durability:
 
     def _sync_open(self) -> None:
         """Begin to sync all open files; the lock is held."""
-        for file, fd, started in self._open:
+        for file, open_file, started in self._open:
             assert self._pool is not None  # noqa: S101
-            self._files[file] = self._pool.submit(_sync_and_close, fd, started)
+            self._files[file] = self._pool.submit(_sync_and_close, open_file, started)
         self._open = []
 
     def knows(self, file: Path) -> bool:
@@ -67,9 +69,9 @@ class Durability:
     def forget(self, gone: Callable[[Path], bool]) -> None:
         """Let `flush` say nothing of files that were deleted, those for which `gone` is true."""
         with self._lock:
-            for _, fd, started in (o for o in self._open if gone(o[0])):
+            for _, open_file, started in (o for o in self._open if gone(o[0])):
                 wait([started])
-                os.close(fd)
+                open_file.close()
             self._open = [o for o in self._open if not gone(o[0])]
             self._files = {file: done for file, done in self._files.items() if not gone(file)}
 
@@ -92,11 +94,6 @@ class Durability:
                     self._files = files | self._files
                     self._folders |= folders
                 raise
-
-    def __del__(self) -> None:
-        for _, fd, started in self._open:
-            wait([started])
-            os.close(fd)
 
 
 def sync_folder(folder: Path) -> None:
@@ -132,9 +129,13 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
     return function
 
 
-def _sync_and_close(fd: int, started: Future[None]) -> None:
+def _start(file: Descriptor) -> None:
+    start_writeback(file.fd)
+
+
+def _sync_and_close(file: Descriptor, started: Future[None]) -> None:
     wait([started])
     try:
-        os.fsync(fd)
+        os.fsync(file.fd)
     finally:
-        os.close(fd)
+        file.close()

@@ -11,23 +11,37 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["Handles", "OpenFile", "read_scattered"]
+__all__ = ["Descriptor", "Handles", "OpenFile", "read_scattered"]
 
 _IOV_MAX = 1024
 
 
-class OpenFile:
-    """A descriptor for reading, closed when nobody holds this object any more; a pipe fails, and does not wait."""
+class Descriptor:
+    """A file descriptor that is closed once: by `close`, or when nobody holds this object any more."""
 
     __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def close(self) -> None:
+        """Close it, if it is not closed yet: its number may by then be another file's."""
+        fd, self.fd = getattr(self, "fd", -1), -1  # an interrupt may have come before it had one
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class OpenFile(Descriptor):
+    """A descriptor for reading; a pipe fails, and does not wait."""
+
+    __slots__ = ()
 
     def __init__(self, path: Path) -> None:
         self.fd = -1
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
 
 
 class Handles:

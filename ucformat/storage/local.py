@@ -15,7 +15,7 @@ from ucformat.errors import Conflict, NotFound, Refused, UcformatError, Uncertai
 from ucformat.storage.base import HIDDEN, Costs, Info, Writer, check_key, check_range, content_version
 from ucformat.storage.durable import Durability, start_writeback, sync_folder
 from ucformat.storage.folders import Folders
-from ucformat.storage.handles import Handles, OpenFile, read_scattered
+from ucformat.storage.handles import Descriptor, Handles, OpenFile, read_scattered
 from ucformat.storage.oserrors import explaining
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class LocalStore:
         self.info(key)
         if not self._durability.knows(path):
             with explaining("read", str(path)):
-                self._durability.add(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC), self._make_folder(path))
+                self._durability.add(path, OpenFile(path), self._make_folder(path))
 
     def put_if_absent(self, key: str, data: bytes) -> str:
         """Write a whole file by a hard link to a hidden one, which fails where a file is."""
@@ -248,26 +248,27 @@ class LocalStore:
 class LocalWriter(Writer):
     """A file being written under a hidden name beside its own."""
 
+    _file = Descriptor(-1)  # of all that have none (yet)
+
     def __init__(self, store: LocalStore, key: str) -> None:
-        self._fd = -1
         self._store, self._key, self._path = store, key, store._path(key)  # noqa: SLF001 - one thing in two classes
         self._folders = store._make_folder(self._path)  # noqa: SLF001
-        self._temporary, self._fd = _open_hidden(self._path)
+        self._temporary, self._file = _open_hidden(self._path)
         self._behind = 0  # bytes whose write-back was not begun
 
     def write(self, data: Bytes) -> None:
         """Append bytes."""
         view = memoryview(data)
         with explaining("write", str(self._path)):
-            _write_all(self._fd, view)
+            _write_all(self._file.fd, view)
         self._behind += view.nbytes
         if self._behind >= _BEHIND:
-            start_writeback(self._fd)
+            start_writeback(self._file.fd)
             self._behind = 0
 
     def close(self) -> None:
         """Give the file its name, and have it synced in the background."""
-        if self._fd < 0:
+        if self._file.fd < 0:
             return
         try:
             with explaining("write", str(self._path)):
@@ -275,16 +276,16 @@ class LocalWriter(Writer):
         except BaseException:
             self.abort()
             raise
-        fd, self._fd = self._fd, -1
+        written = self._file
+        del self._file
         self._store._handles.drop(self._key)  # noqa: SLF001
-        self._store._durability.add(self._path, fd, self._folders)  # noqa: SLF001
+        self._store._durability.add(self._path, written, self._folders)  # noqa: SLF001
 
     def abort(self) -> None:
         """Remove what was written."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        if self._file.fd >= 0:
             self._temporary.unlink(missing_ok=True)
+            self._file.close()
 
     def __del__(self) -> None:
         self.abort()
@@ -293,27 +294,27 @@ class LocalWriter(Writer):
 @contextmanager
 def _hidden(path: Path, data: bytes) -> Iterator[Path]:
     """A durable hidden file with this content beside `path`, there and locked until the block ends."""
-    temporary, fd = _open_hidden(path)
+    temporary, file = _open_hidden(path)
     try:
         with explaining("write", str(path)):
-            _write_all(fd, memoryview(data))
-            os.fsync(fd)
+            _write_all(file.fd, memoryview(data))
+            os.fsync(file.fd)
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)
-        os.close(fd)
+        file.close()
 
 
-def _open_hidden(path: Path) -> tuple[Path, int]:
+def _open_hidden(path: Path) -> tuple[Path, Descriptor]:
     """A hidden file beside `path`, locked as long as it is open."""
     while True:
         temporary = path.with_name(f"{HIDDEN}{secrets.token_hex(8)}.tmp")
         with explaining("write", str(path)):
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            if os.fstat(fd).st_nlink:  # else somebody swept it before it was locked
-                return temporary, fd
-            os.close(fd)
+            file = Descriptor(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+            fcntl.flock(file.fd, fcntl.LOCK_EX)
+            if os.fstat(file.fd).st_nlink:  # else somebody swept it before it was locked
+                return temporary, file
+            file.close()
 
 
 def _write_all(fd: int, data: memoryview) -> None:
