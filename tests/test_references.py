@@ -90,7 +90,7 @@ def test_what_is_deleted_or_gone(catalog: Catalog, ck: Checkpoint) -> None:
         ucformat.open("run7@1")
     assert "ucp restore run7@1" in str(caught.value.hint)
     catalog.restore("run7@1")
-    catalog.forget_places(ck.url, [])
+    catalog.forget(catalog.places(ck.url))
     with pytest.raises(NotFound, match="is purged"):
         ucformat.open(ck.id)
 

@@ -63,12 +63,19 @@ def test_a_lost_catalog_comes_back(run: Run, tree: Path, tmp_path: Path) -> None
     run("alias", "set", "best", "run9@1700")
     (tmp_path / "catalog.db").unlink()
     found = object_of(run("reindex", tree, "--json").stdout)
-    assert list(found) == ["checkpoints", "failures", "missing"]
+    assert list(found) == ["checkpoints", "failures", "missing", "forgotten"]
     assert found["checkpoints"][0]["tags"] == ["good"]
     assert found["checkpoints"][0]["aliases"] == ["best"]
     assert run("reindex", tree).stdout.splitlines()[0].startswith("1 checkpoint, ")
     shutil.rmtree(tree / "run9" / "1700")
-    assert run("reindex", tree).stdout == f"0 checkpoints, 0 B\n  missing   {tree}/run9/1700\n"
+    assert "is empty, and the catalog knows 1 checkpoint there" in run("reindex", tree, code=3).stderr
+    (tree / "README").write_text("no checkpoint")
+    for _ in range(2):
+        result = run("reindex", tree, code=1)
+        assert result.stdout == f"0 checkpoints, 0 B\n  missing   {tree}/run9/1700\n"
+        assert "knew checkpoints in 1 place that hold none: nothing was forgotten" in result.stderr
+        assert f"ucp reindex {tree} --forget" in result.stderr
+    assert run("reindex", tree, "--forget").stdout == f"0 checkpoints, 0 B\n  forgotten {tree}/run9/1700\n"
     assert run("reindex", tree, "-q").stdout == ""
     _damage(tree)
     assert "  failed    " in run("reindex", tree, code=1).stdout

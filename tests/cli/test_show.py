@@ -179,7 +179,9 @@ def test_one_that_is_deleted_or_purged_is_shown_too(run: Run, catalog: Path, ent
     run("delete", "run7@2000")
     lines = run("show", "run7@2000").stdout.splitlines()
     assert any(line.startswith("  state     deleted 20") for line in lines)
-    run("reindex", "/nowhere")
+    assert "is its disk not mounted?" in run("reindex", "/nowhere", code=3).stderr
+    assert "state     deleted" in run("show", "run7@2000").stdout
+    run("reindex", "/nowhere", "--forget")
     lines = run("show", "run7@2000").stdout.splitlines()
     assert lines[0] == object_of(run("show", "run7@2000", "--json").stdout)["id"]
     assert "  state     purged" in lines

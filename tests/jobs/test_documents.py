@@ -209,11 +209,28 @@ def test_many_that_cannot_be_written_do_not_keep_one_from_being(
 def test_nothing_is_made_again_for_one_that_is_gone(
     catalog: Catalog, recorded: Recorded, caplog: pytest.LogCaptureFixture
 ) -> None:
-    entry = recorded()
+    entry, _ = recorded(1), recorded(2)
     shutil.rmtree(str(entry.url))
     catalog.tag(entry.id, "good")
     assert not Path(str(entry.url)).exists()
     assert caplog.records == []
+    assert due(catalog) == 0
+
+
+def test_what_is_said_while_a_disk_is_not_mounted_is_written_when_it_is(
+    catalog: Catalog, recorded: Recorded, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = recorded(1), recorded(2)
+    (tmp_path / "run7").rename(tmp_path / "unplugged")
+    catalog.tag(one.id, "good")
+    (tmp_path / "run7").mkdir()
+    catalog.tag(two.id, "good")
+    assert "is its disk not mounted?" in caplog.text
+    assert due(catalog) == 2
+    (tmp_path / "run7").rmdir()
+    (tmp_path / "unplugged").rename(tmp_path / "run7")
+    write_documents(catalog)
+    assert [document(e.url).tags[0].name for e in (one, two)] == ["good", "good"]
     assert due(catalog) == 0
 
 

@@ -193,7 +193,7 @@ def test_a_foreign_checkpoint_is_the_same_wherever_it_lies(catalog: Catalog, tmp
     (tmp_path / "moved" / tag.name / "README").write_text("a note of mine")
     for file in (tmp_path / "moved" / tag.name).iterdir():
         os.utime(file, (1, 1))
-    first, moved = reindex(str(tmp_path), catalog).entries
+    first, moved = reindex(str(tmp_path), catalog, forget=True).entries
     assert first == moved
     assert (moved.id, moved.urls) == (id_, (str(tag), str(tmp_path / "moved" / tag.name)))
     assert catalog.count() == 1
@@ -316,8 +316,12 @@ def test_what_is_gone_is_forgotten(told: Catalog, tmp_path: Path) -> None:
     for gone in (data / "copy of 1", data / "run7" / "2", data / "run7" / "3", tmp_path / "data2"):
         shutil.rmtree(gone)
     id3 = told.get("run7@3").id
+    gone = sorted(map(str, (data / "copy of 1", data / "run7" / "2", data / "run7" / "3")))
     found = reindex(str(data), told)
-    assert sorted(found.missing) == sorted(map(str, (data / "copy of 1", data / "run7" / "2", data / "run7" / "3")))
+    assert (sorted(found.missing), found.forgotten) == (gone, ())
+    assert (told.get(id3).state, told.get(id3).urls) == ("committed", (gone[-1],))
+    found = reindex(str(data), told, forget=True)
+    assert sorted(found.missing) == sorted(found.forgotten) == gone
     assert told.get("run7@1").urls == (str(data / "run7" / "1"),)
     assert told.get("run7@2").urls == (str(tmp_path / "elsewhere"),)
     assert (told.get(id3).state, told.get(id3).urls) == ("purged", ())

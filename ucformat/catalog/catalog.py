@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from ucformat.catalog.entries import Entry
+    from ucformat.catalog.recording import Place
     from ucformat.catalog.retention import RetentionPlan
     from ucformat.schema.catalog_document import CatalogDoc
     from ucformat.schema.manifest import Manifest
@@ -99,12 +100,13 @@ class Catalog(Reader):
 
         return self._database.write(work)
 
-    def forget_places(self, root: str, present: Collection[str]) -> list[str]:
-        """Forget the places at or below `root` where nothing is any more, all but those `present`; gives them."""
-        stamp, there = make_stamp(), {same_url(p) for p in present}
-        return self._database.write(
-            lambda c: recording.forget_places(c, same_url(root), there, now=stamp.now, who=stamp.who)
-        )
+    def forget(self, places: Collection[Place]) -> list[str]:
+        """Forget that checkpoints lie in these places, if none was seen there since; the urls that were forgotten.
+
+        A checkpoint that lies nowhere any more is purged, and no longer protects what its bytes lay in.
+        """
+        stamp = make_stamp()
+        return self._database.write(lambda c: recording.forget(c, places, now=stamp.now, who=stamp.who))
 
     def link(self, child: str, parent: str, kind: str) -> None:
         """Say from what a checkpoint was made; `parent` may be a place that the catalog does not know.

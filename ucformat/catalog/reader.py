@@ -8,12 +8,12 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Literal, Self
 
-from ucformat.catalog import deletion, names, query
+from ucformat.catalog import deletion, names, query, recording
 from ucformat.catalog.engine import Database
 from ucformat.catalog.entries import load
 from ucformat.catalog.names import Stamp
 from ucformat.catalog.purge import plan_purge
-from ucformat.catalog.refs import parse_ref, resolve
+from ucformat.catalog.refs import parse_ref, resolve, same_url
 from ucformat.errors import Refused
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ucformat.catalog.names import AliasEntry, MoveEntry
     from ucformat.catalog.purge import PurgePlan
     from ucformat.catalog.query import EventEntry, TensorEntry
+    from ucformat.catalog.recording import Place
     from ucformat.catalog.sql import Table
 
 __all__ = ["GRACE", "Reader", "make_stamp", "now"]
@@ -109,6 +110,11 @@ class Reader:
         """
         with self._database.reading() as c:
             return load(c, [resolve(c, parse_ref(ref))], now())[0]
+
+    def places(self, root: str) -> list[Place]:
+        """The places at or below `root` where checkpoints lie, as far as the catalog knows."""
+        with self._database.reading() as c:
+            return recording.places(c, same_url(root))
 
     def tensors(self, ref: str) -> list[TensorEntry]:
         """The tensors of a checkpoint, as its manifest lists them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from dataclasses import dataclass
 from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from ucformat.catalog.rows import begins_with, event, insert_if_absent, one_id, 
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Iterable, Mapping
     from datetime import datetime
 
     from sqlalchemy import Connection
@@ -27,14 +28,25 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import Manifest
 
 __all__ = [
+    "Place",
     "canonical_hash",
-    "forget_places",
+    "forget",
     "insert_edge",
     "locate",
+    "places",
     "record",
     "set_run",
     "stored_metric",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place where a checkpoint lies, by its serial, and when it was last seen there."""
+
+    url: str
+    checkpoint: int
+    seen: datetime
 
 
 def record(
@@ -161,21 +173,29 @@ def locate(connection: Connection, serial: int, url: str, *, now: datetime, who:
     return found
 
 
-def forget_places(connection: Connection, root: str, present: Collection[str], *, now: datetime, who: str) -> list[str]:
-    """Forget the places at or below `root` that are not `present`; a checkpoint without any left is purged."""
+def places(connection: Connection, root: str) -> list[Place]:
+    """The places at or below `root` where checkpoints lie, as far as is known."""
     root = root.rstrip("/")
     below = sa.or_(Location.url == root, begins_with(Location.url, f"{root}/"))
-    known = connection.execute(sa.select(Location.url, Location.checkpoint).where(below).order_by(Location.url)).all()
-    gone = [row for row in known if row.url not in present]
-    lock(connection, {row.checkpoint for row in gone})
-    for row in gone:
-        here = (Location.url == row.url, Location.checkpoint == row.checkpoint)
-        connection.execute(sa.delete(Location).where(*here))
-        elsewhere = sa.exists().where(Location.checkpoint == row.checkpoint)
-        lost = (Checkpoint.serial == row.checkpoint, Checkpoint.state != "replaced", ~elsewhere)
+    found = sa.select(Location.url, Location.checkpoint, Location.seen).where(below).order_by(Location.url)
+    return [Place(*row) for row in connection.execute(found)]
+
+
+def forget(connection: Connection, gone: Iterable[Place], *, now: datetime, who: str) -> list[str]:
+    """Forget these places, but none where something was seen since; a checkpoint without any left is purged."""
+    gone = list(gone)
+    lock(connection, {place.checkpoint for place in gone})
+    forgotten = []
+    for place in gone:
+        here = (Location.url == place.url, Location.checkpoint == place.checkpoint, Location.seen == place.seen)
+        if not connection.execute(sa.delete(Location).where(*here)).rowcount:
+            continue
+        elsewhere = sa.exists().where(Location.checkpoint == place.checkpoint)
+        lost = (Checkpoint.serial == place.checkpoint, Checkpoint.state != "replaced", ~elsewhere)
         connection.execute(sa.update(Checkpoint).where(*lost).values(state="purged"))
-        event(connection, "missing", who, now, row.checkpoint, url=row.url)
-    return [row.url for row in gone]
+        event(connection, "missing", who, now, place.checkpoint, url=place.url)
+        forgotten.append(place.url)
+    return forgotten
 
 
 def _add_details(connection: Connection, serial: int, manifest: Manifest, url: str) -> None:

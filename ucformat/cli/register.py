@@ -93,27 +93,35 @@ def _register_virtual(
 
 @command
 @click.argument("place", metavar="PLACE")
+@click.option("--forget", is_flag=True, help="Forget the checkpoints that the catalog knew there and that are gone.")
 @CATALOG
-def reindex(place: str, out: Output) -> None:
-    """Make the catalog know what lies below PLACE, and forget what no longer does.
+def reindex(place: str, forget: bool, out: Output) -> None:  # noqa: FBT001
+    """Make the catalog know what lies below PLACE.
 
     A catalog that was lost comes back this way, with the tags, aliases, holds, metrics and notes that were written
-    beside the checkpoints.
+    beside the checkpoints. What it knew there and does not find is an error, for so it is with a disk that is not
+    mounted; with --forget it is forgotten, and no longer protects what it needed.
     """
     import ucformat
     from ucformat.cli.program import Interrupted
+    from ucformat.errors import UcformatError
 
     try:
         with opened_catalog() as catalog, out.progress("reindexing", "checkpoints") as progress:
-            found = ucformat.reindex(place, catalog, progress=progress)
+            found = ucformat.reindex(place, catalog, forget=forget, progress=progress)
     except KeyboardInterrupt:
         raise Interrupted("interrupted: what was recorded until now stays; the same command again does all") from None
     out.result(
         lambda: _summary(found),
-        lambda: _data(found) | {"missing": list(found.missing)},
+        lambda: _data(found) | {"missing": list(found.missing), "forgotten": list(found.forgotten)},
         lambda: (e.id for e in found.entries),
     )
     _raise_failures(found)
+    if found.missing and not forget:
+        raise UcformatError(
+            f"the catalog knew checkpoints in {plural(len(found.missing), 'place')} that hold none: nothing was forgotten",
+            hint=f"is a disk not mounted? If they are gone for good: ucp reindex {place} --forget",
+        )
 
 
 def _list(found: Registered) -> Iterator[str]:
@@ -130,7 +138,7 @@ def _summary(found: Reindexed) -> Iterator[str]:
     size = bytes_text(sum(e.nbytes for e in found.entries))
     yield Heading(f"{plural(len(found.entries), 'checkpoint')}, {size}")
     for url in found.missing:
-        yield f"  missing   {url}"
+        yield f"  {'forgotten' if url in found.forgotten else 'missing':<9} {url}"
     yield from _failures(found)
 
 

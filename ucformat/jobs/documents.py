@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from ucformat.catalog.document import compose, stale, written
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import Conflict, IntegrityError, NotFound, Refused, UcformatError
+from ucformat.jobs.absence import check_removed, is_empty
 from ucformat.schema.catalog_document import CATALOG_DOCUMENT, CatalogDoc
 from ucformat.storage.url import open_store
 
@@ -110,7 +111,8 @@ def _write(catalog: Catalog, serial: int, store: Store) -> int:
         there, version = _versioned(store)
         doc = _composed(catalog, serial)
         if there is None:
-            if next(iter(store.list()), None) is None:
+            if is_empty(store):
+                check_removed(store, begun=False)
                 return doc.revision  # the checkpoint is gone: nothing to keep a document for
         elif there.id != doc.id:
             if open_checkpoint(store).id != doc.id:

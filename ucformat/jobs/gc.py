@@ -18,6 +18,7 @@ from ucformat.catalog.reader import GRACE, make_stamp
 from ucformat.catalog.refs import Ref, resolve
 from ucformat.errors import Conflict, NotFound, UcformatError
 from ucformat.format.commit import abandon
+from ucformat.jobs.absence import check_listed, check_removed, is_empty
 from ucformat.jobs.documents import read_document
 from ucformat.jobs.removal import bury, folders_of, read_tombstone, remove, standing
 from ucformat.schema.manifest import AttemptDoc
@@ -82,7 +83,7 @@ def collect(
     resumed = tuple(e.id for e in catalog.find("state = 'purging'"))
     failures: list[str] = []
     before = make_stamp().now - grace
-    leftovers = tuple(left for place in places for left in _leftovers(place, before, resumed, failures))
+    leftovers = tuple(left for place in places for left in _leftovers(catalog, place, before, resumed, failures))
     plan = catalog.purgeable(grace)
     if not apply:
         return Collected(plan, resumed, leftovers, (), tuple(failures))
@@ -127,7 +128,10 @@ def consult(catalog: Catalog, ids: Sequence[str]) -> dict[str, str]:
     for checkpoint in ids:
         for url in _places(catalog, checkpoint)[1]:
             try:
-                doc = read_document(open_store(url))
+                store = open_store(url)
+                doc = read_document(store)
+                if doc is None and is_empty(store):
+                    check_removed(store, begun=False)
                 if doc is not None and doc.id == checkpoint:
                     catalog.absorb(checkpoint, doc)
             except UcformatError as error:
@@ -154,12 +158,20 @@ def purge(catalog: Catalog, checkpoint: str) -> bool:
     return True
 
 
-def _leftovers(place: str, before: datetime, resumed: Sequence[str], failures: list[str]) -> Iterator[Leftover]:
+def _leftovers(
+    catalog: Catalog, place: str, before: datetime, resumed: Sequence[str], failures: list[str]
+) -> Iterator[Leftover]:
     """What is left below a place, and nobody wrote to since: attempts, and tombstones of purges that we do not resume.
 
     Places where that cannot be told are failures.
     """
     store = open_store(place)
+    if is_empty(store):
+        try:
+            check_listed(store, catalog)
+        except NotFound as error:
+            failures.append(error.message)
+        return
     homes: dict[str, list[str]] = {}
     for info in store.list():
         *folder, name = info.key.split("/")

@@ -9,19 +9,22 @@ from typing import TYPE_CHECKING
 
 from ucformat.catalog.entries import load_ids
 from ucformat.catalog.reader import now
+from ucformat.catalog.refs import same_url
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import NotFound, UcformatError
+from ucformat.errors import NotACheckpoint, NotFound, UcformatError
 from ucformat.format.commit import MANIFEST
+from ucformat.jobs.absence import check_listed, is_empty
 from ucformat.jobs.documents import find_document, write_documents
 from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.sources import SOURCES
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.entries import Entry
+    from ucformat.catalog.recording import Place
     from ucformat.checkpoint import Checkpoint
     from ucformat.schema.catalog_document import CatalogDoc
     from ucformat.schema.manifest import Manifest
@@ -51,9 +54,10 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Reindexed(Registered):
-    """Also `missing`: places below the root where the catalog knew a checkpoint, and none is left."""
+    """Also `missing`: places below the root where the catalog knew a checkpoint, and none is; and those `forgotten`."""
 
     missing: tuple[str, ...]
+    forgotten: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,10 @@ class _Found:
     files: tuple[int, int] | None
     doc: CatalogDoc | None
     keys: tuple[str, ...] | None  # of the files of a foreign one; a universal one's are all below its folder
+
+
+#: A place, what it holds or why that cannot be told, and how many are left.
+_Opened = tuple[str, _Found | UcformatError, int]
 
 
 def register(
@@ -86,20 +94,60 @@ def register(
     Raises:
         NotFound: nothing is at one of the places, or no checkpoint.
     """
-    opened = (f for p in places for f in _open_below(p)) if recursive else _open_all(places)
+    trees = [_searched(p) for p in places] if recursive else []
+    opened = (f for tree in trees for f in _open_below(*tree)) if recursive else _open_all(places)
     done = _record_all(catalog, opened, run, progress, strict=not recursive)
-    if recursive and not done.present:
-        raise NotFound(f"there is no checkpoint below {', '.join(places)}", hint="check the path")
     write_documents(catalog, None)
     return Registered(_entries(catalog, done.ids), done.failures)
 
 
-def reindex(place: str, catalog: Catalog, *, progress: Callable[[int, int], None] | None = None) -> Reindexed:
-    """Record all that lies below a place, with what catalogs wrote beside it, and forget what is gone from there."""
-    done = _record_all(catalog, _open_below(place), None, progress, strict=False)
-    missing = catalog.forget_places(open_store(place).url, done.present)
+def reindex(
+    place: str, catalog: Catalog, *, forget: bool = False, progress: Callable[[int, int], None] | None = None
+) -> Reindexed:
+    """Record all that lies below a place, with what catalogs wrote beside it.
+
+    What the catalog knew there and is not found, it goes on knowing, so that it protects what it needs: a disk that is
+    not mounted looks like one whose files were removed.
+
+    Args:
+        place: a path or url.
+        catalog: what is to know it.
+        forget: forget what is not found. What cannot be read is not forgotten.
+        progress: called with the checkpoints done and in all.
+
+    Raises:
+        NotFound: without `forget`, nothing is at the place, or it is empty and the catalog knows checkpoints there.
+        UcformatError: the place cannot be listed to its end; nothing was recorded or forgotten.
+    """
+    store = open_store(place)
+    known = catalog.places(store.url)
+    empty = is_empty(store)
+    if empty and not forget:
+        check_listed(store, catalog)
+    folders = [] if empty else _search(store)
+    done = _record_all(catalog, _open_below(store, folders), None, progress, strict=False)
+    missing, asked = _missing(known, done.present)
+    more = _record_all(catalog, asked, None, None, strict=False)
+    forgotten = catalog.forget(missing if forget else [])
     write_documents(catalog, None)
-    return Reindexed(_entries(catalog, done.ids), done.failures, tuple(missing))
+    entries = _entries(catalog, [*done.ids, *more.ids])
+    return Reindexed(entries, (*done.failures, *more.failures), tuple(p.url for p in missing), tuple(forgotten))
+
+
+def _missing(known: Sequence[Place], present: Collection[str]) -> tuple[list[Place], list[_Opened]]:
+    """Which known places hold no checkpoint, and what came of asking the others that were not come across.
+
+    So it is with what lies behind a linked folder, or inside of another checkpoint: a search does not go there.
+    """
+    there = {same_url(p) for p in present}
+    unseen = {p.url: p for p in known if p.url not in there}
+    missing, found = [], []
+    for opened in _open_all(list(unseen)):
+        if isinstance(opened[1], NotFound | NotACheckpoint):
+            missing.append(unseen[opened[0]])
+        else:
+            found.append(opened)
+    return missing, found
 
 
 def _entries(catalog: Catalog, ids: Sequence[str]) -> tuple[Entry, ...]:
@@ -117,7 +165,7 @@ class _Done:
 
 def _record_all(
     catalog: Catalog,
-    opened: Iterable[tuple[str, _Found | UcformatError, int]],
+    opened: Iterable[_Opened],
     run: str | None,
     progress: Callable[[int, int], None] | None,
     *,
@@ -141,6 +189,17 @@ def _record_all(
     return _Done(tuple(ids), tuple(failures), frozenset(present))
 
 
+def _searched(place: str) -> tuple[Store, list[str]]:
+    """A place, and the folders below it that look like checkpoints, of which there must be one."""
+    store = open_store(place)
+    folders = _search(store)
+    if not folders:
+        raise NotFound(
+            f"there is no checkpoint below {store.url}", hint="check the path; if it is right, is its disk mounted?"
+        )
+    return store, folders
+
+
 def _search(store: Store) -> list[str]:
     """The folders of a store that look like checkpoints, in order, an outer one before those inside of it."""
     folders = set()
@@ -151,14 +210,12 @@ def _search(store: Store) -> list[str]:
     return sorted(folders, key=lambda f: f.split("/") if f else [])
 
 
-def _open_below(place: str) -> Iterator[tuple[str, _Found | UcformatError, int]]:
-    """Open what looks like a checkpoint below a place, or itself, and not what is part of one.
+def _open_below(store: Store, folders: list[str]) -> Iterator[_Opened]:
+    """Open the folders of a place that look like checkpoints, and not what is part of one.
 
     What lies inside of a folder that turns out to be none is opened after it: anybody may call a file manifest.json. So
     is what lies beside the files of a foreign one: `checkpoint-500/` next to the model that the run ended with.
     """
-    store = open_store(place)
-    folders = _search(store)
     while folders:
         inside: dict[str, list[str]] = {}  # of each outermost one
         for folder in folders:
@@ -182,7 +239,7 @@ def _is_part(folder: str, keys: Sequence[str]) -> bool:
     return any(key.startswith(f"{folder}/") for key in keys)
 
 
-def _open_all(roots: Sequence[str]) -> Iterator[tuple[str, _Found | UcformatError, int]]:
+def _open_all(roots: Sequence[str]) -> Iterator[_Opened]:
     """Open them, several at a time, in order; with each the number of those that are left."""
     with ThreadPoolExecutor(_THREADS, "ucformat-register") as pool:
         for at in range(0, len(roots), _AHEAD):

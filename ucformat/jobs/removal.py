@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from ucformat.catalog.reader import make_stamp
 from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, Refused
 from ucformat.format.commit import MANIFEST, abandon, read_manifest
+from ucformat.jobs.absence import check_removed
 from ucformat.jobs.documents import read_document
 from ucformat.schema.catalog_document import CATALOG_DOCUMENT
 from ucformat.schema.tombstone import TOMBSTONE, TombstoneDoc, is_tombstone
@@ -32,6 +33,7 @@ def remove(store: Store, checkpoint: str) -> None:
         manifest, version = read_manifest(store)
     except NotACheckpoint:
         if tombstone is None:
+            check_removed(store, begun=True)
             store.sweep()  # an interrupted purge ended here, or somebody else removed it
             store.prune()
         elif tombstone.id == checkpoint:  # of an interrupted purge: nobody writes here until it is done

@@ -109,8 +109,8 @@ class FsspecStore:
         """All files below a folder, in the order of their keys; they are all asked for before the first comes."""
         folder = self._path(prefix) if prefix else self._root
         with self._asking("list", prefix):
-            self._fs.invalidate_cache(folder)
-            found = self._fs.find(folder, detail=True)
+            self._fs.invalidate_cache()
+            found = _find(self._fs, folder)
         start = len(self._root) + 1
         shown = (
             (path[start:], file)
@@ -173,6 +173,24 @@ class FsspecStore:
         if len(data) != nbytes:
             raise IntegrityError(f"{name}: {nbytes} bytes were asked for and {len(data)} came")
         return data
+
+
+def _find(fs: Any, folder: str) -> dict[str, Any]:
+    """All files below a folder, by path. fsspec's own `find` leaves out folders that it fails to list."""
+    found, folders = {}, [folder]
+    while folders:
+        at = folders.pop()
+        try:
+            listed = fs.ls(at, detail=True)
+        except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
+            continue
+        for entry in listed:
+            path = entry["name"].rstrip("/")
+            if entry["type"] != "directory":
+                found[path] = entry
+            elif path != at.rstrip("/"):
+                folders.append(path)
+    return found
 
 
 def _info(key: str, found: dict[str, Any]) -> Info:

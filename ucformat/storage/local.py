@@ -330,16 +330,20 @@ def _info(key: str, s: os.stat_result) -> Info:
 
 def _walk(folder: Path, prefix: str) -> Iterator[Info]:
     entries: list[os.DirEntry[str]] = []
+    folders: set[str] = set()
     with suppress(NotFound), explaining("list", str(folder)), os.scandir(folder) as scan:
         entries = [e for e in scan if not e.name.startswith(HIDDEN)]
-    folders = {e.name for e in entries if e.is_dir(follow_symlinks=False)}
+        folders = {e.name for e in entries if e.is_dir(follow_symlinks=False)}
     for e in sorted(entries, key=lambda e: e.name + "/" * (e.name in folders)):
         if e.name in folders:
             yield from _walk(folder / e.name, f"{prefix}{e.name}/")
             continue
         try:
             found = e.stat()
-        except OSError:  # deleted meanwhile, or a link to nowhere
-            continue
+        except OSError as error:
+            if e.is_symlink() or isinstance(error, FileNotFoundError):  # a link to nowhere, or deleted meanwhile
+                continue
+            with explaining("list", str(folder / e.name)):  # to leave it out would be to say that it is not there
+                raise
         if stat.S_ISREG(found.st_mode):
             yield _info(prefix + e.name, found)
