@@ -231,7 +231,7 @@ def _joined(shards: Sequence[Local]) -> tuple[tuple[Piece, ...], Memory]:
     parts: list[Memory] = []
     offset = 0
     for shard in shards:
-        dense = shard.tensor.cpu().contiguous()
+        dense = copied_to_host(shard.tensor).contiguous()
         pieces += [Piece(p.box, offset, tuple(dense.stride())) for p in shard.pieces]
         parts.append(host_memory(dense))
         offset += dense.numel()

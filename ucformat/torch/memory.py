@@ -10,6 +10,7 @@ import torch
 
 from ucformat.errors import UsageError
 from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.torch.devices import synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +39,11 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where it lies on the host; else a copy there, in row-major order."""
+    """The tensor itself where it lies on the host; else a copy there, in row-major order.
+
+    What was begun on its device is waited for, whatever stream it is in.
+    """
+    synchronize([tensor])
     return tensor if tensor.device.type == "cpu" else tensor.contiguous().cpu()
 
 

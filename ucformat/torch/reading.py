@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from ucformat.geometry.box import row_major
 from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Piece
 from ucformat.planning import check_sizes, wanted_of
+from ucformat.torch.devices import devices_of, marks, on, synchronize
 from ucformat.torch.fragments import blocks_of
 from ucformat.torch.memory import host_memory, torch_dtype
 
@@ -53,6 +55,7 @@ def read(
                 hint="give a tensor with memory of its own: tensor.clone()",
             )
     direct = [m for m in matched if _is_direct(m)]
+    synchronize(m.target.tensor for m in direct)
     wanted = [
         wanted_of(ck.source, m.stored, [(n, p) for p in m.target.pieces])
         for n, m in enumerate(direct)
@@ -78,27 +81,34 @@ def _staged(
     progress: Callable[[int], None] | None,
 ) -> int:
     """Read batch by batch into two host buffers in turn, so that one is copied to the device while the other fills."""
-    pin = any(m.target.tensor.is_cuda for m in matched)
+    targets = [m.target.tensor for m in matched]
+    devices = devices_of(targets)
+    synchronize(targets)  # training may still read or write them
     total = 0
     buffers: list[torch.Tensor | None] = [None, None]
-    copied: list[torch.cuda.Event | None] = [None, None]
-    for number, batch in enumerate(_batches(ck, matched)):
-        turn = number % 2
-        need = sum(unit.room for unit in batch)
-        event = copied[turn]
-        if event is not None:
-            event.synchronize()
-        held = buffers[turn]
-        if held is None or held.numel() < need:
-            buffers[turn] = held = torch.empty(max(need, STAGED_BYTES), dtype=torch.uint8, pin_memory=pin)
-        total += _fill(ck, batch, held, verify, threads, progress)
-        if pin:
-            copied[turn] = event = torch.cuda.Event()
-            event.record()
-    for event in copied:
-        if event is not None:
-            event.synchronize()
+    copied: list[list[torch.Event]] = [[], []]
+    try:
+        for number, batch in enumerate(_batches(ck, matched)):
+            turn = number % 2
+            need = sum(unit.room for unit in batch)
+            for event in copied[turn]:
+                event.synchronize()
+            held = buffers[turn]
+            if held is None or held.numel() < need:
+                buffers[turn] = held = _host_buffer(max(need, STAGED_BYTES), devices)
+            total += _fill(ck, batch, held, devices, verify, threads, progress)
+            copied[turn] = marks(d for d in devices if any(u.m.target.tensor.device == d for u in batch))
+    finally:  # where one failed too: the buffers go
+        synchronize(targets)
     return total
+
+
+def _host_buffer(nbytes: int, devices: Sequence[torch.device]) -> torch.Tensor:
+    """Memory from which devices copy, pinned where there are any and the system lets it."""
+    if devices:
+        with on(devices), suppress(RuntimeError):
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +151,7 @@ def _fill(
     ck: Checkpoint,
     batch: Sequence[_Unit],
     buffer: torch.Tensor,
+    devices: Sequence[torch.device],
     verify: Verify,
     threads: int | None,
     progress: Callable[[int], None] | None,
@@ -155,7 +166,8 @@ def _fill(
     execute(plan, ck.store, [v for v, _ in views], [str(u.m.target.key) for u in batch], threads, progress)
     for u, (_, held) in zip(batch, views, strict=True):
         data = held.view(torch_dtype(u.m.stored.dtype)).view(u.box.shape)
-        _region(u.m, u.box).copy_(data, non_blocking=True)
+        target = _region(u.m, u.box)
+        target.copy_(data, non_blocking=target.device in devices)
     return plan.bytes_read
 
 

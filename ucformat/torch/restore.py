@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import Refused
+from ucformat.errors import Refused, UsageError
 from ucformat.sources.dcp.names import dotted
 from ucformat.sources.values import json_key
 from ucformat.torch.match import Problems
 from ucformat.torch.objects import decode
+from ucformat.torch.rng import Rng
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,6 +55,12 @@ def fit_objects(found: Collected, ck: Checkpoint, ranks: Ranks, *, trust: bool) 
             others.append(_no_merge(path, wanted, len(values), ranks.size))
         else:
             mine = values[ranks.rank] if len(values) == ranks.size else _merged(wanted, values, ranks)
+            try:
+                if isinstance(wanted.value, Rng):
+                    wanted.value.check(mine)
+            except UsageError as error:
+                others.append(f"{dotted(path)}: {error.message}; {error.hint}")
+                continue
             todo.append((leaf, mine))
 
     def put() -> None:

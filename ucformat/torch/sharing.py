@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from ucformat.torch.devices import same_device, synchronize
 from ucformat.torch.group import of_rank
 from ucformat.torch.reading import read
 
@@ -55,7 +56,7 @@ def read_shared(
         dealt.append((m, reader))
     rounds = list(_rounds(dealt, size))
     total = 0
-    with ThreadPoolExecutor(1, thread_name_prefix="ucformat-share") as pool:
+    with ThreadPoolExecutor(1, "ucformat-share", same_device()) as pool:
 
         def begin(units: Sequence[tuple[Matched, int]]) -> Future[int]:
             return pool.submit(read, ck, [m for m, reader in units if reader == rank], verify, threads, progress)
@@ -66,6 +67,7 @@ def read_shared(
             coming += [begin(following) for following in rounds[number + 1 : number + 2]]
             for m, reader in units:
                 _hand_on(m.target.tensor, reader, replicas)
+    synchronize(m.target.tensor for m, _ in dealt)  # a broadcast of a device's tensor goes on after its call
     return total + read(ck, alone, verify, threads, progress)
 
 

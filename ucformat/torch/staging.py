@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import torch
 
 from ucformat.geometry.box import row_major
 from ucformat.geometry.tensor import Piece
+from ucformat.torch.devices import devices_of, synchronize
 from ucformat.torch.fragments import region_of
 from ucformat.torch.memory import host_memory
 
@@ -29,30 +31,53 @@ __all__ = ["HostBuffer", "Slots", "map_shared", "room_for", "stage"]
 
 _ALIGNED = 64  # bytes
 _CHUNK = 8 << 20  # bytes that one thread copies at a time
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
 #: Where each tensor's bytes lie in the buffer: begin and end.
 Slots = tuple[tuple[int, int], ...]
 
 
 class HostBuffer:
-    """Anonymous shared memory; where there is a GPU it is pinned, so that copies from it run at full speed."""
+    """Anonymous shared memory, pinned when tensors of a GPU are first copied to it, so that they are at full speed."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         self.fd = os.memfd_create("ucformat-stage", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, self.nbytes)
         self.memory = map_shared(self.fd, self.nbytes)
-        self._pinned = torch.cuda.is_available()
-        if self._pinned:
-            pin = torch.cuda.cudart().cudaHostRegister(self.memory.ctypes.data, self.nbytes, 0)
-            self._pinned = int(pin) == 0
+        self._pinned_for: torch.device | None = None
+        self._refused = False
+
+    def pin(self, device: torch.device) -> None:
+        """Pin the memory for a CUDA device, and with it for all; where that is refused, copies are slower."""
+        if self._pinned_for is not None or self._refused:
+            return
+        with torch.cuda.device(device):
+            done = torch.cuda.cudart().cudaHostRegister(self.memory.ctypes.data, self.nbytes, _PORTABLE)
+        if int(done):
+            self._refused = True
+            _clear_error(device)
+        else:
+            self._pinned_for = device
 
     def close(self) -> None:
         """Give the memory back, when nobody here uses it any more."""
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.memory.ctypes.data)
+        if self._pinned_for is not None:
+            with torch.cuda.device(self._pinned_for):
+                done = torch.cuda.cudart().cudaHostUnregister(self.memory.ctypes.data)
+            if int(done):
+                _clear_error(self._pinned_for)
         self.memory = np.empty(0, np.uint8)
         os.close(self.fd)
+
+
+def _clear_error(device: torch.device) -> None:
+    """Take the last error of the CUDA runtime back, which the next kernel of the training would raise as its own.
+
+    PyTorch has no call for that, but the check after a kernel both raises and resets it.
+    """
+    with suppress(RuntimeError):
+        torch.ones(1, device=device)
 
 
 def map_shared(fd: int, nbytes: int) -> Memory:
@@ -74,28 +99,40 @@ def stage(
 ) -> tuple[tuple[tuple[TensorInfo, tuple[Piece, ...]], ...], Slots]:
     """Copy a state to a buffer; its tensors as they lie there, and where.
 
-    On the host the pieces are copied, each in row-major order; from a device the whole local tensor is.
+    On the host the pieces are copied, each in row-major order; from a device the whole local tensor is. What training
+    has begun on the devices is waited for before, and the copies from each of them after.
     """
+    held = [t.tensor for t in state.tensors]
+    synchronize(held)
+    devices = devices_of(held)
+    if devices and devices[0].type == "cuda":
+        buffer.pin(devices[0])
+    try:
+        return _copy_all(state, buffer, pool, devices)
+    finally:  # where one copy failed too: the memory may be used again
+        synchronize(held)
+
+
+def _copy_all(
+    state: LocalState, buffer: HostBuffer, pool: ThreadPoolExecutor, devices: Sequence[torch.device]
+) -> tuple[tuple[tuple[TensorInfo, tuple[Piece, ...]], ...], Slots]:
     out: list[tuple[TensorInfo, tuple[Piece, ...]]] = []
     slots: list[tuple[int, int]] = []
     copies: list[Callable[[], None]] = []
-    at, device = 0, False
+    at = 0
     for t in state.tensors:
         end = at + _nbytes(t)
         memory = buffer.memory[at:end]
         if t.tensor.device.type == "cpu":
             out.append((t.info, _copy_pieces(t, memory, copies)))
         else:
-            device = True
             target = torch.from_numpy(memory).view(t.tensor.dtype).view(t.tensor.shape)
-            target.copy_(t.tensor, non_blocking=True)
+            target.copy_(t.tensor, non_blocking=t.tensor.device in devices)
             out.append((t.info, t.pieces))
         slots.append((at, end))
         at = -(-end // _ALIGNED) * _ALIGNED
     for done in [pool.submit(copy) for copy in copies]:
         done.result()
-    if device and torch.cuda.is_available():
-        torch.cuda.synchronize()
     return tuple(out), tuple(slots)
 
 

@@ -9,6 +9,7 @@ import torch
 from ucformat.sources.dcp.names import dotted
 from ucformat.sources.values import json_key
 from ucformat.torch.collect import collect
+from ucformat.torch.devices import synchronize
 from ucformat.torch.dtensor import local_of, mesh_of
 from ucformat.torch.local import LocalState
 from ucformat.torch.objects import encode
@@ -28,6 +29,7 @@ def local_state(state: Mapping[str, Any]) -> LocalState:
     """What this rank holds of a training state, under the names and states of the catalog."""
     found = collect(state)
     aliases, tensors = without_ties(locals_of(found))
+    synchronize(t.tensor for t in tensors)  # before values are copied from devices
     objects: dict[str, Any] = {}
     for path, leaf in found.leaves.items():
         _place(objects, path, leaf.value)

@@ -13,6 +13,7 @@ from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.torch.deepspeed.engine import Trainer, look
 from ucformat.torch.deepspeed.held import Held, Part, held_by, partition_of, shape_of
 from ucformat.torch.deepspeed.values import CLIENT, client_values, extra_states, plain_values
+from ucformat.torch.devices import synchronize
 from ucformat.torch.dtensor import local_of
 from ucformat.torch.local import Local, LocalState
 from ucformat.torch.memory import dtype_name
@@ -45,6 +46,7 @@ def collect(engine: Any, client_state: Mapping[str, Any] | None = None) -> Local
     _refuse_half_a_step(engine)
     held = held_by(trainer)
     tensors = list(_tensors(trainer, held))
+    synchronize(t.tensor for t in tensors)  # before values are copied from devices
     plain, ranks, large = client_values(client_state or {}, {t.info.name for t in tensors} | trainer.buffers.keys())
     objects = plain_values(trainer) | ({CLIENT: plain} if plain else {})
     if trainer.rank == 0:
