@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections import deque
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -207,26 +206,23 @@ def test_a_ladder_of_diamonds_is_walked_once(database: Database) -> None:
     edges = [(2 * i + a, 2 * i + 2 + b) for i in range(n) for a in (0, 1) for b in (0, 1)]
     serials = bare(database, [f"{i:032x}" for i in range(2 * n + 2)], edges)
     for depth in (None, n, n + 10):
-        started = time.perf_counter()
         found = ask(database, serials[0], depth=depth)
-        assert time.perf_counter() - started < 5
         assert len(found.nodes) == 2 * n + 1
         assert len(found.edges) == 4 * n - 2
         assert len(tree(found)) == 4 * n - 1
 
 
-def test_a_thousand_steps_take_less_than_half_a_second(database: Database) -> None:
+def test_a_thousand_steps_are_walked_in_two_statements(database: Database) -> None:
     n, length = 10_000, 1000
     serials = bare(database, [f"{i:032x}" for i in range(n)], [(i, i + 1) for i in range(n) if (i + 1) % length])
+    asked: list[str] = []
+    sa.event.listen(database.engine, "before_cursor_execute", lambda *seen: asked.append(seen[2]))
     for direction, serial in (("up", serials[0]), ("down", serials[length - 1])):
-        taken = []
-        for _ in range(3):  # the best of three: the machine is shared
-            started = time.perf_counter()
-            found = ask(database, serial, direction)
-            taken.append(time.perf_counter() - started)
-            assert len(found.nodes) == length
-            assert max(node.distance for node in found.nodes.values()) == length - 1
-        assert min(taken) < 0.5
+        asked.clear()
+        found = ask(database, serial, direction)
+        assert len([text for text in asked if text.lstrip().upper().startswith(("SELECT", "WITH"))]) == 2
+        assert len(found.nodes) == length
+        assert max(node.distance for node in found.nodes.values()) == length - 1
     assert len(ask(database, serials[0], depth=100).nodes) == 101
 
 

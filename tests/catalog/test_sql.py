@@ -302,14 +302,9 @@ def test_sqlite_says_when_the_file_is_broken(lite: Database) -> None:
 def test_sqlite_can_be_interrupted(lite: Database) -> None:
     endless = "with recursive n(i) as (select 1 union all select i + 1 from n) select count(*) from n"
     timer = threading.Timer(0.3, _thread.interrupt_main)
-    timer.start()
-    started = time.monotonic()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run_sql(lite, endless, None)
-    finally:
-        timer.cancel()
-    assert time.monotonic() - started < 30
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the timer may be up as soon as it starts
+        timer.start()
+        run_sql(lite, endless, None)
 
 
 # PostgreSQL

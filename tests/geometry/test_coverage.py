@@ -171,8 +171,8 @@ def pinwheels(n: int) -> list[Box]:
 )
 def test_a_hundred_thousand_boxes(shape: tuple[int, ...], boxes: list[Box]) -> None:
     assert len(boxes) > 60_000
-    began = time.perf_counter()
+    began = time.process_time()
     prove(tensor(*shape), enumerate(boxes))
-    assert time.perf_counter() - began < 10  # 0.6 s for the grid; the bound only tells n log n from n squared
+    assert time.process_time() - began < 10  # 0.6 s for the grid; the bound only tells n log n from n squared
     with pytest.raises(CoverageError):
         prove(tensor(*shape), enumerate(boxes[:-1]))

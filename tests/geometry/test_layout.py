@@ -263,10 +263,10 @@ def test_thousands_of_tensors_on_hundreds_of_ranks() -> None:
         stages=[Rule(r"/layers\.(\d+)\..*/", (Stage("pp", starts=(0, 300, 600, 900)),))],
         data=[Rule("*", states=("weight",)), Rule("*", (Flat("dp", group_pad=2),))],
     )
-    began = time.perf_counter()
+    began = time.process_time()
     bound = layout.bind(Roster(infos, dict.fromkeys(names, 0)))
     pieces = [p for info in infos for p in bound.pieces(info.key, 77)]
-    assert time.perf_counter() - began < 15
+    assert time.process_time() - began < 15
     assert len(pieces) < 5000
     bound.prove()
-    assert time.perf_counter() - began < 60
+    assert time.process_time() - began < 60

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,15 +65,10 @@ def kill_at_random(src: Path, places: list[str], seed: int, *, overwrite: bool =
     identity = ucformat.open(src).id
     seen = {"nothing": 0, "old": 0, "copy": 0}
     with Forks(WORK) as forks:
-        begun = time.perf_counter()
-        forks.begin(src, f"{places[0]}-measured")
-        assert forks.end()[1][0] == "done"
-        whole = time.perf_counter() - begun
+        assert forks.run(src, f"{places[0]}-measured")[1][0] == "done"
+        whole = forks.seconds
         for place in places:
-            pid = forks.begin(src, place, overwrite)
-            time.sleep(chance.uniform(0, whole) if place != places[0] else 0)
-            os.kill(pid, signal.SIGKILL)
-            forks.end()
+            forks.run(src, place, overwrite, kill_after=chance.uniform(0, whole) if place != places[0] else 0)
             try:
                 ck = ucformat.open(place)
             except NotFound:
@@ -126,8 +118,7 @@ def test_memory_does_not_grow_with_the_files(where: str, tmp_path: Path, bucket:
         )
     dst = str(tmp_path / "dst") if where == "disk" else bucket.place()
     with Forks(WORK) as forks:
-        forks.begin(tmp_path / "small", dst, False, 2)
-        said = forks.end()[1]
+        said = forks.run(tmp_path / "small", dst, False, 2)[1]
     assert said[0] == "done"
     assert int(said[1]) < 100 << 20
     key = ("w", "weight")

@@ -273,17 +273,17 @@ class TestHostilePatterns:
         Patterns([(pattern, 1)], "a file")
 
     def test_what_is_let_through_is_quick(self) -> None:
-        begin = time.monotonic()
+        begin = time.process_time()
         assert Patterns([(".*.*.*=", 1)], "a file").find("a" * 300) is None
         with pytest.raises(Refused, match="too long"):
             Patterns([(".*.*.*=", 1)], "a file").find("a" * 5000)
-        assert time.monotonic() - begin < 5
+        assert time.process_time() - begin < 5
 
     def test_ten_thousand_exact_names_are_looked_up(self) -> None:
         found = Patterns([(rf"^a\.{i}$", i) for i in range(10_000)], "a file")
-        begin = time.monotonic()
+        begin = time.process_time()
         assert all(found.find(f"a.{i}") == (rf"^a\.{i}$", i) for i in range(10_000))
-        assert time.monotonic() - begin < 2
+        assert time.process_time() - begin < 2
 
 
 class TestInference:
