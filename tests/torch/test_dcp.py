@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import pickle
+import threading
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.testing._internal.distributed.checkpoint_utils import Rot13Example
 
 import ucformat
 import ucformat.torch as ucf
 from tests.torch.models import ModelSpec, Net, build_net
+from ucformat.catalog.catalog import Catalog
 from ucformat.errors import Conflict, Refused, StateMismatch, UsageError
+from ucformat.format.shard import write_shard
+from ucformat.jobs.documents import write_documents
 from ucformat.torch.dtensor import local_of
 from ucformat.torch.local import LocalState
 from ucformat.torch.saving import save_local
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -280,14 +289,97 @@ def test_a_value_does_not_silently_take_the_place_of_a_tensor(tmp_path: Path) ->
     assert torch.equal(state["y"][0], torch.ones(2))
 
 
-def test_a_place_is_written_once_unless_told(tmp_path: Path) -> None:
-    save({"w": torch.ones(2)}, tmp_path / "ck")
+def refusal(save: Callable[[], object]) -> Any:
+    """What a save fails of, which DCP wraps."""
     with pytest.raises(CheckpointException) as caught:
-        save({"w": torch.zeros(2)}, tmp_path / "ck")
-    assert isinstance(caught.value.failures[0][0], Conflict)
-    assert ucformat.open(tmp_path / "ck")["w"][...].all()
-    save({"w": torch.zeros(2)}, tmp_path / "ck", overwrite=True)
-    assert not ucformat.open(tmp_path / "ck")["w"][...].any()
+        save()
+    return caught.value.failures[0][0]
+
+
+@pytest.mark.parametrize("form", ["zarr", "packed"])
+def test_a_place_is_written_again_unless_told(tmp_path: Path, form: Any) -> None:
+    for value in (1.0, 2.0):
+        save({"w": torch.full((2,), value)}, tmp_path / "ck", form=form)
+        assert ucformat.open(tmp_path / "ck")["w"][...].tolist() == [value, value]
+    error = refusal(lambda: save({"w": torch.zeros(2)}, tmp_path / "ck", form=form, overwrite=False))
+    assert isinstance(error, Conflict)
+    assert "Checkpoint already exists" in error.message  # by which programs know it of FileSystemWriter
+    assert ucformat.open(tmp_path / "ck")["w"][...].tolist() == [2, 2]
+
+
+def test_what_is_protected_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCP_CATALOG", f"sqlite:///{tmp_path}/catalog.db")
+    first = save({"w": torch.ones(2)}, tmp_path / "ck")
+    zeros = {"w": torch.zeros(2)}
+    protect: list[tuple[Callable[[Catalog], object], Callable[[Catalog], object], str]] = [
+        (lambda c: c.hold(first.id, "audit"), lambda c: c.release(first.id), "held: audit"),
+        (lambda c: c.alias("best", first.id), lambda c: c.unalias("best"), "alias best"),
+        (lambda c: c.tag(first.id, "paper"), lambda c: None, "tag paper"),
+    ]
+    for begin, end, why in protect:
+        with Catalog(f"sqlite:///{tmp_path}/catalog.db") as catalog:
+            begin(catalog)
+        assert why in refusal(lambda: save(zeros, tmp_path / "ck")).message
+        with pytest.raises(Conflict, match=why):
+            ucf.save(zeros, tmp_path / "ck", overwrite=True)
+        assert ucformat.open(tmp_path / "ck").id == first.id
+        with Catalog(f"sqlite:///{tmp_path}/catalog.db") as catalog:
+            end(catalog)
+            write_documents(catalog)
+    monkeypatch.setenv("UCP_CATALOG", "none")  # what is known of it lies beside it, too
+    assert "tag paper" in refusal(lambda: save({"w": torch.zeros(2)}, tmp_path / "ck")).message
+
+
+def test_the_arguments_of_the_stock_classes_are_taken(tmp_path: Path) -> None:
+    ours, stock = (inspect.signature(c).parameters for c in (ucf.Writer, dcp.FileSystemWriter))
+    for (name, mine), (named, theirs) in zip(ours.items(), stock.items(), strict=False):
+        assert (name, mine.kind) == (named, theirs.kind)
+        assert name == "path" or mine.default == theirs.default
+    assert [*inspect.signature(ucf.Reader).parameters][:2] == [*inspect.signature(dcp.FileSystemReader).parameters]
+    formats = SerializationFormat
+    for threads, form in product((1, 3), ("zarr", "packed")):
+        where, options = tmp_path / f"{form}{threads}", {"form": form, "shard_bytes": 64, "chunk_bytes": 32}
+        writer = ucf.Writer(where, False, False, threads, 5, True, False, None, formats.TORCH_SAVE, **options)
+        state = {f"t{i}": torch.arange(100.0) + i for i in range(4)}
+        dcp.save(state, storage_writer=writer)
+        back = {k: torch.zeros(100) for k in state}
+        dcp.load(back, storage_reader=ucf.Reader(where, ExtensionRegistry()))
+        assert equal(back, state)
+        with pytest.raises(CheckpointException, match="already exists"):
+            dcp.save(state, storage_writer=writer)
+
+
+def test_threads_write_shards_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: set[str] = set()
+    gate = threading.Barrier(3, timeout=60)
+
+    def write(*args: Any) -> Any:
+        if len(names) < 3:  # until so many threads have met
+            names.add(threading.current_thread().name)
+            gate.wait()
+        return write_shard(*args)
+
+    monkeypatch.setattr("ucformat.torch.sharding.write_shard", write)
+    state = {f"t{i}": torch.arange(100.0) + i for i in range(3)}
+    save(state, tmp_path / "ck", thread_count=3)
+    back = {k: torch.zeros(100) for k in state}
+    load(back, tmp_path / "ck")
+    assert equal(back, state)
+    assert len(names) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"_extensions": [Rot13Example()]}, "stream.rot13"),
+        ({"_extensions": [object()]}, "object"),
+        ({"serialization_format": SerializationFormat.SAFETENSORS}, "SAFETENSORS"),
+        ({"thread_count": 0}, "thread_count"),
+    ],
+)
+def test_what_the_writer_cannot_do_is_refused_by_name(tmp_path: Path, options: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        ucf.Writer(tmp_path, **options)
 
 
 def test_the_checkpoint_id_of_dcp_is_the_place(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ucformat.format.checksum import checksum
 from ucformat.format.commit import begin
 from ucformat.format.digest import document_digest
 from ucformat.torch.deal import Claim, deal_pieces, deal_shards, merge
+from ucformat.torch.protecting import refuse_protected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -112,7 +113,7 @@ def agree(
     Raises:
         UsageError: ranks differ in their terms, in a tensor's dtype or shape, or in a value that should be the same.
         CoverageError: nobody holds some part of a tensor.
-        Conflict: a checkpoint is committed at the place already.
+        Conflict: a checkpoint is committed at the place already, and is not to be replaced or protected.
     """
     with group.telling():
         digest = hashlib.sha256(pickle.dumps((list(claims), sorted(aliases.items())))).hexdigest()
@@ -171,6 +172,8 @@ class _Coordinator:
         if terms.replicas == "equal":
             _compare(made[1], offers)
         give = _givers(offers, terms)
+        if terms.overwrite:
+            refuse_protected(self.store)
         self.attempt = begin(self.store, {"save": uuid4().hex}, overwrite=terms.overwrite)
         return [
             (

@@ -46,8 +46,10 @@ class Reader(StorageReader):
     of another shape; what else does not fit is found before a rank reads, and told at once.
 
     Args:
-        url: a checkpoint of any kind that `ucformat.open` opens, or a reference to one, or one that is open. A
+        path: a checkpoint of any kind that `ucformat.open` opens, or a reference to one, or one that is open. A
             `checkpoint_id` given to DCP takes its place.
+        _extension_registry: of no effect, as in `FileSystemReader` where a checkpoint was written without extensions;
+            one that was written with some is refused.
         rename: makes the state's name of the checkpoint's: a function, or `{regex of the whole name: replacement}`.
         cast: cast tensors to the dtypes of the state.
         trust: open pickled objects, which may run code.
@@ -57,7 +59,8 @@ class Reader(StorageReader):
 
     def __init__(
         self,
-        url: str | PathLike[str] | Checkpoint | None = None,
+        path: str | PathLike[str] | Checkpoint | None = None,
+        _extension_registry: Any = None,
         *,
         rename: Rename | None = None,
         cast: bool = False,
@@ -66,7 +69,7 @@ class Reader(StorageReader):
         threads: int | None = None,
     ) -> None:
         self.nbytes = 0  #: bytes that this rank read from storage for the last load
-        self._url = url
+        self._url = path
         self._rename, self._cast, self._trust, self._verify, self._threads = rename, cast, trust, verify, threads
         self._entries: Entries | None = None
 
@@ -93,7 +96,7 @@ class Reader(StorageReader):
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:  # noqa: ARG002 - `kwargs` would mean metadata by rank
         """What the checkpoint holds, made from its manifest; entries are looked up as DCP asks for them."""
         if self._url is None:
-            raise UsageError("the Reader has no url", hint="Reader(url), or give DCP a checkpoint_id")
+            raise UsageError("the Reader has no path", hint="Reader(path), or give DCP a checkpoint_id")
         ck = self._url if isinstance(self._url, Checkpoint) else open_reference(self._url)
         self._entries = Entries(ck, stored_names(ck, self._rename))
         return Metadata(
@@ -185,7 +188,7 @@ def _raise_for(problems: Problems, url: str, *, partial: bool) -> None:
     """StateMismatch with all problems of this rank; with `partial` what is missing is none."""
     hints = ["ucformat.torch.load(state, url) tells of all ranks and tensors together"]
     if problems.dtypes:
-        hints.insert(0, "Reader(url, cast=True) casts")
+        hints.insert(0, "Reader(path, cast=True) casts")
     try:
         raise_for(replace(problems, missing=()) if partial else problems, "report", url)
     except StateMismatch as error:

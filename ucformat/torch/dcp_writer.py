@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ucformat.errors import UcformatError, UsageError
+from ucformat.errors import Conflict, UcformatError, UsageError
 from ucformat.storage.url import open_store
 from ucformat.torch.dcp_items import LocalItems, Part, collect_items, join_values, local_items
 from ucformat.torch.group import TIMEOUT, group_of, lone
@@ -33,54 +35,88 @@ if TYPE_CHECKING:
 __all__ = ["Writer"]
 
 
-class Writer(StorageWriter):
-    """Where `dcp.save(state, storage_writer=Writer(url))` and `dcp.async_save` write: a universal checkpoint.
+class Writer(StorageWriter, BlockingAsyncStager):
+    """Where `dcp.save(state, storage_writer=Writer(path))` and `dcp.async_save` write: a universal checkpoint.
 
-    It is named, planned, written and committed as by `ucformat.torch.save`: all or nothing. DCP's planner says what
-    each rank holds; of what several hold as plain tensors or values, DCP keeps one rank's without comparing them.
+    It takes the place of `FileSystemWriter`, whose arguments come first, in its order and with its defaults. The
+    checkpoint is named, planned, written and committed as by `ucformat.torch.save`: all or nothing. DCP's planner says
+    what each rank holds; of what several hold as plain tensors or values, DCP keeps one rank's without comparing them.
 
     Args:
-        url: where the checkpoint is to lie; the same on all ranks. A `checkpoint_id` given to DCP takes its place.
+        path: where the checkpoint is to lie, a path or URL; the same on all ranks. A `checkpoint_id` given to DCP takes
+            its place.
+        single_file_per_rank: of no effect: `form` says which files are written.
+        sync_files: of no effect: what is committed is durable before.
+        thread_count: how many threads of this rank write files of the Zarr form.
+        per_thread_copy_ahead: of no effect: all tensors are on the host before the first is written.
+        cache_staged_state_dict: keep the host memory that `dcp.async_save` copies the state to, for its next call with
+            this writer.
+        overwrite: replace a checkpoint that is committed there, which stays whole until this one is; one that is held,
+            tagged, has an alias, or is needed by others is never replaced.
+        _extensions: refused: the files are of an open format, and what transforms them would have to be a part of it.
+        serialization_format: refused, but for the default.
         form: `zarr` writes arrays, for which ranks send each other parts of shards; `packed` writes one file for each
             rank without any sending, which opens the same, and which `ucp materialize` makes arrays of.
         step: the training step.
         run: the name of the training run, for the catalog.
         metrics: numbers to note, for the catalog.
         config: the configuration of the training, plain JSON values.
-        overwrite: replace a checkpoint that is committed there; it stays whole until this one is.
         lineage: what this checkpoint comes from.
         chunk_bytes: the most bytes of a chunk of the Zarr form (default 1 MiB).
         shard_bytes: the most bytes of a shard of the Zarr form (default 128 MiB).
         group: the ranks that save, the same as DCP's `process_group` (default: all).
         timeout: seconds after which a silent rank is taken for dead.
+
+    Raises:
+        UsageError: an argument is refused.
     """
 
     def __init__(
         self,
-        url: str | PathLike[str] | None = None,
+        path: str | PathLike[str] | None = None,
+        single_file_per_rank: bool = True,  # noqa: ARG002, FBT001, FBT002
+        sync_files: bool = True,  # noqa: ARG002, FBT001, FBT002
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,  # noqa: ARG002
+        cache_staged_state_dict: bool = False,  # noqa: FBT001, FBT002
+        overwrite: bool = True,  # noqa: FBT001, FBT002
+        _extensions: Sequence[Any] | None = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
         *,
         form: Literal["zarr", "packed"] = "zarr",
         step: int | None = None,
         run: str | None = None,
         metrics: Mapping[str, float] | None = None,
         config: Mapping[str, Any] | None = None,
-        overwrite: bool = False,
         lineage: Sequence[LineageDoc] = (),
         chunk_bytes: int | None = None,
         shard_bytes: int | None = None,
         group: dist.ProcessGroup | None = None,
         timeout: float = TIMEOUT,
     ) -> None:
-        self.checkpoint_id = None if url is None else str(url)
+        BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
+        if _extensions:
+            raise UsageError(
+                f"the Writer applies no stream extensions: {', '.join(_called(e) for e in _extensions)}",
+                hint="leave `_extensions` out, or save with torch's own FileSystemWriter",
+            )
+        if serialization_format is not SerializationFormat.TORCH_SAVE:
+            raise UsageError(
+                f"the Writer has no serialization_format {serialization_format}",
+                hint="leave it out, and make safetensors of the checkpoint with `ucp export SRC DST --to safetensors`",
+            )
+        if thread_count < 1:
+            raise UsageError(f"thread_count must be at least 1, not {thread_count}")
+        self.checkpoint_id = None if path is None else str(path)
         self.note = Note.of(step, run, metrics, config, lineage)
         self.saved: Saved | None = None  #: what was committed last, in the process that wrote it
         self._terms = terms_of("", form, overwrite, chunk_bytes, shard_bytes, "equal")
-        self._group, self._timeout = group, timeout
+        self._group, self._timeout, self._threads = group, timeout, thread_count
         self._collectives = True
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process needs: that of `async_save` has the ranks of `process_group` as its default group."""
-        return {**self.__dict__, "_group": None, "saved": None}
+        return {**self.__dict__, "_group": None, "saved": None, "state_dict_cache": None}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
@@ -105,7 +141,7 @@ class Writer(StorageWriter):
         """Learn whether DCP plans over all ranks together."""
         self._collectives = bool(kwargs.get("use_collectives", True))
         if self.checkpoint_id is None:
-            raise UsageError("the Writer has no url", hint="Writer(url), or give DCP a checkpoint_id")
+            raise UsageError("the Writer has no path", hint="Writer(path), or give DCP a checkpoint_id")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Note all that this rank has: where replicas go, DCP will have forgotten it."""
@@ -124,7 +160,7 @@ class Writer(StorageWriter):
         """Write and commit, together with all ranks; one result tells what this rank wrote.
 
         Raises:
-            Conflict: a checkpoint is committed there already.
+            Conflict: a checkpoint is committed there already, and is not to be replaced, or protected.
             UsageError: ranks disagree on what should be the same.
             UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
         """
@@ -149,7 +185,11 @@ class Writer(StorageWriter):
             engine={"name": "torch", "version": torch.__version__},
         )
         terms = replace(self._terms, url=str(self.checkpoint_id))
-        self.saved = save_listed(listing, part.memories, terms, self.note, group)
+        try:
+            self.saved = save_listed(listing, part.memories, terms, self.note, group, threads=self._threads)
+        except Conflict as error:  # in the words by which programs know it of FileSystemWriter
+            already = f"Checkpoint already exists and overwrite={terms.overwrite}"
+            raise Conflict(f"{already}: {error.message}", hint=error.hint) from error
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(MetadataIndex(""), self.saved.nbytes, self.saved.id)])
         return done
@@ -173,3 +213,8 @@ class Writer(StorageWriter):
                 hint="give dcp.save(process_group=…) and Writer(group=…) the same group",
             )
         return group_of(self._group, self._timeout)
+
+
+def _called(extension: Any) -> str:
+    """The name of an extension of DCP's."""
+    return str(extension.registry_name()) if hasattr(extension, "registry_name") else type(extension).__name__

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.catalog.policy import load_policy
 from ucformat.catalog.reader import now
 from ucformat.catalog.refs import same_url
-from ucformat.catalog.retention import OURS, Held, Row, plan_retention, protections
+from ucformat.catalog.retention import OURS, Row, plan_retention
 from ucformat.errors import (
     Conflict,
     IntegrityError,
@@ -26,7 +26,6 @@ from ucformat.errors import (
     UsageError,
 )
 from ucformat.format.commit import MANIFEST
-from ucformat.jobs.documents import read_document
 from ucformat.jobs.gc import consult, purge  # `collect`, but of nothing that is not ours
 from ucformat.jobs.record import keep_documents
 from ucformat.jobs.register import register
@@ -34,6 +33,7 @@ from ucformat.jobs.removal import read_tombstone, remove
 from ucformat.schema.policy import Last, Policy
 from ucformat.settings import load_settings, source_of
 from ucformat.storage.url import open_store
+from ucformat.torch.protecting import protections_of
 from ucformat.torch.steps import folder_of, list_steps, read_step
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class Keeper:
         self._tell(f"the rule keeps nothing: {rule}" for rule in plan.idle)
         gone = []
         for step in (steps[row.serial] for row in plan.delete):
-            if step.created >= newest.created or _protections(step, known=False):
+            if step.created >= newest.created or protections_of(step.url, step.id, known=False):
                 continue
             remove(open_store(step.url), step.id)
             del known[step.url]
@@ -206,42 +206,6 @@ def _literal(text: str) -> str:
 
 def _row(step: Step, serial: int = 0, run: str = "", **said: Any) -> Row:
     return Row(serial, step.id, OURS, "committed", run, step.step, step.created, step.nbytes, step.metrics, **said)
-
-
-def _protections(step: Step, *, known: bool) -> tuple[str, ...]:
-    """Why nobody may remove a checkpoint: what catalogs wrote beside it, and if asked for, what ours knows of it."""
-    try:
-        doc = read_document(open_store(step.url))
-    except IntegrityError as error:
-        return (error.message,)
-    found: tuple[str, ...] = ()
-    if doc is not None and doc.id == step.id:
-        row = _row(
-            step,
-            holds=tuple(Held(h.reason, h.until) for h in doc.holds),
-            aliases=tuple(a.name for a in doc.aliases),
-            tags=tuple(t.name for t in doc.tags),
-        )
-        found = protections(row, now())
-    return found + _known_protections(step.id) if known else found
-
-
-def _known_protections(checkpoint: str) -> tuple[str, ...]:
-    url = load_settings().catalog_url()
-    if url is None:
-        return ()
-    from ucformat.catalog.catalog import Catalog
-    from ucformat.catalog.deletion import retention_rows
-    from ucformat.catalog.refs import Ref, resolve
-
-    try:
-        with Catalog(url, read_only=True) as catalog, catalog.database.reading() as c:
-            serial = resolve(c, Ref(checkpoint, id=checkpoint))
-            return tuple(why for row in retention_rows(c, now(), serials=[serial]) for why in protections(row, now()))
-    except NotFound:
-        return ()
-    except Exception as error:  # noqa: BLE001 - whatever the database says
-        return (f"the catalog cannot be asked: {getattr(error, 'message', error)}",)
 
 
 def deleted_ids(root: str) -> frozenset[str]:
@@ -279,7 +243,7 @@ def free_place(root: str, step: int) -> tuple[str, bool]:
         except (IntegrityError, UpgradeNeeded) as error:
             _log.warning("%s is left as it is: %s", url, error.message)
             continue
-        why = _protections(there, known=True)
+        why = protections_of(url, there.id)
         if why:
             _log.warning("%s is not replaced: %s", url, "; ".join(why))
         elif _replaceable(store):

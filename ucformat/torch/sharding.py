@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ucformat.format.arrays import Array
     from ucformat.format.shard import Band
     from ucformat.storage.base import Store
-    from ucformat.torch.deal import Bundle, Fragment, Message
+    from ucformat.torch.deal import Bundle, Fragment, Message, Shard
     from ucformat.torch.group import Group
     from ucformat.torch.memory import Memory
 
@@ -38,12 +39,13 @@ def write_shards(
     messages: Sequence[Message],
     region_of: RegionOf,
     progress: Callable[[int], None],
+    threads: int = 1,
 ) -> Leaves:
     """Write this rank's bundles, and send what others need for theirs; the digests of what was written.
 
-    `region_of` gives where a fragment of this rank lies. At most one bundle, or one shard that is larger, is held of
-    what others sent, and one message of what is sent. A rank that cannot write goes on to receive and send, so that
-    nobody waits for it in vain, and raises at the end.
+    `region_of` gives where a fragment of this rank lies. So many `threads` write the shards of a bundle. At most one
+    bundle, or one shard that is larger, is held of what others sent, and one message of what is sent. A rank that
+    cannot write goes on to receive and send, so that nobody waits for it in vain, and raises at the end.
     """
     failures: list[BaseException] = []
     sender = threading.Thread(
@@ -52,13 +54,19 @@ def write_shards(
     sender.start()
     leaves: Leaves = []
     try:
-        for number, bundle in enumerate(bundles):
-            received = _receive(group, arrays, bundle, number)
-            if not failures:
-                try:
-                    leaves += _write(store, group.rank, arrays, bundle, received, region_of, progress)
-                except Exception as error:  # noqa: BLE001 - raised below
-                    failures.append(error)
+        with ThreadPoolExecutor(threads, "ucformat-write") as pool:
+            for number, bundle in enumerate(bundles):
+                received = _receive(group, arrays, bundle, number)
+                if not failures:
+
+                    def write(shard: Shard, received: dict[Fragment, Memory] = received) -> bytes:
+                        return _write(store, group.rank, arrays, shard, received, region_of, progress)
+
+                    try:
+                        found = list((map if threads == 1 else pool.map)(write, bundle.shards))
+                        leaves += [(s.tensor, s.at, f) for s, f in zip(bundle.shards, found, strict=True)]
+                    except Exception as error:  # noqa: BLE001 - raised below
+                        failures.append(error)
     finally:
         sender.join()
     if failures:
@@ -104,25 +112,22 @@ def _write(
     store: Store,
     rank: int,
     arrays: Sequence[Array],
-    bundle: Bundle,
+    shard: Shard,
     received: dict[Fragment, Memory],
     region_of: RegionOf,
     progress: Callable[[int], None],
-) -> Leaves:
-    leaves: Leaves = []
-    for shard in bundle.shards:
-        array = arrays[shard.tensor]
-        itemsize = array.info.itemsize
-        regions = [
-            region_of(f) if f.sender == rank else dense_region(f.box, received[f], itemsize) for f in shard.fragments
-        ]
+) -> bytes:
+    """Write one shard; the digests of its chunks."""
+    array = arrays[shard.tensor]
+    itemsize = array.info.itemsize
+    regions = [
+        region_of(f) if f.sender == rank else dense_region(f.box, received[f], itemsize) for f in shard.fragments
+    ]
 
-        def fill(band: Band, raw: NDArray[np.uint8], regions: list[Region] = regions, itemsize: int = itemsize) -> None:
-            target = Region(Box(band.box.start, band.padded), raw, 0, row_major(band.padded, itemsize))
-            for region in regions:
-                copy_common(region, target, itemsize)
-            progress(band.box.size * itemsize)
+    def fill(band: Band, raw: NDArray[np.uint8]) -> None:
+        target = Region(Box(band.box.start, band.padded), raw, 0, row_major(band.padded, itemsize))
+        for region in regions:
+            copy_common(region, target, itemsize)
+        progress(band.box.size * itemsize)
 
-        found = write_shard(store, shard_key(array.path, shard.at), array.grid, shard.at, fill)
-        leaves.append((shard.tensor, shard.at, found))
-    return leaves
+    return write_shard(store, shard_key(array.path, shard.at), array.grid, shard.at, fill)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import threading
 import time
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -104,8 +105,11 @@ def save_listed(
     note: Note,
     group: Group,
     progress: Callable[[int], None] = lambda _: None,
+    threads: int = 1,
 ) -> Saved:
     """Save what is listed, each tensor's pieces in its host memory; all ranks of the group call this together.
+
+    So many `threads` of this rank write the shards of the Zarr form.
 
     Any rank's failure fails all with one error that names the rank; then nothing is committed, and what was written is
     removed. Where a rank died, what it wrote stays as an attempt that no reader sees and `ucp gc` removes.
@@ -122,7 +126,7 @@ def save_listed(
     ticket, attempt, layout = agree(group, terms, store, claims, listing.aliases, listing.objects, region)
     planned = time.monotonic()
     try:
-        written: Any = _write(listing, terms, ticket, store, group, region, progress)
+        written: Any = _write(listing, terms, ticket, store, group, region, progress, threads)
     except Exception as error:  # noqa: BLE001 - told to all ranks
         written = error
     seconds = time.monotonic() - planned
@@ -164,14 +168,16 @@ def _write(
     group: Group,
     region: Callable[[int, int], Region],
     progress: Callable[[int], None],
+    threads: int,
 ) -> _Written:
     """Write this rank's part, and make it durable."""
-    nbytes = 0
+    nbytes, one_at_a_time = 0, threading.Lock()
 
     def wrote(n: int) -> None:
         nonlocal nbytes
-        nbytes += n
-        progress(n)
+        with one_at_a_time:
+            nbytes += n
+            progress(n)
 
     found: Any
     if terms.form == "packed":
@@ -187,6 +193,7 @@ def _write(
             ticket.part.messages,
             lambda f: region(f.claim, f.piece).within(f.box),
             wrote,
+            threads,
         )
         for number in sorted({tensor for tensor, at, _ in found if not any(at)}):
             put_array(store, arrays[number])
