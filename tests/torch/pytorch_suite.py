@@ -24,7 +24,7 @@ import tempfile
 import unittest
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -123,7 +123,7 @@ def run_file(file: Path, told: Path, pattern: str | None) -> None:
     sys.path[:0] = [str(file.parent), str(file.parent.parent)]
     importlib.import_module(file.stem)
     _Told.out = told
-    runner = unittest.TextTestRunner(resultclass=_Told, verbosity=2)
+    runner = unittest.TextTestRunner(resultclass=cast("Any", _Told), verbosity=2)
     unittest.main(module=file.stem, argv=[str(file), *(["-k", pattern] if pattern else [])], testRunner=runner)
 
 

@@ -6,6 +6,7 @@ import inspect
 import json
 import pickle
 import threading
+from concurrent.futures import Future
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -338,7 +339,8 @@ def test_the_arguments_of_the_stock_classes_are_taken(tmp_path: Path) -> None:
     assert [*inspect.signature(ucf.Reader).parameters][:2] == [*inspect.signature(dcp.FileSystemReader).parameters]
     formats = SerializationFormat
     for threads, form in product((1, 3), ("zarr", "packed")):
-        where, options = tmp_path / f"{form}{threads}", {"form": form, "shard_bytes": 64, "chunk_bytes": 32}
+        where = tmp_path / f"{form}{threads}"
+        options: Any = {"form": form, "shard_bytes": 64, "chunk_bytes": 32}
         writer = ucf.Writer(where, False, False, threads, 5, True, False, None, formats.TORCH_SAVE, **options)
         state = {f"t{i}": torch.arange(100.0) + i for i in range(4)}
         dcp.save(state, storage_writer=writer)
@@ -366,6 +368,24 @@ def test_threads_write_shards_together(tmp_path: Path, monkeypatch: pytest.Monke
     load(back, tmp_path / "ck")
     assert equal(back, state)
     assert len(names) == 3
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_writer_stages_what_is_saved_in_the_background(tmp_path: Path, cached: bool) -> None:
+    writer = ucf.Writer(cache_staged_state_dict=cached)
+    state = {"w": torch.zeros(3), "notes": {"n": 1}}
+    held: set[int] = set()
+    for step in (1, 2):
+        state["w"].fill_(step)
+        done = dcp.async_save(state, checkpoint_id=tmp_path / str(step), storage_writer=writer)
+        state["w"].fill_(-1)  # training goes on
+        assert isinstance(done, Future)
+        done.result(60)
+        if writer.state_dict_cache is not None:
+            held.add(writer.state_dict_cache["w"].data_ptr())
+        assert ucformat.open(tmp_path / str(step))["w"][...].tolist() == [step] * 3
+    assert len(held) == cached  # the same memory again
+    assert pickle.loads(pickle.dumps(writer)).state_dict_cache is None  # noqa: S301
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed._state_dict_utils import _create_cpu_state_dict
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
@@ -50,7 +51,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
         thread_count: how many threads of this rank write files of the Zarr form.
         per_thread_copy_ahead: of no effect: all tensors are on the host before the first is written.
         cache_staged_state_dict: keep the host memory that `dcp.async_save` copies the state to, for its next call with
-            this writer.
+            this writer, which has to come after the first is done.
         overwrite: replace a checkpoint that is committed there, which stays whole until this one is; one that is held,
             tagged, has an alias, or is needed by others is never replaced.
         _extensions: refused: the files are of an open format, and what transforms them would have to be a part of it.
@@ -70,6 +71,8 @@ class Writer(StorageWriter, BlockingAsyncStager):
     Raises:
         UsageError: an argument is refused.
     """
+
+    state_dict_cache: dict[str, Any] | None
 
     def __init__(
         self,
@@ -117,6 +120,13 @@ class Writer(StorageWriter, BlockingAsyncStager):
     def __getstate__(self) -> dict[str, Any]:
         """What another process needs: that of `async_save` has the ranks of `process_group` as its default group."""
         return {**self.__dict__, "_group": None, "saved": None, "state_dict_cache": None}
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy of the state in host memory, for `dcp.async_save`; pinned where there is a device to copy from."""
+        if self.cache_staged_state_dict and self.state_dict_cache is None and not torch.accelerator.is_available():
+            self.state_dict_cache = _create_cpu_state_dict(state_dict)
+        staged: dict[str, Any] = super().stage(state_dict)
+        return staged
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
