@@ -137,3 +137,24 @@ def test_a_file_that_is_not_text_or_not_to_be_read_is_named(tmp_path: Path) -> N
 def test_a_folder_that_was_removed_has_no_file_of_a_project(tmp_path: Path) -> None:
     Path.cwd().rmdir()
     assert load_settings(catalog="x").catalog_url() == "x"
+
+
+@pytest.mark.parametrize(
+    ("key", "text"), [("requests", "0"), ("requests", "1.5"), ("deadline", "nan"), ("deadline", "-1"), ("in_flight", "x")]
+)
+def test_a_number_that_cannot_be_used_is_an_error(monkeypatch: pytest.MonkeyPatch, key: str, text: str) -> None:
+    monkeypatch.setenv(f"UCP_{key.upper()}", text)
+    with pytest.raises(UsageError, match=f"the setting {key} cannot be used"):
+        load_settings()
+    monkeypatch.setenv(f"UCP_{key.upper()}", "7")
+    assert getattr(load_settings(), key) == 7
+
+
+def test_places_are_a_list_or_text_with_commas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project(tmp_path, 'roots = ["/a", "/b"]')
+    assert load_settings().roots == ("/a", "/b")
+    monkeypatch.setenv("UCP_ROOTS", "/c,/d")
+    assert load_settings().roots == ("/c", "/d")
+    project(tmp_path, "roots = [1]")
+    with pytest.raises(UsageError, match="roots"):
+        load_settings()

@@ -14,16 +14,11 @@ from ucformat.format.commit import MANIFEST
 from ucformat.format.digest import document_digest
 from ucformat.format.universal import Universal
 from ucformat.geometry.tensor import Key
-from ucformat.geometry.view_document import expand, read_steps
-from ucformat.planning import Bound, plan_rank
 from ucformat.schema.manifest import GroupDoc, Manifest, TensorDoc
 from ucformat.schema.tombstone import TOMBSTONE
-from ucformat.sources import SOURCES, open_source, open_source_file
 from ucformat.storage.base import exists
 from ucformat.storage.remembered import Remembered
 from ucformat.storage.url import open_store
-from ucformat.tensor import Tensor
-from ucformat.viewed import Viewed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,9 +29,11 @@ if TYPE_CHECKING:
     from ucformat.geometry.steps import Taken
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.geometry.view_document import Steps
-    from ucformat.planning import ReadPlan
+    from ucformat.planning import Bound, ReadPlan
     from ucformat.sources.base import OpenSource, Readable
     from ucformat.storage.base import Info, Store
+    from ucformat.tensor import Tensor
+    from ucformat.viewed import Viewed
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
@@ -71,6 +68,8 @@ def open_checkpoint(
                 if isinstance(place, str | PathLike) and (source := _open_file(place, options)) is not None:
                     return Checkpoint(source)
                 raise missing
+            from ucformat.sources import open_source  # as much code as all the rest, and none of it for our own
+
             source = open_source(seen, options=options)
         if source is None:
             if exists(store, TOMBSTONE):
@@ -81,7 +80,7 @@ def open_checkpoint(
             raise NotACheckpoint(
                 f"{store.url} holds no checkpoint that ucformat knows",
                 hint=f"a universal one has a {MANIFEST} (an interrupted conversion has none: run it again); "
-                f"foreign ones that can be read: {_KNOWN}",
+                f"foreign ones that can be read: {_known()}",
             ) from None
         return Checkpoint(source)
     if options:
@@ -92,7 +91,10 @@ def open_checkpoint(
     return Checkpoint(Universal(store, roots))
 
 
-_KNOWN = ", ".join(source.title for source in SOURCES)
+def _known() -> str:
+    from ucformat.sources import SOURCES
+
+    return ", ".join(source.title for source in SOURCES)
 
 
 def _open_file(place: str | PathLike[str], options: Mapping[str, Any] | None) -> OpenSource | None:
@@ -101,16 +103,18 @@ def _open_file(place: str | PathLike[str], options: Mapping[str, Any] | None) ->
     store = open_store(folder or ("/" if fspath(place).startswith("/") else "."))
     if not name or not exists(store, name):
         return None
+    from ucformat.sources import open_source_file
+
     source = open_source_file(store, name, options=options)
     if source is None:
         raise NotACheckpoint(
             f"{store.url}/{name} is a file, and no checkpoint that ucformat knows",
-            hint=f"open the folder that it lies in; foreign checkpoints that can be read: {_KNOWN}",
+            hint=f"open the folder that it lies in; foreign checkpoints that can be read: {_known()}",
         )
     return source
 
 
-class Checkpoint(Mapping[str, Tensor]):
+class Checkpoint(Mapping[str, "Tensor"]):
     """A checkpoint that is read in place, whatever wrote it.
 
     `ck[name]` is a lazy tensor in state `weight`, or `master` where only that is stored; `ck[name, state]` in another.
@@ -118,11 +122,13 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def __init__(self, source: Readable) -> None:
         if source.facts.means:
+            from ucformat.viewed import Viewed
+
             source = Viewed(source, ())
         self.source = source  # how it is read: for the rooms above, not for users
         origin = source
-        while isinstance(origin, Viewed):
-            origin = origin.base
+        while (view := _view(origin)) is not None:
+            origin = view.base
         self.origin = cast("OpenSource | Universal", origin)  # what it is a view of
         self._infos: dict[Key, TensorInfo] = {info.key: info for info in source.facts.roster.tensors}
         self._states: dict[str, list[str]] = {}
@@ -150,8 +156,8 @@ class Checkpoint(Mapping[str, Tensor]):
         wherever these lie; where the writer made none, or not of all, of the place, and the files' sizes and times. Of
         a view it is a digest of the checkpoint's and the steps.
         """
-        if isinstance(self.source, Viewed) and self.source.steps:
-            steps = [step.model_dump(by_alias=True) for _, step in self.source.steps]
+        if (view := _view(self.source)) is not None and view.steps:
+            steps = [step.model_dump(by_alias=True) for _, step in view.steps]
             return document_digest([Checkpoint(self.origin).id, steps]).rpartition(":")[2][:32]
         if isinstance(self.origin, Universal):
             return self.origin.manifest.id
@@ -264,6 +270,8 @@ class Checkpoint(Mapping[str, Tensor]):
                 f"{self.url} has no {name!r} in state {state or 'weight or master'!r}",
                 hint=f"it is stored in: {', '.join(states)}",
             )
+        from ucformat.tensor import Tensor
+
         return Tensor(self._infos[Key(stored, state)], self.source)
 
     def __iter__(self) -> Iterator[str]:
@@ -295,6 +303,8 @@ class Checkpoint(Mapping[str, Tensor]):
             states: `weight`, `master`, `exp_avg`, …
             verify: which checksums to check: of chunks that are read `whole`, `always` (reads whole chunks), `never`.
         """
+        from ucformat.planning import Bound, plan_rank
+
         chosen = None if states is None else tuple(states)
         if self._bound is None or self._bound[0] is not layout or self._bound[1] != chosen:
             source = self.view(layout).source if layout.view else self.source
@@ -311,6 +321,9 @@ class Checkpoint(Mapping[str, Tensor]):
         Raises:
             LayoutError: a step cannot be done; it names the step and the tensor.
         """
+        from ucformat.geometry.view_document import expand, read_steps
+        from ucformat.viewed import Viewed
+
         return Checkpoint(
             Viewed(self.source, expand(read_steps(steps), lambda: (self.objects, self.assets, self.names())))
         )
@@ -318,11 +331,17 @@ class Checkpoint(Mapping[str, Tensor]):
     @property
     def steps(self) -> tuple[Taken, ...]:
         """Of a view: what each of its steps took and made."""
-        return tuple(self.source.taken) if isinstance(self.source, Viewed) else ()
+        view = _view(self.source)
+        return () if view is None else tuple(view.taken)
 
     def __repr__(self) -> str:
         total = sum(i.nbytes for i in self._infos.values())
         return f"<ucformat.Checkpoint {self.url} ({self.kind}): {len(self)} tensors, {total} bytes>"
+
+
+def _view(source: Readable) -> Viewed | None:
+    """What is read, where it is a view; told without importing views, which most commands do without."""
+    return cast("Viewed", source) if getattr(source, "is_view", False) else None
 
 
 class _Lazy(Mapping[str, bytes]):

@@ -6,22 +6,16 @@ configuration folder (`~/.config/ucformat` on Linux). A path in a file is relati
 
 from __future__ import annotations
 
+import math
 import os
 import tomllib
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from platformdirs import user_config_path, user_data_path
-from pydantic import Field, TypeAdapter, ValidationError, field_validator
-from pydantic_settings import (
-    BaseSettings,
-    InitSettingsSource,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
 
 from ucformat.errors import Refused, UsageError
 
@@ -35,39 +29,20 @@ _given: ContextVar[dict[str, str]] = ContextVar("ucformat_settings", default={})
 PROJECT_FILE = "ucformat.toml"
 
 
-class Settings(BaseSettings):
-    """What can be set."""
-
-    model_config = SettingsConfigDict(env_prefix="UCP_", env_ignore_empty=True, extra="forbid", frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What can be set. Plain Python: every command reads settings, and a library for them takes longer than most."""
 
     catalog: str = ""  # a file's path or a url; "none" switches it off, "" is the default
     #: Places in which virtual checkpoints may have their files, besides those that this user has registered.
-    roots: Annotated[tuple[str, ...], NoDecode] = ()
+    roots: tuple[str, ...] = ()
 
     #: Of a service that speaks S3, and is not Amazon's; also AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL.
     endpoint: str = ""
     region: str = ""  # of S3; also AWS_REGION and AWS_DEFAULT_REGION
-    deadline: Annotated[float, Field(gt=0)] = 180.0  # seconds after which a failing request to a store is given up
-    requests: Annotated[int, Field(ge=1)] = 128  # reads of object stores at once, of the whole process
-    in_flight: Annotated[int, Field(ge=1)] = 256 << 20  # bytes of these at once
-
-    @field_validator("roots", mode="before")
-    @classmethod
-    def _listed(cls, value: object) -> object:
-        return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - we read no .env files
-        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - nor secrets from files
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The sources, the first one wins."""
-        files = [InitSettingsSource(settings_cls, _read(f)) for f in (_project_file(), _user_file()) if f is not None]
-        return (init_settings, env_settings, *files)
+    deadline: float = 180.0  # seconds after which a failing request to a store is given up
+    requests: int = 128  # reads of object stores at once, of the whole process
+    in_flight: int = 256 << 20  # bytes of these at once
 
     def catalog_url(self) -> str | None:
         """The catalog; None if it is switched off. By default a file in the user's data folder."""
@@ -92,19 +67,23 @@ def load_settings(**given: str | None) -> Settings:
     Raises:
         UsageError: a file cannot be read, or sets what cannot be set.
     """
-    try:
-        return Settings.model_validate(_given.get() | {k: v for k, v in given.items() if v is not None})
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise UsageError(f"the setting {key} cannot be used: {first['msg']}", hint=_KNOWN) from None
+    asked = _given.get() | {k: v for k, v in given.items() if v is not None}
+    found: dict[str, Any] = {}
+    for file in (_user_file(), _project_file()):
+        found |= {} if file is None else _read(file)
+    for key, value in (_environment() | asked).items():
+        try:
+            found[key] = _checked(key, value)
+        except ValueError as error:
+            raise UsageError(f"the setting {key} cannot be used: {error}", hint=_KNOWN) from None
+    return Settings(**found)
 
 
 def source_of(key: str) -> str:
     """Who says what a setting is: `flag`, `env`, `project`, `user` or `default`."""
     if key in _given.get():
         return "flag"
-    if any(name.upper() == f"UCP_{key.upper()}" and value for name, value in os.environ.items()):
+    if key in _environment():
         return "env"
     for who, file in (("project", _project_file()), ("user", _user_file())):
         if file is not None and key in _read(file):
@@ -141,7 +120,42 @@ def _trusted() -> Path:
     return user_data_path("ucformat") / "roots"
 
 
-_KNOWN = f"what can be set: {', '.join(Settings.model_fields)}"
+_FIELDS = tuple(f.name for f in fields(Settings))
+_KNOWN = f"what can be set: {', '.join(_FIELDS)}"
+
+
+def _environment() -> dict[str, str]:
+    """What `UCP_*` of the environment sets; what is empty sets nothing, and names of ours that set nothing are many."""
+    named = {name.upper().removeprefix("UCP_"): v for name, v in os.environ.items() if name.upper().startswith("UCP_")}
+    return {key: named[key.upper()] for key in _FIELDS if named.get(key.upper())}
+
+
+def _checked(key: str, value: Any) -> Any:
+    """A value as its setting has it; ValueError says what is wrong with it."""
+    if key not in _FIELDS:
+        raise ValueError("there is no such setting")
+    if key == "roots":
+        listed = [part for part in value.split(",") if part] if isinstance(value, str) else value
+        if not isinstance(listed, list | tuple) or not all(isinstance(part, str) for part in listed):
+            raise ValueError("it is a list of places")
+        return tuple(listed)
+    if key in ("requests", "in_flight"):
+        return _number(value, int, "a whole number, 1 or more")
+    if key == "deadline":
+        return _number(value, float, "a number of seconds above 0")
+    if not isinstance(value, str):
+        raise ValueError("it is text")  # noqa: TRY004 - whatever is wrong with a value
+    return value
+
+
+def _number(value: Any, kind: type[int | float], means: str) -> int | float:
+    try:
+        number = kind(value) if isinstance(value, str) else value
+    except ValueError:
+        raise ValueError(f"it is {means}") from None
+    if isinstance(number, bool) or not isinstance(number, int | kind) or not 0 < number < math.inf:
+        raise ValueError(f"it is {means}")
+    return kind(number)
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -151,12 +165,12 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UsageError(f"the settings in {file} cannot be read: {error}", hint="it is a TOML file") from error
     for key, value in found.items():
-        if key not in Settings.model_fields:
+        if key not in _FIELDS:
             raise UsageError(f"{file} sets {key!r}, which is no setting", hint=_KNOWN)
         try:
-            TypeAdapter(Settings.model_fields[key].rebuild_annotation()).validate_python(value)
-        except ValidationError as error:
-            raise UsageError(f"{file} sets {key!r} to what it cannot be: {error.errors()[0]['msg']}") from None
+            found[key] = _checked(key, value)
+        except ValueError as error:
+            raise UsageError(f"{file} sets {key!r} to what it cannot be: {error}") from None
     if (catalog := found.get("catalog", "")) and catalog.lower() != "none" and "://" not in catalog:
         found["catalog"] = str(file.parent / Path(catalog).expanduser())
     return found

@@ -31,6 +31,8 @@ class Viewed:
     `taken` says of each step which tensors it took and made.
     """
 
+    is_view = True  # what `Checkpoint` knows it by
+
     def __init__(self, base: Readable, steps: Sequence[Labelled]) -> None:
         self.base, self.kind, self.steps = base, base.kind, tuple(steps)
         table = Table.of(base.facts.roster, base.facts.aliases, base.facts.means)

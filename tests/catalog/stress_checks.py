@@ -115,9 +115,9 @@ def _whole(c: Connection) -> None:
     digests = dict(c.execute(sa.select(Digest.checkpoint, sa.func.count()).group_by(Digest.checkpoint)).all())
     for r in c.execute(sa.select(Checkpoint.serial, Checkpoint.tensor_set_id, Checkpoint.tensors)):
         assert sizes[r.tensor_set_id] == digests[r.serial] == r.tensors
-    parent = sa.orm.aliased(Checkpoint)
-    loose = sa.select(Edge.id, parent.serial).join(parent, parent.id == Edge.parent_id)
-    assert c.execute(loose.where(Edge.parent.is_distinct_from(parent.serial))).all() == []
+    parent = Checkpoint.__table__.alias()
+    loose = sa.select(Edge.id, parent.c.serial).join(parent, parent.c.id == Edge.parent_id)
+    assert c.execute(loose.where(Edge.parent.is_distinct_from(parent.c.serial))).all() == []
 
 
 def _names_protect(c: Connection) -> None:

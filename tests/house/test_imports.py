@@ -65,7 +65,7 @@ OUTSIDE: dict[str, set[str]] = {
     "references": set(),
     "jobs": {"crc32c", "numpy", "pydantic"},
     "cli": {"click", "rich", "numpy", "yaml"},
-    "settings": {"platformdirs", "pydantic", "pydantic_settings"},
+    "settings": {"platformdirs"},
     "torch": {"accelerate", "deepspeed", "lightning", "numpy", "torch", "transformers"},
     "_version": set(),
     "__init__": set(),

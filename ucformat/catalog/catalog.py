@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import sqlalchemy as sa
 
 from ucformat.catalog import deletion, names, recording
-from ucformat.catalog.document import absorb
 from ucformat.catalog.entries import load
 from ucformat.catalog.locks import lock
 from ucformat.catalog.models import Checkpoint, Verification
@@ -19,7 +18,6 @@ from ucformat.catalog.refs import parse_ref, resolve, same_url
 from ucformat.catalog.retention import plan_retention
 from ucformat.catalog.rows import TOUCHED, event, touch
 from ucformat.errors import Conflict, Refused, UsageError
-from ucformat.schema.manifest import LineageDoc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -91,6 +89,8 @@ class Catalog(Reader):
 
     def absorb(self, checkpoint: str, doc: CatalogDoc) -> Entry:
         """Take in what another catalog, or this one before it was lost, wrote beside the checkpoint of this id."""
+        from ucformat.catalog.document import absorb
+
         stamp = make_stamp()
 
         def work(c: Connection) -> Entry:
@@ -115,6 +115,8 @@ class Catalog(Reader):
             UsageError: an unknown kind of edge, or the parent descends from the child.
         """
         stamp = make_stamp()
+        from ucformat.schema.manifest import LineageDoc
+
         known = LineageDoc.model_fields["kind"].annotation.__args__  # type: ignore[union-attr]
         if kind not in known:
             raise UsageError(f"{kind!r} is not a kind of lineage", hint=f"there are: {', '.join(known)}")

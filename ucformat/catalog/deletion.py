@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from ucformat.catalog.content import remove_digests
-from ucformat.catalog.filter import check_names, compile_filter, parse
 from ucformat.catalog.locks import lock
 from ucformat.catalog.models import Alias, Checkpoint, Edge, Hold, Location, Metric, Run, Tag
 from ucformat.catalog.retention import Held, Row, protections
@@ -86,6 +85,8 @@ def retention_rows(
 
 
 def _matching(connection: Connection, text: str, now: datetime) -> set[int]:
+    from ucformat.catalog.filter import check_names, compile_filter, parse
+
     node = parse(text)
     check_names(connection, node, text)
     return set(connection.scalars(sa.select(Checkpoint.serial).where(compile_filter(node, now=now))))
@@ -96,11 +97,11 @@ def _dependents(connection: Connection) -> dict[int, list[str]]:
 
     Also where only the place tells: the child names a folder that the checkpoint lies in, or that lies in it.
     """
-    child = sa.orm.aliased(Checkpoint)
+    child = Checkpoint.__table__.alias()
     edges = connection.execute(
-        sa.select(Edge.parent, Edge.parent_url, Edge.child, child.id)
-        .join(child, child.serial == Edge.child)
-        .where(Edge.depends, child.state.in_(_LIVE))
+        sa.select(Edge.parent, Edge.parent_url, Edge.child, child.c.id)
+        .join(child, child.c.serial == Edge.child)
+        .where(Edge.depends, child.c.state.in_(_LIVE))
     ).all()
     found: dict[int, set[str]] = {}
     for e in edges:

@@ -8,28 +8,30 @@ structure; only their digests are rows of each checkpoint.
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from sqlalchemy import (
     JSON,
     BigInteger,
     Boolean,
+    Column,
     DateTime,
     Float,
     ForeignKey,
     Index,
     Integer,
     MetaData,
+    Table,
     Text,
     TypeDecorator,
 )
-from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from ucformat.catalog.plain import plain
 
 if TYPE_CHECKING:
+    from sqlalchemy import ColumnElement
     from sqlalchemy.engine import Dialect
+    from sqlalchemy.types import TypeEngine
 
 __all__ = [
     "BLOCK",
@@ -52,6 +54,8 @@ __all__ = [
     "TensorSet",
     "Verification",
 ]
+
+_T = TypeVar("_T")
 
 #: About so many digests share a block: what is inserted in turn stays on few pages, and a search looks into each block
 #: once. Measured on SQLite with 10,000 digests a checkpoint: 45 ms to insert them under one index over all, 10 ms so.
@@ -89,8 +93,27 @@ class PlainText(TypeDecorator[str]):
         return None if value is None else plain(value)
 
 
-class Base(DeclarativeBase):
-    """What all tables share: names of constraints that migrations can rely on, and column types."""
+class Json(TypeDecorator[Any]):
+    """A JSON document: JSONB on PostgreSQL, whose dialect is imported only there."""
+
+    impl = JSON
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        """The type of this database."""
+        if dialect.name != "postgresql":
+            return dialect.type_descriptor(JSON())
+        from sqlalchemy.dialects.postgresql import JSONB
+
+        return dialect.type_descriptor(JSONB())
+
+
+class Base:
+    """What all tables share: names of constraints that migrations can rely on.
+
+    A subclass is a table: its columns are attributes, and wherever SQLAlchemy takes a table it takes the class. The
+    ORM is not used: a session would be of no use here, and importing it takes longer than most commands.
+    """
 
     metadata = MetaData(
         naming_convention={
@@ -101,56 +124,70 @@ class Base(DeclarativeBase):
             "pk": "pk_%(table_name)s",
         }
     )
-    type_annotation_map: ClassVar[dict[Any, Any]] = {
-        str: PlainText,
-        int: Integer,
-        float: Float(53),
-        bool: Boolean,
-        datetime: UtcDateTime,
-        dict[str, Any]: JSON().with_variant(JSONB(), "postgresql"),
-        list[Any]: JSON().with_variant(JSONB(), "postgresql"),
-    }
+    __tablename__: ClassVar[str]
+    __table_args__: ClassVar[tuple[Any, ...]] = ()
+    __table__: ClassVar[Table]
+
+    def __init_subclass__(cls) -> None:
+        """Make the table."""
+        columns = {k: v for k, v in vars(cls).items() if isinstance(v, Column)}
+        for name, column in columns.items():
+            column.name = column.key = name
+        items = [a for a in cls.__table_args__ if not isinstance(a, dict)]
+        options = {k: v for a in cls.__table_args__ if isinstance(a, dict) for k, v in a.items()}
+        cls.__table__ = Table(cls.__tablename__, Base.metadata, *columns.values(), *items, **options)
+
+    @classmethod
+    def __clause_element__(cls) -> Table:
+        """The table, for SQLAlchemy."""
+        return cls.__table__
 
 
-def _of_checkpoint(*, primary_key: bool = False) -> Mapped[int]:
+def _column(
+    kind: TypeEngine[_T] | type[TypeEngine[_T]], *args: Any, nullable: bool = False, **options: Any
+) -> ColumnElement[_T]:
+    """A column, which by default has to have a value."""
+    return Column(kind, *args, nullable=nullable, **options)
+
+
+def _of_checkpoint(*, primary_key: bool = False) -> ColumnElement[int]:
     """A reference to a checkpoint; rows go with it."""
-    return mapped_column(
-        ForeignKey("checkpoint.serial", ondelete="CASCADE"), primary_key=primary_key, index=not primary_key
-    )
+    key = ForeignKey("checkpoint.serial", ondelete="CASCADE")
+    return _column(Integer, key, primary_key=primary_key, index=not primary_key)
 
 
 class Identity(Base):
     """Which catalog this is: one row."""
 
     __tablename__ = "catalog"
-    id: Mapped[str] = mapped_column(primary_key=True)
-    created: Mapped[datetime]
+    id = _column(PlainText, primary_key=True)
+    created = _column(UtcDateTime)
 
 
 class Run(Base):
     """A training run: what `run7@1000` begins with."""
 
     __tablename__ = "run"
-    id: Mapped[int] = mapped_column(primary_key=True)
-    name: Mapped[str] = mapped_column(unique=True)
-    created: Mapped[datetime]
+    id = _column(Integer, primary_key=True)
+    name = _column(PlainText, unique=True)
+    created = _column(UtcDateTime)
 
 
 class Config(Base):
     """A configuration, stored once for all checkpoints that have it; `hash` is that of its canonical JSON."""
 
     __tablename__ = "config"
-    id: Mapped[int] = mapped_column(primary_key=True)
-    hash: Mapped[str] = mapped_column(unique=True)
-    document: Mapped[dict[str, Any]]
+    id = _column(Integer, primary_key=True)
+    hash = _column(PlainText, unique=True)
+    document = _column(Json)
 
 
 class TensorSet(Base):
     """The structure of a checkpoint: names, states, dtypes, shapes and grids; `hash` is that of all of them."""
 
     __tablename__ = "tensor_set"
-    id: Mapped[int] = mapped_column(primary_key=True)
-    hash: Mapped[str] = mapped_column(unique=True)
+    id = _column(Integer, primary_key=True)
+    hash = _column(PlainText, unique=True)
 
 
 class Tensor(Base):
@@ -158,15 +195,15 @@ class Tensor(Base):
 
     __tablename__ = "tensor"
     __table_args__ = (Index(None, "name", "state"), {"sqlite_with_rowid": False})
-    tensor_set_id: Mapped[int] = mapped_column(ForeignKey("tensor_set.id", ondelete="CASCADE"), primary_key=True)
-    position: Mapped[int] = mapped_column(primary_key=True)
-    name: Mapped[str]
-    state: Mapped[str]
-    dtype: Mapped[str]
-    shape: Mapped[str]
-    chunk: Mapped[str | None]
-    shard: Mapped[str | None]
-    nbytes: Mapped[int] = mapped_column(BigInteger)
+    tensor_set_id = _column(Integer, ForeignKey("tensor_set.id", ondelete="CASCADE"), primary_key=True)
+    position = _column(Integer, primary_key=True)
+    name = _column(PlainText)
+    state = _column(PlainText)
+    dtype = _column(PlainText)
+    shape = _column(PlainText)
+    chunk = _column(PlainText, nullable=True)
+    shard = _column(PlainText, nullable=True)
+    nbytes = _column(BigInteger)
 
 
 class Checkpoint(Base):
@@ -180,30 +217,30 @@ class Checkpoint(Base):
 
     __tablename__ = "checkpoint"
     __table_args__ = (Index(None, "run_id", "step"), Index(None, "state", "created"))
-    serial: Mapped[int] = mapped_column(primary_key=True)
-    id: Mapped[str] = mapped_column(unique=True)
-    kind: Mapped[str]
-    state: Mapped[str]
-    run_id: Mapped[int | None] = mapped_column(ForeignKey("run.id"))
-    step: Mapped[int | None] = mapped_column(BigInteger)
-    created: Mapped[datetime]
-    recorded: Mapped[datetime]
-    deleted: Mapped[datetime | None]
-    purge_after: Mapped[datetime | None]
-    tensors: Mapped[int]
-    nbytes: Mapped[int] = mapped_column(BigInteger)
-    files: Mapped[int | None]
-    files_nbytes: Mapped[int | None] = mapped_column(BigInteger)
-    format_version: Mapped[int | None]
-    attempt: Mapped[str | None]
-    engine: Mapped[str | None]
-    producer: Mapped[dict[str, Any]]
-    topology: Mapped[dict[str, Any]]
-    config_id: Mapped[int | None] = mapped_column(ForeignKey("config.id"), index=True)
-    tensor_set_id: Mapped[int] = mapped_column(ForeignKey("tensor_set.id"), index=True)
-    digest_block: Mapped[int] = mapped_column(index=True)
-    document_revision: Mapped[int]
-    document_written: Mapped[int]
+    serial = _column(Integer, primary_key=True)
+    id = _column(PlainText, unique=True)
+    kind = _column(PlainText)
+    state = _column(PlainText)
+    run_id = _column(Integer, ForeignKey("run.id"), nullable=True)
+    step = _column(BigInteger, nullable=True)
+    created = _column(UtcDateTime)
+    recorded = _column(UtcDateTime)
+    deleted = _column(UtcDateTime, nullable=True)
+    purge_after = _column(UtcDateTime, nullable=True)
+    tensors = _column(Integer)
+    nbytes = _column(BigInteger)
+    files = _column(Integer, nullable=True)
+    files_nbytes = _column(BigInteger, nullable=True)
+    format_version = _column(Integer, nullable=True)
+    attempt = _column(PlainText, nullable=True)
+    engine = _column(PlainText, nullable=True)
+    producer = _column(Json)
+    topology = _column(Json)
+    config_id = _column(Integer, ForeignKey("config.id"), index=True, nullable=True)
+    tensor_set_id = _column(Integer, ForeignKey("tensor_set.id"), index=True)
+    digest_block = _column(Integer, index=True)
+    document_revision = _column(Integer)
+    document_written = _column(Integer)
 
 
 class Digest(Base):
@@ -214,20 +251,20 @@ class Digest(Base):
 
     __tablename__ = "digest"
     __table_args__ = ({"sqlite_with_rowid": False},)
-    block: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    digest: Mapped[str] = mapped_column(Text().with_variant(Text(collation="C"), "postgresql"), primary_key=True)
-    checkpoint: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    position: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    block = _column(Integer, primary_key=True, autoincrement=False)
+    digest = _column(Text().with_variant(Text(collation="C"), "postgresql"), primary_key=True)
+    checkpoint = _column(Integer, primary_key=True, autoincrement=False)
+    position = _column(Integer, primary_key=True, autoincrement=False)
 
 
 class Location(Base):
     """Where a checkpoint lies. A url holds one checkpoint at a time; a checkpoint may lie in several places."""
 
     __tablename__ = "location"
-    id: Mapped[int] = mapped_column(primary_key=True)
-    checkpoint: Mapped[int] = _of_checkpoint()
-    url: Mapped[str] = mapped_column(unique=True)
-    seen: Mapped[datetime]
+    id = _column(Integer, primary_key=True)
+    checkpoint = _of_checkpoint()
+    url = _column(PlainText, unique=True)
+    seen = _column(UtcDateTime)
 
 
 class Metric(Base):
@@ -235,10 +272,10 @@ class Metric(Base):
 
     __tablename__ = "metric"
     __table_args__ = (Index(None, "name", "value"),)
-    checkpoint: Mapped[int] = _of_checkpoint(primary_key=True)
-    name: Mapped[str] = mapped_column(primary_key=True)
-    value: Mapped[float | None]
-    measured: Mapped[datetime]
+    checkpoint = _of_checkpoint(primary_key=True)
+    name = _column(PlainText, primary_key=True)
+    value = _column(Float(53), nullable=True)
+    measured = _column(UtcDateTime)
 
 
 class Edge(Base):
@@ -249,23 +286,23 @@ class Edge(Base):
 
     __tablename__ = "edge"
     __table_args__ = (Index(None, "child", "kind", "parent_url", unique=True),)
-    id: Mapped[int] = mapped_column(primary_key=True)
-    child: Mapped[int] = mapped_column(ForeignKey("checkpoint.serial", ondelete="CASCADE"))
-    parent: Mapped[int | None] = mapped_column(ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True)
-    parent_id: Mapped[str | None] = mapped_column(index=True)
-    parent_url: Mapped[str] = mapped_column(index=True)
-    kind: Mapped[str]
-    depends: Mapped[bool]
+    id = _column(Integer, primary_key=True)
+    child = _column(Integer, ForeignKey("checkpoint.serial", ondelete="CASCADE"))
+    parent = _column(Integer, ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True, nullable=True)
+    parent_id = _column(PlainText, index=True, nullable=True)
+    parent_url = _column(PlainText, index=True)
+    kind = _column(PlainText)
+    depends = _column(Boolean)
 
 
 class Alias(Base):
     """A name that points to one checkpoint, and can be moved; `version` grows by one with every move."""
 
     __tablename__ = "alias"
-    name: Mapped[str] = mapped_column(primary_key=True)
-    checkpoint: Mapped[int] = _of_checkpoint()
-    version: Mapped[int]
-    moved: Mapped[datetime]
+    name = _column(PlainText, primary_key=True)
+    checkpoint = _of_checkpoint()
+    version = _column(Integer)
+    moved = _column(UtcDateTime)
 
 
 class AliasMove(Base):
@@ -273,13 +310,13 @@ class AliasMove(Base):
 
     __tablename__ = "alias_move"
     __table_args__ = (Index(None, "name", "version", unique=True),)
-    id: Mapped[int] = mapped_column(primary_key=True)
-    name: Mapped[str]
-    version: Mapped[int]
-    source: Mapped[int | None] = mapped_column(ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True)
-    target: Mapped[int | None] = mapped_column(ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True)
-    moved: Mapped[datetime]
-    who: Mapped[str]
+    id = _column(Integer, primary_key=True)
+    name = _column(PlainText)
+    version = _column(Integer)
+    source = _column(Integer, ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True, nullable=True)
+    target = _column(Integer, ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True, nullable=True)
+    moved = _column(UtcDateTime)
+    who = _column(PlainText)
 
 
 class Tag(Base):
@@ -287,58 +324,58 @@ class Tag(Base):
 
     __tablename__ = "tag"
     __table_args__ = (Index(None, "name"),)
-    checkpoint: Mapped[int] = _of_checkpoint(primary_key=True)
-    name: Mapped[str] = mapped_column(primary_key=True)
-    created: Mapped[datetime]
-    who: Mapped[str]
+    checkpoint = _of_checkpoint(primary_key=True)
+    name = _column(PlainText, primary_key=True)
+    created = _column(UtcDateTime)
+    who = _column(PlainText)
 
 
 class Hold(Base):
     """Why a checkpoint must not be deleted, and until when (empty: until it is released)."""
 
     __tablename__ = "hold"
-    id: Mapped[int] = mapped_column(primary_key=True)
-    checkpoint: Mapped[int] = _of_checkpoint()
-    reason: Mapped[str]
-    until: Mapped[datetime | None]
-    created: Mapped[datetime]
-    who: Mapped[str]
-    released: Mapped[datetime | None]
+    id = _column(Integer, primary_key=True)
+    checkpoint = _of_checkpoint()
+    reason = _column(PlainText)
+    until = _column(UtcDateTime, nullable=True)
+    created = _column(UtcDateTime)
+    who = _column(PlainText)
+    released = _column(UtcDateTime, nullable=True)
 
 
 class Note(Base):
     """What somebody wrote about a checkpoint."""
 
     __tablename__ = "note"
-    id: Mapped[int] = mapped_column(primary_key=True)
-    checkpoint: Mapped[int] = _of_checkpoint()
-    text: Mapped[str]
-    created: Mapped[datetime]
-    who: Mapped[str]
+    id = _column(Integer, primary_key=True)
+    checkpoint = _of_checkpoint()
+    text = _column(PlainText)
+    created = _column(UtcDateTime)
+    who = _column(PlainText)
 
 
 class Verification(Base):
     """What `verify` found; `problems` are the first of them, as text."""
 
     __tablename__ = "verification"
-    id: Mapped[int] = mapped_column(primary_key=True)
-    checkpoint: Mapped[int] = _of_checkpoint()
-    url: Mapped[str]
-    at: Mapped[datetime]
-    ok: Mapped[bool]
-    bytes_verified: Mapped[int] = mapped_column(BigInteger)
-    bytes_unverified: Mapped[int] = mapped_column(BigInteger)
-    problems: Mapped[list[Any]]
-    tool: Mapped[str]
+    id = _column(Integer, primary_key=True)
+    checkpoint = _of_checkpoint()
+    url = _column(PlainText)
+    at = _column(UtcDateTime)
+    ok = _column(Boolean)
+    bytes_verified = _column(BigInteger)
+    bytes_unverified = _column(BigInteger)
+    problems = _column(Json)
+    tool = _column(PlainText)
 
 
 class Event(Base):
     """Who did what, when: only ever appended."""
 
     __tablename__ = "event"
-    id: Mapped[int] = mapped_column(primary_key=True)
-    at: Mapped[datetime]
-    who: Mapped[str]
-    action: Mapped[str]
-    checkpoint: Mapped[int | None] = mapped_column(ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True)
-    detail: Mapped[dict[str, Any]]
+    id = _column(Integer, primary_key=True)
+    at = _column(UtcDateTime)
+    who = _column(PlainText)
+    action = _column(PlainText)
+    checkpoint = _column(Integer, ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True, nullable=True)
+    detail = _column(Json)

@@ -167,11 +167,11 @@ def aliases(connection: Connection) -> list[AliasEntry]:
 
 def alias_history(connection: Connection, name: str) -> list[MoveEntry]:
     """The moves of an alias, the first one first."""
-    source, target = sa.orm.aliased(Checkpoint), sa.orm.aliased(Checkpoint)
+    source, target = Checkpoint.__table__.alias(), Checkpoint.__table__.alias()
     rows = connection.execute(
-        sa.select(AliasMove.name, AliasMove.version, source.id, target.id, AliasMove.moved, AliasMove.who)
-        .outerjoin(source, source.serial == AliasMove.source)
-        .outerjoin(target, target.serial == AliasMove.target)
+        sa.select(AliasMove.name, AliasMove.version, source.c.id, target.c.id, AliasMove.moved, AliasMove.who)
+        .outerjoin(source, source.c.serial == AliasMove.source)
+        .outerjoin(target, target.c.serial == AliasMove.target)
         .where(AliasMove.name == name)
         .order_by(AliasMove.version)
     )

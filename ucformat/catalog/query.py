@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from ucformat.catalog.filter import check_names, compile_filter, compile_sort, parse, parse_sort, used_keys
 from ucformat.catalog.models import Checkpoint, Digest, Event, Tensor
 
 if TYPE_CHECKING:
@@ -16,7 +15,11 @@ if TYPE_CHECKING:
 
     from sqlalchemy import ColumnElement, Connection
 
-__all__ = ["EventEntry", "TensorEntry", "count", "events", "find", "holding", "tensors"]
+__all__ = ["NEWEST", "EventEntry", "TensorEntry", "count", "events", "find", "holding", "tensors"]
+
+
+#: The order unless another is asked for: made without the filter language, which takes longer to load than it to run.
+NEWEST = "-created"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,18 @@ def find(
 ) -> list[int]:
     """The serials of the checkpoints that a filter takes, in order."""
     chosen = sa.select(Checkpoint.serial).where(*_where(connection, where, now, deleted=deleted))
+    chosen = chosen.order_by(*_order(connection, sort, now))
+    return list(connection.scalars(chosen.limit(limit).offset(offset)))
+
+
+def _order(connection: Connection, sort: str, now: datetime) -> list[ColumnElement[Any]]:
+    if sort == NEWEST:
+        return [Checkpoint.created.desc().nulls_last(), Checkpoint.serial.desc()]
+    from ucformat.catalog.filter import check_names, compile_sort, parse_sort
+
     by = parse_sort(sort)
     check_names(connection, by, sort)
-    for order in compile_sort(by, now=now):
-        chosen = chosen.order_by(order)
-    return list(connection.scalars(chosen.limit(limit).offset(offset)))
+    return compile_sort(by, now=now)
 
 
 def count(connection: Connection, where: str, now: datetime, *, deleted: bool) -> int:
@@ -73,6 +83,8 @@ def _where(connection: Connection, where: str, now: datetime, *, deleted: bool) 
     found: list[ColumnElement[bool]] = []
     keys: set[str] = set()
     if where.strip():
+        from ucformat.catalog.filter import check_names, compile_filter, parse, used_keys
+
         node = parse(where)
         check_names(connection, node, where)
         found.append(compile_filter(node, now=now))
@@ -102,7 +114,7 @@ def _digests(serial: int) -> Any:
 
 def holding(connection: Connection, digest: str) -> dict[int, list[TensorEntry]]:
     """The serials of the checkpoints that hold a tensor with this digest, and the tensors."""
-    blocks = sa.select(sa.orm.aliased(Checkpoint).digest_block)  # IN: for a join SQLite would scan all digests
+    blocks = sa.select(Checkpoint.__table__.alias().c.digest_block)  # IN: for a join SQLite would scan all digests
     query = (
         sa.select(Digest.checkpoint, Tensor.__table__, Digest.digest)
         .join(Checkpoint, Checkpoint.serial == Digest.checkpoint)

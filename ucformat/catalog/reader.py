@@ -80,7 +80,7 @@ class Reader:
         self,
         where: str = "",
         *,
-        sort: str = "-created",
+        sort: str = query.NEWEST,
         limit: int | None = None,
         offset: int = 0,
         deleted: bool = False,

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from heapq import nlargest
 from typing import TYPE_CHECKING
 
-from ucformat.schema.policy import duration_text
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from datetime import datetime, timedelta
@@ -164,6 +162,8 @@ def _rules(policy: Policy, rows: Sequence[Row], now: datetime) -> Iterator[tuple
     for best in keep.best:
         yield f"{_counted('best', best.count)} of {_of(best)} by {best.mode} {best.metric}", _best(best, rows)
     if keep.younger is not None:
+        from ucformat.schema.policy import duration_text
+
         younger = keep.younger
         yield f"younger than {duration_text(younger)}", [row for row in rows if now - row.created < younger]
     first = len(policy.filters()) - len(keep.where)

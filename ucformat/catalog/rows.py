@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 
 from ucformat.catalog.models import Checkpoint, Event
 from ucformat.catalog.plain import storable
@@ -55,7 +54,11 @@ def insert_if_absent(
     connection: Connection, table: Any, keys: Mapping[str, Any], values: Mapping[str, Any], returning: Any
 ) -> int | None:
     """Insert a row unless one with these unique values is there; what `returning` says of it, or None."""
-    insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+    insert: Any
+    if connection.dialect.name == "postgresql":  # each dialect is imported only where it is spoken
+        from sqlalchemy.dialects.postgresql import insert
+    else:
+        from sqlalchemy.dialects.sqlite import insert
     statement = (
         insert(table).values(**keys, **values).on_conflict_do_nothing(index_elements=list(keys)).returning(returning)
     )

@@ -10,12 +10,12 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
-import numpy as np
 from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_hexdigest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from ucformat.format.chunking import Grid
@@ -59,6 +59,8 @@ def tensor_digest(dtype: str, grid: Grid, leaves: Mapping[tuple[int, ...], bytes
     XXH3-128 over a JSON line of dtype, shape and chunk, then over all chunks' digests in C order of the chunk grid, so
     that neither the writer nor the shards matter (docs/spec.md, "Digests").
     """
+    import numpy as np  # not for the digest of a document, which is all that many commands need
+
     head = json.dumps({"dtype": dtype, "shape": grid.shape, "chunk": grid.chunk}, separators=(",", ":"))
     ordered: NDArray[np.uint8] = np.empty((*grid.chunks, LEAF_BYTES), np.uint8)
     per_shard = grid.chunks_in_shard

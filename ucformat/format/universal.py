@@ -11,7 +11,6 @@ from ucformat.format.chunking import Grid
 from ucformat.format.commit import MANIFEST, read_manifest
 from ucformat.format.digest import bytes_digest
 from ucformat.format.mounted import MountedStore
-from ucformat.format.sidecar import decode
 from ucformat.format.zarr_json import shard_key
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
 
@@ -144,6 +143,8 @@ class Universal:
             doc = self.manifest.sidecar
             if doc is None:
                 raise IntegrityError(f"{self.store.url}: the manifest has tensors without a path and no sidecar")
+            from ucformat.format.sidecar import decode  # only this needs NumPy
+
             where = f"{self.store.url}/{doc.path}"
             self._sidecar = decode(self.read_file(doc), [len(t.shape) for t in self.manifest.tensors], where)
         return self._sidecar

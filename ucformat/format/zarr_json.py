@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from ucformat.format.dtypes import fill_value
 from ucformat.schema.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:
@@ -33,6 +32,8 @@ def array_json(dtype: str, grid: Grid, attributes: Mapping[str, Any]) -> bytes:
         "index_codecs": index_codecs,
         "index_location": "end",
     }
+    from ucformat.format.dtypes import fill_value  # NumPy, which whoever reads a manifest does without
+
     return _encode(
         {
             "zarr_format": 3,

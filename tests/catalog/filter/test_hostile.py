@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
-from sqlalchemy import create_engine, func, select
-from sqlalchemy.orm import Session
+from sqlalchemy import create_engine, delete, func, insert, select, update
 
 from tests.catalog.filter.strategies import filters, sorts
 from tests.catalog.filter.world import NOW, WORLDS, store
@@ -39,19 +38,17 @@ def engine(database_url: str) -> Iterator[Engine]:
     """A database of few checkpoints, of which the second bears every nasty word."""
     engine = create_engine(database_url)
     store(engine, WORLDS[1][:3])
-    with Session(engine) as session:
-        session.add(Config(id=99, hash="nasty", document={word: {word: word} for word in NASTY}))
-        session.flush()
-        row = session.get(Checkpoint, 2)
-        assert row is not None
-        row.config_id = 99
-        row.topology = {"l": [{word: i} for i, word in enumerate(NASTY)]}
+    with engine.begin() as c:
+        c.execute(insert(Config).values(id=99, hash="nasty", document={word: {word: word} for word in NASTY}))
+        topology = {"l": [{word: i} for i, word in enumerate(NASTY)]}
+        changed = c.execute(update(Checkpoint).where(Checkpoint.serial == 2).values(config_id=99, topology=topology))
+        assert changed.rowcount == 1
         here: dict[str, Any] = {"checkpoint": 2}
-        mine = set(session.scalars(select(Tag.name).where(Tag.checkpoint == 2)))
-        session.add_all(Tag(name=word, created=NOW, who="", **here) for word in NASTY if word not in mine)
-        session.query(Metric).delete()
-        session.add_all(Metric(name=word, value=i, measured=NOW, **here) for i, word in enumerate(NASTY))
-        session.commit()
+        mine = set(c.scalars(select(Tag.name).where(Tag.checkpoint == 2)))
+        tags = [{"name": word, "created": NOW, "who": "", **here} for word in NASTY if word not in mine]
+        c.execute(insert(Tag), tags)
+        c.execute(delete(Metric))
+        c.execute(insert(Metric), [{"name": word, "value": i, "measured": NOW, **here} for i, word in enumerate(NASTY)])
     yield engine
     engine.dispose()
 

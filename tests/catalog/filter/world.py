@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy.orm import Session
+from sqlalchemy import insert
 
 from ucformat.catalog.models import (
     Alias,
@@ -27,7 +27,7 @@ from ucformat.catalog.models import (
 )  # fmt: skip
 
 if TYPE_CHECKING:
-    from sqlalchemy import Engine
+    from sqlalchemy import Engine, Insert
 
 NOW = datetime(2026, 11, 8, 12, tzinfo=UTC)
 
@@ -176,32 +176,28 @@ def store(engine: Engine, rows: list[Row]) -> None:
     runs = {
         name: i for i, name in enumerate(sorted({r.scalars["run"] for r in rows if r.scalars["run"] is not None}), 1)
     }
-    with Session(engine) as session:
+    configs = {r.config: r.documents["config"] for r in rows if r.config is not None}
+    with engine.begin() as connection:
         for structure in {r.structure.serial: r.structure for r in rows}.values():
-            session.add(TensorSet(id=structure.serial, hash=str(structure.serial)))
-            session.flush()
-            session.add_all(
-                Tensor(
-                    tensor_set_id=structure.serial,
-                    position=i,
-                    **{k if k != "size" else "nbytes": v for k, v in t.items()},
-                )
-                for i, t in enumerate(structure.tensors)
-            )
-        session.add_all(Run(id=i, name=name, created=NOW) for name, i in runs.items())
-        configs = {r.config: r.documents["config"] for r in rows if r.config is not None}
-        session.add_all(Config(id=i + 1, hash=str(i), document=document) for i, document in configs.items())
-        session.flush()
-        session.add_all(_checkpoint(r, runs) for r in rows)
-        session.flush()
+            serial = structure.serial
+            connection.execute(insert(TensorSet).values(id=serial, hash=str(serial)))
+            for i, t in enumerate(structure.tensors):
+                values = {k if k != "size" else "nbytes": v for k, v in t.items()}
+                connection.execute(insert(Tensor).values(tensor_set_id=serial, position=i, **values))
+        for name, i in runs.items():
+            connection.execute(insert(Run).values(id=i, name=name, created=NOW))
+        for i, document in configs.items():
+            connection.execute(insert(Config).values(id=i + 1, hash=str(i), document=document))
         for r in rows:
-            session.add_all(_said(r))
-        session.commit()
+            connection.execute(_checkpoint(r, runs))
+        for r in rows:
+            for statement in _said(r):
+                connection.execute(statement)
 
 
-def _checkpoint(r: Row, runs: dict[str, int]) -> Checkpoint:
+def _checkpoint(r: Row, runs: dict[str, int]) -> Insert:
     scalars = {k: v for k, v in r.scalars.items() if k not in {"run", "age", "size"}}
-    return Checkpoint(
+    return insert(Checkpoint).values(
         serial=r.serial,
         run_id=runs.get(r.scalars["run"]),
         nbytes=r.scalars["size"],
@@ -216,7 +212,7 @@ def _checkpoint(r: Row, runs: dict[str, int]) -> Checkpoint:
     )
 
 
-def _said(r: Row) -> list[Base]:
+def _said(r: Row) -> list[Insert]:
     here: dict[str, Any] = {"checkpoint": r.serial}
     by: dict[str, Any] = {**here, "created": NOW, "who": "somebody"}
     verified: dict[str, Any] = {
@@ -228,12 +224,12 @@ def _said(r: Row) -> list[Base]:
         "tool": "",
     }
     return [
-        *(Tag(name=name, **by) for name in r.tag),
-        *(Note(text=text, **by) for text in r.note),
-        *(Alias(name=name, version=1, moved=NOW, **here) for name in r.alias),
-        *(Location(url=url, seen=NOW, **here) for url in r.url),
-        *(Metric(name=name, value=value, measured=NOW, **here) for name, value in r.metrics.items()),
-        *(Hold(reason="", until=until, released=released, **by) for until, released in r.holds),
-        *(Verification(at=at, ok=ok, **verified) for at, ok in r.verifications),
-        *(Digest(block=r.serial // 4, digest=d, position=i, **here) for i, d in enumerate(r.digests)),
+        *(insert(Tag).values(name=name, **by) for name in r.tag),
+        *(insert(Note).values(text=text, **by) for text in r.note),
+        *(insert(Alias).values(name=name, version=1, moved=NOW, **here) for name in r.alias),
+        *(insert(Location).values(url=url, seen=NOW, **here) for url in r.url),
+        *(insert(Metric).values(name=name, value=value, measured=NOW, **here) for name, value in r.metrics.items()),
+        *(insert(Hold).values(reason="", until=until, released=released, **by) for until, released in r.holds),
+        *(insert(Verification).values(at=at, ok=ok, **verified) for at, ok in r.verifications),
+        *(insert(Digest).values(block=r.serial // 4, digest=d, position=i, **here) for i, d in enumerate(r.digests)),
     ]

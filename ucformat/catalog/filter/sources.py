@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import and_, not_, or_, select
-from sqlalchemy.orm import aliased
 
 from ucformat.catalog.models import (
     Alias,
@@ -118,7 +117,7 @@ def _and_there(column: Any, condition: ColumnElement[bool]) -> ColumnElement[boo
 
 
 def _last_verified(condition: ColumnElement[bool]) -> ColumnElement[bool]:
-    later = aliased(Verification)
+    later = Verification.__table__.alias().c
     after = or_(later.at > Verification.at, and_(later.at == Verification.at, later.id > Verification.id))
     superseded = select(later.id).where(later.checkpoint == Verification.checkpoint, after).exists()
     return Checkpoint.serial.in_(select(Verification.checkpoint).where(condition, not_(superseded)))
@@ -126,5 +125,5 @@ def _last_verified(condition: ColumnElement[bool]) -> ColumnElement[bool]:
 
 def _with_digest(condition: ColumnElement[bool]) -> ColumnElement[bool]:
     """By one look into each block, where the condition names the digest."""
-    blocks = select(aliased(Checkpoint).digest_block)
+    blocks = select(Checkpoint.__table__.alias().c.digest_block)
     return Checkpoint.serial.in_(select(Digest.checkpoint).where(Digest.block.in_(blocks), condition))
