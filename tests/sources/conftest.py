@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from itertools import product
+from itertools import combinations, product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -8,7 +8,7 @@ import pytest
 from tests.engines import Made, make_deepspeed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
 ROUND = {"round_robin_gradients": True}
@@ -17,7 +17,7 @@ ELASTIC = {"elastic_checkpoint": True}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 OFFLOAD_ALL = {**OFFLOAD, "offload_param": {"device": "cpu"}}
 
-#: World size -> configurations: chosen so that every two values of any two options meet where DeepSpeed allows it.
+#: World size -> configurations: every two values of any two of `AXES` meet in one of them.
 CHOSEN: dict[int, list[dict[str, Any]]] = {
     1: [
         {"name": "alone-z1", "zero": 1, "dtype": "bf16", "optimizer": "rmsprop", "tied": True},
@@ -51,6 +51,7 @@ CHOSEN: dict[int, list[dict[str, Any]]] = {
         {"name": "z3-hpz", "zero": 3, "zero_options": {"zero_hpz_partition_size": 3}},
         {"name": "z0-fp16", "zero": 0, "dtype": "fp16", "tied": True, "named_groups": True},
         {"name": "z0-named", "zero": 0, "freeze": "up", "named_groups": True},
+        {"name": "z2-sgd", "zero": 2, "dtype": "bf16", "optimizer": "sgd", "groups": 1, "tied": True},
     ],
     4: [
         {"name": "z1-client", "zero": 1, "dtype": "fp16", "groups": 1, "tied": True, "client": "tensors"},
@@ -63,25 +64,44 @@ CHOSEN: dict[int, list[dict[str, Any]]] = {
         {"name": "z3-sgd", "zero": 3, "optimizer": "sgd", "groups": 1, "freeze": "mix"},
         {"name": "z0-bf16", "zero": 0, "dtype": "bf16", "freeze": "up", "tied": True, "optimizer": "rmsprop"},
         {"name": "z0-sgd", "zero": 0, "optimizer": "sgd", "groups": 1},
+        {"name": "z2-adafactor", "zero": 2, "dtype": "fp16", "optimizer": "adafactor", "freeze": "up"},
+        {"name": "z3-adafactor", "zero": 3, "dtype": "bf16", "optimizer": "adafactor"},
     ],
 }
 
 
+#: The options that the full matrix varies, on so many ranks.
+AXES: dict[str, tuple[Any, ...]] = {
+    "zero": (0, 1, 2, 3),
+    "dtype": ("fp32", "fp16", "bf16"),
+    "optimizer": ("adamw", "sgd", "adafactor"),
+    "groups": (1, 2),
+    "tied": (False, True),
+    "freeze": ("", "up"),
+}
+RANKS = (2, 3, 4)
+
+
 def matrix() -> list[dict[str, Any]]:
     """The full product, save that a ZeRO 0 optimizer of fp32 is given named parameters where some are frozen."""
-    axes = {
-        "zero": (0, 1, 2, 3),
-        "dtype": ("fp32", "fp16", "bf16"),
-        "optimizer": ("adamw", "sgd", "adafactor"),
-        "groups": (1, 2),
-        "tied": (False, True),
-        "freeze": ("", "up"),
-    }
-    found = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+    found = [dict(zip(AXES, values, strict=True)) for values in product(*AXES.values())]
     for spec in found:
         spec["name"] = "-".join(str(v) or "none" for v in spec.values())
         spec["named_groups"] = spec["zero"] == 0 and spec["dtype"] == "fp32" and bool(spec["freeze"])
     return found
+
+
+def pairs_that_never_meet(chosen: Iterable[tuple[int, str]]) -> list[str]:
+    """Which two values of two options no configuration among these has together."""
+    axes = {"ranks": RANKS, **AXES}
+    missing = {((a, x), (b, y)) for (a, one), (b, other) in combinations(axes.items(), 2) for x in one for y in other}
+    plain = {"dtype": "fp32", "optimizer": "adamw", "groups": 2, "tied": False, "freeze": ""}
+    for ranks, name in chosen:
+        spec = next(s for s in CHOSEN[ranks] if s["name"] == name)
+        values = {"ranks": ranks} | {axis: spec.get(axis, plain.get(axis)) for axis in AXES}
+        values["freeze"] = "up" if values["freeze"] else ""  # whichever they are
+        missing -= set(combinations(values.items(), 2))
+    return sorted(map(str, missing))
 
 
 @pytest.fixture(scope="session")

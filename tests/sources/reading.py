@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.sources.base import OpenSource
@@ -30,12 +30,13 @@ def read_tensor(source: OpenSource, info: TensorInfo) -> bytes:
 
 
 class Counting:
-    """A store that counts what is read of each file."""
+    """A store that counts what is read of each file, and notes which bytes."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.bytes: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
+        self.ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -47,4 +48,16 @@ class Counting:
         data = self._store.read(key, offset, nbytes)
         self.bytes[key] += len(data)
         self.requests[key] += 1
+        self.ranges[key].append((offset, offset + len(data)))
         return data
+
+
+def nbytes_read(ranges: Mapping[str, Sequence[tuple[int, int]]], source: OpenSource, info: TensorInfo) -> int:
+    """How many of the bytes of a tensor lie in ranges that were read; those read twice count twice."""
+    found = 0
+    for extent in source.extents(info.key):
+        stop = extent.offset + info.itemsize
+        stop += sum((n - 1) * s for n, s in zip(extent.box.shape, extent.strides, strict=True))
+        parts = ((max(a, extent.offset), min(b, stop)) for a, b in ranges.get(extent.file, ()))
+        found += sum(max(0, b - a) for a, b in parts)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle, product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 import ucformat
 from tests.fakes import same
-from tests.sources.conftest import CHOSEN
+from tests.sources.conftest import CHOSEN, RANKS, pairs_that_never_meet
 from ucformat.format.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 
-#: Every stage, dtype and world size; tied, frozen and offloaded parameters, sub-groups, dealt groups.
+#: Every stage, dtype and number of ranks; tied, frozen and offloaded parameters, sub-groups, dealt groups.
 SOURCES = [
     (2, "z1"),
     (2, "z3-subgroups"),
@@ -32,20 +33,37 @@ SOURCES = [
     (4, "z2-rmsprop"),
     (4, "z3-offload"),
 ]
+#: With those, every two values of two options meet in one that is converted.
+MORE = [
+    (2, "z0-adafactor"),
+    (2, "z1-elastic-sgd"),
+    (2, "z2-offload"),
+    (3, "z1-adafactor"),
+    (3, "z2-sgd"),
+    (3, "z3-hpz"),
+    (4, "z0-sgd"),
+    (4, "z1-bf16opt"),
+    (4, "z2-adafactor"),
+    (4, "z3-adafactor"),
+    (4, "z3-sgd"),
+]
 SIZES: list[tuple[int | None, int | None]] = [(64, 128), (4096, 8192), (None, None)]
+CONVERSIONS = [*product(SOURCES, SIZES), *zip(MORE, cycle(SIZES), strict=False)]
 FLAT = ("master", "exp_avg", "exp_avg_sq", "square_avg", "momentum_buffer")
 
 Arrays = dict[tuple[str, str], Any]
 
 
-def test_the_choice_covers_every_stage_dtype_and_world() -> None:
-    specs = [(world, s) for world, name in SOURCES for s in CHOSEN[world] if s["name"] == name]
-    assert {world for world, _ in specs} == {2, 3, 4}
-    assert {s["zero"] for _, s in specs} == {0, 1, 2, 3}
-    assert {s.get("dtype", "fp32") for _, s in specs} == {"fp32", "fp16", "bf16"}
+def test_every_two_values_of_two_options_meet() -> None:
+    assert pairs_that_never_meet([(ranks, spec["name"]) for ranks in RANKS for spec in CHOSEN[ranks]]) == []
+    assert pairs_that_never_meet([source for source, _ in CONVERSIONS]) == []
 
 
-@pytest.fixture(params=SOURCES, ids=lambda p: f"{p[1]}-world{p[0]}", scope="module")
+def name_of(source: tuple[int, str]) -> str:
+    return f"{source[1]}-world{source[0]}"
+
+
+@pytest.fixture(params=SOURCES, ids=name_of, scope="module")
 def made(request: pytest.FixtureRequest, chosen: Callable[[int, str], Made]) -> Made:
     return chosen(*request.param)
 
@@ -91,7 +109,12 @@ def test_slices_read_in_place_are_the_engines(made: Made, truth: Arrays) -> None
     check_slices(ck, truth)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=["64B", "4KiB", "default"])
+@pytest.mark.parametrize(
+    ("made", "sizes"),
+    CONVERSIONS,
+    indirect=["made"],
+    ids=[f"{name_of(s)}-{n or 'default'}" for s, (n, _) in CONVERSIONS],
+)
 def test_converted_it_is_still_the_engines_bit_for_bit(
     made: Made, truth: Arrays, tmp_path: Path, sizes: tuple[int | None, int | None]
 ) -> None:

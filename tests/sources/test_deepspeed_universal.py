@@ -49,6 +49,8 @@ def opened(name: str) -> Any:
 
 
 class TestKept(SourceSuite):
+    most_read = 2.0
+
     @pytest.fixture(params=NAMES)
     def sample(self, request: pytest.FixtureRequest) -> Sample:
         return expected(request.param)

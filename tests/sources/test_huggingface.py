@@ -35,6 +35,8 @@ def numbered(sample: Sample, groups: list[list[str]]) -> Sample:
 
 
 class TestTrainer(SourceSuite):
+    outranked = frozenset({"safetensors"})
+
     @pytest.fixture
     def sample(self) -> Sample:
         return sample_of("trainer")
@@ -117,6 +119,8 @@ class Arguments:
 
 
 class TestTrainerInBf16(SourceSuite):
+    outranked = frozenset({"safetensors"})
+
     @pytest.fixture
     def sample(self) -> Sample:
         return sample_of("trainer_bf16")
@@ -126,6 +130,8 @@ class TestTrainerInBf16(SourceSuite):
 
 
 class TestTrainerWithAnAdapter(SourceSuite):
+    outranked = frozenset({"safetensors"})
+
     @pytest.fixture
     def sample(self) -> Sample:
         made = sample_of("trainer_adapter")
@@ -143,6 +149,8 @@ def zero(kind: str) -> Sample:
 
 
 class TestTrainerWithZero2(SourceSuite):
+    outranked = frozenset({"deepspeed", "safetensors"})
+
     most_requests = 60
 
     @pytest.fixture
@@ -158,6 +166,8 @@ class TestTrainerWithZero2(SourceSuite):
 
 
 class TestTrainerWithZero3(SourceSuite):
+    outranked = frozenset({"deepspeed"})
+
     most_requests = 60
 
     @pytest.fixture
@@ -172,6 +182,8 @@ class TestTrainerWithFsdp(SourceSuite):
 
 
 class TestAccelerate(SourceSuite):
+    outranked = frozenset({"safetensors"})
+
     @pytest.fixture
     def sample(self) -> Sample:
         made = sample_of("accelerate", step=None)
@@ -186,12 +198,16 @@ class TestAccelerate(SourceSuite):
 
 
 class TestAccelerateWithTwoModels(SourceSuite):
+    outranked = frozenset({"safetensors"})
+
     @pytest.fixture
     def sample(self) -> Sample:
         return sample_of("accelerate_two", step=None)
 
 
 class TestAccelerateWithWholeFsdp(SourceSuite):
+    outranked = frozenset({"torch_save"})
+
     @pytest.fixture
     def sample(self) -> Sample:
         return sample_of("accelerate_fsdp_full", step=None)

@@ -83,6 +83,8 @@ class TestAFlatStateDict(SourceSuite):
 
 
 class TestAModelsFolder(SourceSuite):
+    most_read = 1.3
+
     @pytest.fixture
     def sample(self, tmp_path: Path) -> Sample:
         net, _ = trained()
@@ -146,6 +148,8 @@ class TestLightning(SourceSuite):
 
 
 class TestShards(SourceSuite):
+    most_read = 1.3
+
     @pytest.fixture
     def sample(self, tmp_path: Path) -> Sample:
         net, _ = trained()

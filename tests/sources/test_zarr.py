@@ -186,6 +186,8 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sample]:
 
 
 class TestZarr(SourceSuite):
+    more_read = 64  # gaps between the parts of chunks
+
     @pytest.fixture(params=list(GROUPS))
     def sample(self, request: pytest.FixtureRequest, samples: dict[str, Sample]) -> Sample:
         return samples[request.param]
