@@ -140,7 +140,8 @@ def test_a_folder_that_was_removed_has_no_file_of_a_project(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("key", "text"), [("requests", "0"), ("requests", "1.5"), ("deadline", "nan"), ("deadline", "-1"), ("in_flight", "x")]
+    ("key", "text"),
+    [("requests", "0"), ("requests", "1.5"), ("deadline", "nan"), ("deadline", "-1"), ("in_flight", "x")],
 )
 def test_a_number_that_cannot_be_used_is_an_error(monkeypatch: pytest.MonkeyPatch, key: str, text: str) -> None:
     monkeypatch.setenv(f"UCP_{key.upper()}", text)

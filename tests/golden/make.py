@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from crc32c import crc32c
 
 import ucformat
@@ -33,6 +34,10 @@ from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
     from tests.fakes import Arrays
     from ucformat.storage.base import Store
 
@@ -55,6 +60,15 @@ TENSORS: list[tuple[str, str, str, tuple[int, ...]]] = [
     *((n, "weight", "uint8", (5,)) for n in ("__x", "", "ü/ß", ".hidden", "a\0b", "~")),
 ]
 
+#: Large enough for the default sizes to cut them, into chunks that are tiles, rows, and parts of a vector.
+LARGE: list[tuple[str, str, str, tuple[int, ...]]] = [
+    ("embed.weight", "weight", "bfloat16", (1504, 704)),
+    ("norm.bias", "weight", "uint8", (2_500_001,)),
+    ("square", "weight", "float32", (600, 1103)),
+    ("square", "exp_avg", "float32", (5, 303, 401)),
+]
+PERIOD = 251  # elements of a large tensor that are repeated, so that the repository stays small
+
 FACTS: dict[str, Any] = {
     "groups": (
         {"params": ["embed.weight", "square"], "lr": 0.1, "betas": [0.9, 0.95], "foreach": None},
@@ -74,19 +88,34 @@ FACTS: dict[str, Any] = {
 ASSETS = {"tokenizer/vocab.txt": "a\nü\n".encode()}
 
 
-def tensors() -> Arrays:
+def values(dtype: str, shape: tuple[int, ...], seed: int, period: int | None) -> NDArray[Any]:
+    """Random elements, the first `period` of them again and again."""
+    if period is None:
+        return random_array(shape, dtype, seed)
+    return np.resize(random_array((period,), dtype, seed), shape)
+
+
+def tensors(listed: Sequence[tuple[str, str, str, tuple[int, ...]]] = TENSORS, period: int | None = None) -> Arrays:
     """The values, from their seeds."""
-    return {(n, s): random_array(shape, d, seed) for seed, (n, s, d, shape) in enumerate(TENSORS)}
+    return {(n, s): values(d, shape, seed, period) for seed, (n, s, d, shape) in enumerate(listed)}
 
 
 def make_arrays(store: Store) -> Checkpoint:
     """One of arrays with tiny chunks and many shards."""
+    return ucformat.convert(_foreign(tensors()), store, chunk_bytes=CHUNK, shard_bytes=SHARD)
+
+
+def make_default(store: Store) -> Checkpoint:
+    """One of arrays with chunks and shards of the default sizes."""
+    return ucformat.convert(_foreign(tensors(LARGE, PERIOD)), store)
+
+
+def _foreign(arrays: Arrays) -> Checkpoint:
     source = MemoryStore("golden-source")
     for name, data in ASSETS.items():
         with source.create(name) as out:
             out.write(data)
-    foreign = Checkpoint(FakeSource.write(source, tensors(), assets=tuple(ASSETS), **FACTS))
-    return ucformat.convert(foreign, store, chunk_bytes=CHUNK, shard_bytes=SHARD)
+    return Checkpoint(FakeSource.write(source, arrays, assets=tuple(ASSETS), **FACTS))
 
 
 def make_packed(store: Store, ranks: int = 2) -> Checkpoint:
@@ -138,11 +167,12 @@ def make_packed(store: Store, ranks: int = 2) -> Checkpoint:
     return ucformat.open(store)
 
 
-def expected(ck: Checkpoint) -> dict[str, Any]:
+def expected(ck: Checkpoint, form: str) -> dict[str, Any]:
     """What a reader must find: none of it comes from reading the checkpoint, but for the digests of its arrays."""
     docs = {(d.name, d.state): d for d in ck.manifest.tensors}
     objects = FACTS["objects"] if ck.manifest.objects else {}
     assets = {n: hashlib.sha256(ASSETS[n]).hexdigest() for n in ck.manifest.assets}
+    listed, period = (LARGE, PERIOD) if form == "default-sizes" else (TENSORS, None)
     return {
         "tensors": [
             {
@@ -151,10 +181,11 @@ def expected(ck: Checkpoint) -> dict[str, Any]:
                 "dtype": dtype,
                 "shape": shape,
                 "seed": seed,
-                "sha256": hashlib.sha256(random_array(shape, dtype, seed).tobytes()).hexdigest(),
+                **({} if period is None else {"period": period}),
+                "sha256": hashlib.sha256(values(dtype, shape, seed, period).tobytes()).hexdigest(),
                 "digest": docs[n, s].digest,
             }
-            for seed, (n, s, dtype, shape) in enumerate(TENSORS)
+            for seed, (n, s, dtype, shape) in enumerate(listed)
         ],
         "facts": {**FACTS, "objects": objects},
         "assets": assets,
@@ -162,7 +193,7 @@ def expected(ck: Checkpoint) -> dict[str, Any]:
 
 
 #: What is written today. `packed`, whose sidecar is of version 1, is only kept.
-FORMS = {"arrays": make_arrays, "packed-sidecar-2": make_packed}
+FORMS = {"arrays": make_arrays, "default-sizes": make_default, "packed-sidecar-2": make_packed}
 
 
 def main(form: str) -> None:
@@ -172,7 +203,7 @@ def main(form: str) -> None:
     ck = FORMS[form](LocalStore(place))
     for file in (place / "attempts").iterdir():  # who made it is nobody's business
         file.write_text(json.dumps({**json.loads(file.read_text()), "owner": "golden:1"}, indent=1))
-    place.with_suffix(".json").write_text(json.dumps(expected(ck), indent=1, ensure_ascii=True) + "\n")
+    place.with_suffix(".json").write_text(json.dumps(expected(ck, form), indent=1, ensure_ascii=True) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ import tensorstore
 import zarr
 
 import ucformat
-from tests.fakes import random_array, same
+from tests.fakes import same
 from tests.golden import make
 from ucformat.errors import UcformatError
+from ucformat.format.chunking import Grid
 from ucformat.schema.manifest import FORMAT_VERSION
 from ucformat.storage.memory import MemoryStore
 
@@ -35,7 +36,7 @@ def arrays(place: Path) -> dict[tuple[str, str], Any]:
     """The values, made anew from their seeds, and proved to be those of the day on which the checkpoint was made."""
     out = {}
     for t in expected(place)["tensors"]:
-        a = random_array(tuple(t["shape"]), t["dtype"], t["seed"])
+        a = make.values(t["dtype"], tuple(t["shape"]), t["seed"], t.get("period"))
         assert hashlib.sha256(a.tobytes()).hexdigest() == t["sha256"]
         out[t["name"], t["state"]] = a
     return out
@@ -43,10 +44,16 @@ def arrays(place: Path) -> dict[tuple[str, str], Any]:
 
 def test_every_version_of_the_format_has_its_own() -> None:
     assert {p.parent.name for p in GOLDEN} == {f"v{n}" for n in range(1, FORMAT_VERSION + 1)}
-    assert {p.name for p in GOLDEN if p.parent.name == "v1"} == {"arrays", "packed", "packed-sidecar-2"}
+    assert {p.name for p in GOLDEN if p.parent.name == "v1"} == {
+        "arrays",
+        "default-sizes",
+        "packed",
+        "packed-sidecar-2",
+    }
     for place in GOLDEN:
         assert json.loads((place / "manifest.json").read_text())["version"] == int(place.parent.name[1:])
-        assert sum(p.stat().st_size for p in place.rglob("*") if p.is_file()) < 200_000
+        most = 10_000_000 if place.name == "default-sizes" else 200_000
+        assert sum(p.stat().st_size for p in place.rglob("*") if p.is_file()) < most
 
 
 @golden
@@ -89,7 +96,7 @@ def test_other_readers_read_its_arrays(place: Path) -> None:
     ucformat.register_zarr_dtypes()
     ck, truth = ucformat.open(place), arrays(place)
     docs = [d for d in ck.manifest.tensors if d.path is not None]
-    assert bool(docs) == (place.name == "arrays")
+    assert bool(docs) == (place.name in ("arrays", "default-sizes"))
     group: Any = zarr.open_group(ck.zarr_url, mode="r") if docs else None
     for doc in docs:
         a = truth[doc.name, doc.state]
@@ -120,16 +127,39 @@ def test_a_flipped_bit_in_any_of_its_files_is_found(place: Path, tmp_path: Path)
         path.write_bytes(whole)
 
 
-def test_the_writer_of_today_makes_the_same_grids_digests_and_shards() -> None:
+@pytest.mark.parametrize("form", ["arrays", "default-sizes"])
+def test_the_writer_of_today_makes_the_same_grids_digests_and_shards(form: str) -> None:
     """What is promised: equal tensors have equal chunks and digests, whoever writes them, and whenever."""
-    place = HERE / f"v{FORMAT_VERSION}" / "arrays"
-    old, new = ucformat.open(place), make.make_arrays(MemoryStore("golden-today"))
+    place = HERE / f"v{FORMAT_VERSION}" / form
+    old, new = ucformat.open(place), make.FORMS[form](MemoryStore(f"golden-today-{form}"))
     assert len(old.manifest.tensors) == len(new.manifest.tensors)
     for one, other in zip(old.manifest.tensors, new.manifest.tensors, strict=True):
         mine, theirs = (f"data/{ck.manifest.attempt}/" for ck in (new, old))
         assert other.model_copy(update={"path": str(other.path).replace(mine, theirs)}) == one
     for info in old.store.list("data"):
         assert new.store.read(info.key.replace(old.manifest.attempt, new.manifest.attempt)) == old.store.read(info.key)
+
+
+#: (shape, bytes of an element) -> chunk, shard: of the default sizes, for tensors too large to be kept here.
+GRIDS = {
+    ((128256, 4096), 2): ((2004, 256), (16032, 4096)),
+    ((4096, 14336), 2): ((256, 896), (4096, 14336)),
+    ((16384, 53248), 4): ((64, 3328), (576, 53248)),
+    ((1024, 4096), 4): ((64, 256), (1024, 4096)),
+    ((256, 7168, 2048), 2): ((8, 448, 128), (8, 3584, 2048)),
+    ((8, 1024, 1024), 4): ((1, 128, 128), (8, 1024, 1024)),
+    ((256, 256, 8, 8), 4): ((64, 64, 2, 2), (256, 256, 8, 8)),
+    ((151936, 896), 2): ((4748, 56), (52228, 896)),
+    ((50257, 1600), 4): ((1733, 100), (17330, 1600)),
+    ((700000001,), 4): ((262075,), (33545600,)),
+    ((16384,), 4): ((16384,), (16384,)),
+    ((3, 100000000), 1): ((1, 781250), (1, 100000000)),
+}
+
+
+def test_the_default_grids_of_large_tensors() -> None:
+    found = {(shape, itemsize): Grid.of(shape, itemsize) for shape, itemsize in GRIDS}
+    assert {key: (grid.chunk, grid.shard) for key, grid in found.items()} == GRIDS
 
 
 def test_both_versions_of_the_sidecar_are_kept() -> None:

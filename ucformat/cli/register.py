@@ -119,7 +119,7 @@ def reindex(place: str, forget: bool, out: Output) -> None:  # noqa: FBT001
     _raise_failures(found)
     if found.missing and not forget:
         raise UcformatError(
-            f"the catalog knew checkpoints in {plural(len(found.missing), 'place')} that hold none: nothing was forgotten",
+            f"{plural(len(found.missing), 'place')} that the catalog knows hold no checkpoint: nothing was forgotten",
             hint=f"is a disk not mounted? If they are gone for good: ucp reindex {place} --forget",
         )
 
