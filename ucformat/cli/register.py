@@ -118,8 +118,9 @@ def reindex(place: str, forget: bool, out: Output) -> None:  # noqa: FBT001
     )
     _raise_failures(found)
     if found.missing and not forget:
+        places = plural(len(found.missing), "place")
         raise UcformatError(
-            f"{plural(len(found.missing), 'place')} that the catalog knows hold no checkpoint: nothing was forgotten",
+            f"the catalog knew checkpoints in {places} that hold none: nothing was forgotten",
             hint=f"is a disk not mounted? If they are gone for good: ucp reindex {place} --forget",
         )
 
