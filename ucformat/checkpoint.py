@@ -19,6 +19,7 @@ from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.storage.base import exists
 from ucformat.storage.remembered import Remembered
 from ucformat.storage.url import open_store
+from ucformat.storage.watched import Watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +56,7 @@ def open_checkpoint(
         NotFound: there is nothing at that place.
         NotACheckpoint: what is there is not a checkpoint, or not a committed one.
     """
-    store = open_store(place) if isinstance(place, str | PathLike) else place
+    store = Watched(open_store(place) if isinstance(place, str | PathLike) else place)
     if not exists(store, MANIFEST):
         with Remembered(store) as seen:
             try:
@@ -100,7 +101,7 @@ def _known() -> str:
 def _open_file(place: str | PathLike[str], options: Mapping[str, Any] | None) -> OpenSource | None:
     """The checkpoint that is one file; None where there is no such file."""
     folder, _, name = fspath(place).rpartition("/")
-    store = open_store(folder or ("/" if fspath(place).startswith("/") else "."))
+    store = Watched(open_store(folder or ("/" if fspath(place).startswith("/") else ".")))
     if not name or not exists(store, name):
         return None
     from ucformat.sources import open_source_file

@@ -10,7 +10,10 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.tensor import Key, Roster
 
-__all__ = ["Facts"]
+__all__ = ["TRACKERS", "Facts"]
+
+#: Files that name the last checkpoint of a run. They change while older ones are read, and hold nothing of these.
+TRACKERS = frozenset({"latest", "latest_universal", "latest_checkpointed_iteration.txt"})
 
 
 @dataclass(frozen=True, slots=True)

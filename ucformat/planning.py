@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucformat.errors import IntegrityError, MissingData, NotFound, UsageError
+from ucformat.facts import TRACKERS
 from ucformat.format.dtypes import numpy_dtype
 from ucformat.format.execute import execute, limits_of, memory_of
 from ucformat.geometry.box import hull
 from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
+from ucformat.storage.watched import must_be_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +28,10 @@ if TYPE_CHECKING:
     from ucformat.sources.base import Readable
     from ucformat.storage.base import Store
 
-__all__ = ["Bound", "Buffer", "Held", "ReadPlan", "check_sizes", "plan_rank", "wanted_of"]
+__all__ = ["LOADED", "Bound", "Buffer", "Held", "ReadPlan", "check_sizes", "plan_rank", "wanted_of"]
+
+#: What is said of tensors that were loaded while their files were changed.
+LOADED = "what was loaded is of no use"
 
 _SMALL = 256 << 20  # plans of less are run without asking for the sizes of files first
 
@@ -125,6 +130,9 @@ class ReadPlan:
             into: contiguous arrays of yours to fill, by the keys of `buffers`; the others are allocated.
             threads: how many read.
             progress: called with the number of bytes of each request that is done.
+
+        Raises:
+            Conflict: a file of the checkpoint was changed since it was opened; what is in the arrays is of no use.
         """
         check_sizes(self.plan, self.store)
         given = dict(into or {})
@@ -136,6 +144,7 @@ class ReadPlan:
             )
         labels = [" ".join(b.key) for b in self.buffers]
         execute(self.plan, self.store, [memory_of(a) for a in arrays], labels, threads, progress)
+        must_be_unchanged(self.store, LOADED, TRACKERS)
         out: dict[tuple[str, str], NDArray[np.generic]] = {}
         for b, a in zip(self.buffers, arrays, strict=True):
             out[b.key] = a

@@ -13,6 +13,7 @@ from ucformat.format.digest import bytes_digest
 from ucformat.format.mounted import MountedStore
 from ucformat.format.zarr_json import shard_key
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
+from ucformat.storage.watched import Watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,11 +55,12 @@ class Universal:
 
         `roots` are the places in which files of others may be read.
         """
-        self.store = store
-        self.manifest = manifest or read_manifest(store)[0]
+        watching = store if isinstance(store, Watched) else Watched(store)
+        self.store: Store = watching
+        self.manifest = manifest or read_manifest(watching)[0]
         sidecar = self.manifest.sidecar
         if sidecar is not None and sidecar.roots:
-            self.store = MountedStore(store, sidecar, roots)
+            watching.inner = MountedStore(watching.inner, sidecar, roots)
         self.docs: Mapping[Key, TensorDoc] = {Key(d.name, d.state): d for d in self.manifest.tensors}
         if len(self.docs) != len(self.manifest.tensors):
             raise IntegrityError(f"{store.url}: the manifest lists a tensor twice")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat._version import __version__
 from ucformat.checkpoint import Checkpoint, group_docs
 from ucformat.errors import NotFound, UsageError
+from ucformat.facts import TRACKERS
 from ucformat.format.arrays import array_doc, lay_out, put_array, put_file, put_groups
 from ucformat.format.commit import begin, commit, new_id
 from ucformat.format.execute import execute, limits_of
@@ -31,6 +32,7 @@ from ucformat.schema.manifest import LineageDoc, Manifest
 from ucformat.settings import allowed_roots
 from ucformat.storage.url import open_store
 from ucformat.storage.waiting import map_waiting
+from ucformat.storage.watched import must_be_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -109,7 +111,8 @@ def convert(
         progress: called with the bytes done and the bytes in all.
 
     Raises:
-        Conflict: a checkpoint is committed at `dst` already, or somebody else committed one meanwhile.
+        Conflict: a checkpoint is committed at `dst` already, or somebody else committed one meanwhile; or a file of
+            the source was changed since it was opened.
         Refused: with `virtual`, a tensor has no bytes of its own in a file: it is compressed, or computed.
         UsageError: `checksums` without `virtual`, or `virtual` with a size of chunks or shards.
     """
@@ -147,7 +150,7 @@ def _chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo
 
 def plan_document(source: Checkpoint, infos: Sequence[TensorInfo], how: How) -> dict[str, Any]:
     """All that tells this conversion apart from another: the source's files as they are now, tensors and grids."""
-    files = [source.store.info(f) for f in source.facts.files]
+    files = map_waiting(source.store.info, source.facts.files)
     return {
         "convert": source.store.url,
         "files": [(f.key, f.size, f.version) for f in files],
@@ -163,18 +166,29 @@ def write(source: Checkpoint, store: Store, attempt: Attempt, infos: Sequence[Te
 
     Shards that an interrupted run of the same attempt left whole are kept.
     """
+    _list_files(source)
     arrays = lay_out(infos, attempt.folder("data"), how.chunk_bytes, how.shard_bytes)
     leaves = _write_all(source, store, attempt, arrays, how)
     return _described(source, store, attempt, tuple(array_doc(a, leaves[a.info.key]) for a in arrays))
 
 
+def _list_files(source: Checkpoint) -> None:
+    """Have the versions of a universal checkpoint's files known, where each would be a request of its own."""
+    if isinstance(source.origin, Universal) and source.store.costs.parallel is not None:
+        for _ in source.origin.store.list(f"data/{source.origin.manifest.attempt}"):
+            pass
+
+
 def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tuple[TensorDoc, ...]) -> Manifest:
-    """Write what a checkpoint holds besides its tensors; the manifest of all."""
+    """Write what a checkpoint holds besides its tensors; the manifest of all.
+
+    It is the last that is read of the source, whose files must still be what they were when it was opened.
+    """
     objects, assets = attempt.folder("objects"), attempt.folder("assets")
     names = {t.name for t in tensors}
     spread = spread_of(source.source, [Key(t.name, t.state) for t in tensors])
     values = {**source.objects, "spread": spread} if spread else source.objects
-    return Manifest(
+    made = Manifest(
         id=new_id(),
         attempt=attempt.id,
         created=datetime.now(UTC),
@@ -194,6 +208,8 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
         },
         tensors=tensors,
     )
+    must_be_unchanged(source.store, "nothing was committed", TRACKERS)
+    return made
 
 
 def _write_all(

@@ -21,6 +21,7 @@ from ucformat.jobs.removal import folders_of
 from ucformat.jobs.run import run, workers_for
 from ucformat.references import open_reference
 from ucformat.storage.url import open_store
+from ucformat.storage.watched import must_be_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -186,6 +187,7 @@ def _copy(
     listed = items(source)
     found = _transfer_all(source, store, listed, workers, progress)
     _must_be_there(store, manifest, listed)
+    must_be_unchanged(source.store, "nothing was committed")
     if before is not None and _is_same(before, manifest):
         store.flush()
         _already(source, store)

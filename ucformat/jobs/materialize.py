@@ -21,6 +21,7 @@ from ucformat.jobs.run import run as run_tasks
 from ucformat.jobs.verify import source_file
 from ucformat.references import open_reference
 from ucformat.storage.url import open_store
+from ucformat.storage.watched import watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,7 +65,8 @@ def materialize(
 
     Raises:
         ChecksumError: a packed file is damaged.
-        Conflict: a checkpoint is committed at `dst` already, or the one that is to be replaced has changed.
+        Conflict: a checkpoint is committed at `dst` already, or the one that is to be replaced has changed; or a file
+            of the source was changed since it was opened.
         Refused: in place, of a foreign checkpoint, or in a place that cannot replace a file only if it is unchanged.
     """
     source = src if isinstance(src, Checkpoint) else open_reference(src)
@@ -86,7 +88,9 @@ def is_packed(ck: Checkpoint) -> bool:
 
 
 def _in_place(source: Checkpoint, how: How) -> Checkpoint:
-    store, before = source.store, source.manifest
+    found = watched(source.store)
+    store = source.store if found is None else found.inner  # files that are written are not to stay what they were
+    before = source.manifest
     if not isinstance(source.source, Universal):
         raise Refused(
             f"{source.url} is a checkpoint of {source.kind}, whose files are not replaced",

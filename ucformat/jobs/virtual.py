@@ -17,6 +17,7 @@ from ucformat.geometry.tensor import single_extents
 from ucformat.schema.manifest import SidecarDoc, SourceFileDoc, TensorDoc
 from ucformat.settings import allow_root
 from ucformat.storage.base import HIDDEN
+from ucformat.storage.watched import watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -53,6 +54,9 @@ def put_sidecar(
         extents.append(found)
     doc = put_file(store, f"{attempt.folder('data')}/extents.safetensors", encode(extents))
     sources = _sources(places, progress, checksums=checksums)
+    if (watching := watched(source.store)) is not None:
+        for file in places.files:  # of many, sizes alone were read
+            watching.note(file)
     for root in places.roots:
         allow_root(root)
     sidecar = SidecarDoc(**doc.model_dump(), roots=tuple(places.roots), sources=sources)

@@ -48,6 +48,7 @@ class Info:
     """A stored file: its key, size in bytes, and a `version` token that changes whenever its content does.
 
     `modified` is when, in seconds since 1970, where the place tells; an object store tells full seconds and an `etag`.
+    `changed` is when anything of it was last changed, its names and rights too, in nanoseconds, where the place tells.
     """
 
     key: str
@@ -55,6 +56,13 @@ class Info:
     version: str
     modified: float | None = None
     etag: str | None = None
+    changed: int | None = None
+
+    def is_same(self, other: Info) -> bool:
+        """Whether the file is still the one of another `info`; a list and a look tell different things of objects."""
+        if self.etag and other.etag:
+            return (self.size, self.etag.strip('"')) == (other.size, other.etag.strip('"'))
+        return (self.size, self.version, self.changed) == (other.size, other.version, other.changed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,12 @@ class Handles:
                     self._files.popitem(last=False)
         return file
 
+    def drop_others(self, key: str, found: os.stat_result) -> None:
+        """Forget the file, if somebody put another one, which was `found`, in its place."""
+        file = self._files.get(key)
+        if file is not None and not os.path.samestat(os.fstat(file.fd), found):
+            self.drop(key)
+
     def drop(self, key: str) -> None:
         """Forget a file that was replaced or removed."""
         with self._lock:

@@ -59,12 +59,13 @@ class LocalStore:
         return str(self._root)
 
     def info(self, key: str) -> Info:
-        """Size and version of a file."""
+        """Size and version of the file that stands there now; it is also the one that is read from then on."""
         path = self._path(key)
         with explaining("read", str(path)):
             found = path.stat()
         if not stat.S_ISREG(found.st_mode):
             raise NotFound(f"{path} is not a file")
+        self._handles.drop_others(key, found)
         return _info(key, found)
 
     def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
@@ -325,7 +326,7 @@ def _write_all(fd: int, data: memoryview) -> None:
 
 
 def _info(key: str, s: os.stat_result) -> Info:
-    return Info(key, s.st_size, f"{s.st_size}-{s.st_mtime_ns}-{s.st_ino}", s.st_mtime)
+    return Info(key, s.st_size, f"{s.st_size}-{s.st_mtime_ns}-{s.st_ino}", s.st_mtime, changed=s.st_ctime_ns)
 
 
 def _walk(folder: Path, prefix: str) -> Iterator[Info]:

@@ -15,9 +15,12 @@ from torch.futures import Future
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import StateMismatch, UsageError
+from ucformat.facts import TRACKERS
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece, TensorInfo
+from ucformat.planning import LOADED
 from ucformat.references import open_reference
+from ucformat.storage.watched import must_be_unchanged
 from ucformat.torch.dcp_entries import Entries, Weight
 from ucformat.torch.dcp_values import fit_values
 from ucformat.torch.local import Local
@@ -122,6 +125,7 @@ class Reader(StorageReader):
         Raises:
             StateMismatch: dtypes or values do not fit; all that do not are listed, and nothing of this rank is changed.
             ChecksumError: a chunk does not match its checksum.
+            Conflict: a file of the checkpoint was changed since it was opened.
             Refused: an object is a pickle, and `trust` is false.
         """
         entries = self._entries
@@ -138,6 +142,7 @@ class Reader(StorageReader):
             tensor_problems | value_problems, entries.ck.url, partial=getattr(planner, "allow_partial_load", False)
         )
         self.nbytes = read(entries.ck, matched, self._verify, self._threads)
+        must_be_unchanged(entries.ck.store, LOADED, TRACKERS)
         for item, tensor in wanted:
             planner.commit_tensor(item, tensor)
         for item in plan.items:

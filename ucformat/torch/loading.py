@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
+from ucformat.facts import TRACKERS
+from ucformat.planning import LOADED
 from ucformat.references import open_reference
+from ucformat.storage.watched import must_be_unchanged
 from ucformat.torch.collect import collect
 from ucformat.torch.group import TIMEOUT, group_of
 from ucformat.torch.match import Problems, match, raise_for, stored_names
@@ -96,6 +99,7 @@ def load(
     Raises:
         StateMismatch: the checkpoint does not fit the state; all that does not is listed.
         ChecksumError: a chunk does not match its checksum.
+        Conflict: a file of the checkpoint was changed since it was opened.
         Refused: an object is a pickle, and `trust` is false.
     """
     ranks = group_of(group, timeout)
@@ -176,8 +180,11 @@ def _read(
     progress: Callable[[int], None] | None,
 ) -> int:
     if broadcast_group is None:
-        return read(ck, matched, verify, threads, progress)
-    return read_shared(ck, matched, broadcast_group, verify, threads, progress)
+        nbytes = read(ck, matched, verify, threads, progress)
+    else:
+        nbytes = read_shared(ck, matched, broadcast_group, verify, threads, progress)
+    must_be_unchanged(ck.store, LOADED, TRACKERS)
+    return nbytes
 
 
 def _together(mine: Problems, ranks: Group) -> Problems:

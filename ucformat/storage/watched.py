@@ -1,0 +1,133 @@
+"""Sees whether the files of a checkpoint stay what they were while it is read.
+
+Bytes that are read before and after a file is written anew belong to no checkpoint, and nothing else shows it: what is
+made of them has valid checksums. So the version of each file is noted before the first byte of it is read, and compared
+when all is read: before a commit, or before what was loaded is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ucformat.errors import Conflict, IntegrityError, NotFound
+from ucformat.storage.lending import lend
+from ucformat.storage.waiting import map_waiting
+from ucformat.storage.wrapped import WrappedStore
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from ucformat.storage.base import Info, Store
+    from ucformat.storage.lending import Lent
+
+__all__ = ["Watched", "must_be_unchanged", "watched"]
+
+_NAMED = 5  # of the files that changed, so many are named
+
+
+class Watched(WrappedStore):
+    """A store that remembers which files were read through it, and what they were before.
+
+    On a disk a file's version is asked for before it is first read. In a place that answers over a network that would
+    be a request for each file: there the version is what the place was listed with, or what was asked for anyway.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self._seen: dict[str, Info] = {}
+        self._read: dict[str, None] = {}
+        self._asks = inner.costs.parallel is None
+
+    def note(self, key: str) -> None:
+        """Compare this file, too, in the end; whatever is read of it after this is of the version noted, or later."""
+        if key not in self._read:
+            if self._asks and key not in self._seen:
+                try:
+                    found = self.inner.info(key)
+                except NotFound:
+                    return  # the read says what is missing
+                self._seen.setdefault(key, found)
+            self._read[key] = None
+
+    def changed(self, but: Collection[str]) -> list[str]:
+        """The files that were read and are other ones now, or gone; asks for each of them once.
+
+        `but` are names of files that may change.
+        """
+        marked = (key for key in list(self._read) if key.rpartition("/")[2] not in but)
+        known = [key for key in marked if key in self._seen]
+        return [key for key, same in zip(known, map_waiting(self._is_same, known), strict=True) if not same]
+
+    def _is_same(self, key: str) -> bool:
+        try:
+            return self.inner.info(key).is_same(self._seen[key])
+        except (NotFound, IntegrityError):
+            return False
+
+    def info(self, key: str) -> Info:
+        """See Store."""
+        found = self.inner.info(key)
+        self._seen.setdefault(key, found)
+        return found
+
+    def list(self, prefix: str = "") -> Iterator[Info]:
+        """See Store."""
+        for info in self.inner.list(prefix):
+            self._seen.setdefault(info.key, info)
+            yield info
+
+    def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """See Store."""
+        self.note(key)
+        return self.inner.read(key, offset, nbytes)
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See Store."""
+        self.note(key)
+        self.inner.read_into(key, offset, buffers)
+
+    def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
+        """See Store."""
+        self.note(key)
+        self.inner.read_rows(key, offset, step, rows)
+
+    def lend(self, key: str, ranges: Sequence[tuple[int, int]]) -> Lent | None:
+        """See Lends."""
+        self.note(key)
+        return lend(self.inner, key, ranges)
+
+    def read_versioned(self, key: str) -> tuple[bytes, str]:
+        """See Store."""
+        self.note(key)
+        return self.inner.read_versioned(key)
+
+
+def watched(store: Store) -> Watched | None:
+    """What watches the files of a store, at the bottom of all that is around it; None where nothing does."""
+    while isinstance(store, WrappedStore):
+        if isinstance(store, Watched):
+            return store
+        store = store.inner
+    return None
+
+
+def must_be_unchanged(store: Store, outcome: str, but: Collection[str] = ()) -> None:
+    """Compare every file that was read through a store with what it was before the first of its bytes was read.
+
+    Args:
+        store: the store, or one around it.
+        outcome: what the error says of what was made of the bytes.
+        but: names of files that may change.
+
+    Raises:
+        Conflict: files were changed; the message names them.
+    """
+    found = watched(store)
+    names = sorted(found.changed(but)) if found else []
+    if names:
+        more = f" and {len(names) - _NAMED} more files" if len(names) > _NAMED else ""
+        raise Conflict(
+            f"{', '.join(f'{store.url}/{name}' for name in names[:_NAMED])}{more} changed since the checkpoint was "
+            f"opened, so that what was read may be of two versions; {outcome}",
+            hint="run it again when nobody writes there any more; a checkpoint that is held open must be opened anew",
+        )
