@@ -269,7 +269,7 @@ def test_one_recorded_meanwhile_is_not_forgotten(
     assert catalog.count() == 2
 
 
-class Broken(LocalFileSystem):  # type: ignore[misc]
+class Broken(LocalFileSystem):
     """Cannot list one of its folders."""
 
     protocol = "broken"

@@ -316,12 +316,12 @@ def test_what_is_gone_is_forgotten(told: Catalog, tmp_path: Path) -> None:
     for gone in (data / "copy of 1", data / "run7" / "2", data / "run7" / "3", tmp_path / "data2"):
         shutil.rmtree(gone)
     id3 = told.get("run7@3").id
-    gone = sorted(map(str, (data / "copy of 1", data / "run7" / "2", data / "run7" / "3")))
+    lost = sorted(map(str, (data / "copy of 1", data / "run7" / "2", data / "run7" / "3")))
     found = reindex(str(data), told)
-    assert (sorted(found.missing), found.forgotten) == (gone, ())
-    assert (told.get(id3).state, told.get(id3).urls) == ("committed", (gone[-1],))
+    assert (sorted(found.missing), found.forgotten) == (lost, ())
+    assert (told.get(id3).state, told.get(id3).urls) == ("committed", (lost[-1],))
     found = reindex(str(data), told, forget=True)
-    assert sorted(found.missing) == sorted(found.forgotten) == gone
+    assert sorted(found.missing) == sorted(found.forgotten) == lost
     assert told.get("run7@1").urls == (str(data / "run7" / "1"),)
     assert told.get("run7@2").urls == (str(tmp_path / "elsewhere"),)
     assert (told.get(id3).state, told.get(id3).urls) == ("purged", ())

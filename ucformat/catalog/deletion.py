@@ -9,6 +9,7 @@ of an alias and a deletion that come at once, the later one sees the earlier.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -17,20 +18,33 @@ from ucformat.catalog.content import remove_digests
 from ucformat.catalog.locks import lock
 from ucformat.catalog.models import Alias, Checkpoint, Edge, Hold, Location, Metric, Run, Tag
 from ucformat.catalog.retention import Held, Row, protections
-from ucformat.catalog.rows import begins_with, event, touch
+from ucformat.catalog.rows import event, events, touch, update
 from ucformat.errors import Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from datetime import datetime, timedelta
 
-    from sqlalchemy import Connection
+    from sqlalchemy import ColumnElement, Connection
 
     from ucformat.catalog.names import Stamp
 
 __all__ = ["begin_purge", "delete", "end_purge", "restore", "retention_rows"]
 
 _LIVE = ("committed", "deleted", "purging")
+_AFTER = "0"  # the character after the slash: all that begins with `a/` lies from `a/` to `a0`
+_FEW = 100  # checkpoints and places of which edges are looked up by index
+_NEEDED = (
+    Checkpoint.serial,
+    Checkpoint.id,
+    Checkpoint.kind,
+    Checkpoint.state,
+    Checkpoint.step,
+    Checkpoint.created,
+    Checkpoint.nbytes,
+    Checkpoint.deleted,
+    Checkpoint.purge_after,
+)
 
 
 def retention_rows(
@@ -54,10 +68,10 @@ def retention_rows(
     aliases, tags = many(Alias, lambda r: r.name), many(Tag, lambda r: r.name)
     holds = many(Hold, lambda r: Held(r.reason, r.until), Hold.released.is_(None))
     measured = many(Metric, lambda r: (r.name, r.value), Metric.name.in_(sorted(metrics)))
-    dependents = _dependents(connection)
+    dependents = _dependents(connection, serials)
     matches = [_matching(connection, text, now) for text in filters]
     rows = connection.execute(
-        sa.select(Checkpoint.__table__, Run.name.label("run"))
+        sa.select(*_NEEDED, Run.name.label("run"))
         .outerjoin(Run, Run.id == Checkpoint.run_id)
         .where(Checkpoint.serial.in_(live))
     )
@@ -75,7 +89,7 @@ def retention_rows(
             aliases=tuple(aliases.get(r.serial, ())),
             tags=tuple(tags.get(r.serial, ())),
             holds=tuple(holds.get(r.serial, ())),
-            dependents=tuple(dependents.get(r.serial, ())),
+            dependents=tuple(sorted(dependents.get(r.serial, ()))),
             matches=frozenset(i for i, found in enumerate(matches) if r.serial in found),
             deleted=r.deleted,
             purge_after=r.purge_after,
@@ -92,28 +106,61 @@ def _matching(connection: Connection, text: str, now: datetime) -> set[int]:
     return set(connection.scalars(sa.select(Checkpoint.serial).where(compile_filter(node, now=now))))
 
 
-def _dependents(connection: Connection) -> dict[int, list[str]]:
-    """The ids of those whose bytes lie in a checkpoint's files, by its serial.
+def _dependents(connection: Connection, serials: Sequence[int] | None) -> dict[int, set[str]]:
+    """The ids of those whose bytes lie in a checkpoint's files, by its serial: of all checkpoints, or of these.
 
-    Also where only the place tells: the child names a folder that the checkpoint lies in, or that lies in it.
+    Also where only the place tells: the child names a folder that the checkpoint lies in, or that lies in it. Two
+    queries, however many edges there are.
     """
+    at = sa.select(Location.url, Location.checkpoint)
+    if serials is not None:
+        at = at.where(Location.checkpoint.in_(serials))
+    places: dict[str, int] = dict(connection.execute(at).all())
     child = Checkpoint.__table__.alias()
-    edges = connection.execute(
-        sa.select(Edge.parent, Edge.parent_url, Edge.child, child.c.id)
+    edges = (  # without a condition on the state, by which SQLite would begin, with nearly all
+        sa.select(Edge.parent, Edge.parent_url, Edge.child, child.c.id, child.c.state)
         .join(child, child.c.serial == Edge.child)
-        .where(Edge.depends, child.c.state.in_(_LIVE))
-    ).all()
+        .where(Edge.depends)
+    )
+    if serials is not None and len(serials) + len(places) <= _FEW:  # of more, it is quicker to look through all
+        edges = edges.where(sa.or_(Edge.parent.in_(serials), *(_near(connection, url) for url in places)))
+    chosen = None if serials is None else set(serials)
+    urls = sorted(places)
     found: dict[int, set[str]] = {}
-    for e in edges:
-        if e.parent is not None:
-            found.setdefault(e.parent, set()).add(e.id)
-        inside = begins_with(Location.url, f"{e.parent_url}/")
-        around = begins_with(sa.literal(e.parent_url), Location.url + "/")
-        at = sa.select(Location.checkpoint).where(sa.or_(Location.url == e.parent_url, inside, around))
-        for serial in connection.scalars(at):
-            if serial != e.child:
-                found.setdefault(serial, set()).add(e.id)
-    return {serial: sorted(ids) for serial, ids in found.items()}
+    touching: dict[str, list[int]] = {}
+    for parent, parent_url, serial, name, state in connection.execute(edges):
+        if state not in _LIVE:
+            continue
+        if parent is not None and (chosen is None or parent in chosen):
+            found.setdefault(parent, set()).add(name)
+        if parent_url not in touching:
+            touching[parent_url] = _touching(parent_url, places, urls)
+        for other in touching[parent_url]:
+            if other != serial:
+                found.setdefault(other, set()).add(name)
+    return found
+
+
+def _touching(place: str, places: Mapping[str, int], urls: Sequence[str]) -> list[int]:
+    """The checkpoints that lie at a place, in it, or around it; `urls` are their places, sorted."""
+    inside = urls[bisect_left(urls, f"{place}/") : bisect_left(urls, f"{place}{_AFTER}")]
+    return [places[url] for url in (*inside, *(url for url in _folders(place) if url in places))]
+
+
+def _folders(place: str) -> Iterator[str]:
+    """A place and all folders above it."""
+    while place:
+        yield place
+        place = place.rpartition("/")[0]
+
+
+def _near(connection: Connection, url: str) -> ColumnElement[bool]:
+    """Whether an edge names a place, a folder above it, or what is in it; not by LIKE, for which there is no index."""
+    named: ColumnElement[str] = Edge.parent_url
+    if connection.dialect.name == "postgresql":  # which may sort as people do
+        named = sa.collate(named, "C")
+    inside = sa.and_(named >= f"{url}/", named < f"{url}{_AFTER}")
+    return sa.or_(Edge.parent_url.in_([*_folders(url)]), inside)
 
 
 def delete(
@@ -136,10 +183,8 @@ def delete(
                 hint="nothing was deleted; docs/retention.md says what protects",
             )
     over = stamp.now + grace
-    values = {"state": "deleted", "deleted": stamp.now, "purge_after": over}
-    for serial in serials:
-        connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(**values))
-        event(connection, "delete", stamp.who, stamp.now, serial, purge_after=over.isoformat(), **why)
+    update(connection, serials, state="deleted", deleted=stamp.now, purge_after=over)
+    events(connection, "delete", stamp.who, stamp.now, serials, purge_after=over.isoformat(), **why)
     touch(connection, serials)
 
 
@@ -156,14 +201,13 @@ def restore(connection: Connection, serials: Sequence[int], stamp: Stamp) -> Non
     Raises:
         Refused: one is not deleted, or is being purged; then none is restored.
     """
-    for serial, state in lock(connection, serials).items():
+    for state in lock(connection, serials).values():
         if state != "deleted":
             raise Refused(
                 f"a checkpoint that is {state} cannot be restored", hint="only deleted ones can, until gc purges them"
             )
-        values = {"state": "committed", "deleted": None, "purge_after": None}
-        connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(**values))
-        event(connection, "restore", stamp.who, stamp.now, serial)
+    update(connection, serials, state="committed", deleted=None, purge_after=None)
+    events(connection, "restore", stamp.who, stamp.now, serials)
     touch(connection, serials)
 
 

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-__all__ = ["lock", "take_turns"]
+__all__ = ["PAGE", "lock", "take_turns"]
 
-_PAGE = 5000  # serials in one IN list
+#: Serials in one IN list.
+PAGE = 5000
 _TURNS = sa.text("select count(pg_advisory_xact_lock(number)) from unnest(cast(:numbers as bigint[])) as number")
 
 
@@ -39,8 +40,8 @@ def lock(connection: Connection, serials: Iterable[int]) -> dict[int, str]:
     """Lock checkpoints until the transaction ends; their states. Rows that refer to them can still be added."""
     found: dict[int, str] = {}
     ordered = sorted(set(serials))
-    for at in range(0, len(ordered), _PAGE):
-        chosen = Checkpoint.serial.in_(ordered[at : at + _PAGE])
+    for at in range(0, len(ordered), PAGE):
+        chosen = Checkpoint.serial.in_(ordered[at : at + PAGE])
         query = sa.select(Checkpoint.serial, Checkpoint.state).where(chosen).order_by(Checkpoint.serial)
         found |= dict(connection.execute(query.with_for_update(key_share=True)).all())
     return found

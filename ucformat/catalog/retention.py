@@ -11,7 +11,7 @@ import json
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
-from heapq import nlargest
+from heapq import nlargest, nsmallest
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Held", "Kept", "RetentionPlan", "Row", "digest", "order", "plan_retention", "protections"]
 
 OURS = "ucformat"
+_NAMED = 10  # of those that need a checkpoint so many are named
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +128,16 @@ def protections(row: Row, now: datetime) -> tuple[str, ...]:
         *(f"alias {name}" for name in sorted(row.aliases)),
         *(f"tag {name}" for name in sorted(row.tags)),
         *(_hold(h) for h in row.holds if h.until is None or h.until > now),
-        *(f"needed by {name}" for name in sorted(row.dependents)),
+        *_needed(row.dependents),
     )
+
+
+def _needed(dependents: Sequence[str]) -> Iterator[str]:
+    """By whom, the first of them by name."""
+    named = dependents if len(dependents) <= _NAMED else nsmallest(_NAMED, dependents)
+    yield from (f"needed by {name}" for name in sorted(named))
+    if len(dependents) > _NAMED:
+        yield f"needed by {len(dependents) - _NAMED:,} more"
 
 
 def _hold(hold: Held) -> str:

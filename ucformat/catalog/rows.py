@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
+from ucformat.catalog.locks import PAGE, lock
 from ucformat.catalog.models import Checkpoint, Event
 from ucformat.catalog.plain import storable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from datetime import datetime
 
     from sqlalchemy import ColumnElement, Connection
 
-__all__ = ["TOUCHED", "begins_with", "event", "insert_if_absent", "one_id", "touch"]
+__all__ = ["TOUCHED", "begins_with", "event", "events", "insert_if_absent", "one_id", "touch", "update"]
 
 #: Where a connection keeps the checkpoints that `touch` was called for.
 TOUCHED = "touched"
@@ -23,20 +24,32 @@ TOUCHED = "touched"
 
 def event(connection: Connection, action: str, who: str, now: datetime, checkpoint: int | None, **detail: Any) -> None:
     """Write into the audit log."""
-    values = {"at": now, "who": who, "action": action, "checkpoint": checkpoint, "detail": storable(detail)}
-    connection.execute(sa.insert(Event).values(**values))
+    events(connection, action, who, now, [checkpoint], **detail)
+
+
+def events(
+    connection: Connection, action: str, who: str, now: datetime, checkpoints: Sequence[int | None], **detail: Any
+) -> None:
+    """Write into the audit log what was done to each of many."""
+    values = {"at": now, "who": who, "action": action, "detail": storable(detail)}
+    if checkpoints:
+        connection.execute(sa.insert(Event), [{**values, "checkpoint": c} for c in checkpoints])
 
 
 def touch(connection: Connection, serials: Iterable[int]) -> None:
     """Note that the documents beside these checkpoints have to be written again."""
     serials = set(serials)
     connection.info.setdefault(TOUCHED, set()).update(serials)
-    for serial in sorted(serials):  # in one order, so that two writers cannot wait for each other
-        connection.execute(
-            sa.update(Checkpoint)
-            .where(Checkpoint.serial == serial)
-            .values(document_revision=Checkpoint.document_revision + 1)
-        )
+    lock(connection, serials)
+    update(connection, serials, document_revision=Checkpoint.document_revision + 1)
+
+
+def update(connection: Connection, serials: Iterable[int], **values: Any) -> None:
+    """Change checkpoints that are locked."""
+    chosen = sorted(serials)
+    for at in range(0, len(chosen), PAGE):
+        page = Checkpoint.serial.in_(chosen[at : at + PAGE])
+        connection.execute(sa.update(Checkpoint).where(page).values(**values))
 
 
 def one_id(connection: Connection, table: Any, keys: Mapping[str, Any], values: Mapping[str, Any]) -> int:
