@@ -12,6 +12,7 @@ import time
 import uuid
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def serving(part: int | None = None) -> Iterator[Bucket]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        command = [sys.executable, "-P", str(Path(__file__).with_name("s3_server.py")), str(port)]
         environment = {**os.environ, **({} if part is None else {"S3_UPLOAD_PART_MIN_SIZE": str(part)})}
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
         endpoint = f"http://127.0.0.1:{port}"

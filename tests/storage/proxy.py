@@ -94,7 +94,7 @@ class Proxy:
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._listener: socket.socket | None = None
         self._serving: set[asyncio.Task[None]] = set()
-        self._one = asyncio.Lock()  # moto looks for the object and then writes it, and lets others in between
+        self._meeting: tuple[Callable[[Request], bool], asyncio.Barrier] | None = None
         self._port = 0
 
     @property
@@ -112,6 +112,16 @@ class Proxy:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def let_meet(self, count: int, which: Callable[[Request], bool]) -> None:
+        """Let the next `count` such requests wait for each other: none is answered before all have come."""
+        self._meeting = which, asyncio.Barrier(count)
+
+    async def _meet(self, request: Request) -> None:
+        if self._meeting is not None and self._meeting[0](request):
+            barrier = self._meeting[1]
+            await barrier.wait()
+            self._meeting = None
 
     async def _listen(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", self._port), backlog=128)
@@ -163,6 +173,7 @@ class Proxy:
     async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
         """Answer one request; whether the connection can be used again."""
         self.done["requests"] += 1
+        await self._meet(request)
         fault = self.choose(request)
         if fault is not None:
             self.done[fault if isinstance(fault, str) else "answer"] += 1
@@ -190,13 +201,6 @@ class Proxy:
         return b"content-length:" in head.lower() or request.method == "HEAD" or b" 204 " in head[:20]
 
     async def _ask(self, request: Request) -> tuple[bytes, bytes]:
-        """What the endpoint says: the head, and the body."""
-        if request.conditional:
-            async with self._one:
-                return await self._forward(request)
-        return await self._forward(request)
-
-    async def _forward(self, request: Request) -> tuple[bytes, bytes]:
         reader, writer = await asyncio.open_connection(*self._there)
         try:
             lines = [f"{request.method} {request.target} HTTP/1.1".encode()]

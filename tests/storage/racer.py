@@ -8,6 +8,8 @@ from typing import Any
 from ucformat.errors import Conflict, UcformatError
 from ucformat.format.commit import commit
 from ucformat.jobs import convert as converting
+from ucformat.storage.base import content_version, exists
+from ucformat.storage.objects import ObjectStore
 
 
 def say(*words: object) -> None:
@@ -15,7 +17,19 @@ def say(*words: object) -> None:
     sys.stdout.flush()
 
 
+def put_if_not_seen(store: ObjectStore, key: str, data: bytes) -> str:
+    """What a store that knows no conditions could do: look, then put."""
+    if exists(store, key):
+        raise Conflict(f"{key} exists")
+    with store.create(key) as out:
+        out.write(data)
+    return content_version(data)
+
+
 def main() -> None:
+    if sys.argv[1:] == ["careless"]:
+        setattr(ObjectStore, "put_if_absent", put_if_not_seen)  # noqa: B010 - a method, which mypy lets nobody replace
+
     def held(*args: Any) -> object:
         say("ready")  # all is written but the manifest
         sys.stdin.readline()

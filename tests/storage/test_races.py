@@ -32,8 +32,8 @@ RUNS = [
 class Racer:
     """A process of `racer.py`."""
 
-    def __init__(self, stack: ExitStack) -> None:
-        command = [sys.executable, "-m", "tests.storage.racer"]
+    def __init__(self, stack: ExitStack, *words: str) -> None:
+        command = [sys.executable, "-m", "tests.storage.racer", *words]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "UCP_DEADLINE": "30"}
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
@@ -62,6 +62,24 @@ def losing(seed: int) -> Any:
     return choose
 
 
+def commits(request: Request) -> bool:
+    return request.method == "PUT" and request.key.endswith("manifest.json")
+
+
+def test_a_commit_that_only_looks_first_is_caught(faulty: Faulty, tmp_path: Path) -> None:
+    """The races below are real: two that look, and then put, both take themselves for the winner."""
+    place = faulty.bucket.place()
+    with ExitStack() as stack:
+        racers = [Racer(stack, "careless") for _ in range(2)]
+        for racer, seed in zip(racers, range(2), strict=True):
+            racer.tell(source(tmp_path, seed), place, "new")
+        assert [racer.hear() for racer in racers] == [["ready"], ["ready"]]
+        faulty.proxy.let_meet(2, commits)
+        for racer in racers:
+            racer.tell("go")
+        assert [racer.hear()[0] for racer in racers] == ["won", "won"]
+
+
 @pytest.mark.parametrize(("rounds", "faults"), RUNS)
 def test_exactly_one_of_two_processes_wins(
     rounds: int, faults: tuple[str, ...], faulty: Faulty, tmp_path: Path
@@ -82,6 +100,8 @@ def test_exactly_one_of_two_processes_wins(
             faulty.proxy.done.clear()
             if faults[round_ % len(faults)] == "losing":
                 faulty.proxy.choose = losing(round_)
+            if round_ % 4 < 3:  # both commits are under way; else one may be over when the other begins
+                faulty.proxy.let_meet(2, commits)
             for racer in racers if round_ % 2 else reversed(racers):
                 racer.tell("go")
             said = [racer.hear() for racer in racers]
