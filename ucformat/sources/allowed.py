@@ -25,6 +25,7 @@ from ucformat.sources.stand_ins import (
     Storage,
     StorageType,
     StoredTensor,
+    Stream,
 )
 
 if TYPE_CHECKING:
@@ -252,6 +253,7 @@ _EXACT: dict[str, Callable[..., Any]] = {
     "torch._tensor._rebuild_from_type_v2": _from_type,
     "torch.torch_version.TorchVersion": _str,
     "_codecs.encode": _encode,
+    **dict.fromkeys(("_io.BytesIO", "io.BytesIO"), lambda data=b"": Stream(_octets(data))),
     "copyreg._reconstructor": _reconstructor,
     "copy_reg._reconstructor": _reconstructor,
     "datetime.date": dt.date,
@@ -293,8 +295,9 @@ def resolve(module: str, name: str, allow: tuple[str, ...] = ()) -> Any:
         return InertClass(whole)
     if any(module == package or module.startswith(package + ".") for package in FRAMEWORKS + allow):
         return InertClass(whole)
+    package = module.partition(".")[0]
     raise Refused(
         f"the pickle names {whole}, which is not one of the plain classes that a checkpoint needs",
-        hint="nothing was imported or run. If you trust the class, name its package: DeepSpeed(allow=("
-        f"{module.partition('.')[0]!r},)) keeps its state as plain values",
+        hint="nothing was imported or run. If you trust the class, allow its package, and its state is kept as plain "
+        f"values: ucformat.open(…, options={{'allow': [{package!r}]}}), --source allow={package}",
     )

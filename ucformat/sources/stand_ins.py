@@ -22,6 +22,7 @@ __all__ = [
     "Storage",
     "StorageType",
     "StoredTensor",
+    "Stream",
 ]
 
 
@@ -92,6 +93,13 @@ class NdArray:
     shape: tuple[int, ...] = ()
     data: bytes = field(default=b"", repr=False)
     fortran: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """A file in memory (`io.BytesIO`): its bytes, of which nothing is known."""
+
+    data: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

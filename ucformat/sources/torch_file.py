@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError
+from ucformat.errors import IntegrityError, Refused
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.flat import flat_boxes
 from ucformat.geometry.tensor import Extent
 from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.sources.stand_ins import Opaque
 from ucformat.sources.torch_zip import TorchZip
 from ucformat.sources.unpickle import unpickle
 
@@ -19,7 +21,51 @@ if TYPE_CHECKING:
     from ucformat.sources.torch_zip import Window
     from ucformat.storage.base import Store
 
-__all__ = ["TorchFile"]
+__all__ = ["ShutFile", "TorchFile", "opaque_file", "open_file"]
+
+_LARGEST = 16 << 20  # bytes of a file that is kept as it is
+
+
+class ShutFile:
+    """A file of `torch.save` that names what is not plain: it is kept as it is, and whoever wants its value is told."""
+
+    def __init__(self, store: Store, key: str, why: Refused, window: Window | None = None) -> None:
+        self.key, self._store, self._why, self._window = key, store, why, window
+
+    @property
+    def value(self) -> Any:
+        """Refused."""
+        raise self._why
+
+    def opaque(self) -> Opaque:
+        """The file as a value that nobody opens unasked; Refused where it is too large to be kept so."""
+        window = self._window
+        offset, nbytes = (window.offset, window.nbytes) if window else (0, self._store.info(self.key).size)
+        if nbytes > _LARGEST:
+            raise self._why
+        return opaque_file(self._store.read(self.key, offset, nbytes))
+
+
+def opaque_file(data: bytes) -> Opaque:
+    """A pickle that is `functools.partial(torch.load, weights_only=False)(io.BytesIO(data))`.
+
+    A file of torch.save is a zip archive; an opaque value is a pickle, which `trust=True` opens. It is put together
+    here and not by pickle, because torch is not there.
+    """
+    load = b"ctorch\nload\n"
+    partial = b"cfunctools\npartial\n(" + load + b"tR(" + load + b"(t}X\x0c\x00\x00\x00weights_only\x89sNtb"
+    file = b"cio\nBytesIO\n(B" + struct.pack("<I", len(data)) + data + b"tR"
+    return Opaque(b"\x80\x03" + partial + b"(" + file + b"tR.")
+
+
+def open_file(
+    store: Store, key: str, *, allow: tuple[str, ...] = (), window: Window | None = None
+) -> TorchFile | ShutFile:
+    """A file (or a window of one), which stays shut where its pickle names what is not plain."""
+    try:
+        return TorchFile(store, key, allow=allow, window=window)
+    except Refused as error:
+        return ShutFile(store, key, error, window)
 
 
 class TorchFile:

@@ -28,6 +28,7 @@ from ucformat.sources.stand_ins import (
     Storage,
     StorageType,
     StoredTensor,
+    Stream,
 )
 
 if TYPE_CHECKING:
@@ -147,6 +148,10 @@ class _Machine:
             target.shape, target.dtype = sizes(target.shape, "shape"), spelling(dtype)
             if not isinstance(target.data, bytes):
                 raise Refused("a numpy array of Python objects is not read")
+        elif isinstance(target, Stream):
+            if not isinstance(state, tuple) or not state or not isinstance(state[0], bytes):
+                raise IntegrityError("its pickle fills a file in memory with what is not bytes")
+            target.data = state[0]
         elif not isinstance(target, dict | StoredTensor):  # attributes of a state dict or a parameter say nothing
             raise Refused(f"its pickle sets the state of a {type(target).__name__}")
 

@@ -7,6 +7,7 @@ are text is an object. What JSON has no word for is an object with one key that 
 |---|---|
 | `{"$float": "nan"}`, `"inf"`, `"-inf"` | a float that is not finite |
 | `{"$bytes": "…"}` | bytes, base64 |
+| `{"$stream": "…"}` | a file in memory (`io.BytesIO`): its bytes, base64; it comes back at its beginning |
 | `{"$complex": [re, im]}` | a complex number, each part as a float |
 | `{"$set": […]}` | a set or frozen set, sorted by their JSON |
 | `{"$slice": [start, stop, step]}` | a slice |
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import base64
 import datetime as dt
+import io
 import json
 import math
 import reprlib
@@ -33,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused, UsageError
 from ucformat.schema.dtypes import ITEMSIZE
-from ucformat.sources.stand_ins import Dtype, Inert, InertClass, Maker, NdArray, Opaque, StoredTensor
+from ucformat.sources.stand_ins import Dtype, Inert, InertClass, Maker, NdArray, Opaque, StoredTensor, Stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,10 +131,10 @@ class _Encoder:
             return {"$set": sorted((self.encode(v, path, depth) for v in value), key=json.dumps)}
         if isinstance(value, slice):
             return {"$slice": self.encode([value.start, value.stop, value.step], path, depth)}
-        if isinstance(value, NdArray):
+        if isinstance(value, NdArray | Stream):
             self.count(value.data, path)
             self.weigh(len(value.data), path)
-            return _array(value)
+            return _array(value) if isinstance(value, NdArray) else {"$stream": base64.b64encode(value.data).decode()}
         if isinstance(value, bytes | bytearray):
             self.count(value, path)
             self.weigh(len(value), path)
@@ -255,6 +257,7 @@ _KEPT = ("$class", "$ref", "$opaque")
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$float": float,
     "$bytes": base64.b64decode,
+    "$stream": lambda text: io.BytesIO(base64.b64decode(text)),
     "$complex": lambda parts: complex(*map(from_json, parts)),
     "$datetime": lambda text: text,
     "$path": lambda text: text,

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import io
+import pickle
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from ucformat.errors import LayoutError, UsageError
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.sources.dcp.names import GROUPS, dotted
+from ucformat.sources.torch_file import opaque_file
 from ucformat.sources.values import json_key
 from ucformat.torch.collect import collect
 from ucformat.torch.dtensor import local_of, mesh_of
@@ -109,6 +112,23 @@ def collect_items(plan: SavePlan, planner: SavePlanner, local: LocalItems) -> Pa
     )
 
 
+def _encodes(planner: SavePlanner) -> bool:
+    """Whether values are to be taken as a planner of the program's own encodes them."""
+    kind, stock = type(planner), DefaultSavePlanner
+    return any(getattr(kind, f, None) is not getattr(stock, f) for f in ("resolve_data", "transform_object"))
+
+
+def _encoded(data: bytes) -> Any:
+    """The value in bytes that a planner made: what torch.save wrote is opened where it is plain; others stay bytes."""
+    if not data.startswith(b"PK"):
+        return io.BytesIO(data)
+    try:
+        with torch.serialization.safe_globals([io.BytesIO, bytes]):
+            return torch.load(io.BytesIO(data), weights_only=True)
+    except pickle.UnpicklingError:  # it names other classes; who knows where the planner had it from
+        return opaque_file(data)
+
+
 class _Value:
     """Stands for a plain value whose kind does not matter to names."""
 
@@ -136,14 +156,11 @@ class _State:
         return self.mappings.get(index.fqn, (index.fqn,))
 
     def look_up(self, index: MetadataIndex, kind: WriteItemType = WriteItemType.SHARD) -> Any:
-        """The live value of an entry of this rank; of a planner that hands out bytes only, what they hold."""
-        if hasattr(self.planner, "lookup_object"):
+        """The live value of an entry of this rank; of a planner that encodes values itself, what it made of it."""
+        if (kind != _BYTES or not _encodes(self.planner)) and hasattr(self.planner, "lookup_object"):
             return self.planner.lookup_object(index)
         data = self.planner.resolve_data(WriteItem(index, kind))
-        if not isinstance(data, io.BytesIO):
-            return data
-        data.seek(0)
-        return torch.load(data, weights_only=False)  # the planner has just made them, in this process
+        return _encoded(data.getvalue()) if isinstance(data, io.BytesIO) else data
 
     def is_option(self, path: Path) -> bool:
         """Whether the entry is part of an optimizer group that is kept by names."""

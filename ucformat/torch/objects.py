@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import torch
 
 from ucformat.errors import Refused
 from ucformat.schema.dtypes import ITEMSIZE
-from ucformat.sources.stand_ins import Dtype, NdArray, Opaque
+from ucformat.sources.stand_ins import Dtype, NdArray, Opaque, Stream
 from ucformat.sources.values import from_json, to_json
 from ucformat.torch.memory import dtype_name, host_memory
 
@@ -57,6 +58,10 @@ def _stand_in(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter):
         dense = value.detach().cpu().contiguous()
         return NdArray(dtype_name(dense.dtype), tuple(dense.shape), host_memory(dense).tobytes())
+    if isinstance(value, Opaque):
+        return value
+    if type(value) is io.BytesIO:
+        return Stream(value.getvalue())
     if isinstance(value, torch.dtype):
         return Dtype(dtype_name(value))
     if isinstance(value, np.ndarray) and (value.dtype.kind in "biufc" or value.dtype.name in ITEMSIZE):
@@ -91,8 +96,8 @@ def decode(data: Any, template: Any = None, *, trust: bool = False) -> Any:
 
 def _distrusted(_: bytes) -> Any:
     raise Refused(
-        "the value is a pickle, which could run code when it is opened",
-        hint="trust=True opens it, if you trust whoever wrote the checkpoint",
+        "the value is a pickle, which could run code when it is opened; trust=True opens it",
+        hint="say trust=True if you trust whoever wrote the checkpoint",
     )
 
 

@@ -14,7 +14,7 @@ from ucformat.errors import IntegrityError, MissingData
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Extent, TensorInfo
 from ucformat.sources.stand_ins import StoredTensor
-from ucformat.sources.torch_file import TorchFile
+from ucformat.sources.torch_file import ShutFile, TorchFile, open_file
 from ucformat.sources.torch_zip import TorchZip, Window
 from ucformat.storage.waiting import map_waiting
 
@@ -132,15 +132,18 @@ class Items:
             )
         return [Extent(e.box.shift(box.start), e.file, e.offset, e.strides) for e in file.whole(found)]
 
-    def values(self, fqns: Iterable[str]) -> dict[str, TorchFile]:
-        """The values of bytes entries, and tensors of one chunk; what lies close together is read together."""
+    def values(self, fqns: Iterable[str]) -> dict[str, TorchFile | ShutFile]:
+        """The values of bytes entries, and tensors of one chunk; what lies close together is read together.
+
+        An entry whose pickle names what is not plain keeps no other from being read.
+        """
         where: dict[str, Stretch] = {}
         for fqn in fqns:
             entry = self.meta.tensors.get(fqn)
             where[fqn] = self.stretch(fqn, entry.boxes[0] if entry and len(entry.boxes) == 1 else None)
         ahead = cast("Store", _Ahead(self.store, where.values()))
         return {
-            fqn: TorchFile(ahead, s.file, allow=self._allow, window=Window(s.offset, s.nbytes, fqn))
+            fqn: open_file(ahead, s.file, allow=self._allow, window=Window(s.offset, s.nbytes, fqn))
             for fqn, s in where.items()
         }
 

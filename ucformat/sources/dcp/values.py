@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, Refused
 from ucformat.sources.contents import Group
 from ucformat.sources.dcp.names import GROUPS, split_state
+from ucformat.sources.torch_file import ShutFile
 from ucformat.sources.values import json_key, to_json
 
 if TYPE_CHECKING:
@@ -17,14 +18,18 @@ if TYPE_CHECKING:
     from ucformat.sources.stand_ins import StoredTensor
     from ucformat.sources.torch_file import TorchFile
 
+    Files = Mapping[str, TorchFile | ShutFile]
+
 __all__ = ["STEPS", "groups_of", "objects_of", "plain_value", "raw_groups", "step_of"]
 
 STEPS = ("global_step", "global_steps", "step", "iteration")
 _LARGEST = 256 << 20  # bytes of the tensors in one value
 
 
-def plain_value(file: TorchFile, path: str) -> Any:
+def plain_value(file: TorchFile | ShutFile, path: str) -> Any:
     """The JSON form of an item; tensors inside stay in it, for an item is no tensor of the checkpoint."""
+    if isinstance(file, ShutFile):
+        return to_json(file.opaque())
     left = _LARGEST
 
     def read(tensor: StoredTensor) -> bytes:
@@ -39,7 +44,7 @@ def plain_value(file: TorchFile, path: str) -> Any:
     return to_json(file.value, read=read, path=path, small=_LARGEST)
 
 
-def raw_groups(optimizer: Optimizer, files: Mapping[str, TorchFile]) -> list[dict[str, Any]]:
+def raw_groups(optimizer: Optimizer, files: Files) -> list[dict[str, Any]]:
     """The groups of a nested state dict as the file has them, each value in its JSON form; `params` as a list."""
     groups: dict[int, dict[str, Any]] = {}
     for fqn, below in optimizer.options.items():
@@ -60,7 +65,7 @@ def raw_groups(optimizer: Optimizer, files: Mapping[str, TorchFile]) -> list[dic
     return [groups[i] for i in sorted(groups)]
 
 
-def groups_of(optimizer: Optimizer, files: Mapping[str, TorchFile]) -> list[dict[str, Any]]:
+def groups_of(optimizer: Optimizer, files: Files) -> list[dict[str, Any]]:
     """The groups as the facts hold them: parameters by name."""
     flat = {f: below for f, below in optimizer.options.items() if len(below) == 1 and below[0] != GROUPS}
     groups = _flattened(optimizer, flat, files) if flat else []
@@ -84,7 +89,7 @@ def _shared(values: dict[str, Any]) -> Any:
     return first if all(type(v) is type(first) and v == first for v in values.values()) else values
 
 
-def _flattened(optimizer: Optimizer, flat: Mapping[str, Path], files: Mapping[str, TorchFile]) -> list[Group]:
+def _flattened(optimizer: Optimizer, flat: Mapping[str, Path], files: Files) -> list[Group]:
     """The groups of a flattened state dict: parameters with equal hyper-parameters are one, for it tells no more."""
     options: dict[str, dict[str, Any]] = {}
     for fqn, below in flat.items():
@@ -100,7 +105,7 @@ def _flattened(optimizer: Optimizer, flat: Mapping[str, Path], files: Mapping[st
     return groups
 
 
-def objects_of(values: Mapping[str, Path], files: Mapping[str, TorchFile], tensors: Iterable[Path]) -> dict[str, Any]:
+def objects_of(values: Mapping[str, Path], files: Files, tensors: Iterable[Path]) -> dict[str, Any]:
     """All other values, nested as the program had them; a list is one again where no tensor was taken out of it."""
     broken = {p[:i] for p in tensors for i in range(len(p))}
     tree: dict[Any, Any] = {}
@@ -121,7 +126,7 @@ class _Leaf:
         self.fqn, self.path = fqn, path
 
 
-def _plain(node: Any, path: Path, files: Mapping[str, TorchFile], broken: set[Path]) -> Any:
+def _plain(node: Any, path: Path, files: Files, broken: set[Path]) -> Any:
     if isinstance(node, _Leaf):
         return plain_value(files[node.fqn], node.fqn)
     inner = {k: _plain(v, (*path, k), files, broken) for k, v in node.items()}

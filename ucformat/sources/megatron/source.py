@@ -46,7 +46,7 @@ class Megatron(Folders):
         optimizer: bool = True,
         layout: Layout | None = None,
     ) -> None:
-        self.allow = ("_io", *allow)  # Transformer Engine keeps its extra state in a BytesIO
+        self.allow = tuple(allow)
         self.stacked, self.vocab_size, self.optimizer, self.layout = stacked, vocab_size, optimizer, layout
 
     def marks(self, name: str) -> bool:
