@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike, fspath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -32,11 +34,14 @@ if TYPE_CHECKING:
     from ucformat.geometry.view_document import Steps
     from ucformat.planning import Bound, ReadPlan
     from ucformat.sources.base import OpenSource, Readable
+    from ucformat.sources.configuration import Told
     from ucformat.storage.base import Info, Store
     from ucformat.tensor import Tensor
     from ucformat.viewed import Viewed
 
 __all__ = ["Checkpoint", "open_checkpoint"]
+
+_log = logging.getLogger("ucformat")
 
 
 def open_checkpoint(
@@ -219,20 +224,39 @@ class Checkpoint(Mapping[str, "Tensor"]):
         return _Lazy({name: lambda n=name: store.read(n) for name in self.facts.assets})
 
     @cached_property
+    def told(self) -> Told:
+        """The configuration, metrics and run that the checkpoint tells; of a universal one, its manifest's."""
+        from ucformat.sources.configuration import ASSETS, Told, told
+
+        if isinstance(self.origin, Universal):
+            m = self.origin.manifest
+            return Told(m.config, m.metrics, m.run)
+        files = [name for name in ASSETS if name in self.facts.assets]
+        return told(self.facts.objects, {name: partial(self._document, name) for name in files}, self.aliases)
+
+    def _document(self, name: str) -> Any:
+        """A JSON file beside the tensors; one that is none tells nothing, and is no reason not to open the rest."""
+        try:
+            return json.loads(self.assets[name])
+        except (ValueError, RecursionError) as error:
+            _log.warning("%s/%s is no JSON (%s): it is not in the configuration", self.url, name, error)
+            return None
+
+    @cached_property
     def manifest(self) -> Manifest:
         """The manifest; of a foreign one, or a view, one that describes it, without id, attempt, paths and digests."""
         if isinstance(self.source, Universal):
             return self.source.manifest
         facts = self.facts
-        told = self.origin.manifest if isinstance(self.origin, Universal) else None
+        told = self.told
         return Manifest(
             id="",
             attempt="",
             created=datetime.now(UTC),
             producer={f"engine.{k}": v for k, v in facts.engine.items()},
-            run=told.run if told else None,
-            metrics=told.metrics if told else {},
-            config=told.config if told else {},
+            run=told.run,
+            metrics=dict(told.metrics),
+            config=dict(told.config),
             step=facts.step,
             layout=dict(facts.layout),
             groups=group_docs(facts),

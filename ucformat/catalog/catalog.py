@@ -64,6 +64,7 @@ class Catalog(Reader):
         kind: str = "ucformat",
         run: str | None = None,
         files: tuple[int, int] | None = None,
+        said: bool = False,
     ) -> Entry:
         """Record a checkpoint that lies at `url`; one whose id is known only gets the place, and the run if given.
 
@@ -73,13 +74,15 @@ class Catalog(Reader):
             kind: `ucformat`, or the engine that wrote it.
             run: its run; by default the manifest's, else the name of the folder that the checkpoint's folder is in.
             files: of a foreign one, in how many files its extents lie, and how large these are.
+            said: of a foreign one, that somebody said the manifest's configuration: it also replaces a known one.
         """
         stamp, url = make_stamp(), same_url(url)
 
         def work(c: Connection) -> Entry:
             given = run or manifest.run
+            where = given or _folder(url)
             serial = recording.record(
-                c, manifest, url, kind=kind, run=given or _folder(url), files=files, now=stamp.now, who=stamp.who
+                c, manifest, url, kind=kind, run=where, files=files, now=stamp.now, who=stamp.who, said=said
             )
             if run is not None and recording.set_run(c, serial, run, stamp.now):
                 touch(c, [serial])

@@ -59,10 +59,12 @@ def record(
     files: tuple[int, int] | None,
     now: datetime,
     who: str,
+    said: bool = False,
 ) -> int:
     """Record a checkpoint that lies at `url`, unless it is known; then only where it lies is noted. Its serial.
 
-    One that was packed when it was recorded, and was made arrays since, gets their digests.
+    One that was packed when it was recorded, and was made arrays since, gets their digests. A foreign one gets the
+    configuration and metrics that it has none of; where somebody `said` the configuration, also in place of another.
     """
     nbytes = sum(t.nbytes for t in manifest.tensors)
     _check(manifest, url, nbytes)
@@ -101,8 +103,22 @@ def record(
     if again or _materialised(connection, serial, manifest):
         remove_digests(connection, serial)
         add_digests(connection, serial, manifest.tensors)
+    if kind != "ucformat":
+        _told(connection, serial, manifest, said=said)
     _adopt_children(connection, serial, manifest.id, url)
     return serial
+
+
+def _told(connection: Connection, serial: int, manifest: Manifest, *, said: bool) -> None:
+    """What the files of a foreign checkpoint tell by now: their reader may know more than the one that recorded it."""
+    if manifest.config:
+        none = sa.true() if said else Checkpoint.config_id.is_(None)
+        here = sa.update(Checkpoint).where(Checkpoint.serial == serial, none)
+        connection.execute(here.values(config_id=_config(connection, manifest.config)))
+    for name, value in manifest.metrics.items():
+        keys = {"checkpoint": serial, "name": plain(name)}
+        values = {"value": stored_metric(value), "measured": _created(manifest)}
+        insert_if_absent(connection, Metric, keys, values, Metric.name)
 
 
 def _materialised(connection: Connection, serial: int, manifest: Manifest) -> bool:

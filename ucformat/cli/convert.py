@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucformat.cli.options import CATALOG, SIZE, SRC, STATES, VIEW, command
+from ucformat.cli.said_options import CONFIG, METRIC
 from ucformat.cli.source_options import SOURCE
 from ucformat.cli.text import bytes_text, plural
 
@@ -28,6 +29,8 @@ __all__ = ["convert"]
     "-w", "--workers", type=click.IntRange(min=1), metavar="N", help="Shards written at once.  [default: one a core]"
 )
 @click.option("--run", metavar="NAME", help="The training run, for the catalog.  [default: SRC's, else DST's folder]")
+@CONFIG
+@METRIC
 @VIEW
 @SOURCE
 @CATALOG
@@ -40,6 +43,8 @@ def convert(
     overwrite: bool,  # noqa: FBT001
     workers: int | None,
     run: str | None,
+    config: dict[str, Any] | None,
+    metrics: dict[str, float],
     view: str | None,
     options: dict[str, Any] | None,
     out: Output,
@@ -65,6 +70,8 @@ def convert(
                 overwrite,
                 workers,
                 run=run,
+                config=config,
+                metrics=metrics,
                 progress=progress,
             )
     except KeyboardInterrupt:

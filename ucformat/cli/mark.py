@@ -9,6 +9,7 @@ import click
 
 from ucformat.cli.catalogs import hold_data, note_data, opened_catalog
 from ucformat.cli.options import CATALOG, REF, command
+from ucformat.cli.said_options import parse_metric
 from ucformat.cli.text import moment, plural
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def metric(ref: str, metrics: tuple[str, ...], out: Output) -> None:
 
     VALUE is a number; nan says that it was measured and was none.
     """
-    given = dict(map(_metric, metrics))
+    given = dict(parse_metric(text, "'NAME=VALUE…'") for text in metrics)
     with opened_catalog() as catalog:
         entry = catalog.get(ref)
         catalog.metric(entry.id, given)
@@ -53,17 +54,6 @@ def metric(ref: str, metrics: tuple[str, ...], out: Output) -> None:
         lambda: [f"{entry.name}: {', '.join(f'{n} {now[n]:g}' for n in given)}"],
         lambda: _data(entry, metrics=dict(now)),
     )
-
-
-def _metric(text: str) -> tuple[str, float]:
-    name, equals, value = text.rpartition("=")
-    try:
-        number = float(value)
-    except ValueError:
-        number = None
-    if not equals or not name or number is None:
-        raise click.BadParameter(f"{text!r} is not NAME=VALUE, as val_loss=2.13 is", param_hint="'NAME=VALUE…'")
-    return name, number
 
 
 @command

@@ -9,6 +9,7 @@ import click
 from ucformat.cli.catalogs import entry_data, opened_catalog
 from ucformat.cli.options import CATALOG, VIEW, command
 from ucformat.cli.output import Heading, terminal_width
+from ucformat.cli.said_options import CONFIG, METRIC
 from ucformat.cli.source_options import SOURCE
 from ucformat.cli.text import bytes_text, plural, table
 from ucformat.errors import UsageError
@@ -32,6 +33,8 @@ __all__ = ["register", "reindex"]
 @click.option("--virtual", is_flag=True, help="Make a virtual checkpoint: PLACE… is SRC DST.")
 @click.option("--checksums", is_flag=True, help="With --virtual: read SRC's files once and keep their checksums.")
 @click.option("--overwrite", is_flag=True, help="With --virtual: replace the checkpoint at DST.")
+@CONFIG
+@METRIC
 @VIEW
 @SOURCE
 @CATALOG
@@ -39,6 +42,8 @@ def register(
     places: tuple[str, ...],
     recursive: bool,  # noqa: FBT001
     run: str | None,
+    config: dict[str, Any] | None,
+    metrics: dict[str, float],
     virtual: bool,  # noqa: FBT001
     checksums: bool,  # noqa: FBT001
     overwrite: bool,  # noqa: FBT001
@@ -61,13 +66,16 @@ def register(
         if len(places) != 2 or recursive:
             raise UsageError("--virtual takes two places, SRC and DST", hint="ucp register SRC DST --virtual")
         source = ucformat.open(places[0], view=view, options=options)
-        _register_virtual(source, places[1], run, out, checksums=checksums, overwrite=overwrite)
+        said = {"run": run, "config": config, "metrics": metrics}
+        _register_virtual(source, places[1], said, out, checksums=checksums, overwrite=overwrite)
         return
     if checksums or overwrite or view is not None or options:
         raise UsageError("--checksums, --overwrite, --view and --source go with --virtual")
     try:
         with opened_catalog() as catalog, out.progress("registering", "checkpoints") as progress:
-            found = ucformat.register(places, catalog, recursive=recursive, run=run, progress=progress)
+            found = ucformat.register(
+                places, catalog, recursive=recursive, run=run, config=config, metrics=metrics, progress=progress
+            )
     except KeyboardInterrupt:
         raise Interrupted("interrupted: what was registered until now stays; the same command continues") from None
     out.result(lambda: _list(found), lambda: _data(found), lambda: (e.id for e in found.entries))
@@ -75,13 +83,13 @@ def register(
 
 
 def _register_virtual(
-    source: Checkpoint, dst: str, run: str | None, out: Output, *, checksums: bool, overwrite: bool
+    source: Checkpoint, dst: str, said: dict[str, Any], out: Output, *, checksums: bool, overwrite: bool
 ) -> None:
     import ucformat
 
     with out.progress("reading checksums") as progress:
         ck = ucformat.convert(
-            source, dst, overwrite=overwrite, run=run, virtual=True, checksums=checksums, progress=progress
+            source, dst, overwrite=overwrite, virtual=True, checksums=checksums, progress=progress, **said
         )
     nbytes = sum(info.nbytes for info in ck.tensors.values())
     sidecar = ck.manifest.sidecar

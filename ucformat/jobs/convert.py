@@ -30,12 +30,13 @@ from ucformat.jobs.virtual import put_sidecar
 from ucformat.references import open_reference
 from ucformat.schema.manifest import LineageDoc, Manifest
 from ucformat.settings import allowed_roots
+from ucformat.sources.configuration import with_config
 from ucformat.storage.url import open_store
 from ucformat.storage.waiting import map_waiting
 from ucformat.storage.watched import must_be_unchanged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -88,6 +89,8 @@ def convert(
     workers: int | None = None,
     *,
     run: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, float] | None = None,
     virtual: bool = False,
     checksums: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -106,6 +109,8 @@ def convert(
         overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one is.
         workers: shards written at once (default: one for each core; for object stores eight at least).
         run: the name of the training run, for the catalog; by default the source's, if it says.
+        config: the configuration of the training, plain JSON values, besides what the source tells.
+        metrics: measured numbers by name, besides those that the source tells; these win.
         virtual: write only where the bytes of the tensors lie in the source's files, which must stay as they are.
         checksums: with `virtual`, read these files once and keep their checksums, for `verify`.
         progress: called with the bytes done and the bytes in all.
@@ -128,7 +133,10 @@ def convert(
         manifest = _described(source, store, attempt, found[1]).model_copy(update={"sidecar": found[0]})
     else:
         manifest = write(source, store, attempt, infos, how)
-    done = commit(store, attempt, manifest.model_copy(update={"run": run or manifest.run}))
+    said = {"run": run or manifest.run, "config": with_config(manifest.config, config)}
+    done = commit(
+        store, attempt, manifest.model_copy(update={**said, "metrics": {**manifest.metrics, **(metrics or {})}})
+    )
     return Checkpoint(Universal(store, allowed_roots, done.as_read()))
 
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog.entries import load_ids
 from ucformat.catalog.reader import now
 from ucformat.catalog.refs import same_url
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import NotACheckpoint, NotFound, UcformatError
+from ucformat.errors import NotACheckpoint, NotFound, UcformatError, UsageError
 from ucformat.format.commit import MANIFEST
 from ucformat.jobs.absence import check_listed, is_empty
 from ucformat.jobs.documents import find_document, write_documents
 from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.sources import SOURCES
+from ucformat.sources.configuration import with_config
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.entries import Entry
@@ -80,6 +81,8 @@ def register(
     *,
     recursive: bool = False,
     run: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, float] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Registered:
     """Record the checkpoints in these places, foreign ones as they lie; nothing is converted.
@@ -89,14 +92,21 @@ def register(
         catalog: where to record them.
         recursive: search the trees; what looks like a checkpoint and cannot be read is a failure, not an error.
         run: to which run they belong; by default the folder that a checkpoint's folder is in.
+        config: the configuration of the training, besides what the files of a foreign checkpoint tell.
+        metrics: measured numbers by name, in place of those that are known.
         progress: called with the checkpoints done and in all.
 
     Raises:
+        UsageError: `config` for a universal checkpoint, whose manifest says it.
         NotFound: nothing is at one of the places, or no checkpoint.
     """
     trees = [_searched(p) for p in places] if recursive else []
     opened = (f for tree in trees for f in _open_below(*tree)) if recursive else _open_all(places)
-    done = _record_all(catalog, opened, run, progress, strict=not recursive)
+    if config:
+        opened = ((root, _with_config(found, config), left) for root, found, left in opened)
+    done = _record_all(catalog, opened, run, progress, strict=not recursive, said=bool(config))
+    for checkpoint in done.ids if metrics else ():
+        catalog.metric(checkpoint, metrics or {})
     write_documents(catalog, None)
     return Registered(_entries(catalog, done.ids), done.failures)
 
@@ -156,6 +166,19 @@ def _entries(catalog: Catalog, ids: Sequence[str]) -> tuple[Entry, ...]:
         return tuple(load_ids(c, ids, now()))
 
 
+def _with_config(found: _Found | UcformatError, config: Mapping[str, Any]) -> _Found | UcformatError:
+    """What was found, with the configuration that somebody says."""
+    if isinstance(found, UcformatError):
+        return found
+    if found.kind == "ucformat":
+        return UsageError(
+            f"{found.url} is a universal checkpoint, and its manifest says its configuration",
+            hint="give --config when it is made: `ucp convert SRC DST --config FILE`",
+        )
+    manifest = found.manifest.model_copy(update={"config": with_config(found.manifest.config, config)})
+    return replace(found, manifest=manifest)
+
+
 @dataclass(frozen=True, slots=True)
 class _Done:
     ids: tuple[str, ...]
@@ -170,6 +193,7 @@ def _record_all(
     progress: Callable[[int, int], None] | None,
     *,
     strict: bool,
+    said: bool = False,
 ) -> _Done:
     """Record what was opened; what could not be opened or recorded is a failure, or if `strict` an error."""
     ids, failures, present = [], [], set()
@@ -177,7 +201,7 @@ def _record_all(
         try:
             if isinstance(found, UcformatError):
                 raise found
-            ids.append(_record(catalog, found, run).id)
+            ids.append(_record(catalog, found, run, said=said).id)
             present.add(found.url)
         except UcformatError as error:
             if strict:
@@ -268,8 +292,8 @@ def _described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:
     return ck.manifest.model_copy(update={"id": ck.id, "created": created})
 
 
-def _record(catalog: Catalog, found: _Found, run: str | None) -> Entry:
-    entry = catalog.record(found.manifest, found.url, kind=found.kind, run=run, files=found.files)
+def _record(catalog: Catalog, found: _Found, run: str | None, *, said: bool) -> Entry:
+    entry = catalog.record(found.manifest, found.url, kind=found.kind, run=run, files=found.files, said=said)
     if found.doc is not None:
         entry = catalog.absorb(entry.id, found.doc)
     if run is not None and entry.run != run:  # the document says another, but not as loud
