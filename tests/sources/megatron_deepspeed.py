@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
+from argparse import Namespace
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -147,17 +148,20 @@ def _patterns(pipe: bool, untied: bool, swiglu: bool) -> dict[str, Any]:
 
 def write(
     folder: Path, model: Model, *, tp: int = 1, pp: int = 1, dp: int = 1, zero: int = 1, sp: int = 1, step: int = 3,
-    divisible: int = 4, dtype: str = "bfloat16", info: bool = True, groups: int = 2,
+    divisible: int = 4, dtype: str = "bfloat16", info: bool = True, groups: int = 2, nested: bool = True,
+    args: Mapping[str, Any] | None = None,
 ) -> Arrays:  # fmt: skip
     """Write `folder/global_step<step>` and `latest`; returns all that must be read of it, by (state, name).
 
     `divisible`: the vocabulary is padded to a multiple of that times `tp`. `info`: whether the files say how they are
-    cut. Weights are the masters, rounded to `dtype`.
+    cut. Weights are the masters, rounded to `dtype`. `nested`: whether `module` is, as Megatron-DeepSpeed leaves it.
+    `args`: Megatron's arguments, which go into the client state.
     """
     tag = folder / f"global_step{step}"
     tag.mkdir(parents=True)
     (folder / "latest").write_text(tag.name)
     writer = _Writer(tag, model, tp, pp, dp * sp, zero, step, divisible, dtype, groups)
+    writer.nested, writer.args = nested, args
     for p in range(pp):
         for t in range(tp):
             writer.rank(p, t, info=info)
@@ -165,6 +169,9 @@ def write(
 
 
 class _Writer:
+    nested = True
+    args: Mapping[str, Any] | None = None
+
     def __init__(
         self, tag: Path, model: Model, tp: int, pp: int, dp: int, zero: int, step: int, divisible: int, dtype: str,
         groups: int,
@@ -191,7 +198,7 @@ class _Writer:
         if cut == "replicate" or self.tp == 1:
             return a
         if cut in ("column", "row"):
-            return np.split(a, self.tp, 0 if cut == "column" else 1)[t]
+            return np.array_split(a, self.tp, 0 if cut == "column" else 1)[t]
         halves = np.split(a, 2) if cut == "swiglu" else []
         if halves:
             return np.concatenate([np.split(h, self.tp)[t] for h in halves])
@@ -265,7 +272,7 @@ class _Writer:
         held = {n: torch.empty(0, dtype=w.dtype) if self.zero == 3 else w for n, w in weights.items()}
         fragments = {n: _part(weights[n].reshape(-1), r, self.dp) for n in frozen}
         value = {
-            "module": None if model.pipe else _nested(held),
+            "module": None if model.pipe else _nested(held) if self.nested else held,
             "buffer_names": [],
             "optimizer": None,
             "param_shapes": [{n: torch.Size(s) for n, s in group.items()} for group in groups],
@@ -283,6 +290,8 @@ class _Writer:
             "iteration": self.step,
             "tokens": 100 + t,
         }
+        if self.args is not None:
+            value["args"] = Namespace(**self.args)
         if info:
             value["universal_checkpoint_info"] = {**model.info, "original_vocab_size": self.original}
         if self.zero == 3:

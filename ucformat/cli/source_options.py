@@ -40,9 +40,24 @@ def _value(key: str, text: str) -> Any:
         return read_written(path, f"file of {key}")
     if key == "allow":
         return text.split(",")
+    if key == "cuts":
+        return _cuts(text)
     if text in ("true", "false"):
         return text == "true"
     return int(text) if text.isdecimal() else text
+
+
+def _cuts(text: str) -> dict[str, str]:
+    """PATTERN=HOW, several with commas between."""
+    found: dict[str, str] = {}
+    for item in text.split(","):
+        pattern, equals, how = item.rpartition("=")
+        if not equals or not pattern or not how:
+            raise UsageError(
+                f"--source cuts={text}: write cuts=PATTERN=HOW,…", hint="for one: --source 'cuts=*position*=replicate'"
+            )
+        found[pattern] = how
+    return found
 
 
 SOURCE = click.option(

@@ -9,6 +9,8 @@ from ucformat.errors import IntegrityError, MissingData
 from ucformat.sources.deepspeed.folder import check_world
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ucformat.sources.deepspeed.folder import Files
     from ucformat.sources.deepspeed.model import ModelStates
 
@@ -26,10 +28,11 @@ class Degrees:
     dp: int
 
     @classmethod
-    def of(cls, files: Files, model: ModelStates, *, universal: bool = False) -> Degrees:
+    def of(cls, files: Files, model: ModelStates, *, others: Sequence[ModelStates] | None = None) -> Degrees:
         """From what the first model states file says, or the files' names; checked against each other.
 
-        A folder of the universal format has no optimizer's files and no layers'.
+        `others`: the model states of all model-parallel ranks of a folder of the universal format, which has no
+        optimizer's files and no layers'. The ranks of one pipeline stage have parameters of the same names.
 
         MissingData names the files that are not there, IntegrityError those that are too many.
         """
@@ -38,6 +41,9 @@ class Degrees:
         if pp is None or tp is None:  # before DeepSpeed 0.18 no file says so
             there = mp or len(files.models)
             tp = in_names if in_names is not None else there
+            if others is not None and model.in_layers:
+                names = [tuple(of.described) for of in others]
+                tp = next((i for i, of in enumerate(names) if of != names[0]), len(names))
             pp = there // tp
             if pp * tp != there:
                 raise IntegrityError(
@@ -49,8 +55,8 @@ class Degrees:
         if max(pp, tp, dp) > _MOST or pp * tp * dp > _MOST:
             raise IntegrityError(f"{model.key} says that {pp} x {tp} x {dp} ranks saved it")
         wanted = dp if files.zero3 or model.param_shapes is not None else None
-        check_world(files, pp * tp, wanted, optims=not universal)
-        if not universal:
+        check_world(files, pp * tp, wanted, optims=others is None)
+        if others is None:
             _check_layers(files, model)
         if in_names is not None and in_names != tp:
             raise IntegrityError(

@@ -8,14 +8,17 @@ from ucformat.errors import AmbiguousLayout, LayoutError, UsageError
 from ucformat.geometry.layout import Layout
 from ucformat.geometry.placement import axes_of
 from ucformat.geometry.rules import place
-from ucformat.sources.deepspeed.inference import Doubt, ambiguous, infer
+from ucformat.sources.cuts import how_to_say, layout_of_cuts
+from ucformat.sources.deepspeed.evidence import Sizes, as_its_weight, as_other_norms
+from ucformat.sources.deepspeed.inference import EQUAL, MEAN, Doubt, ambiguous, cut, infer
 from ucformat.sources.deepspeed.patterns import Info
 from ucformat.sources.deepspeed.presets import PRESETS, family_of
 from ucformat.sources.deepspeed.readings import TP, Reading, Shapes, mean, replicate, shard
 from ucformat.sources.stand_ins import Inert
+from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from ucformat.sources.deepspeed.model import ModelStates
     from ucformat.sources.deepspeed.replicas import Verdict
@@ -27,7 +30,12 @@ class Guide:
     """Finds the reading of each parameter: `recognise` must be called with all of them, then `decide` with any."""
 
     def __init__(
-        self, models: list[ModelStates], ranks: int, layout: Layout | str | None = None, vocab: int | None = None
+        self,
+        models: list[ModelStates],
+        ranks: int,
+        layout: Layout | str | None = None,
+        vocab: int | None = None,
+        cuts: Mapping[str, str | int] | None = None,
     ) -> None:
         self._ranks, self._vocab = ranks, vocab
         self._file = models[0].key
@@ -36,14 +44,22 @@ class Guide:
         self.info = Info(info, told.key, _padded(told, info))
         if vocab is None and isinstance(info, dict) and isinstance(info.get("original_vocab_size"), int):
             self._vocab = info["original_vocab_size"]
-        self._layout = _layout(layout, ranks)
+        self._layouts = [given for given in (layout_of_cuts(cuts, ranks), _layout(layout, ranks)) if given is not None]
+        self._sizes = Sizes.of(told.value)
+        self._shapes: Mapping[str, Shapes] = {}
+        self._described: list[str] = []
+        self._telling: dict[str, bool] = {}  # what the other parameters prove, once it was asked for
         self._family: Layout | None = None
         self._width: int | None = None
         self._tables: dict[int, str] = {}  # padded rows -> a vocabulary of so many
 
-    def recognise(self, shapes: Mapping[str, Shapes]) -> None:
-        """Take in the names and shapes of all parameters: the family that they are of, and the model's width."""
-        self._width = _width(shapes)
+    def recognise(self, shapes: Mapping[str, Shapes], described: Iterable[str] = ()) -> None:
+        """Take in the names and shapes of all parameters: the family that they are of, and the model's width.
+
+        `described`: names of those too whose parts are not there to be compared.
+        """
+        self._shapes, self._width = shapes, _width(shapes)
+        self._described = [name for name in described if name not in shapes]
         if not self.info and self._ranks > 1 and (preset := family_of(dict(shapes))):
             self._family = _layout(preset, self._ranks)
 
@@ -52,10 +68,11 @@ class Guide:
     ) -> dict[str, Reading]:
         """The reading of every parameter; AmbiguousLayout lists those that can be read in two ways.
 
-        `verdict` compares the bytes of a parameter's parts. LayoutError names the parameter that does not fit.
+        `verdict` compares the bytes of the parts of any parameter. LayoutError names the one that does not fit.
         """
         out: dict[str, Reading] = {}
-        doubts: list[Doubt] = []
+        doubts: dict[str, Doubt] = {}
+        verdict = self._compared(shapes, verdict)
         for name, parts in shapes.items():
             try:
                 found = self._told(name, parts, buffers, verdict)
@@ -63,19 +80,76 @@ class Guide:
                     found = self._preset(self._family, name, parts, verdict)
                 if found is None:
                     found = infer(name, parts, lambda name=name: verdict(name), shapes, self._width)  # type: ignore[misc]
+                    if isinstance(found, Reading) and found.why == EQUAL and parts[0] and not self._differ(verdict):
+                        found = Doubt(name, parts, "replicate", cut(0))
             except LayoutError as error:
                 raise type(error)(
                     f"{self._file}: {name}: {error.message}",
-                    hint=error.hint or "say how it is cut: DeepSpeed(layout=…)",
+                    hint=error.hint or f"say how it is cut: {how_to_say({name: 'replicate'})}, …",
                 ) from error
             if isinstance(found, Doubt):
-                doubts.append(found)
+                doubts[name] = found
             else:
                 out[name] = found
+        for name in list(doubts):
+            if len(set(shapes[name])) == 1 and verdict(name) == "constant":
+                settled = as_its_weight(name, shapes[name], out) or as_other_norms(name, shapes[name], out)
+                if settled is not None:
+                    out[name] = settled
+                    del doubts[name]
         if doubts:
-            raise ambiguous(doubts, self._ranks)
+            raise ambiguous(list(doubts.values()), self._ranks)
         self._check_vocabulary(out)
         return out
+
+    def _compared(self, shapes: Mapping[str, Shapes], verdict: Callable[[str], Verdict]) -> Callable[[str], Verdict]:
+        """`verdict`, which remembers what it said, and was asked of all that no pattern speaks of at once."""
+        known: dict[str, Verdict] = {}
+        if self.info and self._ranks > 1:
+            asked = [n for n, s in shapes.items() if len(set(s)) == 1 and s[0] and self.info.is_default(n)]
+            known.update(zip(asked, map_waiting(verdict, asked), strict=True))
+
+        def compared(name: str) -> Verdict:
+            if name not in known:
+                known[name] = verdict(name)
+            return known[name]
+
+        return compared
+
+    def _weigh(self, name: str, shapes: Shapes, joined: Reading, verdict: Callable[[str], Verdict]) -> Reading | Doubt:
+        """A parameter of which no pattern speaks, which DeepSpeed joins along dim 0: replicas, too."""
+        whole, found = self._sizes.whole(name, shapes), verdict(name)
+        if found == "different":
+            if whole:
+                return Doubt(name, shapes, MEAN, cut(0))
+            return Doubt(name, shapes, cut(0), cut(1)) if self._sizes.width(name, shapes) is False else joined
+        if whole is False:
+            return joined.because("its rows, as the arguments tell")
+        same = self.info.strip(name, replicate(shapes))
+        if whole:
+            return same.because("its rows, as the arguments tell")
+        if found == "equal" and self._telling_replicas(verdict):
+            return same.because("equal bytes, where those of cut parameters differ")
+        return Doubt(name, shapes, "replicate", cut(0))
+
+    def _telling_replicas(self, verdict: Callable[[str], Verdict]) -> bool:
+        """Whether equal parts are replicas here: the checkpoint calls others so, and holds parts that differ."""
+        called = any(map(self.info.is_replicated, self._described)) or any(
+            self.info.is_replicated(n) and len(set(s)) == 1 and verdict(n) != "different"
+            for n, s in self._shapes.items()
+        )
+        return called and self._differ(verdict)
+
+    def _differ(self, verdict: Callable[[str], Verdict]) -> bool:
+        """Whether the ranks hold different parts of any parameter, so that they were not all seeded alike."""
+        if "differ" not in self._telling:
+            names = sorted(self._shapes, key=lambda n: -len(self._shapes[n][0]))  # matrices first
+            self._telling["differ"] = any(
+                len(set(self._shapes[n])) > 1 or (self._shapes[n][0] and verdict(n) == "different")
+                for n in names
+                if not self.info.is_replicated(n)
+            )
+        return self._telling["differ"]
 
     def may_differ(self, name: str) -> bool:
         """Whether the copies of several pipeline stages need not agree: the first one counts.
@@ -88,8 +162,8 @@ class Guide:
         self, name: str, shapes: Shapes, buffers: frozenset[str], verdict: Callable[[str], Verdict]
     ) -> Reading | Doubt | None:
         """What the caller or the checkpoint says."""
-        if self._layout is not None:
-            found = self._placed(self._layout, name, shapes)
+        for layout in self._layouts:
+            found = self._placed(layout, name, shapes)
             if found is not None:
                 return found.because("the layout that was given")
         if name in buffers and self._ranks > 1 and self.info and self.info.is_default(name):
@@ -97,10 +171,9 @@ class Guide:
                 return replicate(shapes).because("equal buffers")
             return None
         found = self.info.reading(name, shapes)
-        doubtful = found is not None and self._ranks > 1 and len(shapes[0]) == 1 and self.info.is_default(name)
-        if doubtful and len(set(shapes)) == 1 and verdict(name) == "equal":
-            return Doubt(name, shapes, "replicate", "{shard: 0, over: tp}")  # no pattern speaks of it
-        return found
+        if found is None or self._ranks == 1 or len(set(shapes)) > 1 or not self.info.is_default(name):
+            return found
+        return self._weigh(name, shapes, found, verdict)
 
     def _preset(
         self, family: Layout, name: str, shapes: Shapes, verdict: Callable[[str], Verdict]
@@ -112,7 +185,7 @@ class Guide:
         same = len({region.box for held in found.regions for region in held}) == len(found.regions[0])
         equal = verdict(name)
         if equal == ("different" if same else "equal"):
-            return Doubt(name, shapes, "replicate", "{shard: 0, over: tp}")
+            return Doubt(name, shapes, "replicate", cut(0))
         return found.because("its family")
 
     def _placed(self, layout: Layout, name: str, shapes: Shapes) -> Reading | None:

@@ -11,6 +11,7 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucformat.errors import AmbiguousLayout, LayoutError
+from ucformat.sources.cuts import CUTS, how_to_say
 from ucformat.sources.deepspeed.readings import Reading, Shapes, concatenate, replicate
 
 if TYPE_CHECKING:
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
     from ucformat.sources.deepspeed.replicas import Verdict
 
-__all__ = ["Doubt", "ambiguous", "infer"]
+__all__ = ["EQUAL", "MEAN", "Doubt", "ambiguous", "cut", "infer"]
+
+MEAN = "{partial: mean, over: tp}"
+EQUAL = "equal bytes"  # why parts are read as replicas
 
 #: Names of modules in which several matrices may be fused, so that their parts do not simply follow one another.
 _FUSED = re.compile(
@@ -51,29 +55,30 @@ def infer(
     if differing:
         d = differing.pop()
         if fused:
-            return Doubt(name, shapes, _cut(d), _cut(d, "parts"))
+            return Doubt(name, shapes, cut(d), cut(d, "parts"))
         return concatenate(shapes, d).because("parts of unequal width")
     if 0 in first:
-        return Doubt(name, shapes, "replicate", _cut(0)) if ndim else replicate(shapes)
+        return Doubt(name, shapes, "replicate", cut(0)) if ndim else replicate(shapes)
     found = verdict()
     if found == "equal" or not ndim:
-        return replicate(shapes).because("equal bytes")
+        return replicate(shapes).because(EQUAL)
     if found == "constant":
-        return Doubt(name, shapes, "replicate", _cut(0))
+        return Doubt(name, shapes, "replicate", cut(0))
     if ndim == 1:
         weight = siblings.get(name.removesuffix("bias") + "weight") if name.endswith("bias") else None
         if weight and not fused and [s[:1] for s in weight] == [s[:1] for s in shapes]:
             return concatenate(shapes, 0).because("its weight's parts are as long")
-        return Doubt(name, shapes, _cut(0, "parts") if fused else "partial", _cut(0))
+        return Doubt(name, shapes, cut(0, "parts") if fused else MEAN, cut(0))
     if ndim == 2 and hidden and not fused and re.search(r"embed|lm_head", name):
         if first[1] * len(shapes) == hidden:
             return concatenate(shapes, 1).because("the model's width")
         if first[1] == hidden:
             return concatenate(shapes, 0).because("the model's width")
-    return Doubt(name, shapes, _cut(0), _cut(1))
+    return Doubt(name, shapes, cut(0), cut(1))
 
 
-def _cut(dim: int, how: str = "") -> str:
+def cut(dim: int, how: str = "") -> str:
+    """A shard over the tensor-parallel ranks, as a layout spells it."""
     return f"{{shard: {dim}, over: tp{', parts: [1, 1]' if how else ''}}}"
 
 
@@ -85,16 +90,26 @@ def ambiguous(doubts: Sequence[Doubt], ranks: int) -> AmbiguousLayout:
     ]
     if len(doubts) > _LISTED:
         lines.append(f"  … and {len(doubts) - _LISTED} more")
+    told = {d.name: _word(d.one) for d in doubts[:3]}
     example = "\n".join(
         f"    - {{match: {_quoted(d.name)}, place: [{d.one}]}}  # or [{d.other}]" for d in doubts[:_LISTED]
     )
     return AmbiguousLayout(
         f"the checkpoint was saved by {ranks} tensor-parallel ranks and does not say how these parameters are cut:\n"
         + "\n".join(lines),
-        hint="say it in a layout file, and open the checkpoint with DeepSpeed(layout=ucformat.Layout.load(file)); a "
-        f"preset may do, too, such as DeepSpeed(layout='llama'):\n    version: 1\n    mesh: {{tp: {ranks}}}\n"
+        hint=f"say it for each, as in {how_to_say(told)} ({', '.join(CUTS)}, or the dim to join along; a "
+        "pattern may have *); or in a layout file "
+        "that is given as DeepSpeed(layout=ucformat.Layout.load(file)) or --source layout=FILE; a preset may do, too, "
+        f"such as --source layout=llama:\n    version: 1\n    mesh: {{tp: {ranks}}}\n"
         f"    rules:\n{example}",
     )
+
+
+def _word(place: str) -> str:
+    """What `cuts` calls a placement."""
+    if "parts" in place:
+        return "halves"
+    return {"replicate": "replicate", MEAN: "mean"}.get(place) or place[len("{shard: ") :].partition(",")[0]
 
 
 def _quoted(name: str) -> str:

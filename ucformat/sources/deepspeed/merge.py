@@ -38,15 +38,19 @@ class Merged:
         self._store, self._guide = store, guide
         self._copies: dict[Key, list[Copy]] = {}  # equal tensors of several stages
         self._agreed: set[Key] = set()
+        self._homes: dict[str, Sequence[Slice]] = {}  # the first stage that holds a parameter
         shapes = [_shapes(stage) for stage in stages]
-        guide.recognise({name: parts for of in shapes for name, parts in of.items()})
+        described = (name for slices in stages for name in slices[0].model.described)
+        guide.recognise({name: parts for of in shapes for name, parts in of.items()}, described)
+        for stage, of in zip(stages, shapes, strict=True):
+            self._homes.update((name, stage) for name in of if name not in self._homes)
         for stage, of in zip(stages, shapes, strict=True):
             self._add_stage(stage, of)
 
     def _add_stage(self, slices: Sequence[Slice], shapes: dict[str, Shapes]) -> None:
         first = slices[0].contents
         buffers = frozenset().union(*(s.model.buffers for s in slices))
-        readings = self._guide.decide(shapes, buffers, lambda name: self._verdict(slices, name))
+        readings = self._guide.decide(shapes, buffers, self._verdict)
         for key in first.infos:
             if key not in first.large:
                 self._add(key, slices, shapes[key.name], readings[key.name])
@@ -114,8 +118,9 @@ class Merged:
         self._agreed.add(key)
         return copies[0].locate(within)
 
-    def _verdict(self, slices: Sequence[Slice], name: str) -> Verdict:
+    def _verdict(self, name: str) -> Verdict:
         """Whether the parts of a parameter are equal: by its weight, and by its other states where that is constant."""
+        slices = self._homes[name]
         states = [key for key in slices[0].contents.infos if key.name == name]
         states.sort(key=lambda key: ("weight", "master").index(key.state) if key.state in ("weight", "master") else 2)
         found: Verdict = "constant"

@@ -81,6 +81,10 @@ class Info:
         found: tuple[Patterns[Any], ...] = (*self._lists.values(), self._sub, self._affine, self._unsupported)
         return not any(patterns.find(name) for patterns in found)
 
+    def is_replicated(self, name: str) -> bool:
+        """Whether a pattern says that every rank holds all of a parameter."""
+        return self._lists["tp_replicated_parameter_patterns"].find(name) is not None
+
     def is_vocabulary(self, name: str) -> bool:
         """Whether it is a vocabulary table."""
         return self._vocabulary.find(name) is not None

@@ -1,7 +1,7 @@
 """Whether what several files hold of one tensor is the same, without reading more than needed.
 
-The zip directory's CRC-32 tells where a tensor has a record of its own. Others are read and compared: whole up to
-1 MiB, larger ones in 16 places of 64 KiB.
+The zip directory's CRC-32 tells where a tensor has a record of its own. Others are read and compared: the first
+kilobyte, which tells most that differ; then whole up to 1 MiB, larger ones in 16 places of 64 KiB.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from ucformat.geometry.box import Box
-    from ucformat.geometry.tensor import Extent, Key
+    from ucformat.geometry.tensor import Key
     from ucformat.sources.contents import Locate
     from ucformat.sources.stand_ins import StoredTensor
     from ucformat.sources.torch_file import TorchFile
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Copy", "LocalContents", "Verdict", "compare", "must_agree"]
 
-#: `constant`: equal, but all elements are one value, so that two different tensors may well be equal.
+#: `constant`: equal, but made of one value, row or column, repeated: then two different tensors may well be equal.
 Verdict = Literal["equal", "constant", "different"]
 
 _WHOLE = 1 << 20
 _PLACES, _PLACE = 16, 1 << 16
+_FIRST = 1 << 10
 
 
 class LocalContents(Contents):
@@ -74,39 +75,84 @@ class Copy:
 
 def compare(store: Store, copies: Sequence[Copy]) -> Verdict:
     """Whether copies of one shape hold the same bytes."""
-    sums = [_own_sum(copy) for copy in copies]
-    told = all(sums)
-    if told and len(set(sums)) > 1:
+    if (told := _by_sums(copies)) is False:
         return "different"
-    extents = [list(copy.locate(copy.box)) for copy in copies[: 1 if told else None]]
-    constant, first = True, b""
-    for start, stop in _ranges(copies[0], short=told):
-        parts = {_read(store, copy, e, start, stop) for copy, e in zip(copies, extents, strict=False)}
+    repeated = _Repeated(copies[0].box.shape)
+    for start, stop in _ranges(copies[0], short=told is True):
+        parts = {_read(store, copy, start, stop) for copy in copies[: 1 if told else None]}
         if len(parts) > 1:
             return "different"
-        data = parts.pop()
-        unit = copies[0].itemsize
-        first = first or data[:unit]
-        constant = constant and data == first * (len(data) // unit)
-    return "constant" if constant else "equal"
+        repeated.add(start, parts.pop(), copies[0].itemsize)
+    return "constant" if repeated.is_so else "equal"
+
+
+def _same(store: Store, copies: Sequence[Copy]) -> bool:
+    """Whether they hold the same bytes, whatever these are."""
+    told = _by_sums(copies)
+    if told is not None:
+        return told
+    ranges = _ranges(copies[0], short=False)
+    return all(len({_read(store, copy, start, stop) for copy in copies}) == 1 for start, stop in ranges)
+
+
+class _Repeated:
+    """Whether all that was seen of a tensor is one slice along a dim, over and over."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._size = math.prod(shape)
+        rows = [math.prod(shape[d:]) for d in range(len(shape) + 1)]  # [d]: elements of a slice of the dims from d on
+        self._ways = [(rows[d], rows[d + 1]) for d, n in enumerate(shape) if n > 1]
+        self._seen: list[dict[int, bytes]] = [{} for _ in self._ways]  # place in the slice -> element
+        self._again = [0] * len(self._ways)
+
+    def add(self, start: int, data: bytes, itemsize: int) -> None:
+        """The elements from this one on."""
+        import numpy as np
+
+        values = np.frombuffer(data, f"V{itemsize}")
+        index = np.arange(start, start + len(values))
+        for way, (outer, inner) in reversed(list(enumerate(self._ways))):
+            _, first, of = np.unique(
+                at := index // outer * inner + index % inner, return_index=True, return_inverse=True
+            )
+            seen = self._seen[way]
+            same = bool((values[first][of] == values).all()) and all(
+                seen.setdefault(place, value) == value
+                for place, value in zip(at[first].tolist(), values[first].tolist(), strict=True)
+            )
+            self._again[way] += len(values)
+            if not same:
+                del self._ways[way], self._seen[way], self._again[way]
+
+    @property
+    def is_so(self) -> bool:
+        """True of a tensor of one element, too, and of none."""
+        seen = zip(self._again, self._seen, strict=True)
+        return self._size <= 1 or any(again > len(places) for again, places in seen)
 
 
 def must_agree(store: Store, key: Key, copies: Sequence[Copy]) -> None:
     """IntegrityError, which names two files, where replicas differ."""
     for other in copies[1:]:
-        if compare(store, (copies[0], other)) == "different":
+        if not _same(store, (copies[0], other)):
             one, two = (
                 next((e.file for e in c.locate(c.box) if e.box.intersect(c.box)), "?") for c in (copies[0], other)
             )
+            which = f"{one} and {two}" if one != two else f"the parts of the tensor-parallel ranks in {one}"
             raise IntegrityError(
-                f"{key}: {one} and {two} should hold the same, and do not",
+                f"{key}: {which} should hold the same, and do not",
                 hint="files of different saves are mixed in one folder, or the ranks' copies had come apart in "
                 "training; if it is cut instead, say how: DeepSpeed(layout=…)",
             )
 
 
+def _by_sums(copies: Sequence[Copy]) -> bool | None:
+    """Whether the CRC-32s of tensors that have records of their own are equal; None where one is not known."""
+    sums = [_own_sum(copy) for copy in copies]
+    return len(set(sums)) == 1 if all(sums) else None
+
+
 def _own_sum(copy: Copy) -> int:
-    """The CRC-32 of a tensor that has a record of its own; 0 where it is not known."""
     if copy.whole is None:
         return 0
     file, tensor = copy.whole
@@ -114,18 +160,22 @@ def _own_sum(copy: Copy) -> int:
 
 
 def _ranges(copy: Copy, *, short: bool) -> Iterable[tuple[int, int]]:
-    """Flat ranges of a copy to compare; a short one only tells a constant."""
+    """Flat ranges of a copy to compare; short ones only tell what is repeated."""
     size = copy.box.size
-    place = _PLACE // copy.itemsize
-    if short:
-        return [(0, min(size, place))] if size else []
-    if size * copy.itemsize <= _WHOLE:
+    few, place = _FIRST // copy.itemsize, _PLACE // copy.itemsize
+    if size <= 4 * few:
         return [(0, size)] if size else []
+    row = size // copy.box.shape[0]
+    first = [(0, few), *([(row, min(size, row + few))] if few < row < size else [])]
+    if short:
+        return [*first, (0, min(size, place))]
+    if size * copy.itemsize <= _WHOLE:
+        return [*first, (0, size)]
     step = (size - place) // (_PLACES - 1)
-    return [(i * step, i * step + place) for i in range(_PLACES)]
+    return [*first, *((i * step, i * step + place) for i in range(_PLACES))]
 
 
-def _read(store: Store, copy: Copy, extents: list[Extent], start: int, stop: int) -> bytes:
+def _read(store: Store, copy: Copy, start: int, stop: int) -> bytes:
     """The bytes of a flat range of a copy."""
     import numpy as np
 
@@ -134,7 +184,7 @@ def _read(store: Store, copy: Copy, extents: list[Extent], start: int, stop: int
         box = part.shift(copy.box.start)
         into = np.zeros(box.shape, f"V{copy.itemsize}")
         left = box.size
-        for extent in extents:
+        for extent in copy.locate(box):
             clip = extent.box.intersect(box)
             if clip is None:
                 continue

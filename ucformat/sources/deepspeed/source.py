@@ -32,7 +32,7 @@ from ucformat.sources.torch_zip import TorchZip
 from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.layout import Layout
@@ -54,6 +54,9 @@ class DeepSpeed(Folders):
             wrongly: a layout whose rules are over the axis `tp`, or the name of a preset (`llama`,
             `megatron-deepspeed`, `megatron-deepspeed-swiglu`). Parameters that no rule is for are read as without it.
         vocab: rows of the vocabulary without its padding, where the layout says `pad_to`.
+        cuts: the same in a word for each pattern of names (a glob or `/regex/`): `replicate`, `mean`, `halves` (two
+            tensors, one after the other, of which each is cut), or the dim along which the ranks' parts are joined. It
+            goes before `layout`.
     """
 
     kind = "deepspeed"
@@ -66,8 +69,10 @@ class DeepSpeed(Folders):
         groups: Sequence[Sequence[str]] | None = None,
         layout: Layout | str | None = None,
         vocab: int | None = None,
+        cuts: Mapping[str, str | int] | None = None,
     ) -> None:
         self.allow, self.groups, self.layout, self.vocab = tuple(allow), groups, layout, vocab
+        self.cuts = cuts
 
     def marks(self, name: str) -> bool:
         """Whether a folder with a file of this name is a tag folder."""
@@ -99,7 +104,7 @@ class OpenDeepSpeed:
         self._files = files
         degrees, stages = _read(store, files, how)
         models = [m for slices in stages for of in slices for m in of.models]
-        guide = Guide(models, degrees.tp, how.layout, how.vocab)
+        guide = Guide(models, degrees.tp, how.layout, how.vocab, how.cuts)
         merged = Merged(store, stages, guide)
         contents = self._contents = merged.contents
         contents.groups = merge_groups(stages)

@@ -23,6 +23,7 @@ from ucformat.sources.deepspeed.contents import hyper_parameters, load_all, need
 from ucformat.sources.deepspeed.degrees import Degrees
 from ucformat.sources.deepspeed.folder import Files, list_files
 from ucformat.sources.deepspeed.guide import Guide
+from ucformat.sources.deepspeed.joins import take_apart
 from ucformat.sources.deepspeed.merge import Merged, roster
 from ucformat.sources.deepspeed.model import ModelStates
 from ucformat.sources.deepspeed.objects import Objects
@@ -64,7 +65,7 @@ class OpenUniversal:
         files = list_files(store, tag, universal=True)
         self._check_finished(prefix, names, files)
         self._degrees, self._stages, lost = _read_models(store, files, how)
-        contents = self._add_weights(how)
+        contents = self._add_weights(how, keys)
         self._add_atoms(keys, how, contents)
         found = {key.name for key in contents.infos}
         lost = [name for name in lost if name not in found]
@@ -117,13 +118,16 @@ class OpenUniversal:
                 hint="run ds_to_universal.py again, or convert the original checkpoint with ucformat",
             )
 
-    def _add_weights(self, how: DeepSpeed) -> Contents:
-        """What the model states hold, over all model-parallel ranks."""
+    def _add_weights(self, how: DeepSpeed, keys: dict[str, dict[str, str]]) -> Contents:
+        """What the model states hold, over all model-parallel ranks, and atoms that the converter joined unasked."""
         self._means: Mapping[Key, tuple[Key, ...]] = {}
         self._contents = Contents()
+        self._taken: dict[str, list[Atom]] = {}
         if self._stages:
             models = [m for slices in self._stages for of in slices for m in of.models]
-            merged = Merged(self.store, self._stages, Guide(models, self._degrees.tp, how.layout, how.vocab))
+            guide = Guide(models, self._degrees.tp, how.layout, how.vocab, how.cuts)
+            self._taken = take_apart(self.store, self._stages, guide.info, keys, how.allow)
+            merged = Merged(self.store, self._stages, guide)
             self._contents, self._means = merged.contents, merged.means
         return self._contents
 
@@ -145,13 +149,14 @@ class OpenUniversal:
             )
         copies = {n for n, states in keys.items() if trained and n not in trained and states.keys() == {"fp32"}}
         copies &= shapes.keys() | self._aliases().keys()
-        wanted = {name: states for name, states in keys.items() if name not in copies}
-        atoms = read_atoms(self.store, wanted, shapes, how.allow)
+        wanted = {name: states for name, states in keys.items() if name not in copies and name not in self._taken}
+        read = read_atoms(self.store, wanted, shapes, how.allow) | self._taken
+        atoms = {name: read[name] for name in keys if name in read}
         for name, held in atoms.items():
             if len(held) == 1 and held[0].bare and Key(name, "weight") in contents.infos:
                 continue  # never had a gradient, so that the converter took the weight
             for atom in held:
-                if atom.value is None:
+                if atom.value is None and Key(name, atom.state) not in contents.infos:
                     contents.add(name, atom.state, atom.dtype, atom.shape, lambda _, atom=atom: iter(atom.extents))  # type: ignore[misc]
         together: list[Iterable[str]] = [*groups] or [atoms]
         for names in together:
@@ -242,7 +247,7 @@ def _read_models(store: Store, files: Files, how: DeepSpeed) -> tuple[Degrees, l
     rows = load_all(lambda key: TorchFile(store, key, allow=how.allow), files.models)
     models = [[ModelStates(file) for file in row] for row in rows]
     first = models[0][0]
-    degrees = Degrees.of(files, first, universal=True)
+    degrees = Degrees.of(files, first, others=[row[0] for row in models])
     shared = first.aliases(zero3=files.zero3)
     stages: list[list[Slice]] = []
     lost: dict[str, None] = {}

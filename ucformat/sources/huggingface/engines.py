@@ -58,11 +58,12 @@ def open_engine(
     contents: Contents,
     allow: tuple[str, ...],
     groups: Mapping[str, Sequence[Sequence[str]]],
+    cuts: Mapping[str, Any],
 ) -> Engine:
     """Add the engine's tensors to the contents."""
     engine = Engine()
     if found.deepspeed:
-        _add(DeepSpeed(allow=allow, groups=groups.get("optimizer")).open(store), "", engine, contents)
+        _add(DeepSpeed(allow=allow, groups=groups.get("optimizer"), **cuts).open(store), "", engine, contents)
         engine.described = _named(engine.sources[0])
     elif found.fsdp_models:
         _sharded(store, found, engine, contents)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ucformat.geometry.box import Box
+    from ucformat.geometry.layout import Layout
     from ucformat.geometry.tensor import Extent, Key
     from ucformat.sources.huggingface.folder import Contained
     from ucformat.storage.base import Info, Store
@@ -30,16 +31,22 @@ class HuggingFace(Folders):
 
     `allow` names packages of your own whose pickled classes become inert stand-ins instead of being refused. `groups`
     gives, by the name of an optimizer (`optimizer`), the parameters of each of its groups, in order, where the files do
-    not tell them.
+    not tell them. `layout` and `cuts` are DeepSpeed's: how parameters lie over tensor-parallel ranks.
     """
 
     kind = "huggingface"
     title = "Hugging Face Trainer and Accelerate"
 
     def __init__(
-        self, *, allow: Sequence[str] = (), groups: Mapping[str, Sequence[Sequence[str]]] | None = None
+        self,
+        *,
+        allow: Sequence[str] = (),
+        groups: Mapping[str, Sequence[Sequence[str]]] | None = None,
+        layout: Layout | str | None = None,
+        cuts: Mapping[str, str | int] | None = None,
     ) -> None:
         self._allow, self._groups = tuple(allow), dict(groups or {})
+        self._cuts: dict[str, Any] = {"layout": layout, "cuts": cuts}
 
     def marks(self, name: str) -> bool:
         """Whether only Trainer or Accelerate call a file so."""
@@ -53,7 +60,7 @@ class HuggingFace(Folders):
         """Open it: what the engine inside reads, and the small files beside it."""
         infos = root_files(store)
         found = classify(infos, store.url)
-        return OpenHuggingFace(store, found, infos, self._allow, self._groups)
+        return OpenHuggingFace(store, found, infos, self._allow, self._groups, self._cuts)
 
 
 class OpenHuggingFace:
@@ -68,9 +75,10 @@ class OpenHuggingFace:
         infos: Mapping[str, Info],
         allow: tuple[str, ...],
         groups: Mapping[str, Sequence[Sequence[str]]],
+        cuts: Mapping[str, Any],
     ) -> None:
         self.store, self.contents = store, Contents()
-        engine = open_engine(store, found, infos, self.contents, allow, groups)
+        engine = open_engine(store, found, infos, self.contents, allow, groups, cuts)
         self._engine = engine
         values = [*found.values.values(), *(f for by_rank in found.ranked.values() for f in by_rank.values())]
         self._zips = [*engine.zips, *values]
