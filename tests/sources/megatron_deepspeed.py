@@ -271,7 +271,7 @@ class _Writer:
         model, frozen = self.model, [n for n in mine if n in self.model.frozen]
         held = {n: torch.empty(0, dtype=w.dtype) if self.zero == 3 else w for n, w in weights.items()}
         fragments = {n: _part(weights[n].reshape(-1), r, self.dp) for n in frozen}
-        value = {
+        value: dict[str, Any] = {
             "module": None if model.pipe else _nested(held) if self.nested else held,
             "buffer_names": [],
             "optimizer": None,

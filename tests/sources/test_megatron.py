@@ -16,6 +16,8 @@ from tests.sources.suite import DATA, Sample, SourceSuite, kept, read_whole
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import AmbiguousLayout, IntegrityError, MissingData, NotFound, Refused, UcformatError, UsageError
 from ucformat.sources.megatron import Megatron
+from ucformat.sources.megatron.arguments import Arguments
+from ucformat.sources.megatron.cuts import Cuts
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:
@@ -393,3 +395,55 @@ def test_hostile_metadata_is_an_error_of_ours(tmp_path: Path) -> None:
         path.write_bytes(hurt)
         with suppress(UcformatError):
             read_whole(open_checkpoint(path.parent))
+
+
+class TestEvidence:
+    """A name is no proof against the bytes of the parts."""
+
+    def test_a_plain_layer_called_as_a_row_parallel_one(self, copied: Any) -> None:
+        """BERT's pooler and the layer before its vocabulary are on every rank."""
+        import torch
+
+        folder = copied("tp2-tied", "classic")
+        dense = torch.arange(6.0).reshape(2, 3)
+        names = ("pooler.dense.weight", "lm_head.dense.weight")
+        rewrite(folder, lambda s, _: s["model"].update(dict.fromkeys(names, dense)))
+        ck = opened(folder, optimizer=False)
+        for name in names:
+            assert ck[name].read().tolist() == dense.tolist()
+
+    def test_equal_parts_of_what_a_name_calls_cut_are_a_doubt(self, copied: Any) -> None:
+        import torch
+
+        folder = copied("tp2-tied", "classic")
+        name, part = "x.mlp.linear_fc2.weight", torch.arange(6.0).reshape(2, 3)
+        rewrite(folder, lambda s, _: s["model"].update({name: part}))
+        with pytest.raises(AmbiguousLayout, match=r"x\.mlp\.linear_fc2\.weight \(parts of \[2, 3\]\)") as found:
+            opened(folder, optimizer=False)
+        assert f"--source 'cuts={name}=0'" in str(found.value.hint)
+        assert opened(folder, optimizer=False, cuts={"x.*": "replicate"})[name].read().tolist() == part.tolist()
+        assert opened(folder, optimizer=False, cuts={"x.*": 1})[name].shape == (2, 6)
+        rewrite(folder, lambda s, t: s["model"].update({name: part + t}))
+        assert opened(folder, optimizer=False)[name].shape == (2, 6)
+        rewrite(folder, lambda s, _: s["model"].update({name: torch.zeros(2, 3)}))  # zeros contradict nothing
+        assert opened(folder, optimizer=False)[name].shape == (2, 6)
+
+    def test_keys_and_values_that_several_ranks_hold(self) -> None:
+        shapes = {"a.linear_qkv.weight": ((4, 3), (4, 3))}
+        assert Cuts(shapes, 3, [], 2).decide(lambda _: "different")["a.linear_qkv.weight"].shape == (8, 3)
+        with pytest.raises(AmbiguousLayout, match="linear_qkv"):
+            Cuts(shapes, 3, [], 1).decide(lambda _: "different")
+
+    @pytest.mark.parametrize(
+        ("args", "rows"),
+        [
+            ({"vocab_size": 17, "padded_vocab_size": 32}, 17),
+            ({"vocab_size": 17, "padded_vocab_size": 64}, 32),
+            ({"vocab_size": 17}, 32),
+            ({"vocab_size": 17, "make_vocab_size_divisible_by": 16, "tensor_model_parallel_size": 2}, 17),
+            ({"vocab_size": 17, "make_vocab_size_divisible_by": 16}, 17),
+            ({"vocab_size": 15, "make_vocab_size_divisible_by": 16}, 32),
+        ],
+    )
+    def test_rows_beyond_the_vocabulary_are_padding_where_that_is_told(self, args: dict[str, int], rows: int) -> None:
+        assert Arguments.of(args, None, "file").rows("embedding.word_embeddings.weight", 32) == rows

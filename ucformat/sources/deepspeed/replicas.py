@@ -1,7 +1,7 @@
 """Whether what several files hold of one tensor is the same, without reading more than needed.
 
 The zip directory's CRC-32 tells where a tensor has a record of its own. Others are read and compared: the first
-kilobyte, which tells most that differ; then whole up to 1 MiB, larger ones in 16 places of 64 KiB.
+elements, which tell most that differ; then whole up to 1 MiB, larger ones in 16 places of 64 KiB.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Verdict = Literal["equal", "constant", "different"]
 
 _WHOLE = 1 << 20
 _PLACES, _PLACE = 16, 1 << 16
-_FIRST = 1 << 10
+_FIRST, _FEW = 1 << 9, 8  # bytes, and elements of a small tensor
 
 
 class LocalContents(Contents):
@@ -164,7 +164,7 @@ def _ranges(copy: Copy, *, short: bool) -> Iterable[tuple[int, int]]:
     size = copy.box.size
     few, place = _FIRST // copy.itemsize, _PLACE // copy.itemsize
     if size <= 4 * few:
-        return [(0, size)] if size else []
+        return [(0, _FEW), (0, size)] if size > _FEW else [(0, size)] if size else []
     row = size // copy.box.shape[0]
     first = [(0, few), *([(row, min(size, row + few))] if few < row < size else [])]
     if short:

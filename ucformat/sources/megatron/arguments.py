@@ -67,6 +67,10 @@ class Arguments:
             return stored
         told = self.vocab_size
         if told is None:
+            size, unit = self.number("vocab_size"), self.number("make_vocab_size_divisible_by")
             padded = self.number("padded_vocab_size")
-            told = self.number("vocab_size") if padded in (None, stored) else None
+            if padded is None and size and unit:
+                unit *= self.degree("tensor_model_parallel_size") or 1
+                padded = -(-size // unit) * unit
+            told = size if padded == stored else None  # else what the rows beyond it are is not told
         return told if told is not None and 0 < told < stored else stored

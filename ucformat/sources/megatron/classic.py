@@ -13,6 +13,7 @@ from ucformat.facts import Facts
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key
 from ucformat.sources.contents import Contents, Group
+from ucformat.sources.cuts import layout_of_cuts
 from ucformat.sources.deepspeed.readings import Reading, replicate
 from ucformat.sources.deepspeed.replicas import Copy, LocalContents, compare
 from ucformat.sources.megatron.cuts import Cuts
@@ -130,11 +131,13 @@ class OpenClassic:
                 hint="save it with --ckpt-format torch_dist",
             )
 
-        def verdict(name: str) -> Verdict:
-            key = Key(name, "weight")
-            return compare(self.store, [holders[key][t][0].copy(key) for t in range(self._degree)])
-
-        readings = Cuts({n: s for n, s in shapes.items() if n not in whole}, self._version, how.layout).decide(verdict)
+        states = sorted({k.state for k in holders}, key=lambda state: state != "weight")
+        given = (layout_of_cuts(how.cuts, self._degree), how.layout)
+        queries = self.args.number("num_query_groups") if self.args.flag("group_query_attention") else None
+        cut = {n: s for n, s in shapes.items() if n not in whole}
+        readings = Cuts(cut, self._version, [g for g in given if g is not None], queries).decide(
+            lambda name: self._verdict(holders, states, name)
+        )
         readings |= {n: replicate(shapes[n]) for n in whole}
         tied = self._tied(holders, readings)
         order = {k.name: i for i, k in enumerate(weights)}
@@ -144,6 +147,17 @@ class OpenClassic:
             if key.name not in tied:
                 self._add(key, holders[key], readings[key.name])
         self.aliases = tied
+
+    def _verdict(self, holders: Mapping[Key, dict[int, list[_Rank]]], states: Sequence[str], name: str) -> Verdict:
+        """Whether the parts of a parameter are equal: by its weight, and by its other states where that is constant."""
+        found: Verdict = "constant"
+        shape = None
+        for key in (k for state in states if (k := Key(name, state)) in holders):
+            copies = [holders[key][t][0].copy(key) for t in range(self._degree)]
+            shape = shape or copies[0].box.shape
+            if found == "constant" and all(c.box.shape == shape for c in copies):
+                found = compare(self.store, copies)
+        return found
 
     def _experts_are_whole(self, shapes: Mapping[str, Sequence[tuple[int, ...]]], name: str) -> bool:
         """Whether each tensor-parallel rank has all of an expert, as its width tells: the arguments name it."""

@@ -5,6 +5,8 @@ is known is on every rank. Of a gated first projection each rank has a part of t
 it is known by its shape, twice as wide as what goes into the second projection. Query, key and value are interleaved
 by head since version 1 of the files, so that a rank's part is a run of heads; in version 0 each part had all queries
 first.
+
+Names are no proof against bytes: what a name calls cut, and is equal on all ranks and not all of one value, is a doubt.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ucformat.errors import AmbiguousLayout, LayoutError
 from ucformat.geometry.placement import Replicate, Shard
+from ucformat.sources.cuts import how_to_say
 from ucformat.sources.deepspeed.readings import TP, Reading, Shapes, concatenate, replicate, shard
 
 if TYPE_CHECKING:
@@ -31,9 +34,10 @@ _COLUMN = re.compile(
     r"(.*\.)?(word_embeddings|word_embeddings_for_head|output_layer)\.weight|(.*\.)?output_layer\.bias",
     re.DOTALL,
 )
-_ROW = re.compile(r"(.*\.)?(linear_proj|linear_fc2|dense|dense_4h_to_h)\.weight\d*", re.DOTALL)
+_ROWS = r"((.*\.)?(linear_proj|linear_fc2|dense_4h_to_h)|(.*\.)?[a-z_]*attention\.dense)"
+_ROW = re.compile(rf"{_ROWS}\.weight\d*", re.DOTALL)
 _SAME = re.compile(
-    r"(.*\.)?(linear_proj|linear_fc2|dense|dense_4h_to_h)\.bias\d*|"
+    rf"{_ROWS}\.bias\d*|"
     r"(.*\.)?([a-z_]*norm|[a-z_]*norm_\d|router|position_embeddings|tokentype_embeddings)\.(weight|bias|expert_bias)|"
     r"(.*\.)?layer_norm_(weight|bias)|(.*\.)?shared_experts\.gate_weight",
     re.DOTALL,
@@ -43,10 +47,15 @@ _LISTED = 20
 
 
 class Cuts:
-    """The readings of all parameters; `version` is the file's `checkpoint_version`."""
+    """The readings of all parameters; `version` is the file's `checkpoint_version`, `layouts` the caller's.
 
-    def __init__(self, shapes: Mapping[str, Shapes], version: float, layout: Layout | None) -> None:
-        self._shapes, self._version, self._layout = shapes, version, layout
+    `queries`: the groups that heads of queries share keys and values in, where the arguments tell it.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, Shapes], version: float, layouts: Sequence[Layout], queries: int | None = None
+    ) -> None:
+        self._shapes, self._version, self._layouts, self._queries = shapes, version, layouts, queries
 
     def decide(self, verdict: Callable[[str], Verdict]) -> dict[str, Reading]:
         """The reading of each parameter; AmbiguousLayout lists those that nothing tells.
@@ -57,11 +66,11 @@ class Cuts:
         doubts: list[str] = []
         for name, shapes in self._shapes.items():
             try:
-                found = self._reading(name, shapes)
+                found = self._told(name, shapes)
+                if found is None:
+                    found = self._by_name(name, shapes, verdict)
             except LayoutError as e:
                 raise type(e)(f"{name}: {e.message}", hint=e.hint) from e
-            if found is None and len(set(shapes)) == 1 and (not shapes[0] or verdict(name) == "equal"):
-                found = replicate(shapes)
             if found is None:
                 doubts.append(name)
             else:
@@ -70,12 +79,27 @@ class Cuts:
             raise self._ambiguous(doubts)
         return out
 
-    def _reading(self, name: str, shapes: Shapes) -> Reading | None:
+    def _told(self, name: str, shapes: Shapes) -> Reading | None:
         if len(shapes) == 1:
             return replicate(shapes)
-        if self._layout is not None and (said := self._said(name, shapes)):
-            return said
+        return next((said for layout in self._layouts if (said := self._said(layout, name, shapes))), None)
+
+    def _by_name(self, name: str, shapes: Shapes, verdict: Callable[[str], Verdict]) -> Reading | None:
+        """What the name says, where the bytes do not contradict it; of other names, what the bytes say."""
+        if _SAME.fullmatch(name):
+            return replicate(shapes)  # which is proved when it is read
+        found = self._cut(name, shapes)
+        if len(set(shapes)) > 1:
+            return found
+        if found is None:
+            return replicate(shapes) if not shapes[0] or verdict(name) == "equal" else None
+        return found if verdict(name) != "equal" else None
+
+    def _cut(self, name: str, shapes: Shapes) -> Reading | None:
+        """How a parameter of this name is cut; None where it is not told, or the name is none that is known."""
         if _QKV.fullmatch(name):
+            if self._queries is not None and self._queries < len(shapes):
+                return None  # several ranks hold the same keys and values
             if self._version < 1:
                 return shard(shapes, Shard(0, TP, parts=(1, 1, 1)))
             return concatenate(shapes, 0)
@@ -86,9 +110,7 @@ class Cuts:
             return shard(shapes, Shard(0, TP, parts=(1, 1))) if gated else concatenate(shapes, 0)
         if _ROW.fullmatch(name):
             return concatenate(shapes, 1)
-        if _COLUMN.fullmatch(name):
-            return concatenate(shapes, 0)
-        return replicate(shapes) if _SAME.fullmatch(name) else None
+        return concatenate(shapes, 0) if _COLUMN.fullmatch(name) else None
 
     def _gated(self, name: str, match: re.Match[str]) -> bool | None:
         """Whether a first projection has two halves: by the width of the second."""
@@ -99,9 +121,9 @@ class Cuts:
             return None
         return rows == 2 * second[0][1]
 
-    def _said(self, name: str, shapes: Shapes) -> Reading | None:
-        """What the caller's layout says of a parameter."""
-        rule = next(iter(self._layout.rules_for(name, ["weight"])), None) if self._layout else None
+    def _said(self, layout: Layout, name: str, shapes: Shapes) -> Reading | None:
+        """What a caller's layout says of a parameter."""
+        rule = next(iter(layout.rules_for(name, ["weight"])), None)
         if rule is None:
             return None
         cuts = [p for p in rule.place if not isinstance(p, Replicate)]
@@ -119,6 +141,7 @@ class Cuts:
         return AmbiguousLayout(
             f"the checkpoint was saved by {ranks} tensor-parallel ranks, and neither Megatron's names nor the bytes "
             "tell how these parameters are cut:\n" + "\n".join(lines),
-            hint="say it in a layout file, and open the checkpoint with Megatron(layout=ucformat.Layout.load(file)):\n"
+            hint=f"say it for each, as in {how_to_say({doubts[0]: '0'})} (or replicate, halves, 1; a pattern may have "
+            "*); or in a layout file, given as Megatron(layout=ucformat.Layout.load(file)) or --source layout=FILE:\n"
             f"    version: 1\n    mesh: {{tp: {ranks}}}\n    rules:\n{example}  # or replicate, shard 1, parts",
         )

@@ -12,7 +12,7 @@ from ucformat.sources.megatron.folder import find_place, is_mark
 from ucformat.sources.megatron.guard import built_by_megatron
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ucformat.geometry.layout import Layout
     from ucformat.storage.base import Store
@@ -32,6 +32,8 @@ class Megatron(Folders):
         optimizer: False leaves the optimizer's states out, where they cannot be named.
         layout: of classic checkpoints, how parameters lie over tensor-parallel ranks where Megatron's own names do not
             tell it: a layout whose rules are over the axis `tp`.
+        cuts: the same in a word for each pattern of names: `replicate`, `halves` (two tensors, one after the other, of
+            which each is cut), or the dim along which the ranks' parts are joined. It goes before `layout`.
     """
 
     kind = "megatron"
@@ -45,9 +47,11 @@ class Megatron(Folders):
         vocab_size: int | None = None,
         optimizer: bool = True,
         layout: Layout | None = None,
+        cuts: Mapping[str, str | int] | None = None,
     ) -> None:
         self.allow = tuple(allow)
         self.stacked, self.vocab_size, self.optimizer, self.layout = stacked, vocab_size, optimizer, layout
+        self.cuts = cuts
 
     def marks(self, name: str) -> bool:
         """Whether a folder with a file of this name is one of Megatron's."""
