@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,9 +35,11 @@ def _catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCP_CATALOG", str(tmp_path / "catalog.db"))
 
 
-def _sample(name: str) -> str:
+def _sample(name: str, copy: Path | None = None) -> str:
+    """Where a sample lies; what is said of it is written beside it, into a copy."""
     at = DATA / name
-    return str(at / "ckpt" if (at / "ckpt").exists() else at)
+    at = at / "ckpt" if (at / "ckpt").exists() else at
+    return str(at if copy is None else shutil.copytree(at, copy / "run" / "src"))
 
 
 @pytest.mark.parametrize(("name", "where"), FOUND)
@@ -60,7 +63,7 @@ def test_what_somebody_says_wins_and_hides_nothing(run: Run, tmp_path: Path) -> 
     said = ["--config", file, "--metric", "val_loss=2.5", "--metric", "mmlu=nan"]
     where = "config.optimizer = 'lion' and config.source.optimizer.type = 'AdamW'"
     where = f"{where} and config.seed = 7 and config.none = 'nan'"
-    source = _sample("deepspeed/tp2-dp2-z1")
+    source = _sample("deepspeed/tp2-dp2-z1", tmp_path)
     first = run("register", "-q", source, *said).stdout
     assert run("ls", "-q", f"{where} and metric.val_loss = 2.5").stdout == first
     converted = run("convert", "-q", source, tmp_path / "a", *said).stdout
@@ -74,7 +77,7 @@ def test_what_somebody_says_wins_and_hides_nothing(run: Run, tmp_path: Path) -> 
 
 
 def test_what_is_known_already_gets_what_is_said_now(run: Run, tmp_path: Path) -> None:
-    source = _sample("deepspeed/tp2-dp2-z1")
+    source = _sample("deepspeed/tp2-dp2-z1", tmp_path)
     entry = run("register", "-q", source).stdout
     file = tmp_path / "more.json"
     file.write_text('{"seed": 8}')
@@ -98,6 +101,7 @@ def test_one_that_was_registered_without_gets_it(run: Run, monkeypatch: pytest.M
 
 
 def test_what_cannot_be_a_configuration_is_an_error(run: Run, committed: Path, tmp_path: Path) -> None:
+    committed = shutil.copytree(committed, tmp_path / "copy")
     file = tmp_path / "more.yaml"
     file.write_text("- 1\n")
     assert "holds no mapping" in run("register", committed, "--config", file, code=2).stderr
