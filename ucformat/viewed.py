@@ -66,16 +66,19 @@ class Viewed:
 
     def means(self, key: Key) -> Iterator[ComputedFile]:
         """The means that a tensor is made of, wholly or in part."""
+        return (file for file, _ in self.computed(key) if file.formula.operation == "mean")
+
+    def computed(self, key: Key) -> Iterator[tuple[ComputedFile, bool]]:
+        """The casts and means that a tensor is made of, wholly or in part; whether a step says so, not the source."""
         views = [self._views[key]]
         while views:
             for part in views.pop().parts:
                 formula = self._formulas.get(part.source)
-                if formula is not None and formula.operation == "mean":
-                    yield self._computed[self._files[part.source]]
                 if formula is not None:
+                    yield self._computed[self._files[part.source]], bool(self.steps)
                     views += formula.inputs
                 elif isinstance(self.base, Viewed):
-                    yield from self.base.means(part.source)
+                    yield from self.base.computed(part.source)
 
     def _shape(self, key: Key) -> tuple[int, ...]:
         formula = self._formulas.get(key)

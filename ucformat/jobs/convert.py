@@ -23,12 +23,13 @@ from ucformat.format.zarr_json import shard_key
 from ucformat.geometry.box import row_major
 from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Key, Piece
+from ucformat.jobs.edges import edges_from
 from ucformat.jobs.run import run as run_tasks
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.spread import spread_of
 from ucformat.jobs.virtual import put_sidecar
 from ucformat.references import open_reference
-from ucformat.schema.manifest import LineageDoc, Manifest
+from ucformat.schema.manifest import Manifest
 from ucformat.settings import allowed_roots
 from ucformat.sources.configuration import with_config
 from ucformat.storage.url import open_store
@@ -194,7 +195,8 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
     """
     objects, assets = attempt.folder("objects"), attempt.folder("assets")
     names = {t.name for t in tensors}
-    spread = spread_of(source.source, [Key(t.name, t.state) for t in tensors])
+    keys = [Key(t.name, t.state) for t in tensors]
+    spread = spread_of(source.source, keys)
     values = {**source.objects, "spread": spread} if spread else source.objects
     made = Manifest(
         id=new_id(),
@@ -207,7 +209,7 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
         step=source.facts.step,
         layout=dict(source.facts.layout),
         groups=group_docs(source.facts),
-        lineage=(_lineage(source),),
+        lineage=edges_from(source, keys),
         aliases={a: n for a, n in source.aliases.items() if n in names},
         objects=put_file(store, f"{objects}/objects.json", json.dumps(values, indent=1).encode()),
         assets={
@@ -276,8 +278,3 @@ def _write_metadata(store: Store, attempt: Attempt, arrays: Sequence[Array]) -> 
 def _producer(source: Checkpoint) -> dict[str, str]:
     engine = {f"engine.{k}": v for k, v in source.facts.engine.items()}
     return {"ucformat": __version__, "python": platform.python_version(), **engine}
-
-
-def _lineage(source: Checkpoint) -> LineageDoc:
-    origin = Checkpoint(source.origin)
-    return LineageDoc(kind="convert", url=source.home, id=origin.id, engine=dict(source.facts.engine))
