@@ -61,6 +61,8 @@ def write_packed(store: Store, arrays: Arrays, ranks: int = 3, block_bytes: int 
         extents.append(found)
     for k, file in enumerate(files):
         put_file(store, f"data/{attempt.id}/rank{k}.bin", bytes(file))
+    stored = {n for n, _ in arrays}
+    facts = {**FACTS, "aliases": {a: n for a, n in FACTS["aliases"].items() if n in stored}, **facts}
     data, path = encode(extents), f"data/{attempt.id}/extents.safetensors"
     put_file(store, path, data)
     manifest = Manifest(
@@ -74,7 +76,7 @@ def write_packed(store: Store, arrays: Arrays, ranks: int = 3, block_bytes: int 
             for (n, s), a in arrays.items()
         ),
         sidecar=SidecarDoc(path=path, nbytes=len(data), digest=bytes_digest(data)),
-        **{**FACTS, **facts},
+        **facts,
     )
     commit(store, attempt, manifest)
     return ucformat.open(store)

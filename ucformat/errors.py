@@ -13,6 +13,7 @@
     ├── Conflict        FileExistsError   4      somebody else committed, or changed what was read
     ├── IntegrityError                    5      bytes are missing, truncated or not what they should be
     │   ├── ChecksumError                        a stored checksum does not match the bytes
+    │   ├── Inconsistent                         a manifest or sidecar that contradicts itself
     │   └── MissingData                          a file or part that must be there is not
     ├── Refused         PermissionError   6      unsafe, or not possible in this place
     ├── Uncertain                         1      no answer came: it may have been written, or not
@@ -23,11 +24,14 @@ Each carries `hint`, what to do next, which `str()` shows on a line of its own. 
 
 from __future__ import annotations
 
+from functools import partial
+
 __all__ = [
     "AmbiguousLayout",
     "ChecksumError",
     "Conflict",
     "CoverageError",
+    "Inconsistent",
     "IntegrityError",
     "LayoutError",
     "MissingData",
@@ -121,6 +125,17 @@ class IntegrityError(UcformatError):
 
 class ChecksumError(IntegrityError):
     """A stored checksum does not match the bytes that were read."""
+
+
+class Inconsistent(IntegrityError):
+    """A manifest or a sidecar that contradicts itself; `problems` has all that is wrong with it."""
+
+    def __init__(self, message: str, *, hint: str | None = None, problems: tuple[object, ...] = ()) -> None:
+        super().__init__(message, hint=hint)
+        self.problems = problems
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (partial(type(self), problems=self.problems, hint=self.hint), (self.message,))
 
 
 class MissingData(IntegrityError):

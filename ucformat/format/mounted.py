@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from ucformat.errors import IntegrityError, MissingData, NotFound, Refused
+from ucformat.format.structure import MOUNT
 from ucformat.storage.lending import lend
 from ucformat.storage.url import open_store, split_url
 from ucformat.storage.wrapped import WrappedStore
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MOUNT", "MountedStore", "is_below", "mounted"]
 
-MOUNT = "roots/"
 _DIGITS = 10  # of the number of a root
 
 

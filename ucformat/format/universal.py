@@ -11,8 +11,10 @@ from ucformat.format.chunking import Grid
 from ucformat.format.commit import MANIFEST, read_manifest
 from ucformat.format.digest import bytes_digest
 from ucformat.format.mounted import MountedStore
+from ucformat.format.structure import manifest_problems, refuse
 from ucformat.format.zarr_json import shard_key
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
+from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.storage.watched import Watched
 
 if TYPE_CHECKING:
@@ -26,21 +28,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Universal", "grid_of"]
 
-_MOST_DIMS, _LARGEST = 64, 1 << 62  # torch's own limit, and what offsets can say
-_LARGE = 256 << 20  # bytes; _MANY and _TOO_MANY are numbers of shards
-_MANY = 10_000
-_TOO_MANY = 10_000_000
+_LARGE = 256 << 20  # bytes
+_MANY = 10_000  # shards
 
 
 def grid_of(doc: TensorDoc) -> Grid:
-    """The grid of an array; IntegrityError where the manifest contradicts itself."""
-    ok = doc.chunk is not None and doc.shard is not None and len(doc.shape) == len(doc.chunk) == len(doc.shard)
-    if not ok or any(s % c for s, c in zip(doc.shard or (), doc.chunk or (), strict=True)):
-        raise IntegrityError(f"{doc.name} ({doc.state}): the manifest gives it an impossible chunk grid")
-    info = TensorInfo(doc.name, doc.state, doc.dtype, doc.shape)
-    if info.nbytes != doc.nbytes:
-        raise IntegrityError(f"{info.key}: the manifest says {doc.nbytes} bytes, its shape has {info.nbytes}")
-    return Grid(doc.shape, doc.chunk or (), doc.shard or (), info.itemsize)
+    """The grid of an array of a manifest that was opened."""
+    return Grid(doc.shape, doc.chunk or (), doc.shard or (), ITEMSIZE[doc.dtype])
 
 
 class Universal:
@@ -58,15 +52,11 @@ class Universal:
         watching = store if isinstance(store, Watched) else Watched(store)
         self.store: Store = watching
         self.manifest = manifest or read_manifest(watching)[0]
+        refuse(store.url, manifest_problems(self.manifest))
         sidecar = self.manifest.sidecar
         if sidecar is not None and sidecar.roots:
             watching.inner = MountedStore(watching.inner, sidecar, roots)
         self.docs: Mapping[Key, TensorDoc] = {Key(d.name, d.state): d for d in self.manifest.tensors}
-        if len(self.docs) != len(self.manifest.tensors):
-            raise IntegrityError(f"{store.url}: the manifest lists a tensor twice")
-        for doc in self.manifest.tensors:
-            if len(doc.shape) > _MOST_DIMS or max(doc.shape, default=0) > _LARGEST:
-                raise IntegrityError(f"{store.url}: the manifest gives {doc.name} ({doc.state}) an impossible shape")
         infos = tuple(TensorInfo(d.name, d.state, d.dtype, d.shape) for d in self.manifest.tensors)
         m = self.manifest
         self.facts = Facts(
@@ -101,9 +91,10 @@ class Universal:
             data = self.store.read(doc.path)
         except NotFound as error:
             raise MissingData(error.message) from error
-        if bytes_digest(data) != doc.digest:
+        if len(data) != doc.nbytes or bytes_digest(data) != doc.digest:
+            what = "its digest differs" if len(data) == doc.nbytes else f"{len(data)} bytes instead of {doc.nbytes}"
             raise IntegrityError(
-                f"{self.store.url}/{doc.path} is not what was committed (its digest differs)",
+                f"{self.store.url}/{doc.path} is not what was committed ({what})",
                 hint="restore it from another copy of the checkpoint",
             )
         return data
@@ -132,21 +123,28 @@ class Universal:
                 size, expected = self.store.info(key).size, grid.file_nbytes(shard)
             except NotFound as error:
                 raise MissingData(f"{doc.name} ({doc.state}): {error.message}") from error
-            if size != expected or grid.count > _TOO_MANY:
+            if size != expected:
                 raise IntegrityError(
-                    f"{doc.name} ({doc.state}): {key} has {size} bytes instead of {expected}, or the manifest gives it "
-                    f"an impossible number of shards ({grid.count})",
+                    f"{doc.name} ({doc.state}): {key} has {size} bytes instead of {expected}",
                     hint="restore the file and the manifest from another copy",
                 )
 
     def sidecar(self) -> Sidecar:
         """The extents of the tensors that are not arrays; read and checked once, when they are first needed."""
         if self._sidecar is None:
-            doc = self.manifest.sidecar
-            if doc is None:
-                raise IntegrityError(f"{self.store.url}: the manifest has tensors without a path and no sidecar")
-            from ucformat.format.sidecar import decode  # only this needs NumPy
+            from ucformat.format.extents import extent_problems
 
-            where = f"{self.store.url}/{doc.path}"
-            self._sidecar = decode(self.read_file(doc), [len(t.shape) for t in self.manifest.tensors], where)
+            found = self.read_sidecar()
+            refuse(self.store.url, extent_problems(self.manifest, found))
+            self._sidecar = found
         return self._sidecar
+
+    def read_sidecar(self) -> Sidecar:
+        """The extents as they are listed: only that the columns fit each other is checked."""
+        doc = self.manifest.sidecar
+        if doc is None:
+            raise IntegrityError(f"{self.store.url}: the manifest has no sidecar")
+        from ucformat.format.sidecar import decode
+
+        where = f"{self.store.url}/{doc.path}"
+        return decode(self.read_file(doc), [len(t.shape) for t in self.manifest.tensors], where)

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import json
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import ChecksumError, NotFound, UcformatError
+from ucformat.errors import ChecksumError, CoverageError, Inconsistent, IntegrityError, NotFound, Refused, UcformatError
 from ucformat.format.blocks import is_whole
 from ucformat.format.digest import file_digest, tensor_digest
+from ucformat.format.extents import coverage_problem
+from ucformat.format.extents import problems as structural
 from ucformat.format.shard import check_shard
+from ucformat.format.structure import Problem
 from ucformat.format.universal import Universal, grid_of
 from ucformat.format.zarr_json import array_json, shard_key
-from ucformat.geometry.coverage import prove
-from ucformat.geometry.tensor import Key, Tiles
+from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.jobs.record import record_verification
+from ucformat.jobs.replicas import unequal_replicas
 from ucformat.jobs.run import run, workers_for
 from ucformat.references import open_reference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from os import PathLike
 
     from ucformat.format.chunking import Grid
+    from ucformat.format.sidecar import Sidecar
     from ucformat.geometry.tensor import Block, Extent
     from ucformat.schema.manifest import FileDoc, SourceFileDoc, TensorDoc
     from ucformat.sources.base import OpenSource, Record
@@ -34,22 +40,6 @@ __all__ = ["Problem", "Report", "damaged_block", "describes", "verify", "verify_
 
 _BLOCK = 4 << 20  # bytes of a record that are held at once
 _NAMED = 5  # of the tensors in a damaged record, so many are named
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing that is wrong; `chunk` are a damaged chunk's coordinates in the tensor's chunk grid."""
-
-    file: str
-    reason: str
-    name: str | None = None
-    state: str | None = None
-    chunk: tuple[int, ...] | None = None
-
-    def __str__(self) -> str:
-        tensor = "" if self.name is None else f"{self.name} ({self.state})"
-        chunk = "" if self.chunk is None else f" chunk {list(self.chunk)}"
-        return f"{tensor}{chunk}{': ' if tensor else ''}{self.reason} [{self.file}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,29 +77,38 @@ class _Check:
     verified: int
     unverified: int
     run: Callable[[], tuple[bytes, list[Problem]]]
+    replicas: tuple[TensorInfo, tuple[Extent, ...]] | None = None  # the extents, where some are of one box
 
 
 def verify(
     place: str | PathLike[str] | Store | Checkpoint,
     workers: int | None = None,
     *,
+    options: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
     """Read every byte of a checkpoint and compare it with its checksums and digests.
 
-    Of a foreign checkpoint: that every extent lies inside its file, and the CRC-32 of every record of its zip files
-    that has one (torch computes them unless it is told not to). The catalog, if it knows the checkpoint,
+    Whether the manifest and the sidecar are consistent, the extents cover their tensors, and replicas are equal is
+    asked too. Of a foreign checkpoint: that every extent lies inside its file, and the CRC-32 of every record of its
+    zip files that has one (torch computes them unless it is told not to). The catalog, if it knows the checkpoint,
     is told what was found.
 
     Args:
         place: a checkpoint, or where one lies.
         workers: files read at once (default: one for each core; for object stores eight at least).
+        options: what the files of a foreign checkpoint do not say, as `open` takes it.
         progress: called with the bytes done and the bytes in all.
 
     Raises:
         NotACheckpoint: nothing is committed there.
+        AmbiguousLayout: the files of a foreign checkpoint can be read in two ways.
     """
-    ck = place if isinstance(place, Checkpoint) else open_reference(place)
+    try:
+        ck = place if isinstance(place, Checkpoint) else open_reference(place, options=options)
+    except Inconsistent as error:  # what it says cannot be, so that there is nothing to compare its bytes with
+        found = tuple(p for p in error.problems if isinstance(p, Problem))
+        return Report(str(getattr(place, "url", place)), Universal.kind, 0, 0, 0, found)
     source = ck.origin
     checks = list(_universal(source) if isinstance(source, Universal) else _foreign(ck))
     total, done = sum(c.verified + c.unverified for c in checks), 0
@@ -124,6 +123,9 @@ def verify(
             progress(done, total)
     if isinstance(source, Universal):
         problems += wrong_digests(source, leaves, {(p.name, p.state) for p in problems})
+    replicas = (c.replicas for c in checks if c.replicas is not None)
+    for _, wrong in run(partial(_unequal, source.store, {p.file for p in problems}), replicas, workers):
+        problems += wrong
     report = Report(
         ck.url,
         ck.kind,
@@ -141,17 +143,20 @@ def _universal(source: Universal) -> Iterator[_Check]:
     files = [*manifest.assets.values(), *(f for f in (manifest.objects, manifest.sidecar) if f is not None)]
     for doc in files:
         yield _Check(None, (), doc.nbytes, 0, lambda d=doc: (b"", _file(source, d)))  # type: ignore[misc]
-    # What a damaged sidecar says cannot be believed; the damage is reported above.
-    believed = manifest.sidecar is None or not _file(source, manifest.sidecar)
+    wrong, sidecar = _structure(source)
+    yield _Check(None, (), 0, 0, lambda: (b"", wrong))
+    unsound = {(p.name, p.state) for p in wrong}
     sources = () if manifest.sidecar is None else manifest.sidecar.sources
     compared = {f.path for f in sources if f.digest is not None}  # as a whole
     for f in sources:
         yield _Check(None, (), f.nbytes if f.path in compared else 0, 0, lambda f=f: (b"", source_file(source, f)))  # type: ignore[misc]
+    numbers = {key: n for n, key in enumerate(source.docs)}
     for key, tensor in source.docs.items():
         if tensor.path is None:
-            if believed:
-                extents = [e for e in source.extents(key) if not isinstance(e, Tiles)]
-                yield _extents(store, key, 0 if {e.file for e in extents} <= compared else tensor.nbytes, extents)
+            if sidecar is not None and key not in unsound:
+                extents = list(sidecar.extents(numbers[key]))
+                info = TensorInfo(tensor.name, tensor.state, tensor.dtype, tensor.shape)
+                yield _extents(store, info, 0 if {e.file for e in extents} <= compared else tensor.nbytes, extents)
             continue
         grid = grid_of(tensor)
         yield _Check(None, (), 0, 0, lambda k=key, g=grid: (b"", _metadata(source, k, g)))  # type: ignore[misc]
@@ -165,10 +170,26 @@ def _universal(source: Universal) -> Iterator[_Check]:
             )
 
 
+def _structure(source: Universal) -> tuple[list[Problem], Sidecar | None]:
+    """What is wrong with what the checkpoint says of itself, and the sidecar if it can be believed."""
+    doc = source.manifest.sidecar
+    if doc is None or _file(source, doc):  # its damage is reported with that of the other files
+        return list(structural(source.manifest, None)), None
+    try:
+        sidecar = source.read_sidecar()
+    except UcformatError as error:
+        return [Problem(doc.path, error.message)], None
+    return list(structural(source.manifest, sidecar)), sidecar
+
+
 def verify_shard(source: Universal, key: Key, grid: Grid, shard: tuple[int, ...]) -> tuple[bytes, list[Problem]]:
     """The digests of the chunks of a shard's file, and what is wrong with it."""
     path = source.docs[key].path or ""
-    leaves, damages = check_shard(source.store, shard_key(path, shard), grid, shard)
+    file = shard_key(path, shard)
+    try:
+        leaves, damages = check_shard(source.store, file, grid, shard)
+    except (IntegrityError, Refused) as error:
+        return b"", [Problem(file, error.message, key.name, key.state)]
     return leaves, [Problem(d.file, d.reason, key.name, key.state, d.chunk) for d in damages]
 
 
@@ -227,12 +248,22 @@ def _foreign(ck: Checkpoint) -> Iterator[_Check]:
     assert not isinstance(source, Universal)  # noqa: S101
     records = list(source.records())
     in_records = {r.file for r in records}  # their bytes are counted there
-    for info in source.facts.roster.tensors:
-        for key in source.facts.means.get(info.key, (info.key,)):
-            extents = list(source.extents(key))
-            prove(info, [(e.file, e.box) for e in extents])
+    named: set[str] = set()
+    for stored in source.facts.roster.tensors:
+        for key in source.facts.means.get(stored.key, (stored.key,)):
+            info = TensorInfo(*key, stored.dtype, stored.shape)
+            try:
+                extents = list(source.extents(key))
+                reason = coverage_problem(info, extents)
+            except (IntegrityError, CoverageError) as error:
+                extents, reason = [], error.message
+            if reason is not None:
+                wrong = [] if reason in named else [Problem(ck.home, reason, *key)]  # a file that cannot be read: once
+                named.add(reason)
+                yield _Check(None, (), 0, 0, lambda w=wrong: (b"", w))  # type: ignore[misc]
+                continue
             apart = sum(e.box.size for e in extents if e.file not in in_records) * info.itemsize
-            yield _extents(source.store, key, min(apart, info.nbytes), extents)
+            yield _extents(source.store, info, min(apart, info.nbytes), extents)
     for r in records:
         counted = (0, r.nbytes) if r.crc32 is None else (r.nbytes, 0)
         yield _Check(None, (), *counted, lambda r=r: (b"", _record(source, r)))  # type: ignore[misc]
@@ -264,14 +295,16 @@ def _record(source: OpenSource, record: Record) -> list[Problem]:
 def _tensors_in(source: OpenSource, file: str, start: int, stop: int) -> Iterator[Key]:
     """The tensors that have bytes between these of a file."""
     for info in source.facts.roster.tensors:
-        for e in source.extents(info.key):
-            if e.file == file and e.box.size and e.offset < stop and e.last + info.itemsize > start:
-                yield info.key
-                break
+        with suppress(IntegrityError, CoverageError):  # that is a problem of its own
+            for e in source.extents(info.key):
+                if e.file == file and e.box.size and e.offset < stop and e.last + info.itemsize > start:
+                    yield info.key
+                    break
 
 
-def _extents(store: Store, key: Key, nbytes: int, extents: list[Extent]) -> _Check:
+def _extents(store: Store, info: TensorInfo, nbytes: int, extents: list[Extent]) -> _Check:
     """A check of a tensor that is not an array: of its blocks where it has some, else that its bytes are there."""
+    key = info.key
     blocks = {(e.file, e.block) for e in extents if e.block is not None}
     verified = min(nbytes, sum(b.nbytes for _, b in blocks))
     bare = [e for e in extents if e.block is None]
@@ -299,7 +332,14 @@ def _extents(store: Store, key: Key, nbytes: int, extents: list[Extent]) -> _Che
                     wrong.append(Problem(file, f"the file ends at {size}, before byte {end}", key.name, key.state))
         return b"", wrong
 
-    return _Check(None, (), verified, nbytes - verified, check)
+    replicas = (info, tuple(extents)) if len({e.box for e in extents}) < len(extents) else None
+    return _Check(None, (), verified, nbytes - verified, check, replicas)
+
+
+def _unequal(store: Store, damaged: Collection[str], of: tuple[TensorInfo, tuple[Extent, ...]]) -> list[Problem]:
+    """Which replicas of a tensor differ; those in files that are damaged do, and were named."""
+    info, extents = of
+    return list(unequal_replicas(store, info, (e for e in extents if e.file not in damaged)))
 
 
 def damaged_block(file: str, block: Block, key: Key) -> Problem:

@@ -1,0 +1,141 @@
+"""What extents must not say, looked at as columns, so that a million cost little; and all that `structure` says.
+
+Apart from it because reading a manifest needs no NumPy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucformat.errors import CoverageError
+from ucformat.format.sidecar import FOLLOWS, NO_BLOCK
+from ucformat.format.structure import LARGEST, MOUNT, Problem, manifest_problems
+from ucformat.geometry.coverage import prove
+from ucformat.geometry.tensor import TensorInfo, single_extents
+from ucformat.schema.dtypes import ITEMSIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from numpy.typing import NDArray
+
+    from ucformat.format.sidecar import Columns, Sidecar
+    from ucformat.geometry.tensor import Extent, Tiles
+    from ucformat.schema.manifest import Manifest
+
+__all__ = ["coverage_problem", "extent_problems", "problems"]
+
+_FARTHEST = 1 << 60  # byte: sums of two stay in 64 bits
+_AT_ONCE = 1 << 20  # extents that are looked at together
+
+
+def problems(manifest: Manifest, sidecar: Sidecar | None) -> Iterator[Problem]:
+    """All that is wrong with what a manifest and its sidecar say: what no reader may accept.
+
+    Args:
+        manifest: the manifest.
+        sidecar: its sidecar; None where it has none.
+    """
+    found = list(manifest_problems(manifest))
+    yield from found
+    if found or sidecar is None or manifest.sidecar is None:
+        return
+    wrong = set()
+    for problem in extent_problems(manifest, sidecar):
+        wrong.add((problem.name, problem.state))
+        yield problem
+    for number, doc in enumerate(manifest.tensors):
+        if doc.path is None and (doc.name, doc.state) not in wrong:
+            info = TensorInfo(doc.name, doc.state, doc.dtype, doc.shape)
+            if (reason := coverage_problem(info, sidecar.extents(number))) is not None:
+                yield Problem(manifest.sidecar.path, reason, doc.name, doc.state)
+
+
+def coverage_problem(info: TensorInfo, extents: Iterable[Extent | Tiles]) -> str | None:
+    """What keeps extents from covering a tensor exactly, replicas counting once; None where they do."""
+    try:
+        prove(info, [(e.file, e.box) for e in single_extents(extents)])
+    except CoverageError as error:
+        return error.message
+    return None
+
+
+def extent_problems(manifest: Manifest, sidecar: Sidecar) -> Iterator[Problem]:
+    """The first extent of each tensor that cannot be, in the order of the manifest; whether they cover it is not asked.
+
+    That is: it leaves its tensor, its bytes leave its block or the file that they lie in, or that file is not listed.
+    """
+    doc = manifest.sidecar
+    assert doc is not None  # noqa: S101
+    shapes = [t.shape for t in manifest.tensors]
+    ndims = np.array([len(s) for s in shapes], np.int64)
+    edges = np.array([n for s in shapes for n in s], np.int64)
+    first = np.cumsum(ndims) - ndims  # of each tensor's edges
+    items = np.array([ITEMSIZE[t.dtype] for t in manifest.tensors], np.int64)
+    known = {s.path: s.nbytes for s in doc.sources}
+    sizes = np.array(
+        [min(known.get(f, -1), LARGEST) if f.startswith(MOUNT) else LARGEST for f in sidecar.files], np.int64
+    )
+    c = sidecar.columns
+    ends = np.cumsum(ndims[c.tensor])
+    wrong: dict[int, str] = {}
+    for begin in range(0, len(c), _AT_ONCE):
+        rows = slice(begin, min(begin + _AT_ONCE, len(c)))
+        n = ndims[c.tensor[rows]]
+        dims = slice(int(ends[rows.start] - n[0]), int(ends[rows.stop - 1]))
+        at = np.arange(dims.start, dims.stop) - np.repeat(ends[rows] - n - first[c.tensor[rows]], n)
+        for reason, bad in _impossible(c, rows, dims, n, edges[at], items, sizes):
+            for row in (np.flatnonzero(bad) + begin).tolist():
+                box = "[" + ", ".join(_interval(c, d) for d in range(ends[row] - ndims[c.tensor[row]], ends[row])) + "]"
+                wrong.setdefault(int(c.tensor[row]), f"{reason.format(file=sidecar.files[c.file[row]][:200])}: {box}")
+    for number, reason in sorted(wrong.items()):
+        tensor = manifest.tensors[number]
+        yield Problem(doc.path, reason, tensor.name, tensor.state)
+
+
+def _interval(c: Columns, d: int) -> str:
+    return f"{c.start[d]}:{int(c.start[d]) + int(c.shape[d])}"
+
+
+def _impossible(
+    c: Columns,
+    rows: slice,
+    dims: slice,
+    ndims: NDArray[np.int64],
+    edges: NDArray[np.int64],
+    items: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+) -> Iterator[tuple[str, NDArray[np.bool_]]]:
+    """For each kind of fault which of these extents have it; no number here exceeds 64 bits."""
+    owner = np.repeat(np.arange(len(ndims)), ndims)
+    start, shape, strides = c.start[dims], c.shape[dims], c.strides[dims]
+
+    def of(by_dim: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        out = np.zeros(len(ndims), np.bool_)
+        out[owner[by_dim]] = True
+        return out
+
+    beyond = of((start > edges) | (shape > edges - start))
+    yield "an extent leaves the tensor", beyond
+    empty = of(shape == 0)
+    steps = np.where(shape > 1, strides, 0)
+    span = np.bincount(owner, np.maximum(shape - 1, 0).astype(np.float64) * steps, len(ndims))
+    offset, block, nbytes = c.offset[rows], c.block_offset[rows], c.block_nbytes[rows]
+    has = block != NO_BLOCK
+    huge = (span > _FARTHEST) | (offset > _FARTHEST) | (has & ((block > _FARTHEST) | (nbytes > _FARTHEST)))
+    yield "an extent lies at an impossible offset", huge & ~empty & ~beyond
+    good = ~(huge | empty | beyond)
+    exact = np.zeros(len(ndims), np.int64)
+    kept = good[owner]
+    np.add.at(exact, owner[kept], (shape[kept] - 1) * steps[kept])
+    end = np.where(good, offset + exact + items[c.tensor[rows]], 0)
+    yield (
+        "the bytes of an extent leave the block that has their checksum",
+        good & has & ((offset < block) | (end > block + nbytes)),
+    )
+    until = np.where(has, block + nbytes + np.where(c.crc32c[rows] == FOLLOWS, 4, 0), end)
+    size = sizes[c.file[rows]]
+    yield "an extent lies in {file}, which the manifest does not list", ~empty & (size < 0)
+    yield "an extent reaches past the end of {file}", good & (size >= 0) & (np.maximum(until, end) > size)
