@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -17,6 +18,10 @@ from ucformat.errors import TensorNotFound, UsageError
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.recording import RecordingStore
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ALL = ucformat.Layout(mesh={"dp": 1}, rules=[{"match": "*", "place": ["replicate"]}])
 ARRAYS = {
     ("a", "weight"): random_array((7, 9, 5), "float32", 1),
     ("scalar", "weight"): random_array((), "int64", 2),
@@ -24,6 +29,11 @@ ARRAYS = {
     ("only.master", "master"): random_array((4,), "float32", 4),
     ("both", "weight"): random_array((4,), "bfloat16", 5),
     ("both", "master"): random_array((4,), "float32", 6),
+    ("a", "exp_avg"): random_array((7, 9, 5), "float32", 7),
+    ("halves", "weight"): random_array((5, 6), "bfloat16", 8),
+    ("small", "weight"): random_array((3, 4, 2), "float8_e5m2", 9),
+    ("wide", "weight"): random_array((4, 3), "complex128", 10),
+    ("flags", "weight"): random_array((4, 3), "bool", 11),
 }
 
 
@@ -71,12 +81,100 @@ def test_reading_into_memory_of_the_callers(ck: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    "out",
-    [np.zeros((7, 9, 5), np.float64), np.zeros((7, 9), np.float32), np.zeros((7, 9, 5), np.float32)[::-1]],
+    ("out", "why"),
+    [
+        (np.full((7, 9, 5), 3, np.float64), "dtype float64"),
+        (np.full((7, 9), 3, np.float32), r"shape \(7, 9\)"),
+        (np.full((7, 9, 5), 3, ">f4"), "dtype >f4"),
+        (np.full((7, 9, 5), 3, np.int32), "dtype int32"),
+        (np.lib.stride_tricks.as_strided(np.full(9, 3, np.float32), (7, 9, 5), (0, 4, 0)), "share memory"),
+        (np.lib.stride_tricks.as_strided(np.full(99, 3, np.float32), (7, 9, 5), (20, 4, 36)), "share memory"),
+        (np.lib.stride_tricks.as_strided(np.full(999, 3, np.float32), (7, 9, 5), (90, 10, 2)), "share memory"),
+        (np.broadcast_to(np.float32(3), (7, 9, 5)), "read-only"),
+        (np.ma.masked_array(np.full((7, 9, 5), 3, np.float32)), "mask"),
+        (np.full((7, 9, 5), 3, np.float32).tolist(), "is a list"),
+        (memoryview(bytes(10)), "is a memoryview"),
+        (torch.full((7, 9, 5), 3.0), "is a Tensor"),
+    ],
 )
-def test_memory_that_does_not_fit_is_refused(ck: Checkpoint, out: Any) -> None:
-    with pytest.raises(UsageError):
-        ck["a"].read(out=out)
+def test_memory_that_does_not_fit_is_refused(ck: Checkpoint, out: Any, why: str) -> None:
+    before = np.asarray(out).tobytes()
+    for read in (lambda: ck["a"].read(out=out), lambda: ck.plan(ALL, 0).execute({("a", "weight"): out})):
+        with pytest.raises(UsageError, match=why):
+            read()
+    assert np.asarray(out).tobytes() == before
+
+
+def test_arrays_that_share_memory_are_refused(ck: Checkpoint) -> None:
+    space = np.full(2 * 7 * 9 * 5, 3, np.float32)
+    into = {("a", "weight"): space[:315].reshape(7, 9, 5), ("a", "exp_avg"): space[314:629].reshape(7, 9, 5)}
+    with pytest.raises(UsageError, match="share memory"):
+        ck.plan(ALL, 0).execute(into)
+    with pytest.raises(UsageError, match="not contiguous"):
+        ck.plan(ALL, 0).execute({("a", "weight"): np.full((9, 7, 5), 3, np.float32).transpose(1, 0, 2)})
+    with pytest.raises(UsageError, match="no buffer"):
+        ck.plan(ALL, 0).execute({("b", "weight"): space, **into})
+    assert (space == 3).all()
+    into["a", "exp_avg"] = space[315:].reshape(7, 9, 5)
+    ck.plan(ALL, 0).execute(into)
+    assert all(same(a, ARRAYS[key]) for key, a in into.items())
+
+
+@st.composite
+def destinations(draw: st.DrawFn, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[Any, Any, Any]:
+    """Bytes of a canary, an array of a shape and dtype that lies somewhere in them, and each byte's owner."""
+    item, dims = dtype.itemsize, list(range(len(shape)))
+    order = draw(st.permutations(dims))
+    strides, span = [0] * len(shape), item
+    for d in order:  # from the innermost outwards, each with a gap that need be no multiple of anything
+        strides[d] = (span + draw(st.sampled_from([0, 0, 0, 1, 2, item, 13]))) * draw(st.sampled_from([1, 1, -1]))
+        span = abs(strides[d]) * (shape[d] - 1) + span
+    before = draw(st.integers(0, 20))
+    raw = np.full(before + span + 20, 0xA5, np.uint8)
+    first = before + sum(-s * (n - 1) for s, n in zip(strides, shape, strict=True) if s < 0)
+    out = np.ndarray(shape, dtype, raw.data, first, tuple(strides))
+    where = np.ndarray((*shape, item), np.intp)
+    where[...] = first + np.arange(item)
+    for d, s in enumerate(strides):
+        where += (np.arange(shape[d]) * s).reshape([-1 if k == d else 1 for k in range(len(shape) + 1)])
+    return raw, out, where
+
+
+@pytest.mark.parametrize("key", [k for k, a in ARRAYS.items() if a.size], ids=str)
+@given(data=st.data())
+@settings(max_examples=40)
+def test_memory_of_any_strides_is_filled_exactly_and_nothing_beside_it(
+    ck: Checkpoint, key: tuple[str, str], data: st.DataObject
+) -> None:
+    a = ARRAYS[key]
+    raw, out, where = data.draw(destinations(a.shape, a.dtype))
+    expected = raw.copy()
+    expected[where] = a.reshape(a.shape or (1,)).view(np.uint8).reshape(*a.shape, a.itemsize)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ucformat.tensor._PART", data.draw(st.sampled_from([1, 200, 64 << 20])))
+        assert ck[key].read(out=out) is out
+    assert raw.tobytes() == expected.tobytes()
+
+
+def test_fields_of_structured_arrays(ck: Checkpoint) -> None:
+    """Their strides are no multiple of the item's size: what is between them belongs to other fields."""
+    a = ARRAYS["a", "weight"]
+    space = np.zeros(a.shape, [("before", "u1"), ("x", "<f4"), ("after", "<u2")])
+    space["before"], space["after"] = 0xA5, 0xA5A5
+    ck["a"].read(out=space["x"])
+    assert same(np.ascontiguousarray(space["x"]), a)
+    assert (space["before"] == 0xA5).all()
+    assert (space["after"] == 0xA5A5).all()
+
+
+def test_subclasses_that_are_plain_memory(ck: Checkpoint, tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "x", np.float32, "w+", shape=(7, 9, 5))
+    assert ck["a"].read(out=mapped) is mapped
+    mapped.flush()
+    assert (tmp_path / "x").read_bytes() == ARRAYS["a", "weight"].tobytes()
+    record = np.zeros((7, 9, 5), [("i", "u1"), ("x", "<f4")]).view(np.recarray)
+    ck["a"].read(out=record.x)
+    assert same(np.ascontiguousarray(record.x), ARRAYS["a", "weight"])
 
 
 def test_read_only_memory_is_refused(ck: Checkpoint) -> None:
@@ -108,7 +206,7 @@ def test_aliases_work_wherever_names_do(ck: Checkpoint) -> None:
     assert ck["tied"].name == "a"
     assert "tied" in ck
     assert "tied" not in ck.names()
-    assert ck.states("tied") == ["weight"]
+    assert ck.states("tied") == ["weight", "exp_avg"]
 
 
 def test_a_missing_tensor_is_a_key_error_that_offers_the_nearest(ck: Checkpoint) -> None:

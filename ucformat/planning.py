@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from ucformat.errors import IntegrityError, MissingData, NotFound, UsageError
 from ucformat.facts import TRACKERS
 from ucformat.format.dtypes import numpy_dtype
-from ucformat.format.execute import execute, limits_of, memory_of
+from ucformat.format.execute import check_out, execute, limits_of, memory_of
 from ucformat.geometry.box import hull
 from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
@@ -133,15 +134,12 @@ class ReadPlan:
 
         Raises:
             Conflict: a file of the checkpoint was changed since it was opened; what is in the arrays is of no use.
+            UsageError: an array of `into` does not fit, or shares memory with another; nothing was written.
         """
-        check_sizes(self.plan, self.store)
         given = dict(into or {})
-        arrays = [self._array(b, given.pop(b.key, None)) for b in self.buffers]
-        if given:
-            raise UsageError(
-                f"rank {self.rank} has no buffer {next(iter(given))}",
-                hint="`plan.buffers` lists the keys; tensors in a flat buffer are filled through the buffer",
-            )
+        _check_given(given, self.buffers, self.rank)
+        check_sizes(self.plan, self.store)
+        arrays = [_array(b, given.get(b.key)) for b in self.buffers]
         labels = [" ".join(b.key) for b in self.buffers]
         execute(self.plan, self.store, [memory_of(a) for a in arrays], labels, threads, progress)
         must_be_unchanged(self.store, LOADED, TRACKERS)
@@ -156,18 +154,36 @@ class ReadPlan:
             out[key.name, key.state] = flat[held.offset : held.offset + size].reshape(held.shape)
         return out
 
-    def _array(self, b: Buffer, given: NDArray[np.generic] | None) -> NDArray[np.generic]:
-        dtype = numpy_dtype(b.dtype)
-        if given is None:
-            return np.zeros(b.shape, dtype) if b.padded else np.empty(b.shape, dtype)
-        if given.shape != b.shape or given.dtype != dtype or not given.flags.c_contiguous:
+
+def _check_given(given: Mapping[tuple[str, str], NDArray[np.generic]], buffers: Sequence[Buffer], rank: int) -> None:
+    known = {b.key: b for b in buffers}
+    runs = []
+    for key, array in given.items():
+        if key not in known:
             raise UsageError(
-                f"{b.key[0]} ({b.key[1]}): the array to fill has dtype {given.dtype} and shape {given.shape}"
-                f"{'' if given.flags.c_contiguous else ', not contiguous'}; needed is {b.dtype} {b.shape}, contiguous"
+                f"rank {rank} has no buffer {key}",
+                hint="`plan.buffers` lists the keys; tensors in a flat buffer are filled through the buffer",
             )
-        if b.padded:
-            given[...] = np.zeros((), dtype)
-        return given
+        label = f"{key[0]} ({key[1]})"
+        check_out(array, known[key].dtype, known[key].shape, label)
+        if not array.flags.c_contiguous:
+            raise UsageError(
+                f"{label}: the array to fill is not contiguous", hint="a single tensor may be: t.read(out=)"
+            )
+        runs.append((array.ctypes.data, array.nbytes, label))
+    runs.sort()
+    for (begin, nbytes, one), (start, _, other) in pairwise(r for r in runs if r[1]):
+        if begin + nbytes > start:
+            raise UsageError(f"the arrays to fill for {one} and {other} share memory", hint="give each one its own")
+
+
+def _array(b: Buffer, given: NDArray[np.generic] | None) -> NDArray[np.generic]:
+    dtype = numpy_dtype(b.dtype)
+    if given is None:
+        return np.zeros(b.shape, dtype) if b.padded else np.empty(b.shape, dtype)
+    if b.padded:
+        given[...] = np.zeros((), dtype)
+    return given
 
 
 def check_sizes(plan: Plan, store: Store) -> None:

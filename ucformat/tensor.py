@@ -8,7 +8,7 @@ import numpy as np
 
 from ucformat.errors import OutOfBounds, UsageError
 from ucformat.format.dtypes import numpy_dtype
-from ucformat.format.execute import execute, limits_of, memory_of
+from ucformat.format.execute import check_out, execute, is_direct, limits_of, memory_of
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.plan import make_plan
 from ucformat.geometry.tensor import Piece
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
 __all__ = ["Tensor"]
+
+_PART = 64 << 20  # bytes that are held at once where an array cannot be filled in place
 
 
 class Tensor:
@@ -92,20 +94,35 @@ class Tensor:
     def read(
         self, out: NDArray[Any] | None = None, *, verify: Verify = "whole", threads: int | None = None
     ) -> NDArray[Any]:
-        """Read the whole tensor, into `out` if it is given (same shape and dtype; it may be strided).
+        """Read the whole tensor, into `out` if it is given.
 
         Args:
-            out: the array to fill.
+            out: the array to fill, of the same shape and dtype. It may have any strides, also a field of a structured
+                array, or a view that is reversed; no byte beside its elements is touched.
             verify: which checksums to check: of chunks that are read `whole`, `always`, or `never`.
             threads: how many read.
+
+        Returns:
+            `out`, or a new array.
+
+        Raises:
+            UsageError: `out` does not fit, is read-only or masked, or elements of it share memory.
         """
-        if out is not None and (out.shape != self.shape or out.dtype != self.dtype):
-            raise UsageError(
-                f"{self.info.key}: `out` has dtype {out.dtype} and shape {out.shape}; needed is "
-                f"{self.info.dtype} {self.shape}",
-                hint="nothing is cast unasked: read first, then cast",
-            )
+        if out is not None:
+            check_out(out, self.info.dtype, self.shape, str(self.info.key))
+            if not is_direct(out):
+                return self._read_parts(out, verify, threads)
         return self._read(Box.whole(self.shape), out, verify, threads)
+
+    def _read_parts(self, out: NDArray[Any], verify: Verify, threads: int | None) -> NDArray[Any]:
+        """Read into memory that no plan can fill, part by part."""
+        plain = np.asarray(out)
+        rows = max(1, _PART // max(1, self.nbytes // max(1, self.shape[0])))
+        for at in range(0, self.shape[0], rows):
+            n = min(rows, self.shape[0] - at)
+            box = Box((at, *[0] * (self.ndim - 1)), (n, *self.shape[1:]))
+            plain[at : at + n] = self._read(box, None, verify, threads)
+        return out
 
     def plan(self, box: Box | None = None, *, verify: Verify = "whole") -> Plan:
         """What reading a box (None: all) will read, into contiguous memory."""
@@ -119,7 +136,11 @@ class Tensor:
     def _read(
         self, box: Box, out: NDArray[Any] | None, verify: Verify = "whole", threads: int | None = None
     ) -> NDArray[Any]:
-        strides = row_major(box.shape) if out is None else tuple(s // self.info.itemsize for s in out.strides)
+        strides = row_major(box.shape)
+        if out is not None:
+            strides = tuple(
+                s // self.info.itemsize if n > 1 else 0 for n, s in zip(out.shape, out.strides, strict=True)
+            )
         plan = self._plan(box, strides, verify)
         check_sizes(plan, self._source.store)
         if out is None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ucformat
+import ucformat.torch
 from tests.fakes import ODD, random_array
 from tests.packed import write_packed
 from ucformat.errors import ChecksumError, UsageError
@@ -27,6 +28,8 @@ from ucformat.torch.memory import host_memory, torch_dtype
 from ucformat.torch.reading import read
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ucformat.checkpoint import Checkpoint
 
 ROWS, COLUMNS = 40, 30
@@ -199,3 +202,19 @@ def test_expanded_memory_cannot_hold_a_tensor(ck: Checkpoint) -> None:
     with pytest.raises(UsageError, match=r"w \(weight\) is expanded"):
         read_one(ck, target("w", tensor))
     assert ck.tensors[Key("w", "weight")].shape == (ROWS, COLUMNS)
+    overlapping = torch.zeros(2 * (ROWS + COLUMNS)).as_strided((ROWS, COLUMNS), (1, 2))
+    with pytest.raises(UsageError, match=r"w \(weight\) is expanded"):
+        read_one(ck, target("w", overlapping))
+    assert not overlapping.any()
+
+
+@pytest.mark.parametrize("state", [{"c": 0}, {"im": 0}])
+def test_lazy_conjugates_and_negatives_are_not_filled(state: dict[str, Any], tmp_path: Path) -> None:
+    """What they show is not what their memory holds, and a copy of them is nobody's."""
+    stored = torch.complex(torch.arange(4.0), torch.ones(4))
+    ucformat.torch.save({"c": stored, "im": stored.imag}, tmp_path / "ck")
+    own = torch.zeros(4, dtype=torch.complex64)
+    given = {name: own.conj() if name == "c" else own.conj().imag for name in state}
+    with pytest.raises(UsageError, match=r"is a lazy (conjugate|negative)"):
+        ucformat.torch.load(given, tmp_path / "ck")
+    assert not own.any()

@@ -12,6 +12,8 @@ import numpy as np
 
 from ucformat.errors import ChecksumError, MissingData, NotFound, UsageError
 from ucformat.format.checksum import checksum
+from ucformat.format.dtypes import numpy_dtype
+from ucformat.geometry.box import is_apart
 from ucformat.geometry.plan import Limits
 from ucformat.storage.lending import lend
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     Memory = NDArray[np.uint8]
     Progress = Callable[[int], None]
 
-__all__ = ["default_threads", "execute", "limits_of", "memory_of"]
+__all__ = ["check_out", "default_threads", "execute", "is_direct", "limits_of", "memory_of"]
 
 #: Rows at least this long are handed to the kernel one by one; shorter ones go through a scratch buffer.
 _LONG_ROW = 8 << 10
@@ -67,19 +69,49 @@ def _parallel(plan: Plan, costs: Costs, batches: int) -> int:
     return min(most, max(2, costs.in_flight * batches // max(1, plan.bytes_read)))
 
 
+def check_out(array: object, dtype: str, shape: tuple[int, ...], label: str) -> None:
+    """See that an array of a caller's can be filled exactly: of this dtype and shape, with memory of its own.
+
+    Raises:
+        UsageError: it cannot; nothing was written.
+    """
+    if not isinstance(array, np.ndarray):
+        raise UsageError(
+            f"{label}: the array to fill is a {type(array).__name__}, not a NumPy array",
+            hint="of a torch tensor on the CPU: tensor.numpy(), or for training states ucformat.torch.load",
+        )
+    if isinstance(array, np.ma.MaskedArray):
+        raise UsageError(f"{label}: the array to fill has a mask, which hides values", hint="give its data: out.data")
+    if array.shape != shape or array.dtype != numpy_dtype(dtype):
+        raise UsageError(
+            f"{label}: the array to fill has dtype {array.dtype.str if array.dtype.byteorder == '>' else array.dtype} "
+            f"and shape {array.shape}; needed is {dtype} {shape}",
+            hint="nothing is cast unasked: read first, then cast",
+        )
+    if not array.flags.writeable:
+        raise UsageError(f"{label}: the array to fill is read-only")
+    if array.size and not is_apart(array.shape, array.strides, array.itemsize):
+        raise UsageError(
+            f"{label}: elements of the array to fill share memory, and can hold but one value",
+            hint="read into an array with memory of its own, then assign",
+        )
+
+
+def is_direct(array: NDArray[np.generic]) -> bool:
+    """Whether plans can fill an array in place: its strides are whole elements, and none is negative."""
+    return all(s >= 0 and s % array.itemsize == 0 for n, s in zip(array.shape, array.strides, strict=True) if n > 1)
+
+
 def memory_of(array: NDArray[np.generic]) -> Memory:
-    """All bytes that an array spans, as one writable run that begins at its first element.
+    """All bytes that an array that `is_direct` spans, as one writable run that begins at its first element.
 
     A strided array's run holds bytes of others too; a plan writes only those that are the array's own.
     """
-    if not array.flags.writeable:
-        raise UsageError("the array to read into is read-only")
-    if any(s < 0 for s in array.strides):
-        raise UsageError("the array to read into has negative strides", hint="read into a copy, then assign")
     if array.size == 0:
         return np.empty(0, np.uint8)
     span = sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)) + array.itemsize
-    first = array[tuple(slice(0, 1) for _ in array.shape)].reshape(1) if array.ndim else array.reshape(1)
+    plain = np.asarray(array)
+    first = (plain[tuple(slice(0, 1) for _ in array.shape)] if plain.ndim else plain).reshape(1)
     return np.lib.stride_tricks.as_strided(first.view(np.uint8), (span,), (1,))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Box", "hull", "row_major"]
+__all__ = ["Box", "hull", "is_apart", "row_major"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -79,3 +79,17 @@ def row_major(shape: tuple[int, ...], unit: int = 1) -> tuple[int, ...]:
         strides.append(step)
         step *= n
     return tuple(reversed(strides))
+
+
+def is_apart(shape: tuple[int, ...], strides: tuple[int, ...], unit: int = 1) -> bool:
+    """Whether it is plain that no two elements of a strided array, of `unit` each, share memory.
+
+    Each dim has to step over all that those of smaller strides span, which every slice and transpose of an array does;
+    an interleaving that is apart by chance counts as shared.
+    """
+    span = unit
+    for step, n in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True) if n > 1):
+        if step < span:
+            return False
+        span += (n - 1) * step
+    return True

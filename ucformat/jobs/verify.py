@@ -107,8 +107,8 @@ def verify(
     try:
         ck = place if isinstance(place, Checkpoint) else open_reference(place, options=options)
     except Inconsistent as error:  # what it says cannot be, so that there is nothing to compare its bytes with
-        found = tuple(p for p in error.problems if isinstance(p, Problem))
-        return Report(str(getattr(place, "url", place)), Universal.kind, 0, 0, 0, found)
+        named = tuple(p for p in error.problems if isinstance(p, Problem))
+        return Report(str(getattr(place, "url", place)), Universal.kind, 0, 0, 0, named)
     source = ck.origin
     checks = list(_universal(source) if isinstance(source, Universal) else _foreign(ck))
     total, done = sum(c.verified + c.unverified for c in checks), 0

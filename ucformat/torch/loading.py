@@ -14,6 +14,7 @@ from ucformat.storage.watched import must_be_unchanged
 from ucformat.torch.collect import collect
 from ucformat.torch.group import TIMEOUT, group_of
 from ucformat.torch.match import Problems, match, raise_for, stored_names
+from ucformat.torch.memory import check_fillable
 from ucformat.torch.reading import read
 from ucformat.torch.restore import fit_groups, fit_objects
 from ucformat.torch.sharing import read_shared
@@ -106,6 +107,8 @@ def load(
     with ranks.telling():
         ck = url if isinstance(url, Checkpoint) else open_reference(url)
         found = collect(state)
+        for path, tensor in found.tensors.items():
+            check_fillable(str(found.keys[path]), tensor)
         aliases, targets = without_ties(locals_of(found))
         names = stored_names(ck, rename)
         objects, put_objects = fit_objects(found, ck, ranks, trust=trust)

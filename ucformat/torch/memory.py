@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Memory = NDArray[np.uint8]
 
-__all__ = ["copied_to_host", "dtype_name", "host_memory", "span", "torch_dtype"]
+__all__ = ["check_fillable", "copied_to_host", "dtype_name", "host_memory", "span", "torch_dtype"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -36,6 +36,16 @@ def torch_dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise UsageError(f"torch {torch.__version__} has no dtype {name!r}", hint="read that tensor by ucformat.open")
     return found
+
+
+def check_fillable(label: str, tensor: torch.Tensor) -> None:
+    """UsageError for a tensor whose memory holds other values than it shows: a lazy conjugate or negative."""
+    if tensor.is_conj() or tensor.is_neg():
+        what = "conjugate" if tensor.is_conj() else "negative"
+        raise UsageError(
+            f"{label} is a lazy {what}: its memory belongs to another tensor, of other values",
+            hint=f"give a tensor with memory of its own: tensor.resolve_{'conj' if tensor.is_conj() else 'neg'}()",
+        )
 
 
 def copied_to_host(tensor: torch.Tensor) -> torch.Tensor:

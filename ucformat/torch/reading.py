@@ -10,13 +10,13 @@ import torch
 
 from ucformat.errors import UsageError
 from ucformat.format.execute import execute, limits_of
-from ucformat.geometry.box import row_major
+from ucformat.geometry.box import is_apart, row_major
 from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Piece
 from ucformat.planning import check_sizes, wanted_of
 from ucformat.torch.devices import devices_of, marks, on, synchronize
 from ucformat.torch.fragments import blocks_of
-from ucformat.torch.memory import host_memory, torch_dtype
+from ucformat.torch.memory import check_fillable, host_memory, torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -48,8 +48,10 @@ def read(
         MissingData: a part of a tensor is stored in no file.
     """
     for m in matched:
-        shared = [n for n, s in zip(m.target.tensor.shape, m.target.tensor.stride(), strict=True) if n > 1 and not s]
-        if shared and m.target.pieces:
+        tensor = m.target.tensor
+        if m.target.pieces:
+            check_fillable(str(m.target.key), tensor)
+        if m.target.pieces and not is_apart(tuple(tensor.shape), tensor.stride()):
             raise UsageError(
                 f"{m.target.key} is expanded: elements of it are one memory, and can hold but one value",
                 hint="give a tensor with memory of its own: tensor.clone()",
