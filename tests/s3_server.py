@@ -26,7 +26,8 @@ def application(environ: dict[str, Any], start_response: Callable[..., Any]) -> 
     if {"HTTP_IF_NONE_MATCH", "HTTP_IF_MATCH"} & environ.keys():
         with _lock:
             return list(_moto(environ, start_response))
-    return _moto(environ, start_response)
+    answer: Iterable[bytes] = _moto(environ, start_response)
+    return answer
 
 
 if __name__ == "__main__":

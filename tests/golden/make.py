@@ -92,7 +92,8 @@ def values(dtype: str, shape: tuple[int, ...], seed: int, period: int | None) ->
     """Random elements, the first `period` of them again and again."""
     if period is None:
         return random_array(shape, dtype, seed)
-    return np.resize(random_array((period,), dtype, seed), shape)
+    whole: NDArray[Any] = np.resize(random_array((period,), dtype, seed), shape)
+    return whole
 
 
 def tensors(listed: Sequence[tuple[str, str, str, tuple[int, ...]]] = TENSORS, period: int | None = None) -> Arrays:
