@@ -110,6 +110,22 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
 
 
+def targets(*rows: tuple[str, str, float]) -> str:
+    """A Markdown table of what was asked, whether it holds or not.
+
+    Args:
+        rows: what is measured, what is asked of it (`>= 0.7` or `<= 1.5`), and what was measured.
+    """
+    out = []
+    for what, asked, measured in rows:
+        sign, bound = asked.split()
+        holds = measured >= float(bound) if sign == ">=" else measured <= float(bound)
+        out.append(
+            [what, f"{'≥' if sign == '>=' else '≤'} {bound}", f"{measured:.3g}", "yes" if holds else "**missed**"]
+        )
+    return table(["target", "asked", "measured", "holds"], out)
+
+
 def ours() -> str:
     """The interpreter that has ucformat."""
     return sys.executable

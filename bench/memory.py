@@ -9,7 +9,7 @@ import shutil
 
 import numpy as np
 
-from bench.common import OUT, ours, run, table
+from bench.common import OUT, ours, run, table, targets
 from tests.zero_files import FLAT, write_zero3
 
 GIB = 1 << 30
@@ -18,7 +18,7 @@ CASES = {"1 GB": [(4096, 2048)] * 10, "4 GB, one tensor of 1 GiB": [(16384, 1638
 
 def main() -> None:
     idle = run([ours(), "-c", "import ucformat; ucformat.convert, ucformat.open, ucformat.Layout"]).peak
-    rows = []
+    rows, peaks = [], []
     for name, shapes in CASES.items():
         source, target = OUT / "memory", OUT / "target"
         for folder in (source, target):
@@ -28,10 +28,17 @@ def main() -> None:
         write_zero3(source, arrays, ranks=2)
         size = sum(f.stat().st_size for f in source.rglob("*.pt"))
         done = run([ours(), "-m", "ucformat.cli", "convert", str(source), str(target)])
+        peaks.append(done.peak)
         rows.append([name, f"{size / 1e9:.2f}", f"{(done.peak - idle) / 1e6:.0f}"])
         shutil.rmtree(source)
         shutil.rmtree(target)
-    print(table(["checkpoint", "GB", "peak RSS above the interpreter's, MB"], rows))
+    print(table(["checkpoint", "GB", "peak RSS above the interpreter's, MB"], rows) + "\n")
+    print(
+        targets(
+            ("the most above the interpreter's, MB", "<= 400", (max(peaks) - idle) / 1e6),
+            ("peak RSS of the second ÷ that of the first", "<= 1.1", peaks[1] / peaks[0]),
+        )
+    )
 
 
 if __name__ == "__main__":

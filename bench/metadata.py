@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 import ucformat
-from bench.common import OUT, median, table
+from bench.common import OUT, median, table, targets
 from ucformat.format.arrays import put_file
 from ucformat.format.commit import begin, commit, new_id
 from ucformat.format.sidecar import Columns, encode_columns
@@ -87,7 +87,13 @@ def main() -> None:
     print(
         f"\nOf ours: the manifest {(ours - len(data)) / 1e3:,.0f} kB, opened in {ms['manifest']:.0f} ms; the sidecar "
         f"{len(data) / 1e3:,.0f} kB, made from columns in {encoding * 1e3:.0f} ms.\n"
-        f"The {SHARDS} extents of one tensor {reading}"
+        f"The {SHARDS} extents of one tensor {reading}\n"
+    )
+    print(
+        targets(
+            ("DCP ÷ manifest and sidecar, bytes", ">= 5", theirs / ours),
+            ("DCP ÷ manifest and sidecar, time", ">= 5", ms["dcp"] / ms["ours"]),
+        )
     )
 
 

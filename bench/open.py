@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 import ucformat
-from bench.common import median, real_checkpoint, table
+from bench.common import median, real_checkpoint, table, targets
 from ucformat.storage.local import LocalStore
 from ucformat.storage.recording import RecordingStore
 
@@ -30,7 +30,8 @@ def main() -> None:
             str(len(store.reads)),
         ]
     ]
-    print(table(["median, ms", "slowest, ms", "kB read", "reads"], rows))
+    print(table(["median, ms", "slowest, ms", "kB read", "reads"], rows) + "\n")
+    print(targets(("median, ms", "<= 500", median(seconds) * 1e3), ("kB read", "<= 2000", store.nbytes / 1e3)))
 
 
 if __name__ == "__main__":

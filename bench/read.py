@@ -13,7 +13,7 @@ import subprocess
 import numpy as np
 
 import ucformat
-from bench.common import OUT, engine_environment, median, ours, run, table
+from bench.common import OUT, engine_environment, median, ours, run, table, targets
 from tests.engines import engine
 from tests.fakes import FakeSource
 from ucformat.checkpoint import Checkpoint
@@ -34,6 +34,11 @@ READERS = {
     "safetensors": ("safetensors", [], False),
     "PyTorch DCP": ("dcp", [], True),
 }
+
+
+THREADS = ("1 thread", "2 threads")
+#: The least share of `readinto` that was asked.
+LEAST = {"unverified": 0.7, "verified": 0.6}
 
 
 def main() -> None:
@@ -66,6 +71,10 @@ def main() -> None:
             )
         print(f"**{what}**\n")
         print(table([what, "GB/s", "of readinto", "× DCP", "peak RSS above the tensor, MB"], rows) + "\n")
+        asked = [(f"ucformat {kind}, {n}", f"readinto, {n}", least) for n in THREADS for kind, least in LEAST.items()]
+        ratios = [(f"{name} ÷ readinto", f">= {least}", seconds[raw] / seconds[name]) for name, raw, least in asked]
+        name = "ucformat verified, 1 thread"
+        print(targets(*ratios, (f"{name}, × DCP", ">= 5", seconds["PyTorch DCP"] / seconds[name])) + "\n")
 
 
 def make_files() -> None:

@@ -1,4 +1,8 @@
-"""Every benchmark, or those named; writes `bench/RESULTS.md`, keeping what is not run anew. Run by `make bench`."""
+"""Every benchmark, or those named; writes `bench/RESULTS.md`. Run by `make bench`.
+
+Each section bears its own date, machine and commit. Those that are not run anew are kept if they were measured on this
+machine: figures of two machines never stand on one page.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+
+from bench.common import ROOT
 
 BENCHMARKS = {
     "open": "Opening in place, and one row",
@@ -24,43 +30,60 @@ BENCHMARKS = {
 }
 
 
-RESULTS = Path("bench/RESULTS.md")
+RESULTS = ROOT / "bench" / "RESULTS.md"
+_HEAD = (
+    "# Results\n\n"
+    "Ratios measured in one run on the same files, runs interleaved. `python -m bench.run` makes the files and writes "
+    "this page,\n`python -m bench.run read train` only these sections. Absolute numbers are those of a shared virtual "
+    "machine and mean little.\n"
+)
 
 
 def main() -> None:
-    parts = before()
+    machine, sections = machine_of_today(), before()
+    other = [title for title, text in sections.items() if f"\n{machine}\n" not in f"\n{text}\n"]
+    for title in other:
+        print(f"dropped, measured on another machine: {title}", file=sys.stderr)
+        del sections[title]
     for name in sys.argv[1:] or list(BENCHMARKS):
+        made = f"{dt.datetime.now(dt.UTC).date()}, commit {commit()}; {software()}"
         done = subprocess.run([sys.executable, "-m", f"bench.{name}"], capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(done.stdout + done.stderr)
         print(done.stdout, flush=True)
-        parts[BENCHMARKS[name]] = f"`python -m bench.{name}`\n\n{done.stdout.strip()}"
-        written = [f"## {title}\n\n{parts[title]}\n" for title in BENCHMARKS.values() if title in parts]
-        RESULTS.write_text(header() + "\n" + "\n".join(written))
+        sections[BENCHMARKS[name]] = f"`python -m bench.{name}`\n\n{made}\n\n{machine}\n\n{done.stdout.strip()}"
+        written = [f"## {title}\n\n{sections[title]}\n" for title in BENCHMARKS.values() if title in sections]
+        RESULTS.write_text(_HEAD + "\n" + "\n".join(written))
 
 
 def before() -> dict[str, str]:
-    """What the page says now, by title."""
+    """What the page has now, by title."""
     _, *sections = RESULTS.read_text().split("\n## ") if RESULTS.exists() else [""]
     return {title: text.strip() for title, _, text in (s.partition("\n") for s in sections)}
 
 
-def header() -> str:
-    """What they ran on."""
-    packages = ", ".join(
-        f"{p} {version(p)}" for p in ("numpy", "tensorstore", "safetensors", "crc32c", "xxhash", "sqlalchemy")
-    )
+def machine_of_today() -> str:
+    """The machine that this runs on."""
     cpu = next(s.split(":")[1].strip() for s in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in s)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return (
-        "# Results\n\n"
-        "Ratios measured in one run on the same files, runs interleaved; `make bench` makes the files and "
-        "writes this page.\n"
-        "Absolute numbers are those of one shared virtual machine and mean little.\n\n"
-        f"{dt.datetime.now(dt.UTC).date()}; {cpu}, {os.cpu_count()} cores, {memory:.0f} GiB; {platform.system()} "
-        f"{platform.release()}; Python {platform.python_version()}; {packages}; peers: "
-        "torch 2.13.0, DeepSpeed 0.19.8, MLflow 3.17.2.\n"
-    )
+    return f"{cpu}, {os.cpu_count()} cores, {memory:.0f} GiB; {platform.system()} {platform.release()}"
+
+
+def software() -> str:
+    """The versions of what is measured and of its peers."""
+    names = ("numpy", "tensorstore", "safetensors", "crc32c", "xxhash", "sqlalchemy")
+    packages = ", ".join(f"{name} {version(name)}" for name in names)
+    return f"Python {platform.python_version()}; {packages}; peers: torch 2.13.0, DeepSpeed 0.19.8, MLflow 3.17.2"
+
+
+def commit() -> str:
+    """What is checked out, with a note where files differ from it; the page itself is not looked at."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", ".", f":!{RESULTS.relative_to(ROOT)}")
+    return git("rev-parse", "--short=10", "HEAD") + (" with changes" if changed else "")
 
 
 if __name__ == "__main__":

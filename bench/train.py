@@ -12,8 +12,12 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
+from typing import TYPE_CHECKING
 
-from bench.common import OUT, ROOT, median, table
+from bench.common import OUT, ROOT, median, table, targets
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROUNDS = 5
 WORLDS = (2, 4)
@@ -34,6 +38,27 @@ def main() -> None:
         rows[label] = [m.sum(f"read shared {form}") for m in found.values()]
     rows["most held by a rank beside its shards, in sizes of these"] = [m["memory"] for m in found.values()]
     print(table(["", *(f"{w} ranks" for w in WORLDS)], [[k, *(f"{v:.3f}" for v in row)] for k, row in rows.items()]))
+    print()
+    print(targets(*(row for world, m in found.items() for row in asked(world, m))))
+
+
+def asked(world: int, m: Measures) -> Iterator[tuple[str, str, float]]:
+    """What was asked of so many ranks."""
+    yield f"`save`, packed, × `dcp.save`, {world} ranks", ">= 1.5", m["save dcp"] / m["save packed"]
+    yield f"`save`, packed ÷ `write` + `fsync`, {world} ranks", ">= 0.8", m["save raw"] / m["save packed"]
+    yield f"`save`, zarr ÷ `write` + `fsync`, {world} ranks", ">= 0.5", m["save raw"] / m["save zarr"]
+    for kind in ("tp", "columns"):
+        for form in ("packed", "zarr"):
+            ratio = m[f"load dcp {kind}"] / m[f"load {form} {kind}"]
+            yield f"resharded load, {kind}, {form}, × `dcp.load`, {world} ranks", ">= 4", ratio
+    yield f"`async_save` stands still, × `memcpy`, {world} ranks", "<= 1.3", m["blocked"] / m["memcpy"]
+    read = [m.mean(f"read {form} {kind}") for form in ("packed", "zarr") for kind in ("fsdp2", "tp", "columns")]
+    shared = [m.sum(f"read shared {form}") for form in ("packed", "zarr")]
+    yield (
+        f"bytes read ÷ held, and with `broadcast_group` ÷ state: the most, {world} ranks",
+        "<= 1.05",
+        max(read + shared),
+    )
 
 
 def compare(title: str, limit: str, measures: dict[str, tuple[str, str, str]], found: dict[int, Measures]) -> None:
@@ -50,7 +75,7 @@ def compare(title: str, limit: str, measures: dict[str, tuple[str, str, str]], f
 
 SAVES = {
     "`write` + `fsync`, a file a rank": ("save raw", "save dcp", "save raw"),
-    "`dcp.save` (not durable)": ("save dcp", "save dcp", "save raw"),
+    "`dcp.save`": ("save dcp", "save dcp", "save raw"),
     "`save`, packed": ("save packed", "save dcp", "save raw"),
     "`save`, zarr": ("save zarr", "save dcp", "save raw"),
 }

@@ -90,10 +90,8 @@ ASSETS = {"tokenizer/vocab.txt": "a\nü\n".encode()}
 
 def values(dtype: str, shape: tuple[int, ...], seed: int, period: int | None) -> NDArray[Any]:
     """Random elements, the first `period` of them again and again."""
-    if period is None:
-        return random_array(shape, dtype, seed)
-    whole: NDArray[Any] = np.resize(random_array((period,), dtype, seed), shape)
-    return whole
+    some: NDArray[Any] = random_array(shape if period is None else (period,), dtype, seed)
+    return some if period is None else np.resize(some, shape)
 
 
 def tensors(listed: Sequence[tuple[str, str, str, tuple[int, ...]]] = TENSORS, period: int | None = None) -> Arrays:
