@@ -512,6 +512,36 @@ class TestDeletion:
         assert catalog.get("run7@1").state == "deleted"
 
 
+class TestUntag:
+    def test_it_protects_no_longer_and_can_be_put_on_again(self, catalog: Catalog) -> None:
+        put(catalog, 1)
+        catalog.tag("run7@1", "a", "b")
+        with pytest.raises(NotFound, match="does not bear the tag 'c'"):
+            catalog.untag("run7@1", "a", "c", reason="x")
+        with pytest.raises(UsageError, match="needs a reason"):
+            catalog.untag("run7@1", "a", reason=" ")
+        assert catalog.get("run7@1").tags == ("a", "b")
+        catalog.untag("run7@1", "a", "b", "a", reason="a slip")
+        assert catalog.get("run7@1").tags == ()
+        assert catalog.events("run7@1")[0].detail == {"tags": ["a", "b"], "reason": "a slip"}
+        catalog.tag("run7@1", "a")
+        assert catalog.get("run7@1").tags == ("a",)
+        catalog.untag("run7@1", "a", reason="again")
+        catalog.delete("run7@1")
+
+    def test_one_that_is_permanent_stays(self, catalog: Catalog) -> None:
+        put(catalog, 1)
+        catalog.tag("run7@1", "a", "b", permanent=True)
+        catalog.tag("run7@1", "c")
+        catalog.tag("run7@1", "c", permanent=True)
+        catalog.tag("run7@1", "b")  # does not make it less
+        for name in "abc":
+            with pytest.raises(Refused, match="permanent"):
+                catalog.untag("run7@1", name, reason="x")
+        assert catalog.get("run7@1").tags == ("a", "b", "c")
+        assert actions(catalog, "run7@1") == ["record", "tag", "tag", "tag"]
+
+
 class TestReadOnly:
     def test_it_answers_and_never_writes(self, catalog: Catalog, database_url: str) -> None:
         put(catalog, 1)

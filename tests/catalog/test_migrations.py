@@ -119,6 +119,8 @@ def test_an_older_database_waits_for_an_upgrade_that_keeps_its_data(database_url
         {"zero": 3},
     )
     assert entry.purge_after is None
+    catalog.untag("abab", "good", reason="upgraded")
+    assert catalog.get("abab").tags == ()
     assert catalog.lineage(entry.id).edges
     assert catalog.record(manifest(1), "/data/1").name == "run7@0"
     with catalog.database.engine.connect() as connection:

@@ -117,3 +117,16 @@ def test_ages() -> None:
     now = datetime(2026, 1, 10, tzinfo=UTC)
     spans = [timedelta(seconds=-5), timedelta(seconds=119), timedelta(minutes=119), timedelta(hours=47), timedelta(9)]
     assert [ago(now - s, now) for s in spans] == ["0s", "119s", "119m", "47h", "9d"]
+
+
+def test_a_tag_is_taken_off_with_a_reason(run: Run, entry: Callable[[str], Entry]) -> None:
+    run("tag", "run7@1000", "good", "oops")
+    assert run("untag", "run7@1000", "oops", code=2).stdout == ""
+    assert run("untag", "run7@1000", "oops", "--reason", "a slip").stdout == "run7@1000: good\n"
+    assert object_of(run("untag", "run7@1000", "good", "--reason", "x", "--json").stdout)["tags"] == []
+    [last] = object_of(run("log", "run7@1000", "-n", 1, "--json").stdout)["events"]
+    assert (last["action"], last["detail"]) == ("untag", {"tags": ["good"], "reason": "x"})
+    assert "does not bear the tag 'good'" in run("untag", "run7@1000", "good", "--reason", "x", code=3).stderr
+    run("tag", "run7@1000", "kept", "--permanent")
+    assert "is permanent" in run("untag", "run7@1000", "kept", "--reason", "x", code=6).stderr
+    assert entry("run7@1000").tags == ("kept",)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.jobs.conftest import document, foreign, universal
+from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.document import compose, stale
 from ucformat.catalog.refs import parse_ref, resolve
 from ucformat.checkpoint import open_checkpoint
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from tests.catalog.conftest import Clock
     from tests.jobs.conftest import Recorded
-    from ucformat.catalog.catalog import Catalog
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
@@ -582,3 +582,61 @@ def test_an_absorbed_document_with_any_text(catalog: Catalog, recorded: Recorded
     assert document(entry.url) == composed(catalog, entry.id)
     catalog.alias("latest one", entry.id)
     assert document(entry.url) == composed(catalog, entry.id)
+
+
+# --- tags that are taken off
+
+
+def test_a_tag_that_was_taken_off_does_not_come_back(
+    catalog: Catalog, other: Catalog, recorded: Recorded, tmp_path: Path, clock: Clock
+) -> None:
+    entry = recorded()
+    place = str(entry.url)
+    catalog.tag(entry.id, "slip", "good")
+    register([place], other)
+    shutil.copytree(place, tmp_path / "old" / "copy")  # with the document as it was
+    clock.wait(seconds=1)
+    catalog.untag(entry.id, "slip", reason="by mistake")
+    assert [(u.name, u.reason) for u in document(place).untags] == [("slip", "by mistake")]
+    for each in (catalog, other):
+        register([place], each)
+        register([str(tmp_path / "old" / "copy")], each)
+        assert each.get(entry.id).tags == ("good",)
+    clock.wait(seconds=1)
+    other.tag(entry.id, "slip")  # on purpose this time
+    register([place], catalog)
+    assert catalog.get(entry.id).tags == ("good", "slip")
+    assert document(place).untags == ()
+
+
+def test_a_lost_catalog_knows_of_removals(catalog: Catalog, recorded: Recorded, tmp_path: Path, clock: Clock) -> None:
+    entry = recorded()
+    catalog.tag(entry.id, "slip", "good")
+    shutil.copytree(str(entry.url), tmp_path / "a copy")
+    clock.wait(seconds=1)
+    catalog.untag(entry.id, "slip", reason="by mistake")
+    for number, order in enumerate(([entry.url, tmp_path / "a copy"], [tmp_path / "a copy", entry.url])):
+        with Catalog(str(tmp_path / f"new{number}.db")) as new:
+            for place in order:
+                register([str(place)], new)
+            assert new.get(entry.id).tags == ("good",)
+
+
+def test_a_permanent_tag_wins_over_a_removal(
+    catalog: Catalog, other: Catalog, recorded: Recorded, clock: Clock
+) -> None:
+    entry = recorded()
+    place = Path(str(entry.url)) / CATALOG_DOCUMENT
+    catalog.tag(entry.id, "good")
+    register([str(entry.url)], other)
+    before = place.read_bytes()
+    other.tag(entry.id, "good", permanent=True)
+    place.write_bytes(before)  # as if the two did not see each other
+    clock.wait(seconds=1)
+    catalog.untag(entry.id, "good", reason="x")
+    register([str(entry.url)], other)
+    assert other.get(entry.id).tags == ("good",)
+    register([str(entry.url)], catalog)
+    assert catalog.get(entry.id).tags == ("good",)
+    with pytest.raises(Refused, match="permanent"):
+        catalog.untag(entry.id, "good", reason="x")

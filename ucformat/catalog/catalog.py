@@ -240,9 +240,19 @@ class Catalog(Reader):
 
         self._write(work)
 
-    def tag(self, ref: str, *tags: str) -> None:
-        """Put tags on a checkpoint. A tag stays for ever, and keeps the checkpoint from being deleted."""
-        self._say(ref, lambda c, serial, stamp: names.add_tags(c, serial, tags, stamp))
+    def tag(self, ref: str, *tags: str, permanent: bool = False) -> None:
+        """Put tags on a checkpoint, which keep it from being deleted; those that are permanent are never taken off."""
+        self._say(ref, lambda c, serial, stamp: names.add_tags(c, serial, tags, stamp, permanent=permanent))
+
+    def untag(self, ref: str, *tags: str, reason: str) -> None:
+        """Take tags off a checkpoint, all of them or none; the reason is kept in the log.
+
+        Raises:
+            NotFound: it does not bear one of them.
+            Refused: one is permanent.
+            UsageError: there is no reason.
+        """
+        self._say(ref, lambda c, serial, stamp: names.remove_tags(c, serial, tags, reason, stamp), alive=False)
 
     def hold(self, ref: str, reason: str, until: datetime | timedelta | None = None) -> int:
         """Keep a checkpoint from being deleted, until a time or until it is released; the number of the hold."""

@@ -26,8 +26,9 @@ from ucformat.catalog.models import (
     Note,
     Run,
     Tag,
+    Untag,
 )
-from ucformat.catalog.names import alias_here
+from ucformat.catalog.names import alias_here, put_tag, take_off
 from ucformat.catalog.recording import insert_edge, set_run, stored_metric
 from ucformat.catalog.retention import protections
 from ucformat.catalog.rows import event, insert_if_absent, touch
@@ -39,6 +40,7 @@ from ucformat.schema.catalog_document import (
     MetricDoc,
     NoteDoc,
     TagDoc,
+    UntagDoc,
 )
 
 if TYPE_CHECKING:
@@ -107,7 +109,8 @@ def compose(connection: Connection, serial: int) -> CatalogDoc:
         deleted=row.deleted,
         purge_after=row.purge_after,
         aliases=tuple(AliasDoc(name=r.name, version=r.version, moved=r.moved) for r in rows(Alias)),
-        tags=tuple(TagDoc(name=r.name, created=r.created, who=r.who) for r in rows(Tag)),
+        tags=tuple(TagDoc(name=r.name, created=r.created, who=r.who, permanent=r.permanent) for r in rows(Tag)),
+        untags=tuple(UntagDoc(name=r.name, removed=r.removed, who=r.who, reason=r.reason) for r in rows(Untag)),
         holds=tuple(
             HoldDoc(reason=r.reason, until=r.until, created=r.created, who=r.who)
             for r in rows(Hold, Hold.released.is_(None))
@@ -178,9 +181,7 @@ def _absorb_deletion(connection: Connection, row: Any, doc: CatalogDoc, stamp: S
 
 
 def _absorb_words(connection: Connection, serial: int, doc: CatalogDoc) -> None:
-    for tag in doc.tags:
-        keys = {"checkpoint": serial, "name": tag.name}
-        insert_if_absent(connection, Tag, keys, {"created": tag.created, "who": tag.who}, Tag.name)
+    _absorb_tags(connection, serial, doc)
     created = sa.select(Checkpoint.created).where(Checkpoint.serial == serial).scalar_subquery()
     for name, metric in doc.metrics.items():
         values = {"value": None if metric.value is None else stored_metric(metric.value), "measured": metric.measured}
@@ -199,6 +200,21 @@ def _absorb_words(connection: Connection, serial: int, doc: CatalogDoc) -> None:
         )
     for note in doc.notes:
         _absorb_row(connection, Note, serial, {"text": note.text, "created": note.created, "who": note.who})
+
+
+def _absorb_tags(connection: Connection, serial: int, doc: CatalogDoc) -> None:
+    """Of a tag and its removal the later one is right, whoever knows of which; a permanent tag in any case."""
+    removed = dict(connection.execute(sa.select(Untag.name, Untag.removed).where(Untag.checkpoint == serial)).all())
+    for tag in doc.tags:
+        if tag.permanent or tag.name not in removed or tag.created > removed[tag.name]:
+            put_tag(connection, serial, tag.name, tag.created, tag.who, permanent=tag.permanent)
+    here = sa.select(Tag.name, Tag.created, Tag.permanent).where(Tag.checkpoint == serial)
+    borne = {r.name: r for r in connection.execute(here)}
+    for untag in doc.untags:
+        tag_here = borne.get(untag.name)
+        stays = tag_here is not None and (tag_here.permanent or tag_here.created > untag.removed)
+        if not stays and (untag.name not in removed or untag.removed > removed[untag.name]):
+            take_off(connection, serial, untag.name, untag.removed, untag.who, untag.reason)
 
 
 def _absorb_row(connection: Connection, table: Any, serial: int, keys: dict[str, Any], **values: Any) -> None:

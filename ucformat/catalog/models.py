@@ -52,6 +52,7 @@ __all__ = [
     "Tag",
     "Tensor",
     "TensorSet",
+    "Untag",
     "Verification",
 ]
 
@@ -320,7 +321,7 @@ class AliasMove(Base):
 
 
 class Tag(Base):
-    """A word on a checkpoint, for ever; several checkpoints may bear it."""
+    """A word on a checkpoint; several checkpoints may bear it. One that is `permanent` is not taken off."""
 
     __tablename__ = "tag"
     __table_args__ = (Index(None, "name"),)
@@ -328,6 +329,18 @@ class Tag(Base):
     name = _column(PlainText, primary_key=True)
     created = _column(UtcDateTime)
     who = _column(PlainText)
+    permanent = _column(Boolean)
+
+
+class Untag(Base):
+    """A tag that was taken off a checkpoint, and why: a document that still has it does not bring it back."""
+
+    __tablename__ = "untag"
+    checkpoint = _of_checkpoint(primary_key=True)
+    name = _column(PlainText, primary_key=True)
+    removed = _column(UtcDateTime)
+    who = _column(PlainText)
+    reason = _column(PlainText)
 
 
 class Hold(Base):

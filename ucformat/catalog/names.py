@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
 
-from ucformat.catalog.locks import take_turns
-from ucformat.catalog.models import Alias, AliasMove, Checkpoint, Hold, Metric, Note, Tag
+from ucformat.catalog.locks import lock, take_turns
+from ucformat.catalog.models import Alias, AliasMove, Checkpoint, Hold, Metric, Note, Tag, Untag
 from ucformat.catalog.recording import stored_metric
 from ucformat.catalog.rows import event, insert_if_absent
-from ucformat.errors import Conflict, NotFound, UsageError
+from ucformat.errors import Conflict, NotFound, Refused, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,9 +33,15 @@ __all__ = [
     "alias_history",
     "aliases",
     "move_alias",
+    "put_tag",
     "release_holds",
     "remove_alias",
+    "remove_tags",
+    "take_off",
 ]
+
+
+_INSTANT = timedelta(microseconds=1)  # the least that times differ by
 
 
 class _Any:
@@ -178,17 +185,66 @@ def alias_history(connection: Connection, name: str) -> list[MoveEntry]:
     return [MoveEntry(*r) for r in rows]
 
 
-def add_tags(connection: Connection, serial: int, tags: Sequence[str], stamp: Stamp) -> bool:
-    """Put tags on a checkpoint, for ever; whether any is new."""
+def add_tags(
+    connection: Connection, serial: int, tags: Sequence[str], stamp: Stamp, *, permanent: bool = False
+) -> bool:
+    """Put tags on a checkpoint, or make those that it bears permanent; whether anything is new."""
     new = []
     for tag in tags:
         check_word("a tag", tag)
-        keys = {"checkpoint": serial, "name": tag}
-        if insert_if_absent(connection, Tag, keys, {"created": stamp.now, "who": stamp.who}, Tag.name) is not None:
+        here = (Untag.checkpoint == serial, Untag.name == tag)
+        removed = connection.scalar(sa.select(Untag.removed).where(*here))
+        created = stamp.now if removed is None else max(stamp.now, removed + _INSTANT)  # by whatever clock
+        if put_tag(connection, serial, tag, created, stamp.who, permanent=permanent):
             new.append(tag)
     if new:
-        event(connection, "tag", stamp.who, stamp.now, serial, tags=new)
+        event(connection, "tag", stamp.who, stamp.now, serial, tags=new, **({"permanent": True} if permanent else {}))
     return bool(new)
+
+
+def put_tag(connection: Connection, serial: int, tag: str, created: datetime, who: str, *, permanent: bool) -> bool:
+    """Put a tag on a checkpoint, or make it permanent; whether that changed anything."""
+    keys = {"checkpoint": serial, "name": tag}
+    values = {"created": created, "who": who, "permanent": permanent}
+    changed = insert_if_absent(connection, Tag, keys, values, Tag.name) is not None
+    if not changed and permanent:
+        here = (Tag.checkpoint == serial, Tag.name == tag, Tag.permanent == sa.false())
+        changed = connection.execute(sa.update(Tag).where(*here).values(permanent=True)).rowcount > 0
+    connection.execute(sa.delete(Untag).where(Untag.checkpoint == serial, Untag.name == tag))
+    return changed
+
+
+def remove_tags(connection: Connection, serial: int, tags: Sequence[str], reason: str, stamp: Stamp) -> None:
+    """Take tags off a checkpoint: all of them or none.
+
+    Raises:
+        NotFound: it does not bear one of them.
+        Refused: one is permanent.
+    """
+    if not reason.strip():
+        raise UsageError("taking a tag off needs a reason", hint="say why, for those who look for the tag later")
+    lock(connection, [serial])
+    found = connection.execute(sa.select(Tag.name, Tag.permanent, Tag.created).where(Tag.checkpoint == serial)).all()
+    borne = {r.name: r for r in found}
+    for tag in tags:
+        if tag not in borne:
+            has = f"its tags are {', '.join(sorted(borne))}" if borne else "it has no tag"
+            raise NotFound(f"the checkpoint does not bear the tag {tag!r}", hint=has)
+        if borne[tag].permanent:
+            raise Refused(
+                f"the tag {tag!r} is permanent: it stays on the checkpoint for ever", hint="that was asked for"
+            )
+    for tag in dict.fromkeys(tags):
+        take_off(connection, serial, tag, max(stamp.now, borne[tag].created), stamp.who, reason)
+    event(connection, "untag", stamp.who, stamp.now, serial, tags=list(dict.fromkeys(tags)), reason=reason)
+
+
+def take_off(connection: Connection, serial: int, tag: str, removed: datetime, who: str, reason: str) -> None:
+    """Take a tag off a checkpoint if it bears it, and keep in mind that it was."""
+    connection.execute(sa.delete(Tag).where(Tag.checkpoint == serial, Tag.name == tag))
+    connection.execute(sa.delete(Untag).where(Untag.checkpoint == serial, Untag.name == tag))
+    values = {"removed": removed, "who": who, "reason": reason}
+    connection.execute(sa.insert(Untag).values(checkpoint=serial, name=tag, **values))
 
 
 def add_hold(connection: Connection, serial: int, reason: str, until: datetime | None, stamp: Stamp) -> int:

@@ -1,4 +1,4 @@
-"""`ucp tag`, `ucp metric`, `ucp note`, `ucp hold`, `ucp release`: what people say of a checkpoint."""
+"""`ucp tag`, `ucp untag`, `ucp metric`, `ucp note`, `ucp hold`, `ucp release`: what people say of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,23 +17,41 @@ if TYPE_CHECKING:
 
     from ucformat.cli.output import Output
 
-__all__ = ["hold", "metric", "note", "release", "tag"]
+__all__ = ["hold", "metric", "note", "release", "tag", "untag"]
 
 
 @command
 @REF
 @click.argument("tags", metavar="TAG…", nargs=-1, required=True)
+@click.option("--permanent", is_flag=True, help="For ever: it cannot be taken off.")
 @CATALOG
-def tag(ref: str, tags: tuple[str, ...], out: Output) -> None:
+def tag(ref: str, tags: tuple[str, ...], permanent: bool, out: Output) -> None:  # noqa: FBT001
     """Put tags on a checkpoint.
 
-    A tag stays for ever, and a checkpoint that bears one is not deleted. For a name that moves, see `ucp alias`.
+    A checkpoint that bears one is not deleted, until `ucp untag` takes it off. For a name that moves, see `ucp alias`.
     """
     with opened_catalog() as catalog:
         entry = catalog.get(ref)
-        catalog.tag(entry.id, *tags)
+        catalog.tag(entry.id, *tags, permanent=permanent)
         now = catalog.get(entry.id).tags
     out.result(lambda: [f"{entry.name}: {', '.join(now)}"], lambda: _data(entry, tags=list(now)))
+
+
+@command
+@REF
+@click.argument("tags", metavar="TAG…", nargs=-1, required=True)
+@click.option("--reason", required=True, metavar="TEXT", help="Why, for those who look for the tag later: ucp log.")
+@CATALOG
+def untag(ref: str, tags: tuple[str, ...], reason: str, out: Output) -> None:
+    """Take tags off a checkpoint: all of them or none. Those that are permanent stay.
+
+    A checkpoint without a tag, an alias, a hold and others that need it may be deleted by the next `ucp retain`.
+    """
+    with opened_catalog() as catalog:
+        entry = catalog.get(ref)
+        catalog.untag(entry.id, *tags, reason=reason)
+        now = catalog.get(entry.id).tags
+    out.result(lambda: [f"{entry.name}: {', '.join(now) or 'no tag'}"], lambda: _data(entry, tags=list(now)))
 
 
 @command

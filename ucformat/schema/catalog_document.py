@@ -17,6 +17,7 @@ __all__ = [
     "MetricDoc",
     "NoteDoc",
     "TagDoc",
+    "UntagDoc",
 ]
 
 #: The name of the document, in the checkpoint's folder.
@@ -39,11 +40,21 @@ class AliasDoc(_Document):
 
 
 class TagDoc(_Document):
-    """A tag."""
+    """A tag; one that is permanent is never taken off."""
 
     name: str
     created: AwareDatetime
     who: str
+    permanent: bool = False
+
+
+class UntagDoc(_Document):
+    """A tag that was taken off; of a tag and this, the later one is right."""
+
+    name: str
+    removed: AwareDatetime
+    who: str
+    reason: str
 
 
 class HoldDoc(_Document):
@@ -89,6 +100,7 @@ class CatalogDoc(_Document):
     purge_after: AwareDatetime | None = None
     aliases: tuple[AliasDoc, ...] = ()
     tags: tuple[TagDoc, ...] = ()
+    untags: tuple[UntagDoc, ...] = ()
     holds: tuple[HoldDoc, ...] = ()
     metrics: dict[str, MetricDoc] = {}
     notes: tuple[NoteDoc, ...] = ()
