@@ -1,0 +1,176 @@
+"""What programs do with the stock classes of `torch.distributed.checkpoint`, done with ours: the same comes out."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+
+import ucformat.torch as ucf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is", "ignore:Detected an existing checkpoint", "ignore:TypedStorage is deprecated"
+)
+
+STOCK = (dcp.FileSystemWriter, dcp.FileSystemReader)
+OURS = (ucf.Writer, ucf.Reader)
+Classes = tuple[Any, Any]
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    """A trained model, and whatever else programs keep beside it."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + seed)
+    model(torch.rand(5, 3)).sum().backward()
+    optimizer.step()
+    return {
+        "net": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": {"last_epoch": seed, "base_lrs": [0.1, 0.2 + seed], "last": torch.tensor(float(seed))},
+        "history": [1.5, {"loss": seed}, torch.full((2,), float(seed)), [seed, [None, "x"]]],
+        "blob": io.BytesIO(bytes([seed])),
+        "raw": bytes([seed, 1]),
+        "done": seed > 1,
+        "pair": (seed, [2]),
+        "a.b": {"c": seed},
+        "empty": {},
+        "nothing": [],
+    }
+
+
+def lines(value: Any, path: str = "") -> list[str]:
+    """What can be compared of a value: each leaf by its path, with the types on the way, and all in order."""
+    kind = f"{path}<{type(value).__name__}>"
+    if isinstance(value, dict):
+        return [kind, *(line for k, v in value.items() for line in lines(v, f"{kind}.{k!r}"))]
+    if isinstance(value, list | tuple):
+        return [kind, *(line for k, v in enumerate(value) for line in lines(v, f"{kind}[{k}]"))]
+    if isinstance(value, torch.Tensor):
+        return [f"{kind} {value.dtype} {value.tolist()}"]
+    return [f"{kind} {value.getvalue() if isinstance(value, io.BytesIO) else value!r}"]
+
+
+def outcome(do: Callable[[Classes, Path], Any], classes: Classes, place: Path) -> list[str]:
+    """What comes out, or the kind of the error."""
+    try:
+        return lines(do(classes, place))
+    except CheckpointException as error:
+        return [f"raises {type(next(iter(error.failures.values()))[0]).__name__}"]
+    except (ValueError, KeyError, RuntimeError) as error:
+        return [f"raises {type(error).__name__}"]
+
+
+def saved(classes: Classes, place: Path, state: Any = None, planner: Any = None) -> None:
+    dcp.save(state_of(1) if state is None else state, storage_writer=classes[0](place), planner=planner)
+
+
+def loaded(classes: Classes, place: Path, state: Any, planner: Any = None) -> Any:
+    dcp.load(state, storage_reader=classes[1](place), planner=planner)
+    return state
+
+
+def whole(classes: Classes, place: Path) -> Any:
+    saved(classes, place)
+    return loaded(classes, place, state_of(5))
+
+
+def without_dist(classes: Classes, place: Path) -> Any:
+    state = state_of(5)
+    dcp.save(state_of(1), storage_writer=classes[0](place), no_dist=True)
+    dcp.load(state, storage_reader=classes[1](place), no_dist=True)
+    return state
+
+
+def by_id(classes: Classes, place: Path) -> Any:
+    out = []
+    for n, where in enumerate((place / "path", f"{place}/text")):
+        writer, reader = classes[0]("elsewhere"), classes[1]("elsewhere")
+        dcp.save({"n": n, "w": torch.ones(2) * n}, checkpoint_id=where, storage_writer=writer)
+        state = {"n": -1, "w": torch.zeros(2)}
+        dcp.load(state, checkpoint_id=where, storage_reader=reader)
+        out.append([state, reader.checkpoint_id == where or str(reader.checkpoint_id) == str(where)])
+    return out
+
+
+def part(classes: Classes, place: Path) -> Any:
+    saved(classes, place)
+    state = state_of(5)
+    return loaded(classes, place, {k: state[k] for k in ("net", "scheduler", "done")})
+
+
+def more(classes: Classes, place: Path) -> Any:
+    saved(classes, place)
+    return loaded(classes, place, {"net": state_of(2)["net"], "new": torch.zeros(2)})
+
+
+def more_allowed(classes: Classes, place: Path) -> Any:
+    saved(classes, place)
+    state = {"net": state_of(2)["net"], "new": torch.zeros(2), "also": 3}
+    return loaded(classes, place, state, dcp.DefaultLoadPlanner(allow_partial_load=True))
+
+
+def of_another_shape(classes: Classes, place: Path) -> Any:
+    saved(classes, place, {"w": torch.ones(3)})
+    return loaded(classes, place, {"w": torch.zeros(4)})
+
+
+def of_another_kind(classes: Classes, place: Path) -> Any:
+    saved(classes, place, {"w": torch.ones(3), "n": 1})
+    return loaded(classes, place, {"w": 0, "n": torch.zeros(3)})
+
+
+def not_flat(classes: Classes, place: Path) -> Any:
+    state = {"w": torch.ones(2), "deep": {"t": torch.ones(2), "n": 1}, "n": 3}
+    saved(classes, place, state, dcp.DefaultSavePlanner(flatten_state_dict=False))
+    back = {"w": torch.zeros(2), "deep": {"t": torch.zeros(2), "n": 0}, "n": 0}
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    return loaded(classes, place, back, planner)
+
+
+def shards_as_they_are(classes: Classes, place: Path) -> Any:
+    saved(classes, place, None, dcp.DefaultSavePlanner(flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True))
+    return loaded(classes, place, state_of(5), dcp.DefaultLoadPlanner(flatten_sharded_tensors=False))
+
+
+def with_a_plan_that_is_kept(classes: Classes, place: Path) -> Any:
+    class Kept(dcp.DefaultSavePlanner):  # the cache goes by the name of the class
+        pass
+
+    Kept.__name__ = f"Kept{classes[0].__name__}"
+    out = []
+    for n in (1, 2, 3):
+        saved(classes, place / str(n), state_of(n), Kept(enable_plan_caching=True))
+        out.append(loaded(classes, place / str(n), state_of(5)))
+    return out
+
+
+def in_the_background(classes: Classes, place: Path) -> Any:
+    state = state_of(1)
+    done = dcp.async_save(state, storage_writer=classes[0](place), async_checkpointer_type=AsyncCheckpointerType.THREAD)
+    state["net"]["0.weight"].zero_()
+    (done.upload_completion if isinstance(done, AsyncSaveResponse) else done).result(120)
+    return loaded(classes, place, state_of(5))
+
+
+DOINGS = (
+    *(whole, without_dist, by_id, part, more, more_allowed, of_another_shape, of_another_kind, not_flat),
+    *(shards_as_they_are, with_a_plan_that_is_kept),
+    in_the_background,
+)
+
+
+@pytest.mark.parametrize("do", DOINGS, ids=lambda do: do.__name__)
+def test_ours_does_what_stock_does(tmp_path: Path, do: Callable[[Classes, Path], Any]) -> None:
+    stock = outcome(do, STOCK, tmp_path / "stock")
+    ours = outcome(do, OURS, tmp_path / "ours")
+    assert ours == stock
