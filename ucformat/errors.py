@@ -24,7 +24,14 @@ Each carries `hint`, what to do next, which `str()` shows on a line of its own. 
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Spelling = Callable[[str, str, str], str]
 
 __all__ = [
     "AmbiguousLayout",
@@ -45,6 +52,8 @@ __all__ = [
     "Uncertain",
     "UpgradeNeeded",
     "UsageError",
+    "option_text",
+    "spelling_options",
 ]
 
 
@@ -156,3 +165,41 @@ class UpgradeNeeded(UcformatError):
     """Written by a newer ucformat than this one."""
 
     exit_code = 7
+
+
+def _python(name: str, value: str, _text: str) -> str:
+    return f"ucformat.open(…, options={{{name!r}: {value}}})"
+
+
+_spellings: list[Spelling] = [_python]
+
+
+#: Of an option a value, as Python has it and as the command line takes it.
+_VALUES = {
+    "layout": ("ucformat.Layout.load(file)", "FILE"),
+    "groups": ("[[names of the first optimizer group, in order], …]", "FILE"),
+    "owners": ("{'optim': 'model', …}", "FILE"),
+    "optimizer": ("False", "false"),
+}
+
+
+def option_text(name: str, value: str | None = None, text: str | None = None) -> str:
+    """How whoever gets an error can give a source this option, for its hint.
+
+    Args:
+        name: the option's name.
+        value: its value as Python has it (default: an example).
+        text: its value as the command line takes it (default: an example, or as Python has it).
+    """
+    usual = _VALUES.get(name, ("…", value or "…"))
+    return _spellings[-1](name, value or usual[0], text or usual[1])
+
+
+@contextmanager
+def spelling_options(spell: Spelling) -> Iterator[None]:
+    """Have hints spell options so, as long as this lasts: the command line's own way."""
+    _spellings.append(spell)
+    try:
+        yield
+    finally:
+        _spellings.remove(spell)

@@ -124,7 +124,7 @@ class TestStepZero:
             opened(tmp_path / "x")
         assert name in caught.value.message
         assert POSITION not in caught.value.message
-        assert f"--source 'cuts={name}=replicate'" in str(caught.value.hint)
+        assert f"options={{'cuts': {{'{name}': 'replicate'}}}}" in str(caught.value.hint)
         check(opened(tmp_path / "x", cuts={"*adapter*": "replicate" if cut == "replicate" else 0}), truth)
 
     @pytest.mark.parametrize(("cut", "shape"), [("replicate", (3, 8)), ("column", (6, 8))])
@@ -175,7 +175,7 @@ class TestArguments:
         write(tmp_path / "x", model, tp=2, args=ARGS)
         with pytest.raises(AmbiguousLayout, match="position_embeddings") as caught:
             opened(tmp_path / "x")
-        assert "cuts=" + POSITION + "=mean" in str(caught.value.hint)
+        assert f"'{POSITION}': 'mean'" in str(caught.value.hint)
 
     def test_a_row_parallel_matrix_that_was_forgotten(self, tmp_path: Path) -> None:
         model = unlisted(gpt(**SMALL), "self_attention.dense.weight")

@@ -420,7 +420,7 @@ class TestEvidence:
         rewrite(folder, lambda s, _: s["model"].update({name: part}))
         with pytest.raises(AmbiguousLayout, match=r"x\.mlp\.linear_fc2\.weight \(parts of \[2, 3\]\)") as found:
             opened(folder, optimizer=False)
-        assert f"--source 'cuts={name}=0'" in str(found.value.hint)
+        assert f"options={{'cuts': {{'{name}': '0'}}}}" in str(found.value.hint)
         assert opened(folder, optimizer=False, cuts={"x.*": "replicate"})[name].read().tolist() == part.tolist()
         assert opened(folder, optimizer=False, cuts={"x.*": 1})[name].shape == (2, 6)
         rewrite(folder, lambda s, t: s["model"].update({name: part + t}))

@@ -11,6 +11,7 @@ import click
 from ucformat.cli.catalogs import opened_catalog
 from ucformat.cli.options import CATALOG, command, ref_argument
 from ucformat.cli.output import Heading, terminal_width
+from ucformat.cli.source_options import SOURCE
 from ucformat.cli.text import count, plural, shape_text, shorten, tabbed, table
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ _MOST = 20  # tensors of which only the values differ that people are shown
     "-w", "--workers", type=click.IntRange(min=1), metavar="N", help="With --values, blocks compared at once."
 )
 @click.option("--exit-code", "fail", is_flag=True, help="Exit with 1 if they differ, or may.")
+@SOURCE
 @CATALOG
 def diff(
     a: str,
@@ -50,6 +52,7 @@ def diff(
     parts: str,
     values: bool,  # noqa: FBT001
     workers: int | None,
+    options: dict[str, Any] | None,
     fail: bool,  # noqa: FBT001
     out: Output,
 ) -> None:
@@ -63,7 +66,7 @@ def diff(
     chosen = _chosen(parts)
     if values and "tensors" not in chosen:
         raise click.UsageError("--values compares tensors, which --what leaves out")
-    found = _Found(_diff(a, b), read_values(a, b, workers, out) if values else None)
+    found = _Found(_diff(a, b, options), read_values(a, b, options, workers, out) if values else None)
     equal = not any(found.differs(part) for part in chosen)
     out.result(
         lambda: _lines(found, (a, b), chosen, equal=equal),
@@ -104,19 +107,21 @@ def _chosen(text: str) -> list[str]:
     return [part for part in _PARTS if part in chosen]
 
 
-def _diff(a: str, b: str) -> Diff:
+def _diff(a: str, b: str, options: dict[str, Any] | None) -> Diff:
     """From the catalog if it knows both, else from what lies in storage."""
     from ucformat.cli.scratch import diff_opened
     from ucformat.errors import NotFound
     from ucformat.settings import load_settings
 
     if load_settings().catalog_url() is None:
-        return diff_opened(a, b, None)
+        return diff_opened(a, b, None, options)
     with opened_catalog() as catalog:
         try:
-            return catalog.diff(a, b)
+            if not options:  # else they are opened as these say, whatever the catalog knows
+                return catalog.diff(a, b)
         except NotFound:
-            return diff_opened(a, b, catalog)
+            pass
+        return diff_opened(a, b, catalog, options)
 
 
 def _lines(found: _Found, names: tuple[str, str], chosen: Sequence[str], *, equal: bool) -> Iterator[str]:

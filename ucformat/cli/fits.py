@@ -8,6 +8,7 @@ import click
 
 from ucformat.cli.options import CATALOG, command, ref_argument
 from ucformat.cli.output import terminal_width
+from ucformat.cli.source_options import SOURCE
 from ucformat.cli.text import bytes_text, plural, table
 
 if TYPE_CHECKING:
@@ -25,8 +26,9 @@ _MOST = 20  # misfits that are shown of one checkpoint
 @ref_argument("ref", "[REF]", optional=True)
 @click.option("-l", "--layout", "file", required=True, metavar="FILE", help="The layout file, YAML or JSON.")
 @click.option("--where", metavar="FILTER", help="All checkpoints of the catalog that FILTER takes, instead of REF.")
+@SOURCE
 @CATALOG
-def fits(ref: str | None, file: str, where: str | None, out: Output) -> None:
+def fits(ref: str | None, file: str, where: str | None, options: dict[str, Any] | None, out: Output) -> None:
     """Say whether a checkpoint can be resumed under a layout, and if not, which tensors, by which rule, and why.
 
     Reads no tensor. Exits with 1 where one does not fit.
@@ -36,9 +38,11 @@ def fits(ref: str | None, file: str, where: str | None, out: Output) -> None:
 
     if (ref is None) == (where is None):
         raise UsageError("give either REF or --where FILTER", hint="ucp fits run7@latest --layout target.yaml")
+    if where is not None and options:
+        raise UsageError("--source goes with REF: what it says is of one checkpoint", hint="leave out --where")
     layout = ucformat.Layout.load(file)
     if ref is not None:
-        found = ucformat.fits(ref, layout)
+        found = ucformat.fits(ref, layout, options=options)
         out.result(
             lambda: _one(found), lambda: data(found), lambda: ["fits"] if found else [m.name for m in found.misfits]
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ucformat.cli.options import CATALOG, command
 from ucformat.cli.output import Heading, terminal_width
+from ucformat.cli.source_options import SOURCE
 from ucformat.cli.text import plural, table
 
 if TYPE_CHECKING:
@@ -25,8 +26,9 @@ _SHOWN = 3  # tensors of a rule that are named
 @command
 @click.argument("file", metavar="FILE")
 @click.option("--against", metavar="SRC", help="A checkpoint to try it on: a path or url, run@step, alias:name, an id.")
+@SOURCE
 @CATALOG
-def check(file: str, against: str | None, out: Output) -> None:
+def check(file: str, against: str | None, options: dict[str, Any] | None, out: Output) -> None:
     """Check a layout file; with --against, say which rule takes which tensor of a checkpoint, and what none takes.
 
     Reads no tensor. Exits with 1 where a tensor is taken by no rule, or by one that does not fit it.
@@ -35,6 +37,8 @@ def check(file: str, against: str | None, out: Output) -> None:
     from ucformat.cli.fits import data
     from ucformat.geometry.view_document import load
 
+    if against is None and options:
+        raise click.UsageError("--source says what the files of --against do not")
     found = load(file)
     if against is None:
         text = f"{file} is a layout for {plural(found.mesh.size, 'rank')}" if found else f"{file} is a view"
@@ -43,9 +47,9 @@ def check(file: str, against: str | None, out: Output) -> None:
         )
         return
     if found is None:
-        _check_view(file, against, out)
+        _check_view(file, against, options, out)
         return
-    fit = ucformat.fits(against, found)
+    fit = ucformat.fits(against, found, options=options)
     rules = [{"rule": r.rule, "tensors": list(r.names)} for r in fit.rules]
     out.result(
         lambda: _describe(fit, found), lambda: data(fit) | {"rules": rules}, lambda: [m.name for m in fit.misfits]
@@ -54,11 +58,11 @@ def check(file: str, against: str | None, out: Output) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _check_view(file: str, against: str, out: Output) -> None:
+def _check_view(file: str, against: str, options: dict[str, Any] | None, out: Output) -> None:
     """A file with a view and no rules: what its steps take and make."""
     import ucformat
 
-    steps = ucformat.open(against, view=file).steps
+    steps = ucformat.open(against, view=file, options=options).steps
     rows = [(t.step, _named(t.took), _named(t.made)) for t in steps]
     out.result(
         lambda: table(("step", "takes", "makes"), rows, left=3, shrink=(0, 1, 2), width=terminal_width()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shlex
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -113,15 +114,27 @@ VIEW = click.option(
 )
 
 
+def _spelling(of: click.Command) -> Callable[[str, str, str], str]:
+    """How hints name an option of a source to who ran this command."""
+    takes = any(p.name == "options" for p in of.params)
+
+    def spell(name: str, _value: str, text: str) -> str:
+        source = f"--source {shlex.quote(f'{name}={text}')}"
+        return source if takes else f"`ucp convert SRC DST {source}`, and use what that makes"
+
+    return spell
+
+
 def command(function: Callable[..., None]) -> click.Command:
     """A command that is given an `Output` as `out`, by its options --json and --quiet."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, as_json: bool, quiet: bool, **options: Any) -> None:
         from ucformat.cli.warned import hearing
+        from ucformat.errors import spelling_options
 
         out = Output(as_json=as_json, quiet=quiet)
-        with hearing(out):
+        with hearing(out), spelling_options(_spelling(made)):
             function(*args, out=out, **options)
 
     made = click.command(context_settings={"help_option_names": ["-h", "--help"]})(wrapped)

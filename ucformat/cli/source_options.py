@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.errors import UsageError
+from ucformat.errors import UcformatError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-__all__ = ["SOURCE"]
+    from ucformat.checkpoint import Checkpoint
+
+__all__ = ["SOURCE", "open_any"]
 
 
 def _parse(_ctx: click.Context, _param: click.Parameter, given: Sequence[str]) -> dict[str, Any] | None:
@@ -58,6 +61,18 @@ def _cuts(text: str) -> dict[str, str]:
             )
         found[pattern] = how
     return found
+
+
+def open_any(ref: str, options: Mapping[str, Any] | None) -> Checkpoint:
+    """Open one of several checkpoints; a universal one says all itself, and these options are of the others."""
+    import ucformat
+
+    if options:
+        with suppress(UcformatError):
+            found = ucformat.open(ref)
+            if found.kind == "ucformat":
+                return found
+    return ucformat.open(ref, options=options)
 
 
 SOURCE = click.option(

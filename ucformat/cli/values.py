@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 __all__ = ["read_values", "value_data", "value_lines"]
 
 
-def read_values(a: str, b: str, workers: int | None, out: Output) -> list[TensorDifference]:
+def read_values(
+    a: str, b: str, options: dict[str, Any] | None, workers: int | None, out: Output
+) -> list[TensorDifference]:
     """Compare what both checkpoints hold in the same state and shape, element by element."""
-    import ucformat
+    from ucformat.cli.source_options import open_any
     from ucformat.jobs.compare import compare
 
-    left, right = ucformat.open(a), ucformat.open(b)
+    left, right = open_any(a, options), open_any(b, options)
     with out.progress("comparing") as progress:
         return list(compare(left, right, workers=workers, progress=progress))
 

@@ -8,6 +8,7 @@ import click
 
 from ucformat.cli.options import CATALOG, SRC, command
 from ucformat.cli.output import Heading
+from ucformat.cli.source_options import SOURCE
 from ucformat.cli.text import bytes_text, plural
 
 if TYPE_CHECKING:
@@ -24,8 +25,9 @@ __all__ = ["verify"]
 @click.option(
     "-w", "--workers", type=click.IntRange(min=1), metavar="N", help="Files read at once.  [default: one a core]"
 )
+@SOURCE
 @CATALOG
-def verify(src: str, workers: int | None, out: Output) -> None:
+def verify(src: str, workers: int | None, options: dict[str, Any] | None, out: Output) -> None:
     """Read every byte of a checkpoint and compare it with its checksums and digests.
 
     Every problem is printed on a line of its own, and the exit code is 5. Of a foreign checkpoint, what has no checksum
@@ -35,7 +37,7 @@ def verify(src: str, workers: int | None, out: Output) -> None:
     from ucformat.errors import ChecksumError
 
     with out.progress("verifying") as progress:
-        report = ucformat.verify(src, workers, progress=progress)
+        report = ucformat.verify(src, workers, options=options, progress=progress)
     out.result(lambda: _describe(report), lambda: _data(report), lambda: map(str, report.problems))
     if not report:
         raise ChecksumError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import LayoutError
@@ -12,6 +12,7 @@ from ucformat.geometry.tensor import Roster
 from ucformat.references import open_reference
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from os import PathLike
 
     from ucformat.geometry.bound import BoundLayout
@@ -68,17 +69,23 @@ class Fit:
         return tuple(r.rule for r in self.rules if not r.names)
 
 
-def fits(place: str | PathLike[str] | Checkpoint, layout: Layout | str | PathLike[str]) -> Fit:
+def fits(
+    place: str | PathLike[str] | Checkpoint,
+    layout: Layout | str | PathLike[str],
+    *,
+    options: Mapping[str, Any] | None = None,
+) -> Fit:
     """Whether a checkpoint can be resumed under a layout; reads no tensor.
 
     Args:
         place: a checkpoint, or where one lies.
         layout: the layout, or the path of its file; where it has a view, the tensors are those that it makes.
+        options: what the files of a foreign checkpoint do not say, as `open` takes it.
 
     Raises:
         LayoutError: the layout is none, or its view cannot be made of this checkpoint.
     """
-    ck = place if isinstance(place, Checkpoint) else open_reference(place)
+    ck = place if isinstance(place, Checkpoint) else open_reference(place, options=options)
     layout = layout if isinstance(layout, Layout) else Layout.load(layout)
     steps: tuple[RuleUse, ...] = ()
     if layout.view:

@@ -13,7 +13,7 @@ import reprlib
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, Refused
+from ucformat.errors import IntegrityError, Refused, option_text
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.sources.stand_ins import (
     Dtype,
@@ -298,6 +298,6 @@ def resolve(module: str, name: str, allow: tuple[str, ...] = ()) -> Any:
     package = module.partition(".")[0]
     raise Refused(
         f"the pickle names {whole}, which is not one of the plain classes that a checkpoint needs",
-        hint="nothing was imported or run. If you trust the class, allow its package, and its state is kept as plain "
-        f"values: ucformat.open(…, options={{'allow': [{package!r}]}}), --source allow={package}",
+        hint="nothing was imported or run. If you trust the class, name its package, and its state is kept as "
+        f"plain values: {option_text('allow', f'[{package!r}]', package)}",
     )

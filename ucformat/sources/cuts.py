@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import UsageError
+from ucformat.errors import UsageError, option_text
 from ucformat.geometry.layout import Layout
 
 if TYPE_CHECKING:
@@ -30,9 +30,8 @@ def layout_of_cuts(cuts: Mapping[str, str | int] | None, ranks: int) -> Layout |
 
 
 def how_to_say(cuts: Mapping[str, str]) -> str:
-    """The option that says these cuts, as an argument of `ucformat.open` and of a command."""
-    text = ",".join(f"{pattern}={how}" for pattern, how in cuts.items())
-    return f"options={{'cuts': {dict(cuts)!r}}}, or --source 'cuts={text}'"
+    """The option that says these cuts, as `option_text` spells it."""
+    return option_text("cuts", repr(dict(cuts)), ",".join(f"{pattern}={how}" for pattern, how in cuts.items()))
 
 
 def _place(pattern: str, how: str | int) -> list[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ucformat.errors import UsageError
+from ucformat.errors import UsageError, option_text
 from ucformat.geometry.tensor import Key
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def find_models(
             which = " and ".join(dotted(p) for p in fitting[:4])
             raise UsageError(
                 f"the parameters that the optimizer {dotted(root)} names are in {which}",
-                hint=f"say whose they are: Dcp(owners={{{dotted(root)!r}: {dotted(fitting[0])!r}, …}}).open(store)",
+                hint="say whose they are: " + option_text("owners", f"{{{dotted(root)!r}: {dotted(fitting[0])!r}, …}}"),
             )
         out[root] = fitting[0] if fitting else None
     return out

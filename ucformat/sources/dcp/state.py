@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, UsageError
+from ucformat.errors import IntegrityError, UsageError, option_text
 from ucformat.geometry.box import row_major
 from ucformat.geometry.tensor import Key
 from ucformat.sources.dcp.names import GROUPS, dotted, find_models, name_paths, optimizer_roots, split_state
@@ -80,7 +80,7 @@ def name_entries(
         if (other := out.setdefault(keys[path], fqn)) != fqn:
             raise UsageError(
                 f"{meta.file}: {other} and {fqn} would both be {keys[path]}",
-                hint="say which model each optimizer trains: Dcp(owners={'optim': 'model', …}).open(store)",
+                hint=f"say which model each optimizer trains: {option_text('owners')}",
             )
     return Named(out, sorted(optimizers, key=lambda o: min((order[paths[f]] for f in o.options), default=0)), values)
 
@@ -216,7 +216,7 @@ def _unnamed(meta: Metadata, optimizer: Optimizer, numbers: Sequence[Sequence[st
     return UsageError(
         f"{meta.file}: the states of {where} are numbered ({sizes} parameters by group), and which parameters the "
         "numbers mean cannot be told for certain from their shapes and the order of the model",
-        hint="name them: open with the argument groups=[[names of the first optimizer group, in order], …]",
+        hint=f"name them: {option_text('groups')}",
     )
 
 

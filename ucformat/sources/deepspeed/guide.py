@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import AmbiguousLayout, LayoutError, UsageError
+from ucformat.errors import AmbiguousLayout, LayoutError, UsageError, option_text
 from ucformat.geometry.layout import Layout
 from ucformat.geometry.placement import axes_of
 from ucformat.geometry.rules import place
@@ -207,7 +207,7 @@ class Guide:
             if self._vocab is None:
                 raise LayoutError(
                     f"{rule} says that it is padded, but not from what size",
-                    hint="give it: DeepSpeed(vocab=50257), or leave out pad_to, which keeps the padding as rows",
+                    hint=f"give it: {option_text('vocab', '50257')}, or leave out pad_to, which keeps it as rows",
                 )
             return shard(shapes, how, self._vocab)
         return None
@@ -221,7 +221,8 @@ class Guide:
             raise AmbiguousLayout(
                 f"{self._file}: {names} are vocabularies of {' and '.join(map(str, padded))} rows, but one original "
                 f"size, {self._vocab}, is told: which of them is padded, and from what, is unclear",
-                hint="say how they are cut in a layout: a rule without pad_to keeps all rows, DeepSpeed(layout=…)",
+                hint="say how they are cut in a layout, where a rule without pad_to keeps all rows: "
+                f"{option_text('layout')}",
             )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from ucformat.errors import AmbiguousLayout, LayoutError
+from ucformat.errors import AmbiguousLayout, LayoutError, option_text
 from ucformat.sources.cuts import CUTS, how_to_say
 from ucformat.sources.deepspeed.readings import Reading, Shapes, concatenate, replicate
 
@@ -99,8 +99,8 @@ def ambiguous(doubts: Sequence[Doubt], ranks: int) -> AmbiguousLayout:
         + "\n".join(lines),
         hint=f"say it for each, as in {how_to_say(told)} ({', '.join(CUTS)}, or the dim to join along; a "
         "pattern may have *); or in a layout file "
-        "that is given as DeepSpeed(layout=ucformat.Layout.load(file)) or --source layout=FILE; a preset may do, too, "
-        f"such as --source layout=llama:\n    version: 1\n    mesh: {{tp: {ranks}}}\n"
+        f"that is given as {option_text('layout')}; a preset may do, too, "
+        f"such as {option_text('layout', repr('llama'), 'llama')}:\n    version: 1\n    mesh: {{tp: {ranks}}}\n"
         f"    rules:\n{example}",
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from ucformat.errors import UsageError
+from ucformat.errors import UsageError, option_text
 from ucformat.sources.deepspeed.pipeline import Layer, same_bytes
 from ucformat.sources.deepspeed.zero0 import entries_of
 from ucformat.sources.naming import Candidate, Entry, match
@@ -50,7 +50,7 @@ def names_of_stages(
         raise UsageError(
             f"{models[0].key}: {'no' if not ways else 'more than one'} way to deal the layers to the {len(models)} "
             "pipeline stages fits the entries of their optimizers, so these cannot be named",
-            hint="name them: DeepSpeed(groups=[[names of the first optimizer group, in order, stage after stage], …])",
+            hint=f"name them: {option_text('groups')}, stage after stage",
         )
     for model, (first, last, extra) in zip(models, ways[0], strict=True):
         _adopt(model, [*_tied_first(layers, first, last, extra, ties)], ties)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, LayoutError, Refused, UpgradeNeeded
+from ucformat.errors import IntegrityError, LayoutError, Refused, UpgradeNeeded, option_text
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.local import Region, Strides, strided_regions
 from ucformat.geometry.placement import Shard
@@ -58,7 +58,7 @@ class Info:
         if affine.get("version", 1) > _AFFINE_NEWEST:
             raise UpgradeNeeded(
                 f"{self._where} has an affine map of version {affine['version']}; known is {_AFFINE_NEWEST}",
-                hint="say how the tensors are cut: DeepSpeed(layout=…), or use a newer ucformat",
+                hint=f"say how the tensors are cut: {option_text('layout')}, or use a newer ucformat",
             )
         self._affine = self._mapping("params", affine)
 

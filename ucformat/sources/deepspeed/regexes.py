@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ucformat.errors import IntegrityError, Refused
+from ucformat.errors import IntegrityError, Refused, option_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -67,7 +67,7 @@ def _compiled(pattern: str, what: str) -> re.Pattern[str]:
     if doubt:
         raise Refused(
             f"{what} has the pattern {pattern[:80]!r}, which {doubt}, so matching it may take for ever",
-            hint="say how the tensors are cut instead: DeepSpeed(layout=…)",
+            hint=f"say how the tensors are cut instead: {option_text('layout')}",
         )
     try:
         return re.compile(pattern)

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ucformat.errors import IntegrityError
+from ucformat.errors import IntegrityError, option_text
 from ucformat.geometry.flat import flat_boxes
 from ucformat.sources.contents import Contents
 
@@ -142,7 +142,7 @@ def must_agree(store: Store, key: Key, copies: Sequence[Copy]) -> None:
             raise IntegrityError(
                 f"{key}: {which} should hold the same, and do not",
                 hint="files of different saves are mixed in one folder, or the ranks' copies had come apart in "
-                "training; if it is cut instead, say how: DeepSpeed(layout=…)",
+                f"training; if it is cut instead, say how: {option_text('layout')}",
             )
 
 

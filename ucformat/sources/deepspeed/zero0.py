@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, Refused, UsageError
+from ucformat.errors import IntegrityError, Refused, UsageError, option_text
 from ucformat.geometry.box import row_major
 from ucformat.sources.deepspeed.contents import (
     Contents,
@@ -121,7 +121,7 @@ def _single(
         raise UsageError(
             f"{model.key}: its optimizer states are numbered, and which parameters the numbers mean cannot be told for "
             "certain from their shapes and the order of the module",
-            hint="name them: DeepSpeed(groups=[[names of the first optimizer group, in order], …])",
+            hint=f"name them: {option_text('groups')}",
         )
     _check_names(names, entries, {c.name: c for c in candidates}, model.key)
     for g, group in enumerate(names):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import AmbiguousLayout, IntegrityError
+from ucformat.errors import AmbiguousLayout, IntegrityError, option_text
 from ucformat.facts import Facts
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key
@@ -176,7 +176,7 @@ class OpenClassic:
                 raise AmbiguousLayout(
                     f"{key} has the parts {[list(s) for s in own]}, its parameter {[list(s) for s in weights]}: states "
                     "of factored optimizers are not read under tensor parallelism",
-                    hint="leave the optimizer out: Megatron(optimizer=False)",
+                    hint=f"leave the optimizer out: {option_text('optimizer')}",
                 )
             reading = replicate(own)
         parts = [
@@ -211,7 +211,7 @@ class OpenClassic:
             names = sorted({e.file for r in (one, other) for e in r.contents.locate[key](None)})
             raise IntegrityError(
                 f"{key}: {' and '.join(names)} should hold the same, and do not",
-                hint=f"{_MIXED}; if it is cut instead, say how: Megatron(layout=…)",
+                hint=f"{_MIXED}; if it is cut instead, say how: {option_text('layout')}",
             )
 
     def _tied(self, holders: Mapping[Key, dict[int, list[_Rank]]], readings: Mapping[str, Reading]) -> dict[str, str]:

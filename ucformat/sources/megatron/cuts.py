@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from ucformat.errors import AmbiguousLayout, LayoutError
+from ucformat.errors import AmbiguousLayout, LayoutError, option_text
 from ucformat.geometry.placement import Replicate, Shard
 from ucformat.sources.cuts import how_to_say
 from ucformat.sources.deepspeed.readings import TP, Reading, Shapes, concatenate, replicate, shard
@@ -142,6 +142,6 @@ class Cuts:
             f"the checkpoint was saved by {ranks} tensor-parallel ranks, and neither Megatron's names nor the bytes "
             "tell how these parameters are cut:\n" + "\n".join(lines),
             hint=f"say it for each, as in {how_to_say({doubts[0]: '0'})} (or replicate, halves, 1; a pattern may have "
-            "*); or in a layout file, given as Megatron(layout=ucformat.Layout.load(file)) or --source layout=FILE:\n"
+            f"*); or in a layout file, given as {option_text('layout')}:\n"
             f"    version: 1\n    mesh: {{tp: {ranks}}}\n    rules:\n{example}  # or replicate, shard 1, parts",
         )

@@ -12,7 +12,7 @@ import threading
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ucformat.errors import AmbiguousLayout, IntegrityError
+from ucformat.errors import AmbiguousLayout, IntegrityError, option_text
 from ucformat.geometry.box import Box
 from ucformat.geometry.local import Region, parts_of
 from ucformat.geometry.tensor import Key, TensorInfo
@@ -35,10 +35,14 @@ if TYPE_CHECKING:
 __all__ = ["add_flat_states"]
 
 _WORD, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-_HINT = (
-    "save it with --dist-ckpt-optim-fully-reshardable (or load it once in Megatron and save it so), which names the "
-    "optimizer's tensors; weights alone: Megatron(optimizer=False)"
-)
+
+
+def _hint() -> str:
+    return (
+        "save it with --dist-ckpt-optim-fully-reshardable (or load it once in Megatron and save it so), which names "
+        f"the optimizer's tensors; weights alone: {option_text('optimizer')}"
+    )
+
 
 #: Of one buffer: by bucket and state the entry.
 _Buffer = dict[int, dict[str, str]]
@@ -71,7 +75,7 @@ class _Model:
         if len(cut) > 1 or len(boxes) not in (degree, 2 * degree):
             raise AmbiguousLayout(
                 f"{name} was stored as {len(boxes)} boxes by {degree} tensor-parallel ranks, which fits no cut",
-                hint=_HINT,
+                hint=_hint(),
             )
         mine = boxes[rank::degree] if len(boxes) == 2 * degree else [boxes[rank]]
         out, at = [], 0
@@ -100,7 +104,7 @@ def add_flat_states(of: OpenDist, items: Items, entries: Sequence[tuple[Bucket, 
     if stacked:
         raise AmbiguousLayout(
             "the optimizer's states lie in flat buckets, which have no stacked form",
-            hint="open it without `stacked`, or Megatron(stacked=True, optimizer=False)",
+            hint=f"open it without `stacked`, or without the optimizer: {option_text('optimizer')}",
         )
     groups: dict[tuple[int, int], dict[int, _Buffer]] = {}
     dtypes: dict[tuple[int, int, int], str] = {}
@@ -286,7 +290,7 @@ class _Piece:
                     raise AmbiguousLayout(
                         f"the optimizer's flat buckets do not hold {self.slot.param.name} where Megatron's order of "
                         "parameters puts it: its fp32 copy there is not the weight",
-                        hint=_HINT,
+                        hint=_hint(),
                     )
                 self.proved = True
         return in_local(self.flat, self.slot.start, self.slot.param.shape, within)
@@ -388,5 +392,5 @@ def _unproved(model: _Model, where: str) -> AmbiguousLayout:
     return AmbiguousLayout(
         f"{model.items.meta.file}: the optimizer's flat buckets (format dp_reshardable) of {where} cannot be told "
         "apart: in no order of Megatron's do the model's parameters fill them, with the values of the weights",
-        hint=_HINT,
+        hint=_hint(),
     )

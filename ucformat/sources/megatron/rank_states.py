@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import AmbiguousLayout, IntegrityError, MissingData, Refused
+from ucformat.errors import AmbiguousLayout, IntegrityError, MissingData, Refused, option_text
 from ucformat.sources.contents import Group
 from ucformat.sources.megatron.buffers import Flat, Param, in_local, place, same_values
 from ucformat.sources.megatron.groups import Member, groups_by_rule, is_expert
@@ -34,7 +34,10 @@ __all__ = ["read_states"]
 
 _COPIES = ("fp32_from_fp16_params", "fp32_from_fp16")
 _LOOKS = 3  # places in a buffer that are looked at when it is opened
-_WITHOUT = "or leave the optimizer out: Megatron(optimizer=False)"
+
+
+def _without() -> str:
+    return f"or leave the optimizer out: {option_text('optimizer')}"
 
 
 def read_states(rank: RankFile, contents: LocalContents) -> list[list[Group]]:
@@ -104,7 +107,7 @@ def _numbered(
         raise AmbiguousLayout(
             f"{file.key}: the optimizer's states are numbered ({[len(g) for g in numbers]} parameters by group), and "
             "which parameters the numbers mean cannot be told for certain from their shapes and the order of the model",
-            hint="save it with --ckpt-format torch_dist, " + _WITHOUT,
+            hint="save it with --ckpt-format torch_dist, " + _without(),
         )
     low = [[n for n in group if tensors[n].dtype in ("bfloat16", "float16")] for group in names]
     if copies is not None and ([len(c) for c in copies] != [len(g) for g in low] if isinstance(copies, list) else True):
@@ -153,7 +156,7 @@ def _flats(rank: RankFile, count: int) -> list[dict[Any, Any] | None]:
         if one is not None and not (isinstance(one, dict) and one.get("buckets_coalesced") is True):
             raise Refused(
                 f"{rank.distrib.key} is of a distributed optimizer of before February 2024, which is not read",
-                hint="update it with Megatron's --ckpt-convert-update-legacy-dist-opt-format, " + _WITHOUT,
+                hint="update it with Megatron's --ckpt-convert-update-legacy-dist-opt-format, " + _without(),
             )
     if len(found) != count:
         raise IntegrityError(f"{rank.distrib.key} has the states of {len(found)} optimizers, {rank.file.key} {count}")
@@ -168,7 +171,7 @@ def _distributed(
     if file is None:
         raise MissingData(
             f"{rank.file.key} is of a distributed optimizer, but distrib_optim.pt beside it is missing",
-            hint=f"copy it from where it was saved, {_WITHOUT}",
+            hint=f"copy it from where it was saved, {_without()}",
         )
     if value is None:  # another expert-parallel rank's file has them
         return
@@ -212,7 +215,7 @@ def _add_buffer(
         raise AmbiguousLayout(
             f"{file.key}: a flat buffer of {master.size:,} elements cannot be told apart: in Megatron's order the "
             f"parameters of {rank.file.key} do not fill it with the values of the weights",
-            hint="save it with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, " + _WITHOUT,
+            hint="save it with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, " + _without(),
         )
     for slot in reversed(slots):
         check = _Check(partial(proved, slot), file.key, slot.param.name)
@@ -235,7 +238,7 @@ class _Check:
             raise AmbiguousLayout(
                 f"{self.file} does not hold {self.name} where Megatron's order of parameters puts it: the fp32 copy "
                 "there is not the weight",
-                hint="the two files are of different saves, or it was not Megatron that ordered them; " + _WITHOUT,
+                hint="the two files are of different saves, or it was not Megatron that ordered them; " + _without(),
             )
         self.done = True
 
