@@ -103,8 +103,8 @@ def test_the_log(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None
 def test_interrupted_it_has_not_happened(
     run: Run, catalog: Path, entry: Callable[[str], Entry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*arguments: Any) -> None:
-        add_tags(*arguments)
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        add_tags(*arguments, **options)
         raise KeyboardInterrupt
 
     add_tags = names.add_tags
