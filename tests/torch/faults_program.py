@@ -289,6 +289,7 @@ def manners(folder: Path) -> Any:
         "conflict": lambda: plain_save(folder, "taken", 2, "packed"),
         "object": lambda: save({"a": {"b": rank}}, folder / "x", timeout=TIMEOUT),
         "tensor": lambda: save({"w": torch.full((3,), float(rank))}, folder / "x", timeout=TIMEOUT),
+        "parts": lambda: save({"w": torch.full((200, 200), float(rank))}, folder / "x", timeout=TIMEOUT),
         "shape": lambda: save({"w": torch.ones(2 + rank)}, folder / "x", timeout=TIMEOUT),
         "dtype": lambda: save({"w": torch.ones(2, dtype=[torch.float32, torch.int32][rank])}, folder / "x"),
         "terms": lambda: save({"w": torch.ones(2)}, folder / f"x{rank}", timeout=TIMEOUT),

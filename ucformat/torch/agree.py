@@ -15,6 +15,7 @@ from ucformat.format.arrays import lay_out
 from ucformat.format.checksum import checksum
 from ucformat.format.commit import begin
 from ucformat.format.digest import document_digest
+from ucformat.geometry.flat import flat_boxes
 from ucformat.torch.deal import Claim, deal_pieces, deal_shards, merge
 from ucformat.torch.protecting import refuse_protected
 
@@ -35,8 +36,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Layout", "Part", "Terms", "Ticket", "agree"]
 
-#: Replicas of at most this many bytes are compared before they are saved.
+#: Replicas of at most this many bytes are compared before they are saved; of larger tensors, which every rank holds
+#: whole, so many places of so many bytes: ranks that hold parts of one shape under one name differ in all of them.
 _SMALL = 64 << 10
+_PLACES, _PLACE = 4, 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +139,23 @@ def agree(
 
 
 def _sums(claims: Sequence[Claim], region: Callable[[int, int], Region]) -> NDArray[np.uint32]:
-    """A checksum for each small piece, 0 for larger ones, by which replicas are compared."""
+    """A checksum for each piece by which replicas are compared: of a small one, or places of a whole tensor; else 0."""
     out = []
     for i, claim in enumerate(claims):
+        itemsize = claim.info.itemsize
         for j, box in enumerate(claim.boxes):
-            small = box.size * claim.info.itemsize <= _SMALL
-            out.append(checksum(region(i, j).row_major(claim.info.itemsize).data) if small else 0)
+            if box.size * itemsize <= _SMALL:
+                out.append(checksum(region(i, j).row_major(itemsize).data))
+            else:
+                out.append(_sum_of_places(region(i, j), itemsize) if box.shape == claim.info.shape else 0)
     return np.array(out, np.uint32)
+
+
+def _sum_of_places(region: Region, itemsize: int) -> int:
+    shape, size, few = region.box.shape, region.box.size, _PLACE // itemsize
+    step = (size - few) // (_PLACES - 1)
+    boxes = [box for i in range(_PLACES) for box in flat_boxes(shape, i * step, i * step + few)]
+    return checksum(np.concatenate([region.within(box).row_major(itemsize) for box in boxes]).data)
 
 
 class _Coordinator:
@@ -210,11 +223,11 @@ def _nothing(claim: Claim) -> Claim:
 
 
 def _compare(layout: Layout, offers: Sequence[_Offer]) -> None:
-    """UsageError where small replicas of one box differ."""
+    """UsageError where replicas of one box differ, as far as their checksums tell."""
     starts = [np.cumsum([0, *(len(c.boxes) for c in claims)]) for claims in layout.claims]
     for tensor in layout.tensors:
-        for box, who in tensor.holders.items():
-            if len(who) < 2 or box.size * tensor.info.itemsize > _SMALL:
+        for who in tensor.holders.values():
+            if len(who) < 2:
                 continue
             sums = [offers[r].sums[starts[r][claim] + piece] for r, claim, piece in who]
             other = next((i for i, s in enumerate(sums) if s != sums[0]), None)

@@ -58,8 +58,8 @@ def save(
             rank without any sending, which opens the same, and which `ucp materialize` makes arrays of.
         overwrite: replace a checkpoint that is committed there; it stays whole until this one is.
         lineage: what this checkpoint comes from.
-        replicas: what ranks hold in common must be `equal` (tensors of at most 64 KiB and objects are compared), or
-            that of the `first` rank is taken.
+        replicas: what ranks hold in common must be `equal` (objects and tensors of at most 64 KiB are compared, of
+            larger ones that ranks hold whole a few places), or that of the `first` rank is taken.
         chunk_bytes: the most bytes of a chunk of the Zarr form (default 1 MiB).
         shard_bytes: the most bytes of a shard of the Zarr form (default 128 MiB).
         group: the ranks that take part (default: all).
