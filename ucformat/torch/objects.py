@@ -47,7 +47,7 @@ def encode(value: Any, path: str = "") -> Any:
 
 def _stand_in(value: Any) -> Any:
     """The value with stand-ins for what `to_json` does not know."""
-    if value is None or isinstance(value, bool | int | float | str | bytes | bytearray | complex | slice):
+    if value is None or isinstance(value, bool | int | float | str | bytes | bytearray | complex | slice | Opaque):
         return value
     if isinstance(value, dict) and all(isinstance(k, str | int | float | tuple | bytes | None) for k in value):
         return {k: _stand_in(v) for k, v in value.items()}
@@ -58,8 +58,6 @@ def _stand_in(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter):
         dense = value.detach().cpu().contiguous()
         return NdArray(dtype_name(dense.dtype), tuple(dense.shape), host_memory(dense).tobytes())
-    if isinstance(value, Opaque):
-        return value
     if type(value) is io.BytesIO:
         return Stream(value.getvalue())
     if isinstance(value, torch.dtype):
