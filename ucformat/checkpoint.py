@@ -232,7 +232,11 @@ class Checkpoint(Mapping[str, "Tensor"]):
             m = self.origin.manifest
             return Told(m.config, m.metrics, m.run)
         files = [name for name in ASSETS if name in self.facts.assets]
-        return told(self.facts.objects, {name: partial(self._document, name) for name in files}, self.aliases)
+        try:
+            return told(self.facts.objects, {name: partial(self._document, name) for name in files}, self.aliases)
+        except UcformatError as error:  # whoever reads these values is told; the tensors can be known without
+            _log.warning("%s: its configuration cannot be told: %s", self.url, error.message)
+            return Told()
 
     def _document(self, name: str) -> Any:
         """A JSON file beside the tensors; one that is none tells nothing, and is no reason not to open the rest."""

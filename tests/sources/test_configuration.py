@@ -141,3 +141,23 @@ def test_a_model_s_files_and_its_metadata(tmp_path: Path, caplog: pytest.LogCapt
     (tmp_path / "config.json").write_text("no")
     assert ucformat.open(tmp_path).manifest.config == {"lr": "1e-4", "use_cache": False}
     assert "config.json is no JSON" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": {"$tensor": 5}}', '{"a": {"$dict": 1}, "$class": {}}', '{"$float": "x"}', "[1]", "nan"]
+)
+def test_what_a_file_makes_up_is_no_crash(tmp_path: Path, text: str) -> None:
+    save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(text)
+    found = ucformat.open(tmp_path).manifest.config
+    assert found == (json.loads(text) if text.startswith("{") else {})
+
+
+def test_a_value_that_cannot_be_told_does_not_hide_the_tensors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"a": ' * 300 + "1" + "}" * 300)
+    ck = ucformat.open(tmp_path)
+    assert (ck.manifest.config, len(ck.manifest.tensors)) == ({}, 1)
+    assert "its configuration cannot be told" in caplog.text

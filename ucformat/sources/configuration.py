@@ -13,16 +13,19 @@ and private fields are left out. Secrets are never taken (`REDACTED`).
 from __future__ import annotations
 
 import base64
+import json
 import math
 import re
 import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ucformat.sources.values import to_json
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-__all__ = ["ASSETS", "KINDS", "REDACTED", "Told", "merged", "plain", "told", "with_config"]
+__all__ = ["ASSETS", "KINDS", "REDACTED", "Told", "merged", "of_program", "plain", "told", "with_config"]
 
 #: Kinds of configuration, the first wins: as objects, at the root or in what a program adds to its engine's values.
 KINDS = (
@@ -88,7 +91,7 @@ def told(objects: Mapping[str, Any], assets: Mapping[str, Callable[[], Any]], al
         assets: how to read those of its files that `ASSETS` names, as JSON.
         aliases: names of tied tensors, which safetensors keeps in its metadata.
     """
-    kinds = [*_kinds(objects), *((ASSETS[name], read()) for name, read in assets.items())]
+    kinds = [*_kinds(objects), *((ASSETS[name], to_json(read())) for name, read in assets.items())]
     tied = frozenset((*aliases, "format"))
     found = [(kind, {k: v for k, v in _mapping(value).items() if kind != "metadata" or k not in tied})
              for kind, value in kinds]  # fmt: skip
@@ -115,13 +118,25 @@ def merged(kinds: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
     return out
 
 
+def of_program(*kinds: tuple[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The configuration that a running program holds, by its kinds; of what is no JSON, the text."""
+    return merged(
+        (kind, _mapping(to_json(json.loads(json.dumps(dict(config), default=str, skipkeys=True)))))
+        for kind, config in kinds
+    )
+
+
 def with_config(known: Mapping[str, Any], said: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A configuration with what somebody said of it, which wins: what it differs from stands under `source`."""
-    return dict(known) if not said else merged([("config", _mapping(dict(said))), ("source", known)])
+    """A configuration with what somebody said of it, which wins: what it differs from stands under `source`.
+
+    Raises:
+        Refused: a value has no JSON form.
+    """
+    return dict(known) if not said else merged([("config", _mapping(to_json(dict(said)))), ("source", known)])
 
 
 def plain(value: Any) -> Any:
-    """A configuration as plain JSON, without secrets; of a value in the form of `ucformat.sources.values`, or JSON."""
+    """A configuration as plain JSON, without secrets; of a value in the form of `ucformat.sources.values`."""
     found = _plain(value, 0)
     return None if found is _DROPPED else found
 

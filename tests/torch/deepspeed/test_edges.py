@@ -52,6 +52,7 @@ def test_the_client_state_comes_back(chosen: Callable[[], Path]) -> None:
     assert found["ranks"] == {"own": [[0], [1]]}
     assert "'client_state' has another value on rank 1" in found["unlike"]
     ck = ucformat.open(str(folder / "zarr"))
+    assert ck.manifest.config["zero_optimization"]["stage"] == 3
     assert ck.objects["client_state"]["ema"] == {"a": {"$ref": "client_state.ema.a"}}
     assert ck["client_state.ema.a"].shape == (20000,)
 

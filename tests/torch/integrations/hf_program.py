@@ -120,14 +120,13 @@ def the_trainer(folder: Path) -> dict[str, Any]:
         last.train(resume_from_checkpoint=True)
         out[name]["last"] = [last.state.global_step, expected["losses"].items() <= losses(last).items()]
     ck = ucformat.open(folder / "UniversalTrainer" / "checkpoint-9")
-    of_model, of_training = ck.manifest.config["model"], ck.manifest.config["training"]
     out["facts"] = {
         "run": ck.manifest.run,
         "step": ck.manifest.step,
         "loss": ck.manifest.metrics["loss"] == expected["losses"][9],
         "aliases": dict(ck.aliases),
         "states": sorted({k.state for k in ck.tensors}),
-        "config": [of_model["hidden_size"], of_training["learning_rate"]],
+        "config": [ck.manifest.config["hidden_size"], ck.manifest.config["learning_rate"]],
     }
     return out
 

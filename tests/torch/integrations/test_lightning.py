@@ -54,6 +54,7 @@ def what_one_rank_saves_is_universal(found: dict[str, Any]) -> None:
     assert result["names"] == [f"{s}/{n}" for s in ("exp_avg", "exp_avg_sq", "step", "weight") for n in names]
     assert result["groups"] == [["net.0.weight"], ["net.0.bias"], ["net.3.weight"], ["net.3.bias"]]
     assert result["step"] == 12
+    assert result["told"] == [{"dropout": 0.0}, ["loss"]]
     assert result["removed"]
 
 

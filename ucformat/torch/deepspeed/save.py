@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from ucformat.sources.configuration import of_program
 from ucformat.torch.deepspeed.collect import collect
 from ucformat.torch.group import TIMEOUT, group_of
 from ucformat.torch.saving import save_local
@@ -44,7 +45,8 @@ def save(
         step: the training step (default: the engine's).
         run: the name of the training run, for the catalog.
         metrics: numbers to note, for the catalog: `{"val_loss": 2.1}`.
-        config: the configuration of the training, plain JSON values. DeepSpeed's is kept as the object `ds_config`.
+        config: the configuration of the training, plain JSON values (default: DeepSpeed's, without secrets).
+            DeepSpeed's is always kept as the object `ds_config`, too.
         client_state: values of your own, the same on all ranks; what each rank has for itself as
             `ucformat.torch.PerRank(value)`.
         form: `zarr` writes arrays, `packed` one file for each rank; see `ucformat.torch.save`.
@@ -61,5 +63,7 @@ def save(
     with group_of(timeout=timeout).telling():
         state = collect(engine, client_state)
     steps = int(engine.global_steps) if step is None else step
+    if config is None:
+        config = of_program(("ds_config", engine._config._param_dict))  # noqa: SLF001 - engine.config may name a file
     note = Note.of(steps, run, metrics, config, lineage)
     return save_local(state, url, note=note, form=form, overwrite=overwrite, timeout=timeout)

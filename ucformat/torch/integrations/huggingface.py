@@ -17,6 +17,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from ucformat.errors import NotACheckpoint, Refused
 from ucformat.format.commit import MANIFEST
 from ucformat.references import open_reference
+from ucformat.sources.configuration import of_program
 from ucformat.torch.background import SaveHandle, async_save
 from ucformat.torch.integrations.accelerate import unwrapped
 from ucformat.torch.loading import load
@@ -179,7 +180,8 @@ def _note(args: TrainingArguments, state: TrainerState, model: Any) -> dict[str,
     """What the manifest says besides the state."""
     logged = {k: v for entry in state.log_history if entry.get("step") == state.global_step for k, v in entry.items()}
     metrics = {k: float(v) for k, v in logged.items() if isinstance(v, int | float) and k not in ("step", "epoch")}
-    config = {"training": args.to_sanitized_dict(), "model": json.loads(model.config.to_json_string())}
+    of_model = json.loads(model.config.to_json_string())
+    config = of_program(("training_args", args.to_sanitized_dict()), ("model_config", of_model))
     return {"step": state.global_step, "run": args.run_name, "metrics": metrics, "config": config}
 
 

@@ -13,6 +13,7 @@ from ucformat.errors import NotACheckpoint, Refused, UsageError
 from ucformat.format.commit import read_manifest
 from ucformat.jobs.removal import remove
 from ucformat.references import open_reference
+from ucformat.sources.configuration import of_program
 from ucformat.storage.url import open_store
 from ucformat.torch.background import SaveHandle, async_save_local
 from ucformat.torch.dtensor import local_of
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["UniversalCheckpointIO", "UniversalDDPStrategy", "UniversalModelParallelStrategy"]
 
 _REST = "lightning"  # the object that holds what is no tensor of the model or of an optimizer
+_HYPER = ("hyper_parameters", "datamodule_hyper_parameters")
 _TENSORS = ("state_dict", "optimizer_states")
 
 
@@ -86,7 +88,7 @@ class _Universal:
         state = local_state(self._live(optimizers="optimizer_states" in checkpoint))
         if self.is_global_zero:  # type: ignore[attr-defined]
             state = replace(state, objects={**state.objects, _REST: encode(_without_tensors(checkpoint))})
-        note = Note(step=int(checkpoint["global_step"]))
+        note = _note(checkpoint)
         if self._background:
             self._handle = async_save_local(state, terms_of(url, self._form, True, None, None, "equal"), note)
         else:
@@ -163,7 +165,7 @@ class UniversalCheckpointIO(CheckpointIO):
         state = local_state(named)
         state = replace(state, objects={**state.objects, _REST: encode(rest)})
         terms = terms_of(str(path), self._form, True, None, None, "equal")
-        save_held(state, terms, Note(step=int(checkpoint["global_step"])), lone())
+        save_held(state, terms, _note(checkpoint), lone())
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
         """The checkpoint as Lightning has it; each rank that calls this reads all of it.
@@ -193,6 +195,14 @@ class UniversalCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint."""
         _remove(str(path))
+
+
+def _note(checkpoint: Mapping[str, Any]) -> Note:
+    """What the manifest says besides the state: the step, hyper-parameters, and what callbacks monitor."""
+    config = of_program(*((kind, dict(checkpoint[kind])) for kind in _HYPER if checkpoint.get(kind)))
+    watched = [c for c in checkpoint.get("callbacks", {}).values() if isinstance(c, dict) and c.get("monitor")]
+    metrics = {c["monitor"]: float(c["current_score"]) for c in watched if c.get("current_score") is not None}
+    return Note(step=int(checkpoint["global_step"]), metrics=metrics, config=config)
 
 
 def _without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
