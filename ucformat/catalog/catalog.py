@@ -65,6 +65,7 @@ class Catalog(Reader):
         run: str | None = None,
         files: tuple[int, int] | None = None,
         said: bool = False,
+        listing: str | None = None,
     ) -> Entry:
         """Record a checkpoint that lies at `url`; one whose id is known only gets the place, and the run if given.
 
@@ -74,6 +75,7 @@ class Catalog(Reader):
             kind: `ucformat`, or the engine that wrote it.
             run: its run; by default the manifest's, else the name of the folder that the checkpoint's folder is in.
             files: of a foreign one, in how many files its extents lie, and how large these are.
+            listing: the hash of what its files are, by which `register` knows it again without reading it.
             said: of a foreign one, that somebody said the manifest's configuration: it also replaces a known one.
         """
         stamp, url = make_stamp(), same_url(url)
@@ -81,9 +83,8 @@ class Catalog(Reader):
         def work(c: Connection) -> Entry:
             given = run or manifest.run
             where = given or _folder(url)
-            serial = recording.record(
-                c, manifest, url, kind=kind, run=where, files=files, now=stamp.now, who=stamp.who, said=said
-            )
+            about: dict[str, Any] = {"kind": kind, "run": where, "files": files, "said": said, "listing": listing}
+            serial = recording.record(c, manifest, url, now=stamp.now, who=stamp.who, **about)
             if run is not None and recording.set_run(c, serial, run, stamp.now):
                 touch(c, [serial])
             return load(c, [serial], stamp.now)[0]

@@ -24,6 +24,7 @@ from sqlalchemy import (
     Table,
     Text,
     TypeDecorator,
+    false,
 )
 
 from ucformat.catalog.plain import plain
@@ -259,13 +260,17 @@ class Digest(Base):
 
 
 class Location(Base):
-    """Where a checkpoint lies. A url holds one checkpoint at a time; a checkpoint may lie in several places."""
+    """Where a checkpoint lies. A url holds one checkpoint at a time; a checkpoint may lie in several places.
+
+    `listing` is the hash of what its files were when it was read there; empty where that cannot be trusted.
+    """
 
     __tablename__ = "location"
     id = _column(Integer, primary_key=True)
     checkpoint = _of_checkpoint()
     url = _column(PlainText, unique=True)
     seen = _column(UtcDateTime)
+    listing = _column(PlainText, nullable=True)
 
 
 class Metric(Base):
@@ -329,7 +334,7 @@ class Tag(Base):
     name = _column(PlainText, primary_key=True)
     created = _column(UtcDateTime)
     who = _column(PlainText)
-    permanent = _column(Boolean)
+    permanent = _column(Boolean, server_default=false())
 
 
 class Untag(Base):

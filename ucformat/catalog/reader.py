@@ -116,6 +116,11 @@ class Reader:
         with self._database.reading() as c:
             return recording.places(c, same_url(root))
 
+    def listings(self, root: str) -> dict[str, tuple[str, str]]:
+        """Of the places at or below `root` that were read: the checkpoint's id, and the hash of what its files were."""
+        with self._database.reading() as c:
+            return recording.listings(c, same_url(root))
+
     def tensors(self, ref: str) -> list[TensorEntry]:
         """The tensors of a checkpoint, as its manifest lists them."""
         with self._database.reading() as c:

@@ -32,6 +32,7 @@ __all__ = [
     "canonical_hash",
     "forget",
     "insert_edge",
+    "listings",
     "locate",
     "places",
     "record",
@@ -59,6 +60,7 @@ def record(
     files: tuple[int, int] | None,
     now: datetime,
     who: str,
+    listing: str | None = None,
     said: bool = False,
 ) -> int:
     """Record a checkpoint that lies at `url`, unless it is known; then only where it lies is noted. Its serial.
@@ -99,7 +101,7 @@ def record(
         serial = connection.execute(made.returning(Checkpoint.serial)).scalar_one()
         _add_details(connection, serial, manifest, url)
         event(connection, "record", who, now, serial, url=url, kind=kind)
-    again = locate(connection, serial, url, now=now, who=who)
+    again = locate(connection, serial, url, now=now, who=who, listing=listing)
     if again or _materialised(connection, serial, manifest):
         remove_digests(connection, serial)
         add_digests(connection, serial, manifest.tensors)
@@ -163,14 +165,16 @@ def set_run(connection: Connection, serial: int, run: str, now: datetime) -> boo
     return changed.rowcount > 0
 
 
-def locate(connection: Connection, serial: int, url: str, *, now: datetime, who: str) -> bool:
+def locate(
+    connection: Connection, serial: int, url: str, *, now: datetime, who: str, listing: str | None = None
+) -> bool:
     """Note that a checkpoint lies at `url`; what was recorded there before has been replaced by it.
 
     Whoever calls has the turn of the url. Whether the checkpoint was believed to be gone.
     """
     before = connection.scalar(sa.select(Location.checkpoint).where(Location.url == url))
     lock(connection, {serial, serial if before is None else before})  # so that nobody forgets a place meanwhile
-    here = {"checkpoint": serial, "seen": now}
+    here = {"checkpoint": serial, "seen": now, "listing": listing}
     if not connection.execute(sa.update(Location).where(Location.url == url).values(**here)).rowcount:
         connection.execute(sa.insert(Location).values(url=url, **here))
     elif before is not None and before != serial:
@@ -195,6 +199,18 @@ def places(connection: Connection, root: str) -> list[Place]:
     below = sa.or_(Location.url == root, begins_with(Location.url, f"{root}/"))
     found = sa.select(Location.url, Location.checkpoint, Location.seen).where(below).order_by(Location.url)
     return [Place(*row) for row in connection.execute(found)]
+
+
+def listings(connection: Connection, root: str) -> dict[str, tuple[str, str]]:
+    """Of the places at or below `root` that were read: the checkpoint's id, and the hash of what its files were."""
+    root = root.rstrip("/")
+    below = sa.or_(Location.url == root, begins_with(Location.url, f"{root}/"))
+    found = (
+        sa.select(Location.url, Checkpoint.id, Location.listing)
+        .join(Checkpoint, Checkpoint.serial == Location.checkpoint)
+        .where(below, Location.listing.is_not(None), Checkpoint.state.in_(("committed", "deleted")))
+    )
+    return {url: (checkpoint, str(listing)) for url, checkpoint, listing in connection.execute(found)}
 
 
 def forget(connection: Connection, gone: Iterable[Place], *, now: datetime, who: str) -> list[str]:

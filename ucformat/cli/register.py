@@ -27,6 +27,7 @@ __all__ = ["register", "reindex"]
 @command
 @click.argument("places", metavar="PLACE…", nargs=-1, required=True)
 @click.option("-r", "--recursive", is_flag=True, help="Search the folders below, too.")
+@click.option("--rescan", is_flag=True, help="With -r: read what is known and unchanged, too.")
 @click.option(
     "--run", metavar="NAME", help="The run they belong to.  [default: theirs, else the folder that theirs is in]"
 )
@@ -41,6 +42,7 @@ __all__ = ["register", "reindex"]
 def register(
     places: tuple[str, ...],
     recursive: bool,  # noqa: FBT001
+    rescan: bool,  # noqa: FBT001
     run: str | None,
     config: dict[str, Any] | None,
     metrics: dict[str, float],
@@ -63,7 +65,7 @@ def register(
     from ucformat.cli.program import Interrupted
 
     if virtual:
-        if len(places) != 2 or recursive:
+        if len(places) != 2 or recursive or rescan:
             raise UsageError("--virtual takes two places, SRC and DST", hint="ucp register SRC DST --virtual")
         source = ucformat.open(places[0], view=view, options=options)
         said = {"run": run, "config": config, "metrics": metrics}
@@ -74,7 +76,14 @@ def register(
     try:
         with opened_catalog() as catalog, out.progress("registering", "checkpoints") as progress:
             found = ucformat.register(
-                places, catalog, recursive=recursive, run=run, config=config, metrics=metrics, progress=progress
+                places,
+                catalog,
+                recursive=recursive,
+                run=run,
+                config=config,
+                metrics=metrics,
+                rescan=rescan,
+                progress=progress,
             )
     except KeyboardInterrupt:
         raise Interrupted("interrupted: what was registered until now stays; the same command continues") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -15,6 +16,7 @@ from ucformat.errors import NotACheckpoint, NotFound, UcformatError, UsageError
 from ucformat.format.commit import MANIFEST
 from ucformat.jobs.absence import check_listed, is_empty
 from ucformat.jobs.documents import find_document, write_documents
+from ucformat.jobs.listing import listing_hashes
 from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.sources import SOURCES
 from ucformat.sources.configuration import with_config
@@ -83,6 +85,7 @@ def register(
     run: str | None = None,
     config: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
+    rescan: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Registered:
     """Record the checkpoints in these places, foreign ones as they lie; nothing is converted.
@@ -94,6 +97,8 @@ def register(
         run: to which run they belong; by default the folder that a checkpoint's folder is in.
         config: the configuration of the training, besides what the files of a foreign checkpoint tell.
         metrics: measured numbers by name, in place of those that are known.
+        rescan: with `recursive`, read what is known, too. Otherwise a checkpoint is not opened whose files have the
+            sizes, inodes and times, or etags, that they had when it was read, and whose manifest is the same.
         progress: called with the checkpoints done and in all.
 
     Raises:
@@ -101,14 +106,30 @@ def register(
         NotFound: nothing is at one of the places, or no checkpoint.
     """
     trees = [_searched(p) for p in places] if recursive else []
-    opened = (f for tree in trees for f in _open_below(*tree)) if recursive else _open_all(places)
+    known: dict[str, str] = {}
+    for tree in () if rescan or run or config or metrics else trees:
+        known |= _unchanged(catalog, tree)
+    below = (f for t in trees for f in _open_below(t.store, [f for f in t.folders if t.url(f) not in known]))
+    opened = below if recursive else _open_all(places)
     if config:
         opened = ((root, _with_config(found, config), left) for root, found, left in opened)
-    done = _record_all(catalog, opened, run, progress, strict=not recursive, said=bool(config))
+    listed = {t.url(folder): said for t in trees for folder, said in t.listings.items()}
+    done = _record_all(catalog, opened, run, progress, strict=not recursive, said=bool(config), listings=listed)
     for checkpoint in done.ids if metrics else ():
         catalog.metric(checkpoint, metrics or {})
     write_documents(catalog, None)
-    return Registered(_entries(catalog, done.ids), done.failures)
+    return Registered(_entries(catalog, [*known.values(), *done.ids]), done.failures)
+
+
+def _unchanged(catalog: Catalog, tree: _Tree) -> dict[str, str]:
+    """The places of a tree whose files are what they were when their checkpoints were read, and the ids of these."""
+    known = catalog.listings(tree.store.url)
+    found = {}
+    for folder in tree.folders:
+        checkpoint, said = known.get(same_url(tree.url(folder)), (None, None))
+        if checkpoint is not None and said == tree.listings.get(folder):
+            found[tree.url(folder)] = checkpoint
+    return found
 
 
 def reindex(
@@ -134,7 +155,7 @@ def reindex(
     empty = is_empty(store)
     if empty and not forget:
         check_listed(store, catalog)
-    folders = [] if empty else _search(store)
+    folders = [] if empty else _search(store.list())
     done = _record_all(catalog, _open_below(store, folders), None, progress, strict=False)
     missing, asked = _missing(known, done.present)
     more = _record_all(catalog, asked, None, None, strict=False)
@@ -194,6 +215,7 @@ def _record_all(
     *,
     strict: bool,
     said: bool = False,
+    listings: Mapping[str, str] | None = None,
 ) -> _Done:
     """Record what was opened; what could not be opened or recorded is a failure, or if `strict` an error."""
     ids, failures, present = [], [], set()
@@ -201,7 +223,8 @@ def _record_all(
         try:
             if isinstance(found, UcformatError):
                 raise found
-            ids.append(_record(catalog, found, run, said=said).id)
+            listing = (listings or {}).get(root) if same_url(root) == same_url(found.url) else None
+            ids.append(_record(catalog, found, run, said=said, listing=listing).id)
             present.add(found.url)
         except UcformatError as error:
             if strict:
@@ -213,21 +236,34 @@ def _record_all(
     return _Done(tuple(ids), tuple(failures), frozenset(present))
 
 
-def _searched(place: str) -> tuple[Store, list[str]]:
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """A place, the folders below it that look like checkpoints, and what the files of some are (see `listing`)."""
+
+    store: Store
+    folders: list[str]
+    listings: Mapping[str, str]
+
+    def url(self, folder: str) -> str:
+        return f"{self.store.url}/{folder}" if folder else self.store.url
+
+
+def _searched(place: str) -> _Tree:
     """A place, and the folders below it that look like checkpoints, of which there must be one."""
-    store = open_store(place)
-    folders = _search(store)
+    store, begun = open_store(place), time.time()
+    infos = list(store.list())
+    folders = _search(infos)
     if not folders:
         raise NotFound(
             f"there is no checkpoint below {store.url}", hint="check the path; if it is right, is its disk mounted?"
         )
-    return store, folders
+    return _Tree(store, folders, listing_hashes(store, folders, infos, begun))
 
 
-def _search(store: Store) -> list[str]:
-    """The folders of a store that look like checkpoints, in order, an outer one before those inside of it."""
+def _search(infos: Iterable[Info]) -> list[str]:
+    """The folders that look like checkpoints, in order, an outer one before those inside of it."""
     folders = set()
-    for info in store.list():
+    for info in infos:
         folder, _, name = info.key.rpartition("/")
         if name in (MANIFEST, TOMBSTONE) or any(s.marks(name) for s in SOURCES):
             folders.add(folder)
@@ -292,8 +328,9 @@ def _described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:
     return ck.manifest.model_copy(update={"id": ck.id, "created": created})
 
 
-def _record(catalog: Catalog, found: _Found, run: str | None, *, said: bool) -> Entry:
-    entry = catalog.record(found.manifest, found.url, kind=found.kind, run=run, files=found.files, said=said)
+def _record(catalog: Catalog, found: _Found, run: str | None, *, said: bool, listing: str | None) -> Entry:
+    about: dict[str, Any] = {"kind": found.kind, "run": run, "files": found.files, "said": said}
+    entry = catalog.record(found.manifest, found.url, listing=listing, **about)
     if found.doc is not None:
         entry = catalog.absorb(entry.id, found.doc)
     if run is not None and entry.run != run:  # the document says another, but not as loud

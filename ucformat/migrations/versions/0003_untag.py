@@ -15,8 +15,6 @@ def upgrade() -> None:
     """Add the column and the table; what was tagged before can be taken off."""
     with op.batch_alter_table("tag") as batch:
         batch.add_column(sa.Column("permanent", sa.Boolean(), nullable=False, server_default=sa.false()))
-    with op.batch_alter_table("tag") as batch:
-        batch.alter_column("permanent", server_default=None)
     op.create_table(
         "untag",
         sa.Column("checkpoint", sa.Integer(), nullable=False),
