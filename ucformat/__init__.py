@@ -77,9 +77,6 @@ _HOMES = {
 #: What has to listen before a name is used, for the rooms below know nothing of those above.
 _SUBSCRIBES = {
     "Catalog": "keep_documents",
-    "convert": "record_commits",
-    "copy": "record_commits",
-    "materialize": "record_commits",
 }
 
 

@@ -106,6 +106,8 @@ def _known() -> str:
 def _open_file(place: str | PathLike[str], options: Mapping[str, Any] | None) -> OpenSource | None:
     """The checkpoint that is one file; None where there is no such file."""
     folder, _, name = fspath(place).rpartition("/")
+    if folder.endswith(("/", ":")) and (folder := f"{folder}/") != "file:///":  # of a url nothing but the scheme
+        return None
     store = Watched(open_store(folder or ("/" if fspath(place).startswith("/") else ".")))
     if not name or not exists(store, name):
         return None

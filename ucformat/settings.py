@@ -22,7 +22,16 @@ from ucformat.errors import Refused, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["PROJECT_FILE", "Settings", "allow_root", "allowed_roots", "load_settings", "source_of", "using"]
+__all__ = [
+    "PROJECT_FILE",
+    "Settings",
+    "allow_root",
+    "allowed_roots",
+    "load_settings",
+    "local_path",
+    "source_of",
+    "using",
+]
 
 _given: ContextVar[dict[str, str]] = ContextVar("ucformat_settings", default={})  # noqa: B039 - never changed in place
 
@@ -172,7 +181,7 @@ def _read(file: Path) -> dict[str, Any]:
         except ValueError as error:
             raise UsageError(f"{file} sets {key!r} to what it cannot be: {error}") from None
     if (catalog := found.get("catalog", "")) and catalog.lower() != "none" and "://" not in catalog:
-        found["catalog"] = str(file.parent / Path(catalog).expanduser())
+        found["catalog"] = str(file.parent / local_path(catalog, absolute=False))
     return found
 
 
@@ -188,3 +197,24 @@ def _user_file() -> Path | None:
     with suppress(OSError):
         return found if found.is_file() else None
     return None
+
+
+def local_path(text: str | os.PathLike[str], *, absolute: bool = True) -> Path:
+    """The path that a user writes, with `~` as the home folder.
+
+    Raises:
+        UsageError: no file can be called so, or `~name` is of nobody.
+    """
+    given = os.fspath(text)
+    try:
+        path = Path(given).expanduser()
+        os.fsencode(path)
+    except RuntimeError:  # `~name` of nobody
+        raise UsageError(
+            f"{given!r}: there is no user of that name", hint="a folder whose own name begins with ~ is written ./~…"
+        ) from None
+    except (UnicodeEncodeError, TypeError):
+        raise UsageError(f"{given!r} is no path: it is no text that a file can be called") from None
+    if "\0" in str(path):
+        raise UsageError(f"{given!r} is no path: no file can have a NUL in its name")
+    return path.absolute() if absolute else path

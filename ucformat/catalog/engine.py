@@ -18,6 +18,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from ucformat.catalog.models import Base, Identity
 from ucformat.errors import NotFound, Refused, UcformatError, UpgradeNeeded, UsageError
 from ucformat.migrations import HEAD, KNOWN
+from ucformat.settings import local_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -222,7 +223,7 @@ class Database:
 def _parse(url: str) -> URL:
     """The url as SQLAlchemy knows it; a path is a SQLite file."""
     if "://" not in url:
-        url = f"sqlite:///{Path(url).expanduser().absolute()}"
+        url = f"sqlite:///{local_path(url)}"
     elif url.startswith("postgres://"):
         url = f"postgresql://{url.removeprefix('postgres://')}"
     try:

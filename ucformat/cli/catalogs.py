@@ -40,8 +40,10 @@ def file_of(url: str) -> Path | None:
     """The file that a catalog in SQLite is kept in; None of one in PostgreSQL."""
     from pathlib import Path
 
+    from ucformat.settings import local_path
+
     if "://" not in url:
-        return Path(url).expanduser()
+        return local_path(url, absolute=False)
     return Path(url.partition("://")[2][1:].partition("?")[0]) if url.startswith("sqlite") else None
 
 

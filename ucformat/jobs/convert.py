@@ -24,6 +24,7 @@ from ucformat.geometry.box import row_major
 from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.jobs.edges import edges_from
+from ucformat.jobs.record import record_commits
 from ucformat.jobs.run import run as run_tasks
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.spread import spread_of
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 __all__ = ["How", "convert", "plan_document", "write"]
+
+record_commits()  # whoever imports this: the rooms below know nothing of the catalog
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,9 @@ def _chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo
     if unknown:
         known = ", ".join(sorted({k.state for k in source.tensors}))
         raise UsageError(f"{source.url} stores no tensor in state {min(unknown)!r}", hint=f"there are: {known}")
+    if not infos and (states is not None or source.steps):
+        what = "no state is chosen" if source.tensors else "the view leaves no tensor"
+        raise UsageError(f"{source.url}: {what}, so that nothing would be written", hint="leave out `states` for all")
     return infos
 
 

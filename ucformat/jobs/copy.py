@@ -17,6 +17,7 @@ from ucformat.format.digest import tensor_digest
 from ucformat.format.universal import Universal, grid_of
 from ucformat.jobs.copy_files import Shard, items, transfer
 from ucformat.jobs.documents import copy_document
+from ucformat.jobs.record import record_commits
 from ucformat.jobs.removal import folders_of
 from ucformat.jobs.run import run, workers_for
 from ucformat.references import open_reference
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 __all__ = ["Copied", "copy"]
+
+record_commits()  # whoever imports this: the rooms below know nothing of the catalog
 
 
 @dataclass(frozen=True, slots=True)

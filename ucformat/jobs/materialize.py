@@ -17,6 +17,7 @@ from ucformat.format.blocks import blocks_of, is_whole
 from ucformat.format.commit import abandon, begin, commit, read_manifest
 from ucformat.format.universal import Universal
 from ucformat.jobs.convert import How, plan_document, write
+from ucformat.jobs.record import record_commits
 from ucformat.jobs.run import run as run_tasks
 from ucformat.jobs.verify import source_file
 from ucformat.references import open_reference
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 __all__ = ["is_packed", "materialize"]
+
+record_commits()  # whoever imports this: the rooms below know nothing of the catalog
 
 _TASK = 64 << 20  # bytes of blocks that one task checks
 

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ucformat.errors import IntegrityError, NotFound, Refused, UcformatError
 from ucformat.storage.base import HIDDEN, Costs, Info, check_key, check_range, content_version
 from ucformat.storage.oserrors import explaining
+from ucformat.storage.redacted import redacted, secrets_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 __all__ = ["FsspecStore"]
+
+_NAME = "\ue000"  # stands for the file's own name, which the user gave and no secret is in
 
 _MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")  # as each library calls it
 _VERSION = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime", "created", "ino", "size")
@@ -147,13 +150,18 @@ class FsspecStore:
     @contextmanager
     def _asking(self, action: str, key: str) -> Iterator[None]:
         name = f"{self._url}/{key}"
-        with explaining(action, name):
-            try:
-                yield
-            except (UcformatError, OSError):
-                raise
-            except Exception as error:  # each library behind fsspec has errors of its own
-                raise UcformatError(f"cannot {action} {name}: {type(error).__name__}: {error}") from error
+        try:
+            with explaining(action, name):
+                try:
+                    yield
+                except (UcformatError, OSError):
+                    raise
+                except Exception as error:  # noqa: BLE001 - each library behind fsspec has its own
+                    said = f"cannot {action} {name}: {type(error).__name__}: {error}"
+                    raise UcformatError(said) from None
+        except UcformatError as error:  # not chained: what the library said may hold secrets
+            said = redacted(error.message.replace(name, _NAME), secrets_in(getattr(self._fs, "storage_options", {})))
+            raise type(error)(said.replace(_NAME, name), hint=error.hint) from None
 
     def _fetch(self, key: str, offset: int, nbytes: int) -> bytes:
         path, name = self._path(key), f"{self._url}/{key}"

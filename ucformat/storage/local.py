@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucformat.errors import Conflict, NotFound, Refused, UcformatError, Uncertain
+from ucformat.settings import local_path
 from ucformat.storage.base import HIDDEN, Costs, Info, Writer, check_key, check_range, content_version
 from ucformat.storage.durable import Durability, start_writeback, sync_folder
 from ucformat.storage.folders import Folders
@@ -42,7 +43,7 @@ class LocalStore:
     costs = Costs()
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        self._root = Path(root).expanduser().absolute()
+        self._root = local_path(root)
         self._handles = Handles()
         self._durability = Durability()
         self._folders = Folders(self._root)

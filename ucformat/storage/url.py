@@ -12,6 +12,7 @@ from ucformat.storage.clouds import SCHEMES, Options, refuse_secrets
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.objects import BUDGET, ObjectStore
+from ucformat.storage.redacted import redacted
 
 if TYPE_CHECKING:
     from ucformat.storage.base import Store
@@ -81,6 +82,6 @@ def _open_fsspec(url: str, scheme: str) -> Store:
             raise UsageError(
                 f"{url}: nobody knows the scheme {scheme!r}", hint="write a path, file://, s3://, gs://, abfs://, …"
             ) from error
-        raise UsageError(f"{url} cannot be opened: {error}") from error
-    except Exception as error:  # each library behind fsspec has errors of its own
-        raise UcformatError(f"{url} cannot be opened: {type(error).__name__}: {error}") from error
+        raise UsageError(f"{url} cannot be opened: {redacted(str(error))}") from None
+    except Exception as error:  # noqa: BLE001 - each library behind fsspec has errors of its own
+        raise UcformatError(f"{url} cannot be opened: {type(error).__name__}: {redacted(str(error))}") from None

@@ -1,0 +1,59 @@
+"""Every commit is recorded, whichever name it was made by."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+import ucformat
+from tests.fakes import FakeSource, random_array
+from tests.packed import write_packed
+from ucformat.checkpoint import Checkpoint
+from ucformat.errors import UsageError
+from ucformat.storage.local import LocalStore
+from ucformat.storage.memory import MemoryStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ARRAYS = {("w", "weight"): random_array((4, 3), "float32")}
+
+WAYS = {
+    "ucformat.convert": "import ucformat; ucformat.convert(src, dst)",
+    "jobs.convert": "from ucformat.jobs.convert import convert; convert(src, dst)",
+    "jobs.copy": "from ucformat.jobs.copy import copy; copy(src, dst)",
+    "jobs.materialize": "from ucformat.jobs.materialize import materialize; materialize(src, dst)",
+    "torch.saving": "import torch; from ucformat.torch.saving import save; save({'w': torch.ones(2)}, dst)",
+    "Writer": (
+        "import torch, torch.distributed.checkpoint as dcp; from ucformat.torch.dcp_writer import Writer; "
+        "dcp.save({'w': torch.ones(2)}, storage_writer=Writer(dst), no_dist=True)"
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_commit_is_in_the_catalog(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_packed(LocalStore(tmp_path / "src"), ARRAYS)
+    catalog = str(tmp_path / "catalog.db")
+    monkeypatch.setenv("UCP_CATALOG", catalog)
+    code = f"src, dst = {str(tmp_path / 'src')!r}, {str(tmp_path / 'dst')!r}; {WAYS[way]}"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with ucformat.Catalog(catalog) as found:
+        assert [tuple(e.urls) for e in found.find("")] == [(str(tmp_path / "dst"),)]
+
+
+def test_a_conversion_of_nothing_is_an_error(tmp_path: Path) -> None:
+    ck = Checkpoint(FakeSource.write(MemoryStore("nothing"), ARRAYS))
+    for act in (
+        lambda: ucformat.convert(ck, tmp_path / "x", states=[]),
+        lambda: ucformat.convert(ck, tmp_path / "x", states=(), virtual=True),
+        lambda: ucformat.convert(ck, tmp_path / "x", states=["master"]),
+        lambda: ucformat.convert(ck.view([{"drop": "*"}]), tmp_path / "x"),
+    ):
+        with pytest.raises(UsageError):
+            act()
+        assert not (tmp_path / "x").exists()
