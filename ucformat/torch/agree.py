@@ -133,7 +133,8 @@ def agree(
             break
     plan, part, attempt, give = answer
     if part is None:
-        part = group.memory["part"][2]
+        assert mine is not None  # noqa: S101 - it is what this rank said to know
+        part = mine[2]
     group.memory["part"] = (plan, digest, part)
     return Ticket(attempt, part, give), coordinator.attempt, coordinator.layout
 

@@ -11,35 +11,37 @@ import sys
 import threading
 import time
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from ipaddress import ip_address
+from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import send_handle
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch.distributed as dist
+
 from ucformat.errors import UcformatError
-from ucformat.torch.group import TIMEOUT, group_of
+from ucformat.torch.group import TIMEOUT, is_live, meeting
 from ucformat.torch.saving import terms_of
 from ucformat.torch.staging import HostBuffer, room_for, stage
 from ucformat.torch.state import listing_of, local_state
-from ucformat.torch.worker import Buffer, Failed, Job, Start
+from ucformat.torch.worker import Beat, Buffer, Done, Failed, Job, Start
 from ucformat.torch.writing import Note, Saved
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from os import PathLike
-
-    import torch.distributed as dist
 
     from ucformat.schema.manifest import LineageDoc
     from ucformat.torch.agree import Terms
-    from ucformat.torch.group import Group
+    from ucformat.torch.group import Group, Links
     from ucformat.torch.local import LocalState
-    from ucformat.torch.worker import Done
 
 __all__ = ["SaveHandle", "async_save", "async_save_local"]
 
 _log = logging.getLogger("ucformat")
+_STARTING = 300.0  # seconds in which a process imports torch, at the least
+_MOMENT = 10.0  # seconds in which a process that is told to end, or killed, does so
 _SERVE = "from ucformat.torch.worker import main; main()"
 
 
@@ -51,6 +53,11 @@ class SaveHandle:
         self.stall = stall  # seconds for which training stood still
         self.seen = False  # its outcome was asked for
         self._done: Future[Saved] = Future()
+
+    def disown(self) -> None:
+        """Say in a forked child that only its parent learns how the save ends."""
+        self._done = Future()
+        self._done.set_exception(UcformatError(f"{self.url} is saved by the process that this one was forked from"))
 
     @property
     def staged(self) -> bool:
@@ -113,12 +120,13 @@ def async_save(
             of some rank cannot be saved. Every rank gets the same error.
     """
     begun = time.monotonic()
-    with group_of(group, timeout).telling():
-        terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
-        note = Note.of(step, run, metrics, config, lineage)
-        held = local_state(state)
-    background = _background(group, timeout, in_flight)
-    return background.save(held, terms, note, begun)
+    with meeting(group, timeout, "async_save", url) as ranks:
+        with ranks.telling():
+            terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
+            note = Note.of(step, run, metrics, config, lineage)
+            held = local_state(state)
+        with _turn(ranks):
+            return _background(ranks, in_flight).save(held, terms, note, begun)
 
 
 def async_save_local(
@@ -132,8 +140,8 @@ def async_save_local(
 ) -> SaveHandle:
     """`async_save` of what this rank holds, whatever engine it was collected from."""
     begun = time.monotonic()
-    background = _background(group, timeout, in_flight)
-    return background.save(state, terms, note, begun)
+    with meeting(group, timeout, "async_save", terms.url) as ranks, _turn(ranks):
+        return _background(ranks, in_flight).save(state, terms, note, begun)
 
 
 class _Background:
@@ -142,6 +150,11 @@ class _Background:
     def __init__(self, group: Group) -> None:
         self.group = group
         self._whole = True  # no save has left its ranks at odds
+        self._owed = 0  # answers that it is to give, and messages that it is to take
+        self._heard = 0.0  # when it last gave a sign of life while it owed one
+        self._started = self._silent = False
+        self._counting = threading.Lock()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # for the thread that listens
         self._handles: dict[int, tuple[SaveHandle, int]] = {}  # job -> handle, buffer
         self._buffers: dict[int, HostBuffer] = {}
         self._count = 0
@@ -196,10 +209,38 @@ class _Background:
                 job = Job(self._count, number, listing, slots, terms, note)
             except Exception as error:  # noqa: BLE001 - told to all ranks
                 job = Failed(self._count, f"cannot stage a copy of the state: {type(error).__name__}: {error}")
-            self._connection.send(job)
+            self._owe()  # till it is done
+            self._send(job)
         except OSError:
             self._died()
         return handle
+
+    def _send(self, message: object, fd: int | None = None) -> None:
+        """Tell the process; OSError where it is gone, or killed because it took nothing."""
+        self._owe()
+        try:
+            self._connection.send(message)
+            if fd is not None:
+                send_handle(self._connection, fd, self._process.pid)
+        finally:
+            self._settle_debt()
+
+    def _owe(self) -> None:
+        with self._counting:
+            if not self._owed:
+                self._heard = time.monotonic()
+            self._owed += 1
+        os.eventfd_write(self._wake, 1)
+
+    def _settle_debt(self) -> None:
+        with self._counting:
+            self._owed -= 1
+
+    def _patience(self) -> float | None:
+        """Seconds for which the process may still be silent; None while it owes nothing."""
+        with self._counting:
+            allowed = self.group.timeout if self._started else max(self.group.timeout, _STARTING)
+            return self._heard + allowed - time.monotonic() if self._owed else None
 
     def _buffer(self, nbytes: int) -> int:
         """The number of a buffer that is free and large enough."""
@@ -208,34 +249,63 @@ class _Background:
             if number not in busy and buffer.nbytes >= nbytes:
                 return number
             if number not in busy:  # too small: a larger one takes its place
-                self._connection.send(number)
+                self._send(number)
                 self._buffers.pop(number).close()
         number = max(self._buffers, default=-1) + 1
         buffer = self._buffers[number] = HostBuffer(nbytes)
-        self._connection.send(Buffer(number, buffer.nbytes))
-        send_handle(self._connection, buffer.fd, self._process.pid)
+        self._send(Buffer(number, buffer.nbytes), buffer.fd)
         return number
 
     def _listen(self) -> None:
-        """Take the outcomes of jobs, as long as the process lives."""
+        """Take the outcomes of jobs, as long as the process lives and gives signs of it while it has some to give."""
         try:
             while True:
-                done: Done = self._connection.recv()
-                self._whole = self._whole and done.whole
-                _conclude(self._handles[done.number][0], done.outcome)
+                patience = self._patience()
+                ready = wait([self._connection, self._wake], patience and max(0.0, patience))
+                if not ready and (patience := self._patience()) is not None and patience <= 0:
+                    break
+                if self._wake in ready:
+                    os.eventfd_read(self._wake)
+                if self._connection not in ready:
+                    continue
+                message: Done | Beat = self._connection.recv()
+                with self._counting:
+                    self._heard, self._started = time.monotonic(), True
+                if isinstance(message, Done):
+                    self._settle_debt()
+                    self._whole = self._whole and message.whole
+                    _conclude(self._handles[message.number][0], message.outcome)
+            self._silent = True
+            self._process.kill()  # it may be stopped, or wait for a disk that does not answer
+            self._died()
         except (EOFError, OSError):
             self._died()
 
     def _died(self) -> None:
         """The process is gone: what it had under way is lost."""
-        code = self._process.wait()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        self._whole = False
+        how = f"said nothing for {self.group.timeout:g} s, and was killed"
+        with suppress(subprocess.TimeoutExpired):  # one that waits for a disk dies when that answers
+            code = self._process.wait(_MOMENT)
+            if not self._silent:
+                how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         for handle, _ in list(self._handles.values()):
             error = UcformatError(
                 f"rank {self.group.rank}: the process that wrote {handle.url} {how}",
                 hint="nothing of it is committed; look at its output above, then save again",
             )
             _conclude(handle, error)
+
+    def leave(self) -> None:
+        """Let go of what a fork copied; the process and its saves are the parent's."""
+        self._process.returncode = 0  # as Popen knows what is no child of this process
+        self._socket.close()
+        self._connection.close()
+        os.close(self._wake)
+        for handle, _ in self._handles.values():
+            handle.disown()
+        for buffer in self._buffers.values():
+            buffer.leave()
 
     def close(self) -> None:
         """Wait for what is under way, and end the process."""
@@ -246,10 +316,16 @@ class _Background:
                 _log.error("%s was not saved: %s", handle.url, error)
         with suppress(OSError):  # it ended by itself
             self._socket.shutdown(socket.SHUT_RDWR)  # tells the process, and wakes our thread
-        self._process.wait()
+        try:
+            self._process.wait(_MOMENT)
+        except subprocess.TimeoutExpired:  # it had nothing to do, and is stopped
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_MOMENT)
         self._listener.join()
         self._connection.close()
         self._socket.close()
+        os.close(self._wake)
         self._pool.shutdown()
         for buffer in self._buffers.values():
             buffer.close()
@@ -274,24 +350,109 @@ def _meeting_place(group: Group) -> tuple[Start, socket.socket | None]:
     listener, place = None, None
     if group.size > 1:
         if not group.rank:
-            listener = socket.create_server(("", 0), backlog=group.size + 16)
-            place = (os.environ.get("MASTER_ADDR", socket.gethostname()), listener.getsockname()[1])
+            listener = _listening(group.size + 16)
+            place = (address_here(group.links.store), listener.getsockname()[1])
         place = group.agree(place)[0]
     host, port = place or ("", 0)
     fd = listener.fileno() if listener else None
     return Start(group.rank, group.size, host, port, fd, group.timeout), listener
 
 
-_backgrounds: dict[Group | None, _Background] = {}  # None: this process alone
+def _listening(backlog: int) -> socket.socket:
+    """A socket that listens to whoever reaches this host, by IPv4 or IPv6."""
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):  # IPv6 may be switched off
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=backlog)
 
 
-def _background(process_group: dist.ProcessGroup | None, timeout: float, in_flight: int) -> _Background:
+def address_here(store: dist.Store | None) -> str:
+    """How other ranks reach this host: as they reached the store where that lies here, else as its host sees us."""
+    host, port = _place_of(store)
+    if not host:
+        return socket.gethostname()
+    try:
+        known = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except OSError:  # resolved by others alone
+        return socket.gethostname()
+    for family, kind, protocol, _, address in known:
+        with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # of datagrams: nothing is sent, but the way there is chosen
+            here = str(probe.getsockname()[0])
+            local = ip_address(here.partition("%")[0]).is_loopback or here in {str(a[4][0]) for a in known}
+            return host if local else here
+    return socket.gethostname()
+
+
+def _place_of(store: dist.Store | None) -> tuple[str, int]:
+    """Host and port at which all ranks met; of a store without, as of a file, those of the environment."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        return str(store.host), int(store.port)
+    return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "1"))
+
+
+_backgrounds: dict[Links | None, _Background] = {}  # None: this process alone
+
+
+class _Turns:
+    """Saves of several threads, one after another: in the order in which rank 0 drew their numbers."""
+
+    def __init__(self) -> None:
+        self._change = threading.Condition()
+        self._drawn = self._ended = 0
+        self.broken = False
+
+    def draw(self) -> int:
+        """The next number."""
+        with self._change:
+            self._drawn += 1
+            return self._drawn - 1
+
+    def wait_for(self, number: int) -> None:
+        """Wait until all before this one ended."""
+        with self._change:
+            self._change.wait_for(lambda: self._ended >= number or self.broken)
+
+    def end(self, *, broken: bool = False) -> None:
+        """Let the next one begin; where the ranks lost each other, all."""
+        with self._change:
+            self._ended += 1
+            self.broken = self.broken or broken
+            self._change.notify_all()
+
+
+_alone = _Turns()
+
+
+@contextmanager
+def _turn(ranks: Group) -> Iterator[None]:
+    """Begin a save when those before it have begun, in one order on all ranks, as their writers do."""
+    turns: _Turns = ranks.memory.setdefault("turns", _Turns()) if ranks.size > 1 else _alone
+    try:
+        number = ranks.meet(None, lambda _: [turns.draw()] * ranks.size)
+    except Exception:
+        if not ranks.whole:
+            turns.end(broken=True)
+        raise
+    turns.wait_for(number)
+    try:
+        yield
+    finally:
+        turns.end()
+
+
+def _background(ranks: Group, in_flight: int) -> _Background:
     """The writing process of this rank for a group of ranks, with room for a save; a new one where the last broke.
 
-    The ranks agree on that: where one lost its process, all begin anew, and what one has to raise, all do.
+    The ranks agree on that: where one lost its process, all begin anew, and what one has to raise, all do. The
+    processes of groups that are no more, and their memory, go.
     """
-    group = group_of(process_group, timeout)
-    key = group if group.size > 1 else None
+    for key, old in list(_backgrounds.items()):
+        if key is not None and not is_live(key):
+            _close(old)
+    key = ranks.links if ranks.size > 1 else None
     found = _backgrounds.get(key)
     error: BaseException | None = None
     if found is not None:
@@ -299,14 +460,14 @@ def _background(process_group: dist.ProcessGroup | None, timeout: float, in_flig
             found.make_room(in_flight)
         except Exception as failed:  # noqa: BLE001 - told to all ranks
             error = failed
-    everybody = group.agree(_Standing(found is not None and found.usable, error))
+    everybody = ranks.agree(_Standing(found is not None and found.usable, error))
     if found is not None and not all(s.usable for s in everybody):
         _close(found)
     errors = [s.error for s in everybody if s.error is not None]
     if errors:
         raise error or errors[0]
     if key not in _backgrounds:
-        _backgrounds[key] = _Background(group)
+        _backgrounds[key] = _Background(ranks)
     return _backgrounds[key]
 
 
@@ -322,6 +483,16 @@ def _close(background: _Background) -> None:
     for key in [k for k, b in _backgrounds.items() if b is background]:
         del _backgrounds[key]
     background.close()
+
+
+def _forked() -> None:
+    """In a forked child: the processes are its parent's, and end with the parent, so nothing here may keep them."""
+    for background in _backgrounds.values():
+        background.leave()
+    _backgrounds.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 @atexit.register

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,12 +18,13 @@ from torch.futures import Future
 from ucformat.errors import Conflict, UcformatError, UsageError
 from ucformat.storage.url import open_store
 from ucformat.torch.dcp_items import LocalItems, Part, collect_items, join_values, local_items
-from ucformat.torch.group import TIMEOUT, group_of, lone
+from ucformat.torch.group import TIMEOUT, lone, meeting
 from ucformat.torch.saving import terms_of
 from ucformat.torch.writing import Listing, Note, save_listed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
     from os import PathLike
 
     from torch.distributed.checkpoint.metadata import Metadata
@@ -175,31 +177,31 @@ class Writer(StorageWriter, BlockingAsyncStager):
             UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
         """
         local = plan.storage_data if isinstance(plan.storage_data, LocalItems) else local_items(plan)
-        group = self._ranks(local)
-        part: Part | None = None
-        told: Values | Exception
-        try:
-            part = collect_items(plan, planner, local)
-            told = part.values
-        except Exception as error:  # noqa: BLE001 - told to all ranks
-            told = error
-        objects = group.meet(told, lambda values: [join_values(values), *[{}] * (group.size - 1)])
-        assert part is not None  # noqa: S101 - `meet` has raised otherwise
-        listing = Listing(
-            tensors=part.tensors,
-            objects=objects,
-            ranks={},
-            groups=part.groups,
-            aliases=part.aliases,
-            layout=part.layout,
-            engine={"name": "torch", "version": torch.__version__},
-        )
-        terms = replace(self._terms, url=str(self.checkpoint_id))
-        try:
-            self.saved = save_listed(listing, part.memories, terms, self.note, group, threads=self._threads)
-        except Conflict as error:  # in the words by which programs know it of FileSystemWriter
-            already = f"Checkpoint already exists and overwrite={terms.overwrite}"
-            raise Conflict(f"{already}: {error.message}", hint=error.hint) from error
+        with self._ranks(local) as group:
+            part: Part | None = None
+            told: Values | Exception
+            try:
+                part = collect_items(plan, planner, local)
+                told = part.values
+            except Exception as error:  # noqa: BLE001 - told to all ranks
+                told = error
+            objects = group.meet(told, lambda values: [join_values(values), *[{}] * (group.size - 1)])
+            assert part is not None  # noqa: S101 - `meet` has raised otherwise
+            listing = Listing(
+                tensors=part.tensors,
+                objects=objects,
+                ranks={},
+                groups=part.groups,
+                aliases=part.aliases,
+                layout=part.layout,
+                engine={"name": "torch", "version": torch.__version__},
+            )
+            terms = replace(self._terms, url=str(self.checkpoint_id))
+            try:
+                self.saved = save_listed(listing, part.memories, terms, self.note, group, threads=self._threads)
+            except Conflict as error:  # in the words by which programs know it of FileSystemWriter
+                already = f"Checkpoint already exists and overwrite={terms.overwrite}"
+                raise Conflict(f"{already}: {error.message}", hint=error.hint) from error
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(MetadataIndex(""), self.saved.nbytes, self.saved.id)])
         return done
@@ -210,19 +212,19 @@ class Writer(StorageWriter, BlockingAsyncStager):
         if len(ids) != 1:
             raise UcformatError(f"the ranks wrote {len(ids)} checkpoints", hint="give all ranks the same group")
 
-    def _ranks(self, local: LocalItems) -> Group:
+    def _ranks(self, local: LocalItems) -> AbstractContextManager[Group]:
         """The ranks that save together: those that DCP planned for."""
         if not (dist.is_available() and dist.is_initialized()):
-            return lone()
+            return nullcontext(lone())
         size = dist.get_world_size(self._group)
         if self._collectives and local.ranks not in (0, size):
             if local.ranks == 1:  # no_dist=True
-                return lone()
+                return nullcontext(lone())
             raise UsageError(
                 f"DCP saves with {local.ranks} ranks, the Writer with {size}",
                 hint="give dcp.save(process_group=…) and Writer(group=…) the same group",
             )
-        return group_of(self._group, self._timeout)
+        return meeting(self._group, self._timeout, "Writer", self.checkpoint_id)
 
 
 def _called(extension: Any) -> str:

@@ -12,7 +12,7 @@ from ucformat.planning import LOADED
 from ucformat.references import open_reference
 from ucformat.storage.watched import must_be_unchanged
 from ucformat.torch.collect import collect
-from ucformat.torch.group import TIMEOUT, group_of
+from ucformat.torch.group import TIMEOUT, group_of, meeting
 from ucformat.torch.match import Problems, match, raise_for, stored_names
 from ucformat.torch.memory import check_fillable
 from ucformat.torch.reading import read
@@ -91,7 +91,7 @@ def load(
         trust: open pickled objects, which may run code.
         verify: which checksums to check: of chunks that are read `whole`, `always` (reads whole chunks), `never`.
         threads: how many read on this rank.
-        group: the ranks that take part (default: all).
+        group: the ranks that take part (default: all). Threads that load one checkpoint at once need one each.
         broadcast_group: ranks that hold the same (data-parallel replicas): each byte is read by one of them, and handed
             on over this group, which must carry tensors of the state's devices.
         timeout: seconds after which a silent rank is taken for dead.
@@ -103,38 +103,38 @@ def load(
         Conflict: a file of the checkpoint was changed since it was opened.
         Refused: an object is a pickle, and `trust` is false.
     """
-    ranks = group_of(group, timeout)
-    with ranks.telling():
-        ck = url if isinstance(url, Checkpoint) else open_reference(url)
-        found = collect(state)
-        for path, tensor in found.tensors.items():
-            check_fillable(str(found.keys[path]), tensor)
-        aliases, targets = without_ties(locals_of(found))
-        names = stored_names(ck, rename)
-        objects, put_objects = fit_objects(found, ck, ranks, trust=trust)
-        groups, put_groups = fit_groups(found, ck, names)
+    with meeting(group, timeout, "load", url.url if isinstance(url, Checkpoint) else url) as ranks:
+        with ranks.telling():
+            ck = url if isinstance(url, Checkpoint) else open_reference(url)
+            found = collect(state)
+            for path, tensor in found.tensors.items():
+                check_fillable(str(found.keys[path]), tensor)
+            aliases, targets = without_ties(locals_of(found))
+            names = stored_names(ck, rename)
+            objects, put_objects = fit_objects(found, ck, ranks, trust=trust)
+            groups, put_groups = fit_groups(found, ck, names)
 
-    def put() -> None:
-        put_objects()
-        put_groups()
-        for finish in found.finish:
-            finish()
+        def put() -> None:
+            put_objects()
+            put_groups()
+            for finish in found.finish:
+                finish()
 
-    return load_local(
-        targets,
-        ck,
-        strict=strict,
-        aliases=aliases,
-        names=names,
-        cast=cast,
-        verify=verify,
-        threads=threads,
-        group=ranks,
-        broadcast_group=broadcast_group,
-        progress=progress,
-        problems=objects | groups,
-        then=put,
-    )
+        return load_local(
+            targets,
+            ck,
+            strict=strict,
+            aliases=aliases,
+            names=names,
+            cast=cast,
+            verify=verify,
+            threads=threads,
+            group=ranks,
+            broadcast_group=broadcast_group,
+            progress=progress,
+            problems=objects | groups,
+            then=put,
+        )
 
 
 def load_local(

@@ -252,7 +252,7 @@ class Manager:
             _log.warning("the save in the background failed, too: %s", failure.message)
 
     def _ranks(self) -> Group:
-        return group_of(self._group, self._timeout)
+        return group_of(self._group, self._timeout, f"Manager {self.url}")
 
     def _decide(self, step: int, *, force: bool) -> bool:
         """Whether a step is to be saved; the ranks agree."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ucformat.errors import UsageError
 from ucformat.torch.agree import Terms
-from ucformat.torch.group import TIMEOUT, group_of
+from ucformat.torch.group import TIMEOUT, meeting
 from ucformat.torch.memory import copied_to_host, host_memory
 from ucformat.torch.state import listing_of, local_state
 from ucformat.torch.writing import Note, save_listed
@@ -62,7 +62,7 @@ def save(
             larger ones that ranks hold whole a few places), or that of the `first` rank is taken.
         chunk_bytes: the most bytes of a chunk of the Zarr form (default 1 MiB).
         shard_bytes: the most bytes of a shard of the Zarr form (default 128 MiB).
-        group: the ranks that take part (default: all).
+        group: the ranks that take part (default: all). Threads that save at once to one url need one each.
         timeout: seconds after which a silent rank is taken for dead.
 
     Raises:
@@ -71,20 +71,12 @@ def save(
         CoverageError: nobody holds some part of a tensor.
         UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
     """
-    with group_of(group, timeout).telling():
-        held = local_state(state)
-    return save_local(
-        held,
-        url,
-        note=Note.of(step, run, metrics, config, lineage),
-        form=form,
-        overwrite=overwrite,
-        replicas=replicas,
-        chunk_bytes=chunk_bytes,
-        shard_bytes=shard_bytes,
-        group=group,
-        timeout=timeout,
-    )
+    with meeting(group, timeout, "save", url) as ranks:
+        with ranks.telling():
+            held = local_state(state)
+            terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
+            note = Note.of(step, run, metrics, config, lineage)
+        return save_held(held, terms, note, ranks)
 
 
 def save_local(
@@ -101,10 +93,10 @@ def save_local(
     timeout: float = TIMEOUT,
 ) -> Saved:
     """Save what this rank holds, whatever engine it was collected from; see `save`."""
-    ranks = group_of(group, timeout)
-    with ranks.telling():
-        terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
-    return save_held(state, terms, note, ranks)
+    with meeting(group, timeout, "save", url) as ranks:
+        with ranks.telling():
+            terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
+        return save_held(state, terms, note, ranks)
 
 
 def save_held(state: LocalState, terms: Terms, note: Note, ranks: Group) -> Saved:

@@ -55,8 +55,8 @@ def write_shards(
     leaves: Leaves = []
     try:
         with ThreadPoolExecutor(threads, "ucformat-write") as pool:
-            for number, bundle in enumerate(bundles):
-                received = _receive(group, arrays, bundle, number)
+            for bundle in bundles:
+                received = _receive(group, arrays, bundle)
                 if not failures:
 
                     def write(shard: Shard, received: dict[Fragment, Memory] = received) -> bytes:
@@ -85,12 +85,12 @@ def _send_all(
         for message in messages:
             sizes = [arrays[f.tensor].info.itemsize for f in message.fragments]
             parts = [region_of(f).row_major(n) for f, n in zip(message.fragments, sizes, strict=True)]
-            group.send(np.concatenate(parts) if len(parts) > 1 else parts[0], message.to, 1 + message.number)
+            group.send(np.concatenate(parts) if len(parts) > 1 else parts[0], message.to, bulk=True)
     except BaseException as error:  # noqa: BLE001 - raised by the thread that waits for this one
         failures.append(error)
 
 
-def _receive(group: Group, arrays: Sequence[Array], bundle: Bundle, number: int) -> dict[Fragment, Memory]:
+def _receive(group: Group, arrays: Sequence[Array], bundle: Bundle) -> dict[Fragment, Memory]:
     """The bytes that other ranks hold of a bundle's shards, by fragment."""
     by_sender: dict[int, list[Fragment]] = {}
     for shard in bundle.shards:
@@ -104,7 +104,7 @@ def _receive(group: Group, arrays: Sequence[Array], bundle: Bundle, number: int)
         buffer = np.empty(sum(sizes), np.uint8)
         buffers.append((buffer, sender))
         out |= dict(zip(fragments, np.split(buffer, np.cumsum(sizes)[:-1]), strict=True))
-    group.receive_all(buffers, 1 + number)
+    group.receive_all(buffers, bulk=True)
     return out
 
 

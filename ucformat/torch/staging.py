@@ -60,6 +60,11 @@ class HostBuffer:
         else:
             self._pinned_for = device
 
+    def leave(self) -> None:
+        """Let go of the memory in a forked child."""
+        os.close(self.fd)
+        self.memory = np.empty(0, np.uint8)
+
     def close(self) -> None:
         """Give the memory back, when nobody here uses it any more."""
         if self._pinned_for is not None:

@@ -12,6 +12,8 @@ import queue
 import signal
 import sys
 import threading
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -31,7 +33,10 @@ if TYPE_CHECKING:
     from ucformat.torch.staging import Slots
     from ucformat.torch.writing import Listing, Note, Saved
 
-__all__ = ["Buffer", "Done", "Failed", "Job", "Start", "main"]
+__all__ = ["Beat", "Buffer", "Done", "Failed", "Job", "Start", "main"]
+
+
+_BEATS = 8  # signs of life in the time after which one that gives none is taken for dead
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,29 @@ class Done:
     whole: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A sign of life: bytes were written, or this rank waits for another one, which it does not do for ever."""
+
+
+class _Pulse:
+    """What the process does, as its signs of life tell."""
+
+    def __init__(self) -> None:
+        self.moved = 0  # bytes, and saves that were begun
+        self.meeting = False  # the other writers, for no longer than the time-out
+        self.group: Group | None = None
+
+    def move(self, n: int) -> None:
+        """Note progress."""
+        self.moved += n
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for another rank."""
+        return self.meeting or (self.group is not None and self.group.links.waits > 0)
+
+
 def main() -> None:
     """Serve the rank that started this process, until it ends; the first argument is the socket between them."""
     from ucformat.jobs.record import record_commits
@@ -92,31 +120,52 @@ def main() -> None:
     record_commits()
     connection = Connection(int(sys.argv[1]))
     start: Start = connection.recv()
+    connection.send(Beat())
+    pulse, sending = _Pulse(), threading.Lock()
     jobs: queue.SimpleQueue[Job | Failed] = queue.SimpleQueue()
     memories: dict[int, Memory] = {}
     threading.Thread(target=_listen, args=(connection, jobs, memories), daemon=True).start()
-    group: Group | None = None
+    threading.Thread(target=_beat, args=(connection, sending, pulse, start.timeout / _BEATS), daemon=True).start()
     while True:
         job = jobs.get()
+        pulse.move(1)
         outcome: Any
         try:
-            group = group or _meet(start)
-            outcome = _do(job, memories, group)
+            if pulse.group is None:
+                pulse.meeting = True
+                pulse.group = _meet(start)
+                pulse.meeting = False
+            outcome = _do(job, memories, pulse)
         except Exception as error:  # noqa: BLE001 - told to the rank
             outcome = error
-        whole = group is not None and group.whole
-        _answer(connection, Done(job.number, outcome, whole))
+        whole = pulse.group is not None and pulse.group.whole
+        _answer(connection, sending, Done(job.number, outcome, whole))
         if not whole:
             os._exit(1)
 
 
-def _do(job: Job | Failed, memories: dict[int, Memory], group: Group) -> Saved:
+def _beat(connection: Connection, sending: threading.Lock, pulse: _Pulse, seconds: float) -> None:
+    """Give a sign of life now and then, as long as there is some."""
+    seen = 0
+    with suppress(OSError):
+        while True:
+            time.sleep(seconds)
+            moved = pulse.moved
+            if moved != seen or pulse.waits:
+                with sending:
+                    connection.send(Beat())
+            seen = moved
+
+
+def _do(job: Job | Failed, memories: dict[int, Memory], pulse: _Pulse) -> Saved:
     """Save together with the writers of the other ranks; what this rank failed of before is raised on all."""
+    group = pulse.group
+    assert group is not None  # noqa: S101 - they have met
     if isinstance(job, Failed):
         with group.telling():
             raise UcformatError(job.why, hint="nothing is committed; is there memory for a copy of the state?")
     memory = memories[job.buffer]
-    return save_listed(job.listing, [memory[a:b] for a, b in job.slots], job.terms, job.note, group)
+    return save_listed(job.listing, [memory[a:b] for a, b in job.slots], job.terms, job.note, group, pulse.move)
 
 
 def _meet(start: Start) -> Group:
@@ -145,7 +194,7 @@ def _join(start: Start) -> Group:
         **server,
     )
     group = Group(dist.PrefixStore("ucformat", store), start.rank, start.size, start.timeout)
-    group.store = store
+    group.links.store = store
     return group
 
 
@@ -166,9 +215,10 @@ def _listen(connection: Connection, jobs: queue.SimpleQueue[Job | Failed], memor
         os._exit(0)
 
 
-def _answer(connection: Connection, done: Done) -> None:
+def _answer(connection: Connection, sending: threading.Lock, done: Done) -> None:
     try:
         pickle.loads(pickle.dumps(done))  # noqa: S301 - not every exception can be made again
     except Exception:  # noqa: BLE001
         done = Done(done.number, UcformatError(f"{type(done.outcome).__name__}: {done.outcome}"), done.whole)
-    connection.send(done)
+    with sending:
+        connection.send(done)

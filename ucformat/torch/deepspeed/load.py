@@ -13,7 +13,7 @@ from ucformat.torch.deepspeed.held import held_by
 from ucformat.torch.deepspeed.refresh import refresh
 from ucformat.torch.deepspeed.restore import Client, fit_groups, fit_parts, fit_values
 from ucformat.torch.deepspeed.targets import Stored, Wanted, want_optimizer
-from ucformat.torch.group import TIMEOUT, group_of
+from ucformat.torch.group import TIMEOUT, meeting
 from ucformat.torch.loading import LoadReport, load_local
 from ucformat.torch.match import stored_names
 
@@ -79,28 +79,28 @@ def load(
         StateMismatch: the checkpoint does not fit the engine; all that does not is listed.
         Refused: the engine has state that cannot be loaded yet, or an object is a pickle, and `trust` is false.
     """
-    group = group_of(timeout=timeout)
-    plan = _Plan(_Choice(rename, optimizer=optimizer, scheduler=scheduler, trust=trust))
-    try:
-        with group.telling():
-            ck = url if isinstance(url, Checkpoint) else open_reference(url)
-            plan.make(engine, ck, group)
-        report = load_local(
-            plan.targets,
-            ck,
-            strict=strict,
-            aliases=plan.trainer.aliases,
-            names=plan.names,
-            cast=cast,
-            verify=verify,
-            threads=threads,
-            group=group,
-            problems=plan.problems,
-            then=plan.put,
-        )
-    except BaseException:
-        plan.wanted.undo()
-        raise
+    with meeting(None, timeout, "load", url.url if isinstance(url, Checkpoint) else url) as group:
+        plan = _Plan(_Choice(rename, optimizer=optimizer, scheduler=scheduler, trust=trust))
+        try:
+            with group.telling():
+                ck = url if isinstance(url, Checkpoint) else open_reference(url)
+                plan.make(engine, ck, group)
+            report = load_local(
+                plan.targets,
+                ck,
+                strict=strict,
+                aliases=plan.trainer.aliases,
+                names=plan.names,
+                cast=cast,
+                verify=verify,
+                threads=threads,
+                group=group,
+                problems=plan.problems,
+                then=plan.put,
+            )
+        except BaseException:
+            plan.wanted.undo()
+            raise
     refresh(plan.trainer)
     found = {f.name: getattr(report, f.name) for f in fields(report)}
     return EngineReport(**found, client_state=plan.client.value(), client_ranks=plan.client.ranks)

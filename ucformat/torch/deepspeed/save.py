@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ucformat.sources.configuration import of_program
 from ucformat.torch.deepspeed.collect import collect
-from ucformat.torch.group import TIMEOUT, group_of
-from ucformat.torch.saving import save_local
+from ucformat.torch.group import TIMEOUT, meeting
+from ucformat.torch.saving import save_held, terms_of
 from ucformat.torch.writing import Note
 
 if TYPE_CHECKING:
@@ -60,10 +60,12 @@ def save(
         Conflict: a checkpoint is committed there already.
         UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
     """
-    with group_of(timeout=timeout).telling():
-        state = collect(engine, client_state)
-    steps = int(engine.global_steps) if step is None else step
-    if config is None:
-        config = of_program(("ds_config", engine._config._param_dict))  # noqa: SLF001 - engine.config may name a file
-    note = Note.of(steps, run, metrics, config, lineage)
-    return save_local(state, url, note=note, form=form, overwrite=overwrite, timeout=timeout)
+    with meeting(None, timeout, "save", url) as ranks:
+        with ranks.telling():
+            state = collect(engine, client_state)
+            steps = int(engine.global_steps) if step is None else step
+            if config is None:
+                config = of_program(("ds_config", engine._config._param_dict))  # noqa: SLF001 - engine.config may name a file
+            note = Note.of(steps, run, metrics, config, lineage)
+            terms = terms_of(url, form, overwrite, None, None, "equal")
+        return save_held(state, terms, note, ranks)
