@@ -10,31 +10,34 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import ip_address
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import send_handle
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch.distributed as dist
-
 from ucformat.errors import UcformatError
 from ucformat.torch.group import TIMEOUT, is_live, meeting
+from ucformat.torch.handles import SaveHandle, conclude, settle
+from ucformat.torch.hosts import meeting_place
 from ucformat.torch.saving import terms_of
 from ucformat.torch.staging import HostBuffer, room_for, stage
 from ucformat.torch.state import listing_of, local_state
-from ucformat.torch.worker import Beat, Buffer, Done, Failed, Job, Start
-from ucformat.torch.writing import Note, Saved
+from ucformat.torch.turns import turn
+from ucformat.torch.worker import Beat, Buffer, Done, Failed, Job
+from ucformat.torch.writing import Note
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from os import PathLike
+
+    import torch.distributed as dist
 
     from ucformat.schema.manifest import LineageDoc
     from ucformat.torch.agree import Terms
-    from ucformat.torch.group import Group, Links
+    from ucformat.torch.group import Group
+    from ucformat.torch.links import Links
     from ucformat.torch.local import LocalState
 
 __all__ = ["SaveHandle", "async_save", "async_save_local"]
@@ -43,53 +46,6 @@ _log = logging.getLogger("ucformat")
 _STARTING = 300.0  # seconds in which a process imports torch, at the least
 _MOMENT = 10.0  # seconds in which a process that is told to end, or killed, does so
 _SERVE = "from ucformat.torch.worker import main; main()"
-
-
-class SaveHandle:
-    """A save that goes on in another process."""
-
-    def __init__(self, url: str, stall: float) -> None:
-        self.url = url
-        self.stall = stall  # seconds for which training stood still
-        self.seen = False  # its outcome was asked for
-        self._done: Future[Saved] = Future()
-
-    def disown(self) -> None:
-        """Say in a forked child that only its parent learns how the save ends."""
-        self._done = Future()
-        self._done.set_exception(UcformatError(f"{self.url} is saved by the process that this one was forked from"))
-
-    @property
-    def staged(self) -> bool:
-        """Whether the state was copied, so that training may change it: true as soon as there is a handle."""
-        return True
-
-    @property
-    def committed(self) -> bool:
-        """Whether the checkpoint stands."""
-        return self._done.done() and self._done.exception() is None
-
-    @property
-    def done(self) -> bool:
-        """Whether it was committed, or failed."""
-        return self._done.done()
-
-    def wait(self, timeout: float | None = None) -> Saved:
-        """Wait for the commit, or for so many seconds.
-
-        Raises:
-            TimeoutError: it takes longer.
-            UcformatError: a rank failed, or its writer died; nothing is committed.
-        """
-        try:
-            return self._done.result(timeout)
-        finally:
-            self.seen = self._done.done()
-
-    def error(self) -> BaseException | None:
-        """What it failed of, if it has."""
-        self.seen = self.seen or self._done.done()
-        return self._done.exception() if self._done.done() else None
 
 
 def async_save(
@@ -125,7 +81,7 @@ def async_save(
             terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
             note = Note.of(step, run, metrics, config, lineage)
             held = local_state(state)
-        with _turn(ranks):
+        with turn(ranks):
             return _background(ranks, in_flight).save(held, terms, note, begun)
 
 
@@ -140,7 +96,7 @@ def async_save_local(
 ) -> SaveHandle:
     """`async_save` of what this rank holds, whatever engine it was collected from."""
     begun = time.monotonic()
-    with meeting(group, timeout, "async_save", terms.url) as ranks, _turn(ranks):
+    with meeting(group, timeout, "async_save", terms.url) as ranks, turn(ranks):
         return _background(ranks, in_flight).save(state, terms, note, begun)
 
 
@@ -159,7 +115,7 @@ class _Background:
         self._buffers: dict[int, HostBuffer] = {}
         self._count = 0
         self._pool = ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0))), "ucformat-stage")
-        start, listener = _meeting_place(group)
+        start, listener = meeting_place(group)
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         fds = [theirs.fileno(), *([listener.fileno()] if listener else [])]
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter
@@ -185,7 +141,7 @@ class _Background:
     def make_room(self, in_flight: int) -> None:
         """Wait until fewer saves are under way; raise what one of them failed of, if nobody has seen it."""
         while len(under_way := [h for h, _ in self._handles.values() if not h.done]) >= max(1, in_flight):
-            _settle(under_way[0])
+            settle(under_way[0])
         for number, (handle, _) in list(self._handles.items()):
             if handle.done:
                 seen, error = handle.seen, handle.error()
@@ -274,7 +230,7 @@ class _Background:
                 if isinstance(message, Done):
                     self._settle_debt()
                     self._whole = self._whole and message.whole
-                    _conclude(self._handles[message.number][0], message.outcome)
+                    conclude(self._handles[message.number][0], message.outcome)
             self._silent = True
             self._process.kill()  # it may be stopped, or wait for a disk that does not answer
             self._died()
@@ -294,7 +250,7 @@ class _Background:
                 f"rank {self.group.rank}: the process that wrote {handle.url} {how}",
                 hint="nothing of it is committed; look at its output above, then save again",
             )
-            _conclude(handle, error)
+            conclude(handle, error)
 
     def leave(self) -> None:
         """Let go of what a fork copied; the process and its saves are the parent's."""
@@ -310,7 +266,7 @@ class _Background:
     def close(self) -> None:
         """Wait for what is under way, and end the process."""
         for handle, _ in list(self._handles.values()):
-            _settle(handle)
+            settle(handle)
             seen, error = handle.seen, handle.error()
             if error is not None and not seen:
                 _log.error("%s was not saved: %s", handle.url, error)
@@ -331,116 +287,7 @@ class _Background:
             buffer.close()
 
 
-def _conclude(handle: SaveHandle, outcome: Saved | BaseException) -> None:
-    """Give a save its outcome; only the first counts."""
-    with suppress(InvalidStateError):
-        if isinstance(outcome, Saved):
-            handle._done.set_result(outcome)  # noqa: SLF001 - two halves of one thing
-        else:
-            handle._done.set_exception(outcome)  # noqa: SLF001
-
-
-def _settle(handle: SaveHandle) -> None:
-    """Wait until a save has succeeded or failed."""
-    handle._done.exception()  # noqa: SLF001
-
-
-def _meeting_place(group: Group) -> tuple[Start, socket.socket | None]:
-    """Where the writers of all ranks meet: a port on which rank 0's will serve."""
-    listener, place = None, None
-    if group.size > 1:
-        if not group.rank:
-            listener = _listening(group.size + 16)
-            place = (address_here(group.links.store), listener.getsockname()[1])
-        place = group.agree(place)[0]
-    host, port = place or ("", 0)
-    fd = listener.fileno() if listener else None
-    return Start(group.rank, group.size, host, port, fd, group.timeout), listener
-
-
-def _listening(backlog: int) -> socket.socket:
-    """A socket that listens to whoever reaches this host, by IPv4 or IPv6."""
-    if socket.has_dualstack_ipv6():
-        with suppress(OSError):  # IPv6 may be switched off
-            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=backlog)
-
-
-def address_here(store: dist.Store | None) -> str:
-    """How other ranks reach this host: as they reached the store where that lies here, else as its host sees us."""
-    host, port = _place_of(store)
-    if not host:
-        return socket.gethostname()
-    try:
-        known = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-    except OSError:  # resolved by others alone
-        return socket.gethostname()
-    for family, kind, protocol, _, address in known:
-        with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # of datagrams: nothing is sent, but the way there is chosen
-            here = str(probe.getsockname()[0])
-            local = ip_address(here.partition("%")[0]).is_loopback or here in {str(a[4][0]) for a in known}
-            return host if local else here
-    return socket.gethostname()
-
-
-def _place_of(store: dist.Store | None) -> tuple[str, int]:
-    """Host and port at which all ranks met; of a store without, as of a file, those of the environment."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, dist.TCPStore):
-        return str(store.host), int(store.port)
-    return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "1"))
-
-
 _backgrounds: dict[Links | None, _Background] = {}  # None: this process alone
-
-
-class _Turns:
-    """Saves of several threads, one after another: in the order in which rank 0 drew their numbers."""
-
-    def __init__(self) -> None:
-        self._change = threading.Condition()
-        self._drawn = self._ended = 0
-        self.broken = False
-
-    def draw(self) -> int:
-        """The next number."""
-        with self._change:
-            self._drawn += 1
-            return self._drawn - 1
-
-    def wait_for(self, number: int) -> None:
-        """Wait until all before this one ended."""
-        with self._change:
-            self._change.wait_for(lambda: self._ended >= number or self.broken)
-
-    def end(self, *, broken: bool = False) -> None:
-        """Let the next one begin; where the ranks lost each other, all."""
-        with self._change:
-            self._ended += 1
-            self.broken = self.broken or broken
-            self._change.notify_all()
-
-
-_alone = _Turns()
-
-
-@contextmanager
-def _turn(ranks: Group) -> Iterator[None]:
-    """Begin a save when those before it have begun, in one order on all ranks, as their writers do."""
-    turns: _Turns = ranks.memory.setdefault("turns", _Turns()) if ranks.size > 1 else _alone
-    try:
-        number = ranks.meet(None, lambda _: [turns.draw()] * ranks.size)
-    except Exception:
-        if not ranks.whole:
-            turns.end(broken=True)
-        raise
-    turns.wait_for(number)
-    try:
-        yield
-    finally:
-        turns.end()
 
 
 def _background(ranks: Group, in_flight: int) -> _Background:
