@@ -106,10 +106,10 @@ def _known() -> str:
 def _open_file(place: str | PathLike[str], options: Mapping[str, Any] | None) -> OpenSource | None:
     """The checkpoint that is one file; None where there is no such file."""
     folder, _, name = fspath(place).rpartition("/")
-    if folder.endswith(("/", ":")) and (folder := f"{folder}/") != "file:///":  # of a url nothing but the scheme
+    if not name or folder in ("file:", "file:/", "file://"):  # of a url nothing but the scheme
         return None
     store = Watched(open_store(folder or ("/" if fspath(place).startswith("/") else ".")))
-    if not name or not exists(store, name):
+    if not exists(store, name):
         return None
     from ucformat.sources import open_source_file
 
@@ -140,9 +140,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         self.origin = cast("OpenSource | Universal", origin)  # what it is a view of
         self._infos: dict[Key, TensorInfo] = {info.key: info for info in source.facts.roster.tensors}
         self._states: dict[str, list[str]] = {}
-        self._bound: tuple[Layout, tuple[str, ...] | None, Readable, Bound] | None = (
-            None  # the last: ranks are planned in turn
-        )
+        self._bound: tuple[Layout, Any, Readable, Bound] | None = None  # the last: ranks are planned in turn
         for key in self._infos:
             self._states.setdefault(key.name, []).append(key.state)
 
@@ -297,10 +295,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
         if state is None:
             state = next((s for s in ("weight", "master") if s in states), None)
         if state not in states:
-            raise TensorNotFound(
-                f"{self.url} has no {name!r} in state {state or 'weight or master'!r}",
-                hint=f"it is stored in: {', '.join(states)}",
-            )
+            said = f"{self.url} has no {name!r} in state {state or 'weight or master'!r}"
+            raise TensorNotFound(said, hint=f"it is stored in: {', '.join(states)}")
         from ucformat.tensor import Tensor
 
         return Tensor(self._infos[Key(stored, state)], self.source)
