@@ -21,9 +21,10 @@ from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Extent, Piece
 from ucformat.storage.base import HIDDEN, Info, check_range
 from ucformat.storage.virtual import VirtualStore
+from ucformat.storage.wrapped import WrappedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
     from numpy.typing import NDArray
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo, Tiles
     from ucformat.storage.base import Store
 
-__all__ = ["ComputedFile", "ComputedStore", "computed_extent", "file_name", "read_flat"]
+__all__ = ["ComputedFile", "ComputedStore", "computed_extent", "file_name", "inputs_of", "read_flat"]
 
 _PREFIX = f"{HIDDEN}computed/"  # no file of a checkpoint can be called so
 
@@ -69,12 +70,26 @@ def computed_extent(info: TensorInfo, file: str) -> Extent:
     return Extent(Box.whole(info.shape), file, 0, row_major(info.shape, info.itemsize))
 
 
+def inputs_of(store: Store, key: str) -> Iterator[tuple[TensorInfo, Iterable[Extent | Tiles]]] | None:
+    """What a file is computed from: tensors and their extents; None if it is not computed."""
+    while isinstance(store, WrappedStore):
+        found = store.computed(key) if isinstance(store, ComputedStore) else None
+        if found is not None:
+            return ((v.info, extents()) for v, extents in zip(found.formula.inputs, found.inputs, strict=True))
+        store = store.inner
+    return None
+
+
 class ComputedStore(VirtualStore):
     """A store with computed files besides its own."""
 
     def __init__(self, inner: Store, files: Mapping[str, ComputedFile]) -> None:
         super().__init__(inner)
         self._files = dict(files)
+
+    def computed(self, key: str) -> ComputedFile | None:
+        """The file of this key, if it is one of these."""
+        return self._files.get(key)
 
     def _holds(self, key: str) -> bool:
         return key in self._files

@@ -28,6 +28,9 @@ __all__ = ["convert"]
 @click.option(
     "-w", "--workers", type=click.IntRange(min=1), metavar="N", help="Shards written at once.  [default: one a core]"
 )
+@click.option(
+    "--no-verify", is_flag=True, help="Do not compare what is read with the checksums that the files of SRC carry."
+)
 @click.option("--run", metavar="NAME", help="The training run, for the catalog.  [default: SRC's, else DST's folder]")
 @CONFIG
 @METRIC
@@ -42,6 +45,7 @@ def convert(
     shard_bytes: int | None,
     overwrite: bool,  # noqa: FBT001
     workers: int | None,
+    no_verify: bool,  # noqa: FBT001
     run: str | None,
     config: dict[str, Any] | None,
     metrics: dict[str, float],
@@ -72,6 +76,7 @@ def convert(
                 run=run,
                 config=config,
                 metrics=metrics,
+                verify=not no_verify,
                 progress=progress,
             )
     except KeyboardInterrupt:
@@ -91,4 +96,9 @@ def convert(
     amount = (
         f"{plural(len(ck.tensors), 'tensor')}, {bytes_text(nbytes)} in {seconds:.1f} s, {found['mb_per_s']:,.0f} MB/s"
     )
+    verified = ck.manifest.verified
+    if verified is not None and (verified.but or not verified.default):
+        bare = len(verified.but) if verified.default else len(ck.tensors) - len(verified.but)
+        why = "as was asked for" if no_verify else "SRC's files carry no checksums of them"
+        out.note(f"{plural(bare, 'tensor')} came in unverified: {why}")
     out.result(lambda: [f"{ck.url}  {ck.manifest.id}  {amount}"], lambda: found, lambda: [ck.manifest.id])

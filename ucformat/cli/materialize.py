@@ -25,6 +25,9 @@ __all__ = ["materialize"]
 @click.option(
     "-w", "--workers", type=click.IntRange(min=1), metavar="N", help="Shards written at once.  [default: one a core]"
 )
+@click.option(
+    "--no-verify", is_flag=True, help="Do not compare what is read with the checksums that the files of SRC carry."
+)
 @CATALOG
 def materialize(
     src: str,
@@ -33,6 +36,7 @@ def materialize(
     shard_bytes: int | None,
     overwrite: bool,  # noqa: FBT001
     workers: int | None,
+    no_verify: bool,  # noqa: FBT001
     out: Output,
 ) -> None:
     """Make arrays of the packed checkpoint SRC: in place, or as a new checkpoint at DST.
@@ -49,7 +53,9 @@ def materialize(
     nothing = dst is None and source.kind == "ucformat" and not is_packed(source)
     try:
         with out.progress("materialising") as progress:
-            ck = ucformat.materialize(source, dst, chunk_bytes, shard_bytes, overwrite, workers, progress=progress)
+            ck = ucformat.materialize(
+                source, dst, chunk_bytes, shard_bytes, overwrite, workers, verify=not no_verify, progress=progress
+            )
     except KeyboardInterrupt:
         whole = f"{source.url} is whole" if dst is None else f"nothing is committed at {dst}"
         raise Interrupted(f"interrupted: {whole}; run the same command again and it continues") from None

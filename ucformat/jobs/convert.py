@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import platform
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ucformat._version import __version__
 from ucformat.checkpoint import Checkpoint, group_docs
@@ -24,18 +25,20 @@ from ucformat.geometry.box import row_major
 from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.jobs.edges import edges_from
+from ucformat.jobs.passing import Passing
 from ucformat.jobs.record import record_commits
 from ucformat.jobs.run import run as run_tasks
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.spread import spread_of
 from ucformat.jobs.virtual import put_sidecar
 from ucformat.references import open_reference
-from ucformat.schema.manifest import Manifest
+from ucformat.schema.manifest import Manifest, VerifiedDoc
 from ucformat.settings import allowed_roots
 from ucformat.sources.configuration import with_config
+from ucformat.storage.base import Writer
 from ucformat.storage.url import open_store
 from ucformat.storage.waiting import map_waiting
-from ucformat.storage.watched import must_be_unchanged
+from ucformat.storage.watched import must_be_unchanged, watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -46,9 +49,10 @@ if TYPE_CHECKING:
     from ucformat.format.arrays import Array
     from ucformat.format.commit import Attempt
     from ucformat.format.shard import Band
+    from ucformat.geometry.plan import Verify
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.schema.manifest import TensorDoc
-    from ucformat.storage.base import Store
+    from ucformat.storage.base import Bytes, Store
 
 __all__ = ["How", "convert", "plan_document", "write"]
 
@@ -57,12 +61,16 @@ record_commits()  # whoever imports this: the rooms below know nothing of the ca
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """How arrays are written: the most bytes of a chunk and of a shard (None: the defaults), and how many at once."""
+    """How arrays are written: the most bytes of a chunk and of a shard (None: the defaults), and how many at once.
+
+    With `verify` the bytes that come in are compared with the checksums of the source's files.
+    """
 
     chunk_bytes: int | None = None
     shard_bytes: int | None = None
     workers: int | None = None
     progress: Callable[[int, int], None] | None = None
+    verify: bool = True
 
     def __post_init__(self) -> None:
         for what in ("chunk_bytes", "shard_bytes", "workers"):
@@ -97,6 +105,7 @@ def convert(
     metrics: Mapping[str, float] | None = None,
     virtual: bool = False,
     checksums: bool = False,
+    verify: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
     """Write a universal checkpoint of what another holds, and commit it.
@@ -117,9 +126,12 @@ def convert(
         metrics: measured numbers by name, besides those that the source tells; these win.
         virtual: write only where the bytes of the tensors lie in the source's files, which must stay as they are.
         checksums: with `virtual`, read these files once and keep their checksums, for `verify`.
+        verify: compare the bytes that are read with the checksums that the source's files carry (CRC-32 of zip records,
+            CRC-32C of chunks), as they pass. The manifest's `verified` says of which tensors all bytes were compared.
         progress: called with the bytes done and the bytes in all.
 
     Raises:
+        ChecksumError: the source is damaged; the message names file, record and tensors.
         Conflict: a checkpoint is committed at `dst` already, or somebody else committed one meanwhile; or a file of
             the source was changed since it was opened.
         Refused: with `virtual`, a tensor has no bytes of its own in a file: it is compressed, or computed.
@@ -127,7 +139,7 @@ def convert(
     """
     source = src if isinstance(src, Checkpoint) else open_reference(src)
     store = open_store(dst) if isinstance(dst, str | PathLike) else dst
-    how = How(chunk_bytes, shard_bytes, workers, progress)
+    how = How(chunk_bytes, shard_bytes, workers, progress, verify)
     infos = _chosen(source, states)
     _check_virtual(virtual, checksums, how)
     plan = plan_document(source, infos, how) | ({"virtual": checksums} if virtual else {})
@@ -173,18 +185,27 @@ def plan_document(source: Checkpoint, infos: Sequence[TensorInfo], how: How) -> 
         "view": [step.step for step in source.steps],
         "grids": (how.chunk_bytes, how.shard_bytes),
         "writer": __version__,
-    }
+    } | ({} if how.verify else {"verify": False})
 
 
 def write(source: Checkpoint, store: Store, attempt: Attempt, infos: Sequence[TensorInfo], how: How) -> Manifest:
     """Write these tensors as arrays, and all that a checkpoint holds besides; the manifest that is to be committed.
 
-    Shards that an interrupted run of the same attempt left whole are kept.
+    Shards that an interrupted run of the same attempt left whole are kept. Where their bytes are under checksums of the
+    source, these are read and compared again, for a checksum covers more than a shard has.
     """
     _list_files(source)
     arrays = lay_out(infos, attempt.folder("data"), how.chunk_bytes, how.shard_bytes)
-    leaves = _write_all(source, store, attempt, arrays, how)
-    return _described(source, store, attempt, tuple(array_doc(a, leaves[a.info.key]) for a in arrays))
+    watching = watched(source.store)
+    passing = Passing(source.source, source.origin) if how.verify and watching is not None else None
+    with nullcontext() if passing is None or watching is None else watching.tapped(passing.see):
+        leaves = _write_all(source, store, attempt, arrays, how, passing)
+        if passing is not None:
+            for _ in run_tasks(passing.finish, passing.unfinished(), how.workers or workers_for(source.store)):
+                pass
+    verified = VerifiedDoc(default=False) if passing is None else passing.described(infos)
+    made = _described(source, store, attempt, tuple(array_doc(a, leaves[a.info.key]) for a in arrays))
+    return made.model_copy(update={"verified": verified})
 
 
 def _list_files(source: Checkpoint) -> None:
@@ -229,7 +250,12 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
 
 
 def _write_all(
-    source: Checkpoint, store: Store, attempt: Attempt, arrays: Sequence[Array], how: How
+    source: Checkpoint,
+    store: Store,
+    attempt: Attempt,
+    arrays: Sequence[Array],
+    how: How,
+    passing: Passing | None,
 ) -> dict[Key, dict[tuple[int, ...], bytes]]:
     """Write all metadata, as one task, and every shard, the large ones first; the digests of the shards' chunks."""
     tasks = [_Task(a, s) for a in arrays for s in a.grid.shards()]
@@ -239,7 +265,7 @@ def _write_all(
 
     def work(task: _Task | None) -> bytes:
         if task is not None:
-            return _write_shard(source, store, task)
+            return _write_shard(source, store, task, passing, "whole" if how.verify else "never")
         _write_metadata(store, attempt, arrays)
         return b""
 
@@ -253,26 +279,55 @@ def _write_all(
     return leaves
 
 
-def _write_shard(source: Checkpoint, store: Store, task: _Task) -> bytes:
+def _write_shard(source: Checkpoint, store: Store, task: _Task, passing: Passing | None, verify: Verify) -> bytes:
     info, grid = task.array.info, task.array.grid
     key = shard_key(task.array.path, task.shard)
-    try:
-        if store.info(key).size == grid.file_nbytes(task.shard):
-            leaves, damages = check_shard(store, key, grid, task.shard)
-            if not damages:  # written by this plan before it was interrupted
-                store.adopt(key)
-                return leaves
-    except NotFound:
-        pass
     whole = grid.box(task.shard)  # of many extents few meet a shard, and each band looks at all of them
     extents = [e for e in source.source.extents(info.key, whole) if e.box.intersect(whole)]
 
     def fill(band: Band, raw: NDArray[np.uint8]) -> None:
+        if passing is not None:
+            passing.expect(info, extents, band.box)
         piece = Piece(band.box, 0, row_major(band.padded))
-        plan = make_plan([Wanted(info, extents, [(0, piece)])], limits=limits_of(source.store))
+        plan = make_plan([Wanted(info, extents, [(0, piece)])], verify, limits_of(source.store))
         execute(plan, source.store, [raw], [str(info.key)], threads=1)
 
+    kept = _kept(store, key, task)
+    if kept is not None:  # written by this plan before it was interrupted
+        again = passing is not None and passing.carries(info, extents)
+        if passing is not None and not again:
+            passing.expect(info, extents, whole)
+        if not again or write_shard(cast("Store", _Nowhere()), key, grid, task.shard, fill) == kept:
+            store.adopt(key)
+            return kept
     return write_shard(store, key, grid, task.shard, fill)
+
+
+class _Nowhere(Writer):
+    """A store whose files are dropped as they are written."""
+
+    def create(self, key: str, unit: int = 1) -> Writer:  # noqa: ARG002 - see Store
+        return self
+
+    def write(self, data: Bytes) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+def _kept(store: Store, key: str, task: _Task) -> bytes | None:
+    """The digests of a shard's chunks, if its file is there and whole."""
+    try:
+        if store.info(key).size != task.array.grid.file_nbytes(task.shard):
+            return None
+        leaves, damages = check_shard(store, key, task.array.grid, task.shard)
+    except NotFound:
+        return None
+    return None if damages else leaves
 
 
 def _write_metadata(store: Store, attempt: Attempt, arrays: Sequence[Array]) -> None:

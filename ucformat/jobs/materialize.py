@@ -47,6 +47,7 @@ def materialize(
     overwrite: bool = False,  # noqa: FBT001, FBT002 - as of convert
     workers: int | None = None,
     *,
+    verify: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
     """Make arrays of a packed or virtual checkpoint, in place or as a new checkpoint, and commit them.
@@ -64,6 +65,7 @@ def materialize(
         shard_bytes: the most bytes of a shard, the unit of writing (default 128 MiB).
         overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one is.
         workers: shards written at once (default: one for each core).
+        verify: compare the bytes that are read with the checksums of the files that they lie in.
         progress: called with the bytes done and the bytes in all: those that are checked, and those of the arrays.
 
     Raises:
@@ -73,7 +75,7 @@ def materialize(
         Refused: in place, of a foreign checkpoint, or in a place that cannot replace a file only if it is unchanged.
     """
     source = src if isinstance(src, Checkpoint) else open_reference(src)
-    how = How(chunk_bytes, shard_bytes, workers, progress)
+    how = How(chunk_bytes, shard_bytes, workers, progress, verify)
     if dst is None:
         return _in_place(source, how)
     store = open_store(dst) if isinstance(dst, str | PathLike) else dst
@@ -158,13 +160,14 @@ def _standing(store: Store) -> Manifest | None:
 
 
 #: What a manifest says of the files of its attempt; all else is of the checkpoint, whatever its form.
-_OF_FILES = ("attempt", "objects", "assets", "sidecar", "tensors")
+_OF_FILES = ("attempt", "objects", "assets", "sidecar", "tensors", "verified")
 
 
 def _write(source: Checkpoint, store: Store, attempt: Attempt, how: How) -> tuple[Manifest, Manifest]:
     """Check the packed files, then write everything; the source's manifest with the new files, and `write`'s."""
     infos = list(source.tensors.values())
-    checks = list(_checks(source.source)) if isinstance(source.source, Universal) and is_packed(source) else []
+    universal = source.source if how.verify and isinstance(source.source, Universal) and is_packed(source) else None
+    checks = [] if universal is None else list(_checks(universal))
     total, done = sum(i.nbytes for i in infos), 0
     checked = sum(c.nbytes for c in checks)
     for check, _ in run_tasks(lambda check: check.run(), checks, how.workers):

@@ -97,6 +97,18 @@ class LineageDoc(_Document):
     engine: dict[str, str] = {}
 
 
+class VerifiedDoc(_Document):
+    """Of which tensors a conversion compared all bytes with the checksums that the source's files carry.
+
+    Of every tensor if `default`, of none if not; of those in `but`, by name and state, the opposite. `besides` are the
+    bytes that were read for it alone: no tensor needed them, but a checksum covers them too.
+    """
+
+    default: bool
+    but: tuple[tuple[str, str], ...] = ()
+    besides: Size = 0
+
+
 class WriterDoc(_Document):
     """What one of the ranks that saved did: bytes written, seconds for that, seconds for which training stood still."""
 
@@ -126,6 +138,7 @@ class Manifest(_Document):
     assets: dict[str, FileDoc] = {}
     sidecar: SidecarDoc | None = None
     writers: tuple[WriterDoc, ...] = ()
+    verified: VerifiedDoc | None = None
     tensors: tuple[TensorDoc, ...]
 
     def as_read(self) -> Manifest:

@@ -18,13 +18,17 @@ __all__ = ["Folders", "OpenSource", "Readable", "Record", "Source"]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Bytes of a file that stand under one checksum; `crc32` is None where the writer computed none."""
+    """Bytes of a file that stand under one checksum; `crc32` is None where the writer computed none.
+
+    They begin at `offset()`, after `near` and before any other record's `near`.
+    """
 
     file: str
     name: str
     nbytes: int
     crc32: int | None
-    offset: Callable[[], int]  # where they begin; it may have to be read
+    offset: Callable[[], int]  # it may have to be read
+    near: int = 0
 
 
 class Readable(Protocol):

@@ -22,7 +22,7 @@ from ucformat.errors import IntegrityError, MissingData, Refused
 from ucformat.sources.base import Record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from ucformat.storage.base import Store
 
@@ -87,13 +87,20 @@ class _Ranges(io.RawIOBase):
         self._at += len(data)
         return data
 
+    def held(self, offset: int, n: int) -> bytes | None:
+        """These bytes, where they need not be read."""
+        for start, data in self._windows:
+            if start <= offset and offset + n <= start + len(data):
+                return data[offset - start : offset - start + n]
+        return None
+
     def fetch(self, offset: int, n: int, ahead: int = 0) -> bytes:
         """These bytes; where they must be read, `ahead` more are read with them."""
         if n > MAX_PICKLE:
             raise Refused(f"{self._key} has a directory or pickle of {n:,} bytes, more than {MAX_PICKLE:,}")
-        for start, data in self._windows:
-            if start <= offset and offset + n <= start + len(data):
-                return data[offset - start : offset - start + n]
+        held = self.held(offset, n)
+        if held is not None:
+            return held
         data = self._store.read(self._key, self._base + offset, min(n + ahead, self._size - offset))
         self._windows[1] = (offset, data)
         return data[:n]
@@ -142,12 +149,16 @@ class TorchZip:
         for name, member in self._members.items():
             crc = member.crc32 if member.crc32 or not member.nbytes else None
             whole = name if self._window is None else f"{name} of {self._window.name}"
-            yield Record(self.key, whole, member.nbytes, crc, partial(self._absolute, name))
+            near = self._base + member.header_offset
+            held = self._ranges.held(member.header_offset, _HEADER)
+            head = partial(self.store.read, self.key, near, _HEADER) if held is None else partial(bytes, held)
+            start = partial(_start, head, near, member.nbytes, self._base + self.size, f"{name} in {self.label}")
+            yield Record(self.key, whole, member.nbytes, crc, start, near)
 
     def offset(self, storage: str) -> int:
         """Where in the file the bytes of a storage begin; the first call for each reads 30 bytes."""
         if storage not in self._offsets:
-            self._offsets[storage] = self._absolute(f"{self._top}/data/{storage}")
+            self._offsets[storage] = self._base + self._locate(f"{self._top}/data/{storage}")
         return self._offsets[storage]
 
     def _storage(self, storage: str) -> _Member:
@@ -211,23 +222,14 @@ class TorchZip:
             hint="copy it again from where it was saved",
         )
 
-    def _absolute(self, name: str) -> int:
-        """Where in the file the content of a member begins."""
-        return self._base + self._locate(name)
-
     def _locate(self, name: str) -> int:
         """Where in the archive the content of a member begins: after its local header, which alone knows its length."""
         member = self._members.get(name)
         if member is None:
             raise MissingData(f"{self.label} lacks its member {name}")
-        head = self._ranges.fetch(member.header_offset, min(30, self.size - member.header_offset))
-        if len(head) < 30 or not head.startswith(b"PK\x03\x04"):
-            raise IntegrityError(f"{name} in {self.label} has no header where the directory puts it")
-        _, name_length, extra_length = _LOCAL_HEADER.unpack(head)
-        start = member.header_offset + 30 + name_length + extra_length
-        if start + member.nbytes > self.size:
-            raise IntegrityError(f"{name} in {self.label} would reach past the end of the file ({self.size:,} bytes)")
-        return int(start)
+        near, what = member.header_offset, f"{name} in {self.label}"
+        head = partial(self._ranges.fetch, near, min(_HEADER, self.size - near))
+        return _start(head, near, member.nbytes, self.size, what)
 
     def _content(self, name: str) -> bytes:
         """A small member, checked against its CRC-32."""
@@ -239,3 +241,15 @@ class TorchZip:
         if member.crc32 and zlib.crc32(data) != member.crc32:
             raise IntegrityError(f"{name} in {self.label} does not match its CRC-32", hint="the file is damaged")
         return data
+
+
+def _start(read: Callable[[], bytes], near: int, nbytes: int, end: int, what: str) -> int:
+    """Where the content of a member begins whose local header is at `near`, in a file that ends at `end`."""
+    head = read()
+    if len(head) < _HEADER or not head.startswith(b"PK\x03\x04"):
+        raise IntegrityError(f"{what} has no header where the directory puts it")
+    _, name_length, extra_length = _LOCAL_HEADER.unpack(head)
+    start = near + _HEADER + name_length + extra_length
+    if start + nbytes > end:
+        raise IntegrityError(f"{what} would reach past the end of the file ({end:,} bytes)")
+    return int(start)

@@ -7,6 +7,8 @@ when all is read: before a commit, or before what was loaded is used.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from ucformat.errors import Conflict, IntegrityError, NotFound
@@ -15,10 +17,12 @@ from ucformat.storage.waiting import map_waiting
 from ucformat.storage.wrapped import WrappedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from ucformat.storage.base import Info, Store
     from ucformat.storage.lending import Lent
+
+    Tap = Callable[[str, int, memoryview], None]
 
 __all__ = ["Watched", "must_be_unchanged", "watched"]
 
@@ -37,6 +41,24 @@ class Watched(WrappedStore):
         self._seen: dict[str, Info] = {}
         self._read: dict[str, None] = {}
         self._asks = inner.costs.parallel is None
+        self._taps: tuple[Tap, ...] = ()
+
+    @contextmanager
+    def tapped(self, see: Tap) -> Iterator[None]:
+        """Have all bytes that are read inside the block seen: the file, where they lie in it, and they themselves.
+
+        Small things, which are read as a whole, are not shown.
+        """
+        self._taps = (*self._taps, see)
+        try:
+            yield
+        finally:
+            self._taps = tuple(tap for tap in self._taps if tap is not see)
+
+    def _show(self, key: str, found: Iterable[tuple[int, memoryview]]) -> None:
+        for tap in self._taps:
+            for at, data in found:
+                tap(key, at, data.cast("B"))
 
     def note(self, key: str) -> None:
         """Compare this file, too, in the end; whatever is read of it after this is of the version noted, or later."""
@@ -85,16 +107,28 @@ class Watched(WrappedStore):
         """See Store."""
         self.note(key)
         self.inner.read_into(key, offset, buffers)
+        if self._taps:
+            at = [offset, *accumulate((b.nbytes for b in buffers), initial=offset)][1:]
+            self._show(key, [(a, b) for a, b in zip(at, buffers, strict=False) if b.nbytes])
 
     def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
         """See Store."""
         self.note(key)
         self.inner.read_rows(key, offset, step, rows)
+        if self._taps:
+            self._show(key, [(offset + k * step, row) for k, row in enumerate(rows) if row.nbytes])
 
     def lend(self, key: str, ranges: Sequence[tuple[int, int]]) -> Lent | None:
         """See Lends."""
         self.note(key)
-        return lend(self.inner, key, ranges)
+        lent = lend(self.inner, key, ranges)
+        return lent if lent is None or not self._taps else self._lent(key, ranges, lent)
+
+    @contextmanager
+    def _lent(self, key: str, ranges: Sequence[tuple[int, int]], lent: Lent) -> Iterator[Sequence[memoryview]]:
+        with lent as found:
+            self._show(key, [(at, data) for (at, _), data in zip(ranges, found, strict=True) if data.nbytes])
+            yield found
 
     def read_versioned(self, key: str) -> tuple[bytes, str]:
         """See Store."""
