@@ -102,7 +102,7 @@ def test_a_flipped_bit_is_found_and_a_repaired_source_is_converted(
     ck = ucformat.open(src)
     infos = [i for i in ck.tensors.values() if i.nbytes]
     info = infos[len(infos) // 2]
-    extent = next(e for e in ck.origin.extents(next(iter(ck.facts.means.get(info.key, (info.key,))))) if e.box.size)  # type: ignore[union-attr]
+    extent = next(e for e in ck.origin.extents(next(iter(ck.facts.means.get(info.key, (info.key,))))) if e.box.size)
     restore = flip(src / extent.file, extent.offset)
     refused(src, tmp_path / "dst", extent.file, "CRC-32 of its record", chunk_bytes=sizes[0], shard_bytes=sizes[1])
 
@@ -243,3 +243,15 @@ def test_the_option(tmp_path: Path) -> None:
     assert found.exit_code == 5
     assert "--no-verify" in found.output
     assert CliRunner().invoke(ucp, [*words, "--no-verify"]).exit_code == 0
+
+
+def test_a_virtual_checkpoint_of_a_damaged_file_gets_no_checksums(tmp_path: Path) -> None:
+    file = torch_file(tmp_path / "src")
+    plain = CliRunner().invoke(ucp, ["register", str(file), str(tmp_path / "plain"), "--virtual"])
+    assert "the bytes of 3 tensors are unverified: --checksums reads the files" in plain.output
+    with_sums = ucformat.convert(file, tmp_path / "sums", virtual=True, checksums=True)
+    assert with_sums.manifest.verified is not None
+    assert with_sums.manifest.verified.default
+    record = next(r for r in TorchZip(LocalStore(file.parent), "m.pt").records() if r.name.endswith("data/0"))
+    flip(file, record.offset() + 5000)
+    refused(file, tmp_path / "dst", "m.pt", record.name, virtual=True, checksums=True)

@@ -105,6 +105,10 @@ def _register_virtual(
     files = len(sidecar.sources) if sidecar else 0
     found = {"url": ck.url, "id": ck.id, "tensors": len(ck.tensors), "bytes": nbytes, "files": files}
     amount = f"{plural(len(ck.tensors), 'tensor')}, {bytes_text(nbytes)} in {plural(files, 'file')}, not copied"
+    if ck.manifest.verified is not None and not ck.manifest.verified.default:
+        why = "SRC's files carry no checksums of them" if checksums else "--checksums reads the files to compare"
+        bare = len(ck.tensors) - len(ck.manifest.verified.but)
+        out.note(f"the bytes of {plural(bare, 'tensor')} are unverified: {why}")
     out.result(lambda: [f"{ck.url}  {ck.id}  {amount}"], lambda: found, lambda: [ck.id])
 
 

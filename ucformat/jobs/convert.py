@@ -145,8 +145,7 @@ def convert(
     plan = plan_document(source, infos, how) | ({"virtual": checksums} if virtual else {})
     attempt = begin(store, plan, overwrite=overwrite)
     if virtual:
-        found = put_sidecar(source, store, attempt, infos, checksums=checksums, progress=progress)
-        manifest = _described(source, store, attempt, found[1]).model_copy(update={"sidecar": found[0]})
+        manifest = _write_virtual(source, store, attempt, infos, how, checksums=checksums)
     else:
         manifest = write(source, store, attempt, infos, how)
     said = {"run": run or manifest.run, "config": with_config(manifest.config, config)}
@@ -154,6 +153,25 @@ def convert(
         store, attempt, manifest.model_copy(update={**said, "metrics": {**manifest.metrics, **(metrics or {})}})
     )
     return Checkpoint(Universal(store, allowed_roots, done.as_read()))
+
+
+def _write_virtual(
+    source: Checkpoint, store: Store, attempt: Attempt, infos: Sequence[TensorInfo], how: How, *, checksums: bool
+) -> Manifest:
+    """Write the extents; where the files are read for their checksums, these are compared with what they carry."""
+    watching = watched(source.store)
+    passing = Passing(source.source, source.origin) if checksums and how.verify and watching is not None else None
+    with nullcontext() if passing is None or watching is None else watching.tapped(passing.see):
+        if passing is not None:
+            for info in infos:
+                passing.expect(info, source.source.extents(info.key), None)
+        sidecar, tensors = put_sidecar(source, store, attempt, infos, checksums=checksums, progress=how.progress)
+        if passing is not None:
+            for one in passing.unfinished():
+                passing.finish(one)
+    verified = VerifiedDoc(default=False) if passing is None else passing.described(infos)
+    made = _described(source, store, attempt, tensors)
+    return made.model_copy(update={"sidecar": sidecar, "verified": verified})
 
 
 def _check_virtual(virtual: bool, checksums: bool, how: How) -> None:  # noqa: FBT001
