@@ -57,7 +57,7 @@ class TestInPlace:
         assert holds(ucformat.open(place))
         assert same(ck["head.weight"][...], ODD["embed.weight", "weight"])
         old, new = before.manifest, ck.manifest
-        changed = {"attempt", "tensors", "sidecar", "objects", "assets", "producer"}
+        changed = {"attempt", "tensors", "sidecar", "objects", "assets", "producer", "verified"}
         assert new.model_dump(exclude=changed) == old.model_dump(exclude=changed)
         assert new.producer["ucformat"] == ucformat.__version__
         assert [new.producer[k] for k in ("engine.name", "torch")] == ["fake", "2.13.0"]
@@ -218,7 +218,18 @@ class TestElsewhere:
         assert new.id != old.id
         assert new.lineage[:-1] == old.lineage == FACTS["lineage"]
         assert (new.lineage[-1].kind, new.lineage[-1].url, new.lineage[-1].id) == ("convert", str(place), old.id)
-        changed = {"id", "created", "attempt", "tensors", "sidecar", "objects", "assets", "producer", "lineage"}
+        changed = {
+            "id",
+            "created",
+            "attempt",
+            "tensors",
+            "sidecar",
+            "objects",
+            "assets",
+            "producer",
+            "lineage",
+            "verified",
+        }
         assert new.model_dump(exclude=changed) == old.model_dump(exclude=changed)
         assert new.producer["torch"] == "2.13.0"
         assert ck.objects == OBJECTS
