@@ -308,6 +308,16 @@ def test_a_place_is_written_again_unless_told(tmp_path: Path, form: Any) -> None
     assert ucformat.open(tmp_path / "ck")["w"][...].tolist() == [2, 2]
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_the_stock_writer_wrote_is_not_ours_to_replace(tmp_path: Path, overwrite: bool) -> None:
+    dcp.save({"w": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(tmp_path / "ck"))
+    before = sorted(p.name for p in (tmp_path / "ck").iterdir())
+    error = refusal(lambda: save({"w": torch.zeros(2)}, tmp_path / "ck", overwrite=overwrite))
+    assert isinstance(error, Conflict)
+    assert "Checkpoint already exists" in error.message
+    assert sorted(p.name for p in (tmp_path / "ck").iterdir()) == before
+
+
 def test_what_is_protected_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCP_CATALOG", f"sqlite:///{tmp_path}/catalog.db")
     first = save({"w": torch.ones(2)}, tmp_path / "ck")

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ucformat.errors import Conflict, UcformatError, UsageError
+from ucformat.sources.dcp.source import Dcp
 from ucformat.storage.url import open_store
 from ucformat.torch.dcp_items import LocalItems, Part, collect_items, join_values, local_items
 from ucformat.torch.group import TIMEOUT, lone, meeting
@@ -117,7 +118,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
         self.saved: Saved | None = None  #: what was committed last, in the process that wrote it
         self._terms = terms_of("", form, overwrite, chunk_bytes, shard_bytes, "equal")
         self._group, self._timeout, self._threads = group, timeout, thread_count
-        self._collectives = True
+        self._collectives = self._coordinates = True
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process needs: that of `async_save` has the ranks of `process_group` as its default group."""
@@ -151,12 +152,21 @@ class Writer(StorageWriter, BlockingAsyncStager):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001
         """Learn whether DCP plans over all ranks together."""
-        self._collectives = bool(kwargs.get("use_collectives", True))
+        self._collectives, self._coordinates = bool(kwargs.get("use_collectives", True)), is_coordinator
         if self.checkpoint_id is None:
             raise UsageError("the Writer has no path", hint="Writer(path), or give DCP a checkpoint_id")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Note all that this rank has: where replicas go, DCP will have forgotten it."""
+        """Note all that this rank has: where replicas go, DCP will have forgotten it.
+
+        Raises:
+            Conflict: there lies a checkpoint that DCP wrote itself, which is not ours to replace.
+        """
+        if self._coordinates and Dcp().find(open_store(str(self.checkpoint_id))):
+            raise Conflict(
+                f"Checkpoint already exists: {self.checkpoint_id} holds one that torch.distributed.checkpoint wrote",
+                hint="choose another place, or remove that one: it would be left beside ours",
+            )
         return replace(plan, storage_data=local_items(plan)) if plan.usable else plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
