@@ -6,14 +6,54 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ucformat.geometry.tensor import Key, Roster
 
-__all__ = ["TRACKERS", "Facts"]
+__all__ = ["TRACKERS", "Facts", "IntKey", "Place", "StatePath", "json_key", "path_from_json", "path_to_json"]
 
 #: Files that name the last checkpoint of a run. They change while older ones are read, and hold nothing of these.
 TRACKERS = frozenset({"latest", "latest_universal", "latest_checkpointed_iteration.txt"})
+#: Where a value lies in a program's nested state; integers are places in lists, or `IntKey`.
+StatePath = tuple[str | int, ...]
+
+
+class IntKey(int):
+    """A key of a mapping that is an integer."""
+
+
+def json_key(key: str | int) -> str:
+    """The key of a JSON object that stands for a key of a dictionary."""
+    if isinstance(key, str):
+        return "$" + key if key.startswith("$") else key
+    return f"$int:{key}"
+
+
+def path_to_json(path: StatePath) -> list[str | int]:
+    """A path as manifests have it: integers are places in lists, and keys are as `json_key` makes them."""
+    return [p if type(p) is int else json_key(p) for p in path]
+
+
+def path_from_json(parts: Sequence[str | int]) -> StatePath:
+    """The path that `path_to_json` made this of."""
+    return tuple(p if isinstance(p, int) else _key(p) for p in parts)
+
+
+def _key(text: str) -> str | int:
+    number = text.removeprefix("$int:")
+    return IntKey(number) if number != text and number.lstrip("-").isdecimal() else text.removeprefix("$")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an optimizer group lies in a program's state: the path of its optimizer, and its own names of parameters.
+
+    Of `flattened` state dicts each parameter's hyper-parameters are entries.
+    """
+
+    path: StatePath
+    names: tuple[str, ...]
+    flattened: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +65,10 @@ class Facts:
     objects: Mapping[str, Any] = field(default_factory=dict)
     assets: tuple[str, ...] = ()  # keys of files to keep as they are
     groups: tuple[Mapping[str, Any], ...] = ()  # optimizer groups: hyper-parameters and "params", names in order
+    #: The paths of each tensor, and the place of each optimizer group, in the state of the program that saved; none
+    #: where that is not known.
+    paths: Mapping[Key, tuple[StatePath, ...]] = field(default_factory=dict)
+    places: tuple[Place | None, ...] = ()
     step: int | None = None
     layout: Mapping[str, Any] = field(default_factory=dict)  # {"zero": 3, "dp": 4, …}
     engine: Mapping[str, str] = field(default_factory=dict)  # {"name": "deepspeed", "version": "0.19.8", …}

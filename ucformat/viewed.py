@@ -107,4 +107,4 @@ def _facts(facts: Facts, stored: dict[str, Entry], aliases: dict[str, str]) -> F
     if not groups:
         numbers = {n: facts.roster.groups[e.param] for n, e in stored.items() if e.param in facts.roster.groups}
     infos = tuple(view.info for entry in stored.values() for view in entry.states.values())
-    return facts.but(roster=Roster(infos, numbers), aliases=aliases, groups=groups, means={})
+    return facts.but(roster=Roster(infos, numbers), aliases=aliases, groups=groups, means={}, paths={}, places=())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +19,13 @@ from ucformat.sources.dcp.names import dotted
 from ucformat.torch import PerRank, Rng
 from ucformat.torch.collect import collect
 from ucformat.torch.state import local_state
+
+
+class Pair(NamedTuple):
+    """A tuple of a kind of its own."""
+
+    tensor: torch.Tensor
+    inner: list[Any]
 
 
 class Net(torch.nn.Module):
@@ -190,8 +197,20 @@ def test_tensors_in_lists_and_tuples_are_tensors() -> None:
         ("ema", 1, "deep", 0): two.data_ptr(),
     }
     assert found.leaves["plain",].value == [1, 2]
-    with pytest.raises(UsageError, match=r"ema.1.deep.1 lies in a tuple, whose values cannot be set"):
-        found.leaves["ema", 1, "deep", 1].put(5)
+
+
+def test_a_tuple_is_made_anew_of_what_is_put_into_it() -> None:
+    tensor = torch.ones(2)
+    pair = Pair(tensor, [(tensor, 4)])
+    state: dict[str, Any] = {"deep": {"pair": pair}, "same": (tensor,)}
+    kept = state["same"]
+    found = collect(state)
+    found.leaves["deep", "pair", 1, 0, 1].put(5)
+    for finish in found.finish:
+        finish()
+    assert state["deep"]["pair"] == Pair(tensor, [(tensor, 5)])
+    assert pair.inner[0][1] == 5
+    assert state["same"] is kept
 
 
 def test_an_object_with_a_state_of_plain_values_is_one_value() -> None:

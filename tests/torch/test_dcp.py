@@ -170,7 +170,7 @@ def test_the_whole_state_without_a_template(tmp_path: Path) -> None:
     assert [g["params"] for g in found["optim"]["param_groups"]] == [list(g.params) for g in ck.manifest.groups]
     assert found["stages"] == state["stages"]
     assert found["odd.key"] == {"$x": 1}
-    assert found["notes"] == {"rate": 0.1, "of": ["a", None], "at": [1, [2]]}  # no template has the tuple
+    assert found["notes"] == {"rate": 0.1, "of": ["a", None], "at": (1, [2])}
     some = _load_state_dict_from_keys({"model"}, storage_reader=ucf.Reader(tmp_path / "ck"))
     assert some.keys() == {"model"}
 
@@ -254,11 +254,33 @@ def test_what_is_missing_and_what_may_be(tmp_path: Path) -> None:
     load(state, tmp_path / "ck", planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
     assert state["model"]["a"].tolist() == [1, 1]
     assert (state["step"], state["more"]) == (3, 5)
-    optim = {"state": {}, "param_groups": [{"params": ["a", "z"], "lr": 0.1}]}
-    save({"model": {"a": torch.ones(2)}, "optim": {**optim, "param_groups": [{"params": ["a"]}]}}, tmp_path / "groups")
-    error = failure_of(tmp_path / "groups", {"optim": optim})
-    assert isinstance(error, StateMismatch)
-    assert "the hyper-parameters of z" in error.message
+
+
+def test_hyper_parameters_are_taken_where_the_names_meet_and_the_rest_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fine-tuning: the program has more parameters, other groups and more hyper-parameters than were saved."""
+    groups = [{"params": ["a"], "lr": 0.5, "betas": (0.1, 0.2)}, {"params": ["b"], "lr": 0.25, "betas": (0.3, 0.4)}]
+    weights = {"a": torch.ones(2), "b": torch.ones(2)}
+    save({"model": weights, "optim": {"state": {}, "param_groups": groups}}, tmp_path / "ck")
+    new = {"lr": 9.0, "betas": (0.0, 0.0), "fused": True}
+    mine = [{"params": ["new"], **new}, {"params": ["b", "other"], **new}, {"params": ["a"], **new}]
+    state = {"optim": {"state": {}, "param_groups": mine}}
+    load(state, tmp_path / "ck")
+    assert [g["lr"] for g in mine] == [9.0, 0.25, 0.5]
+    assert [g["betas"] for g in mine] == [(0.0, 0.0), (0.3, 0.4), (0.1, 0.2)]
+    assert [g["params"] for g in mine] == [["new"], ["b", "other"], ["a"]]
+    (told,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    for kept in ("new: lr", "new: betas", "other: lr", "a: fused"):
+        assert kept in told
+    report = ucf.load({"optim": {"state": {}, "param_groups": mine}}, tmp_path / "ck", strict=False)
+    assert report.missing == (
+        "group 0 of optim: the hyper-parameters of new",
+        "group 1 of optim: the hyper-parameters of other",
+    )
+    save({"model": weights, "optim": {"state": {}, "param_groups": groups}}, tmp_path / "clash")
+    both = {"optim": {"state": {}, "param_groups": [{"params": ["a", "b"], "lr": 1.0}]}}
+    assert "in groups with different values" in failure_of(tmp_path / "clash", both).message
 
 
 class Custom:

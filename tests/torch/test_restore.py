@@ -13,7 +13,8 @@ from ucformat.errors import ChecksumError, StateMismatch, UsageError
 from ucformat.torch import PerRank, load, save
 from ucformat.torch.collect import collect
 from ucformat.torch.match import stored_names
-from ucformat.torch.restore import find_object, fit_groups, fit_objects
+from ucformat.torch.recorded import Recorded, find_object
+from ucformat.torch.restore import fit_groups, fit_objects
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -146,7 +147,7 @@ def test_each_rank_gets_its_own_value_back(tmp_path: Path) -> None:
     ck = of_ranks(tmp_path, [{"at": 0}, {"at": 10}, {"at": 20}])
     for rank in range(3):
         box = Box({"at": -1})
-        problems, put = fit_objects(collect({"data": PerRank(box)}), ck, of(rank, 3), trust=False)
+        problems, put = fit_objects(collect({"data": PerRank(box)}), Recorded(ck, {}), of(rank, 3), trust=False)
         assert not problems.others
         assert not problems.missing
         assert box.value == {"at": -1}
@@ -158,7 +159,7 @@ def test_each_rank_gets_its_own_value_back(tmp_path: Path) -> None:
 def test_another_number_of_ranks_needs_a_merge(tmp_path: Path, ranks: int) -> None:
     ck = of_ranks(tmp_path, [{"at": 0}, {"at": 10}, {"at": 20}])
     box = Box(None)
-    problems, put = fit_objects(collect({"data": PerRank(box)}), ck, of(0, ranks), trust=False)
+    problems, put = fit_objects(collect({"data": PerRank(box)}), Recorded(ck, {}), of(0, ranks), trust=False)
     put()
     assert box.value is None
     (line,) = problems.others
@@ -169,7 +170,9 @@ def test_another_number_of_ranks_needs_a_merge(tmp_path: Path, ranks: int) -> No
         return {"all": [v["at"] for v in values], "rank": rank, "of": of_ranks}
 
     for rank in range(ranks):
-        problems, put = fit_objects(collect({"data": PerRank(box, merge)}), ck, of(rank, ranks), trust=False)
+        problems, put = fit_objects(
+            collect({"data": PerRank(box, merge)}), Recorded(ck, {}), of(rank, ranks), trust=False
+        )
         assert not problems.others
         put()
         assert box.value == {"all": [0, 10, 20], "rank": rank, "of": ranks}
@@ -182,7 +185,7 @@ def test_a_merge_is_not_asked_where_the_number_is_the_same(tmp_path: Path) -> No
     def merge(*_: Any) -> Any:
         raise AssertionError
 
-    _, put = fit_objects(collect({"data": PerRank(box, merge)}), ck, of(1, 2), trust=False)
+    _, put = fit_objects(collect({"data": PerRank(box, merge)}), Recorded(ck, {}), of(1, 2), trust=False)
     put()
     assert box.value == 2
 
@@ -222,7 +225,7 @@ def test_parameters_whose_group_is_not_stored(tmp_path: Path) -> None:
     given = trained()
     ck = checkpoint(tmp_path / "ck", {"model": given["model"]})
     found = collect(trained())
-    problems, put = fit_groups(found, ck, stored_names(ck, None))
+    problems, put = fit_groups(found, Recorded(ck, stored_names(ck, None)))
     put()
     assert [line.split(":")[0] for line in problems.missing] == ["group 0 of optim", "group 1 of optim"]
     assert "0.bias, 0.weight" in problems.missing[0]

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, NotFound
-from ucformat.facts import Facts
+from ucformat.facts import Facts, Place, path_from_json
 from ucformat.format.chunking import Grid
 from ucformat.format.commit import MANIFEST, read_manifest
 from ucformat.format.digest import bytes_digest
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ucformat.format.sidecar import Sidecar
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Tiles
-    from ucformat.schema.manifest import FileDoc, Manifest, TensorDoc
+    from ucformat.schema.manifest import FileDoc, GroupDoc, Manifest, TensorDoc
     from ucformat.storage.base import Store
 
 __all__ = ["Universal", "grid_of"]
@@ -64,6 +64,8 @@ class Universal:
             aliases=m.aliases,
             assets=tuple(m.assets),
             groups=tuple({"params": list(g.params), **g.options} for g in m.groups),
+            paths={Key(d.name, d.state): tuple(map(path_from_json, d.at)) for d in m.tensors if d.at},
+            places=tuple(_place(g) for g in m.groups),
             step=m.step,
             layout=m.layout,
             engine={k.removeprefix("engine."): v for k, v in m.producer.items() if k.startswith("engine.")},
@@ -148,3 +150,9 @@ class Universal:
 
         where = f"{self.store.url}/{doc.path}"
         return decode(self.read_file(doc), [len(t.shape) for t in self.manifest.tensors], where)
+
+
+def _place(group: GroupDoc) -> Place | None:
+    if group.at is None:
+        return None
+    return Place(path_from_json(group.at), group.params if group.names is None else group.names, group.flattened)

@@ -11,7 +11,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
 
 from ucformat._version import __version__
-from ucformat.checkpoint import Checkpoint, group_docs
+from ucformat.checkpoint import Checkpoint, at_of, group_docs
 from ucformat.errors import NotFound, UsageError
 from ucformat.facts import TRACKERS
 from ucformat.format.arrays import array_doc, lay_out, put_array, put_file, put_groups
@@ -261,7 +261,7 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
             name: put_file(store, f"{assets}/{folder}", source.assets[name])
             for name, folder in folder_names(source.assets).items()
         },
-        tensors=tensors,
+        tensors=tuple(t.model_copy(update={"at": at_of(source.facts, Key(t.name, t.state))}) for t in tensors),
     )
     must_be_unchanged(source.store, "nothing was committed", TRACKERS)
     return made

@@ -30,6 +30,7 @@ Edge = Annotated[int, Field(ge=1)]
 Digest = Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64}|xxh3:[0-9a-f]{32})$")]
 Folder = Annotated[str, Field(pattern=r"^[A-Za-z0-9._~%/-]+$")]
 DType = Annotated[str, Field(json_schema_extra={"enum": list(ITEMSIZE)})]
+StatePath = tuple[str | int, ...]
 
 
 class _Document(BaseModel):
@@ -37,7 +38,10 @@ class _Document(BaseModel):
 
 
 class TensorDoc(_Document):
-    """One tensor in one state. With `path` it is a Zarr array; without, the sidecar lists its extents."""
+    """One tensor in one state. With `path` it is a Zarr array; without, the sidecar lists its extents.
+
+    `at` are its paths in the state of the program that saved: several of tied names.
+    """
 
     name: str
     state: str
@@ -48,6 +52,7 @@ class TensorDoc(_Document):
     nbytes: Size
     digest: Digest | None = None
     path: Folder | None = None
+    at: tuple[StatePath, ...] = ()
 
 
 class FileDoc(_Document):
@@ -82,10 +87,17 @@ class SidecarDoc(FileDoc):
 
 
 class GroupDoc(_Document):
-    """An optimizer group: its parameters by name, in order, and its hyper-parameters."""
+    """An optimizer group: its parameters by name, in order, and its hyper-parameters.
+
+    `at` is the optimizer's path in the state of the program that saved, and `names` are the parameters as that calls
+    them, where these are not `params`. Of `flattened` state dicts each parameter's hyper-parameters are entries.
+    """
 
     params: tuple[str, ...]
     options: dict[str, Any] = {}
+    at: StatePath | None = None
+    names: tuple[str, ...] | None = None
+    flattened: bool = False
 
 
 class LineageDoc(_Document):

@@ -19,7 +19,8 @@ are text is an object. What JSON has no word for is an object with one key that 
 | `{"$opaque": "…"}` | a pickle, base64, that only `ucformat.torch.load(…, trust=True)` opens |
 | `{"$dict": [[key, value], …]}` | a dictionary with keys other than text and integers |
 
-Keys: an integer `3` becomes `"$int:3"`; text that begins with `$` gets another `$` in front. Tuples come back as lists.
+Keys: an integer `3` becomes `"$int:3"`; text that begins with `$` gets another `$` in front. Tuples are arrays as
+lists are, but in what PyTorch programs save, where `{"$tuple": […]}` tells them apart.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused, UsageError
+from ucformat.facts import json_key
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.sources.stand_ins import Dtype, Inert, InertClass, Maker, NdArray, Opaque, StoredTensor, Stream
 
@@ -58,22 +60,27 @@ def to_json(
     spill: Callable[[str, StoredTensor], str] | None = None,
     path: str = "",
     small: int = SMALL,
+    tuples: bool = False,
 ) -> Any:
     """The JSON form of a value out of a pickle.
 
     `read` gives the row-major bytes of a tensor of at most `small` bytes. `spill` is told of every larger one, by its
     path, and answers with the name that it will have as a tensor of its own. Refused where a value is nested deeper
     than 200 levels (or holds itself), has more than 5 million parts or a gigabyte of bytes, or holds a tensor and there
-    is no `read` or `spill`.
+    is no `read` or `spill`. With `tuples` a tuple is told from a list.
     """
-    return _Encoder(read, spill, small).encode(value, path, 0)
+    return _Encoder(read, spill, small, tuples).encode(value, path, 0)
 
 
 class _Encoder:
     def __init__(
-        self, read: Callable[[StoredTensor], bytes] | None, spill: Callable[[str, StoredTensor], str] | None, small: int
+        self,
+        read: Callable[[StoredTensor], bytes] | None,
+        spill: Callable[[str, StoredTensor], str] | None,
+        small: int,
+        tuples: bool,  # noqa: FBT001
     ) -> None:
-        self.read, self.spill, self.small = read, spill, small
+        self.read, self.spill, self.small, self.tuples = read, spill, small, tuples
         self.nodes = self.again = self.nbytes = 0
         self.seen: set[int] = set()  # by `id`, which stays theirs, for the value holds them
 
@@ -92,7 +99,8 @@ class _Encoder:
             return self.dictionary(value, path, depth + 1)
         if isinstance(value, list | tuple):
             self.count(value, path)
-            return [self.encode(v, _join(path, i), depth + 1) for i, v in enumerate(value)]
+            items = [self.encode(v, _join(path, i), depth + 1) for i, v in enumerate(value)]
+            return {"$tuple": items} if self.tuples and isinstance(value, tuple) else items
         return self.special(value, path, depth + 1)
 
     def count(self, value: Any, path: str) -> None:
@@ -204,13 +212,6 @@ def _join(path: str, part: object) -> str:
     return f"{path}.{text}"[:_LONG] if path else text
 
 
-def json_key(key: str | int) -> str:
-    """The key of a JSON object that stands for a key of a dictionary."""
-    if isinstance(key, str):
-        return "$" + key if key.startswith("$") else key
-    return f"$int:{key}"
-
-
 def from_json(value: Any, opened: Callable[[bytes], Any] | None = None) -> Any:
     """The value that its JSON form stands for.
 
@@ -266,6 +267,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 }
 #: The special values that hold others, which the second argument decodes.
 _CONTAINERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
+    "$tuple": lambda items, again: tuple(map(again, items)),
     "$set": lambda items, again: {_hashable(again(v)) for v in items},
     "$slice": lambda parts, again: slice(*map(again, parts)),
     "$dict": lambda pairs, again: {_hashable(again(k)): again(v) for k, v in pairs},

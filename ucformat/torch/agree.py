@@ -11,11 +11,14 @@ from uuid import uuid4
 import numpy as np
 
 from ucformat.errors import UsageError
+from ucformat.facts import path_to_json
 from ucformat.format.arrays import lay_out
 from ucformat.format.checksum import checksum
 from ucformat.format.commit import begin
 from ucformat.format.digest import document_digest
 from ucformat.geometry.flat import flat_boxes
+from ucformat.geometry.tensor import Key
+from ucformat.sources.dcp.names import dotted
 from ucformat.torch.deal import Claim, deal_pieces, deal_shards, merge
 from ucformat.torch.protecting import refuse_protected
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from ucformat.format.arrays import Array
     from ucformat.format.commit import Attempt
     from ucformat.geometry.tensor import TensorInfo
+    from ucformat.sources.dcp.names import Path
     from ucformat.storage.base import Store
     from ucformat.torch.deal import Bundle, Held, Message
     from ucformat.torch.fragments import Region
@@ -61,6 +65,7 @@ class Layout:
     tensors: tuple[Held, ...]
     claims: tuple[tuple[Claim, ...], ...]
     pieces: tuple[tuple[tuple[int, int], ...], ...] = ()
+    paths: tuple[tuple[tuple[str | int, ...], ...], ...] = ()  # of each tensor, as manifests have them
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,13 +214,34 @@ def _make(terms: Terms, claims: Sequence[tuple[Claim, ...]], offers: Sequence[_O
         raise UsageError(f"{held.info.key} is tied to another tensor on some ranks, and on others it is not")
     tensors = [t for t in tensors if t.info.name not in aliases]
     infos = tuple(t.info for t in tensors)
+    by_key = _paths(claims, {a: n for o in offers for a, n in o.aliases.items()})
+    paths = tuple(tuple(tuple(path_to_json(p)) for p in by_key.get(i.key, ())) for i in infos)
     if terms.form == "packed":
         pieces = [tuple(p) for p in deal_pieces(tensors, len(claims))]
-        return Layout(tuple(tensors), tuple(claims), tuple(pieces)), [Part(infos, pieces=p) for p in pieces]
+        return Layout(tuple(tensors), tuple(claims), tuple(pieces), paths), [Part(infos, pieces=p) for p in pieces]
     grids = [a.grid for a in lay_out(infos, "", terms.chunk_bytes, terms.shard_bytes)]
     bundles, messages = deal_shards(tensors, len(claims), grids)
     parts = [Part(infos, bundles=tuple(b), messages=tuple(m)) for b, m in zip(bundles, messages, strict=True)]
-    return Layout(tuple(tensors), tuple(claims)), parts
+    return Layout(tuple(tensors), tuple(claims), paths=paths), parts
+
+
+def _paths(claims: Sequence[Sequence[Claim]], aliases: Mapping[str, str]) -> dict[Key, list[Path]]:
+    """The paths of each tensor on any rank; UsageError where two ranks give one path different names."""
+    first: dict[Path, tuple[Key, int]] = {}
+    out: dict[Key, list[Path]] = {}
+    for rank, listed in enumerate(claims):
+        for claim in listed:
+            key = Key(aliases.get(claim.info.name, claim.info.name), claim.info.state)
+            for path in claim.paths:
+                named, other = first.setdefault(path, (key, rank))
+                if named != key:
+                    raise UsageError(
+                        f"{dotted(path)} is {named} by what rank {other} holds, and {key} by what rank {rank} holds",
+                        hint='give all ranks the same keys, and keep the model under "model"',
+                    )
+                if (named, other) == (key, rank):
+                    out.setdefault(key, []).append(path)
+    return out
 
 
 def _nothing(claim: Claim) -> Claim:

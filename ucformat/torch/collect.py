@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,19 +18,20 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ucformat.errors import Refused, UsageError
-from ucformat.geometry.tensor import Key
-from ucformat.sources.dcp.names import GROUPS, dotted, name_paths, optimizer_roots
-from ucformat.torch.objects import PerRank
+from ucformat.facts import IntKey
+from ucformat.sources.dcp.names import GROUPS, dotted, name_state, optimizer_roots, split_option
+from ucformat.torch.objects import PerRank, encode
 from ucformat.torch.rng import Rng
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
 
+    from ucformat.geometry.tensor import Key
     from ucformat.sources.dcp.names import Path
 
     Modules = list[tuple[Path, torch.nn.Module]]
 
-__all__ = ["Collected", "Group", "Leaf", "collect"]
+__all__ = ["Collected", "Group", "Leaf", "are_names", "collect", "is_group"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +44,15 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """An optimizer group: its parameters by name, and its hyper-parameters, which may be set in place."""
+    """An optimizer group: its parameters as the optimizer names them, and its hyper-parameters, to be set in place."""
 
     params: tuple[str, ...]
     options: MutableMapping[str, Any]
+
+    @property
+    def flattened(self) -> bool:
+        """Whether each parameter's hyper-parameters stand in the state dict for themselves."""
+        return isinstance(self.options, _FlatOptions)
 
     def parts(self) -> list[Group]:
         """What may have its own hyper-parameters: each parameter of a flattened state dict, else the group itself."""
@@ -65,9 +72,11 @@ class Collected:
     leaves: dict[Path, Leaf] = field(default_factory=dict)
     ranks: dict[Path, tuple[PerRank, Leaf]] = field(default_factory=dict)
     groups: dict[Path, list[Group]] = field(default_factory=dict)
+    apart: set[Path] = field(default_factory=set)  # entries that are groups, or hyper-parameters of such
     finish: list[Callable[[], None]] = field(default_factory=list)
     owners: dict[Path, Path] = field(default_factory=dict)  # of an optimizer, the module whose parameters it has
     keys: dict[Path, Key] = field(default_factory=dict)  # the name and state of each tensor
+    prefixes: dict[Path, str] = field(default_factory=dict)  # what names of an optimizer's parameters begin with
 
 
 def collect(state: Mapping[str, Any]) -> Collected:
@@ -78,15 +87,32 @@ def collect(state: Mapping[str, Any]) -> Collected:
     states are made where there are none yet.
 
     Raises:
-        UsageError: an optimizer's parameters are not those of one module of the state.
+        UsageError: an optimizer's parameters are not those of one module of the state, or two entries have one name.
     """
     if not isinstance(state, Mapping):
         raise UsageError(f"a training state is a mapping, not a {type(state).__name__}", hint='{"model": model, …}')
     found = Collected()
     _walk(found, (), state, [(p, m) for p, m in _values(state) if isinstance(m, torch.nn.Module)])
-    found.keys = name_paths(found.tensors, optimizer_roots([*found.tensors, *found.leaves]) | set(found.groups))
-    _prefix(found)
+    _check_names(found)
+    naming = name_state(
+        {p: tuple(t.size()) for p, t in found.tensors.items()},
+        optimizer_roots([*found.tensors, *found.leaves]) | set(found.groups),
+        found.owners,
+        {root: [name for g in groups for name in g.params] for root, groups in found.groups.items()},
+    )
+    found.keys, found.prefixes = naming.keys, naming.prefixes
     return found
+
+
+def _check_names(found: Collected) -> None:
+    """UsageError where two entries have one name once it is written with dots."""
+    seen: dict[str, Path] = {}
+    for path in (*found.tensors, *found.leaves, *found.ranks):
+        if seen.setdefault(name := dotted(path), path) is not path:
+            raise UsageError(
+                f"two entries of the state are called {name}: {list(seen[name])} and {list(path)}",
+                hint="rename one: the entries of a state go by their keys, joined by dots",
+            )
 
 
 def _values(state: Any, path: Path = ()) -> list[tuple[Path, Any]]:
@@ -94,18 +120,6 @@ def _values(state: Any, path: Path = ()) -> list[tuple[Path, Any]]:
     if isinstance(state, Mapping):
         return [v for key, inner in state.items() for v in _values(inner, (*path, key))]
     return [(path, state)]
-
-
-def _prefix(found: Collected) -> None:
-    """Name what optimizers hold as the weights of their modules are named, where there are several modules."""
-    for root, owner in found.owners.items():
-        weight = next((p for p in found.tensors if p[:-1] == owner), None)
-        if weight is None or found.keys[weight].name == weight[-1]:
-            continue
-        prefix = found.keys[weight].name.removesuffix(str(weight[-1]))
-        held = {p: k for p, k in found.keys.items() if p[: len(root)] == root}
-        found.keys |= {p: Key(prefix + k.name, k.state) for p, k in held.items()}
-        found.groups[root] = [replace(g, params=tuple(prefix + p for p in g.params)) for g in found.groups[root]]
 
 
 def _walk(found: Collected, path: Path, value: Any, modules: Modules, put: Any = None) -> None:
@@ -142,29 +156,37 @@ def _mapping(found: Collected, path: Path, value: Mapping[Any, Any], modules: Mo
         found.leaves[path] = Leaf(value, put)
         return
     groups = value.get(GROUPS)
-    if isinstance(groups, list) and all(isinstance(g, dict) and _are_names(g.get("params")) for g in groups):
+    if isinstance(groups, list) and groups and all(map(is_group, groups)):
         found.groups[path] = [Group(tuple(g["params"]), _Options(g)) for g in groups]
         apart = {GROUPS}
     else:
-        apart = {k for k in value if isinstance(k, str) and k.startswith(GROUPS + ".")}
+        apart = {k for k in value if isinstance(k, str) and all(split_option(k))}
         if apart:
             found.groups[path] = _flattened_groups(value, apart)
+    found.apart |= {(*path, k) for k in apart}
     if not value and put is not None:
         found.leaves[path] = Leaf({}, put)
     for key, inner in value.items():
         if key not in apart:
-            _walk(found, (*path, key), inner, modules, _setter(value, key))
+            _walk(found, (*path, IntKey(key) if isinstance(key, int) else key), inner, modules, _setter(value, key))
 
 
-def _are_names(params: Any) -> bool:
+def is_group(group: Any) -> bool:
+    """Whether this is a group of an optimizer whose parameters have names."""
+    names = group.get("params") if isinstance(group, dict) else None
+    return isinstance(names, list) and are_names(names) and all(type(k) is str for k in group)
+
+
+def are_names(params: Any) -> bool:
+    """Whether these name parameters."""
     return isinstance(params, list | tuple) and all(isinstance(p, str) for p in params)
 
 
 class _Options(dict[str, Any]):
     """The hyper-parameters of a group in a state dict; what is set is set there too."""
 
-    def __init__(self, group: MutableMapping[str, Any]) -> None:
-        super().__init__({k: v for k, v in group.items() if k not in ("params", "param_names")})
+    def __init__(self, group: MutableMapping[str, Any], without: tuple[str, ...] = ("params",)) -> None:
+        super().__init__({k: v for k, v in group.items() if k not in without})
         self.group = group
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -176,19 +198,17 @@ def _flattened_groups(value: Any, keys: set[str]) -> list[Group]:
     """The groups of a flattened optimizer state dict: parameters with equal hyper-parameters are one."""
     options: dict[str, dict[str, str]] = {}  # name -> option -> key
     for key in (k for k in value if k in keys):
-        name, _, option = key[len(GROUPS) + 1 :].rpartition(".")
+        name, option = split_option(key)
         options.setdefault(name, {})[option] = key
-    groups: list[Group] = []
+    groups: dict[str, Group] = {}
     for name, by_option in options.items():
-        mine = {o: value[k] for o, k in by_option.items()}
-        for i, group in enumerate(groups):
-            if dict(group.options) == mine:
-                group.options.add(by_option)  # type: ignore[attr-defined]
-                groups[i] = Group((*group.params, name), group.options)
-                break
+        same = json.dumps(encode({o: value[k] for o, k in by_option.items()}), sort_keys=True)
+        if (group := groups.get(same)) is None:
+            groups[same] = Group((name,), _FlatOptions(value, by_option))
         else:
-            groups.append(Group((name,), _FlatOptions(value, by_option)))
-    return groups
+            group.options.add(by_option)  # type: ignore[attr-defined]
+            groups[same] = Group((*group.params, name), group.options)
+    return list(groups.values())
 
 
 class _FlatOptions(dict[str, Any]):
@@ -209,9 +229,18 @@ class _FlatOptions(dict[str, Any]):
 
 
 def _sequence(found: Collected, path: Path, value: Any, modules: Modules, put: Any) -> None:
-    for i, inner in enumerate(value):
-        setter = _setter(value, i) if isinstance(value, list) else put and _no_place((*path, i))
-        _walk(found, (*path, i), inner, modules, setter)
+    items = value if isinstance(value, list) else list(value)
+    for i, inner in enumerate(items):
+        _walk(found, (*path, i), inner, modules, _setter(items, i))
+    if items is value:
+        return
+
+    def renew() -> None:
+        """A tuple is made anew, of what was put in the place of its items."""
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            (put or _no_place(path))(type(value)(*items) if hasattr(value, "_fields") else type(value)(items))
+
+    found.finish.append(renew)
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -231,7 +260,7 @@ def _setter(holder: Any, key: Any) -> Callable[[Any], None]:
 
 def _no_place(path: Path) -> Callable[[Any], None]:
     def put(_: Any) -> None:
-        raise UsageError(f"{dotted(path)} lies in a tuple, whose values cannot be set", hint="use a list or a mapping")
+        raise UsageError(f"{dotted(path)} lies where no value can be set", hint="use a list or a mapping")
 
     return put
 
@@ -291,7 +320,7 @@ def _optimizer(found: Collected, path: Path, optimizer: torch.optim.Optimizer, m
     found.groups[path] = []
     for live, group in zip(optimizer.param_groups, named[GROUPS], strict=True):
         names = tuple(str(n) for n in group["params"])
-        found.groups[path].append(Group(names, _Options(live)))
+        found.groups[path].append(Group(names, _Options(live, ("params", "param_names"))))
         for name, param in zip(names, live["params"], strict=True):
             for key, value in optimizer.state.get(param, {}).items():
                 where = (*path, "state", name, key)

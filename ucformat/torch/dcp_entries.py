@@ -15,10 +15,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ucformat.facts import IntKey
 from ucformat.geometry.tensor import Key
 from ucformat.sources.dcp.names import GROUPS, dotted, key_of_dotted
-from ucformat.sources.values import json_key
 from ucformat.torch.memory import torch_dtype
+from ucformat.torch.recorded import ABSENT, Recorded, value_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,9 +27,7 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.sources.dcp.names import Path
 
-__all__ = ["Entries", "Option", "Value", "Weight"]
-
-_ABSENT = object()
+__all__ = ["Entries", "Option", "Parts", "Value", "Weight"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,11 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
+class Parts:
+    """A value, such as a tuple, out of which tensors were saved."""
+
+
+@dataclass(frozen=True, slots=True)
 class Option:
     """A hyper-parameter of an optimizer: of group number `which`, or of the group of the parameter of that name.
 
@@ -60,30 +64,44 @@ class Option:
 class Entries(Mapping[str, Any]):
     """The entries of a checkpoint by the dotted paths of any program's state dict.
 
-    Weights are found with or without what the program keeps its model under (`model.`, `app.model.`), the states of an
-    optimizer below any `….state.`, its hyper-parameters below any `….param_groups.`, nested or flattened, and plain
-    values by their paths. Iteration lists each once, as a state `{"model": …, "optim": …, …}` has it.
+    What the checkpoint records of the state that was saved counts first: those paths mean what they meant there.
+    Other weights are found with or without what the program keeps its model under (`model.`, `app.model.`), the states
+    of an optimizer below any `….state.`, its hyper-parameters below any `….param_groups.`, nested or flattened, and
+    plain values by their paths. Iteration lists each once: as it was saved, or where that is not known as a state
+    `{"model": …, "optim": …, …}` has it.
     """
 
     def __init__(self, ck: Checkpoint, names: Mapping[str, str]) -> None:
         self.ck, self.names = ck, names
+        self.recorded = Recorded(ck, names)
         self.states = {name: tuple(ck.states(stored)) for name, stored in names.items()}
-        self._found: dict[str, Weight | Value | Option | None] = {}
+        self._found: dict[str, Weight | Value | Parts | Option | None] = {}
 
-    def find(self, fqn: str) -> Weight | Value | Option | None:
+    def find(self, fqn: str) -> Weight | Value | Parts | Option | None:
         """What an entry means; None where the checkpoint does not have it."""
         if fqn not in self._found:
             self._found[fqn] = self._find(fqn)
         return self._found[fqn]
 
-    def _find(self, fqn: str) -> Weight | Value | Option | None:
+    def _find(self, fqn: str) -> Weight | Value | Parts | Option | None:
+        if fqn in self.recorded.tensors:
+            return Weight(self.recorded.tensors[fqn])
+        option = self._option(fqn)
+        if option is not None and option.root in self.recorded.optimizers:
+            known = isinstance(option.which, int) or self.recorded.find_group(option.root)(option.which)
+            return option if known else None
+        data = value_at(self.ck.objects, fqn)
+        held = self.recorded.holds_tensors(fqn)
+        if data is not ABSENT and self.recorded.tensors and not held:
+            return Value(data)
         key = key_of_dotted(fqn, self.states)
         if key is not None and self.shape(key) is not None:
             return Weight(key)
-        data = _value_at(self.ck.objects, fqn)
         if isinstance(data, dict) and set(data) == {"$ref"}:
             return self._find(data["$ref"])
-        return Value(data) if data is not _ABSENT else self._option(fqn)
+        if held:
+            return Parts()
+        return Value(data) if data is not ABSENT else option
 
     def _option(self, fqn: str) -> Option | None:
         if not self.ck.manifest.groups:
@@ -92,10 +110,14 @@ class Entries(Mapping[str, Any]):
         root, below = fqn[:at].rstrip("."), fqn[at:]
         if below == GROUPS:
             return Option(root)
-        which, _, name = below.removeprefix(GROUPS + ".").rpartition(".")
-        if not below.startswith(GROUPS + ".") or not which:
+        if not below.startswith(GROUPS + "."):
             return None
-        return Option(root, int(which) if which.isdigit() else which, name)
+        number, _, name = below[len(GROUPS) + 1 :].partition(".")
+        param, _, last = below[len(GROUPS) + 1 :].rpartition(".")
+        groups = self.recorded.optimizers.get(root, ())
+        if number.isdecimal() and name and not any(p.flattened and param in p.names for _, p in groups):
+            return Option(root, int(number), name)
+        return Option(root, param, last) if param and last else None
 
     def shape(self, key: Key) -> tuple[int, ...] | None:
         """The shape of a tensor; None where it is not stored."""
@@ -120,24 +142,26 @@ class Entries(Mapping[str, Any]):
     @cached_property
     def paths(self) -> Mapping[str, Path]:
         """The path of each entry in a state that holds them all."""
-        out: dict[str, Path] = {}
+        out = {dotted(p): tuple(str(x) if isinstance(x, IntKey) else x for x in p) for p in self.recorded.entries()}
+        known = set(self.recorded.tensors.values())
 
         def add(*path: str | int) -> None:
-            out[dotted(path)] = path
+            out.setdefault(dotted(path), path)
 
         own: set[str] = set()
         for name, stored in self.names.items():
-            add("model", name)
-            if stored not in own:  # tied names have no optimizer states of their own
-                own.add(stored)
-                for state in self.states[name]:
-                    if state not in ("weight", "master"):
-                        add("optim", "state", name, state)
-        for i, group in enumerate(self.ck.manifest.groups):
-            for option in ("params", *group.options):
-                add("optim", GROUPS, i, option)
-        for path in _leaves({k: v for k, v in self.ck.objects.items() if k != "per_rank"}, ()):
-            add(*path)
+            for state in self.states[name]:
+                if Key(stored, state) in known or (stored in own and state not in _PARAMETER):
+                    continue  # tied names have no optimizer states of their own
+                if state in _PARAMETER:
+                    add("model", name)
+                else:
+                    add("optim", "state", name, state)
+            own.add(stored)
+        if not known:
+            for i, group in enumerate(self.ck.manifest.groups):
+                for option in ("params", *group.options):
+                    add("optim", GROUPS, i, option)
         return out
 
     def __iter__(self) -> Iterator[str]:
@@ -147,45 +171,4 @@ class Entries(Mapping[str, Any]):
         return len(self.paths)
 
 
-def _value_at(node: Any, text: str) -> Any:
-    """The JSON form of the value at a dotted path, whose parts may hold dots themselves; else `_ABSENT`."""
-    at = -1
-    while at < len(text):
-        at = text.find(".", at + 1)
-        at = len(text) if at < 0 else at
-        inner = _item(node, text[:at])
-        if inner is not _ABSENT:
-            found = inner if at == len(text) else _value_at(inner, text[at + 1 :])
-            if found is not _ABSENT:
-                return found
-    return _ABSENT
-
-
-def _item(node: Any, part: str) -> Any:
-    if isinstance(node, list):
-        return node[int(part)] if part.isdigit() and int(part) < len(node) else _ABSENT
-    if not isinstance(node, Mapping) or _is_special(node):
-        return _ABSENT
-    keys = [json_key(part), *([json_key(int(part))] if part.isdigit() else [])]
-    return next((node[k] for k in keys if k in node), _ABSENT)
-
-
-def _is_special(node: Mapping[str, Any]) -> bool:
-    """Whether this stands for something that is no dictionary."""
-    return any(k.startswith("$") and not k.startswith(("$$", "$int:")) for k in node)
-
-
-def _leaves(node: Any, path: Path) -> Iterator[Path]:
-    """The paths of plain values, where DCP cuts a state: lists are cut where they hold dictionaries."""
-    if isinstance(node, dict) and not _is_special(node):
-        for key, inner in node.items():
-            yield from _leaves(inner, (*path, key.removeprefix("$int:").removeprefix("$")))
-    elif isinstance(node, list) and _is_cut(node):
-        for i, inner in enumerate(node):
-            yield from _leaves(inner, (*path, i))
-    else:
-        yield path
-
-
-def _is_cut(node: list[Any]) -> bool:
-    return any((isinstance(v, dict) and not _is_special(v)) or (isinstance(v, list) and _is_cut(v)) for v in node)
+_PARAMETER = ("weight", "master")

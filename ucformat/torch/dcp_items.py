@@ -23,7 +23,7 @@ from ucformat.torch.collect import collect
 from ucformat.torch.dtensor import local_of, mesh_of
 from ucformat.torch.memory import copied_to_host, host_memory
 from ucformat.torch.objects import PerRank, encode
-from ucformat.torch.state import groups_of
+from ucformat.torch.state import groups_of, paths_of, places_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
+    from ucformat.facts import Place
     from ucformat.sources.dcp.names import Path
     from ucformat.torch.local import Local
     from ucformat.torch.memory import Memory
@@ -42,10 +43,14 @@ _BYTES = WriteItemType.BYTE_IO
 
 @dataclass(frozen=True, slots=True)
 class LocalItems:
-    """All that a rank has, before DCP leaves to other ranks what several have; `ranks` plan together (0: not known)."""
+    """All that a rank has, before DCP leaves to other ranks what several have; `ranks` plan together (0: not known).
+
+    `tensors` are those of each shard, and `shapes` of the whole tensors.
+    """
 
     tensors: tuple[MetadataIndex, ...]
     values: tuple[MetadataIndex, ...]
+    shapes: Mapping[str, tuple[int, ...]]
     ranks: int = 0
 
 
@@ -67,13 +72,16 @@ class Part:
     groups: tuple[Mapping[str, Any], ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
+    paths: Mapping[Key, tuple[Path, ...]] = field(default_factory=dict)
+    places: tuple[Place, ...] = ()
 
 
 def local_items(plan: SavePlan) -> LocalItems:
     """What a plan lists that no other rank's plan was compared with yet."""
     values = [i.index for i in plan.items if i.type == _BYTES]
-    tensors = [i.index for i in plan.items if i.type != _BYTES]
-    return LocalItems(tuple(tensors), tuple(values))
+    tensors = [i for i in plan.items if i.type != _BYTES]
+    shapes = {i.index.fqn: tuple(i.tensor_data.size) for i in tensors}
+    return LocalItems(tuple(i.index for i in tensors), tuple(values), shapes)
 
 
 def collect_items(plan: SavePlan, planner: SavePlanner, local: LocalItems) -> Part:
@@ -109,6 +117,8 @@ def collect_items(plan: SavePlan, planner: SavePlanner, local: LocalItems) -> Pa
         groups=groups_of(state.found, aliases),
         aliases=aliases,
         layout=mesh_of([t for t in held.values() if isinstance(t, torch.Tensor)]),
+        paths=paths_of(state.found, aliases),
+        places=places_of(state.found),
     )
 
 
@@ -139,9 +149,9 @@ class _State:
     def __init__(self, planner: SavePlanner, mappings: Mapping[str, Path], local: LocalItems) -> None:
         self.planner, self.mappings, self.local = planner, mappings, local
         nested: dict[str, Any] = {}
-        stand_in = torch.empty(0, device="meta")
         for index in local.tensors:
             path = self.path(index)
+            stand_in = torch.empty(local.shapes[index.fqn], device="meta")
             set_element(nested, path, self.look_up(index) if _below_groups(path) else stand_in)
         for index in local.values:
             path = self.path(index)
@@ -164,7 +174,7 @@ class _State:
 
     def is_option(self, path: Path) -> bool:
         """Whether the entry is part of an optimizer group that is kept by names."""
-        return any(path[: len(r)] == r and _begins_groups(path[len(r) :]) for r in self.found.groups)
+        return any(path[:i] in self.found.apart for i in range(1, len(path) + 1))
 
     def aliases(self) -> dict[str, str]:
         """Weights of this rank that are one memory under several names: further names by the first."""
@@ -189,11 +199,7 @@ class _State:
 
 
 def _below_groups(path: Path) -> bool:
-    return any(_begins_groups(path[i:]) for i in range(len(path)))
-
-
-def _begins_groups(path: Path) -> bool:
-    return bool(path) and (path[0] == GROUPS or str(path[0]).startswith(GROUPS + "."))
+    return any((str(part) + ".").startswith(GROUPS + ".") for part in path)
 
 
 def _tensors(
@@ -284,6 +290,6 @@ def _plain(node: Any, path: Path, lists: frozenset[Path]) -> Any:
     if isinstance(node, _Leaf):
         return node.data
     inner = {k: _plain(v, (*path, k), lists) for k, v in node.items()}
-    if inner and path not in lists and all(isinstance(k, int) for k in inner) and set(inner) == set(range(len(inner))):
-        return [inner[i] for i in range(len(inner))]
+    if inner and path not in lists and all(isinstance(k, int) for k in inner):
+        return [inner.get(i, {}) for i in range(max(k for k in inner if isinstance(k, int)) + 1)]  # DCP leaves out {}
     return {json_key(k): v for k, v in inner.items()}

@@ -205,6 +205,8 @@ class Writer(StorageWriter, BlockingAsyncStager):
                 aliases=part.aliases,
                 layout=part.layout,
                 engine={"name": "torch", "version": torch.__version__},
+                paths=part.paths,
+                places=part.places,
             )
             terms = replace(self._terms, url=str(self.checkpoint_id))
             try:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ucformat.format.chunking import Grid
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Key, TensorInfo
+    from ucformat.sources.dcp.names import Path
 
 __all__ = ["Bundle", "Claim", "Fragment", "Held", "Message", "Shard", "deal_pieces", "deal_shards", "merge"]
 
@@ -25,10 +26,11 @@ BUNDLE_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one rank holds of one tensor."""
+    """What one rank holds of one tensor, and its paths in the state of the program."""
 
     info: TensorInfo
     boxes: tuple[Box, ...]
+    paths: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

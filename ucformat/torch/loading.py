@@ -10,13 +10,15 @@ from ucformat.checkpoint import Checkpoint
 from ucformat.facts import TRACKERS
 from ucformat.planning import LOADED
 from ucformat.references import open_reference
+from ucformat.sources.dcp.names import dotted
 from ucformat.storage.watched import must_be_unchanged
 from ucformat.torch.collect import collect
 from ucformat.torch.group import TIMEOUT, group_of, meeting
 from ucformat.torch.match import Problems, match, raise_for, stored_names
 from ucformat.torch.memory import check_fillable
 from ucformat.torch.reading import read
-from ucformat.torch.restore import fit_groups, fit_objects
+from ucformat.torch.recorded import Recorded
+from ucformat.torch.restore import fit_groups, fit_objects, take_values
 from ucformat.torch.sharing import read_shared
 from ucformat.torch.state import locals_of, without_ties
 
@@ -109,10 +111,13 @@ def load(
             found = collect(state)
             for path, tensor in found.tensors.items():
                 check_fillable(str(found.keys[path]), tensor)
-            aliases, targets = without_ties(locals_of(found))
             names = stored_names(ck, rename)
-            objects, put_objects = fit_objects(found, ck, ranks, trust=trust)
-            groups, put_groups = fit_groups(found, ck, names)
+            recorded = Recorded(ck, names)
+            found.keys |= {p: key for p in found.tensors if (key := recorded.tensors.get(dotted(p))) is not None}
+            take_values(found, recorded)
+            aliases, targets = without_ties(locals_of(found))
+            objects, put_objects = fit_objects(found, recorded, ranks, trust=trust, cast=cast)
+            groups, put_groups = fit_groups(found, recorded)
 
         def put() -> None:
             put_objects()

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ucformat.facts import Place
     from ucformat.geometry.cut import Dim
     from ucformat.geometry.tensor import Key, TensorInfo
+    from ucformat.sources.dcp.names import Path
 
 __all__ = ["Local", "LocalState", "pieces_in"]
 
@@ -49,6 +51,7 @@ class LocalState:
 
     `objects` are plain values by name, the same on all ranks that have them; `ranks` are those of each rank alone.
     `groups` are optimizer groups: `params`, names in order, and hyper-parameters. `layout` is what the manifest says.
+    `paths` and `places` are those of `Facts`; `places` are none, or as many as groups.
     """
 
     tensors: tuple[Local, ...]
@@ -58,6 +61,8 @@ class LocalState:
     aliases: Mapping[str, str] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
     engine: Mapping[str, str] = field(default_factory=dict)
+    paths: Mapping[Key, tuple[Path, ...]] = field(default_factory=dict)
+    places: tuple[Place | None, ...] = ()
 
 
 def pieces_in(tensor: torch.Tensor, dims: Sequence[Dim]) -> tuple[Piece, ...]:

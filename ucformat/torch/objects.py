@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from ucformat.errors import Refused
 from ucformat.schema.dtypes import ITEMSIZE
@@ -19,7 +20,7 @@ from ucformat.torch.memory import dtype_name, host_memory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PerRank", "decode", "encode", "like"]
+__all__ = ["PerRank", "decode", "encode", "like", "tensor_of", "unfit"]
 
 
 class PerRank:
@@ -37,7 +38,7 @@ class PerRank:
 def encode(value: Any, path: str = "") -> Any:
     """The JSON form of a value; what has none is kept as an opaque pickle, which only `trust=True` opens again."""
     try:
-        return to_json(_stand_in(value), path=path)
+        return to_json(_stand_in(value), path=path, tuples=True)
     except RecursionError:
         raise Refused(
             f"{path or 'a value'} holds itself, or is nested too deeply to be an object",
@@ -51,8 +52,10 @@ def _stand_in(value: Any) -> Any:
         return value
     if isinstance(value, dict) and all(isinstance(k, str | int | float | tuple | bytes | None) for k in value):
         return {k: _stand_in(v) for k, v in value.items()}
-    if type(value) in (list, tuple, torch.Size) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+    if type(value) is list:
         return [_stand_in(v) for v in value]
+    if type(value) in (tuple, torch.Size) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        return tuple(_stand_in(v) for v in value)
     if type(value) in (set, frozenset) and all(_is_plain(v) for v in value):
         return value
     if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter):
@@ -110,16 +113,16 @@ def _trusted(data: bytes) -> Any:
 
 
 def like(value: Any, template: Any) -> Any:
-    """The value with tuples, dtypes, NumPy's arrays and scalars and kinds of mappings where the template has them.
+    """The value with named tuples, dtypes, NumPy's arrays and scalars, and kinds of mappings, as the template has them.
 
     Arrays are tensors where it has none.
     """
     if isinstance(value, dict):
         return _mapping_like(value, template if isinstance(template, dict) else {})
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return _sequence_like(value, template if isinstance(template, list | tuple) else [])
     if isinstance(value, np.ndarray):
-        return _array_like(value, template) if isinstance(template, np.ndarray) else _tensor(value)
+        return _array_like(value, template) if isinstance(template, np.ndarray) else tensor_of(value)
     if isinstance(template, torch.dtype) and isinstance(value, str):
         found = getattr(torch, value, None)
         return found if isinstance(found, torch.dtype) else value
@@ -142,11 +145,13 @@ def _mapping_like(value: dict[Any, Any], template: dict[Any, Any]) -> dict[Any, 
     return out
 
 
-def _sequence_like(value: list[Any], template: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
+def _sequence_like(
+    value: list[Any] | tuple[Any, ...], template: list[Any] | tuple[Any, ...]
+) -> list[Any] | tuple[Any, ...]:
     """Elements past the template's are like its last."""
     padded = [*template, *[template[-1] if template else None] * len(value)]
     items = [like(v, t) for v, t in zip(value, padded, strict=False)]
-    if isinstance(template, list):
+    if isinstance(template, list) and isinstance(value, list):
         return items
     if hasattr(template, "_fields") and len(items) == len(template):
         return type(template)(*items)
@@ -159,9 +164,22 @@ def _array_like(value: np.ndarray, template: np.ndarray) -> np.ndarray:
     return value.astype(template.dtype if same else value.dtype)
 
 
-def _tensor(array: np.ndarray) -> torch.Tensor:
+def tensor_of(array: np.ndarray) -> torch.Tensor:
     """A tensor with an array's elements; NumPy's bfloat16 and float8 are torch's."""
     name = array.dtype.name
     out = torch.empty(array.shape, dtype=getattr(torch, name))
     host_memory(out)[...] = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
     return out
+
+
+def unfit(value: Any, current: Any, *, cast: bool) -> tuple[list[str], list[str]]:
+    """Why a value cannot take the place of a tensor of the program; and of another dtype it is."""
+    if not isinstance(current, torch.Tensor):
+        return [], []
+    if isinstance(current, DTensor) or not isinstance(value, torch.Tensor):
+        return [f"a {type(value).__name__} cannot take the place of a {type(current).__name__}"], []
+    if value.shape != current.shape:
+        return [f"it is {list(current.shape)}, in the checkpoint {list(value.shape)}"], []
+    if value.dtype != current.dtype and not cast:
+        return [], [f"{current.dtype}, in the checkpoint {value.dtype}"]
+    return [], []

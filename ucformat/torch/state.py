@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ucformat.facts import Place
+from ucformat.geometry.tensor import Key
 from ucformat.sources.dcp.names import dotted
 from ucformat.sources.values import json_key
 from ucformat.torch.collect import collect
@@ -19,10 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ucformat.geometry.tensor import Piece, TensorInfo
+    from ucformat.sources.dcp.names import Path
     from ucformat.torch.collect import Collected
     from ucformat.torch.local import Local
 
-__all__ = ["groups_of", "listing_of", "local_state", "locals_of", "without_ties"]
+__all__ = ["groups_of", "listing_of", "local_state", "locals_of", "paths_of", "places_of", "without_ties"]
 
 
 def local_state(state: Mapping[str, Any]) -> LocalState:
@@ -41,7 +44,23 @@ def local_state(state: Mapping[str, Any]) -> LocalState:
         aliases=aliases,
         layout=mesh_of(list(found.tensors.values())),
         engine={"name": "torch", "version": torch.__version__},
+        paths=paths_of(found, aliases),
+        places=places_of(found),
     )
+
+
+def paths_of(found: Collected, aliases: Mapping[str, str]) -> dict[Key, tuple[Path, ...]]:
+    """The paths of each tensor, by the name under which it is stored."""
+    out: dict[Key, tuple[Path, ...]] = {}
+    for path, key in found.keys.items():
+        stored = Key(aliases.get(key.name, key.name), key.state)
+        out[stored] = (*out.get(stored, ()), path)
+    return out
+
+
+def places_of(found: Collected) -> tuple[Place, ...]:
+    """The place of each optimizer group, in the order of `groups_of`."""
+    return tuple(Place(root, g.params, g.flattened) for root, groups in found.groups.items() for g in groups)
 
 
 def locals_of(found: Collected) -> list[Local]:
@@ -52,17 +71,18 @@ def locals_of(found: Collected) -> list[Local]:
 def groups_of(found: Collected, aliases: Mapping[str, str]) -> tuple[dict[str, Any], ...]:
     """The optimizer groups: parameters by the names under which they are stored, and hyper-parameters as JSON."""
     return tuple(
-        {"params": [aliases.get(p, p) for p in g.params], **encode(dict(g.options))}
-        for groups in found.groups.values()
+        {"params": [aliases.get(p, p) for n in g.params for p in [found.prefixes[root] + n]], **encode(dict(g.options))}
+        for root, groups in found.groups.items()
         for g in groups
     )
 
 
 def _place(objects: dict[Any, Any], path: Sequence[str | int], value: Any) -> None:
     """Put a value at its path in nested dictionaries."""
-    for part in path[:-1]:
+    *before, last = (int(p) if isinstance(p, int) else p for p in path)
+    for part in before:
         objects = objects.setdefault(part, {})
-    objects[path[-1]] = value
+    objects[last] = value
 
 
 def without_ties(tensors: Sequence[Local]) -> tuple[dict[str, str], list[Local]]:
@@ -97,5 +117,7 @@ def listing_of(
         aliases=state.aliases,
         layout=state.layout,
         engine=state.engine,
+        paths=state.paths,
+        places=state.places,
         stall=stall,
     )

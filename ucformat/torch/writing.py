@@ -11,7 +11,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ucformat._version import __version__
+from ucformat.checkpoint import group_doc
 from ucformat.errors import Uncertain, UsageError
+from ucformat.facts import path_to_json
 from ucformat.format.arrays import array_doc, put_array, put_file, put_groups
 from ucformat.format.commit import commit, discard, new_id
 from ucformat.format.digest import bytes_digest
@@ -26,8 +28,10 @@ from ucformat.torch.sharding import write_shards
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from ucformat.facts import Place
     from ucformat.format.commit import Attempt
-    from ucformat.geometry.tensor import Piece, TensorInfo
+    from ucformat.geometry.tensor import Key, Piece, TensorInfo
+    from ucformat.sources.dcp.names import Path
     from ucformat.storage.base import Store
     from ucformat.torch.agree import Layout, Ticket
     from ucformat.torch.group import Group
@@ -63,7 +67,8 @@ class Note:
 class Listing:
     """All that one rank saves, but the memory of its tensors: plain data, which another process may have.
 
-    `objects` and `ranks` are JSON forms; `ranks` are those of this rank alone.
+    `objects` and `ranks` are JSON forms; `ranks` are those of this rank alone. `paths` and `places` are as LocalState
+    has them.
     """
 
     tensors: tuple[tuple[TensorInfo, tuple[Piece, ...]], ...]
@@ -73,6 +78,8 @@ class Listing:
     aliases: Mapping[str, str]
     layout: Mapping[str, Any]
     engine: Mapping[str, str]
+    paths: Mapping[Key, tuple[Path, ...]] = field(default_factory=dict)
+    places: tuple[Place | None, ...] = ()
     stall: float = 0.0  # seconds for which training stood still for it
 
 
@@ -117,7 +124,10 @@ def save_listed(
     begun = time.monotonic()
     with group.telling():
         store = open_store(terms.url)
-        claims = [Claim(info, tuple(p.box for p in pieces)) for info, pieces in listing.tensors]
+        claims = [
+            Claim(info, tuple(p.box for p in pieces), tuple(listing.paths.get(info.key, ())))
+            for info, pieces in listing.tensors
+        ]
 
     def region(claim: int, piece: int) -> Region:
         info, pieces = listing.tensors[claim]
@@ -204,7 +214,7 @@ def _write(
                     put_array(store, array)
     store.flush()
     objects = {k: listing.objects[k] for k in ticket.give}
-    told = replace(listing, tensors=(), objects={})
+    told = replace(listing, tensors=(), objects={}, paths={})
     return _Written(found, objects, told, nbytes, 0.0)
 
 
@@ -232,6 +242,7 @@ def _manifest(
             for tensor, at, found in w.found:
                 leaves[tensor][at] = found
         docs = [array_doc(a, found) for a, found in zip(ticket.arrays(terms), leaves, strict=True)]
+    docs = [doc.model_copy(update={"at": at}) for doc, at in zip(docs, layout.paths, strict=True)]
     first = written[0].listing
     return Manifest(
         id=new_id(),
@@ -259,20 +270,26 @@ def _manifest(
 
 def _objects(written: Sequence[_Written]) -> dict[str, Any]:
     objects = {k: v for w in written for k, v in w.objects.items()}
+    if "per_rank" in objects:
+        raise UsageError('the state has an object "per_rank", which is our own name', hint="call it otherwise")
     if any(w.listing.ranks for w in written):
-        if "per_rank" in objects:
-            raise UsageError('the state has an object "per_rank", which is our own name', hint="call it otherwise")
         names = dict.fromkeys(k for w in written for k in w.listing.ranks)
         objects["per_rank"] = {k: [w.listing.ranks.get(k) for w in written] for k in names}
     return objects
 
 
 def _groups(listings: Sequence[Listing]) -> tuple[GroupDoc, ...]:
-    """All ranks' optimizer groups: those of equal number and hyper-parameters are one, with the parameters of all."""
-    found: dict[str, tuple[dict[str, None], dict[str, Any]]] = {}
+    """All ranks' optimizer groups: those of equal place, number and hyper-parameters are one, of all parameters."""
+    found: dict[str, tuple[dict[str, str], dict[str, Any], Place | None]] = {}
     for listing in listings:
         for number, group in enumerate(listing.groups):
             options = {k: v for k, v in group.items() if k != "params"}
-            params, _ = found.setdefault(bytes_digest(json.dumps([number, options]).encode()), ({}, options))
-            params.update(dict.fromkeys(group["params"]))
-    return tuple(GroupDoc(params=tuple(params), options=options) for params, options in found.values())
+            place = listing.places[number] if listing.places else None
+            where = [path_to_json(place.path), place.flattened] if place else []
+            digest = bytes_digest(json.dumps([number, options, where]).encode())
+            params, _, _ = found.setdefault(digest, ({}, options, place))
+            params.update(zip(group["params"], place.names if place else group["params"], strict=True))
+    return tuple(
+        group_doc(tuple(params), options, replace(place, names=tuple(params.values())) if place else None)
+        for params, options, place in found.values()
+    )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ucformat.geometry.tensor import Key
-from ucformat.sources.dcp.names import dotted, key_of_dotted, name_paths, optimizer_roots
+from ucformat.sources.dcp.names import dotted, key_of_dotted, name_state, optimizer_roots
 
 PARAMS = ("embed.weight", "layers.0.up.bias", "layers.10.up.bias", "head")
 STATES = ("exp_avg", "exp_avg_sq", "step")
@@ -26,7 +26,7 @@ def named(state: dict[str, Any]) -> dict[tuple[Any, ...], tuple[str, str]]:
     """Names and states of all that is marked as a tensor by None."""
     paths = paths_of(state)
     tensors = [p for p in paths if not any(str(part).startswith("param_groups") for part in p)]
-    return {p: tuple(key) for p, key in name_paths(tensors, optimizer_roots(paths)).items()}  # type: ignore[misc]
+    return {p: tuple(key) for p, key in name_state(dict.fromkeys(tensors), optimizer_roots(paths)).keys.items()}  # type: ignore[misc]
 
 
 def keys_of(state: dict[str, Any]) -> set[tuple[str, str]]:

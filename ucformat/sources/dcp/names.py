@@ -7,17 +7,32 @@ engine's checkpoint has it.
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucformat.errors import UsageError, option_text
+from ucformat.errors import UsageError
+from ucformat.facts import StatePath as Path
 from ucformat.geometry.tensor import Key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-__all__ = ["GROUPS", "Path", "dotted", "find_models", "key_of_dotted", "name_paths", "optimizer_roots", "split_state"]
+    Shape = tuple[int, ...]
 
-Path = tuple[str | int, ...]
+__all__ = [
+    "GROUPS",
+    "Naming",
+    "Path",
+    "dotted",
+    "find_owners",
+    "key_of_dotted",
+    "name_state",
+    "optimizer_roots",
+    "split_option",
+    "split_state",
+]
+
 
 GROUPS = "param_groups"
 _STATE = "state"
@@ -41,40 +56,90 @@ def optimizer_roots(paths: Iterable[Path]) -> set[Path]:
     return roots
 
 
-def name_paths(tensors: Iterable[Path], optimizers: Collection[Path]) -> dict[Path, Key]:
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """How a training state is named: each tensor, and what the names of each optimizer's parameters begin with."""
+
+    keys: dict[Path, Key]
+    prefixes: dict[Path, str]
+
+
+def name_state(
+    tensors: Mapping[Path, Shape | None],
+    optimizers: Iterable[Path],
+    owners: Mapping[Path, Path] | None = None,
+    listed: Mapping[Path, Collection[str]] | None = None,
+) -> Naming:
     """The name and state of each tensor of a training state, by its path.
 
     Below an optimizer, `state`, a parameter's name and a state's name (one part each, or joined by dots) are that
-    state of that parameter. All else is in the state `weight`, and named by the last part of its path where it lies in
-    the model, by the whole path elsewhere. The model is the one mapping that holds the parameters the optimizer names;
-    else the only mapping of tensors; else the one called `model` or `module`.
+    state of that parameter. All else is in the state `weight`, and named by its path: below the model without the
+    model's own. The model is the one that the optimizers train (`find_owners`); of several the one called `model` or
+    the like; where no optimizer tells, the only mapping of tensors, else the one called so. An optimizer's parameters
+    are named as those of its own model are. No two tensors get one name: where they would, nothing is taken off the
+    weights' paths, and before the names of optimizers that would meet stands what they are called.
+
+    Args:
+        tensors: the shape of each, by path; None where it is not known.
+        optimizers: where they lie.
+        owners: where the model of an optimizer lies, where that is known.
+        listed: names of parameters in the groups of an optimizer, which count where it has no states.
     """
-    states: dict[Path, tuple[str, str]] = {}
-    rest: list[Path] = []
-    paths = list(tensors)
-    leaves = {str(p[-1]) for p in paths}
-    for path in paths:
-        found = _optimizer_state(path, optimizers, leaves)
-        if found is None:
-            rest.append(path)
-        else:
-            states[path] = found
-    model = _model({p[:-1] for p in rest}, rest, {name for name, _ in states.values()})
-    out = {p: Key(str(p[-1]) if p[:-1] == model else dotted(p), "weight") for p in rest}
-    return {p: out[p] if p in out else Key(*states[p]) for p in paths}
+    roots = sorted(optimizers, key=lambda root: (-len(root), dotted(root)))
+    states: dict[Path, tuple[Path, str, str]] = {}
+    leaves = {str(p[-1]) for p in tensors}
+    for path in tensors:
+        root = next((r for r in roots if path[: len(r)] == r), None)
+        found = None if root is None else _optimizer_state(path[len(root) :], leaves)
+        if root is not None and found is not None:
+            states[path] = (root, *found)
+    weights = {p: shape for p, shape in tensors.items() if p not in states}
+    params: dict[Path, dict[str, set[Shape]]] = {root: {} for root in roots}
+    for path, (root, name, _) in states.items():
+        shapes = params[root].setdefault(name, set())
+        if shape := tensors[path]:
+            shapes.add(shape)
+    for root, names in (listed or {}).items():
+        params[root] = params.get(root) or {n: set() for n in names}
+    models = find_owners(weights, {r: p for r, p in params.items() if p}, owners)
+    model = _stripped({m for r, m in models.items() if m not in (None, r)}, weights)
+    if model is not None:
+        below = {p: dotted(p[len(model) :] if p[: len(model)] == model else p) for p in weights}
+        if len(set(below.values())) < len(below):
+            model = None
+    out = {p: Key(dotted(_without(p, model)), "weight") for p in weights}
+    prefixes = {r: dotted((*_without(m, model), "")) if (m := models.get(r)) else "" for r in roots}
+    met: dict[tuple[str, str], set[Path]] = {}
+    for root, name, state in states.values():
+        met.setdefault((prefixes[root] + name, state), set()).add(root)
+    prefixes |= {r: dotted((*r, "")) for some in met.values() if len(some) > 1 for r in some if r}
+    taken = set(out.values())
+    for path, (root, name, state) in states.items():
+        key = Key(prefixes[root] + name, state)
+        out[path] = key if key not in taken else Key(dotted(path), "weight")
+        taken.add(out[path])
+    return Naming({p: out[p] for p in tensors}, prefixes)
 
 
-def _optimizer_state(path: Path, optimizers: Collection[Path], leaves: Collection[str]) -> tuple[str, str] | None:
-    root = next((r for r in optimizers if path[: len(r)] == r), None)
-    if root is None:
-        return None
-    below = path[len(root) :]
+def _without(path: Path, model: Path | None) -> Path:
+    return path[len(model) :] if model is not None and path[: len(model)] == model else path
+
+
+def _optimizer_state(below: Path, leaves: Collection[str]) -> tuple[str, str] | None:
+    """The parameter and its state that a path below an optimizer means."""
+    found: tuple[str, str] | None = None
     if len(below) >= 3 and below[0] == _STATE:
         name = below[1]
-        return None if isinstance(name, int) or name.isdigit() else (name, dotted(below[2:]))  # numbers name nothing
-    if len(below) == 1 and str(below[0]).startswith(_STATE + "."):
-        return split_state(str(below[0])[len(_STATE) + 1 :], leaves)
-    return None
+        found = None if isinstance(name, int) or name.isdigit() else (name, dotted(below[2:]))  # numbers name nothing
+    elif len(below) == 1 and str(below[0]).startswith(_STATE + "."):
+        found = split_state(str(below[0])[len(_STATE) + 1 :], leaves)
+    return None if found is None or found[1] == "weight" else found
+
+
+def split_option(key: str) -> tuple[str, str]:
+    """The parameter and the hyper-parameter that a key of a flattened optimizer state dict means; else empty."""
+    name, _, option = key[len(GROUPS) + 1 :].rpartition(".")
+    return (name, option) if key.startswith(GROUPS + ".") else ("", "")
 
 
 def split_state(text: str, names: Collection[str]) -> tuple[str, str] | None:
@@ -87,18 +152,12 @@ def split_state(text: str, names: Collection[str]) -> tuple[str, str] | None:
     return (name, state) if dot and not name.isdigit() else None
 
 
-def _model(roots: Collection[Path], paths: Iterable[Path], named: Collection[str]) -> Path | None:
-    """Where the model lies, or None where nothing tells."""
-    if named:
-        held: dict[Path, set[str]] = {}
-        for path in paths:
-            held.setdefault(path[:-1], set()).add(str(path[-1]))
-        fitting = [root for root, names in held.items() if names >= set(named)]
-        if len(fitting) == 1:
-            return fitting[0]
-    if len(roots) == 1:
-        return next(iter(roots))
-    called = [r for r in roots if r and r[-1] in _MODELS]
+def _stripped(owners: Collection[Path], weights: Iterable[Path]) -> Path | None:
+    """The model whose own path the names of weights do not have; None where nothing tells which it is."""
+    among = owners or {p[:-1] for p in weights}
+    if len(among) == 1 and (owners or not any(isinstance(p[-1], int) for p in weights)):
+        return next(iter(among))
+    called = [p for p in among if p and p[-1] in _MODELS]
     return called[0] if len(called) == 1 else None
 
 
@@ -133,32 +192,67 @@ def _without_model(text: str) -> list[str]:
     return out
 
 
-def find_models(
-    weights: Iterable[Path], named: Mapping[Path, Collection[str]], owners: Mapping[str, str] | None = None
+def find_owners(
+    weights: Mapping[Path, Shape | None],
+    params: Mapping[Path, Mapping[str, Collection[Shape]]],
+    told: Mapping[Path, Path] | None = None,
 ) -> dict[Path, Path | None]:
     """Where the model of each optimizer lies: the mapping below which all parameters are that the optimizer names.
 
-    None where there is no such mapping. Of several it is the only one called `model` or the like, else the only one
-    beside the optimizer; UsageError where that does not tell. `owners` says it, by dotted paths.
+    Of several it is the only one whose weights have the shapes of the states; else the only one that is called as the
+    optimizer is (`netG` and `optimizerG`), or `model` or the like, or that lies beside the optimizer. Where nothing of
+    that tells, or two optimizers would hold the same parameter, it is the optimizer itself; None where there is no such
+    mapping.
+
+    Args:
+        weights: the shape of each weight, by path; None where it is not known.
+        params: the names of each optimizer's parameters, and the shapes of the states of each.
+        told: owners that are known.
+
+    Raises:
+        UsageError: one that is told does not hold all that its optimizer names.
     """
-    held: dict[Path, set[str]] = {}
-    for path in weights:
+    held: dict[Path, dict[str, Shape | None]] = {}
+    for path, shape in weights.items():
         for i in range(len(path)):
-            held.setdefault(path[:i], set()).add(dotted(path[i:]))
+            held.setdefault(path[:i], {})[dotted(path[i:])] = shape
     out: dict[Path, Path | None] = {}
-    for root, names in named.items():
-        told = (owners or {}).get(dotted(root))
-        fitting = [p for p, have in held.items() if have >= set(names) and told in (None, dotted(p))]
-        if told is not None and not fitting:
-            raise UsageError(f"{told} does not hold all parameters that the optimizer {dotted(root)} names")
-        called, beside = [p for p in fitting if p and p[-1] in _MODELS], [p for p in fitting if p[:-1] == root[:-1]]
-        if len(fitting) > 1:
-            fitting = next((some for some in (called, beside) if len(some) == 1), fitting)
-        if len(fitting) > 1:
-            which = " and ".join(dotted(p) for p in fitting[:4])
-            raise UsageError(
-                f"the parameters that the optimizer {dotted(root)} names are in {which}",
-                hint="say whose they are: " + option_text("owners", f"{{{dotted(root)!r}: {dotted(fitting[0])!r}, …}}"),
-            )
-        out[root] = fitting[0] if fitting else None
+    for root, names in params.items():
+        owner = (told or {}).get(root)
+        if owner is not None and not held.get(owner, {}).keys() >= names.keys():
+            raise UsageError(f"{dotted(owner)} does not hold all parameters that the optimizer {dotted(root)} names")
+        out[root] = _owner(root, names, held) if owner is None else owner
+    sure = told or {}
+    for root, owner in list(out.items()):
+        twins = [r for r in out if r != root and out[r] == owner and not params[r].keys().isdisjoint(params[root])]
+        if owner is not None and twins and root not in sure:
+            out |= {r: r for r in (root, *twins) if r not in sure}
     return out
+
+
+def _owner(
+    root: Path, names: Mapping[str, Collection[Shape]], held: Mapping[Path, Mapping[str, Shape | None]]
+) -> Path | None:
+    fitting = [p for p, have in held.items() if have.keys() >= names.keys()]
+    alike = [p for p in fitting if all(held[p][n] in (None, *s) for n, s in names.items() if s)]
+    fitting = alike or fitting
+    for some in (
+        fitting,
+        [p for p in fitting if _words(p) and _words(p) == _words(root)],
+        [p for p in fitting if p and p[-1] in _MODELS],
+        [p for p in fitting if p[:-1] == root[:-1]],
+    ):
+        if len(some) == 1:
+            return some[0]
+    return root if fitting else None
+
+
+_ANY = frozenset(["state", "dict", "optim", "optimizer", "optimizers", "opt"]).union(
+    *([word, word + "s"] for word in ("model", "module", "net", "network"))
+)
+
+
+def _words(path: Path) -> frozenset[str]:
+    """The words of a path that tell one model, or optimizer, from others."""
+    words = re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", dotted(path))
+    return frozenset(w.lower() for w in words) - _ANY

@@ -6,12 +6,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import NotFound, Refused
-from ucformat.facts import Facts
+from ucformat.facts import Facts, Place
 from ucformat.geometry.tensor import Roster, TensorInfo
 from ucformat.sources.base import Folders
 from ucformat.sources.contents import unknown_tensor
 from ucformat.sources.dcp.items import Items
 from ucformat.sources.dcp.metadata import FILE, read_metadata
+from ucformat.sources.dcp.names import dotted
 from ucformat.sources.dcp.safetensors import OpenShards, has_shards, is_shard
 from ucformat.sources.dcp.state import name_entries
 from ucformat.sources.dcp.values import STEPS, groups_of, objects_of, plain_value, raw_groups, step_of
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
     from ucformat.sources.base import Record
+    from ucformat.sources.dcp.metadata import Metadata
+    from ucformat.sources.dcp.names import Path
     from ucformat.sources.dcp.state import Named, Optimizer
     from ucformat.storage.base import Store
 
@@ -107,7 +110,8 @@ class OpenDcp:
         version = meta.root.get("version")
         engine = {"name": "torch.distributed.checkpoint", "version": version if isinstance(version, str) else ""}
         files = (meta.file, *meta.files)
-        return LazyFacts(self.items, named, infos, engine=engine, files=files, save_id=meta.save_id)
+        paths = {key: (_path(meta, fqn),) for key, fqn in named.tensors.items()}
+        return LazyFacts(self.items, named, infos, engine=engine, files=files, save_id=meta.save_id, paths=paths)
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """Where the bytes of a tensor lie; opens the items that hold them, if they are not yet open."""
@@ -118,6 +122,12 @@ class OpenDcp:
     def records(self) -> Iterator[Record]:
         """Every record of the archives of all items; opens each."""
         return self.items.records()
+
+
+def _path(meta: Metadata, fqn: str) -> Path:
+    """Where an entry lies in the state of the program."""
+    path = meta.paths.get(fqn, (fqn,))
+    return path if dotted(path) == fqn else (fqn,)
 
 
 def _by_name(infos: Mapping[Key, TensorInfo]) -> tuple[TensorInfo, ...]:
@@ -146,24 +156,40 @@ class LazyFacts(Facts):
 
     def __init__(self, items: Items, named: Named, infos: tuple[TensorInfo, ...], **told: Any) -> None:
         super().__init__(roster=_LazyRoster(infos, self), **told)
-        for name in ("groups", "objects", "step"):
+        for name in ("groups", "places", "objects", "step"):
             self.__dict__.pop(name, None)  # the defaults, which would stand in the place of what is read later
         self.__dict__.update(_items=items, _named=named)
 
     @cached_property
-    def groups(self) -> tuple[Mapping[str, Any], ...]:
-        """See Facts."""
+    def _placed(self) -> list[list[tuple[Mapping[str, Any], Place | None]] | None]:
+        """The groups of each optimizer."""
         items: Items = self.__dict__["_items"]
         optimizers = self.__dict__["_named"].optimizers
         files = items.values(f for o in optimizers for f in (*o.options, *o.plain))
-        return tuple(group for o in optimizers for group in groups_of(o, files))
+        return [groups_of(o, files) for o in optimizers]
+
+    @cached_property
+    def groups(self) -> tuple[Mapping[str, Any], ...]:
+        """See Facts."""
+        return tuple(group for groups in self._placed for group, _ in groups or ())
+
+    @cached_property
+    def places(self) -> tuple[Place | None, ...]:
+        """See Facts."""
+        return tuple(place for groups in self._placed for _, place in groups or ())
 
     @cached_property
     def objects(self) -> Mapping[str, Any]:
         """See Facts."""
         items, named = self.__dict__["_items"], self.__dict__["_named"]
+        values = dict(named.values)
+        for optimizer, groups in zip(named.optimizers, self._placed, strict=True):
+            if not groups or any(place is None for _, place in groups):
+                values |= {f: (*optimizer.root, *below) for f, below in optimizer.options.items()}
+        order = {f: i for i, f in enumerate(items.meta.paths)}
+        values = dict(sorted(values.items(), key=lambda item: order.get(item[0], len(order))))
         tensors = [items.meta.paths.get(f, (f,)) for f in named.tensors.values()]
-        return objects_of(named.values, items.values(named.values), tensors)
+        return objects_of(values, items.values(values), tensors)
 
     @cached_property
     def step(self) -> int | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, UsageError, option_text
 from ucformat.geometry.box import row_major
 from ucformat.geometry.tensor import Key
-from ucformat.sources.dcp.names import GROUPS, dotted, find_models, name_paths, optimizer_roots, split_state
+from ucformat.sources.dcp.names import GROUPS, Naming, dotted, name_state, optimizer_roots, split_option, split_state
 from ucformat.sources.naming import Entry, shape_of_states
 from ucformat.sources.stand_ins import StoredTensor
 from ucformat.sources.torch_optimizer import Module
@@ -69,10 +69,10 @@ def name_entries(
     order = {path: i for i, path in reversed(list(enumerate(paths.values())))}
     optimizers.sort(key=lambda o: (-len(o.root), min(i for p, i in order.items() if p[: len(o.root)] == o.root)))
     tensors, values = _sort_out(meta, paths, optimizers)
-    roots = [o.root for o in optimizers]
-    keys = name_paths(tensors.values(), roots)
-    state_of = {p: o for o in optimizers for p in tensors.values() if _is_state(p, o, keys, roots)}
-    _models(optimizers, tensors, keys, state_of, owners)
+    naming = _naming(meta, optimizers, tensors, paths, owners)
+    keys = naming.keys
+    for optimizer in optimizers:
+        optimizer.prefix = naming.prefixes[optimizer.root]
     _numbered(meta, optimizers, tensors, keys, groups_of, given)
     _plain_states(optimizers, values, keys)
     out: dict[Key, str] = {}
@@ -109,16 +109,25 @@ def _sort_out(
         at = next((i for i, p in enumerate(path) if isinstance(p, str) and (p + ".").startswith(GROUPS + ".")), None)
         if at is not None and path[:at] in roots:
             roots[path[:at]].options[fqn] = path[at:]
-        elif fqn in meta.tensors:
-            tensors[fqn] = path
-        else:
-            values[fqn] = path
+    for optimizer in roots.values():
+        if not _are_groups(optimizer, meta):
+            optimizer.options.clear()
+    options = {fqn for o in roots.values() for fqn in o.options}
+    for fqn, path in paths.items():
+        if fqn not in options:
+            (tensors if fqn in meta.tensors else values)[fqn] = path
     return tensors, values
 
 
-def _is_state(path: Path, optimizer: Optimizer, keys: Mapping[Path, Key], roots: Sequence[Path]) -> bool:
-    mine = next((r for r in roots if path[: len(r)] == r), None) == optimizer.root
-    return mine and (keys[path].state != "weight" or _number(path, optimizer) is not None)
+def _are_groups(optimizer: Optimizer, meta: Metadata) -> bool:
+    """Whether the entries are those of groups, and nothing else; one value may be."""
+    options = optimizer.options
+    if all(len(below) == 1 and below[0] != GROUPS for below in options.values()):
+        return all(all(split_option(str(below[0]))) for below in options.values())
+    if list(options.values()) == [(GROUPS,)]:  # one value, as PyTorch 2.3 and before keep them
+        return not options.keys() & meta.tensors.keys()
+    at = {below[1] for below in options.values() if len(below) == 3 and below[2] == "params"}
+    return at == set(range(len(at))) and all(len(b) >= 3 and b[0] == GROUPS and b[1] in at for b in options.values())
 
 
 def _number(path: Path, optimizer: Optimizer) -> str | None:
@@ -129,39 +138,35 @@ def _number(path: Path, optimizer: Optimizer) -> str | None:
     return None
 
 
-def _models(
+def _naming(
+    meta: Metadata,
     optimizers: Sequence[Optimizer],
     tensors: Mapping[str, Path],
-    keys: dict[Path, Key],
-    state_of: Mapping[Path, Optimizer],
+    paths: Mapping[str, Path],
     owners: Mapping[str, str] | None,
-) -> None:
-    """Name weights and states alike: by what comes below the model, or with it where there are several."""
-    weights = [p for p in tensors.values() if p not in state_of]
-    named: dict[Path, set[str]] = {}
-    for path, optimizer in state_of.items():
-        if _number(path, optimizer) is None:
-            named.setdefault(optimizer.root, set()).add(keys[path].name)
-    leaves = {str(p[-1]) for p in weights}
+) -> Naming:
+    """Names of weights and states, but for those that are numbered; what the optimizers' groups name is noted."""
+    leaves = {str(p[-1]) for p in tensors.values()}
     for optimizer in optimizers:
+        names = set()
         for below in optimizer.options.values():  # flattened: `param_groups.<name>.lr`
             text = str(below[0])[len(GROUPS) + 1 :]
             if len(below) == 1 and text and (split := split_state(text, leaves)) and not split[0].isdigit():
-                named.setdefault(optimizer.root, set()).add(split[0])
-        optimizer.known = frozenset(named.get(optimizer.root, ()))
-    models = find_models(weights, named, owners)
-    distinct = {m for m in models.values() if m is not None}
-    if len(distinct) == 1:
-        model = next(iter(distinct))
-        inside = {p for p in weights if p[: len(model)] == model}
-        keys |= {p: Key(dotted(p[len(model) :] if p in inside else p), "weight") for p in weights}
-    elif distinct:
-        keys |= {p: Key(dotted(p), "weight") for p in weights}
-        for optimizer in optimizers:
-            found = models.get(optimizer.root)
-            optimizer.prefix = dotted((*found, "")) if found else ""
-        for path, optimizer in state_of.items():
-            keys[path] = Key(optimizer.prefix + keys[path].name, keys[path].state)
+                names.add(split[0])
+        optimizer.known = frozenset(names)
+    places = {dotted(p[:i]): p[:i] for p in paths.values() for i in range(len(p))}
+    for root, model in (owners or {}).items():
+        if root not in places or model not in places:
+            raise UsageError(
+                f"{meta.file}: there is no {root if root not in places else model!r}, of which `owners` speaks",
+                hint="owners={the optimizer's path: its model's path}, both joined by dots",
+            )
+    return name_state(
+        {path: meta.tensors[fqn].shape for fqn, path in tensors.items()},
+        [o.root for o in optimizers],
+        {places[root]: places[model] for root, model in (owners or {}).items()},
+        {o.root: o.known for o in optimizers},
+    )
 
 
 def _numbered(
@@ -221,10 +226,10 @@ def _unnamed(meta: Metadata, optimizer: Optimizer, numbers: Sequence[Sequence[st
 
 
 def _plain_states(optimizers: Sequence[Optimizer], values: dict[str, Path], keys: Mapping[Path, Key]) -> None:
-    """Move the states that are no tensors from the values to their optimizers."""
+    """Tell the optimizers of their states that are no tensors."""
     for optimizer in optimizers:
         names = {k.name.removeprefix(optimizer.prefix) for k in keys.values()}
-        for fqn, path in list(values.items()):
+        for fqn, path in values.items():
             below = path[len(optimizer.root) :] if path[: len(optimizer.root)] == optimizer.root else ()
             if len(below) >= 3 and below[0] == "state":
                 name = (optimizer.numbers or {}).get(str(below[1]), optimizer.prefix + str(below[1]))
@@ -233,5 +238,3 @@ def _plain_states(optimizers: Sequence[Optimizer], values: dict[str, Path], keys
                 split = split_state(str(below[0])[6:], names)
                 if split is not None:
                     optimizer.plain[fqn] = Key(optimizer.prefix + split[0], split[1])
-            if fqn in optimizer.plain:
-                del values[fqn]

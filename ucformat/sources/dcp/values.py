@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused
+from ucformat.facts import Place
 from ucformat.sources.contents import Group
 from ucformat.sources.dcp.names import GROUPS, split_state
 from ucformat.sources.torch_file import ShutFile
@@ -41,7 +43,7 @@ def plain_value(file: TorchFile | ShutFile, path: str) -> Any:
             )
         return file.read(tensor)
 
-    return to_json(file.value, read=read, path=path, small=_LARGEST)
+    return to_json(file.value, read=read, path=path, small=_LARGEST, tuples=True)
 
 
 def raw_groups(optimizer: Optimizer, files: Files) -> list[dict[str, Any]]:
@@ -49,38 +51,55 @@ def raw_groups(optimizer: Optimizer, files: Files) -> list[dict[str, Any]]:
     groups: dict[int, dict[str, Any]] = {}
     for fqn, below in optimizer.options.items():
         value = plain_value(files[fqn], fqn)
-        if len(below) == 1 and isinstance(value, list):  # PyTorch 2.3 and before keep the list as one value
-            groups |= {i: dict(g) for i, g in enumerate(value) if isinstance(g, dict)}
+        if len(below) == 1 and (found := _items(value)) is not None:  # PyTorch 2.3 and before keep it as one value
+            groups |= {i: dict(g) for i, g in enumerate(found) if isinstance(g, dict)}
         elif len(below) >= 3 and isinstance(below[1], int):
             node = groups.setdefault(below[1], {})
             for part in below[2:-1]:
                 node = node.setdefault(json_key(part), {})
             node[json_key(below[-1])] = value
-    for i, group in groups.items():
+    for group in groups.values():
         params = group.get("params", [])
         if isinstance(params, dict):  # a list that DCP took apart
             group["params"] = list(params.values())
-        elif not isinstance(params, list):
-            raise IntegrityError(f"group {i} of an optimizer lists no parameters, but {type(params).__name__}")
+        else:
+            group["params"] = _items(params) or []
     return [groups[i] for i in sorted(groups)]
 
 
-def groups_of(optimizer: Optimizer, files: Files) -> list[dict[str, Any]]:
-    """The groups as the facts hold them: parameters by name."""
+def _items(value: Any) -> list[Any] | None:
+    """The items of a list or a tuple in its JSON form."""
+    found = value["$tuple"] if isinstance(value, dict) and set(value) == {"$tuple"} else value
+    return found if isinstance(found, list) else None
+
+
+def groups_of(optimizer: Optimizer, files: Files) -> list[tuple[Mapping[str, Any], Place | None]] | None:
+    """The groups as the facts hold them, parameters by name, and the place of each; None where these cannot be told.
+
+    Without a place, its entries are values of the checkpoint, too.
+    """
     flat = {f: below for f, below in optimizer.options.items() if len(below) == 1 and below[0] != GROUPS}
-    groups = _flattened(optimizer, flat, files) if flat else []
-    for raw in raw_groups(optimizer, {f: files[f] for f in optimizer.options}) if not flat else ():
-        names = [optimizer.name(p) for p in raw.pop("params", [])]
-        if len(raw.get("param_names") or ()) == len(names):
-            raw.pop("param_names", None)
-        groups.append(Group(names, raw))
-    for group in groups:
-        mine = {f: key for f, key in optimizer.plain.items() if key.name in set(group.names)}
+    named: list[tuple[Group, list[str]]] = []
+    if flat:
+        named = _flattened(optimizer, flat, files)
+    else:
+        for raw in raw_groups(optimizer, {f: files[f] for f in optimizer.options}):
+            entries = raw.pop("params")
+            if optimizer.numbers is None and not all(isinstance(entry, str) for entry in entries):
+                return None
+            if optimizer.numbers and len(raw.get("param_names") or ()) == len(entries):
+                raw.pop("param_names")
+            named.append((Group([optimizer.name(p) for p in entries], raw), entries))
+    out: list[tuple[Mapping[str, Any], Place | None]] = []
+    kept = optimizer.numbers is not None or (GROUPS,) in optimizer.options.values()
+    for group, entries in named:
         by_state: dict[str, dict[str, Any]] = {}
-        for fqn, key in mine.items():
-            by_state.setdefault(key.state, {})[key.name] = plain_value(files[fqn], fqn)
+        for fqn, key in optimizer.plain.items():
+            if key.name in set(group.names):
+                by_state.setdefault(key.state, {})[key.name] = plain_value(files[fqn], fqn)
         group.state = {s: _shared(v) for s, v in by_state.items()}
-    return [group.json() for group in groups]
+        out.append((group.json(), None if kept else Place(optimizer.root, tuple(entries), flattened=bool(flat))))
+    return out
 
 
 def _shared(values: dict[str, Any]) -> Any:
@@ -89,20 +108,19 @@ def _shared(values: dict[str, Any]) -> Any:
     return first if all(type(v) is type(first) and v == first for v in values.values()) else values
 
 
-def _flattened(optimizer: Optimizer, flat: Mapping[str, Path], files: Files) -> list[Group]:
+def _flattened(optimizer: Optimizer, flat: Mapping[str, Path], files: Files) -> list[tuple[Group, list[str]]]:
     """The groups of a flattened state dict: parameters with equal hyper-parameters are one, for it tells no more."""
     options: dict[str, dict[str, Any]] = {}
     for fqn, below in flat.items():
         split = split_state(str(below[0])[len(GROUPS) + 1 :], optimizer.known)
         if split is not None:
             options.setdefault(split[0], {})[split[1]] = plain_value(files[fqn], fqn)
-    groups: list[Group] = []
+    groups: dict[str, tuple[Group, list[str]]] = {}
     for name, mine in options.items():
-        group = next((g for g in groups if g.hyper == mine), None)
-        if group is None:
-            groups.append(group := Group([], mine))
+        group, names = groups.setdefault(json.dumps(mine, sort_keys=True), (Group([], mine), []))
         group.names.append(optimizer.prefix + name)
-    return groups
+        names.append(name)
+    return list(groups.values())
 
 
 def objects_of(values: Mapping[str, Path], files: Files, tensors: Iterable[Path]) -> dict[str, Any]:
@@ -130,8 +148,8 @@ def _plain(node: Any, path: Path, files: Files, broken: set[Path]) -> Any:
     if isinstance(node, _Leaf):
         return plain_value(files[node.fqn], node.fqn)
     inner = {k: _plain(v, (*path, k), files, broken) for k, v in node.items()}
-    if inner and path not in broken and set(inner) == set(range(len(inner))):
-        return [inner[i] for i in range(len(inner))]
+    if inner and path not in broken and all(isinstance(k, int) for k in inner):
+        return [inner.get(i, {}) for i in range(max(inner) + 1)]  # DCP leaves out empty dictionaries
     return {json_key(k): v for k, v in inner.items()}
 
 
