@@ -12,12 +12,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from ucformat.errors import NotACheckpoint, NotFound, Refused, TensorNotFound, UcformatError, UsageError
-from ucformat.facts import path_to_json
 from ucformat.format.commit import MANIFEST
 from ucformat.format.digest import document_digest
+from ucformat.format.places import at_of, group_docs
 from ucformat.format.universal import Universal
 from ucformat.geometry.tensor import Key
-from ucformat.schema.manifest import GroupDoc, Manifest, TensorDoc
+from ucformat.schema.manifest import Manifest, TensorDoc
 from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.storage.base import exists
 from ucformat.storage.remembered import Remembered
@@ -27,7 +27,7 @@ from ucformat.storage.watched import Watched
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ucformat.facts import Facts, Place
+    from ucformat.facts import Facts
     from ucformat.geometry.layout import Layout
     from ucformat.geometry.plan import Verify
     from ucformat.geometry.steps import Taken
@@ -387,29 +387,6 @@ class _Lazy(Mapping[str, bytes]):
 
     def __len__(self) -> int:
         return len(self._readers)
-
-
-def at_of(facts: Facts, key: Key) -> tuple[tuple[str | int, ...], ...]:
-    """The paths of a tensor as the manifest holds them."""
-    return tuple(tuple(path_to_json(p)) for p in facts.paths.get(key, ()))
-
-
-def group_docs(facts: Facts) -> tuple[GroupDoc, ...]:
-    """The optimizer groups as the manifest holds them."""
-    places = facts.places or (None,) * len(facts.groups)
-    return tuple(
-        group_doc(tuple(g["params"]), {k: v for k, v in g.items() if k != "params"}, place)
-        for g, place in zip(facts.groups, places, strict=True)
-    )
-
-
-def group_doc(params: tuple[str, ...], options: dict[str, Any], place: Place | None) -> GroupDoc:
-    """An optimizer group as the manifest holds it."""
-    if place is None:
-        return GroupDoc(params=params, options=options)
-    names = place.names if place.names != params else None
-    at = tuple(path_to_json(place.path))
-    return GroupDoc(params=params, options=options, at=at, names=names, flattened=place.flattened)
 
 
 def _nearest(name: str, names: Mapping[str, Any]) -> str:

@@ -11,13 +11,14 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
 
 from ucformat._version import __version__
-from ucformat.checkpoint import Checkpoint, at_of, group_docs
+from ucformat.checkpoint import Checkpoint
 from ucformat.errors import NotFound, UsageError
 from ucformat.facts import TRACKERS
 from ucformat.format.arrays import array_doc, lay_out, put_array, put_file, put_groups
 from ucformat.format.commit import begin, commit, new_id
 from ucformat.format.execute import execute, limits_of
 from ucformat.format.names import folder_names
+from ucformat.format.places import at_of, group_docs
 from ucformat.format.shard import check_shard, write_shard
 from ucformat.format.universal import Universal
 from ucformat.format.zarr_json import shard_key

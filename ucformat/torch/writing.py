@@ -11,12 +11,12 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ucformat._version import __version__
-from ucformat.checkpoint import group_doc
 from ucformat.errors import Uncertain, UsageError
 from ucformat.facts import path_to_json
 from ucformat.format.arrays import array_doc, put_array, put_file, put_groups
 from ucformat.format.commit import commit, discard, new_id
 from ucformat.format.digest import bytes_digest
+from ucformat.format.places import group_doc
 from ucformat.schema.manifest import GroupDoc, LineageDoc, Manifest, SidecarDoc, TensorDoc, WriterDoc
 from ucformat.storage.url import open_store
 from ucformat.torch.agree import Terms, agree
