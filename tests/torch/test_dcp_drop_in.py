@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, _load_state_dict_from_keys
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 import ucformat.torch as ucf
@@ -154,6 +157,31 @@ def with_a_plan_that_is_kept(classes: Classes, place: Path) -> Any:
     return out
 
 
+def all_that_is_there(classes: Classes, place: Path) -> Any:
+    saved(classes, place)
+    state: dict[str, Any] = {}
+    _load_state_dict(state, classes[1](place), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return dict(sorted(traverse(state).items()))
+
+
+def by_keys(classes: Classes, place: Path) -> Any:
+    saved(classes, place)
+    found = [_load_state_dict_from_keys(k, storage_reader=classes[1](place)) for k in ("net", "scheduler.base_lrs")]
+    return [dict(sorted(traverse(f).items())) for f in found]
+
+
+def by_absent_keys(classes: Classes, place: Path) -> Any:
+    saved(classes, place)
+    return _load_state_dict_from_keys({"model", "invented"}, storage_reader=classes[1](place))
+
+
+def what_metadata_says(classes: Classes, place: Path) -> Any:
+    saved(classes, place)
+    meta = classes[1](place).read_metadata()
+    entries = {k: (type(v).__name__, tuple(getattr(v, "size", ()))) for k, v in meta.state_dict_metadata.items()}
+    return dict(sorted(entries.items())), {k: tuple(v) for k, v in sorted(meta.planner_data.items())}
+
+
 def in_the_background(classes: Classes, place: Path) -> Any:
     state = state_of(1)
     done = dcp.async_save(state, storage_writer=classes[0](place), async_checkpointer_type=AsyncCheckpointerType.THREAD)
@@ -162,9 +190,15 @@ def in_the_background(classes: Classes, place: Path) -> Any:
     return loaded(classes, place, state_of(5))
 
 
+def traverse(state: Any) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    traverse_state_dict(state, lambda path, value: out.update({".".join(map(str, path)): value}))
+    return out
+
+
 DOINGS = (
     *(whole, without_dist, by_id, part, more, more_allowed, of_another_shape, of_another_kind, not_flat),
-    *(shards_as_they_are, with_a_plan_that_is_kept),
+    *(shards_as_they_are, with_a_plan_that_is_kept, all_that_is_there, by_keys, by_absent_keys, what_metadata_says),
     in_the_background,
 )
 
