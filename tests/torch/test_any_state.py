@@ -129,6 +129,24 @@ def test_what_is_saved_comes_back(state: str, writer: str) -> None:
     check(STATES[state], [writer])
 
 
+@pytest.mark.parametrize("writer", ["Writer", "stock", "converted"])
+@pytest.mark.parametrize("state", [s for s in STATES if "tuples" not in s])
+def test_the_metadata_lists_the_names_that_were_saved(state: str, writer: str, tmp_path: Path) -> None:
+    _stock(STATES[state], tmp_path / "stock")
+    WRITERS[writer](STATES[state], tmp_path / "ck")
+    found = ucf.Reader(tmp_path / "ck").read_metadata().state_dict_metadata
+    expected = dcp.FileSystemReader(tmp_path / "stock").read_metadata().state_dict_metadata
+    assert {*found} == {*expected}
+
+
+def test_a_placeholder_is_no_value(tmp_path: Path) -> None:
+    """FSDP1 asks for all entries of an optimizer, with a text in the place of each that is no tensor."""
+    WRITERS["Writer"]({"model": {"w": W}, "optim": optim("w")}, tmp_path / "ck")
+    asked = {f"optim.param_groups.0.{option}": "<bytes_io>" for option in ("params", "lr", "betas")}
+    READERS["Reader"](asked, tmp_path / "ck")
+    assert [*asked.values()] == [["w"], 0.5, (0.9, 0.99)]
+
+
 WORDS = [
     "model",
     "net",

@@ -158,7 +158,7 @@ class Entries(Mapping[str, Any]):
                 else:
                     add("optim", "state", name, state)
             own.add(stored)
-        if not known:
+        if not known and not self.recorded.optimizers:
             for i, group in enumerate(self.ck.manifest.groups):
                 for option in ("params", *group.options):
                     add("optim", GROUPS, i, option)
