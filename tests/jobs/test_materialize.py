@@ -188,8 +188,6 @@ class TestInPlace:
         self, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("UCP_CATALOG", str(tmp_path / "catalog.db"))
-        monkeypatch.setattr("ucformat.format.commit.on_commit", [])
-        monkeypatch.delitem(vars(ucformat), "materialize", raising=False)
         before = ucformat.open(place)
         with ucformat.Catalog() as catalog:
             catalog.record(before.manifest, before.url)

@@ -1,4 +1,4 @@
-"""Every commit is recorded, whichever name it was made by."""
+"""Every commit is recorded, once, whichever name it was made by."""
 
 from __future__ import annotations
 
@@ -31,15 +31,24 @@ WAYS = {
         "import torch, torch.distributed.checkpoint as dcp; from ucformat.torch.dcp_writer import Writer; "
         "dcp.save({'w': torch.ones(2)}, storage_writer=Writer(dst), no_dist=True)"
     ),
+    "all are imported": (
+        "import ucformat.torch; import ucformat.jobs.copy, ucformat.jobs.materialize; "
+        "from ucformat.jobs.record import record_commits; record_commits(); ucformat.convert(src, dst)"
+    ),
 }
+COUNT = """
+from ucformat.catalog.catalog import Catalog
+told, record = [], Catalog.record
+Catalog.record = lambda catalog, manifest, url: (told.append(url), record(catalog, manifest, url))
+"""
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_commit_is_in_the_catalog(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_is_in_the_catalog_and_told_once(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_packed(LocalStore(tmp_path / "src"), ARRAYS)
     catalog = str(tmp_path / "catalog.db")
     monkeypatch.setenv("UCP_CATALOG", catalog)
-    code = f"src, dst = {str(tmp_path / 'src')!r}, {str(tmp_path / 'dst')!r}; {WAYS[way]}"
+    code = f"{COUNT}src, dst = {str(tmp_path / 'src')!r}, {str(tmp_path / 'dst')!r}; {WAYS[way]}; assert told == [dst]"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     with ucformat.Catalog(catalog) as found:
