@@ -7,7 +7,7 @@ ENGINE := .engines/deepspeed/.installed
 # The two environments are made side by side, and what is ready is checked meanwhile.
 MAKEFLAGS += --jobs=2
 
-.PHONY: demo test test-all check bench engines clean
+.PHONY: demo test test-all check resolve bench engines clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -38,8 +38,13 @@ test: check $(ENGINE)
 test-all: check $(ENGINE)
 	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=explore
 
+## resolve: whether all extras resolve without constraints.txt, with the releases of today; installs nothing
+resolve: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check --dry-run --ignore-installed -e '.[test]' torch==2.13.0
+
 ## bench: every benchmark, each printing ratios measured in one run
 bench: $(STAMP) $(ENGINE)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt s3fs
 	$(BIN)/python -m bench.run
 
 clean:

@@ -93,20 +93,15 @@ def test_tensorstore_over_its_own_client(placed: Checkpoint, bucket: Bucket) -> 
         assert same(np.asarray(found.read().result()), ARRAYS[doc.name, doc.state]), doc.name
 
 
-@pytest.mark.parametrize("client", ["s3fs", "obstore"])
-def test_zarr_python_over_s3fs_and_obstore(placed: Checkpoint, bucket: Bucket, client: str) -> None:
+def test_zarr_python_over_obstore(placed: Checkpoint, bucket: Bucket) -> None:
     zarr = pytest.importorskip("zarr", reason="pip install 'ucformat[zarr]'")
     from obstore.store import S3Store
-    from zarr.storage import FsspecStore, ObjectStore
+    from zarr.storage import ObjectStore
 
     ucformat.register_zarr_dtypes()
-    url = str(placed.zarr_url)
-    if client == "s3fs":
-        store: Any = FsspecStore.from_url(url, storage_options={"endpoint_url": bucket.endpoint}, read_only=True)
-    else:
-        prefix = url.split("/", 3)[3]
-        options: dict[str, Any] = {"client_options": {"allow_http": True}, "region": "us-east-1"}
-        store = ObjectStore(S3Store(bucket.name, prefix=prefix, endpoint=bucket.endpoint, **options), read_only=True)
+    prefix = str(placed.zarr_url).split("/", 3)[3]
+    options: dict[str, Any] = {"client_options": {"allow_http": True}, "region": "us-east-1"}
+    store = ObjectStore(S3Store(bucket.name, prefix=prefix, endpoint=bucket.endpoint, **options), read_only=True)
     group = zarr.open_group(store, mode="r")
     for doc in placed.manifest.tensors:
         array = group[str(doc.path).removeprefix(f"data/{placed.manifest.attempt}/")]
