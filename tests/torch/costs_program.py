@@ -28,9 +28,9 @@ class Sent:
     def __enter__(self) -> Counter[str]:
         counts, plain = self.bytes, self.plain
 
-        def send(group: Group, data: Any, to: int, tag: int = 0) -> None:
-            counts["tensors" if tag else "plans"] += data.size
-            plain(group, data, to, tag)
+        def send(group: Group, data: Any, to: int, *, bulk: bool = False) -> None:
+            counts["tensors" if bulk else "plans"] += data.size
+            plain(group, data, to, bulk=bulk)
 
         Group.send = send  # type: ignore[method-assign, assignment]
         return counts
