@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from ucformat.catalog.reader import now
 from ucformat.catalog.retention import OURS, Held, Row, protections
 from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, UpgradeNeeded
 from ucformat.format.commit import read_manifest
@@ -38,14 +38,15 @@ def protections_of(url: str, checkpoint: str, *, known: bool = True) -> tuple[st
     except IntegrityError as error:
         return (error.message,)
     found: tuple[str, ...] = ()
+    now = datetime.now(UTC)
     if doc is not None and doc.id == checkpoint:
         row = Row(
-            *(0, checkpoint, OURS, "committed", None, None, now(), 0),
+            *(0, checkpoint, OURS, "committed", None, None, now, 0),
             holds=tuple(Held(h.reason, h.until) for h in doc.holds),
             aliases=tuple(a.name for a in doc.aliases),
             tags=tuple(t.name for t in doc.tags),
         )
-        found = protections(row, now())
+        found = protections(row, now)
     return found + _known_protections(checkpoint) if known else found
 
 
@@ -60,7 +61,8 @@ def _known_protections(checkpoint: str) -> tuple[str, ...]:
     try:
         with Catalog(url, read_only=True) as catalog, catalog.database.reading() as c:
             serial = resolve(c, Ref(checkpoint, id=checkpoint))
-            return tuple(why for row in retention_rows(c, now(), serials=[serial]) for why in protections(row, now()))
+            now = datetime.now(UTC)
+            return tuple(why for row in retention_rows(c, now, serials=[serial]) for why in protections(row, now))
     except NotFound:
         return ()
     except Exception as error:  # noqa: BLE001 - whatever the database says
