@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from ucformat.catalog.retention import OURS, Held, Row, protections
 from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, UpgradeNeeded
 from ucformat.format.commit import read_manifest
-from ucformat.jobs.documents import read_document
 from ucformat.settings import load_settings
 from ucformat.storage.url import open_store
 
@@ -33,6 +32,8 @@ def refuse_protected(store: Store) -> None:
 
 def protections_of(url: str, checkpoint: str, *, known: bool = True) -> tuple[str, ...]:
     """Why nobody may remove a checkpoint: what catalogs wrote beside it, and if asked for, what ours knows of it."""
+    from ucformat.jobs.documents import read_document
+
     try:
         doc = read_document(open_store(url))
     except IntegrityError as error:
