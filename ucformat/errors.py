@@ -180,6 +180,7 @@ _VALUES = {
     "groups": ("[[names of the first optimizer group, in order], …]", "FILE"),
     "owners": ("{'optim': 'model', …}", "FILE"),
     "optimizer": ("False", "false"),
+    "fill_missing": ("True", "true"),
 }
 
 

@@ -4,15 +4,22 @@ import json
 import pickle
 import shutil
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+from tests.sources.megatron_deepspeed import FLAT, gpt, write
 from tests.sources.suite import Sample, SourceSuite, kept
+from tests.sources.test_deepspeed_evidence import LAYER, added
+from tests.sources.test_deepspeed_megatron import SMALL
 from ucformat.checkpoint import Checkpoint, open_checkpoint
-from ucformat.errors import IntegrityError, MissingData, Refused, UsageError
+from ucformat.errors import AmbiguousLayout, IntegrityError, MissingData, Refused, UsageError
+from ucformat.geometry.layout import Layout
 from ucformat.sources.huggingface import HuggingFace
 from ucformat.sources.values import from_json
 from ucformat.storage.local import LocalStore
@@ -239,6 +246,47 @@ def test_a_folder_of_fsdp_without_its_metadata(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model_fsdp_0" / "__0_0.distcp").write_bytes(b"")
     with pytest.raises(MissingData, match=r"\.metadata|metadata"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("extra", ["trainer_state.json", "random_states_0.pkl"])
+def test_deepspeed_inside_is_told_what_its_hint_asks_for(tmp_path: Path, extra: str) -> None:
+    name = LAYER + "adapter.up.weight"
+    write(tmp_path, added(gpt(**SMALL), name, "replicate", dict.fromkeys(FLAT, np.zeros((3, 8)))), tp=2)
+    if extra.endswith("json"):
+        (tmp_path / extra).write_text("{}")
+    else:
+        torch.save({}, tmp_path / extra)
+    with pytest.raises(AmbiguousLayout, match=r"options=\{'cuts'"):
+        open_checkpoint(tmp_path)
+    assert open_checkpoint(tmp_path, options={"cuts": {name: "replicate"}})[name].shape == (3, 8)
+    assert open_checkpoint(tmp_path, options={"cuts": {name: 0}})[name].shape == (6, 8)
+    layout = Layout({"tp": 2}, [{"match": name, "place": ["replicate"]}])
+    assert open_checkpoint(tmp_path, options={"layout": layout})[name].shape == (3, 8)
+    with pytest.raises(UsageError, match=r"DeepSpeed is not opened with the option 'owners'(.|\n)*vocab"):
+        open_checkpoint(tmp_path, options={"owners": {"a": "b"}})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_inside_is_told_what_its_hint_asks_for(tmp_path: Path) -> None:
+    names = ["a.weight", "b.weight"]
+    save = partial(dcp.save, no_dist=True)
+    save({"model": {n: torch.ones(2, 2) for n in names}}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0")
+    state = {i: {"exp_avg": torch.full((2, 2), float(i))} for i in range(2)}
+    groups = [{"params": [0, 1], "lr": 0.5}]
+    save({"optimizer": {"state": state, "param_groups": groups}}, checkpoint_id=tmp_path / "optimizer_0")
+    with pytest.raises(UsageError, match=r"options=\{'groups'"):
+        _ = open_checkpoint(tmp_path).facts.groups
+    for given in ([names[::-1]], {"optimizer": [names[::-1]]}):
+        ck = open_checkpoint(tmp_path, options={"groups": given})
+        assert [list(g["params"]) for g in ck.facts.groups] == [names[::-1]]
+        assert ck["a.weight", "exp_avg"].read().tolist() == [[1, 1], [1, 1]]
+    with pytest.raises(UsageError, match="PyTorch DCP is not opened with the option 'layout'"):
+        open_checkpoint(tmp_path, options={"layout": "llama"})
+
+
+def test_files_of_models_and_optimizers_take_no_options_of_an_engine() -> None:
+    with pytest.raises(UsageError, match=r"not opened with the option 'cuts'(.|\n)*allow, groups"):
+        open_checkpoint(sample_of("trainer").path, options={"cuts": {"*": 0}})
 
 
 def sizes(name: str) -> dict[str, Any]:

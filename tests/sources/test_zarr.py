@@ -272,7 +272,7 @@ def test_a_chunk_that_is_not_stored(group: zarr.Group, tmp_path: Path, how: dict
     assert (ck["a"].read() == MATRIX).all()
     with pytest.raises(MissingData, match=r"array b: its chunk \[0, 0\] is not stored") as caught:
         ck["b"].read()
-    assert "fill_missing=True" in str(caught.value.hint)
+    assert "options={'fill_missing': True}" in str(caught.value.hint)
     filled = Checkpoint(Zarr(fill_missing=True).open(LocalStore(tmp_path / "g")))
     assert (filled["b"].read() == 2.5).all()
     assert (filled["b"][11:, 8:] == 2.5).all()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
     from ucformat.sources.base import Source
 
-__all__ = ["options_of", "with_options"]
+__all__ = ["groups_by_optimizer", "options_of", "with_options"]
 
 
 def options_of(source: Source) -> list[str]:
@@ -33,3 +34,12 @@ def with_options(source: Source, options: Mapping[str, Any]) -> Source:
             )
     made: Source = type(source)(**options)
     return made
+
+
+def groups_by_optimizer(
+    given: Mapping[str, Sequence[Sequence[str]]] | Sequence[Sequence[str]] | None,
+) -> dict[str, Sequence[Sequence[str]]]:
+    """The option `groups` of files that may hold several optimizers: of one, the groups alone do."""
+    if given is None:
+        return {}
+    return dict(given) if isinstance(given, Mapping) else {"optimizer": given}

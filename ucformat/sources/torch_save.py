@@ -10,6 +10,7 @@ from ucformat.facts import Facts
 from ucformat.sources.contents import Contents
 from ucformat.sources.deepspeed.folder import is_model_or_optimizer
 from ucformat.sources.model_files import find_assets, present, read_weight_map, root_files
+from ucformat.sources.options import groups_by_optimizer
 from ucformat.sources.shards import check_index, check_shards, complete, numbered
 from ucformat.sources.stand_ins import Inert, StoredTensor
 from ucformat.sources.torch_file import TorchFile
@@ -46,16 +47,20 @@ class TorchSave:
     """How files of torch.save are recognised and opened: one by itself, or that of a folder.
 
     `allow` names packages of your own whose pickled classes become inert stand-ins instead of being refused. `groups`
-    gives, by the path of an optimizer's state dict (`optimizer`), the parameters of each of its groups, in order.
+    gives, by the path of an optimizer's state dict (`optimizer`), the parameters of each of its groups, in order; of
+    one optimizer at that path the groups alone do.
     """
 
     kind = "torch_save"
     title = "torch.save"
 
     def __init__(
-        self, *, allow: Sequence[str] = (), groups: Mapping[str, Sequence[Sequence[str]]] | None = None
+        self,
+        *,
+        allow: Sequence[str] = (),
+        groups: Mapping[str, Sequence[Sequence[str]]] | Sequence[Sequence[str]] | None = None,
     ) -> None:
-        self._allow, self._groups = tuple(allow), dict(groups or {})
+        self._allow, self._groups = tuple(allow), groups_by_optimizer(groups)
 
     def marks(self, name: str) -> bool:
         """Whether it is a model's file by its name."""

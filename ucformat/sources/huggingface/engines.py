@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, MissingData, Refused
+from ucformat.errors import IntegrityError, MissingData, Refused, UsageError
 from ucformat.sources.contents import Contents, Group
 from ucformat.sources.deepspeed import DeepSpeed
 from ucformat.sources.huggingface.order import module_order
 from ucformat.sources.inside import Inside
+from ucformat.sources.options import with_options
 from ucformat.sources.safetensors import OpenSafetensors
 from ucformat.sources.safetensors.folder import choose
 from ucformat.sources.torch_file import TorchFile
@@ -30,10 +31,23 @@ if TYPE_CHECKING:
     from ucformat.sources.huggingface.folder import Contained
     from ucformat.storage.base import Store
 
-__all__ = ["Engine", "open_engine"]
-
+__all__ = ["Engine", "Told", "open_engine"]
 
 _COPY = "copy all files of the folder again; if one is left out on purpose, open the others by themselves"
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the caller says that the files do not: the options of what lies inside."""
+
+    allow: tuple[str, ...] = ()
+    groups: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)  # by the name of an optimizer
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, optimizer: str) -> dict[str, Any]:
+        """The options of the engine's checkpoint that holds this optimizer."""
+        groups = {"groups": self.groups[optimizer]} if optimizer in self.groups else {}
+        return {**self.options, **groups, **({"allow": self.allow} if self.allow else {})}
 
 
 @dataclass(slots=True)
@@ -56,19 +70,27 @@ def open_engine(
     found: Contained,
     infos: Mapping[str, Any],
     contents: Contents,
-    allow: tuple[str, ...],
-    groups: Mapping[str, Sequence[Sequence[str]]],
-    cuts: Mapping[str, Any],
+    told: Told,
 ) -> Engine:
-    """Add the engine's tensors to the contents."""
+    """Add the engine's tensors to the contents.
+
+    Raises:
+        UsageError: what lies inside is not opened with an option that was told.
+    """
     engine = Engine()
     if found.deepspeed:
-        _add(DeepSpeed(allow=allow, groups=groups.get("optimizer"), **cuts).open(store), "", engine, contents)
+        _add(with_options(DeepSpeed(), told.of("optimizer")).open(store), "", engine, contents)
         engine.described = _named(engine.sources[0])
     elif found.fsdp_models:
-        _sharded(store, found, engine, contents)
+        _sharded(store, found, engine, contents, told)
+    elif told.options:
+        raise UsageError(
+            f"{store.url} holds files of models and optimizers, which are not opened with the option "
+            f"{next(iter(told.options))!r}",
+            hint="their options are: allow, groups",
+        )
     else:
-        _whole(store, found, infos, engine, contents, allow, groups)
+        _whole(store, found, infos, engine, contents, told)
     return engine
 
 
@@ -93,14 +115,17 @@ def _add(source: OpenSource, prefix: str, engine: Engine, contents: Contents) ->
     engine.files += facts.files
 
 
-def _sharded(store: Store, found: Contained, engine: Engine, contents: Contents) -> None:
+def _sharded(store: Store, found: Contained, engine: Engine, contents: Contents, told: Told) -> None:
     """FSDP's sharded state dicts: folders of PyTorch DCP, one for each model and each optimizer."""
     from ucformat.sources import open_source  # which knows this module too
 
     several = len(found.fsdp_models) > 1
     for folders in (found.fsdp_models, found.fsdp_optimizers):
         for number, folder in sorted(folders.items()):
-            source = open_source(Below(store, folder))
+            options = told.of(_optimizer(number))
+            if folders is found.fsdp_models:  # which are without optimizers
+                options = {k: v for k, v in options.items() if k not in ("groups", "owners")}
+            source = open_source(Below(store, folder), options=options)
             if source is None:
                 raise MissingData(
                     f"{folder} holds no checkpoint of PyTorch DCP",
@@ -116,8 +141,7 @@ def _whole(
     infos: Mapping[str, Any],
     engine: Engine,
     contents: Contents,
-    allow: tuple[str, ...],
-    groups: Mapping[str, Sequence[Sequence[str]]],
+    told: Told,
 ) -> None:
     """Models and optimizers in files of their own."""
     models = {n: [f] for n, f in found.fsdp_whole.items()} or found.models
@@ -125,7 +149,7 @@ def _whole(
     modules = []
     for number, names in sorted(models.items()):
         prefix = _prefix(number) if len(models) > 1 else ""
-        source = _open_model(store, names, allow)
+        source = _open_model(store, names, told.allow)
         before = len(engine.objects)
         objects = source.facts.objects
         _add(source, prefix, engine, contents)
@@ -140,8 +164,9 @@ def _whole(
     engine.unchecked = [f for f in engine.files if f.endswith(".safetensors")]
     unnamed = []
     for number, key in found.optimizers.items():
-        path = f"optimizer_{number}" if number else "optimizer"
-        if not _add_optimizer(TorchFile(store, key, allow=allow), path, modules, contents, groups.get(path)):
+        path = _optimizer(number)
+        file = TorchFile(store, key, allow=told.allow)
+        if not _add_optimizer(file, path, modules, contents, told.groups.get(path)):
             unnamed.append(path)
         engine.zips.append(key)
         engine.files.append(key)
@@ -195,3 +220,8 @@ def _open_model(store: Store, names: Sequence[str], allow: tuple[str, ...]) -> O
 def _prefix(number: int) -> str:
     """What the names of one of several models begin with: as Accelerate calls their files."""
     return f"model_{number}." if number else "model."
+
+
+def _optimizer(number: int) -> str:
+    """What one of several optimizers is called: as Accelerate calls their files."""
+    return f"optimizer_{number}" if number else "optimizer"

@@ -8,10 +8,11 @@ from ucformat.errors import NotFound
 from ucformat.facts import Facts
 from ucformat.sources.base import Folders, Record
 from ucformat.sources.contents import Contents
-from ucformat.sources.huggingface.engines import Engine, open_engine
+from ucformat.sources.huggingface.engines import Engine, Told, open_engine
 from ucformat.sources.huggingface.folder import classify, looks_like_trainer, marks
 from ucformat.sources.huggingface.values import read_values
 from ucformat.sources.model_files import find_assets, read_json, root_files
+from ucformat.sources.options import groups_by_optimizer
 from ucformat.sources.torch_zip import TorchZip
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ class HuggingFace(Folders):
 
     `allow` names packages of your own whose pickled classes become inert stand-ins instead of being refused. `groups`
     gives, by the name of an optimizer (`optimizer`), the parameters of each of its groups, in order, where the files do
-    not tell them. `layout` and `cuts` are DeepSpeed's: how parameters lie over tensor-parallel ranks.
+    not tell them; of one optimizer the groups alone do. `layout`, `vocab` and `cuts` are for DeepSpeed inside, `owners`
+    is for PyTorch DCP.
     """
 
     kind = "huggingface"
@@ -41,12 +43,16 @@ class HuggingFace(Folders):
         self,
         *,
         allow: Sequence[str] = (),
-        groups: Mapping[str, Sequence[Sequence[str]]] | None = None,
+        groups: Mapping[str, Sequence[Sequence[str]]] | Sequence[Sequence[str]] | None = None,
         layout: Layout | str | None = None,
+        vocab: int | None = None,
         cuts: Mapping[str, str | int] | None = None,
+        owners: Mapping[str, str] | None = None,
     ) -> None:
-        self._allow, self._groups = tuple(allow), dict(groups or {})
-        self._cuts: dict[str, Any] = {"layout": layout, "cuts": cuts}
+        options = {"layout": layout, "vocab": vocab, "cuts": cuts, "owners": owners}
+        self._told = Told(
+            tuple(allow), groups_by_optimizer(groups), {k: v for k, v in options.items() if v is not None}
+        )
 
     def marks(self, name: str) -> bool:
         """Whether only Trainer or Accelerate call a file so."""
@@ -60,7 +66,7 @@ class HuggingFace(Folders):
         """Open it: what the engine inside reads, and the small files beside it."""
         infos = root_files(store)
         found = classify(infos, store.url)
-        return OpenHuggingFace(store, found, infos, self._allow, self._groups, self._cuts)
+        return OpenHuggingFace(store, found, infos, self._told)
 
 
 class OpenHuggingFace:
@@ -73,16 +79,14 @@ class OpenHuggingFace:
         store: Store,
         found: Contained,
         infos: Mapping[str, Info],
-        allow: tuple[str, ...],
-        groups: Mapping[str, Sequence[Sequence[str]]],
-        cuts: Mapping[str, Any],
+        told: Told,
     ) -> None:
         self.store, self.contents = store, Contents()
-        engine = open_engine(store, found, infos, self.contents, allow, groups, cuts)
+        engine = open_engine(store, found, infos, self.contents, told)
         self._engine = engine
         values = [*found.values.values(), *(f for by_rank in found.ranked.values() for f in by_rank.values())]
         self._zips = [*engine.zips, *values]
-        objects = {**engine.objects, **read_values(store, found, self.contents, allow)}
+        objects = {**engine.objects, **read_values(store, found, self.contents, told.allow)}
         own = (["trainer_state.json"] if found.trainer_state else []) + self._zips
         files = tuple(dict.fromkeys([*engine.files, *own]))
         assets = find_assets((i for i in infos.values()), files)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import TensorNotFound, UsageError
+from ucformat.errors import TensorNotFound, UsageError, option_text
 from ucformat.facts import Facts
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
 from ucformat.sources.base import Folders
@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenZarr", "Zarr"]
 
-_HINT = (
-    "a file was lost; or it holds nothing but the fill value, which zarr-python by default does not write: if you know "
-    "that, open with ucformat.sources.zarr.Zarr(fill_missing=True), or write anew with `write_empty_chunks`"
-)
+
+def _hint() -> str:
+    return (
+        "a file was lost; or it holds nothing but the fill value, which zarr-python by default does not write: if you "
+        f"know that, say so: {option_text('fill_missing')}, or write anew with `write_empty_chunks`"
+    )
 
 
 class Zarr(Folders):
@@ -69,7 +71,7 @@ class OpenZarr:
     def __init__(self, store: Store, *, fill_missing: bool) -> None:
         values = list_values(store)
         found = read_hierarchy(store, values)
-        self._chunks = Chunks(store, values, found.arrays, found.arrays if fill_missing else (), _HINT)
+        self._chunks = Chunks(store, values, found.arrays, found.arrays if fill_missing else (), _hint())
         self.store: Store = DecodedStore(store, self._chunks)
         keys = _keys(found, store.url)
         self._arrays = {keys[path]: array for path, array in found.arrays.items()}
