@@ -6,8 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ucformat._version import __version__
+from ucformat.catalog.changes import on_change
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from ucformat import errors
     from ucformat.catalog.catalog import Catalog
     from ucformat.checkpoint import Checkpoint
@@ -74,10 +77,14 @@ _HOMES = {
     "verify": "jobs.verify:verify",
 }
 
-#: What has to listen before a name is used, for the rooms below know nothing of those above.
-_SUBSCRIBES = {
-    "Catalog": "keep_documents",
-}
+
+def _keep_documents(catalog: Catalog, changed: Collection[int]) -> None:
+    from ucformat.jobs.documents import write_documents
+
+    write_documents(catalog, changed=changed)
+
+
+on_change.append(_keep_documents)  # here, for the catalog knows nothing of the rooms above it
 
 
 def __getattr__(name: str) -> object:
@@ -88,8 +95,6 @@ def __getattr__(name: str) -> object:
     found: object = import_module(f"ucformat.{module}")
     if attribute:
         found = getattr(found, attribute)
-    if name in _SUBSCRIBES:
-        getattr(import_module("ucformat.jobs.record"), _SUBSCRIBES[name])()
     globals()[name] = found
     return found
 

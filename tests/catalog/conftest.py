@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.fixture(autouse=True)
+def _without_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody writes documents: the places of these checkpoints are made up."""
+    monkeypatch.setattr("ucformat.catalog.catalog.on_change", [])
+
+
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[Postgres]:
     """A real PostgreSQL; `postgres_server.fresh()` is the url of a new, empty database."""

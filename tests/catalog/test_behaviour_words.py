@@ -9,7 +9,6 @@ import pytest
 
 from tests.catalog.acts import actions, purge, put, rows
 from tests.catalog.manifests import manifest, tensor
-from ucformat.catalog.catalog import Catalog, on_change
 from ucformat.catalog.models import Run
 from ucformat.catalog.names import ANY
 from ucformat.errors import Conflict, NotFound, Refused, UsageError
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.catalog.conftest import Clock
+    from ucformat.catalog.catalog import Catalog
 
 NAN, INF = float("nan"), float("inf")
 
@@ -298,27 +298,24 @@ class TestWhatPeopleSay:
         assert len(catalog.events()) == 7
         assert [e.id for e in catalog.events("run7@2")] == [manifest(2).id]
 
-    def test_listeners_hear_what_changed_and_only_that(self, catalog: Catalog) -> None:
+    def test_listeners_hear_what_changed_and_only_that(self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
         heard: list[Any] = []
 
         def listen(told: Catalog, serials: frozenset[int]) -> None:
             assert told is catalog
             heard.append(serials)
 
-        on_change.append(listen)
-        try:
-            put(catalog, 3)
-            catalog.tag("run7@1", "a")
-            catalog.tag("run7@1", "a")
-            catalog.alias("best", "run7@1")
-            catalog.alias("best", "run7@2")
-            catalog.metric("run7@1", {"a": 1})
-            catalog.metric("run7@1", {"a": 1})
-            catalog.release("run7@1")
-            catalog.verified("run7@1", url="/x", ok=True, bytes_verified=0, bytes_unverified=0)
-            catalog.delete("run7@3")
-            put(catalog, 3, "/data/second")
-        finally:
-            on_change.remove(listen)
+        monkeypatch.setattr("ucformat.catalog.catalog.on_change", [listen])
+        put(catalog, 3)
+        catalog.tag("run7@1", "a")
+        catalog.tag("run7@1", "a")
+        catalog.alias("best", "run7@1")
+        catalog.alias("best", "run7@2")
+        catalog.metric("run7@1", {"a": 1})
+        catalog.metric("run7@1", {"a": 1})
+        catalog.release("run7@1")
+        catalog.verified("run7@1", url="/x", ok=True, bytes_verified=0, bytes_unverified=0)
+        catalog.delete("run7@3")
+        put(catalog, 3, "/data/second")
         one, two, three = 1, 2, 3
         assert heard == [{one}, {one}, {one, two}, {one}, {three}, {three}]

@@ -13,7 +13,6 @@ from tests.zero_files import FLAT, write_zero3
 from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.document import compose, stale
 from ucformat.jobs.documents import read_document, write_documents
-from ucformat.jobs.record import keep_documents
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
@@ -78,7 +77,6 @@ def _document(catalog: Catalog, entry: Entry) -> CatalogDoc:
 
 
 def _work(url: str, ids: list[str], number: int) -> None:
-    keep_documents()
     rng = random.Random(number)
     with Catalog(url) as catalog:
         for i in range(MOVES):

@@ -14,7 +14,6 @@ from tests.zero_files import FLAT, write_zero3
 from ucformat.catalog.catalog import Catalog
 from ucformat.checkpoint import Checkpoint
 from ucformat.jobs.documents import read_document
-from ucformat.jobs.record import keep_documents
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.url import open_store
 
@@ -65,14 +64,6 @@ def other(tmp_path: Path) -> Iterator[Catalog]:
     """The empty catalog of another team."""
     with Catalog(str(tmp_path / "theirs.db")) as opened:
         yield opened
-
-
-@pytest.fixture(autouse=True)
-def kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents are written after every change, as for users."""
-    assert ucformat.Catalog is Catalog  # subscribed before the list is another one: it is done but once in a process
-    monkeypatch.setattr("ucformat.catalog.catalog.on_change", [])
-    keep_documents()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from tests.fakes import FakeSource, random_array
 from tests.packed import write_packed
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import UsageError
+from ucformat.jobs.documents import read_document
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 
@@ -53,6 +54,36 @@ def test_a_commit_is_in_the_catalog_and_told_once(way: str, tmp_path: Path, monk
     assert done.returncode == 0, done.stderr
     with ucformat.Catalog(catalog) as found:
         assert [tuple(e.urls) for e in found.find("")] == [(str(tmp_path / "dst"),)]
+
+
+MARKS = {
+    "ucformat.Catalog": "import ucformat; ucformat.Catalog(url).tag(id, 'kept')",
+    "catalog.catalog": "from ucformat.catalog.catalog import Catalog; Catalog(url).tag(id, 'kept')",
+    "catalog.names": (
+        "import ucformat.catalog.names; from ucformat.catalog import catalog; catalog.Catalog(url).tag(id, 'kept')"
+    ),
+    "ucp": "from ucformat.cli.main import ucp; ucp.main(['tag', id, 'kept', '--catalog', url])",
+    "cli.mark": "from ucformat.cli.mark import tag; tag.main([id, 'kept', '--catalog', url])",
+    "cli.catalogs": (
+        "from ucformat.cli.catalogs import opened_catalog\n"
+        "from ucformat.settings import using\n"
+        "with using(catalog=url), opened_catalog() as c: c.tag(id, 'kept')"
+    ),
+}
+
+
+@pytest.mark.parametrize("way", MARKS)
+def test_a_mark_is_written_beside_the_checkpoint(way: str, tmp_path: Path) -> None:
+    write_packed(LocalStore(tmp_path / "src"), ARRAYS)
+    url = str(tmp_path / "catalog.db")
+    with ucformat.Catalog(url) as catalog:
+        found = ucformat.register([str(tmp_path / "src")], catalog).entries[0]
+    code = f"url, id = {url!r}, {found.id!r}\n{MARKS[way]}"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    doc = read_document(LocalStore(tmp_path / "src"))
+    assert doc is not None
+    assert [t.name for t in doc.tags] == ["kept"]
 
 
 def test_a_conversion_of_nothing_is_an_error(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import ucformat.torch
 from tests.torch.runs import data_file, fill, folders, manager_of, names, restored, state_at
 from ucformat.catalog.catalog import Catalog
 from ucformat.errors import IntegrityError, UcformatError, UsageError
-from ucformat.jobs.record import keep_documents
 from ucformat.torch import Manager, keeping
 from ucformat.torch.keeping import policy_of
 
@@ -64,7 +63,6 @@ def test_only_what_is_ours_goes(tmp_path: Path) -> None:
 def test_what_a_catalog_protects_stays_without_it(tmp_path: Path) -> None:
     place = tmp_path / "run"
     fill(place, 1, 2, 3, 4, 5)
-    keep_documents()
     with Catalog(str(tmp_path / "theirs.db")) as catalog:
         entries = [catalog.record(ucformat.open(place / n).manifest, str(place / n)) for n in names(1, 2, 3, 4)]
         catalog.tag(entries[0].id, "released")

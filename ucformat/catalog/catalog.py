@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import sqlalchemy as sa
 
 from ucformat.catalog import deletion, names, recording
+from ucformat.catalog.changes import on_change
 from ucformat.catalog.entries import load
 from ucformat.catalog.locks import lock
 from ucformat.catalog.models import Checkpoint, Verification
@@ -31,15 +32,11 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import Manifest
     from ucformat.schema.policy import Policy
 
-__all__ = ["GRACE", "Catalog", "on_change"]
+__all__ = ["GRACE", "Catalog"]
 
 T = TypeVar("T")
 
 _PROBLEMS = 100  # of a damaged checkpoint so many are kept
-
-#: Called after every change that the documents beside checkpoints have to hold (who writes them listens here), with the
-#: serials of these checkpoints.
-on_change: list[Callable[[Catalog, frozenset[int]], object]] = []
 
 
 class Catalog(Reader):

@@ -10,14 +10,14 @@ from ucformat._version import __version__
 from ucformat.errors import NotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.checkpoint import Checkpoint
     from ucformat.jobs.verify import Report
     from ucformat.schema.manifest import Manifest
 
-__all__ = ["keep_documents", "record_commit", "record_commits", "record_verification"]
+__all__ = ["record_commit", "record_commits", "record_verification"]
 
 _log = logging.getLogger("ucformat")
 
@@ -28,20 +28,6 @@ def record_commits() -> None:
 
     if record_commit not in on_commit:
         on_commit.append(record_commit)
-
-
-def keep_documents() -> None:
-    """Have every change that is made through a catalog written beside the checkpoints."""
-    from ucformat.catalog.catalog import on_change
-
-    if _keep_documents not in on_change:
-        on_change.append(_keep_documents)
-
-
-def _keep_documents(catalog: Catalog, changed: Collection[int]) -> None:
-    from ucformat.jobs.documents import write_documents
-
-    write_documents(catalog, changed=changed)
 
 
 def record_commit(url: str, manifest: Manifest) -> None:

@@ -27,7 +27,6 @@ from ucformat.errors import (
 )
 from ucformat.format.commit import MANIFEST
 from ucformat.jobs.gc import consult, purge  # `collect`, but of nothing that is not ours
-from ucformat.jobs.record import keep_documents
 from ucformat.jobs.register import register
 from ucformat.jobs.removal import read_tombstone, remove
 from ucformat.schema.policy import Last, Policy
@@ -128,7 +127,6 @@ class Keeper:
     def _in_catalog(self, catalog_url: str) -> list[str]:
         from ucformat.catalog.catalog import Catalog
 
-        keep_documents()
         root = same_url(self.root)
         below = f"url like '{_literal(root)}/step-%'"
         with Catalog(catalog_url) as catalog:
