@@ -107,9 +107,11 @@ def _known() -> str:
 def _open_file(place: str | PathLike[str], options: Mapping[str, Any] | None) -> OpenSource | None:
     """The checkpoint that is one file; None where there is no such file."""
     folder, _, name = fspath(place).rpartition("/")
-    if not name or folder in ("file:", "file:/", "file://"):  # of a url nothing but the scheme
+    if not name or folder.lower() in ("file:", "file:/"):  # of a url nothing but the scheme
         return None
-    store = Watched(open_store(folder or ("/" if fspath(place).startswith("/") else ".")))
+    if folder.lower() in ("file://", "file://localhost") or fspath(place).rfind("/") == 0:
+        folder += "/"
+    store = Watched(open_store(folder or "."))
     if not exists(store, name):
         return None
     from ucformat.sources import open_source_file
