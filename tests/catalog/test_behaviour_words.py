@@ -212,7 +212,6 @@ class TestWhatPeopleSay:
         assert (catalog.get("run7@1").tags, catalog.get("run7@2").tags) == (("a", "b"), ("a",))
         assert actions(catalog, "run7@1") == ["record", "tag"]
         assert catalog.events("run7@1", 1)[0].detail == {"tags": ["b", "a"]}
-        assert not hasattr(catalog, "untag")
 
     def test_holds_end_with_their_time_or_when_released(self, catalog: Catalog, clock: Clock) -> None:
         first = catalog.hold("run7@1", "paper", until=timedelta(days=2))

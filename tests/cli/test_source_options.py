@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
 import numpy as np
 import pytest
 
 import ucformat
 from tests.sources.megatron_deepspeed import FLAT, gpt, write
-from tests.sources.test_deepspeed_evidence import LAYER, SMALL, added
+from tests.sources.test_deepspeed_evidence import LAYER, added
+from tests.sources.test_deepspeed_megatron import SMALL
+from ucformat import sources
+from ucformat.cli.main import ucp
+from ucformat.cli.program import LazyGroup
 from ucformat.errors import AmbiguousLayout, option_text, spelling_options
+from ucformat.sources import SOURCES
+from ucformat.sources.options import options_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
 
     from tests.cli.conftest import Run
 
 NAME = LAYER + "adapter.up.weight"
+
+
+@pytest.fixture(autouse=True)
+def _catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCP_CATALOG", str(tmp_path / "catalog.db"))
 
 
 @pytest.fixture
@@ -35,28 +51,107 @@ def layout(tmp_path: Path) -> Path:
     return file
 
 
-def test_each_command_takes_it_and_its_hint_says_so(run: Run, place: Path, layout: Path, tmp_path: Path) -> None:
-    for words in (
-        ("show", place),
-        ("verify", place),
-        ("fits", place, "--layout", layout),
-        ("diff", place, place),
-        ("diff", place, place, "--values"),
-        ("layout", "check", layout, "--against", place),
-        ("convert", place, tmp_path / "made"),
-    ):
-        error = run(*words, code=2).stderr
-        assert f"--source cuts={NAME}=replicate" in error, words
-        assert "--source layout=FILE" in error
-        assert "options=" not in error
-        assert "DeepSpeed(" not in error
-        run(*words, "--source", "cuts=*adapter*=replicate")
-    words = ("diff", place, tmp_path / "made", "--what", "tensors", "--values", "--exit-code")
-    run(*words, "--source", "cuts=*adapter*=replicate")
-    error = run("materialize", place, tmp_path / "other", code=2).stderr
-    assert f"`ucp convert SRC DST --source cuts={NAME}=replicate`" in error
+#: Each command that is given a place, or of which a place is read: how it is called on one that cannot be opened so.
+OPENING: dict[str, Sequence[str]] = {
+    "show": ["{place}"],
+    "get": ["{place}", NAME],
+    "plan": ["{place}", "--layout", "{layout}"],
+    "fits": ["{place}", "--layout", "{layout}"],
+    "convert": ["{place}", "{tmp}/made"],
+    "materialize": ["{place}", "{tmp}/other"],
+    "copy": ["{place}", "{tmp}/copied"],
+    "verify": ["{place}"],
+    "layout check": ["{layout}", "--against", "{place}"],
+    "diff": ["{place}", "{place}"],
+    "register": ["{place}"],
+    "reindex": ["{place}"],
+}
+#: Those that ask the catalog, storage or nobody what a checkpoint is, and open none.
+OTHERS = {
+    *("doctor", "layout schema", "ls", "lineage", "sql", "tag", "untag", "metric", "note", "hold", "release", "link"),
+    *("log", "delete", "restore", "retain", "gc", "alias set", "alias rm", "alias list", "alias log"),
+    *("catalog info", "catalog upgrade"),
+}
+ASK = ["--source", "cuts=*adapter*=replicate"]
+
+
+def commands(group: LazyGroup = ucp, path: str = "") -> Iterator[tuple[str, click.Command]]:
+    for name in group.lazy:
+        found = group.get_command(click.Context(group), name)
+        if isinstance(found, LazyGroup):
+            yield from commands(found, f"{path}{name} ")
+        elif found is not None:
+            yield path + name, found
+
+
+def test_these_are_all_commands() -> None:
+    assert {name for name, _ in commands()} == OPENING.keys() | OTHERS
+    takes = {name for name, c in commands() if any(p.name == "options" for p in c.params)}
+    assert takes == OPENING.keys() - {"copy", "materialize"}  # which are of universal checkpoints
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["deepspeed", "trainer"])
+@pytest.mark.parametrize("name", OPENING)
+def test_each_command_takes_it_and_its_hint_says_so(
+    run: Run, place: Path, layout: Path, tmp_path: Path, name: str, wrapped: bool
+) -> None:
+    if wrapped:
+        (place / "trainer_state.json").write_text("{}")
+    words = [*name.split(), *(w.format(place=place, layout=layout, tmp=tmp_path) for w in OPENING[name])]
+    if name == "reindex":  # which looks for whatever is there, and fails last
+        result = run(*words, code=1)
+        assert NAME in result.stdout
+        assert "`ucp show PLACE` says more" in result.stderr
+        assert NAME not in run(*words, *ASK).stdout
+        return
+    error = run(*words, code=2).stderr
+    assert f"--source cuts={NAME}=replicate" in error
+    assert "--source layout=FILE" in error
+    assert "options=" not in error
+    assert "DeepSpeed(" not in error
+    if name in ("copy", "materialize"):
+        assert f"`ucp convert SRC DST --source cuts={NAME}=replicate`" in error
+    else:
+        assert "ucp convert" not in error
+        run(*words, *ASK)
+
+
+def test_a_tree_is_registered_with_them(run: Run, place: Path, tmp_path: Path) -> None:
+    run("convert", place, place / "inside" / "made", *ASK)
+    shutil.copytree(place, tmp_path / "foreign2", ignore=shutil.ignore_patterns("inside"))
+    assert run("register", "-r", tmp_path, code=1).stderr.count("could not be read") == 1
+    step = next(place.glob("global_step*")).name
+    found = {str(Path(p).relative_to(tmp_path)) for p in _urls(run, "register", "-r", tmp_path, *ASK)}
+    assert found == {f"foreign/{step}", f"foreign2/{step}", "foreign/inside/made"}
+    assert len(_urls(run, "reindex", tmp_path, *ASK)) == 3
+
+
+def _urls(run: Run, *words: object) -> set[str]:
+    return {url for c in json.loads(run(*words, "--json").stdout)["checkpoints"] for url in c["urls"]}
+
+
+def test_where_it_cannot_be_meant(run: Run, layout: Path) -> None:
     assert "with REF" in run("fits", "--where", "step > 1", "-l", layout, "--source", "a=1", code=2).stderr
     assert "--against" in run("layout", "check", layout, "--source", "a=1", code=2).stderr
+
+
+def test_sources_have_the_options_that_their_hints_name() -> None:
+    known = {source.kind: set(options_of(source)) for source in SOURCES}
+    known["huggingface"] &= known["deepspeed"] | known["dcp"]  # it is they who are told
+    assert known["huggingface"] == known["deepspeed"] | known["dcp"]
+    assert known["bytecheckpoint"] >= known["dcp"]  # whose names it has
+    named = set()
+    for file in Path(sources.__file__).parent.rglob("*.py"):
+        kinds = [file.parent.name] if file.parent.name in known else [file.stem] if file.stem in known else []
+        if file.stem == "allowed":
+            kinds = [k for k in known if k not in ("orbax", "safetensors", "zarr")]  # which unpickle nothing
+        if file.stem == "cuts" and not kinds:
+            kinds = ["deepspeed", "megatron"]
+        for option in re.findall(r"option_text\(['\"](\w+)['\"]", file.read_text()):
+            assert kinds, f"{file} names the option {option}: of which source is it?"
+            assert all(option in known[k] for k in kinds), (file, option)
+            named.add(option)
+    assert named >= {"layout", "cuts", "groups", "owners", "allow", "optimizer", "vocab", "fill_missing"}
 
 
 def test_the_python_names_them_as_it_takes_them(place: Path, layout: Path) -> None:

@@ -18,6 +18,7 @@ from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 ARRAYS = {("w", "weight"): random_array((4, 3), "float32")}
@@ -88,12 +89,13 @@ def test_a_mark_is_written_beside_the_checkpoint(way: str, tmp_path: Path) -> No
 
 def test_a_conversion_of_nothing_is_an_error(tmp_path: Path) -> None:
     ck = Checkpoint(FakeSource.write(MemoryStore("nothing"), ARRAYS))
-    for act in (
+    acts: tuple[Callable[[], object], ...] = (
         lambda: ucformat.convert(ck, tmp_path / "x", states=[]),
         lambda: ucformat.convert(ck, tmp_path / "x", states=(), virtual=True),
         lambda: ucformat.convert(ck, tmp_path / "x", states=["master"]),
         lambda: ucformat.convert(ck.view([{"drop": "*"}]), tmp_path / "x"),
-    ):
+    )
+    for act in acts:
         with pytest.raises(UsageError):
             act()
         assert not (tmp_path / "x").exists()

@@ -33,9 +33,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     real = module._try_open
 
-    def noting(root: str) -> Any:
+    def noting(root: str, options: Any) -> Any:
         seen.append(root)
-        return real(root)
+        return real(root, options)
 
     monkeypatch.setattr(module, "_try_open", noting)
     return seen
@@ -126,7 +126,7 @@ def test_a_file_that_changed_just_now_is_not_trusted(
         opened.clear()
         register([str(tree)], catalog, recursive=True)
         assert len(opened) == 3
-    monkeypatch.setattr(module.time, "time", lambda: time.monotonic() + 1e10)
+    monkeypatch.setattr("ucformat.jobs.register.time.time", lambda: time.monotonic() + 1e10)
     register([str(tree)], catalog, recursive=True)
     opened.clear()
     register([str(tree)], catalog, recursive=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Telling(MemoryFileSystem):  # type: ignore[misc]
+class Telling(MemoryFileSystem):
     """Fails, and tells what it was given."""
 
     protocol = "telling"

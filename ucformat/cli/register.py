@@ -56,7 +56,7 @@ def register(
     """Make checkpoints known to the catalog, universal ones and those of engines, as they lie.
 
     PLACE is a path or a url. Nothing is converted, copied or changed. What is known already stays as it is, and with
-    --run gets into that run.
+    --run gets into that run. What --source says is not recorded: it is given again where one of them is opened.
 
     With --virtual a universal checkpoint of SRC is made at DST that holds no bytes of tensors, only where these lie in
     SRC's files. It opens like any other as long as those stay as they are; `ucp materialize DST` makes arrays of it.
@@ -71,8 +71,8 @@ def register(
         said = {"run": run, "config": config, "metrics": metrics}
         _register_virtual(source, places[1], said, out, checksums=checksums, overwrite=overwrite)
         return
-    if checksums or overwrite or view is not None or options:
-        raise UsageError("--checksums, --overwrite, --view and --source go with --virtual")
+    if checksums or overwrite or view is not None:
+        raise UsageError("--checksums, --overwrite and --view go with --virtual")
     try:
         with opened_catalog() as catalog, out.progress("registering", "checkpoints") as progress:
             found = ucformat.register(
@@ -83,6 +83,7 @@ def register(
                 config=config,
                 metrics=metrics,
                 rescan=rescan,
+                options=options,
                 progress=progress,
             )
     except KeyboardInterrupt:
@@ -115,8 +116,9 @@ def _register_virtual(
 @command
 @click.argument("place", metavar="PLACE")
 @click.option("--forget", is_flag=True, help="Forget the checkpoints that the catalog knew there and that are gone.")
+@SOURCE
 @CATALOG
-def reindex(place: str, forget: bool, out: Output) -> None:  # noqa: FBT001
+def reindex(place: str, forget: bool, options: dict[str, Any] | None, out: Output) -> None:  # noqa: FBT001
     """Make the catalog know what lies below PLACE.
 
     A catalog that was lost comes back this way, with the tags, aliases, holds, metrics and notes that were written
@@ -129,7 +131,7 @@ def reindex(place: str, forget: bool, out: Output) -> None:  # noqa: FBT001
 
     try:
         with opened_catalog() as catalog, out.progress("reindexing", "checkpoints") as progress:
-            found = ucformat.reindex(place, catalog, forget=forget, progress=progress)
+            found = ucformat.reindex(place, catalog, forget=forget, options=options, progress=progress)
     except KeyboardInterrupt:
         raise Interrupted("interrupted: what was recorded until now stays; the same command again does all") from None
     out.result(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ucformat.errors import UcformatError, UsageError
+from ucformat.settings import local_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,15 +33,15 @@ def _parse(_ctx: click.Context, _param: click.Parameter, given: Sequence[str]) -
 
 def _value(key: str, text: str) -> Any:
     """Files are read, numbers are numbers; the rest is text."""
-    path = Path(text)
     if key == "layout":
         from ucformat.geometry.layout import Layout
 
-        return Layout.load(path) if path.suffix or path.exists() else text
+        path = local_path(text, absolute=False)
+        return Layout.load(path) if path.suffix or os.path.exists(path) else text  # noqa: PTH110 - never fails
     if key in ("groups", "owners"):
         from ucformat.written import read_written
 
-        return read_written(path, f"file of {key}")
+        return read_written(local_path(text, absolute=False), f"file of {key}")
     if key == "allow":
         return text.split(",")
     if key == "cuts":

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog.entries import load_ids
@@ -20,6 +21,7 @@ from ucformat.jobs.listing import listing_hashes
 from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.sources import SOURCES
 from ucformat.sources.configuration import with_config
+from ucformat.storage.base import exists
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
@@ -86,6 +88,7 @@ def register(
     config: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
     rescan: bool = False,
+    options: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Registered:
     """Record the checkpoints in these places, foreign ones as they lie; nothing is converted.
@@ -99,6 +102,8 @@ def register(
         metrics: measured numbers by name, in place of those that are known.
         rescan: with `recursive`, read what is known, too. Otherwise a checkpoint is not opened whose files have the
             sizes, inodes and times, or etags, that they had when it was read, and whose manifest is the same.
+        options: what the files of foreign ones do not say, as `ucformat.open` takes it. It is not recorded: who opens
+            one of them gives it again.
         progress: called with the checkpoints done and in all.
 
     Raises:
@@ -107,10 +112,10 @@ def register(
     """
     trees = [_searched(p) for p in places] if recursive else []
     known: dict[str, str] = {}
-    for tree in () if rescan or run or config or metrics else trees:
+    for tree in () if rescan or run or config or metrics or options else trees:
         known |= _unchanged(catalog, tree)
-    below = (f for t in trees for f in _open_below(t.store, [f for f in t.folders if t.url(f) not in known]))
-    opened = below if recursive else _open_all(places)
+    below = (f for t in trees for f in _open_below(t.store, [f for f in t.folders if t.url(f) not in known], options))
+    opened = below if recursive else _open_all(places, options)
     if config:
         opened = ((root, _with_config(found, config), left) for root, found, left in opened)
     listed = {t.url(folder): said for t in trees for folder, said in t.listings.items()}
@@ -118,7 +123,10 @@ def register(
     for checkpoint in done.ids if metrics else ():
         catalog.metric(checkpoint, metrics or {})
     write_documents(catalog, None)
-    return Registered(_entries(catalog, [*known.values(), *done.ids]), done.failures)
+    entries = _entries(catalog, [*known.values(), *done.ids])
+    if recursive:  # in one order, whatever was passed over
+        entries = tuple(sorted(entries, key=lambda e: e.urls))
+    return Registered(entries, done.failures)
 
 
 def _unchanged(catalog: Catalog, tree: _Tree) -> dict[str, str]:
@@ -133,7 +141,12 @@ def _unchanged(catalog: Catalog, tree: _Tree) -> dict[str, str]:
 
 
 def reindex(
-    place: str, catalog: Catalog, *, forget: bool = False, progress: Callable[[int, int], None] | None = None
+    place: str,
+    catalog: Catalog,
+    *,
+    forget: bool = False,
+    options: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Reindexed:
     """Record all that lies below a place, with what catalogs wrote beside it.
 
@@ -144,6 +157,7 @@ def reindex(
         place: a path or url.
         catalog: what is to know it.
         forget: forget what is not found. What cannot be read is not forgotten.
+        options: what the files of foreign ones do not say, as `ucformat.open` takes it.
         progress: called with the checkpoints done and in all.
 
     Raises:
@@ -156,8 +170,8 @@ def reindex(
     if empty and not forget:
         check_listed(store, catalog)
     folders = [] if empty else _search(store.list())
-    done = _record_all(catalog, _open_below(store, folders), None, progress, strict=False)
-    missing, asked = _missing(known, done.present)
+    done = _record_all(catalog, _open_below(store, folders, options), None, progress, strict=False)
+    missing, asked = _missing(known, done.present, options)
     more = _record_all(catalog, asked, None, None, strict=False)
     forgotten = catalog.forget(missing if forget else [])
     write_documents(catalog, None)
@@ -165,7 +179,9 @@ def reindex(
     return Reindexed(entries, (*done.failures, *more.failures), tuple(p.url for p in missing), tuple(forgotten))
 
 
-def _missing(known: Sequence[Place], present: Collection[str]) -> tuple[list[Place], list[_Opened]]:
+def _missing(
+    known: Sequence[Place], present: Collection[str], options: Mapping[str, Any] | None
+) -> tuple[list[Place], list[_Opened]]:
     """Which known places hold no checkpoint, and what came of asking the others that were not come across.
 
     So it is with what lies behind a linked folder, or inside of another checkpoint: a search does not go there.
@@ -173,7 +189,7 @@ def _missing(known: Sequence[Place], present: Collection[str]) -> tuple[list[Pla
     there = {same_url(p) for p in present}
     unseen = {p.url: p for p in known if p.url not in there}
     missing, found = [], []
-    for opened in _open_all(list(unseen)):
+    for opened in _open_all(list(unseen), options):
         if isinstance(opened[1], NotFound | NotACheckpoint):
             missing.append(unseen[opened[0]])
         else:
@@ -270,7 +286,7 @@ def _search(infos: Iterable[Info]) -> list[str]:
     return sorted(folders, key=lambda f: f.split("/") if f else [])
 
 
-def _open_below(store: Store, folders: list[str]) -> Iterator[_Opened]:
+def _open_below(store: Store, folders: list[str], options: Mapping[str, Any] | None) -> Iterator[_Opened]:
     """Open the folders of a place that look like checkpoints, and not what is part of one.
 
     What lies inside of a folder that turns out to be none is opened after it: anybody may call a file manifest.json. So
@@ -286,7 +302,7 @@ def _open_below(store: Store, folders: list[str]) -> Iterator[_Opened]:
                 inside[folder] = []
         folders = []
         roots = {f"{store.url}/{folder}" if folder else store.url: found for folder, found in inside.items()}
-        for root, found, left in _open_all(list(roots)):
+        for root, found, left in _open_all(list(roots), options):
             if isinstance(found, UcformatError):
                 folders += roots[root]
             elif found.keys is not None:
@@ -299,18 +315,21 @@ def _is_part(folder: str, keys: Sequence[str]) -> bool:
     return any(key.startswith(f"{folder}/") for key in keys)
 
 
-def _open_all(roots: Sequence[str]) -> Iterator[_Opened]:
+def _open_all(roots: Sequence[str], options: Mapping[str, Any] | None) -> Iterator[_Opened]:
     """Open them, several at a time, in order; with each the number of those that are left."""
+    try_open = partial(_try_open, options=options)
     with ThreadPoolExecutor(_THREADS, "ucformat-register") as pool:
         for at in range(0, len(roots), _AHEAD):
             part = roots[at : at + _AHEAD]
-            for i, (root, found) in enumerate(zip(part, pool.map(_try_open, part), strict=True), at + 1):
+            for i, (root, found) in enumerate(zip(part, pool.map(try_open, part), strict=True), at + 1):
                 yield root, found, len(roots) - i
 
 
-def _try_open(root: str) -> _Found | UcformatError:
+def _try_open(root: str, options: Mapping[str, Any] | None) -> _Found | UcformatError:
     try:
-        ck = open_checkpoint(root)
+        if options and exists(open_store(root), MANIFEST):  # it says all itself
+            options = None
+        ck = open_checkpoint(root, options=options)
         doc = find_document(open_store(ck.home))
         if ck.kind == "ucformat":
             return _Found(ck.home, ck.kind, ck.manifest, None, doc, None)

@@ -42,13 +42,20 @@ class ByteCheckpoint(Folders):
         allow: packages of your own whose pickled classes become inert stand-ins instead of being refused.
         groups: the parameters of each optimizer group, in order, where the states are numbered (DDP) and shapes and
             order do not tell which they are.
+        owners: where the model lies that an optimizer trains, by dotted paths, where several would fit.
     """
 
     kind = "bytecheckpoint"
     title = "ByteCheckpoint"
 
-    def __init__(self, *, allow: Sequence[str] = (), groups: Sequence[Sequence[str]] | None = None) -> None:
-        self._allow, self._groups = (*_ALLOW, *allow), groups
+    def __init__(
+        self,
+        *,
+        allow: Sequence[str] = (),
+        groups: Sequence[Sequence[str]] | None = None,
+        owners: Mapping[str, str] | None = None,
+    ) -> None:
+        self._allow, self._groups, self._owners = (*_ALLOW, *allow), groups, owners
 
     def marks(self, name: str) -> bool:
         """Whether a folder with a file of this name is a checkpoint: `extra_state_rank_0.pt` lies one further down."""
@@ -60,7 +67,7 @@ class ByteCheckpoint(Folders):
 
     def open(self, store: Store) -> OpenByteCheckpoint:
         """Open the newest step of a save folder, or the one that the store is rooted at, reading `.metadata`."""
-        return OpenByteCheckpoint(store, find_folder(store), self._allow, self._groups)
+        return OpenByteCheckpoint(store, find_folder(store), self._allow, self._groups, self._owners)
 
 
 class OpenByteCheckpoint(OpenDcp):
@@ -69,14 +76,19 @@ class OpenByteCheckpoint(OpenDcp):
     kind = "bytecheckpoint"
 
     def __init__(
-        self, store: Store, folder: Folder, allow: tuple[str, ...], groups: Sequence[Sequence[str]] | None
+        self,
+        store: Store,
+        folder: Folder,
+        allow: tuple[str, ...],
+        groups: Sequence[Sequence[str]] | None,
+        owners: Mapping[str, str] | None,
     ) -> None:
         metas = {part: read_metadata(store, key + FILE, allow=allow) for part, key in folder.parts.items()}
         for meta in metas.values():
             _check(meta)
         self._folder = folder
         items = _RawItems(store, _joined(metas), allow, metas)
-        super().__init__(items, groups, {"optimizer": "model"} if len(metas) > 1 else None)
+        super().__init__(items, groups, owners or ({"optimizer": "model"} if len(metas) > 1 else None))
 
     def make_facts(self, named: Named, infos: tuple[TensorInfo, ...]) -> LazyFacts:
         """The facts, with the extra states of all ranks."""
