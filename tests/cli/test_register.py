@@ -9,6 +9,8 @@ import pytest
 
 from tests.cli.conftest import object_of
 from ucformat.errors import UcformatError
+from ucformat.jobs import listing
+from ucformat.jobs import register as module
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:
@@ -55,6 +57,27 @@ def test_a_tree_with_one_that_cannot_be_read(run: Run, tree: Path) -> None:
     result = run("register", "-r", tree, code=1)
     assert f"  failed    {tree}/run9/x: " in result.stdout
     assert "error: 1 place could not be read, and 1 could" in result.stderr
+
+
+def test_a_tree_again_opens_nothing_and_rescan_everything(
+    run: Run, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "_FINE", -3600.0)  # as if no file had been changed just now
+    monkeypatch.setattr(listing, "_COARSE", -3600.0)
+    opened: list[str] = []
+    real = module.open_checkpoint
+
+    def noting(root: str) -> Any:
+        opened.append(root)
+        return real(root)
+
+    monkeypatch.setattr(module, "open_checkpoint", noting)
+    place = str(tree / "run9" / "1700")
+    for words, expected in (((), [place]), ((), []), (("--rescan",), [place]), (("--run", "other"), [place])):
+        opened.clear()
+        found = object_of(run("register", "-r", tree, *words, "--json").stdout)["checkpoints"]
+        assert [c["step"] for c in found] == [1700]
+        assert opened == expected, words
 
 
 def test_a_lost_catalog_comes_back(run: Run, tree: Path, tmp_path: Path) -> None:
