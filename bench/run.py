@@ -26,6 +26,7 @@ BENCHMARKS = {
     "s3": "From S3",
     "train": "In the training loop",
     "catalog": "Catalog",
+    "register": "Registering a tree again",
     "paper": "The paper's sources and targets",
 }
 

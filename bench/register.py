@@ -1,0 +1,155 @@
+"""Registering a tree of steps for the first time, again, and again in full; and one that very many others need.
+
+`python -m bench.register [--steps N] [--dependents N] [--without-postgres]`. By default 1,000 tiny steps, half of them
+DeepSpeed's of two ranks and half universal ones; each `ucp register -r` is a process. Then a catalog with one
+checkpoint, and 100,000 virtual ones that need it. PostgreSQL, on the same machine, syncs every commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import shutil
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import sqlalchemy as sa
+
+import ucformat
+from bench.catalog import sync
+from bench.catalog_fill import Plan, made, manifest
+from bench.common import OUT, ours, run, table, targets
+from tests.catalog.databases import running_postgres
+from tests.zero_files import FLAT, write_zero3
+from ucformat.catalog.catalog import Catalog
+from ucformat.catalog.models import Checkpoint, Edge, Location
+from ucformat.catalog.policy import load_policy
+from ucformat.errors import Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+ASKED = 60  # processor seconds for the first pass over 10,000 steps
+BASE = "/checkpoints/run00/step0"
+
+
+def make_tree(folder: Path, steps: int) -> None:
+    """So many steps, half of them DeepSpeed's and half copies of a universal one, each with its own content or id."""
+    arrays = {(n, s): np.arange(24, dtype=np.float32).reshape(4, 6) for n in "ab" for s in FLAT}
+    first = folder / "first" / "step-0"
+    for step in range(steps // 2):
+        write_zero3(folder / "deepspeed", arrays, 2, step)
+    ucformat.convert(folder / "deepspeed" / "global_step0", first)
+    said = json.loads((first / "manifest.json").read_text())
+    for step in range(1, steps - steps // 2):
+        place = shutil.copytree(first, folder / "universal" / f"step-{step}")
+        (place / "manifest.json").write_text(json.dumps(said | {"id": uuid.uuid4().hex, "step": step}))
+
+
+def registering(folder: Path, steps: int) -> float:
+    """Print what each pass cost; processor seconds of the first one."""
+    make_tree(folder / "tree", steps)
+    time.sleep(0.2)  # files that were changed a moment ago are not passed over
+    command = [ours(), "-m", "ucformat.cli", "register", "-r", str(folder / "tree"), "-q"]
+    command += ["--catalog", f"sqlite:///{folder}/catalog.db"]
+    rows, first = [], 0.0
+    for what, more in (("first", []), ("again", []), ("again, `--rescan`", ["--rescan"])):
+        before = _processor()
+        wall = run([*command, *more]).seconds
+        spent = _processor() - before
+        found = len((OUT / "command.log").read_text().split())
+        if found != steps:
+            raise SystemExit(f"{found} of {steps} were registered")
+        first = first or spent
+        rows.append([what, f"{spent:.1f}", f"{wall:.1f}", f"{spent / steps * 1e4:.0f}"])
+    head = [f"`ucp register -r` of {steps:,} steps", "processor seconds", "seconds", "processor seconds for 10,000"]
+    print(table(head, rows))
+    return first / steps * 1e4
+
+
+def _processor() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def needing(urls: Mapping[str, str], dependents: int) -> dict[str, float]:
+    """Print how long it takes to judge and refuse; of each engine, seconds to refuse a deletion."""
+    policy = load_policy({"version": 1, "keep": {"last": 1}})
+    seconds: dict[str, list[float]] = {}
+    for url in urls.values():
+        with Catalog(url) as catalog:
+            base = make_dependents(catalog, dependents)
+            asked: tuple[tuple[str, Callable[[], Any]], ...] = (
+                ("a deletion that is refused", lambda c=catalog, b=base: refused(c, b)),  # type: ignore[misc]
+                ("what a policy would delete", lambda c=catalog: c.retain(policy)),  # type: ignore[misc]
+                ("what `gc` would purge", catalog.purgeable),
+            )
+            for what, ask in asked:
+                begun = time.perf_counter()
+                ask()
+                seconds.setdefault(what, []).append(time.perf_counter() - begun)
+    rows = [[what, *(f"{s:.2f}" for s in each)] for what, each in seconds.items()]
+    print(table([f"seconds, {dependents:,} dependents", *urls], rows))
+    return dict(zip(urls, seconds["a deletion that is refused"], strict=True))
+
+
+def make_dependents(catalog: Catalog, dependents: int) -> str:
+    """Record one checkpoint, and insert copies of its row that need it; its id."""
+    base = catalog.record(manifest(next(made(Plan(1, 4))), 4, 0), BASE)
+    with catalog.database.writing() as c:
+        row = dict(c.execute(sa.select(Checkpoint.__table__)).mappings().one())
+        serials = range(row["serial"] + 1, row["serial"] + 1 + dependents)
+        copies = [row | {"serial": s, "id": uuid.uuid4().hex, "step": s} for s in serials]
+        c.execute(sa.insert(Checkpoint), copies)
+        places = [{"checkpoint": s, "url": f"/views/{s}", "seen": row["created"]} for s in serials]
+        c.execute(sa.insert(Location), places)
+        edge = {"parent": row["serial"], "parent_id": None, "parent_url": BASE, "kind": "convert", "depends": True}
+        c.execute(sa.insert(Edge), [edge | {"child": s} for s in serials])
+        c.execute(sa.text("analyze"))
+    return base.id
+
+
+def refused(catalog: Catalog, checkpoint: str) -> None:
+    """Try to delete it."""
+    try:
+        catalog.delete(checkpoint)
+    except Refused:
+        return
+    raise SystemExit("what others need was deleted")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--dependents", type=int, default=100_000)
+    parser.add_argument("--without-postgres", action="store_true")
+    given = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ucp-bench-")))
+        OUT.mkdir(parents=True, exist_ok=True)
+        first = registering(folder, given.steps)
+        print(f"\nLoad average: {os.getloadavg()[0]:.1f}.\n")
+        urls = {"SQLite": f"sqlite:///{folder}/needed.db"}
+        if not given.without_postgres:
+            urls["PostgreSQL"] = stack.enter_context(running_postgres()).fresh()
+            sync(urls["PostgreSQL"])
+        refusals = needing(urls, given.dependents)
+        what = f"seconds to refuse the deletion of what {given.dependents:,} need"
+        print()
+        print(
+            targets(
+                ("processor seconds for 10,000 steps, first", f"<= {ASKED}", first),
+                *((f"{what}, {name}", "<= 1", spent) for name, spent in refusals.items()),
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()
