@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.cli.conftest import object_of
+from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import UcformatError
 from ucformat.jobs import listing
-from ucformat.jobs import register as module
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:
@@ -65,13 +65,12 @@ def test_a_tree_again_opens_nothing_and_rescan_everything(
     monkeypatch.setattr(listing, "_FINE", -3600.0)  # as if no file had been changed just now
     monkeypatch.setattr(listing, "_COARSE", -3600.0)
     opened: list[str] = []
-    real = module.open_checkpoint
 
     def noting(root: str) -> Any:
         opened.append(root)
-        return real(root)
+        return open_checkpoint(root)
 
-    monkeypatch.setattr(module, "open_checkpoint", noting)
+    monkeypatch.setattr("ucformat.jobs.register.open_checkpoint", noting)
     place = str(tree / "run9" / "1700")
     for words, expected in (((), [place]), ((), []), (("--rescan",), [place]), (("--run", "other"), [place])):
         opened.clear()

@@ -13,8 +13,10 @@ from ucformat.references import open_reference
 from ucformat.sources.dcp.names import dotted
 from ucformat.storage.watched import must_be_unchanged
 from ucformat.torch.collect import collect
+from ucformat.torch.dtensor import mesh_of
+from ucformat.torch.edges import edge_of
 from ucformat.torch.group import TIMEOUT, group_of, meeting
-from ucformat.torch.match import Problems, match, raise_for, stored_names
+from ucformat.torch.match import PARAMETER, Problems, match, raise_for, stored_names
 from ucformat.torch.memory import check_fillable
 from ucformat.torch.reading import read
 from ucformat.torch.recorded import Recorded
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from ucformat.geometry.plan import Verify
+    from ucformat.schema.manifest import LineageDoc
     from ucformat.torch.group import Group
     from ucformat.torch.local import Local
     from ucformat.torch.match import Matched, Rename, Strict
@@ -38,7 +41,13 @@ __all__ = ["LoadReport", "load", "load_local"]
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What was loaded: bytes that this rank read from storage, seconds, and what did not fit."""
+    """What was loaded: bytes that this rank read from storage, seconds, and what did not fit.
+
+    `layout` is the layout of the state that was filled: the number of ranks as `world`, and the sizes of mesh axes.
+    `lineage` is what the checkpoint is to those that are saved from now on, for `save(lineage=[report.lineage])`, the
+    same on all ranks: `finetune` where no optimizer state was loaded, else `reshard` where it was saved under another
+    layout, else `resume`.
+    """
 
     url: str
     id: str
@@ -46,6 +55,8 @@ class LoadReport:
     tensors: int
     nbytes: int
     seconds: float
+    layout: Mapping[str, Any]
+    lineage: LineageDoc
     problems: Problems = field(default_factory=Problems)
 
     @property
@@ -139,6 +150,8 @@ def load(
             progress=progress,
             problems=objects | groups,
             then=put,
+            layout=mesh_of(list(found.tensors.values())),
+            stateful=len(groups.missing) < sum(map(len, found.groups.values())),
         )
 
 
@@ -157,17 +170,22 @@ def load_local(
     progress: Callable[[int], None] | None = None,
     problems: Problems | None = None,
     then: Callable[[], None] = lambda: None,
+    layout: Mapping[str, Any] | None = None,
+    stateful: bool = False,
 ) -> LoadReport:
     """Fill what this rank holds, whatever engine it belongs to; see `load`.
 
     `names` are those of `stored_names`, and `problems` those that were found besides tensors; `then` is called when all
-    tensors are filled.
+    tensors are filled. `layout` is what a save would note of this rank, and `stateful` says that hyper-parameters of an
+    optimizer are loaded.
     """
     begun = time.monotonic()
     ranks = group or group_of()
     with ranks.telling():
         matched, found = match(targets, aliases or {}, ck, names or stored_names(ck, None), cast=cast)
-    found = _together(found | (problems or Problems()), ranks)
+        stateful = stateful or any(m.target.info.state not in PARAMETER for m in matched)
+    told = ranks.agree((found | (problems or Problems()), dict(layout or {}), stateful))
+    found = _together([mine for mine, _, _ in told])
     raise_for(found, strict, ck.url)
     nbytes, failure = 0, None
     try:
@@ -176,7 +194,9 @@ def load_local(
     except Exception as error:  # noqa: BLE001 - told to all ranks
         failure = error
     ranks.agree(failure)
-    return LoadReport(ck.url, ck.id, ck.facts.step, len(matched), nbytes, time.monotonic() - begun, found)
+    now = {"world": ranks.size} | {k: v for _, part, _ in told for k, v in part.items()}
+    lineage = edge_of(ck, now, continues=any(s for _, _, s in told))
+    return LoadReport(ck.url, ck.id, ck.facts.step, len(matched), nbytes, time.monotonic() - begun, now, lineage, found)
 
 
 def _read(
@@ -195,9 +215,8 @@ def _read(
     return nbytes
 
 
-def _together(mine: Problems, ranks: Group) -> Problems:
+def _together(everybody: Sequence[Problems]) -> Problems:
     """The problems of all ranks; what is unexpected is what no rank expects."""
-    everybody: list[Problems] = ranks.agree(mine)
     out = Problems()
     for found in everybody:
         out |= found

@@ -15,6 +15,7 @@ from ucformat.schema.manifest import LineageDoc
 from ucformat.storage.url import open_store
 from ucformat.torch.background import SaveHandle, async_save
 from ucformat.torch.group import TIMEOUT, group_of
+from ucformat.torch.loading import load
 from ucformat.torch.restoring import restore_newest
 from ucformat.torch.saving import save
 from ucformat.torch.steps import folder_of
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
+    from ucformat.checkpoint import Checkpoint
     from ucformat.torch.group import Group
     from ucformat.torch.keeping import Keep, Keeper
     from ucformat.torch.loading import LoadReport
@@ -53,7 +55,7 @@ class Manager:
                     break
 
     All ranks make one and call the same methods with the same arguments. Each checkpoint notes as its parent the one
-    before it, or the one that was restored; that alone keeps no checkpoint from being deleted.
+    before it, or the one that was loaded; that alone keeps no checkpoint from being deleted.
 
     A signal of `signals` is noted at the next `should_save` or `save` of any rank: that `save` then saves on all ranks,
     whether due or not, returns when it is committed, and `stopping` is true from then on. For this the ranks exchange
@@ -211,8 +213,24 @@ class Manager:
         if found is None:
             return None
         self._at, self._beyond = found.step.step, set(found.beyond)
-        self._parent = LineageDoc(kind="resume", url=found.step.url, id=found.step.id)
+        self._parent = found.report.lineage
         return found.report
+
+    def load(self, state: Mapping[str, Any], url: str | PathLike[str] | Checkpoint, **options: Any) -> LoadReport:
+        """Load any checkpoint, also of another run, on all ranks the same, and note it as the parent of the next save.
+
+        Args:
+            state: as given to `ucformat.torch.load`.
+            url: the checkpoint, or a reference to one.
+            options: others of `ucformat.torch.load`, but for group and timeout.
+
+        Raises:
+            StateMismatch: the checkpoint does not fit the state.
+        """
+        self._settle()
+        report = load(state, url, **options, group=self._group, timeout=self._timeout)
+        self._parent = report.lineage
+        return report
 
     def wait(self) -> Saved | None:
         """Wait until what is under way is committed, and what need not stay is deleted; the last that was committed.

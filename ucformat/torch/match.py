@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     Rename = Callable[[str], str] | Mapping[str, str]
     Strict = Literal["report", True, False]
 
-__all__ = ["Matched", "Problems", "match", "raise_for", "stored_names"]
+__all__ = ["PARAMETER", "Matched", "Problems", "match", "raise_for", "stored_names"]
+
+PARAMETER = ("weight", "master")  # the states that a parameter has without any state of an optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ def match(
         if stored is None:
             missing.append(str(info.key))
             continue
-        wanted |= {Key(stored.name, s) for s in _PARAMETER} if info.state in _PARAMETER else {stored.key}
+        wanted |= {Key(stored.name, s) for s in PARAMETER} if info.state in PARAMETER else {stored.key}
         if stored.shape != info.shape:
             shapes.append(f"{info.key} is {list(info.shape)}, in the checkpoint {list(stored.shape)}")
         elif stored.dtype != info.dtype and not cast:
@@ -119,25 +121,22 @@ def match(
     for alias, name in aliases.items():
         mine, first = names.get(alias), names.get(name)
         if mine is not None and first is not None and mine != first:
-            held = [p.box for t in targets if t.info.name == name and t.info.state in _PARAMETER for p in t.pieces]
+            held = [p.box for t in targets if t.info.name == name and t.info.state in PARAMETER for p in t.pieces]
             if not _equal(ck, mine, first, held):
                 others.append(f"tied here: {alias} is {name}, but the checkpoint has a tensor for each, which differ")
         if mine is not None:
-            wanted |= {Key(mine, s) for s in _PARAMETER}
+            wanted |= {Key(mine, s) for s in PARAMETER}
     unexpected = _unexpected(wanted, {t.info.state for t in targets}, ck, names)
     return found, Problems(tuple(missing), tuple(unexpected), tuple(shapes), tuple(dtypes), tuple(others))
-
-
-_PARAMETER = ("weight", "master")
 
 
 def _stored(info: TensorInfo, ck: Checkpoint, names: Mapping[str, str]) -> TensorInfo | None:
     name = names.get(info.name)
     if name is None:
         return None
-    if info.state not in _PARAMETER:
+    if info.state not in PARAMETER:
         return ck.tensors.get(Key(name, info.state))
-    have = [i for s in _PARAMETER if (i := ck.tensors.get(Key(name, s))) is not None]
+    have = [i for s in PARAMETER if (i := ck.tensors.get(Key(name, s))) is not None]
     if info.dtype == "float32" or info.state == "master":
         have.reverse()
     return next((i for i in have if i.dtype == info.dtype), have[0] if have else None)
@@ -145,7 +144,7 @@ def _stored(info: TensorInfo, ck: Checkpoint, names: Mapping[str, str]) -> Tenso
 
 def _equal(ck: Checkpoint, a: str, b: str, held: Iterable[Box]) -> bool:
     """Whether two stored weights are equal: by their digests, or where they have none in the boxes that are held."""
-    docs = [{t.state: t for t in ck.manifest.tensors if t.name == n and t.state in _PARAMETER} for n in (a, b)]
+    docs = [{t.state: t for t in ck.manifest.tensors if t.name == n and t.state in PARAMETER} for n in (a, b)]
     if docs[0].keys() != docs[1].keys():
         return False
     for state, one in docs[0].items():
@@ -167,11 +166,11 @@ def _equal(ck: Checkpoint, a: str, b: str, held: Iterable[Box]) -> bool:
 
 def _unexpected(wanted: set[Key], states: set[str], ck: Checkpoint, names: Mapping[str, str]) -> Iterable[str]:
     """Stored tensors that nobody wants, of the kinds that are wanted at all: weights, an optimizer's states."""
-    weights = bool(states & set(_PARAMETER))
-    optimizer = bool(states - set(_PARAMETER))
+    weights = bool(states & set(PARAMETER))
+    optimizer = bool(states - set(PARAMETER))
     renamed = {stored: name for name, stored in reversed(list(names.items()))}
     for key in ck.tensors:
-        if key not in wanted and (weights if key.state in _PARAMETER else optimizer):
+        if key not in wanted and (weights if key.state in PARAMETER else optimizer):
             yield str(Key(renamed[key.name], key.state))
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError
 from ucformat.jobs.record import record_verification
+from ucformat.torch.edges import edge_of, holds_training
 from ucformat.torch.loading import load
 from ucformat.torch.steps import Listed, list_steps
 from ucformat.torch.verifying import verify_together
@@ -67,6 +68,8 @@ def restore_newest(
         except IntegrityError as error:  # found by all ranks: they agree on how a load ended
             skip(step.url, error.message)
             continue
+        if not holds_training(ck):  # and so nothing of the run was left out
+            report = replace(report, lineage=edge_of(ck, report.layout, continues=True))
         steps = [s.step for s in listed.steps] + [s for _, s, _ in listed.unreadable]
         return Restored(step, report, frozenset(s for s in steps if s > step.step))
     if damaged:

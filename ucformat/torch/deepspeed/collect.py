@@ -59,7 +59,7 @@ def collect(engine: Any, client_state: Mapping[str, Any] | None = None) -> Local
         ranks=ranks,
         groups=groups_of(trainer, held),
         aliases=dict(trainer.aliases),
-        layout={"zero": trainer.stage, "dp": int(engine.seq_dp_world_size)},
+        layout=trainer.layout,
         engine={"name": "deepspeed", "version": str(deepspeed.__version__)},
     )
 

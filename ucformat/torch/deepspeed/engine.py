@@ -39,6 +39,11 @@ class Trainer:
         """The rank of this process among all."""
         return int(self.engine.global_rank)
 
+    @property
+    def layout(self) -> dict[str, int]:
+        """The stage, and the number of data-parallel ranks, as manifests have them."""
+        return {"zero": self.stage, "dp": int(self.engine.seq_dp_world_size)}
+
     def name_of(self, parameter: torch.Tensor) -> str:
         """The name of a parameter that the optimizer has; Refused for a tensor that is not the module's."""
         found = self.engine.param_names.get(parameter)

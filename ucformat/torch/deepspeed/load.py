@@ -13,6 +13,7 @@ from ucformat.torch.deepspeed.held import held_by
 from ucformat.torch.deepspeed.refresh import refresh
 from ucformat.torch.deepspeed.restore import Client, fit_groups, fit_parts, fit_values
 from ucformat.torch.deepspeed.targets import Stored, Wanted, want_optimizer
+from ucformat.torch.edges import holds_training
 from ucformat.torch.group import TIMEOUT, meeting
 from ucformat.torch.loading import LoadReport, load_local
 from ucformat.torch.match import stored_names
@@ -97,6 +98,8 @@ def load(
                 group=group,
                 problems=plan.problems,
                 then=plan.put,
+                layout=plan.trainer.layout,
+                stateful=optimizer and holds_training(ck),
             )
         except BaseException:
             plan.wanted.undo()

@@ -13,8 +13,9 @@ from ucformat.geometry.tensor import Key
 from ucformat.torch.deepspeed.collect import boxes_of, master_state, part_of
 from ucformat.torch.deepspeed.make import forget_states, make_states
 from ucformat.torch.dtensor import local_of
+from ucformat.torch.edges import holds_training
 from ucformat.torch.local import Local
-from ucformat.torch.match import Problems, match
+from ucformat.torch.match import PARAMETER, Problems, match
 from ucformat.torch.memory import torch_dtype
 from ucformat.torch.reading import read
 
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from ucformat.torch.deepspeed.held import Held, Part
 
 __all__ = ["Stored", "Wanted", "want_optimizer"]
-
-_PARAMETER = ("weight", "master")
 
 
 @dataclass(frozen=True)
@@ -51,14 +50,14 @@ class Stored:
     @cached_property
     def trained(self) -> bool:
         """Whether the checkpoint is of a training at all, which has groups even where it made no step yet."""
-        return bool(self.ck.manifest.groups) or any(key.state not in _PARAMETER for key in self.ck.tensors)
+        return holds_training(self.ck)
 
     def stepped(self, name: str) -> bool:
         """Whether an optimizer has made a step on this parameter."""
         stored = self.names.get(name)
         if stored is None:
             return False
-        return bool(self.plain.get(stored)) or any(s not in _PARAMETER for s in self.ck.states(stored))
+        return bool(self.plain.get(stored)) or any(s not in PARAMETER for s in self.ck.states(stored))
 
     def number(self, name: str, state: str) -> Any:
         """A state that is stored as a plain number, or None."""

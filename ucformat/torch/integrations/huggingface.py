@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import TrainerState, TrainingArguments
 
     from ucformat.checkpoint import Checkpoint
+    from ucformat.schema.manifest import LineageDoc
 
 __all__ = ["SaveCallback", "UniversalTrainer"]
 
@@ -78,10 +79,12 @@ class UniversalTrainer(Trainer):
     save_in_background = False
     _resumed: Checkpoint | None = None
     _handle: SaveHandle | None = None
+    _lineage: tuple[LineageDoc, ...] = ()  # what the training was resumed from
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, from a universal checkpoint on if one is given."""
         if not resume_from_checkpoint:
+            self._lineage = ()
             return self._finished(super().train(None, *args, **kwargs))
         url = _last(Path(str(self.args.output_dir))) if resume_from_checkpoint is True else resume_from_checkpoint
         self._resumed = open_reference(url)
@@ -107,7 +110,7 @@ class UniversalTrainer(Trainer):
         else:
             state = self._live()
             del state["rng"]  # batches are skipped first
-            load(state, self._resumed)
+            self._lineage = (load(state, self._resumed).lineage,)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._resumed is None:
@@ -133,7 +136,8 @@ class UniversalTrainer(Trainer):
             state[_STATE] = asdict(self.state)
         if self.args.save_only_model and not self.is_distributed_loading_by_transformers:
             state = {"model": state["model"], **{k: v for k, v in state.items() if k == _STATE}}
-        note = {"overwrite": True, **_note(self.args, self.state, self.model), **self.save_options}
+        note = {"overwrite": True, "lineage": self._lineage, **_note(self.args, self.state, self.model)}
+        note |= self.save_options
         if self.save_in_background:
             self._handle = async_save(state, place, **note)
         else:

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ucformat.checkpoint import Checkpoint
+    from ucformat.schema.manifest import LineageDoc
+    from ucformat.torch.loading import LoadReport
+
+    _Read = tuple[dict[tuple[str, str], torch.Tensor], LoadReport]
 
 __all__ = ["UniversalCheckpointIO", "UniversalDDPStrategy", "UniversalModelParallelStrategy"]
 
@@ -55,6 +59,7 @@ class _Universal:
         super().__init__(**options)
         self._form, self._background, self._trust = form, background, trust
         self._handle: SaveHandle | None = None
+        self._lineage: tuple[LineageDoc, ...] = ()  # what was loaded last
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -88,7 +93,7 @@ class _Universal:
         state = local_state(self._live(optimizers="optimizer_states" in checkpoint))
         if self.is_global_zero:  # type: ignore[attr-defined]
             state = replace(state, objects={**state.objects, _REST: encode(_without_tensors(checkpoint))})
-        note = _note(checkpoint)
+        note = _note(checkpoint, self._lineage)
         if self._background:
             self._handle = async_save_local(state, terms_of(url, self._form, True, None, None, "equal"), note)
         else:
@@ -103,7 +108,7 @@ class _Universal:
         state = self._live(optimizers=bool(self.optimizers))
         if "rng" not in ck.objects.get("per_rank", {}):  # a CheckpointIO saves from one rank, and no generators
             state.pop("rng", None)
-        load(state, ck, strict)  # type: ignore[arg-type]
+        self._lineage = (load(state, ck, strict).lineage,)  # type: ignore[arg-type]
         return {"state_dict": {}, **dict(rest)}
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -147,6 +152,7 @@ class UniversalCheckpointIO(CheckpointIO):
 
     def __init__(self, form: Any = "zarr") -> None:
         self._form = form
+        self._lineage: tuple[LineageDoc, ...] = ()  # what was loaded last
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Save from this rank alone. What lies at the path already is replaced.
@@ -165,7 +171,7 @@ class UniversalCheckpointIO(CheckpointIO):
         state = local_state(named)
         state = replace(state, objects={**state.objects, _REST: encode(rest)})
         terms = terms_of(str(path), self._form, True, None, None, "equal")
-        save_held(state, terms, _note(checkpoint), lone())
+        save_held(state, terms, _note(checkpoint, self._lineage), lone())
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
         """The checkpoint as Lightning has it; each rank that calls this reads all of it.
@@ -183,7 +189,8 @@ class UniversalCheckpointIO(CheckpointIO):
                 f"{ck.url} holds optimizers, but not their parameters' numbers, by which a CheckpointIO gives them",
                 hint="load it by UniversalDDPStrategy or UniversalModelParallelStrategy",
             )
-        tensors = _read(ck, torch.device(map_location or "cpu"), optimizers=bool(numbered))
+        tensors, report = _read(ck, torch.device(map_location or "cpu"), optimizers=bool(numbered))
+        self._lineage = (report.lineage,)
         weights = {name: tensors[name, "weight"] for name in ck.names() if (name, "weight") in tensors}
         rest["state_dict"] = weights | {a: weights[n] for a, n in ck.aliases.items() if n in weights}
         for state in numbered:
@@ -197,12 +204,12 @@ class UniversalCheckpointIO(CheckpointIO):
         _remove(str(path))
 
 
-def _note(checkpoint: Mapping[str, Any]) -> Note:
+def _note(checkpoint: Mapping[str, Any], lineage: tuple[LineageDoc, ...]) -> Note:
     """What the manifest says besides the state: the step, hyper-parameters, and what callbacks monitor."""
     config = of_program(*((kind, dict(checkpoint[kind])) for kind in _HYPER if checkpoint.get(kind)))
     watched = [c for c in checkpoint.get("callbacks", {}).values() if isinstance(c, dict) and c.get("monitor")]
     metrics = {c["monitor"]: float(c["current_score"]) for c in watched if c.get("current_score") is not None}
-    return Note(step=int(checkpoint["global_step"]), metrics=metrics, config=config)
+    return Note(step=int(checkpoint["global_step"]), metrics=metrics, config=config, lineage=lineage)
 
 
 def _without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,14 +239,14 @@ def _skeleton(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": held, "param_groups": state["param_groups"]}
 
 
-def _read(ck: Checkpoint, device: torch.device, *, optimizers: bool) -> dict[tuple[str, str], torch.Tensor]:
+def _read(ck: Checkpoint, device: torch.device, *, optimizers: bool) -> _Read:
     tensors = {
         (key.name, key.state): torch.empty(info.shape, dtype=torch_dtype(info.dtype), device=device)
         for key, info in ck.tensors.items()
         if optimizers or key.state == "weight"
     }
-    load_local([local_of(name, state, t) for (name, state), t in tensors.items()], ck, group=lone())
-    return tensors
+    wanted = [local_of(name, state, t) for (name, state), t in tensors.items()]
+    return tensors, load_local(wanted, ck, group=lone(), stateful=optimizers)
 
 
 def _remove(url: str) -> None:

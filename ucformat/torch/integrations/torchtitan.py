@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ucformat.errors import NotFound, UsageError
-from ucformat.torch.loading import load
 from ucformat.torch.manager import Manager
 from ucformat.torch.objects import PerRank
 from ucformat.torch.rng import Rng
@@ -129,14 +128,15 @@ class CheckpointManager:
         wanted = {k: v for k, v in self.states.items() if k not in self._excluded}
         if step >= 0:
             url = f"{self._manager.url}/{folder_of(step)}"
-            load({_MODEL: self.states[_MODEL]} if step == 0 else wanted, url)
+            self._manager.load({_MODEL: self.states[_MODEL]} if step == 0 else wanted, url)
             return True
         try:
             found = self._manager.restore_latest(wanted)
         except NotFound:  # no such folder
             found = None
         if found is None and self._initial is not None:
-            load({_MODEL: self.states[_MODEL]} if self._initial_model_only else wanted, self._initial)
+            model = {_MODEL: self.states[_MODEL]}
+            self._manager.load(model if self._initial_model_only else wanted, self._initial)
             return True
         return found is not None
 
