@@ -66,9 +66,9 @@ def test_a_tree_again_opens_nothing_and_rescan_everything(
     monkeypatch.setattr(listing, "_COARSE", -3600.0)
     opened: list[str] = []
 
-    def noting(root: str) -> Any:
+    def noting(root: str, *rest: Any, **more: Any) -> Any:
         opened.append(root)
-        return open_checkpoint(root)
+        return open_checkpoint(root, *rest, **more)
 
     monkeypatch.setattr("ucformat.jobs.register.open_checkpoint", noting)
     place = str(tree / "run9" / "1700")
