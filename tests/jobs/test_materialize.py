@@ -15,10 +15,21 @@ from tests.jobs.forks import Forks
 from tests.packed import FACTS, OBJECTS, write_packed
 from tests.storage.faulty import FaultyStore
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import ChecksumError, Conflict, MissingData, NotFound, Refused, UcformatError, UsageError
+from ucformat.errors import (
+    ChecksumError,
+    Conflict,
+    MissingData,
+    NotACheckpoint,
+    NotFound,
+    Refused,
+    UcformatError,
+    UsageError,
+)
+from ucformat.geometry.tensor import Key, single_extents
 from ucformat.jobs.materialize import is_packed
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
+from ucformat.storage.recording import RecordingStore
 from ucformat.storage.wrapped import WrappedStore
 
 if TYPE_CHECKING:
@@ -265,13 +276,79 @@ class TestElsewhere:
         assert is_packed(ucformat.open(place))
 
 
-def test_progress_counts_what_is_checked_and_what_is_written(place: Path) -> None:
+@pytest.mark.parametrize("registered", [False, True])
+def test_progress_counts_what_is_written_and_files_that_are_compared_first(
+    registered: bool, place: Path, tmp_path: Path
+) -> None:
+    total, source = sum(a.nbytes for a in ODD.values()), ucformat.open(place)
+    more = 0
+    if registered:
+        source = ucformat.convert(place, tmp_path / "virtual", virtual=True, checksums=True)
+        assert source.manifest.sidecar is not None
+        more = sum(doc.nbytes for doc in source.manifest.sidecar.sources)
+        assert more >= total
     seen: list[tuple[int, int]] = []
-    ucformat.materialize(place, progress=lambda done, total: seen.append((done, total)))
-    total = sum(a.nbytes for a in ODD.values())
-    assert {t for _, t in seen} == {2 * total}
+    ucformat.materialize(source, tmp_path / "arrays", progress=lambda done, total: seen.append((done, total)))
+    assert {t for _, t in seen} == {total + more}
     assert [d for d, _ in seen] == sorted(d for d, _ in seen)
-    assert seen[-1][0] == 2 * total
+    assert seen[-1][0] == total + more
+
+
+def packed_of_two_megabytes(store: LocalStore, shared: bool) -> Arrays:
+    """A packed checkpoint whose blocks are shared by extents, or which training saved: each block is an extent."""
+    arrays = {
+        ("a", "weight"): random_array((501, 777), "float32", 1),
+        ("b", "master"): random_array((77, 3001), "float32", 2),
+        ("c", "weight"): random_array((4096,), "int8", 3),
+    }
+    if shared:
+        write_packed(store, arrays, block_bytes=1 << 16)
+        return arrays
+    import torch
+
+    from ucformat.torch.saving import save
+
+    tensors = {name: torch.from_numpy(a.copy()) for (name, _), a in arrays.items()}
+    save(tensors, store.url, form="packed")
+    return {(key[0], "weight"): a for key, a in arrays.items()}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_every_byte_is_read_once_and_compared_as_it_passes(shared: bool, workers: int, tmp_path: Path) -> None:
+    where = tmp_path / "packed"
+    arrays = packed_of_two_megabytes(LocalStore(where), shared)
+    store = RecordingStore(LocalStore(where))
+    source = ucformat.open(store)
+    assert is_packed(source)
+    files = {str(p.relative_to(where)): p for p in where.rglob("*.bin")}
+    store.clear()
+    ck = ucformat.materialize(source, tmp_path / "arrays", workers=workers)
+    read = sum(r.nbytes for r in store.reads if r.key in files)
+    total = sum(p.stat().st_size for p in files.values())
+    assert 0.98 * total <= read <= 1.02 * total
+    assert holds(ck, arrays)
+    assert ck.manifest.verified is not None
+    assert (ck.manifest.verified.default, ck.manifest.verified.but) == (True, ())
+
+    for key in arrays:
+        extent = list(single_extents(source.source.extents(Key(*key))))[-1]
+        file = where / extent.file
+        data = bytearray(file.read_bytes())
+        data[extent.last] ^= 1
+        file.write_bytes(data)
+        for dst in (None, tmp_path / "damaged"):
+            with pytest.raises(ChecksumError, match=rf"{key[0]} \({key[1]}\)") as caught:
+                ucformat.materialize(where, dst, workers=workers)
+            assert extent.file in caught.value.message
+        assert is_packed(ucformat.open(where))
+        with pytest.raises(NotACheckpoint):
+            ucformat.open(tmp_path / "damaged")
+        taken = ucformat.materialize(where, tmp_path / "taken", overwrite=True, verify=False)
+        assert not holds(taken, arrays)
+        data[extent.last] ^= 1
+        file.write_bytes(data)
+    assert holds(ucformat.materialize(where), arrays)
 
 
 def test_a_failure_at_any_write_leaves_it_whole_and_the_next_run_completes(tmp_path: Path) -> None:

@@ -146,6 +146,23 @@ class TestChanges:
         with pytest.raises(IntegrityError, match="nothing was replaced"):
             ucformat.materialize(ck)
         assert ucformat.open(ck.url).manifest.attempt == ck.manifest.attempt
+        part = ucformat.open(ck.url, view=[{"keep": "up"}])
+        with pytest.raises(IntegrityError, match=path.name):
+            ucformat.materialize(part, tmp_path / "made")
+
+    @pytest.mark.parametrize("view", [None, [{"keep": "up"}], [{"cast": "*", "dtype": "float64"}]])
+    @pytest.mark.parametrize("checksums", [True, False])
+    def test_what_it_was_made_of_is_said_to_be_verified_if_it_was(
+        self, source: Path, tmp_path: Path, checksums: bool, view: Any
+    ) -> None:
+        ucformat.convert(source, tmp_path / "virtual", virtual=True, checksums=checksums)
+        ck = ucformat.open(tmp_path / "virtual", view=view)
+        made = ucformat.materialize(ck, tmp_path / "made")
+        unchecked = ucformat.materialize(ck, tmp_path / "unchecked", verify=False)
+        converted = ucformat.convert(ck, tmp_path / "converted")
+        for found, all_of_it in ((made, checksums), (unchecked, False), (converted, False)):
+            assert found.manifest.verified is not None
+            assert (found.manifest.verified.default, found.manifest.verified.but) == (all_of_it, ())
 
 
 class TestRoots:

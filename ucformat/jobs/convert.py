@@ -42,7 +42,7 @@ from ucformat.storage.waiting import map_waiting
 from ucformat.storage.watched import must_be_unchanged, watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -207,16 +207,24 @@ def plan_document(source: Checkpoint, infos: Sequence[TensorInfo], how: How) -> 
     } | ({} if how.verify else {"verify": False})
 
 
-def write(source: Checkpoint, store: Store, attempt: Attempt, infos: Sequence[TensorInfo], how: How) -> Manifest:
+def write(
+    source: Checkpoint,
+    store: Store,
+    attempt: Attempt,
+    infos: Sequence[TensorInfo],
+    how: How,
+    compared: Collection[str] = (),
+) -> Manifest:
     """Write these tensors as arrays, and all that a checkpoint holds besides; the manifest that is to be committed.
 
-    Shards that an interrupted run of the same attempt left whole are kept. Where their bytes are under checksums of the
-    source, these are read and compared again, for a checksum covers more than a shard has.
+    The files in `compared` are known to be whole. Shards that an interrupted run of the same attempt left whole are
+    kept. Where their bytes are under checksums of the source, these are read and compared again, for a checksum covers
+    more than a shard has.
     """
     _list_files(source)
     arrays = lay_out(infos, attempt.folder("data"), how.chunk_bytes, how.shard_bytes)
     watching = watched(source.store)
-    passing = Passing(source.source, source.origin) if how.verify and watching is not None else None
+    passing = Passing(source.source, source.origin, compared) if how.verify and watching is not None else None
     with nullcontext() if passing is None or watching is None else watching.tapped(passing.see):
         leaves = _write_all(source, store, attempt, arrays, how, passing)
         if passing is not None:
@@ -303,12 +311,13 @@ def _write_shard(source: Checkpoint, store: Store, task: _Task, passing: Passing
     key = shard_key(task.array.path, task.shard)
     whole = grid.box(task.shard)  # of many extents few meet a shard, and each band looks at all of them
     extents = [e for e in source.source.extents(info.key, whole) if e.box.intersect(whole)]
+    planned = extents if passing is None else [passing.planned(info, e) for e in extents]
 
     def fill(band: Band, raw: NDArray[np.uint8]) -> None:
         if passing is not None:
             passing.expect(info, extents, band.box)
         piece = Piece(band.box, 0, row_major(band.padded))
-        plan = make_plan([Wanted(info, extents, [(0, piece)])], verify, limits_of(source.store))
+        plan = make_plan([Wanted(info, planned, [(0, piece)])], verify, limits_of(source.store))
         execute(plan, source.store, [raw], [str(info.key)], threads=1)
 
     kept = _kept(store, key, task)

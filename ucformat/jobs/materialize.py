@@ -1,19 +1,18 @@
 """Makes arrays of a packed or virtual checkpoint, at another place, or in its own, and then replaces it.
 
-First every block of the packed files is compared with its checksum, for what becomes arrays gets checksums of its own.
-Then the arrays are written under a new attempt, as `convert` writes them. In place, the manifest that was read is
-replaced, if it still stands, and then the packed files are deleted.
+The arrays are written under a new attempt, as `convert` writes them: blocks of packed files are compared with their
+checksums as they pass. Files of another checkpoint, whose digests cover them as wholes, are compared first. In place,
+the manifest that was read is replaced, if it still stands, and then the packed files are deleted.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING
 
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import ChecksumError, Conflict, Refused, UcformatError
-from ucformat.format.blocks import blocks_of, is_whole
 from ucformat.format.commit import abandon, begin, commit, read_manifest
 from ucformat.format.universal import Universal
 from ucformat.jobs.convert import How, plan_document, write
@@ -25,18 +24,15 @@ from ucformat.storage.url import open_store
 from ucformat.storage.watched import watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from ucformat.format.commit import Attempt
-    from ucformat.geometry.tensor import Block
     from ucformat.schema.manifest import Manifest, SourceFileDoc
     from ucformat.storage.base import Store
 
 __all__ = ["is_packed", "materialize"]
 
 record_commits()  # whoever imports this: the rooms below know nothing of the catalog
-
-_TASK = 64 << 20  # bytes of blocks that one task checks
 
 
 def materialize(
@@ -53,8 +49,9 @@ def materialize(
     """Make arrays of a packed or virtual checkpoint, in place or as a new checkpoint, and commit them.
 
     All else stays: run, step, metrics, config, layout, groups, objects, assets, aliases, producer and lineage. In place
-    the checkpoint keeps its id, too. Every checksum of the packed files is checked first. Interrupted at any instant,
-    the packed checkpoint is whole, or the arrays are committed; called again with the same arguments it continues.
+    the checkpoint keeps its id, too. Nothing is committed unless all bytes that it is made of are what their checksums
+    say. Interrupted at any instant, the packed checkpoint is whole, or the arrays are committed; called again with the
+    same arguments it continues.
 
     Args:
         src: a checkpoint, or where one lies.
@@ -65,11 +62,13 @@ def materialize(
         shard_bytes: the most bytes of a shard, the unit of writing (default 128 MiB).
         overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one is.
         workers: shards written at once (default: one for each core).
-        verify: compare the bytes that are read with the checksums of the files that they lie in.
-        progress: called with the bytes done and the bytes in all: those that are checked, and those of the arrays.
+        verify: compare the bytes that are read with the checksums of the files that they lie in, as they pass; files
+            of another checkpoint that were registered with checksums are read once more for it.
+        progress: called with the bytes done and the bytes in all: those of the files that are read once more, and those
+            of the arrays.
 
     Raises:
-        ChecksumError: a packed file is damaged.
+        ChecksumError: a file that it is made of is damaged; the message names the file, and the tensors of a block.
         Conflict: a checkpoint is committed at `dst` already, or the one that is to be replaced has changed; or a file
             of the source was changed since it was opened.
         Refused: in place, of a foreign checkpoint, or in a place that cannot replace a file only if it is unchanged.
@@ -164,85 +163,36 @@ _OF_FILES = ("attempt", "objects", "assets", "sidecar", "tensors", "verified")
 
 
 def _write(source: Checkpoint, store: Store, attempt: Attempt, how: How) -> tuple[Manifest, Manifest]:
-    """Check the packed files, then write everything; the source's manifest with the new files, and `write`'s."""
+    """Compare registered files, then write everything; the source's manifest with the new files, and `write`'s."""
     infos = list(source.tensors.values())
-    universal = source.source if how.verify and isinstance(source.source, Universal) and is_packed(source) else None
-    checks = [] if universal is None else list(_checks(universal))
+    files = _registered(source) if how.verify else []
     total, done = sum(i.nbytes for i in infos), 0
-    checked = sum(c.nbytes for c in checks)
-    for check, _ in run_tasks(lambda check: check.run(), checks, how.workers):
-        done += check.nbytes
+    compared = sum(doc.nbytes for _, doc in files)
+    for (_, doc), _ in run_tasks(lambda file: _compare(*file), files, how.workers):
+        done += doc.nbytes
         if how.progress is not None:
-            how.progress(done, checked + total)
+            how.progress(done, compared + total)
     if (tell := how.progress) is not None:
-        how = replace(how, progress=lambda written, _: tell(checked + written, checked + total))
-    made = write(source, store, attempt, infos, how)
+        how = replace(how, progress=lambda written, _: tell(compared + written, compared + total))
+    made = write(source, store, attempt, infos, how, {doc.path for _, doc in files})
     changed = {name: getattr(made, name) for name in _OF_FILES}
     changed["producer"] = {**source.manifest.producer, **made.producer}
     return source.manifest.model_copy(update=changed), made
 
 
-@dataclass(frozen=True, slots=True)
-class _Check:
-    """Blocks of one file, in the order of their offsets, each with the number of a tensor that has it."""
-
-    source: Universal
-    file: str
-    blocks: tuple[tuple[int, Block], ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(b.nbytes for _, b in self.blocks)
-
-    def run(self) -> None:
-        """Read them.
-
-        Raises:
-            ChecksumError: a block is not what its checksum says.
-        """
-        store = self.source.store
-        for tensor, block in self.blocks:
-            if not is_whole(store, self.file, block):
-                doc = self.source.manifest.tensors[tensor]
-                where = f"{store.url}/{self.file}: crc32c differs (block at byte {block.offset})"
-                raise ChecksumError(
-                    f"{where} in {doc.name} ({doc.state})",
-                    hint="restore the file from another copy of the checkpoint; nothing was replaced",
-                )
+def _registered(source: Checkpoint) -> list[tuple[Universal, SourceFileDoc]]:
+    """The files of another checkpoint that have a digest: a digest of a whole file cannot be made of parts of it."""
+    universal = source.origin
+    if not isinstance(universal, Universal) or universal.manifest.sidecar is None:
+        return []
+    return [(universal, doc) for doc in universal.manifest.sidecar.sources if doc.digest is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class _FileCheck:
-    """A file of another checkpoint that has a checksum."""
+def _compare(source: Universal, doc: SourceFileDoc) -> None:
+    """Read a file of another checkpoint.
 
-    source: Universal
-    doc: SourceFileDoc
-
-    @property
-    def nbytes(self) -> int:
-        return self.doc.nbytes
-
-    def run(self) -> None:
-        """Read it.
-
-        Raises:
-            ChecksumError: it is not what was registered.
-        """
-        for problem in source_file(self.source, self.doc):
-            raise ChecksumError(str(problem), hint="restore the file from another copy; nothing was replaced")
-
-
-def _checks(source: Universal) -> Iterator[_Check | _FileCheck]:
-    """Every file with a checksum, and every block once, those of one file in tasks of some 64 MiB."""
-    listed = source.manifest.sidecar
-    yield from (_FileCheck(source, doc) for doc in (listed.sources if listed else ()) if doc.digest is not None)
-    some: list[tuple[int, Block]] = []
-    current, nbytes = "", 0
-    for file, tensor, block in blocks_of(source.sidecar()):
-        if some and (file != current or nbytes >= _TASK):
-            yield _Check(source, current, tuple(some))
-            some, nbytes = [], 0
-        some.append((tensor, block))
-        current, nbytes = file, nbytes + block.nbytes
-    if some:
-        yield _Check(source, current, tuple(some))
+    Raises:
+        ChecksumError: it is not what was registered.
+    """
+    for problem in source_file(source, doc):
+        raise ChecksumError(str(problem), hint="restore the file from another copy; nothing was replaced")

@@ -1,9 +1,9 @@
 """Compares the bytes of a source with the checksums that its files carry, while they pass on their way.
 
 A record is read piece by piece, in any order, by several threads. The CRC of each piece is made when it passes, counted
-once, and put together with the others'; a record is equal only when every byte of it has passed. What no tensor needs
-of a record that was begun is read in the end, and counted. Chunks that are read whole are compared as they are read;
-those that are read in parts, here.
+once, and put together with the others'; a record is equal only when every byte of it has passed. What is left in the
+end of a record that was begun is read for that alone, and counted. Chunks that are read whole are compared as they are
+read; those that are read in parts, and blocks of which an extent has a part, here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import zlib
 from bisect import bisect_right, insort
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ucformat.computed import inputs_of
@@ -18,19 +19,19 @@ from ucformat.errors import ChecksumError
 from ucformat.format.checksum import checksum
 from ucformat.format.combine import CRC32, CRC32C
 from ucformat.format.universal import Universal
-from ucformat.geometry.tensor import Tiles, single_extents
+from ucformat.geometry.tensor import Extent, Tiles, single_extents
 from ucformat.schema.manifest import VerifiedDoc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from ucformat.geometry.box import Box
-    from ucformat.geometry.tensor import Block, Extent, Key, TensorInfo
+    from ucformat.geometry.tensor import Block, Key, TensorInfo
     from ucformat.sources.base import OpenSource, Readable, Record
 
 __all__ = ["Passing"]
 
-_READ = 4 << 20  # bytes that are read at once of what no tensor needs
+_READ = 4 << 20  # bytes that are read at once of what is left
 _NAMED = 5  # of the tensors in a damaged record, so many are named
 _RESIDUE = checksum(bytes(4))  # the CRC-32C of any bytes followed by their own
 
@@ -70,10 +71,13 @@ class _Sum:
 
 
 class Passing:
-    """The checksums of one source's files; `see` is told of all bytes that are read of them."""
+    """The checksums of one source's files; `see` is told of all bytes that are read of them.
 
-    def __init__(self, source: Readable, origin: OpenSource | Universal) -> None:
-        self._source, self._origin = source, origin
+    The files in `compared` were compared as wholes before.
+    """
+
+    def __init__(self, source: Readable, origin: OpenSource | Universal, compared: Collection[str] = ()) -> None:
+        self._source, self._origin, self._compared = source, origin, compared
         self._lock = threading.Lock()
         self._records: dict[str, tuple[list[int], list[Record]]] = {}
         self._of_records: dict[tuple[str, int], _Sum] = {}
@@ -114,8 +118,10 @@ class Passing:
                     self._expect(info, single, box)
             return True
         if extent.block is not None:
-            if box is None or not box.contains(extent.box):
+            if box is None or not box.contains(extent.box) or not _fills(extent, info.itemsize):
                 self._add(extent.file, extent.block)
+            return True
+        if extent.file in self._compared:
             return True
         inputs = inputs_of(self._source.store, extent.file)
         if inputs is None:
@@ -127,6 +133,15 @@ class Passing:
                     whole &= self._expect(of, single, None)
             self._computed[extent.file] = whole
         return self._computed[extent.file]
+
+    def planned(self, info: TensorInfo, extent: Extent | Tiles) -> Extent | Tiles:
+        """An extent as it is to be read: one that has a part of a block, without the rest of the block.
+
+        Extents that share a block would each have all of it read.
+        """
+        if isinstance(extent, Tiles) or extent.block is None or _fills(extent, info.itemsize):
+            return extent
+        return replace(extent, block=None)
 
     def carries(self, info: TensorInfo, extents: Iterable[Extent | Tiles]) -> bool:
         """Whether any of these extents has bytes under a checksum."""
@@ -219,7 +234,7 @@ class Passing:
     # --- the end
 
     def unfinished(self) -> list[_Sum]:
-        """What was begun, and of which bytes are left that no tensor needed."""
+        """What was begun, and of which bytes have not passed."""
         sums = [*self._of_records.values(), *(one for known in self._blocks.values() for *_, one in known)]
         return [one for one in sums if one.begun and one.waits]
 
@@ -258,6 +273,11 @@ class Passing:
                     if e.file == one.file and e.box.size and e.offset < one.stop and e.last + info.itemsize > one.start:
                         yield info.key
                         break
+
+
+def _fills(extent: Extent, itemsize: int) -> bool:
+    """Whether an extent has all of its block."""
+    return extent.block is not None and extent.box.size * itemsize == extent.block.nbytes
 
 
 def _is_aligned(tiles: Tiles, box: Box) -> bool:

@@ -113,7 +113,7 @@ class VerifiedDoc(_Document):
     """Of which tensors a conversion compared all bytes with the checksums that the source's files carry.
 
     Of every tensor if `default`, of none if not; of those in `but`, by name and state, the opposite. `besides` are the
-    bytes that were read for it alone: no tensor needed them, but a checksum covers them too.
+    bytes that were read in the end only to complete checksums of which other bytes had passed.
     """
 
     default: bool
