@@ -3,7 +3,7 @@
 A record is read piece by piece, in any order, by several threads. The CRC of each piece is made when it passes, counted
 once, and put together with the others'; a record is equal only when every byte of it has passed. What is left in the
 end of a record that was begun is read for that alone, and counted. Chunks that are read whole are compared as they are
-read; those that are read in parts, and blocks of which an extent has a part, here.
+read, or decoded; those that are read in parts, and blocks of which an extent has a part, here.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ucformat.format.combine import CRC32, CRC32C
 from ucformat.format.universal import Universal
 from ucformat.geometry.tensor import Extent, Tiles, single_extents
 from ucformat.schema.manifest import VerifiedDoc
+from ucformat.sources.decoded import is_checked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -121,7 +122,7 @@ class Passing:
             if box is None or not box.contains(extent.box) or not _fills(extent, info.itemsize):
                 self._add(extent.file, extent.block)
             return True
-        if extent.file in self._compared:
+        if extent.file in self._compared or is_checked(self._source.store, extent.file):
             return True
         inputs = inputs_of(self._source.store, extent.file)
         if inputs is None:
@@ -146,7 +147,7 @@ class Passing:
     def carries(self, info: TensorInfo, extents: Iterable[Extent | Tiles]) -> bool:
         """Whether any of these extents has bytes under a checksum."""
         for e in extents:
-            if isinstance(e, Tiles) or e.block is not None:
+            if isinstance(e, Tiles) or e.block is not None or is_checked(self._source.store, e.file):
                 return True
             inputs = inputs_of(self._source.store, e.file)
             if inputs is not None:

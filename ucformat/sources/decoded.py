@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from ucformat.storage.base import HIDDEN, check_range
 from ucformat.storage.virtual import VirtualStore
+from ucformat.storage.wrapped import WrappedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ucformat.storage.base import Info, Store
 
-__all__ = ["DECODED", "Cache", "DecodedStore", "Decoder"]
+__all__ = ["DECODED", "Cache", "DecodedStore", "Decoder", "is_checked"]
 
 #: How the keys of virtual files begin. No stored file can be named so: `check_key` refuses it.
 DECODED = f"{HIDDEN}decoded/"
@@ -35,6 +36,9 @@ class Decoder(Protocol):
 
     def decode(self, name: str) -> memoryview:
         """The bytes, decoded; IntegrityError where they cannot be."""
+
+    def is_checked(self, name: str) -> bool:
+        """Whether decoding compares all that is decoded with a CRC-32C that is stored with it."""
 
 
 class Cache:
@@ -84,6 +88,10 @@ class DecodedStore(VirtualStore):
         super().__init__(inner)
         self._decoder, self._cache = decoder, Cache()
 
+    def is_checked(self, key: str) -> bool:
+        """Whether this is a virtual file, and all of it is compared with a checksum when it is decoded."""
+        return self._holds(key) and self._decoder.is_checked(key[len(DECODED) :])
+
     def _holds(self, key: str) -> bool:
         return key.startswith(DECODED)
 
@@ -94,3 +102,12 @@ class DecodedStore(VirtualStore):
         data = self._cache.get(key[len(DECODED) :], self._decoder.decode)
         check_range(f"{self.url}/{key}", offset, nbytes, data.nbytes)
         return data[offset : offset + nbytes]
+
+
+def is_checked(store: Store, key: str) -> bool:
+    """Whether a file is a virtual one of a store, or of one inside, that is compared with checksums when decoded."""
+    while isinstance(store, WrappedStore):
+        if isinstance(store, DecodedStore) and store.is_checked(key):
+            return True
+        store = store.inner
+    return False

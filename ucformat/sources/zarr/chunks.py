@@ -12,6 +12,7 @@ from ucformat.errors import IntegrityError, MissingData, NotFound, Refused
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Block, Extent
 from ucformat.sources.decoded import DECODED, Cache
+from ucformat.sources.zarr.codecs import has_crc32c
 from ucformat.sources.zarr.decode import decode_chunk, fill_chunk
 from ucformat.sources.zarr.values import Stored
 from ucformat.storage.base import Info
@@ -151,6 +152,11 @@ class Chunks:
                 raise MissingData(f"{where} is not stored", hint=self._hint)
             return fill_chunk(array, where)
         return decode_chunk(array, at, stored.read(self._store), where)
+
+    def is_checked(self, name: str) -> bool:
+        """See Decoder."""
+        array, at = self._parse(name)
+        return has_crc32c(array.chunk_codecs) and self._find(array, at) is not None
 
     def _parse(self, name: str) -> tuple[Array, tuple[int, ...]]:
         path, _, last = name.rpartition("/")

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from ucformat.errors import IntegrityError, Refused
 
-__all__ = ["Codec", "Raw", "Sharding", "check_chain", "raw_layout", "sharding_of"]
+__all__ = ["Codec", "Raw", "Sharding", "check_chain", "has_crc32c", "raw_layout", "sharding_of"]
 
 Codec = dict[str, Any]
 
@@ -147,6 +147,11 @@ def raw_layout(codecs: tuple[Codec, ...], ndim: int, itemsize: int) -> Raw | Non
     for codec in codecs[:first]:
         order = tuple(order[i] for i in codec["configuration"]["order"])
     return Raw(order, checked=len(names) > first + 1)
+
+
+def has_crc32c(codecs: tuple[Codec, ...]) -> bool:
+    """Whether a CRC-32C is over all that a chunk holds; those inside a shard that is decoded as one do not count."""
+    return any(codec["name"] == "crc32c" for codec in codecs)
 
 
 def sharding_of(codecs: tuple[Codec, ...]) -> Sharding | None:
