@@ -10,9 +10,9 @@ from click.testing import CliRunner
 from safetensors.numpy import save_file
 
 import ucformat
-from ucformat import checkpoint
 from ucformat.cli.main import ucp
 from ucformat.errors import NotFound, UcformatError
+from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -111,11 +111,11 @@ def test_what_is_not_there_is_not_found(url: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["file://", "FILE://", "file://localhost"])
 def test_a_file_directly_in_the_root_folder(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = checkpoint.open_store
+    real = open_store
 
     def in_root(place: str) -> Store:
         return real(tmp_path if place.lower().removeprefix(scheme.lower()) == "/" else place)
 
-    monkeypatch.setattr(checkpoint, "open_store", in_root)
+    monkeypatch.setattr("ucformat.checkpoint.open_store", in_root)
     save_file({"w": np.arange(3)}, tmp_path / "lone.safetensors")
     assert ucformat.open(f"{scheme}/lone.safetensors")["w"].read().tolist() == [0, 1, 2]

@@ -50,7 +50,7 @@ def test_every_rank_s_extra_state_is_kept() -> None:
 
 def test_numbered_states_that_nothing_names_ask_for_the_names() -> None:
     sample = sample_of("ddp-unclear")
-    with pytest.raises(UsageError, match=r"numbered .*\n.*groups="):
+    with pytest.raises(UsageError, match=r"numbered .*\n.*'groups'"):
         open_checkpoint(sample.path)
     source = ByteCheckpoint(groups=sample.groups).open(LocalStore(sample.path))
     assert [list(g["params"]) for g in source.facts.groups] == sample.groups
