@@ -186,7 +186,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sample]:
 
 
 class TestZarr(SourceSuite):
-    more_read = 64  # gaps between the parts of chunks
+    more_read = 1024  # gaps between the parts of chunks, which are read over
 
     @pytest.fixture(params=list(GROUPS))
     def sample(self, request: pytest.FixtureRequest, samples: dict[str, Sample]) -> Sample:
