@@ -109,7 +109,7 @@ def test_a_row_takes_a_handful_of_requests(sample: str, bucket: Bucket) -> None:
     name, state = max(wide, key=lambda k: ck.tensors[k].nbytes)
     store.requests = store.nbytes = 0
     row = ck[name, state][1]
-    assert store.requests <= (20 if sample.startswith("deepspeed/tp2") else 8)  # ranks' copies are compared once
+    assert store.requests <= (20 if sample.startswith("deepspeed/tp2") else 10)  # ranks' copies are compared once
     assert row.tobytes() == ucformat.open(DATA / sample)[name, state][1].tobytes()
 
 

@@ -86,7 +86,7 @@ def values_of_each_rank(at: str) -> None:
     mine = {"loader": {f"rank{rank}": {"seen": rank, "queue": [rank, (rank, None)]}, "world": dist.get_world_size()}}
     dcp.save(mine, storage_writer=ucf.Writer(at))
     if rank == 0:
-        each = {f"rank{r}": {"seen": r, "queue": [r, [r, None]]} for r in range(dist.get_world_size())}
+        each = {f"rank{r}": {"seen": r, "queue": [r, {"$tuple": [r, None]}]} for r in range(dist.get_world_size())}
         assert ucformat.open(at).objects == {"loader": {**each, "world": dist.get_world_size()}}
     back = {"loader": {f"rank{rank}": {"seen": -1, "queue": [-1, (-1, 0)]}, "world": 0}}
     dcp.load(back, storage_reader=ucf.Reader(at))

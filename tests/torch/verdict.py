@@ -14,7 +14,7 @@ from ucformat.format.dtypes import dtype_name
 if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
 
-__all__ = ["Truth", "checkpoint_differences", "differences", "listed", "read_losses", "relative"]
+__all__ = ["Truth", "checkpoint_differences", "differences", "listed", "read_losses", "relative", "without_tuples"]
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "I64": "int64"}
 
@@ -57,17 +57,25 @@ def checkpoint_differences(ck: Checkpoint, expected: Truth) -> list[str]:
         tensors[key.state, key.name] = (dtype_name(array.dtype), info.shape, np.ascontiguousarray(array).tobytes())
     out = _unlike(tensors, expected.tensors)
     facts = expected.facts
-    groups = [{"params": list(g.params), "options": g.options} for g in ck.manifest.groups]
+    groups = [{"params": list(g.params), "options": without_tuples(g.options)} for g in ck.manifest.groups]
     for what, is_, should in (
         ("groups", groups, listed(facts["groups"])),
         ("aliases", dict(ck.aliases), facts["aliases"]),
         ("step", ck.manifest.step, facts["step"]),
         ("object step", ck.objects["step"], facts["step"]),
-        ("scheduler", ck.objects["scheduler"], listed(facts["scheduler"])),
+        ("scheduler", without_tuples(ck.objects["scheduler"]), listed(facts["scheduler"])),
     ):
         if is_ != should:
             out.append(f"{what}: {is_} instead of {should}")
     return out
+
+
+def without_tuples(value: Any) -> Any:
+    """The JSON form of values with lists in place of tuples, as engines' own checkpoints are read."""
+    if isinstance(value, dict):
+        whole = set(value) == {"$tuple"}
+        return without_tuples(value["$tuple"]) if whole else {k: without_tuples(v) for k, v in value.items()}
+    return [without_tuples(v) for v in value] if isinstance(value, list) else value
 
 
 def _unlike(found: dict[tuple[str, str], Any], expected: dict[tuple[str, str], Any]) -> list[str]:

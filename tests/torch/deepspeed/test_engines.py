@@ -11,6 +11,7 @@ import ucformat
 from tests.torch.deepspeed.compare import differences, facts, held, held_by_engine
 from tests.torch.deepspeed.conftest import run_all
 from tests.torch.deepspeed.plan import RECIPES, Load, Source, all_loads, chosen_loads, starts
+from tests.torch.verdict import without_tuples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +47,7 @@ def check_saved(folder: Path, source: Source) -> None:
 def groups(ck: ucformat.Checkpoint) -> list[dict[str, object]]:
     """Groups by name; which empty parameters are in one depends on the engine."""
     return [
-        {"params": sorted(g.params), **{k: v for k, v in g.options.items() if k != "param_names"}}
+        {"params": sorted(g.params), **{k: without_tuples(v) for k, v in g.options.items() if k != "param_names"}}
         for g in ck.manifest.groups
     ]
 
