@@ -177,7 +177,7 @@ def test_an_interrupted_conversion_of_a_damaged_source_is_not_continued_into_a_c
 
 
 def test_chunks_of_zarr_that_are_read_in_parts(tmp_path: Path) -> None:
-    zarr = pytest.importorskip("zarr")
+    zarr = pytest.importorskip("zarr", reason="pip install 'ucformat[zarr]'")
     group = zarr.open_group(tmp_path / "z", mode="w", zarr_format=3)
     value = np.arange(300 * 70, dtype=np.float32).reshape(300, 70)
     made = group.create_array(
@@ -198,7 +198,7 @@ def test_chunks_of_zarr_that_are_read_in_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shards", [None, (300, 70)])
 @pytest.mark.parametrize("codecs", [["zstd"], ["gzip"], ["zstd", "crc32c"], ["gzip", "crc32c"], ["crc32c", "gzip"]])
 def test_compressed_chunks_of_zarr(codecs: list[str], shards: Any, view: Any, tmp_path: Path) -> None:
-    zarr = pytest.importorskip("zarr")
+    zarr = pytest.importorskip("zarr", reason="pip install 'ucformat[zarr]'")
     made = {"zstd": zarr.codecs.ZstdCodec, "gzip": zarr.codecs.GzipCodec, "crc32c": zarr.codecs.Crc32cCodec}
     group = zarr.open_group(tmp_path / "z", mode="w", zarr_format=3)
     value = np.arange(300 * 70, dtype=np.float32).reshape(300, 70)

@@ -239,11 +239,22 @@ class Catalog(Reader):
         self._write(work)
 
     def tag(self, ref: str, *tags: str, permanent: bool = False) -> None:
-        """Put tags on a checkpoint, which keep it from being deleted; those that are permanent are never taken off."""
+        """Put tags on a checkpoint, which keep it from being deleted.
+
+        Args:
+            ref: the checkpoint.
+            tags: their names.
+            permanent: they are never taken off again (default: `untag` takes them off).
+        """
         self._say(ref, lambda c, serial, stamp: names.add_tags(c, serial, tags, stamp, permanent=permanent))
 
     def untag(self, ref: str, *tags: str, reason: str) -> None:
-        """Take tags off a checkpoint, all of them or none; the reason is kept in the log.
+        """Take tags off a checkpoint, all of them or none.
+
+        Args:
+            ref: the checkpoint.
+            tags: their names.
+            reason: why, for the log.
 
         Raises:
             NotFound: it does not bear one of them.
