@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
 INSTANTS = 20
 WORK = """
+from tempfile import TemporaryDirectory
 from ucformat.catalog.catalog import Catalog
 from ucformat.jobs.gc import collect
+with TemporaryDirectory() as folder, Catalog(f"{folder}/catalog.db") as empty:
+    collect(empty, apply=True)  # imports what is imported late
 def work(url):
     with Catalog(url) as catalog:
         collect(catalog, apply=True)
@@ -48,7 +51,7 @@ def test_kill_9_at_any_instant(catalog: Catalog, tmp_path: Path) -> None:
     chance = random.Random(7)
     url = str(tmp_path / "ours.db")
     with Forks(WORK) as forks:
-        whole = 1.0
+        whole = whole_at = gone_at = 0.0
         for instant in range(-2, INSTANTS):
             for n, place in enumerate(places):
                 shutil.copytree(tmp_path / "kept" / f"{n}", place)
@@ -58,9 +61,11 @@ def test_kill_9_at_any_instant(catalog: Catalog, tmp_path: Path) -> None:
             catalog.delete(*ids, grace=timedelta(0))
             if instant < 0:  # it is only measured
                 assert forks.run(url)[0] == 0
-                whole = forks.seconds
-            else:
-                assert forks.run(url, kill_after=chance.uniform(0, 1.1 * whole))[0] in (0, -9)
+                whole = gone_at = forks.seconds
+            else:  # every other one between the last before it began and the first after it ended
+                after = chance.uniform(0.9 * whole_at, 1.1 * gone_at) if instant % 2 else chance.uniform(0, 1.1 * whole)
+                assert forks.run(url, kill_after=after)[0] in (0, -9)
+                before = dict(seen)
             for id_, place in zip(ids, places, strict=True):
                 try:
                     ucformat.verify(open_checkpoint(place)).raise_if_damaged()
@@ -69,6 +74,10 @@ def test_kill_9_at_any_instant(catalog: Catalog, tmp_path: Path) -> None:
                     state = catalog.get(id_).state
                     assert state in ("purging", "purged")
                     seen["gone" if state == "purged" else "going"] += 1
+            if instant >= 0 and seen["whole"] == before["whole"] + 2:
+                whole_at = max(whole_at, after)
+            if instant >= 0 and seen["gone"] == before["gone"] + 2:
+                gone_at = min(gone_at, after)
             done = collect(catalog, apply=True)
             assert done.failures == ()
             assert [catalog.get(i).state for i in ids] == ["purged"] * 2
