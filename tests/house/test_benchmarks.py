@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from bench import run
@@ -11,6 +12,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import pytest
+
+
+STAMP = re.compile(r"\n20\d\d-\d\d-\d\d, commit [0-9a-f]{10}( with changes)?; Python 3\..*\n\n(.* cores, .* GiB; .*)\n")
+
+
+def test_every_section_has_its_own_stamp_and_all_are_of_one_machine() -> None:
+    sections = run.before()
+    assert sections
+    assert set(sections) <= set(run.BENCHMARKS.values())
+    stamps = {title: STAMP.search(text) for title, text in sections.items()}
+    assert [title for title, stamp in stamps.items() if stamp is None] == []
+    assert len({stamp[2] for stamp in stamps.values() if stamp}) == 1
 
 
 def test_a_partial_run_stamps_only_its_own_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
