@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, MissingData, Refused
 from ucformat.geometry.tensor import Extent
 from ucformat.schema.dtypes import ITEMSIZE
-from ucformat.sources.base import Folders
 from ucformat.sources.bytecheckpoint.folder import LATEST, find_folder, looks_like_bytecheckpoint
 from ucformat.sources.dcp.items import Items
 from ucformat.sources.dcp.metadata import FILE, Metadata, read_metadata
-from ucformat.sources.dcp.source import LazyFacts, OpenDcp
+from ucformat.sources.dcp.source import Dcp, LazyFacts, OpenDcp
 from ucformat.sources.dcp.values import plain_value
 from ucformat.sources.stand_ins import Inert, StoredTensor
 from ucformat.sources.torch_file import TorchFile
@@ -35,7 +34,7 @@ _ALLOW = ("bytecheckpoint",)
 _DDP = "module."
 
 
-class ByteCheckpoint(Folders):
+class ByteCheckpoint(Dcp):
     """How ByteCheckpoint's checkpoints are recognised and opened.
 
     Args:
@@ -48,15 +47,6 @@ class ByteCheckpoint(Folders):
     kind = "bytecheckpoint"
     title = "ByteCheckpoint"
 
-    def __init__(
-        self,
-        *,
-        allow: Sequence[str] = (),
-        groups: Sequence[Sequence[str]] | None = None,
-        owners: Mapping[str, str] | None = None,
-    ) -> None:
-        self._allow, self._groups, self._owners = (*_ALLOW, *allow), groups, owners
-
     def marks(self, name: str) -> bool:
         """Whether a folder with a file of this name is a checkpoint: `extra_state_rank_0.pt` lies one further down."""
         return name == LATEST
@@ -67,7 +57,8 @@ class ByteCheckpoint(Folders):
 
     def open(self, store: Store) -> OpenByteCheckpoint:
         """Open the newest step of a save folder, or the one that the store is rooted at, reading `.metadata`."""
-        return OpenByteCheckpoint(store, find_folder(store), self._allow, self._groups, self._owners)
+        allow = (*_ALLOW, *self._allow)
+        return OpenByteCheckpoint(store, find_folder(store), allow, self._groups, self._owners)
 
 
 class OpenByteCheckpoint(OpenDcp):
