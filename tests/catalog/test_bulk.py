@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.catalog.manifests import manifest, tensor
@@ -18,7 +18,7 @@ texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=
 rows = st.lists(st.tuples(texts, texts, st.none() | texts), min_size=0, max_size=5)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(written=rows)
 def test_any_text_arrives_as_it_was(database_url: str, written: list[Any]) -> None:
     with Catalog(database_url) as catalog, catalog.database.writing() as c:

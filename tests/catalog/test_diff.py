@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.catalog.manifests import digest, manifest, tensor
@@ -174,7 +174,7 @@ def oracle(a: Any, b: Any) -> int:
     return 0 if alike or (numbers and a == b) else 1
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(a=documents, b=documents, near=st.booleans())
 def test_as_many_changes_as_leaves_differ(database: Database, a: Any, b: Any, near: bool) -> None:
     b = {**a, **b} if near else b
@@ -288,7 +288,7 @@ docs = st.builds(
 rosters = st.dictionaries(st.tuples(st.sampled_from("abcd"), st.sampled_from(["weight", "master"])), docs, max_size=6)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(a=rosters, b=rosters)
 def test_every_tensor_is_counted_once(database: Database, a: dict[Any, TensorDoc], b: dict[Any, TensorDoc]) -> None:
     left, right = ([like(d, name=n, state=s) for (n, s), d in side.items()] for side in (a, b))

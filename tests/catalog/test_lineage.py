@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import sqlalchemy as sa
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.catalog.manifests import made_from, manifest, packed_over
@@ -103,7 +103,7 @@ graphs = st.integers(1, 7).flatmap(
 made = iter(range(1 << 30))
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(graph=graphs, up=st.booleans(), depth=st.none() | st.integers(0, 5) | st.integers(60, 70))
 def test_every_step_is_there_once_whatever_the_graph(
     database: Database, graph: tuple[int, list[tuple[int, int | str]]], up: bool, depth: int | None

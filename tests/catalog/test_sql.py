@@ -5,7 +5,6 @@ from __future__ import annotations
 import _thread
 import sqlite3
 import threading
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import pytest
 import sqlalchemy as sa
 
 from tests.catalog.manifests import manifest
+from tests.patience import wait_until
 from ucformat.catalog import sql
 from ucformat.catalog.engine import Database
 from ucformat.catalog.models import Base, Run
@@ -379,12 +379,8 @@ def test_postgresql_forgets_what_a_query_did_to_the_session(server: Database) ->
     run_sql(server, "select set_config('search_path', 'nowhere', false)", None)
     ((second,),) = run_sql(server, "select pg_backend_pid()", None).rows
     assert first != second
-    for _ in range(100):
-        if run_sql(server, "select count(*) from pg_locks where locktype = 'advisory'", None).rows == ((0,),):
-            break
-        time.sleep(0.1)
-    else:
-        pytest.fail("the lock outlived its query")
+    locks = "select count(*) from pg_locks where locktype = 'advisory'"
+    wait_until(lambda: run_sql(server, locks, None).rows == ((0,),))  # with the process that held it
     assert run_sql(server, "select count(*) from run", None).rows == ((1,),)
 
 

@@ -286,7 +286,6 @@ def test_anything_in_any_order(catalog: Catalog) -> None:
         settings=settings(
             max_examples=18 if settings().derandomize else 60,
             stateful_step_count=40,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
             print_blob=True,
         ),

@@ -9,6 +9,7 @@ import numpy as np
 
 import ucformat
 from tests.catalog.stress import PROCESSES
+from tests.patience import PATIENCE
 from tests.zero_files import FLAT, write_zero3
 from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.document import compose, stale
@@ -33,7 +34,7 @@ def test_documents_agree_with_the_catalog_in_the_end(database_url: str, tmp_path
     for w in workers:
         w.start()
     for w in workers:
-        w.join(120)
+        w.join(PATIENCE)
     assert [w.exitcode for w in workers] == [0] * WORKERS
 
     with Catalog(database_url) as catalog:

@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 import ucformat
 from tests.catalog.manifests import made_from, manifest
 from tests.fakes import ODD, FakeSource
+from tests.patience import PATIENCE
 from ucformat.checkpoint import Checkpoint
 from ucformat.cli.main import ucp
 from ucformat.storage.local import LocalStore
@@ -126,7 +127,7 @@ def shell() -> Shell:
             ["bash", "-c", f"set -o pipefail; {line}"],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE,
             env={**os.environ, **env},
             check=False,
         )

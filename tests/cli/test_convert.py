@@ -12,6 +12,7 @@ import ucformat
 from tests.cli.conftest import object_of
 from tests.cli.interrupting import interrupted
 from tests.fakes import ODD, FakeSource, random_array, same
+from tests.patience import PATIENCE
 from ucformat.checkpoint import Checkpoint
 from ucformat.cli.options import SIZE
 from ucformat.storage.local import LocalStore
@@ -70,14 +71,14 @@ def test_ctrl_c_commits_nothing_and_the_same_command_continues(tmp_path: Path) -
     dst = tmp_path / "dst"
     command = [sys.executable, "-m", "ucformat.cli", "convert", str(tmp_path / "src"), str(dst), "-w", "1"]
     command += ["--chunk-bytes", "1KiB", "--shard-bytes", "64KiB"]
-    code, out, err = interrupted(command, dst)
+    code, out, err = interrupted(command[3:], dst)
     assert code == 130, err
     assert out == ""
     assert err == f"interrupted: nothing is committed at {dst}; run the same command again and it continues\n"
     with pytest.raises(LookupError):
         ucformat.open(dst)
     (attempt,) = (dst / "attempts").iterdir()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert done.stdout.startswith(f"{dst}  ")
     ck = ucformat.open(dst)
     assert ck.manifest.attempt == attempt.stem

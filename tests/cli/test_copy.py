@@ -13,6 +13,7 @@ import ucformat
 from tests.cli.conftest import object_of
 from tests.cli.interrupting import interrupted
 from tests.fakes import FakeSource, random_array
+from tests.patience import PATIENCE
 from tests.s3 import CANARY
 from ucformat.checkpoint import Checkpoint
 from ucformat.storage.local import LocalStore
@@ -86,13 +87,13 @@ def test_ctrl_c_commits_nothing_and_the_same_command_continues(tmp_path: Path) -
     ucformat.convert(source, tmp_path / "src", chunk_bytes=1024, shard_bytes=1 << 16)
     dst = tmp_path / "dst"
     command = [sys.executable, "-m", "ucformat.cli", "copy", str(tmp_path / "src"), str(dst), "-w", "1"]
-    code, out, err = interrupted(command, dst)
+    code, out, err = interrupted(command[3:], dst)
     assert code == 130, err
     assert out == ""
     assert err == f"interrupted: nothing is committed at {dst}; run the same command again and it continues\n"
     with pytest.raises(LookupError):
         ucformat.open(dst)
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert json.loads(done.stdout)["kept_files"] > 0
     ucformat.verify(dst).raise_if_damaged()
     assert (dst / "manifest.json").read_bytes() == (tmp_path / "src" / "manifest.json").read_bytes()

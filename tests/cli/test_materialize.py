@@ -14,6 +14,7 @@ from tests.cli.conftest import object_of
 from tests.cli.interrupting import interrupted
 from tests.fakes import ODD, random_array, same
 from tests.packed import write_packed
+from tests.patience import PATIENCE
 from tests.zero_files import FLAT, write_zero3
 from ucformat.jobs.materialize import is_packed
 from ucformat.storage.local import LocalStore
@@ -96,14 +97,14 @@ def test_ctrl_c_leaves_it_packed_and_the_same_command_continues(tmp_path: Path) 
     packed = write_packed(LocalStore(place), arrays, block_bytes=1 << 18)
     command = [sys.executable, "-m", "ucformat.cli", "materialize", str(place), "-w", "1"]
     command += ["--chunk-bytes", "1KiB", "--shard-bytes", "64KiB"]
-    code, out, err = interrupted(command, place)
+    code, out, err = interrupted(command[3:], place)
     assert code == 130, err
     assert out == ""
     assert err == f"interrupted: {place} is whole; run the same command again and it continues\n"
     left = ucformat.open(place)
     assert left.manifest == packed.manifest
     (attempt,) = {p.stem for p in (place / "attempts").glob("*.json")} - {packed.manifest.attempt}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert done.stdout.startswith(f"{place}  {packed.id}  20 tensors")
     ck = ucformat.open(place)
     assert ck.manifest.attempt == attempt

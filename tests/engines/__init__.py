@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.patience import PATIENCE
+
 __all__ = ["Made", "engine", "make_deepspeed", "torchrun"]
 
 _HERE = Path(__file__).parent
@@ -92,7 +94,7 @@ def torchrun(world: int, script: list[str], log: Path) -> None:
     command = [str(python), "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(port), *script]
     with log.open("w") as output:
-        done = subprocess.run(command, env=environment, stdout=output, stderr=output, timeout=800, check=False)
+        done = subprocess.run(command, env=environment, stdout=output, stderr=output, timeout=PATIENCE, check=False)
     if done.returncode:
         lines = [line for line in log.read_text().splitlines() if "rank0" in line or "Error" in line]
         raise RuntimeError(f"DeepSpeed failed, see {log}:\n" + "\n".join(lines[-12:]))

@@ -96,7 +96,7 @@ def check_reads(
         assert plan.bytes_unverified == 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     case=cases(),
     target=st.sampled_from([8, 64, 300]),
@@ -113,7 +113,7 @@ def test_chunked_tensors_read_exactly(
     check_reads(store, a, extents, boxes, verify, limits)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     case=cases(),
     cuts=st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1)), max_size=4),

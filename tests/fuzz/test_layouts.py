@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.fuzzing import bounded, changed, harmless, mutated
@@ -78,13 +78,13 @@ def test_documents_near_a_view(document: Any) -> None:
 
 
 @given(mutated(TEXTS))
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 def test_mutated_yaml(tmp_path: Path, data: bytes) -> None:
     harmless(lambda: load(tmp_path / "a.yaml", data), len(data), constant=CONSTANT)
 
 
 @given(mutated([json.dumps(DOCUMENT).encode()]))
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 def test_mutated_json(tmp_path: Path, data: bytes) -> None:
     harmless(lambda: load(tmp_path / "a.json", data), len(data), constant=CONSTANT)
 

@@ -76,14 +76,14 @@ def box_sets(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     return shape, draw(st.permutations(boxes))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(box_sets())
 def test_the_proof_agrees_with_counting(case: tuple[tuple[int, ...], list[Box]]) -> None:
     shape, boxes = case
     assert proved(shape, boxes) == covered(shape, boxes)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(box_sets())
 def test_a_hole_that_is_named_is_a_hole(case: tuple[tuple[int, ...], list[Box]]) -> None:
     shape, boxes = case

@@ -6,7 +6,7 @@ import json
 import math
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from tests.geometry.reference import FILLER, gather, numbered, scatter, window
 from tests.geometry.strategies import rosters_and_layouts
@@ -16,7 +16,7 @@ from ucformat.geometry.tensor import Roster
 
 Case = tuple[Roster, Layout, Layout]
 
-thorough = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+thorough = settings(max_examples=100)
 
 
 @thorough

@@ -18,6 +18,7 @@ import pytest
 
 import ucformat
 from tests.fakes import Arrays, random_array, same
+from tests.patience import PATIENCE
 from tests.sources.torch_files import call, dictionary, glob, pickled, save, tensor, text
 from tests.storage.faulty import FaultyStore
 from tests.zero_files import FLAT, a_list, mapping, write_zero3
@@ -74,7 +75,7 @@ def ucp(tmp_path: Path) -> Ucp:
             [sys.executable, "-m", "ucformat.cli", *map(str, arguments)],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE,
             cwd=place,
             env={**os.environ, "PYTHONPATH": str(ROOT), "UCP_DEBUG": "0"},
             check=False,

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from tests.patience import PATIENCE
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -86,4 +88,4 @@ class Forks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._process.communicate(timeout=300)
+        self._process.communicate(timeout=PATIENCE)

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ import pytest
 import ucformat
 from tests.interrupts import interruptions
 from tests.jobs.conftest import universal
+from tests.patience import PATIENCE, wait_until
 from tests.s3 import CANARY
 from tests.storage.faulty import FaultyStore
 from ucformat.errors import UsageError
@@ -132,9 +133,12 @@ class PutsAnyway(Liar):
 
 
 class LooksThenPuts(Liar):
+    looked = threading.Barrier(probes._AT_ONCE)
+
     def put_if_absent(self, key: str, data: bytes) -> str:
         there = any(i.key == key for i in self.inner.list(key.rpartition("/")[0]))
-        time.sleep(0.05)
+        if "/race-" in key:
+            self.looked.wait(PATIENCE)  # all have, before one of them puts
         return self.inner.put_if_absent(key, data) if there else PutsAnyway.put_if_absent(self, key, data)  # type: ignore[arg-type]
 
 
@@ -220,10 +224,9 @@ def test_ctrl_c_in_a_process(tmp_path: Path) -> None:
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
     ) as process:
-        while process.poll() is None and not (tmp_path / "x").exists():
-            time.sleep(0.001)
+        wait_until(lambda: process.poll() is not None or (tmp_path / "x").exists())
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE)
     assert process.returncode in (0, 130)
     assert list(tmp_path.iterdir()) == []
 

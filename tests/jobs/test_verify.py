@@ -357,7 +357,7 @@ ARRAYS_NDIM = [a.shape for a in ARRAYS.values()]
 
 
 @given(st.lists(mutations(), min_size=1, max_size=3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_mutation_is_found_or_leaves_the_content_equal(todo: list[tuple[str, list[int]]]) -> None:
     store = packed()
     extents, aliases = extents_of(store), dict(TIED)

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 import ucformat
 from tests.engines import engine
+from tests.patience import PATIENCE
 from tests.sources.megatron_deepspeed import FLAT, Model, gpt, write
 from tests.sources.test_deepspeed_megatron import SMALL, check, opened
 from ucformat.cli.main import ucp
@@ -302,7 +303,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
     environment.pop("PYTHONPATH", None)
     command = [str(engine("deepspeed")), "-c", script, str(root), *SOURCES]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return root, truths
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import tensorstore as ts
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ucformat
@@ -274,7 +274,7 @@ DOCUMENTS = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(doc=DOCUMENTS, where=st.sampled_from(["root", "tree_metadata", "leaf", "array_metadatas", "strings"]))
 def test_hostile_documents_are_errors_of_ours(hurt: Path, doc: Any, where: str) -> None:
     original = {

@@ -324,14 +324,14 @@ def check_hostile(data: bytes) -> None:
         assert info.shape == tuple(theirs[info.name]["shape"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes(data: bytes) -> None:
     check_hostile(data)
     check_hostile(struct.pack("<Q", max(0, len(data) - 8)) + data)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.dictionaries(
         st.text(max_size=3) | st.just("__metadata__"),
@@ -350,7 +350,7 @@ def test_arbitrary_headers(header: dict[str, Any], tail: int) -> None:
     check_hostile(struct.pack("<Q", len(text)) + text + bytes(range(tail)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_mutated_files(data: st.DataObject) -> None:
     text = json.dumps({"__metadata__": {"a": "b"}, "x": entry(), "y": entry("U8", (2, 3), (8, 14))}).encode()

@@ -16,7 +16,7 @@ import pytest
 import tensorstore as ts
 import zarr
 import zarr.codecs as codecs
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ucformat
@@ -419,7 +419,7 @@ def test_no_size_in_metadata_makes_memory_or_time_go(tmp_path: Path) -> None:
                     ck[next(iter(ck))][:1]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(data=st.data())
 def test_hostile_metadata_are_errors_of_ours(tmp_path: Path, data: st.DataObject) -> None:
     file, doc = data.draw(st.sampled_from([(".zarray", V2), ("zarr.json", V3)]))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import ucformat
+from tests.patience import PATIENCE
 from tests.storage.behaviour import keys, put
 from ucformat.errors import Conflict, NotFound, Refused, UcformatError
 from ucformat.storage import handles
@@ -79,19 +80,19 @@ def test_one_of_many_processes_wins(store: LocalStore, tmp_path: Path, act: str,
     racers = [spawn(RACE, tmp_path, act, i) for i in range(8)]
     assert [r.stdout.readline() for r in racers if r.stdout] == ["ready\n"] * 8
     put(store, "go")
-    said = [r.communicate(timeout=60)[0] for r in racers]
+    said = [r.communicate(timeout=PATIENCE)[0] for r in racers]
     assert sorted(said) == ["lost\n"] * 7 + ["won\n"]
     assert store.read(key) == str(said.index("won\n")).encode() * 5000
 
 
 def test_a_killed_writer_leaves_nothing_to_see(store: LocalStore, tmp_path: Path) -> None:
     code = """
-import sys, time
+import signal, sys
 from ucformat.storage.local import LocalStore
 out = LocalStore(sys.argv[1]).create("data/x/f")
 out.write(bytes(10_000_000))
 print("ready", flush=True)
-time.sleep(60)
+signal.pause()
 """
     writer = spawn(code, tmp_path)
     assert writer.stdout is not None

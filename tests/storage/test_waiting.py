@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from tests.patience import PATIENCE
 from ucformat.storage import waiting
 from ucformat.storage.waiting import map_waiting
 
@@ -42,7 +43,7 @@ def test_what_does_not_wait_is_read_in_this_thread(clock: Clock) -> None:
 
 
 def test_what_waits_is_read_at_once(clock: Clock) -> None:
-    meeting = threading.Barrier(8, timeout=300)
+    meeting = threading.Barrier(8, timeout=PATIENCE)
 
     def read(n: int) -> int:
         clock.waited += 0.05

@@ -6,7 +6,6 @@ import errno
 import os
 import resource
 import signal
-import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,14 +16,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tests.patience import PATIENCE, wait_until
 from ucformat.storage import local
 from ucformat.torch import PerRank, async_save, background, load, save
+from ucformat.torch.handles import settle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-TIMEOUT = 20.0
-PATIENCE = 100.0  # of what should end by itself, on a machine that does much else
+#: So long that nobody reaches it: one who waits for a rank that died, and is not told, hangs, and fails the test.
+TIMEOUT = 10 * PATIENCE
 #: So that a small state has many shards, and a rank many writes and messages.
 SMALL: dict[str, Any] = {"chunk_bytes": 4096, "shard_bytes": 16384}
 
@@ -59,13 +60,12 @@ def state_of(seed: int) -> dict[str, Any]:
 
 @contextmanager
 def error_of() -> Iterator[dict[str, Any]]:
-    """What the block raises, and after how many seconds."""
-    begun, seen = time.monotonic(), dict[str, Any]()
+    """What the block raises."""
+    seen: dict[str, Any] = {}
     try:
         yield seen
     except Exception as error:  # noqa: BLE001 - looked at by the tests
         seen.update(kind=type(error).__name__, message=getattr(error, "message", str(error)))
-    seen["seconds"] = time.monotonic() - begun
 
 
 def hook_writes(act: Callable[[int], None]) -> None:
@@ -129,13 +129,6 @@ def guard_writers(folder: Path) -> None:
     background._SERVE = GUARDED + background._SERVE
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def killed_in_async_save(folder: Path, form: str, doomed: int) -> Any:
     """Rank `doomed` is killed while its writer writes."""
     plain_save(folder, "other", 1, form)
@@ -145,7 +138,7 @@ def killed_in_async_save(folder: Path, form: str, doomed: int) -> Any:
     (folder / f"hold-{doomed}").touch()
     options = SMALL if form == "zarr" else {}
     handle = async_save(state_of(3), folder / "here", form=form, overwrite=True, timeout=TIMEOUT, **options)  # type: ignore[arg-type]
-    wait_for((folder / f"writing-{doomed}").exists)
+    wait_until((folder / f"writing-{doomed}").exists)
     if rank == doomed:
         die()
     with error_of() as seen:
@@ -231,11 +224,19 @@ def async_life(folder: Path) -> Any:
     with error_of() as seen:
         second.wait(0.05)
     out["impatient"] = seen["kind"]
-    only_rank_0(lambda: None)
-    threading.Timer(0.3, lambda: hold.unlink(missing_ok=True)).start()
-    begun = time.monotonic()
+    waited = []
+
+    def settle_once_all_wait(handle: background.SaveHandle) -> None:
+        waited.append(handle)
+        (folder / f"waits-{rank}").touch()
+        wait_until(lambda: all((folder / f"waits-{r}").exists() for r in range(2)))
+        hold.unlink(missing_ok=True)
+        settle(handle)
+
+    background.settle = settle_once_all_wait  # type: ignore[attr-defined]
     third = begin("third", 4, in_flight=2)
-    out["room made"] = (first.done, time.monotonic() - begun > 0.2)
+    out["room made"] = (waited == [first], first.done)
+    background.settle = settle  # type: ignore[attr-defined]
     fourth = begin("fourth", 5)
     out["back-pressure"] = (second.done, third.done)
     fourth.wait(PATIENCE)

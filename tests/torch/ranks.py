@@ -18,6 +18,8 @@ import traceback
 from pathlib import Path
 from typing import IO, Any
 
+from tests.patience import PATIENCE
+
 __all__ = ["Ranks"]
 
 _ROOT = Path(__file__).parents[2]
@@ -49,14 +51,13 @@ class Ranks:
             text=True,
         )
 
-    def run(self, scenario: str, size: int, folder: Path, timeout: float = 60, **arguments: Any) -> list[Any]:
+    def run(self, scenario: str, size: int, folder: Path, **arguments: Any) -> list[Any]:
         """What each of `size` ranks gave; `KILLED` of one that ended by SIGKILL. AssertionError where one failed."""
         folder.mkdir(parents=True, exist_ok=True)
         job = {
             "scenario": scenario,
             "size": size,
             "folder": str(folder),
-            "timeout": timeout,
             "arguments": arguments,
         }
         pipe_in, pipe_out = self._process.stdin, self._process.stdout
@@ -88,7 +89,7 @@ def _serve(module: Any, orders: IO[str], answers: IO[str]) -> None:
     for number, line in enumerate(orders):
         job = json.loads(line)
         children = [_fork(module, job, rank, number) for rank in range(job["size"])]
-        end = time.monotonic() + job["timeout"]
+        end = time.monotonic() + PATIENCE
         codes: list[int | None] = [None] * len(children)
         while None in codes:
             for rank, pid in enumerate(children):
@@ -136,8 +137,7 @@ def _be_rank(module: Any, job: dict[str, Any], rank: int, store: Path) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
     made = dist.FileStore(str(store), job["size"])
-    wait = timedelta(seconds=job["timeout"])
-    dist.init_process_group("gloo", store=made, rank=rank, world_size=job["size"], timeout=wait)
+    dist.init_process_group("gloo", store=made, rank=rank, world_size=job["size"], timeout=timedelta(seconds=PATIENCE))
     folder = Path(job["folder"])
     given = getattr(module, job["scenario"])(folder, **job["arguments"])
     (folder / f"rank-{rank}.pickle").write_bytes(pickle.dumps(given))

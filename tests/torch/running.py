@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.patience import PATIENCE
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -19,27 +21,24 @@ _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
 
 
-def run(nproc: int, jobs: Sequence[dict[str, Any]], folder: Path, timeout: float = 300) -> str:
+def run(nproc: int, jobs: Sequence[dict[str, Any]], folder: Path) -> str:
     """Do these jobs of `train.py` one after the other on `nproc` ranks; what the ranks printed.
 
     Args:
         nproc: processes, one for each rank.
         jobs: as `train.py` describes them.
         folder: for the jobs' document and the log; it is made.
-        timeout: seconds.
 
     Raises:
-        AssertionError: a rank failed, or time ran out; the message ends with the log's last lines.
+        AssertionError: a rank failed, or hangs; the message ends with the log's last lines.
     """
     folder.mkdir(parents=True, exist_ok=True)
     document = folder / f"jobs-{nproc}.json"
     document.write_text(json.dumps(list(jobs)))
-    return torchrun(nproc, [str(_HERE / "train.py"), str(document)], folder / f"log-{nproc}.txt", timeout)
+    return torchrun(nproc, [str(_HERE / "train.py"), str(document)], folder / f"log-{nproc}.txt")
 
 
-def torchrun(
-    nproc: int, script: Sequence[str], log: Path, timeout: float = 300, env: dict[str, str] | None = None
-) -> str:
+def torchrun(nproc: int, script: Sequence[str], log: Path, env: dict[str, str] | None = None) -> str:
     """Run a script with its arguments under torchrun on this machine, with a rendezvous on a free port of its own."""
     environment = {
         **os.environ,
@@ -55,9 +54,9 @@ def torchrun(
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
         try:
-            code = process.wait(timeout)
+            code = process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"not done after {timeout} s, see {log}:\n{_tail(log)}") from None
+            raise AssertionError(f"not done after {PATIENCE:g} s, see {log}:\n{_tail(log)}") from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # the launcher; its ranks die with it

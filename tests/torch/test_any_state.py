@@ -203,7 +203,7 @@ states = st.dictionaries(keys, values, min_size=1, max_size=4).filter(lambda s: 
 
 
 @given(states)
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_any_state_comes_back_all_ways_round(state: State) -> None:
     assume(len(set(found := entries(state))) == len(found))
     check(state, WRITERS.keys() - {"packed"})

@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.checkpoint_utils import Rot13Example
 
 import ucformat
 import ucformat.torch as ucf
+from tests.patience import PATIENCE
 from tests.torch.models import ModelSpec, Net, build_net
 from ucformat.catalog.catalog import Catalog
 from ucformat.errors import Conflict, Refused, StateMismatch, UsageError
@@ -385,7 +386,7 @@ def test_the_arguments_of_the_stock_classes_are_taken(tmp_path: Path) -> None:
 
 def test_threads_write_shards_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: set[str] = set()
-    gate = threading.Barrier(3, timeout=60)
+    gate = threading.Barrier(3, timeout=PATIENCE)
 
     def write(*args: Any) -> Any:
         if len(names) < 3:  # until so many threads have met

@@ -64,7 +64,6 @@ def check_survivors(found: list[Any], doomed: int) -> None:
             assert seen["message"].startswith(
                 f"rank {doomed} died, or said nothing for {TIMEOUT:g} s: rank {rank} waited"
             )
-            assert seen["seconds"] < TIMEOUT
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
@@ -106,7 +105,6 @@ def test_a_rank_is_killed_in_an_async_save(ranks: Ranks, tmp_path: Path, form: s
     for error in (seen, again):
         assert error["kind"] == "UcformatError"
         assert f"rank {doomed} died" in error["message"]
-        assert error["seconds"] < TIMEOUT
     assert holds(tmp_path / "here", 2)
     assert holds(tmp_path / "other", 1)
     assert not opens(tmp_path / "more")
@@ -125,13 +123,12 @@ def test_a_full_disk_of_one_rank(ranks: Ranks, tmp_path: Path, doomed: int) -> N
         assert seen["message"] == other["message"]
         assert seen["message"].startswith(f"rank {doomed}: cannot write ")
         assert "No space left on device" in seen["message"] or "File too large" in seen["message"]
-        assert max(seen["seconds"], other["seconds"]) < TIMEOUT / 2
         assert left == []
         assert holds(tmp_path / name, 2)
 
 
 def test_saves_in_the_background(ranks: Ranks, tmp_path: Path) -> None:
-    found = ranks.run("async_life", 2, tmp_path, timeout=120)
+    found = ranks.run("async_life", 2, tmp_path)
     for rank, out in enumerate(found):
         staged, identity, committed, error = out["copied"]
         assert (staged, committed, error) == (True, True, None)
@@ -148,7 +145,6 @@ def test_saves_in_the_background(ranks: Ranks, tmp_path: Path) -> None:
             assert "was killed by signal 9" in seen["message"]
         else:
             assert "rank 1 died" in seen["message"]
-        assert seen["seconds"] < TIMEOUT
         assert "rank 1" in out["unseen"]["message"]
         assert out["unseen"]["kind"] == "UcformatError"
         assert out["unstaged"]["message"].startswith("rank 1: cannot stage a copy of the state: RuntimeError")
@@ -183,7 +179,6 @@ def test_ranks_that_disagree(ranks: Ranks, tmp_path: Path) -> None:
         assert first[name]["kind"] == second[name]["kind"] == kind
         assert first[name]["message"] == second[name]["message"]
         assert words in first[name]["message"]
-        assert max(first[name]["seconds"], second[name]["seconds"]) < 5
     assert holds(tmp_path / "taken", 1)
     assert ucformat.open(tmp_path / "taken").id == first["id"]
     for place in ("x", "x0", "x1", "nowhere"):

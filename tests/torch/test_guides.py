@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import ucformat
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
@@ -46,7 +47,7 @@ def run(words: list[str], folder: Path) -> str:
     with (folder / "log.txt").open("w+") as log:
         process = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=log, stderr=log, start_new_session=True)
         try:
-            code = process.wait(240)
+            code = process.wait(PATIENCE)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

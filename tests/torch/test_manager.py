@@ -17,6 +17,7 @@ import pytest
 
 import ucformat
 import ucformat.torch
+from tests.patience import PATIENCE
 from tests.torch.running import torchrun
 from tests.torch.runs import fill, folders, manager_of, names, restored, state_at
 from ucformat.errors import Conflict, UcformatError, UsageError
@@ -146,13 +147,17 @@ def test_handlers_that_were_there_are_called_too(tmp_path: Path) -> None:
 
 def test_a_forked_process_still_dies_of_the_signal(tmp_path: Path) -> None:
     with manager_of(tmp_path, signals=(signal.SIGTERM,)) as manager:
+        forked, into = os.pipe()
         child = os.fork()
         if not child:
-            time.sleep(60)
+            os.write(into, b"!")
+            signal.pause()
             os._exit(7)
-        time.sleep(0.1)
+        assert os.read(forked, 1) == b"!"  # it has left `fork`, where what a signal does is changed
         os.kill(child, signal.SIGTERM)
         _, status = os.waitpid(child, 0)
+        os.close(forked)
+        os.close(into)
         assert os.WTERMSIG(status) == signal.SIGTERM
         assert manager.should_save(1)
         assert not manager.stopping
@@ -257,7 +262,7 @@ class Wired:
         self._wires[self.rank, to].put(data.tobytes())
 
     def receive(self, out: Any, source: int) -> None:
-        out[:] = list(self._wires[source, self.rank].get(timeout=20))
+        out[:] = list(self._wires[source, self.rank].get(timeout=PATIENCE))
 
     def receive_all(self, buffers: list[tuple[Any, int]]) -> None:
         for out, source in buffers:
@@ -279,6 +284,6 @@ def test_any_number_of_ranks_tell_each_other(size: int) -> None:
 
 def test_two_ranks_agree(tmp_path: Path) -> None:
     program = Path(__file__).parent / "manager_program.py"
-    log = torchrun(2, [str(program), str(tmp_path / "run")], tmp_path / "log.txt", 120)
+    log = torchrun(2, [str(program), str(tmp_path / "run")], tmp_path / "log.txt")
     assert log.count("rank 0 did all") == log.count("rank 1 did all") == 1
     assert log.count("is skipped") == 2  # twice damaged, each said by one rank

@@ -128,7 +128,7 @@ class Made:
                 pytest.fail(failed.read_text())
             if not done.exists():
                 try:
-                    run(world, jobs, self.folder / what, timeout=60 + 20 * len(jobs))
+                    run(world, jobs, self.folder / what)
                 except AssertionError as error:
                     failed.write_text(str(error))
                     raise

@@ -122,10 +122,11 @@ class Links:
         """Whom a rank waited for; None if it says nothing about that for a moment, as one that is dead."""
         end = time.monotonic() + _MOMENT
         with suppress(Exception):
-            while time.monotonic() < end:
-                if self.notes.check([f"waited/{rank}"]):  # type: ignore[union-attr]
-                    return int(self.notes.get(f"waited/{rank}"))  # type: ignore[union-attr]
+            while not self.notes.check([f"waited/{rank}"]):  # type: ignore[union-attr]
+                if time.monotonic() > end:
+                    return None
                 time.sleep(0.02)
+            return int(self.notes.get(f"waited/{rank}"))  # type: ignore[union-attr]
         return None
 
 
