@@ -196,6 +196,16 @@ def test_saves_in_the_background_follow_one_another(tmp_path: Path) -> None:
     assert parents == ["00000004", "00000006"]
 
 
+def test_a_relative_place_is_below_the_folder_in_which_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):  # written by the same process, which began in the first
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        ucformat.torch.async_save(state_at(1), "ck").wait()
+        assert ucformat.open(tmp_path / name / "ck").manifest is not None
+
+
 def failing(url: str) -> SaveHandle:
     handle = SaveHandle(str(url), 0.0)
     handle._done.set_exception(UcformatError("rank 1: the disk is full"))

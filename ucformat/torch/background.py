@@ -12,12 +12,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import send_handle
 from typing import TYPE_CHECKING, Any, Literal
 
 from ucformat.errors import UcformatError
+from ucformat.settings import local_path
+from ucformat.storage.url import split_url
 from ucformat.torch.group import TIMEOUT, is_live, meeting
 from ucformat.torch.handles import SaveHandle, conclude, settle
 from ucformat.torch.hosts import meeting_place
@@ -162,7 +164,8 @@ class _Background:
                 tensors, slots = stage(state, self._buffers[number], self._pool)
                 handle.stall = time.monotonic() - begun
                 listing = listing_of(state, tensors=tensors, stall=handle.stall)
-                job = Job(self._count, number, listing, slots, terms, note)
+                where = replace(terms, url=_absolute(terms.url))  # the process may have begun in another folder
+                job = Job(self._count, number, listing, slots, where, note)
             except Exception as error:  # noqa: BLE001 - told to all ranks
                 job = Failed(self._count, f"cannot stage a copy of the state: {type(error).__name__}: {error}")
             self._owe()  # till it is done
@@ -285,6 +288,12 @@ class _Background:
         self._pool.shutdown()
         for buffer in self._buffers.values():
             buffer.close()
+
+
+def _absolute(url: str) -> str:
+    """The same place, in whatever folder it is opened."""
+    scheme, rest = split_url(url)
+    return url if scheme not in ("", "file") else str(local_path(rest))
 
 
 _backgrounds: dict[Links | None, _Background] = {}  # None: this process alone
