@@ -122,6 +122,12 @@ def test_opening_and_converting_load_no_engine_and_no_zarr_library() -> None:
     assert not loaded(code) & {"torch", "deepspeed", "sqlalchemy", "tensorstore", "numcodecs", "zarr"}
 
 
+def test_knowing_every_kind_of_checkpoint_loads_no_reader() -> None:
+    found = loaded("import ucformat.sources")
+    assert not found & {"numpy", "ml_dtypes", "ucformat.sources.unpickle", "ucformat.sources.contents"}
+    assert not {m for m in found if m.startswith("ucformat.sources.") and m.endswith((".opened", ".dist", ".classic"))}
+
+
 def test_the_public_face_is_sorted_documented_and_real() -> None:
     assert ucformat.__all__ == sorted(ucformat.__all__)
     for name in ucformat.__all__:

@@ -103,7 +103,7 @@ class Reader(StorageReader):
         ck = self._url if isinstance(self._url, Checkpoint) else open_reference(self._url)
         self._entries = Entries(ck, stored_names(ck, self._rename))
         return Metadata(
-            state_dict_metadata=cast(Any, self._entries),
+            state_dict_metadata=cast("Any", self._entries),
             planner_data=_Paths(self._entries),
             storage_meta=StorageMeta(checkpoint_id=ck.url),
         )

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ucformat.errors import Conflict, UcformatError, UsageError
-from ucformat.sources.dcp.source import Dcp
+from ucformat.sources.dcp import Dcp
 from ucformat.storage.url import open_store
 from ucformat.torch.dcp_items import LocalItems, Part, collect_items, join_values, local_items
 from ucformat.torch.group import TIMEOUT, lone, meeting

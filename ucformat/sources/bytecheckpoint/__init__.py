@@ -1,5 +1,5 @@
 """ByteCheckpoint's checkpoints as tensors and extents."""
 
-from ucformat.sources.bytecheckpoint.source import ByteCheckpoint, OpenByteCheckpoint
+from ucformat.sources.bytecheckpoint.source import ByteCheckpoint
 
-__all__ = ["ByteCheckpoint", "OpenByteCheckpoint"]
+__all__ = ["ByteCheckpoint"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ucformat.errors import MissingData, NotFound, UsageError
-from ucformat.sources.dcp.metadata import FILE
+from ucformat.sources.dcp.folder import FILE
 
 if TYPE_CHECKING:
     from ucformat.storage.base import Store

@@ -1,5 +1,5 @@
 """PyTorch DCP checkpoints as tensors and extents."""
 
-from ucformat.sources.dcp.source import Dcp, OpenDcp
+from ucformat.sources.dcp.source import Dcp
 
-__all__ = ["Dcp", "OpenDcp"]
+__all__ = ["Dcp"]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused
 from ucformat.geometry.box import Box
+from ucformat.sources.dcp.folder import FILE
 from ucformat.sources.stand_ins import Dtype, Inert
 from ucformat.sources.unpickle import unpickle
 from ucformat.storage.base import check_key
@@ -26,9 +27,8 @@ if TYPE_CHECKING:
     from ucformat.sources.dcp.names import Path
     from ucformat.storage.base import Store
 
-__all__ = ["FILE", "MAX_METADATA", "Metadata", "Stretch", "TensorEntry", "read_metadata"]
+__all__ = ["MAX_METADATA", "Metadata", "Stretch", "TensorEntry", "read_metadata"]
 
-FILE = ".metadata"
 _UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 MAX_METADATA = 2 << 30  # bytes; 10^6 chunks take about 300 MB
 _DIMS = 64  # torch's own limit

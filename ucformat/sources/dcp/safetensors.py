@@ -8,16 +8,15 @@ where its last piece does, so that nobody can tell when the file of the last ran
 from __future__ import annotations
 
 import json
-import re
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, MissingData, NotFound, UcformatError
+from ucformat.errors import IntegrityError, MissingData
 from ucformat.facts import Facts
 from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Extent, TensorInfo
 from ucformat.sources.contents import Contents
+from ucformat.sources.dcp.folder import INFO, SHARD
 from ucformat.sources.safetensors.header import read_header
 
 if TYPE_CHECKING:
@@ -28,27 +27,7 @@ if TYPE_CHECKING:
     from ucformat.sources.safetensors.header import Header
     from ucformat.storage.base import Store
 
-__all__ = ["OpenShards", "has_shards", "is_shard"]
-
-_INFO = "DCP_SHARDING_INFO"
-_SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
-_LOOK = 10_000
-
-
-def is_shard(name: str) -> bool:
-    """Whether the writer names its files so."""
-    return _SHARD.fullmatch(name) is not None
-
-
-def has_shards(store: Store) -> bool:
-    """Whether a file is named as the writer does it, and says at which offsets its pieces begin."""
-    name = next((info.key for info in islice(store.list(), _LOOK) if _SHARD.fullmatch(info.key)), None)
-    if name is None:
-        return False
-    try:
-        return _INFO in read_header(store, name).metadata
-    except (NotFound, UcformatError):
-        return True  # nobody else writes such names: let opening tell what is wrong
+__all__ = ["OpenShards"]
 
 
 class OpenShards:
@@ -58,7 +37,7 @@ class OpenShards:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        files = sorted(info.key for info in store.list() if _SHARD.fullmatch(info.key))
+        files = sorted(info.key for info in store.list() if SHARD.fullmatch(info.key))
         self._check_files(files)
         pieces: dict[str, list[tuple[Box, str, Extent | None]]] = {}
         dtypes: dict[str, str] = {}
@@ -87,7 +66,7 @@ class OpenShards:
 
     def _check_files(self, files: list[str]) -> None:
         """Ranks are counted from 1 without a hole, and each has the same files, save that it may have none of one."""
-        matches = [m for f in files if (m := _SHARD.fullmatch(f))]
+        matches = [m for f in files if (m := SHARD.fullmatch(f))]
         ranks = {int(m[1]) for m in matches}
         totals = {m[3] for m in matches}
         lacking = next((r for r in range(1, len(ranks) + 1) if r not in ranks), None)
@@ -118,10 +97,10 @@ class OpenShards:
 def _offsets(header: Header) -> dict[str, tuple[int, ...]]:
     """Where each piece of a file begins in its tensor."""
     try:
-        told: Any = json.loads(header.metadata.get(_INFO, ""))
+        told: Any = json.loads(header.metadata.get(INFO, ""))
         starts = {name: tuple(one["saved_offsets"]) for name, one in told.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"{header.file}: its {_INFO} cannot be read ({type(error).__name__})") from error
+        raise IntegrityError(f"{header.file}: its {INFO} cannot be read ({type(error).__name__})") from error
     if not all(type(n) is int and 0 <= n < 1 << 62 for start in starts.values() for n in start):
-        raise IntegrityError(f"{header.file}: its {_INFO} has impossible offsets")
+        raise IntegrityError(f"{header.file}: its {INFO} has impossible offsets")
     return starts

@@ -1,5 +1,5 @@
 """DeepSpeed checkpoints as tensors and extents."""
 
-from ucformat.sources.deepspeed.source import DeepSpeed, OpenDeepSpeed
+from ucformat.sources.deepspeed.source import DeepSpeed
 
-__all__ = ["DeepSpeed", "OpenDeepSpeed"]
+__all__ = ["DeepSpeed"]

@@ -1,47 +1,27 @@
-"""DeepSpeed checkpoints of data, tensor and pipeline parallelism, ZeRO 0 to 3, read in place."""
+"""How DeepSpeed's checkpoints are recognised."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ucformat.errors import Refused
-from ucformat.facts import Facts
 from ucformat.sources.base import Folders
-from ucformat.sources.deepspeed.contents import load_all
-from ucformat.sources.deepspeed.degrees import Degrees
-from ucformat.sources.deepspeed.experts import adopt_experts, check_degree, expert_model
 from ucformat.sources.deepspeed.folder import (
-    Files,
     find_tag,
     is_model_or_optimizer,
     is_universal,
     list_files,
     looks_like_deepspeed,
 )
-from ucformat.sources.deepspeed.groups import merge_groups
-from ucformat.sources.deepspeed.guide import Guide
-from ucformat.sources.deepspeed.merge import Merged, roster
-from ucformat.sources.deepspeed.model import ModelStates
-from ucformat.sources.deepspeed.numbered import names_of_stages
-from ucformat.sources.deepspeed.objects import Objects
-from ucformat.sources.deepspeed.pipeline import adopt_layers, layers_of
-from ucformat.sources.deepspeed.slices import Slice, read_slice
-from ucformat.sources.deepspeed.universal import OpenUniversal
-from ucformat.sources.torch_file import TorchFile
-from ucformat.sources.torch_zip import TorchZip
-from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from ucformat.geometry.box import Box
     from ucformat.geometry.layout import Layout
-    from ucformat.geometry.tensor import Extent, Key
-    from ucformat.sources.base import Record
-    from ucformat.sources.deepspeed.experts import Experts
+    from ucformat.sources.deepspeed.opened import OpenDeepSpeed
+    from ucformat.sources.deepspeed.universal import OpenUniversal
     from ucformat.storage.base import Store
 
-__all__ = ["DeepSpeed", "OpenDeepSpeed"]
+__all__ = ["DeepSpeed"]
 
 
 class DeepSpeed(Folders):
@@ -90,145 +70,9 @@ class DeepSpeed(Folders):
         """
         tag = find_tag(store)
         if is_universal(store, tag):
+            from ucformat.sources.deepspeed.universal import OpenUniversal
+
             return OpenUniversal(store, tag, self)
+        from ucformat.sources.deepspeed.opened import OpenDeepSpeed
+
         return OpenDeepSpeed(store, list_files(store, tag), self)
-
-
-class OpenDeepSpeed:
-    """One opened DeepSpeed checkpoint."""
-
-    kind = "deepspeed"
-
-    def __init__(self, store: Store, files: Files, how: DeepSpeed) -> None:
-        self.store = store
-        self._files = files
-        degrees, stages = _read(store, files, how)
-        models = [m for slices in stages for of in slices for m in of.models]
-        guide = Guide(models, degrees.tp, how.layout, how.vocab, how.cuts)
-        merged = Merged(store, stages, guide)
-        contents = self._contents = merged.contents
-        contents.groups = merge_groups(stages)
-        by_label = {
-            degrees.label(p, t, d) if d else of.label: model
-            for p, slices in enumerate(stages)
-            for t, of in enumerate(slices)
-            for d, model in enumerate(of.models)
-        }
-        optimizers = {of.label: of.contents.optimizer for slices in stages for of in slices}
-        lost = list(dict.fromkeys(name for slices in stages for name in slices[0].lost))
-        objects = Objects(by_label, optimizers, contents, lost).json()  # before the roster: large tensors join it
-        first = stages[0][0]
-        self.facts = Facts(
-            roster=roster(stages, contents),
-            aliases={a: b for slices in stages for a, b in slices[0].aliases.items()},
-            objects=objects,
-            groups=tuple(group.json() for group in contents.groups),
-            step=step if isinstance(step := first.model.value.get("global_steps"), int) else None,
-            layout=_layout(degrees, stages, files),
-            engine={"name": "deepspeed", "version": str(first.model.value.get("ds_version", ""))},
-            files=files.all,
-            means=merged.means,
-            folder=files.tag,
-        )
-
-    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Where the bytes of a tensor lie; opens the files of the ranks that hold them, if they are not yet open."""
-        return self._contents.extents(key, within, self.store.url)
-
-    def records(self) -> Iterator[Record]:
-        """Every record of the zip files of all ranks; reads the directory of each."""
-        for key in self._files.all:
-            if key != self._files.latest:
-                yield from TorchZip(self.store, key).records()
-
-
-def _read(store: Store, files: Files, how: DeepSpeed) -> tuple[Degrees, list[list[Slice]]]:
-    """The checkpoint's slices by pipeline stage and tensor-parallel rank."""
-
-    def load(key: str) -> TorchFile:
-        return TorchFile(store, key, allow=how.allow)
-
-    first = ModelStates(load(files.models[0][0]))
-    degrees = Degrees.of(files, first)  # before others are opened that may not belong to it
-    others = [row[not m :] for m, row in enumerate(files.models)]
-    rows = [[ModelStates(file) for file in row] for row in load_all(load, others)]
-    rows[0].insert(0, first)
-    grid = [[rows[p * degrees.tp + t] for t in range(degrees.tp)] for p in range(degrees.pp)]
-    names: list[Sequence[Sequence[str]] | None] = [how.groups] * degrees.pp
-    ties: dict[str, str] = {}
-    if first.in_layers:
-        opened = dict(zip(files.layers, load_all(load, files.layers.values()), strict=True))
-        for t in range(degrees.tp):
-            models = [stage[t][0] for stage in grid]
-            layers = layers_of({number: row[t] for number, row in opened.items()})
-            if models[0].param_shapes is not None:
-                adopt_layers(models, layers)
-            else:
-                names, ties = names_of_stages(models, layers, how.groups)
-    experts = None
-    if files.experts or first.value.get("num_experts"):
-        if degrees.pp * degrees.tp > 1 or files.zero3:
-            raise Refused(f"{first.key}: not yet read: experts with tensor parallelism, pipelines or ZeRO 3")
-        weights = [row[0] for row in load_all(load, [[key] for key in files.experts.values()])]
-        experts = adopt_experts(first, dict(zip(files.experts, weights, strict=True)), degrees.dp)
-        if first.param_shapes is None and first.value.get("optimizer") is not None:
-            return degrees, _expert_stages(files, load, experts, first, how)
-    shared = first.aliases(zero3=files.zero3) if first.param_shapes is not None else None
-    optims = files.optims or ((),) * len(rows)
-
-    def read(at: tuple[int, int]) -> Slice:
-        p, t = at
-        return read_slice(
-            grid[p][t],
-            optims[p * degrees.tp + t],
-            degrees.label(p, t),
-            how.allow,
-            zero3=files.zero3,
-            shared=None if p else shared,
-            names=names[p],
-            experts=experts,
-        )
-
-    stages: list[list[Slice]] = []
-    for p in range(degrees.pp):
-        one = read((p, 0))
-        if one.stage == 0 and one.contents.groups:
-            names[p] = [group.names for group in one.contents.groups]
-        stages.append([one, *map_waiting(read, [(p, t) for t in range(1, degrees.tp)])])
-    stages[0][0].aliases.update(ties)
-    return degrees, stages
-
-
-def _expert_stages(
-    files: Files, load: Callable[[str], TorchFile], experts: Experts, first: ModelStates, how: DeepSpeed
-) -> list[list[Slice]]:
-    """Under ZeRO 0 each expert-parallel rank as a slice of its own; what all hold must agree, as in pipeline stages."""
-    degree = len(files.expert_optims)
-    check_degree(experts, first, degree)
-    opened = [row[0] for row in load_all(load, [[key] for key in files.expert_optims])]
-    stages: list[list[Slice]] = []
-    for rank, file in enumerate(opened):
-        model = expert_model(first, file, experts, degree, rank)
-        label = f"ep{rank}" if rank else ""
-        names = None if how.groups is None else [[n for n in g if experts.locally(n, degree, rank)] for g in how.groups]
-        of = read_slice([model], (), label, how.allow, zero3=False, shared=None, names=names)
-        if rank:
-            of.contents.forget(key for key in stages[0][0].contents.infos if key.state == "weight")
-        else:
-            of.models = [first]  # the only one that has more than that
-        stages.append([of])
-    return stages
-
-
-def _layout(degrees: Degrees, stages: list[list[Slice]], files: Files) -> dict[str, Any]:
-    """Stage and ranks; under ZeRO 3 also the dtype of the weights, of which only the fp32 copy is stored."""
-    first = stages[0][0]
-    out: dict[str, Any] = {"zero": first.stage, "dp": degrees.dp}
-    if files.experts:
-        sizes = sorted({n for n in first.degrees if n > 1} or {len(files.expert_optims) or 1})
-        out["ep"] = sizes[0] if len(sizes) == 1 else sizes
-    out |= {axis: n for axis, n in (("tp", degrees.tp), ("pp", degrees.pp)) if n > 1}
-    described = [name for name in first.model.described if name in first.model.module]
-    if first.stage == 3 and described:
-        out["weight_dtype"] = first.model.module[described[0]].dtype
-    return out

@@ -1,5 +1,5 @@
 """Directories of Hugging Face's Trainer and Accelerate as tensors and extents."""
 
-from ucformat.sources.huggingface.source import HuggingFace, OpenHuggingFace
+from ucformat.sources.huggingface.source import HuggingFace
 
-__all__ = ["HuggingFace", "OpenHuggingFace"]
+__all__ = ["HuggingFace"]

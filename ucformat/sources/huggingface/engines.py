@@ -12,16 +12,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, Refused, UsageError
+from ucformat.sources import open_source
 from ucformat.sources.contents import Contents, Group
 from ucformat.sources.deepspeed import DeepSpeed
 from ucformat.sources.huggingface.order import module_order
 from ucformat.sources.inside import Inside
 from ucformat.sources.options import with_options
-from ucformat.sources.safetensors import OpenSafetensors
 from ucformat.sources.safetensors.folder import choose
+from ucformat.sources.safetensors.opened import OpenSafetensors
 from ucformat.sources.torch_file import TorchFile
 from ucformat.sources.torch_optimizer import Module, Optimizer, add_optimizer, is_optimizer
-from ucformat.sources.torch_save import OpenTorchSave, choose_files
+from ucformat.sources.torch_save.folder import choose_files
+from ucformat.sources.torch_save.opened import OpenTorchSave
 from ucformat.storage.below import Below
 
 if TYPE_CHECKING:
@@ -117,8 +119,6 @@ def _add(source: OpenSource, prefix: str, engine: Engine, contents: Contents) ->
 
 def _sharded(store: Store, found: Contained, engine: Engine, contents: Contents, told: Told) -> None:
     """FSDP's sharded state dicts: folders of PyTorch DCP, one for each model and each optimizer."""
-    from ucformat.sources import open_source  # which knows this module too
-
     several = len(found.fsdp_models) > 1
     for folders in (found.fsdp_models, found.fsdp_optimizers):
         for number, folder in sorted(folders.items()):

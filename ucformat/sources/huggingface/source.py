@@ -1,30 +1,22 @@
-"""Directories of Hugging Face's Trainer and Accelerate, read in place: the engine's tensors, and all that is beside."""
+"""How directories of Hugging Face's Trainer and Accelerate are recognised."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ucformat.errors import NotFound
-from ucformat.facts import Facts
-from ucformat.sources.base import Folders, Record
-from ucformat.sources.contents import Contents
-from ucformat.sources.huggingface.engines import Engine, Told, open_engine
+from ucformat.sources.base import Folders
 from ucformat.sources.huggingface.folder import classify, looks_like_trainer, marks
-from ucformat.sources.huggingface.values import read_values
-from ucformat.sources.model_files import find_assets, read_json, root_files
+from ucformat.sources.model_files import root_files
 from ucformat.sources.options import groups_by_optimizer
-from ucformat.sources.torch_zip import TorchZip
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from ucformat.geometry.box import Box
     from ucformat.geometry.layout import Layout
-    from ucformat.geometry.tensor import Extent, Key
-    from ucformat.sources.huggingface.folder import Contained
-    from ucformat.storage.base import Info, Store
+    from ucformat.sources.huggingface.opened import OpenHuggingFace
+    from ucformat.storage.base import Store
 
-__all__ = ["HuggingFace", "OpenHuggingFace"]
+__all__ = ["HuggingFace"]
 
 
 class HuggingFace(Folders):
@@ -50,9 +42,8 @@ class HuggingFace(Folders):
         owners: Mapping[str, str] | None = None,
     ) -> None:
         options = {"layout": layout, "vocab": vocab, "cuts": cuts, "owners": owners}
-        self._told = Told(
-            tuple(allow), groups_by_optimizer(groups), {k: v for k, v in options.items() if v is not None}
-        )
+        self._options = {k: v for k, v in options.items() if v is not None}
+        self._allow, self._groups = tuple(allow), groups_by_optimizer(groups)
 
     def marks(self, name: str) -> bool:
         """Whether only Trainer or Accelerate call a file so."""
@@ -64,75 +55,9 @@ class HuggingFace(Folders):
 
     def open(self, store: Store) -> OpenHuggingFace:
         """Open it: what the engine inside reads, and the small files beside it."""
+        from ucformat.sources.huggingface.engines import Told
+        from ucformat.sources.huggingface.opened import OpenHuggingFace
+
         infos = root_files(store)
         found = classify(infos, store.url)
-        return OpenHuggingFace(store, found, infos, self._told)
-
-
-class OpenHuggingFace:
-    """One opened directory."""
-
-    kind = "huggingface"
-
-    def __init__(
-        self,
-        store: Store,
-        found: Contained,
-        infos: Mapping[str, Info],
-        told: Told,
-    ) -> None:
-        self.store, self.contents = store, Contents()
-        engine = open_engine(store, found, infos, self.contents, told)
-        self._engine = engine
-        values = [*found.values.values(), *(f for by_rank in found.ranked.values() for f in by_rank.values())]
-        self._zips = [*engine.zips, *values]
-        objects = {**engine.objects, **read_values(store, found, self.contents, told.allow)}
-        own = (["trainer_state.json"] if found.trainer_state else []) + self._zips
-        files = tuple(dict.fromkeys([*engine.files, *own]))
-        assets = find_assets((i for i in infos.values()), files)
-        self.facts = Facts(
-            roster=self.contents.roster(),
-            aliases=engine.aliases,
-            objects=objects,
-            assets=assets,
-            groups=tuple(group.json() for group in self.contents.groups),
-            step=_step(objects, engine),
-            layout=engine.layout,
-            engine=_described(store, found, engine, assets),
-            files=files,
-        )
-
-    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Where the bytes of a tensor lie."""
-        return self.contents.extents(key, within, self.store.url)
-
-    def records(self) -> Iterator[Record]:
-        """Every record of the engine's files and of the others; a safetensors file is one, without a checksum."""
-        for source in self._engine.sources:
-            yield from source.records()
-        for key in self._zips:
-            yield from TorchZip(self.store, key).records()
-        for key in self._engine.unchecked:
-            yield Record(key, key, self.store.info(key).size, None, int)
-
-
-def _step(objects: Mapping[str, Any], engine: Engine) -> int | None:
-    """The step that Trainer counts, else the engine's."""
-    state = objects.get("trainer_state")
-    step = state.get("global_step") if isinstance(state, dict) else None
-    return step if type(step) is int else engine.step
-
-
-def _described(store: Store, found: Contained, engine: Engine, assets: Sequence[str]) -> dict[str, str]:
-    """Who wrote it: Trainer or Accelerate, the version that the model's configuration names, the engine inside."""
-    trainer = found.trainer_state or "training_args" in found.values
-    out = {"name": "transformers" if trainer else "accelerate"}
-    if "config.json" in assets:
-        try:
-            config = read_json(store, "config.json")
-        except NotFound:
-            config = None
-        version = config.get("transformers_version") if isinstance(config, dict) else None
-        if isinstance(version, str):
-            out["version"] = version
-    return {**out, **engine.described}
+        return OpenHuggingFace(store, found, infos, Told(self._allow, self._groups, self._options))

@@ -5,7 +5,6 @@ A folder with `metadata.json`, a PyTorch DCP checkpoint, and `common.pt`: all th
 
 from __future__ import annotations
 
-import json
 import re
 from functools import cached_property
 from itertools import product
@@ -20,6 +19,7 @@ from ucformat.sources.dcp.metadata import read_metadata
 from ucformat.sources.dcp.values import plain_value
 from ucformat.sources.megatron.arguments import Arguments
 from ucformat.sources.megatron.flat_states import add_flat_states
+from ucformat.sources.megatron.folder import CONFIG, backend_of
 from ucformat.sources.megatron.groups import Member, groups_by_rule
 from ucformat.sources.megatron.guard import built_by_megatron
 from ucformat.sources.megatron.keys import Bucket, StateKey, name_of, split_state_key
@@ -41,26 +41,12 @@ if TYPE_CHECKING:
     from ucformat.sources.megatron.source import Megatron
     from ucformat.storage.base import Store
 
-__all__ = ["COMMON", "CONFIG", "OpenDist", "backend_of"]
+__all__ = ["COMMON", "OpenDist"]
 
-CONFIG, COMMON = "metadata.json", "common.pt"
+COMMON = "common.pt"
 _SHARD = re.compile(r"(.+)/shard_([\d.]*)_([\d.]*)", re.DOTALL)
 _EXTRA = "_extra_state"
-_MOST = 4096  # bytes of metadata.json
 _NOT_OURS = ("optimizer", "args", "iteration")
-
-
-def backend_of(store: Store, folder: str = "") -> str | None:
-    """The format that `metadata.json` names; None where there is none of Megatron's."""
-    key = f"{folder}/{CONFIG}" if folder else CONFIG
-    if not exists(store, key) or (size := store.info(key).size) > _MOST:
-        return None
-    try:
-        found = json.loads(store.read(key, 0, size).decode())
-    except (ValueError, RecursionError):
-        return None
-    backend = found.get("sharded_backend") if isinstance(found, dict) else None
-    return backend if isinstance(backend, str) else None
 
 
 class OpenDist:

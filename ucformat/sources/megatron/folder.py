@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from itertools import islice
@@ -13,14 +14,16 @@ from ucformat.storage.base import check_key, exists
 if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
-__all__ = ["MODEL", "TRACKER", "Place", "find_place", "is_mark"]
+__all__ = ["CONFIG", "MODEL", "TRACKER", "Place", "backend_of", "find_place", "is_mark"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
+CONFIG = "metadata.json"  # of a distributed checkpoint
 MODEL = re.compile(r"mp_rank_(\d{1,6})(?:_(\d{1,6}))?(?:_(\d{1,6}))?/(model_optim_rng|model_rng)\.pt")
 
 _ITERATION = re.compile(r"iter_\d{7,}|release")
 _LOOK = 10_000
-_MOST = 64  # bytes of the tracker
+_MOST = 4096  # bytes of metadata.json
+_SHORT = 64  # bytes of the tracker
 _NAMED = 10
 
 
@@ -43,8 +46,6 @@ def find_place(store: Store) -> Place | None:
 
     NotFound or UsageError where it cannot be told which of several.
     """
-    from ucformat.sources.megatron.dist import backend_of
-
     if backend_of(store) is not None:
         return Place("", None, classic=False)
     named = _named(store)
@@ -70,14 +71,27 @@ def find_place(store: Store) -> Place | None:
     return Place(folders[0], None, classic=backend_of(store, folders[0]) is None) if folders else None
 
 
+def backend_of(store: Store, folder: str = "") -> str | None:
+    """The format that `metadata.json` names; None where there is none of Megatron's."""
+    key = f"{folder}/{CONFIG}" if folder else CONFIG
+    if not exists(store, key) or (size := store.info(key).size) > _MOST:
+        return None
+    try:
+        found = json.loads(store.read(key, 0, size).decode())
+    except (ValueError, RecursionError):
+        return None
+    backend = found.get("sharded_backend") if isinstance(found, dict) else None
+    return backend if isinstance(backend, str) else None
+
+
 def _inside(key: str) -> bool:
     below = key.split("/", 1)[-1]
-    return below == "metadata.json" or MODEL.fullmatch(below) is not None
+    return below == CONFIG or MODEL.fullmatch(below) is not None
 
 
 def _named(store: Store) -> str | None:
     """The folder that the tracker names."""
-    if not exists(store, TRACKER) or (size := store.info(TRACKER).size) > _MOST:
+    if not exists(store, TRACKER) or (size := store.info(TRACKER).size) > _SHORT:
         return None
     text = store.read(TRACKER, 0, size).decode(errors="replace").strip()
     if text == "release":

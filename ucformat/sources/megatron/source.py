@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 from ucformat.errors import NotACheckpoint, Refused, UcformatError
 from ucformat.sources.base import Folders
-from ucformat.sources.megatron.classic import OpenClassic
-from ucformat.sources.megatron.dist import OpenDist, backend_of
-from ucformat.sources.megatron.folder import find_place, is_mark
+from ucformat.sources.megatron.folder import backend_of, find_place, is_mark
 from ucformat.sources.megatron.guard import built_by_megatron
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ucformat.geometry.layout import Layout
+    from ucformat.sources.megatron.classic import OpenClassic
+    from ucformat.sources.megatron.dist import OpenDist
     from ucformat.storage.base import Store
 
 __all__ = ["Megatron"]
@@ -71,6 +71,8 @@ class Megatron(Folders):
             raise NotACheckpoint(f"{store.url} holds no checkpoint of Megatron's")
         where = f"{store.url}/{place.folder}" if place.folder else store.url
         if place.classic:
+            from ucformat.sources.megatron.classic import OpenClassic
+
             with built_by_megatron(where):
                 return OpenClassic(store, place, self)
         backend = backend_of(store, place.folder)
@@ -79,5 +81,7 @@ class Megatron(Folders):
                 f"{place.folder or store.url} is a distributed checkpoint in the format {backend!r}; {_DIST!r} is read",
                 hint="load it once with the Megatron that wrote it, and save it with --ckpt-format torch_dist",
             )
+        from ucformat.sources.megatron.dist import OpenDist
+
         with built_by_megatron(where):
             return OpenDist(store, place, self)

@@ -1,5 +1,5 @@
 """Orbax checkpoints as tensors and extents."""
 
-from ucformat.sources.orbax.source import OpenOrbax, Orbax
+from ucformat.sources.orbax.source import Orbax
 
-__all__ = ["OpenOrbax", "Orbax"]
+__all__ = ["Orbax"]

@@ -1,5 +1,5 @@
 """safetensors files as tensors and extents."""
 
-from ucformat.sources.safetensors.source import OpenSafetensors, Safetensors
+from ucformat.sources.safetensors.source import Safetensors
 
-__all__ = ["OpenSafetensors", "Safetensors"]
+__all__ = ["Safetensors"]

@@ -1,5 +1,5 @@
 """Zarr groups and arrays as tensors and extents."""
 
-from ucformat.sources.zarr.source import OpenZarr, Zarr
+from ucformat.sources.zarr.source import Zarr
 
-__all__ = ["OpenZarr", "Zarr"]
+__all__ = ["Zarr"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, Refused
 from ucformat.sources.zarr.array import Array, parse_v2, parse_v3
+from ucformat.sources.zarr.folder import V2, V3
 from ucformat.sources.zarr.values import read_json
 from ucformat.storage.waiting import map_waiting
 
@@ -17,10 +18,7 @@ if TYPE_CHECKING:
     from ucformat.sources.zarr.values import Values
     from ucformat.storage.base import Store
 
-__all__ = ["V2", "V3", "Hierarchy", "read_hierarchy"]
-
-V2 = (".zgroup", ".zarray", ".zmetadata")  # one of them makes a folder a node of Zarr v2
-V3 = "zarr.json"
+__all__ = ["Hierarchy", "read_hierarchy"]
 
 _CHUNK = re.compile(r"c|(c\.)?\d+(\.\d+)*")  # how the files of chunks are named
 

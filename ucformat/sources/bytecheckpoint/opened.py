@@ -1,0 +1,158 @@
+"""ByteCheckpoint's checkpoints of DDP, FSDP and FSDP2, read in place."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import IntegrityError, MissingData, Refused
+from ucformat.geometry.tensor import Extent
+from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.sources.dcp.folder import FILE
+from ucformat.sources.dcp.items import Items
+from ucformat.sources.dcp.metadata import Metadata, read_metadata
+from ucformat.sources.dcp.opened import LazyFacts, OpenDcp
+from ucformat.sources.dcp.values import plain_value
+from ucformat.sources.stand_ins import Inert, StoredTensor
+from ucformat.sources.torch_file import TorchFile
+from ucformat.sources.unpickle import unpickle
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ucformat.geometry.box import Box
+    from ucformat.geometry.tensor import TensorInfo
+    from ucformat.sources.base import Record
+    from ucformat.sources.bytecheckpoint.folder import Folder
+    from ucformat.sources.dcp.metadata import Stretch
+    from ucformat.sources.dcp.state import Named
+    from ucformat.storage.base import Store
+
+__all__ = ["OpenByteCheckpoint"]
+
+_DDP = "module."
+
+
+class OpenByteCheckpoint(OpenDcp):
+    """One opened ByteCheckpoint checkpoint."""
+
+    kind = "bytecheckpoint"
+
+    def __init__(
+        self,
+        store: Store,
+        folder: Folder,
+        allow: tuple[str, ...],
+        groups: Sequence[Sequence[str]] | None,
+        owners: Mapping[str, str] | None,
+    ) -> None:
+        metas = {part: read_metadata(store, key + FILE, allow=allow) for part, key in folder.parts.items()}
+        for meta in metas.values():
+            _check(meta)
+        self._folder = folder
+        items = _RawItems(store, _joined(metas), allow, metas)
+        super().__init__(items, groups, owners or ({"optimizer": "model"} if len(metas) > 1 else None))
+
+    def make_facts(self, named: Named, infos: tuple[TensorInfo, ...]) -> LazyFacts:
+        """The facts, with the extra states of all ranks."""
+        return _Facts(self.items, named, infos, self._folder)
+
+
+def _check(meta: Metadata) -> None:
+    user = meta.root.get("user_defined_dict")
+    if isinstance(user, dict) and ("fsdp_flat_param_to_fqns" in user or "model_dict_keys" in user):
+        raise Refused(
+            f"{meta.file} describes flat parameters (save_decomposed_model_optimizer), which are not yet read",
+            hint="load it with ByteCheckpoint, and save without save_decomposed_model_optimizer",
+        )
+
+
+def _joined(metas: Mapping[str, Metadata]) -> Metadata:
+    """Model and optimizer as one state; what DDP's wrapper puts in front of every name is left out."""
+    out = Metadata(next(iter(metas.values())).file, next(iter(metas.values())).root)
+    wrapped = "model" in metas and all(f.startswith(_DDP) for f in metas["model"].tensors)
+    if wrapped and "optimizer" in metas:
+        entries = [p[1] for p in metas["optimizer"].paths.values() if len(p) > 2 and p[0] == "state"]
+        wrapped = all(str(entry).isdigit() for entry in entries)  # only DDP leaves the optimizer's own numbers
+    for part, meta in metas.items():
+        cut = len(_DDP) if wrapped and part == "model" else 0
+        for fqn in (*meta.tensors, *meta.values):
+            path = meta.paths.get(fqn, (fqn,))
+            out.paths[f"{part}.{fqn}"] = (part, str(path[0])[cut:], *path[1:])
+        out.tensors |= {f"{part}.{fqn}": entry for fqn, entry in meta.tensors.items()}
+        out.values += [f"{part}.{fqn}" for fqn in meta.values]
+        out.stored |= {(f"{part}.{fqn}", start): s for (fqn, start), s in meta.stored.items()}
+    return out
+
+
+class _RawItems(Items):
+    """Items whose tensors are raw bytes; how they are laid out is in the metadata, as a pickle for each chunk."""
+
+    def __init__(self, store: Store, meta: Metadata, allow: tuple[str, ...], metas: Mapping[str, Metadata]) -> None:
+        super().__init__(store, meta, allow)
+        self._layouts: dict[tuple[str, Any], Any] = {}
+        self.parts = metas
+        for part, one in metas.items():
+            told = one.root.get("all_tensor_metadata")
+            for index, layout in (told if isinstance(told, dict) else {}).items():
+                if isinstance(index, Inert):
+                    self._layouts[f"{part}.{index.get('fqn')}", index.get("offset")] = layout
+
+    def chunk(self, fqn: str, box: Box, stretch: Stretch, info: TensorInfo) -> list[Extent]:
+        """The extent of one chunk, as its pickle describes it."""
+        layout, what = self._layouts.get((fqn, box.start)), f"{info.key}{box}"
+        if not isinstance(layout, bytes):
+            raise MissingData(f"the metadata does not say how {what} lies in {stretch.file}")
+        found = unpickle(layout, file=f"the layout of {what}", storage_nbytes=lambda _: stretch.nbytes)
+        if not isinstance(found, StoredTensor) or (found.dtype, found.shape) != (info.dtype, box.shape):
+            raise IntegrityError(
+                f"{stretch.file}: {what} should be {info.dtype} of shape {box.shape}, but its layout says otherwise"
+            )
+        unit = ITEMSIZE[found.dtype]
+        return [Extent(box, stretch.file, stretch.offset + found.offset * unit, tuple(s * unit for s in found.strides))]
+
+    def records(self) -> Iterator[Record]:
+        """None: there are no checksums."""
+        return iter(())
+
+
+class _Facts(LazyFacts):
+    """The facts of a ByteCheckpoint checkpoint."""
+
+    def __init__(self, items: Items, named: Named, infos: tuple[TensorInfo, ...], folder: Folder) -> None:
+        assert isinstance(items, _RawItems)  # noqa: S101
+        metas = list(items.parts.values())
+        files = [f for meta in metas for f in (meta.file, *meta.files)]
+        super().__init__(
+            items,
+            named,
+            infos,
+            engine={"name": "bytecheckpoint", "version": str(metas[0].root.get("bytecheckpoint_version") or "")},
+            files=(*files, *folder.extra, *folder.others),
+            assets=folder.others,
+            folder=folder.below.rstrip("/"),
+        )
+        self.__dict__["_folder"] = folder
+
+    @cached_property
+    def objects(self) -> Mapping[str, Any]:
+        """`extra_state` as rank 0 has it, and under `rank` what the others' say differently."""
+        folder, store = self.__dict__["_folder"], self.__dict__["_items"].store
+        out: dict[str, Any] = {}
+        others: dict[str, Any] = {}
+        for rank, key in enumerate(folder.extra):
+            value = plain_value(TorchFile(store, key), "extra_state")
+            if not rank:
+                out["extra_state"] = value
+            elif value != out["extra_state"]:
+                first = out["extra_state"]
+                both = isinstance(value, dict) and isinstance(first, dict)
+                differs = {k: v for k, v in value.items() if k not in first or first[k] != v} if both else value
+                others[str(rank)] = {"extra_state": differs}
+        return out | ({"rank": others} if others else {})
+
+    @cached_property
+    def step(self) -> int | None:
+        """The number in the folder's name."""
+        folder: Folder = self.__dict__["_folder"]
+        return folder.step

@@ -1,0 +1,93 @@
+"""Directories of Hugging Face's Trainer and Accelerate, read in place: the engine's tensors, and all that is beside."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import NotFound
+from ucformat.facts import Facts
+from ucformat.sources.base import Record
+from ucformat.sources.contents import Contents
+from ucformat.sources.huggingface.engines import Engine, Told, open_engine
+from ucformat.sources.huggingface.values import read_values
+from ucformat.sources.model_files import find_assets, read_json
+from ucformat.sources.torch_zip import TorchZip
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ucformat.geometry.box import Box
+    from ucformat.geometry.tensor import Extent, Key
+    from ucformat.sources.huggingface.folder import Contained
+    from ucformat.storage.base import Info, Store
+
+__all__ = ["OpenHuggingFace"]
+
+
+class OpenHuggingFace:
+    """One opened directory."""
+
+    kind = "huggingface"
+
+    def __init__(
+        self,
+        store: Store,
+        found: Contained,
+        infos: Mapping[str, Info],
+        told: Told,
+    ) -> None:
+        self.store, self.contents = store, Contents()
+        engine = open_engine(store, found, infos, self.contents, told)
+        self._engine = engine
+        values = [*found.values.values(), *(f for by_rank in found.ranked.values() for f in by_rank.values())]
+        self._zips = [*engine.zips, *values]
+        objects = {**engine.objects, **read_values(store, found, self.contents, told.allow)}
+        own = (["trainer_state.json"] if found.trainer_state else []) + self._zips
+        files = tuple(dict.fromkeys([*engine.files, *own]))
+        assets = find_assets((i for i in infos.values()), files)
+        self.facts = Facts(
+            roster=self.contents.roster(),
+            aliases=engine.aliases,
+            objects=objects,
+            assets=assets,
+            groups=tuple(group.json() for group in self.contents.groups),
+            step=_step(objects, engine),
+            layout=engine.layout,
+            engine=_described(store, found, engine, assets),
+            files=files,
+        )
+
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
+        """Where the bytes of a tensor lie."""
+        return self.contents.extents(key, within, self.store.url)
+
+    def records(self) -> Iterator[Record]:
+        """Every record of the engine's files and of the others; a safetensors file is one, without a checksum."""
+        for source in self._engine.sources:
+            yield from source.records()
+        for key in self._zips:
+            yield from TorchZip(self.store, key).records()
+        for key in self._engine.unchecked:
+            yield Record(key, key, self.store.info(key).size, None, int)
+
+
+def _step(objects: Mapping[str, Any], engine: Engine) -> int | None:
+    """The step that Trainer counts, else the engine's."""
+    state = objects.get("trainer_state")
+    step = state.get("global_step") if isinstance(state, dict) else None
+    return step if type(step) is int else engine.step
+
+
+def _described(store: Store, found: Contained, engine: Engine, assets: Sequence[str]) -> dict[str, str]:
+    """Who wrote it: Trainer or Accelerate, the version that the model's configuration names, the engine inside."""
+    trainer = found.trainer_state or "training_args" in found.values
+    out = {"name": "transformers" if trainer else "accelerate"}
+    if "config.json" in assets:
+        try:
+            config = read_json(store, "config.json")
+        except NotFound:
+            config = None
+        version = config.get("transformers_version") if isinstance(config, dict) else None
+        if isinstance(version, str):
+            out["version"] = version
+    return {**out, **engine.described}

@@ -1,0 +1,149 @@
+"""Orbax checkpoints, in OCDBT or in files, of Zarr v2 or v3, read in place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import IntegrityError, MissingData, TensorNotFound
+from ucformat.facts import Facts
+from ucformat.geometry.tensor import Roster, TensorInfo
+from ucformat.sources.decoded import DecodedStore
+from ucformat.sources.orbax.folder import CHECKPOINT, Step
+from ucformat.sources.orbax.item import Item, scalar_json
+from ucformat.sources.orbax.naming import tensor_keys
+from ucformat.sources.values import to_json
+from ucformat.sources.zarr.chunks import Chunks
+from ucformat.sources.zarr.values import Stored, read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from ucformat.geometry.box import Box
+    from ucformat.geometry.tensor import Extent, Key
+    from ucformat.sources.base import Record
+    from ucformat.sources.zarr.array import Array
+    from ucformat.storage.base import Store
+
+__all__ = ["OpenOrbax"]
+
+_HINT = "files were lost, or the save was not whole: restore them from another copy"
+_JSON = ("metadata", "metrics")  # the files of items that are JSON
+_OWN = (CHECKPOINT, "commit_success.txt", "orbax.checkpoint")  # Orbax's own, of no use elsewhere
+
+
+class OpenOrbax:
+    """One opened Orbax checkpoint."""
+
+    kind = "orbax"
+
+    def __init__(self, store: Store, step: Step, *, fill_missing: bool | None) -> None:
+        several = len(step.trees) > 1
+        items = [Item(store, name if several else "", at, step.sizes) for name, at in step.trees.items()]
+        arrays = {path: array for item in items for path, array in item.arrays.items()}
+        scalars = {path: array for item in items for path, array in item.scalars.items()}
+        filled = [
+            array.path
+            for item in items
+            for array in (*item.arrays.values(), *item.scalars.values())
+            if (not item.tree.stores_fill if fill_missing is None else fill_missing)
+        ]
+        self._chunks = Chunks(
+            store,
+            {key: value for item in items for key, value in item.values.items()},
+            {array.path: array for array in (*arrays.values(), *scalars.values())},
+            filled,
+            _HINT,
+        )
+        self.store: Store = DecodedStore(store, self._chunks)
+        keys = tensor_keys({path: array.shape for path, array in arrays.items()})
+        _check_names(store, keys.values())
+        self._arrays = {keys[path]: array for path, array in arrays.items()}
+        numbers = {".".join(p): scalar_json(".".join(p), a, self._read(a)) for p, a in scalars.items()}
+        texts = {".".join(p): text for item in items for p, text in item.strings().items()}
+        objects: dict[str, Any] = {**numbers, **texts}
+        if more := self._more(step, items):
+            objects["orbax"] = more
+        self.facts = Facts(
+            roster=Roster(tuple(TensorInfo(*k, self._arrays[k].dtype, self._arrays[k].shape) for k in self._order())),
+            objects=objects,
+            assets=tuple(key for key in step.others if key.rpartition("/")[2] not in (*_OWN, *_JSON)),
+            step=self._step(numbers, step),
+            layout={"ocdbt": any(i.ocdbt for i in items), "zarr3": any(i.tree.zarr3 for i in items)},
+            engine={"name": "orbax"},
+            files=tuple(step.sizes),
+            folder=step.folder,
+        )
+
+    def _order(self) -> list[Key]:
+        """All states of a tensor together, the tensors as the tree lists those that are weights."""
+        order: dict[str, int] = {}
+        for key in sorted(self._arrays, key=lambda k: k.state != "weight"):
+            order.setdefault(key.name, len(order))
+        return sorted(self._arrays, key=lambda k: (order[k.name], k.state != "weight"))
+
+    def _read(self, array: Array) -> bytes:
+        """A small array's bytes."""
+        if array.shape:
+            return b""
+        extent = next(iter(self._chunks.extents(array)))
+        return self.store.read(extent.file, extent.offset, array.itemsize)
+
+    def _step(self, numbers: dict[str, Any], step: Step) -> int | None:
+        """The leaf `step` at the root of the only tree or of one of several; else what the folder's name says."""
+        for name in ("step", *(f"{tree}.step" for tree in step.trees)):
+            if type(numbers.get(name)) is int:
+                return int(numbers[name])
+            for key, array in self._arrays.items():
+                if key == (name, "weight") and not array.shape and array.dtype.startswith(("int", "uint")):
+                    return int.from_bytes(self._read(array), "little", signed=array.dtype.startswith("int"))
+        return step.number
+
+    def _more(self, step: Step, items: list[Item]) -> dict[str, Any]:
+        """What is said of the checkpoint and of its trees, and the items that are JSON."""
+        out: dict[str, Any] = {}
+        below = f"{step.folder}/" if step.folder else ""
+        files = {key: Stored(key, 0, n) for key, n in step.sizes.items()}
+        if below + CHECKPOINT in files:
+            said = read_json(self.store, files, below + CHECKPOINT)
+            if isinstance(said, dict):
+                self._check_items(below, said.get("item_handlers"), files)
+                out |= {k: to_json(said[k]) for k in ("metrics", "custom_metadata") if said.get(k)}
+        custom = {name: i.tree.custom for name, i in zip(step.trees, items, strict=True) if i.tree.custom}
+        if custom:
+            out["trees"] = to_json(custom)
+        if keys := {name: kind for item in items for name, kind in item.random_keys().items()}:
+            out["random_keys"] = keys
+        for key in step.others:
+            folder, _, name = key[len(below) :].rpartition("/")
+            if name in _JSON and folder:
+                out.setdefault("items", {})[folder.replace("/", ".")] = to_json(read_json(self.store, files, key))
+        return out
+
+    def _check_items(self, below: str, handlers: Any, files: Collection[str]) -> None:
+        """MissingData where an item that was saved has no file left."""
+        for name in handlers if isinstance(handlers, dict) else ():
+            if not any(key.startswith(f"{below}{name}/") for key in files):
+                raise MissingData(
+                    f"{self.store.url}: the item {name}, which {below}{CHECKPOINT} names, is missing",
+                    hint="restore its folder from another copy; or open the folder of another item",
+                )
+
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
+        """Where the chunks of an array lie."""
+        if key not in self._arrays:
+            raise TensorNotFound(f"the checkpoint {self.store.url} has no {key}")
+        return self._chunks.extents(self._arrays[key], within)
+
+    def records(self) -> Iterator[Record]:
+        """None: Orbax keeps no checksums of data."""
+        yield from ()
+
+
+def _check_names(store: Store, keys: Any) -> None:
+    twice = [key for key, n in Counter(keys).items() if n > 1]
+    if twice:
+        raise IntegrityError(
+            f"{store.url}: two arrays of its items would be named {twice[0]}",
+            hint="open the folder of one item; or rename the keys with dots in them where the tree is saved",
+        )
