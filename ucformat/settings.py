@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import tomllib
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
@@ -169,6 +168,8 @@ def _number(value: Any, kind: type[int | float], means: str) -> int | float:
 
 def _read(file: Path) -> dict[str, Any]:
     """What a file sets."""
+    import tomllib  # most users have no file
+
     try:
         found = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

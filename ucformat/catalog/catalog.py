@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import sqlalchemy as sa
 
-from ucformat.catalog import deletion, names, recording
+from ucformat.catalog import names, recording
 from ucformat.catalog.changes import on_change
 from ucformat.catalog.entries import load
 from ucformat.catalog.locks import lock
@@ -16,7 +16,6 @@ from ucformat.catalog.names import ANY, Stamp
 from ucformat.catalog.plain import storable
 from ucformat.catalog.reader import GRACE, Reader, make_stamp
 from ucformat.catalog.refs import parse_ref, resolve, same_url
-from ucformat.catalog.retention import plan_retention
 from ucformat.catalog.rows import TOUCHED, event, touch
 from ucformat.errors import Conflict, Refused, UsageError
 
@@ -169,6 +168,9 @@ class Catalog(Reader):
         Raises:
             Conflict: the plan is another one by now; nothing was deleted.
         """
+        from ucformat.catalog import deletion
+        from ucformat.catalog.retention import plan_retention
+
         stamp = make_stamp()
 
         def plan(c: Connection) -> RetentionPlan:
@@ -198,11 +200,15 @@ class Catalog(Reader):
         Raises:
             Refused: one is aliased, tagged, held, needed by another, or not written by ucformat.
         """
+        from ucformat.catalog import deletion
+
         stamp = make_stamp()
         self._write(lambda c: deletion.delete(c, [resolve(c, parse_ref(r)) for r in refs], grace, stamp, why={}))
 
     def restore(self, *refs: str) -> None:
         """Take deletions back: all of them or none."""
+        from ucformat.catalog import deletion
+
         stamp = make_stamp()
         self._write(lambda c: deletion.restore(c, [resolve(c, parse_ref(r)) for r in refs], stamp))
 

@@ -8,11 +8,10 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Literal, Self
 
-from ucformat.catalog import deletion, names, query, recording
+from ucformat.catalog import names, query, recording
 from ucformat.catalog.engine import Database
 from ucformat.catalog.entries import load
 from ucformat.catalog.names import Stamp
-from ucformat.catalog.purge import plan_purge
 from ucformat.catalog.refs import parse_ref, resolve, same_url
 from ucformat.errors import Refused
 
@@ -170,6 +169,9 @@ class Reader:
 
     def purgeable(self, grace: timedelta = GRACE) -> PurgePlan:
         """Which deleted checkpoints `gc` may remove from storage now; `grace` is for those without one of their own."""
+        from ucformat.catalog import deletion
+        from ucformat.catalog.purge import plan_purge
+
         with self._database.reading() as c:
             return plan_purge(deletion.retention_rows(c, now()), now(), grace)
 

@@ -69,10 +69,15 @@ def _look(url: str) -> dict[str, Any]:
             "url": catalog.url,
             "state": "ready" if catalog.database.newer is None else "newer",
             "revision": catalog.database.revision,
-            "checkpoints": {s: catalog.count(f"state = '{s}'") for s in _STATES},
+            "checkpoints": _checkpoints(catalog),
             "runs": _runs(catalog),
             "aliases": len(catalog.aliases()),
         }
+
+
+def _checkpoints(catalog: Catalog) -> dict[str, int]:
+    found = dict(catalog.sql("select state, count(*) from checkpoint group by state").rows)
+    return {state: int(found.get(state, 0)) for state in _STATES}
 
 
 def _runs(catalog: Catalog) -> int:
