@@ -80,6 +80,15 @@ def test_a_command_loads_only_what_it_works_with(command: str, words: dict[str, 
     assert readers == ({"safetensors", "contents"} if "ucformat.sources" in allowed else set())
 
 
+def test_the_program_ends_without_a_last_search_for_garbage() -> None:
+    code = (
+        "import gc, sys\nsys.argv = ['ucp', '--version']\nfrom ucformat.cli.main import main\n"
+        "try: main()\nexcept SystemExit: print(gc.get_freeze_count() > 10_000, len(gc.get_objects()) < 1000)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "True True"
+
+
 def modules_of(args: list[str]) -> set[str]:
     code = (
         "import json, sys\nfrom ucformat.cli.main import ucp\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import click
 
 from ucformat._version import __version__
@@ -87,7 +89,10 @@ click.version_option(__version__, prog_name="ucp", message="%(prog)s %(version)s
 
 def main() -> None:
     """Run `ucp` with the arguments of this process, and exit."""
-    ucp.main()
+    try:
+        ucp.main()
+    finally:
+        gc.freeze()  # or Python, ending, looks for garbage in all that was imported: a quarter of the time of `ucp ls`
 
 
 if __name__ == "__main__":
