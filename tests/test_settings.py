@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from ucformat.errors import UsageError
-from ucformat.settings import load_settings, using
+from ucformat.errors import Refused, UsageError
+from ucformat.settings import _opened, allow_root, allowed_roots, load_settings, using
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @pytest.fixture(autouse=True)
@@ -152,10 +156,144 @@ def test_a_number_that_cannot_be_used_is_an_error(monkeypatch: pytest.MonkeyPatc
 
 
 def test_places_are_a_list_or_text_with_commas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    project(tmp_path, 'roots = ["/a", "/b"]')
+    user(tmp_path, 'roots = ["/a", "/b"]')
     assert load_settings().roots == ("/a", "/b")
     monkeypatch.setenv("UCP_ROOTS", "/c,/d")
     assert load_settings().roots == ("/c", "/d")
-    project(tmp_path, "roots = [1]")
+    user(tmp_path, "roots = [1]")
     with pytest.raises(UsageError, match="roots"):
         load_settings()
+
+
+@pytest.fixture
+def of_another(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Makes a file that of another user than this one (and root)."""
+
+    def give_away(file: Path) -> None:
+        if os.geteuid() == 0:
+            os.chown(file, 54321, 54321, follow_symlinks=False)
+        else:  # only root gives files away, but a user can be another one than the files' owner
+            monkeypatch.setattr("os.geteuid", lambda: 54321)
+
+    return give_away
+
+
+SETTINGS = ["catalog = 'x.db'", "region = 'moon'", "requests = 1", "catalog = 'none'"]
+
+
+@pytest.mark.parametrize("text", SETTINGS)
+@pytest.mark.parametrize("write", [project, user])
+def test_a_file_of_another_user_is_an_error_not_passed_over(
+    tmp_path: Path, of_another: Callable[[Path], None], text: str, write: Callable[[Path, str], Path]
+) -> None:
+    user(tmp_path, "catalog = 'mine.db'\nregion = 'here'\nrequests = 2")
+    file = write(tmp_path, text)
+    load_settings()
+    of_another(file)
+    with pytest.raises(Refused, match="belongs to the user") as caught:
+        load_settings()
+    key = text.partition(" ")[0]
+    assert str(file) in caught.value.message
+    assert repr(key) in caught.value.message
+    assert f"UCP_TRUSTED={file}" in str(caught.value.hint)
+    assert f"UCP_{key.upper()}" in str(caught.value.hint)
+    with using(**{key: "7"}):  # which wins over it anyway
+        assert str(getattr(load_settings(), key)) == "7"
+
+
+def test_a_link_of_another_user_to_a_file_of_this_one_is_of_another(
+    tmp_path: Path, of_another: Callable[[Path], None]
+) -> None:
+    (tmp_path / "elsewhere.toml").write_text("catalog = 'x.db'")  # would now mean here/x.db
+    link = tmp_path / "here" / "ucformat.toml"
+    link.symlink_to(tmp_path / "elsewhere.toml")
+    assert load_settings().catalog_url() == str(tmp_path / "here" / "x.db")
+    of_another(link)
+    with pytest.raises(Refused, match="belongs to"):
+        load_settings()
+
+
+def test_a_file_of_a_colleague_can_be_trusted(
+    tmp_path: Path, of_another: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = project(tmp_path, "catalog = 'team.db'")
+    of_another(file)
+    monkeypatch.setenv("UCP_TRUSTED", f"/other,{file}")
+    assert load_settings().catalog_url() == str(tmp_path / "here" / "team.db")
+    monkeypatch.delenv("UCP_TRUSTED")
+    with pytest.raises(Refused):
+        load_settings()
+    if os.geteuid() == 0:  # else the user's own file is of another one, too
+        user(tmp_path, f"trusted = ['{file}']")
+        assert load_settings().catalog_url() == str(tmp_path / "here" / "team.db")
+    file.chmod(0o664)  # whom it belongs to is not who wrote it
+    with pytest.raises(Refused, match="may write to it"):
+        load_settings()
+
+
+@pytest.mark.parametrize("mode", [0o664, 0o646, 0o666, 0o620, 0o602])
+@pytest.mark.parametrize("write", [project, user])
+def test_a_file_that_others_may_write_to_does_not_count(
+    tmp_path: Path, mode: int, write: Callable[[Path, str], Path]
+) -> None:
+    file = write(tmp_path, "catalog = 'x.db'")
+    file.chmod(mode)
+    with pytest.raises(Refused, match="may write to it") as caught:
+        load_settings()
+    assert f"chmod go-w {file}" in str(caught.value.hint)
+    assert load_settings(catalog="mine.db").catalog == "mine.db"
+    file.chmod(0o644)
+    assert load_settings().catalog_url() == str(file.parent / "x.db")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("endpoint", "'http://example.org'"),
+        ("roots", "['/']"),
+        ("trusted", "['/tmp/ucformat.toml']"),
+        ("catalog", "'postgresql://me@example.org/all'"),
+        ("catalog", "'postgresql+psycopg://me:word@example.org/all'"),
+    ],
+)
+def test_a_project_cannot_say_where_secrets_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str
+) -> None:
+    user(tmp_path, f"{key} = {value}")
+    load_settings()
+    user(tmp_path, "")
+    file = project(tmp_path, f"{key} = {value}")
+    with pytest.raises(Refused, match="a project's file cannot") as caught:
+        load_settings()
+    assert str(file) in caught.value.message
+    assert "word" not in str(caught.value)
+    assert str(tmp_path / "config" / "ucformat" / "config.toml") in str(caught.value.hint)
+    monkeypatch.setenv(f"UCP_{key.upper()}", "mine")
+    load_settings()
+
+
+def test_what_is_no_file_is_an_error_and_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "config" / "ucformat").mkdir(parents=True)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="cannot be read: it is no file"):
+        _opened(tmp_path / "pipe")
+    file = project(tmp_path, "#" * (1 << 20) + "#")
+    with pytest.raises(UsageError, match="cannot be read: it is no file"):
+        load_settings()
+    assert file.is_file()
+
+
+def test_registered_roots_are_of_this_user_alone_and_one_line_each(
+    tmp_path: Path, of_another: Callable[[Path], None]
+) -> None:
+    before = os.umask(0o002)  # as where each user has a group
+    try:
+        allow_root("/data/run\n/")
+    finally:
+        os.umask(before)
+    allow_root("/data/other")
+    assert allowed_roots() == ("/data/run\n/", "/data/other")
+    file = tmp_path / "data" / "ucformat" / "roots.jsonl"
+    of_another(file)
+    with pytest.raises(Refused, match="belongs to"):
+        allowed_roots()

@@ -2,12 +2,20 @@
 
 The project's file is the nearest `ucformat.toml` in this folder or one above; the user's is `config.toml` in the user's
 configuration folder (`~/.config/ucformat` on Linux). A path in a file is relative to the folder of the file.
+
+Whoever may write to a folder above the working directory must not say where credentials go, or which catalog `gc`
+believes (docs/security.md). So a file counts only if it is this user's, or root's, and nobody else may write to it, and
+a project's file cannot set everything. What does not count is never passed over for a default: unless an option or the
+environment sets the same, it is an error.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import pwd
+import stat
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
@@ -52,6 +60,9 @@ class Settings:
     requests: int = 128  # reads of object stores at once, of the whole process
     in_flight: int = 256 << 20  # bytes of these at once
 
+    #: Projects' files that count although they are somebody else's.
+    trusted: tuple[str, ...] = ()
+
     def catalog_url(self) -> str | None:
         """The catalog; None if it is switched off. By default a file in the user's data folder."""
         if self.catalog.lower() == "none":
@@ -74,17 +85,31 @@ def load_settings(**given: str | None) -> Settings:
 
     Raises:
         UsageError: a file cannot be read, or sets what cannot be set.
+        Refused: a file sets something and does not count for it, and neither an option nor the environment sets that.
     """
-    asked = _given.get() | {k: v for k, v in given.items() if v is not None}
-    found: dict[str, Any] = {}
-    for file in (_user_file(), _project_file()):
-        found |= {} if file is None else _read(file)
-    for key, value in (_environment() | asked).items():
+    above: dict[str, Any] = {}
+    for key, value in (_environment() | _given.get() | {k: v for k, v in given.items() if v is not None}).items():
         try:
-            found[key] = _checked(key, value)
+            above[key] = _checked(key, value)
         except ValueError as error:
             raise UsageError(f"the setting {key} cannot be used: {error}", hint=_KNOWN) from None
-    return Settings(**found)
+    found: dict[str, Any] = {}
+    refused: dict[str, Refused] = {}
+    for path, of_project in ((_user_file(), False), (_project_file(), True)):
+        if (file := _opened(path)) is None:
+            continue
+        trusted = (found | above).get("trusted", ()) if of_project else ()
+        for key, value in _read(file).items():
+            reason = (_not_of_a_project(file, key, value) if of_project else None) or _not_ours(file, key, trusted)
+            refused.pop(key, None)
+            if reason is None:
+                found[key] = value
+            else:
+                refused[key] = reason
+    for key, why in refused.items():
+        if key not in above:
+            raise why
+    return Settings(**(found | above))
 
 
 def source_of(key: str) -> str:
@@ -93,43 +118,53 @@ def source_of(key: str) -> str:
         return "flag"
     if key in _environment():
         return "env"
-    for who, file in (("project", _project_file()), ("user", _user_file())):
-        if file is not None and key in _read(file):
+    for who, path in (("project", _project_file()), ("user", _user_file())):
+        if (file := _opened(path)) is not None and key in _read(file):
             return who
     return "default"
 
 
 def allowed_roots() -> tuple[str, ...]:
-    """Where virtual checkpoints may have their files: what the settings say, and what this user has registered."""
-    try:
-        known = _trusted().read_text(encoding="utf-8").splitlines()
-    except OSError:
-        known = []
-    return (*load_settings().roots, *known)
+    """Where virtual checkpoints may have their files: what the settings say, and what this user has registered.
+
+    Raises:
+        Refused: the list of what was registered is not this user's alone.
+    """
+    file = _opened(_registered())
+    lines = [] if file is None else file.text.splitlines()
+    if file is not None and lines and (why := _not_ours(file, "roots")):
+        raise why
+    return (*load_settings().roots, *map(str, map(json.loads, lines)))
 
 
 def allow_root(url: str) -> None:
     """Let this user's virtual checkpoints have their files in this place, too."""
     if url in allowed_roots():
         return
-    file = _trusted()
+    path = _registered()
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a", encoding="utf-8") as out:
-            out.write(f"{url}\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        out = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)  # whatever the umask, nobody else writes
+        try:
+            os.write(out, f"{json.dumps(url)}\n".encode())  # on one line, whatever is in the name of a folder
+        finally:
+            os.close(out)
     except OSError as error:
         raise Refused(
-            f"{file} cannot be written: {error.strerror}",
+            f"{path} cannot be written: {error.strerror}",
             hint=f"say yourself that files may be read there: UCP_ROOTS={url}",
         ) from error
 
 
-def _trusted() -> Path:
-    return user_data_path("ucformat") / "roots"
+def _registered() -> Path:
+    return user_data_path("ucformat") / "roots.jsonl"
 
 
 _FIELDS = tuple(f.name for f in fields(Settings))
 _KNOWN = f"what can be set: {', '.join(_FIELDS)}"
+#: What only the user says, in a file of the user's or the environment: where secrets are sent, and what may be read.
+_OWN = ("endpoint", "roots", "trusted")
+_LONGEST = 1 << 20  # bytes of a file of settings
 
 
 def _environment() -> dict[str, str]:
@@ -142,7 +177,7 @@ def _checked(key: str, value: Any) -> Any:
     """A value as its setting has it; ValueError says what is wrong with it."""
     if key not in _FIELDS:
         raise ValueError("there is no such setting")
-    if key == "roots":
+    if key in ("roots", "trusted"):
         listed = [part for part in value.split(",") if part] if isinstance(value, str) else value
         if not isinstance(listed, list | tuple) or not all(isinstance(part, str) for part in listed):
             raise ValueError("it is a list of places")
@@ -166,23 +201,95 @@ def _number(value: Any, kind: type[int | float], means: str) -> int | float:
     return kind(number)
 
 
-def _read(file: Path) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file of settings, as it was opened."""
+
+    path: Path
+    text: str
+    owners: frozenset[int]  # of the file, and of a link that leads to it
+    mode: int
+
+
+def _opened(path: Path | None) -> _File | None:
+    """A file and whose it is; None where there is none. It is opened once, so nobody can exchange it in between."""
+    if path is None:
+        return None
+    try:
+        link = path.lstat()
+        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe of that name does not block
+        with open(number, "rb") as file:  # noqa: PTH123 - of a number, not of a path
+            found = os.fstat(number)
+            text = file.read(_LONGEST + 1 if stat.S_ISREG(found.st_mode) else 0).decode()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the settings in {path} cannot be read: {error}", hint="it is a text file") from error
+    if not stat.S_ISREG(found.st_mode) or len(text) > _LONGEST:
+        raise UsageError(f"the settings in {path} cannot be read: it is no file of at most {_LONGEST} bytes")
+    return _File(path, text, frozenset({link.st_uid, found.st_uid}), found.st_mode)
+
+
+def _not_ours(file: _File, key: str, trusted: tuple[str, ...] = ()) -> Refused | None:
+    """Why a file does not count; None where it does."""
+    from shlex import quote  # most files count
+
+    if file.mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return Refused(
+            f"{file.path} sets {key!r}, and does not count: its group, or everybody, may write to it",
+            hint=f"if what it says is right: chmod go-w {quote(str(file.path))}{_instead(key)}",
+        )
+    if file.owners <= {os.geteuid(), 0} or str(file.path) in trusted:
+        return None
+    owner = ", ".join(_name_of(uid) for uid in sorted(file.owners - {os.geteuid(), 0}))
+    line = f"trusted = {json.dumps([str(file.path)])}"
+    return Refused(
+        f"{file.path} sets {key!r}, and does not count: it belongs to {owner}",
+        hint=f"if it is to be trusted: UCP_TRUSTED={quote(str(file.path))}, or `{line}` in {_user_place()}"
+        f"{_instead(key)}",
+    )
+
+
+def _not_of_a_project(file: _File, key: str, value: Any) -> Refused | None:
+    """Why a project's file cannot set this; None where it can."""
+    remote = key == "catalog" and "://" in value and not value.startswith("sqlite:")
+    if key not in _OWN and not remote:
+        return None
+    what = "a catalog on another machine" if remote else repr(key)
+    return Refused(
+        f"{file.path} sets {what}, which a project's file cannot: it may come from anybody",
+        hint=f"if it is right, put the line into {_user_place()}{_instead(key)}",
+    )
+
+
+def _instead(key: str) -> str:
+    return f"; else set UCP_{key.upper()}" + (", or give --catalog" if key == "catalog" else "")
+
+
+def _name_of(uid: int) -> str:
+    try:
+        return f"the user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:  # of another host
+        return f"the user with number {uid}"
+
+
+def _read(file: _File) -> dict[str, Any]:
     """What a file sets."""
     import tomllib  # most users have no file
 
     try:
-        found = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"the settings in {file} cannot be read: {error}", hint="it is a TOML file") from error
+        found = tomllib.loads(file.text)
+    except ValueError as error:
+        raise UsageError(f"the settings in {file.path} cannot be read: {error}", hint="it is a TOML file") from error
     for key, value in found.items():
         if key not in _FIELDS:
-            raise UsageError(f"{file} sets {key!r}, which is no setting", hint=_KNOWN)
+            raise UsageError(f"{file.path} sets {key!r}, which is no setting", hint=_KNOWN)
         try:
             found[key] = _checked(key, value)
         except ValueError as error:
-            raise UsageError(f"{file} sets {key!r} to what it cannot be: {error}") from None
+            raise UsageError(f"{file.path} sets {key!r} to what it cannot be: {error}") from None
     if (catalog := found.get("catalog", "")) and catalog.lower() != "none" and "://" not in catalog:
-        found["catalog"] = str(file.parent / local_path(catalog, absolute=False))
+        found["catalog"] = str(file.path.parent / local_path(catalog, absolute=False))
     return found
 
 
@@ -194,10 +301,14 @@ def _project_file() -> Path | None:
 
 
 def _user_file() -> Path | None:
-    found = user_config_path("ucformat") / "config.toml"
+    found = _user_place()
     with suppress(OSError):
         return found if found.is_file() else None
     return None
+
+
+def _user_place() -> Path:
+    return user_config_path("ucformat") / "config.toml"
 
 
 def local_path(text: str | os.PathLike[str], *, absolute: bool = True) -> Path:

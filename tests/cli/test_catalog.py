@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 import ucformat
 from tests.catalog.test_migrations import made_by
 from tests.cli.conftest import object_of
@@ -11,8 +13,6 @@ from ucformat.migrations import HEAD, KNOWN
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
     from tests.cli.conftest import Run
 
@@ -93,3 +93,20 @@ def test_a_newer_one_is_only_read(run: Run, catalog: Path) -> None:
     assert (found["state"], found["revision"], found["runs"]) == ("newer", "9999", 2)
     assert "newer" in run("tag", "run7@1000", "x", code=7).stderr
     assert run("ls", "-q", "-n", 1).stdout
+
+
+@pytest.mark.parametrize("asked", ["ls", "gc", "catalog info", "convert missing there"])
+def test_a_file_that_others_may_write_to_stops_commands_before_they_begin(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("UCP_CATALOG")
+    file = tmp_path / "ucformat.toml"
+    file.write_text(f'catalog = "{tmp_path}/project.db"')
+    file.chmod(0o666)
+    failed = run(*asked.split(), code=6)
+    assert f"{file} sets 'catalog', and does not count" in failed.stderr
+    assert "chmod go-w" in failed.stderr
+    assert not failed.stdout
+    monkeypatch.setenv("UCP_CATALOG", "none")
+    assert "does not count" not in run("convert", "missing", "there", code=3).stderr

@@ -194,7 +194,7 @@ class TestRoots:
         (tmp_path / "allowed").mkdir()
         (tmp_path / "allowed" / "link").symlink_to(source)
         inside = ucformat.convert(ucformat.open(tmp_path / "allowed" / "link"), tmp_path / "linked", virtual=True)
-        (tmp_path / "stranger" / "ucformat" / "roots").unlink()
+        (tmp_path / "stranger" / "ucformat" / "roots.jsonl").unlink()
         with pytest.raises(Refused):
             holds(ucformat.open(inside.url, roots=[str(tmp_path / "allowed")]))
 

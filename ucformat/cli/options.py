@@ -82,10 +82,11 @@ REF, SRC = ref_argument("ref", "REF"), ref_argument("src", "SRC")
 
 
 def _use_catalog(ctx: click.Context, _: click.Parameter, url: str | None) -> None:
-    if url is not None:
-        from ucformat.settings import using
+    from ucformat.settings import load_settings, using
 
+    if url is not None:
         ctx.with_resource(using(catalog=url))
+    load_settings()  # what cannot be used is told before any work is done, not when that is to be recorded
 
 
 #: For every command that asks a catalog, or tells it something: as long as it runs, the settings name this one.

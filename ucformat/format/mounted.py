@@ -84,7 +84,7 @@ class MountedStore(WrappedStore):
             if not is_below(url, self._allowed()):
                 raise Refused(
                     f"{self.url} has its files in {url}, where nothing says that they may be read",
-                    hint=f"if they may: UCP_ROOTS={url}, `roots` in ucformat.toml, or open(place, roots=[…])",
+                    hint=f"if they may: UCP_ROOTS={url}, `roots` in config.toml, or open(place, roots=[…])",
                 )
             self._open[root] = open_store(url)
         return self._open[root], name
