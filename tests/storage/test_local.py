@@ -17,7 +17,7 @@ import ucformat
 from tests.patience import PATIENCE
 from tests.storage.behaviour import keys, put
 from ucformat.errors import Conflict, NotFound, Refused, UcformatError
-from ucformat.storage import handles
+from ucformat.storage import handles, local
 from ucformat.storage.base import content_version
 from ucformat.storage.local import LocalStore
 
@@ -136,7 +136,7 @@ def test_a_file_replaced_while_it_is_opened_is_not_kept(
         put(store, "f", b"new")
         return file
 
-    monkeypatch.setattr(handles, "OpenFile", slowly)
+    monkeypatch.setattr(local, "OpenFile", slowly)
     store.read_into("f", 0, [buffer])
     monkeypatch.undo()
     store.read_into("f", 0, [buffer])
@@ -307,8 +307,14 @@ def test_reads_through_links_and_writes_only_inside(tmp_path: Path) -> None:
     os.mkfifo(root / "pipe")
     with pytest.raises(NotFound, match="not a file"):
         store.info("pipe")
-    with pytest.raises(UcformatError, match=r"cannot read .*/pipe"):
-        store.read_into("pipe", 0, [memoryview(bytearray(1))])
+    (root / "device").symlink_to("/dev/zero")
+    for key in ("pipe", "device"):
+        with pytest.raises(NotFound, match=f"{key} is not a file"):
+            store.read_into(key, 0, [memoryview(bytearray(1))])
+        with pytest.raises(NotFound, match=f"{key} is not a file"):
+            store.read(key)
+        with pytest.raises(NotFound, match=f"{key} is not a file"):
+            store.adopt(key)
     assert (store.read("file"), store.read("folder/blob"), store.info("file").size) == (b"abc", b"abc", 3)
     assert keys(store) == ["file", "inside/f"]
     acts: list[Callable[[str], object]] = [
@@ -327,6 +333,59 @@ def test_reads_through_links_and_writes_only_inside(tmp_path: Path) -> None:
     store.delete_prefix("loop")
     assert (keys(store), keys(outside)) == (["inside/f", "inside/g"], ["sub/blob"])
     assert outside.read("sub/blob") == b"abc"
+
+
+READS: list[Callable[[LocalStore, str], object]] = [
+    lambda store, key: store.read(key),
+    lambda store, key: store.read_versioned(key),
+    lambda store, key: store.read_into(key, 0, [memoryview(bytearray(1))]),
+    lambda store, key: store.read_rows(key, 0, 1, [memoryview(bytearray(1))]),
+]
+
+
+def test_a_confined_store_reads_nothing_that_a_link_makes_one_elsewhere(tmp_path: Path) -> None:
+    put(LocalStore(tmp_path / "else"), "sub/blob", b"abc")
+    root = tmp_path / "root"
+    put(LocalStore(root), "inside/f", b"x")
+    (tmp_path / "root2").symlink_to(root)  # the root itself may be a link, and links may stay inside
+    (root / "stays").symlink_to("inside/f")
+    (root / "file").symlink_to(tmp_path / "else/sub/blob")
+    (root / "folder").symlink_to(tmp_path / "else/sub")
+    (root / "beside").symlink_to("../root-beside")
+    put(LocalStore(tmp_path), "root-beside", b"abc")  # whose path begins as the root's
+    asked: list[str] = []
+
+    def nothing(path: str) -> bool:
+        asked.append(path)
+        return False
+
+    for place in (root, tmp_path / "root2"):
+        store = LocalStore(place).confined(nothing)
+        assert store.read("inside/f") == store.read("stays") == b"x"
+        assert asked == []
+        for key in ("file", "folder/blob", "beside"):
+            again = pickle.loads(pickle.dumps(store))  # noqa: S301
+            with pytest.raises(Refused, match="by a symbolic link that leads out of"):
+                again.read(key)
+            for act in READS:
+                with pytest.raises(Refused, match="by a symbolic link that leads out of"):
+                    act(store, key)
+        assert set(asked) == {str(tmp_path / "else/sub/blob"), str(tmp_path / "root-beside")}
+        asked.clear()
+    assert LocalStore(root).confined(lambda path: path.endswith("/blob")).read("folder/blob") == b"abc"
+
+
+def test_what_bears_the_name_of_a_lock_is_neither_followed_nor_waited_for(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "root")
+    version = store.put_if_absent("f", b"one")
+    (tmp_path / "root" / ".ucf-lock").symlink_to(tmp_path / "made")
+    with pytest.raises(UcformatError, match=r"cannot lock .*ucf-lock"):
+        store.replace("f", b"two", version)
+    assert not (tmp_path / "made").exists()
+    assert store.read("f") == b"one"
+    os.mkfifo(tmp_path / "root" / ".ucf-0123456789abcdef.tmp")
+    (tmp_path / "root" / ".ucf-1123456789abcdef.tmp").symlink_to(tmp_path / "else")
+    store.sweep()
 
 
 def test_pickles_as_its_root(store: LocalStore) -> None:

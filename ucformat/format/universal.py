@@ -10,11 +10,12 @@ from ucformat.facts import Facts, Place, path_from_json
 from ucformat.format.chunking import Grid
 from ucformat.format.commit import MANIFEST, read_manifest
 from ucformat.format.digest import bytes_digest
-from ucformat.format.mounted import MountedStore
+from ucformat.format.mounted import MountedStore, is_below
 from ucformat.format.structure import manifest_problems, refuse
 from ucformat.format.zarr_json import shard_key
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
 from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.storage.local import LocalStore
 from ucformat.storage.watched import Watched
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class Universal:
         """
         watching = store if isinstance(store, Watched) else Watched(store)
         self.store: Store = watching
+        if isinstance(watching.inner, LocalStore):
+            watching.inner = watching.inner.confined(lambda path: is_below(path, roots()))
         self.manifest = manifest or read_manifest(watching)[0]
         refuse(store.url, manifest_problems(self.manifest))
         sidecar = self.manifest.sidecar

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from ucformat.errors import NotFound
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 __all__ = ["Descriptor", "Handles", "OpenFile", "read_scattered"]
@@ -35,13 +38,23 @@ class Descriptor:
 
 
 class OpenFile(Descriptor):
-    """A descriptor for reading; a pipe fails, and does not wait."""
+    """A descriptor for reading; a pipe or a device is no file, and not waited for."""
 
     __slots__ = ()
 
     def __init__(self, path: Path) -> None:
         self.fd = -1
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        mode = os.fstat(self.fd).st_mode
+        if not stat.S_ISREG(mode):
+            raise IsADirectoryError if stat.S_ISDIR(mode) else NotFound(f"{path} is not a file")
+
+    def place(self, path: Path) -> str:
+        """Where it lies, whatever links led there; `path` is what was opened."""
+        try:
+            return os.readlink(f"/proc/self/fd/{self.fd}")  # noqa: PTH115 - the file that is open, even if renamed since
+        except OSError:  # not on Linux
+            return os.path.realpath(path)
 
 
 class Handles:
@@ -61,10 +74,10 @@ class Handles:
                 self._files.move_to_end(key)
             return file
 
-    def open(self, key: str, path: Path) -> OpenFile:
+    def open(self, key: str, make: Callable[[str], OpenFile]) -> OpenFile:
         """Open the file, and keep it open."""
         changes = self._changes
-        file = OpenFile(path)
+        file = make(key)
         with self._lock:
             if changes == self._changes:  # else it may have been replaced since it was opened: use it once
                 self._files[key] = file

@@ -20,7 +20,7 @@ from ucformat.storage.handles import Descriptor, Handles, OpenFile, read_scatter
 from ucformat.storage.oserrors import explaining
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ucformat.storage.base import Bytes
 
@@ -35,21 +35,22 @@ class LocalStore:
     """Files under a local folder, which need not exist before the first is written.
 
     Symbolic links are followed when reading, also out of the root, because foreign checkpoints are made of them
-    (Hugging Face's cache); `list` shows linked files, not what is in linked folders. Writing through a link that leaves
-    the root is Refused. What a killed writer leaves are hidden files, which `sweep` and `delete_prefix` remove. Open
-    files are closed when the store is garbage-collected.
+    (Hugging Face's cache), unless the store is `confined`; `list` shows linked files, not what is in linked folders.
+    Writing through a link that leaves the root is Refused. What a killed writer leaves are hidden files, which `sweep`
+    and `delete_prefix` remove. Open files are closed when the store is garbage-collected.
     """
 
     costs = Costs()
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], allows: Callable[[str], bool] | None = None) -> None:
         self._root = local_path(root)
+        self._allows = allows
         self._handles = Handles()
         self._durability = Durability()
         self._folders = Folders(self._root)
 
-    def __reduce__(self) -> tuple[type[LocalStore], tuple[Path]]:
-        return LocalStore, (self._root,)
+    def __reduce__(self) -> tuple[type[LocalStore], tuple[Path, Callable[[str], bool] | None]]:
+        return LocalStore, (self._root, self._allows and _nowhere)  # what another process allows is its own to say
 
     def __repr__(self) -> str:
         return f"LocalStore({self.url!r})"
@@ -58,6 +59,10 @@ class LocalStore:
     def url(self) -> str:
         """The path of the root, absolute."""
         return str(self._root)
+
+    def confined(self, allows: Callable[[str], bool]) -> LocalStore:
+        """This folder, of which no file is read that a link makes one elsewhere, but where `allows(path)` is true."""
+        return LocalStore(self._root, allows)
 
     def info(self, key: str) -> Info:
         """Size and version of the file that stands there now; it is also the one that is read from then on."""
@@ -73,7 +78,7 @@ class LocalStore:
         """Bytes of a file, always of the one that stands there now."""
         path = self._path(key)
         with explaining("read", str(path)):
-            file = OpenFile(path)
+            file = self._open(key)
             size = os.fstat(file.fd).st_size
             nbytes = size - offset if nbytes is None else nbytes
             check_range(str(path), offset, nbytes, size)
@@ -89,7 +94,7 @@ class LocalStore:
         if offset < 0:
             check_range(name, offset, wanted, 0)
         with explaining("read", name):
-            file = self._handles.get(key) or self._handles.open(key, self._path(key))
+            file = self._handles.get(key) or self._handles.open(key, self._open)
             got = read_scattered(file.fd, offset, buffers)
             if got < wanted:
                 check_range(name, offset, wanted, min(offset + got, os.fstat(file.fd).st_size))
@@ -100,7 +105,7 @@ class LocalStore:
         if offset < 0 or step < 0:
             check_range(name, min(offset, step), 1, 0)
         with explaining("read", name):
-            file = self._handles.get(key) or self._handles.open(key, self._path(key))
+            file = self._handles.get(key) or self._handles.open(key, self._open)
             fd, at = file.fd, offset
             for row in rows:
                 got = os.preadv(fd, (row,), at)
@@ -129,7 +134,7 @@ class LocalStore:
         self.info(key)
         if not self._durability.knows(path):
             with explaining("read", str(path)):
-                self._durability.add(path, OpenFile(path), self._make_folder(path))
+                self._durability.add(path, self._open(key), self._make_folder(path))
 
     def put_if_absent(self, key: str, data: bytes) -> str:
         """Write a whole file by a hard link to a hidden one, which fails where a file is."""
@@ -154,7 +159,7 @@ class LocalStore:
         folders = self._make_folder(path)
         lock = path.with_name(_LOCK)
         with explaining("lock", str(lock)):
-            fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             with explaining("lock", str(lock)):
                 fcntl.flock(fd, fcntl.LOCK_EX)
@@ -214,7 +219,7 @@ class LocalStore:
                     continue
                 path = Path(folder, name)
                 with suppress(OSError):  # gone, or its writer lives
-                    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
                     try:
                         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         path.unlink()
@@ -232,6 +237,20 @@ class LocalStore:
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
+
+    def _open(self, key: str) -> OpenFile:
+        """Open a file to read from it; what was opened is what is checked."""
+        path = self._path(key)
+        file = OpenFile(path)
+        if self._allows is not None:
+            place = Path(file.place(path))
+            if not place.is_relative_to(self._root.resolve()) and not self._allows(str(place)):
+                raise Refused(
+                    f"{path} is {place}, by a symbolic link that leads out of {self._root}",
+                    hint=f"if files may be read there: UCP_ROOTS={place.parent}, `roots` in config.toml, or "
+                    "open(place, roots=[…])",
+                )
+        return file
 
     def _make_folder(self, path: Path) -> tuple[Path, ...]:
         """Make the file's folder; the folders to sync so that its name lasts."""
@@ -291,6 +310,11 @@ class LocalWriter(Writer):
 
     def __del__(self) -> None:
         self.abort()
+
+
+def _nowhere(_path: str) -> bool:
+    """Allows nothing."""
+    return False
 
 
 @contextmanager
