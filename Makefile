@@ -7,7 +7,7 @@ ENGINE := .engines/deepspeed/.installed
 # The two environments are made side by side, and what is ready is checked meanwhile.
 MAKEFLAGS += --jobs=2
 
-.PHONY: demo test test-all check resolve bench engines clean
+.PHONY: demo test test-all model check resolve bench engines clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,11 @@ test: check $(ENGINE)
 ## test-all: the full matrices too
 test-all: check $(ENGINE)
 	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=explore
+
+## model: every order of commands at once that is worth trying (hours); goes on where it was stopped
+model: $(STAMP)
+	$(BIN)/python -m tests.schedules pairs --out model-pairs.jsonl
+	$(BIN)/python -m tests.schedules three 0 100000 --out model-three.jsonl
 
 ## resolve: whether all extras resolve without constraints.txt, with the releases of today; installs nothing
 resolve: $(STAMP)

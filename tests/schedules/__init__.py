@@ -1,0 +1,37 @@
+"""A model that is checked: commands of ucformat at once over one store, in every order that is worth trying.
+
+What runs is the real code, not a model of it: `convert`, `save`, `copy`, `materialize`, `register`, `delete`, `retain`,
+`gc`, `reindex` and the like (`commands.py` has them all, and the world that they find). Each is an *actor*. It stops
+before every call to the store and before every transaction of a catalog, and a *schedule* says who goes on, and for how
+many calls (`world.py`). An actor that is killed makes no further call, as a process that is: what it held in memory is
+gone, the transaction that it was in never was. Store and catalogs are in memory, ids are counted, and clocks show what
+the schedule says, so a schedule comes out the same each time.
+
+A schedule is written as it is played:
+
+    resume:12 gc:7 !resume gc       12 calls of resume, 7 of gc, resume is killed, gc ends
+
+Whoever is not killed ends, in the order of the first steps. An actor is a command; `gc@2` is one with the second
+catalog, `gc@1` another one with the first (there are three), and the clock of `gc+30` is 30 days ahead.
+
+At the end of each schedule, and again when what was killed or failed has been repeated, and `gc` has run when all grace
+is over, in both orders, this must hold (`schedule.py`):
+
+- Whatever was committed, and no actor was to delete or replace, is there, bit for bit: a *lost* or *replaced* place. A
+  virtual checkpoint is lost where the files of another are gone that it needs.
+- What an alias, a tag or a hold of any catalog names is there: *held*.
+- No manifest stands that nobody committed: *uncommitted*.
+- A command fails with an error of ours (*error*), and when it is repeated, succeeds, or says that its work is done or
+  cannot be done (*repeat*).
+- `gc` succeeds (*gc*), and no file is left that belongs to nothing (*left*).
+
+`explore.py` says which schedules are played: all of two actors with at most two switches and one kill, but those that
+are known to come out as another does, and any number of three actors by seed. To look for faults:
+
+    python -m tests.schedules play 'resume:38 gc'                     every call, and what is wrong
+    python -m tests.schedules pairs 'resume gc' 'gc resume'           or of all commands, without any named
+    python -m tests.schedules pairs --part 3/20 --out pairs.jsonl     a part of it; what is noted is not done again
+    python -m tests.schedules three 0 100000 --out three.jsonl
+
+The shortest schedule of a fault becomes a line of `test_schedules.py`.
+"""

@@ -1,0 +1,151 @@
+"""The commands that actors run, and the world that they find."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors.numpy import save as safetensors
+
+import ucformat
+from tests.schedules.world import CATALOGS
+from ucformat.catalog.catalog import Catalog
+from ucformat.errors import UcformatError
+from ucformat.jobs.gc import collect
+from ucformat.schema.policy import Policy
+from ucformat.storage.url import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.schedules.world import Snapshot, World
+
+__all__ = ["COMMANDS", "KEEPERS", "TREES", "Command", "arrays", "first_world", "parse_actor"]
+
+ROOT = "memory://w"
+SRC, NEW, PACKED, GONE, VIRTUAL, COPY = (f"{ROOT}/{p}" for p in ("src", "t/new", "t/p", "t/a", "t/v", "u/p"))
+TREES = (f"{ROOT}/t", f"{ROOT}/u")  # where checkpoints lie: ours, and another user's
+GRACE, LONG = timedelta(days=7), timedelta(days=30)
+NOW = timedelta(0)
+
+
+class Failed(UcformatError):
+    """What the command line says where a command did some of its work and not all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What an actor does; `contents` are the steps of what it may commit, and the places those that it may take away.
+
+    `replaces` are places of which it may commit a checkpoint in place of another; `deletes` those of which it deletes.
+    """
+
+    work: Callable[[], Any]
+    contents: tuple[int, ...] = ()
+    replaces: tuple[str, ...] = ()
+    deletes: tuple[str, ...] = ()
+
+
+def arrays(step: int) -> dict[str, Any]:
+    """The tensors of all checkpoints that have this content."""
+    return {"w": np.arange(4, dtype=np.float32) + 100 * step}
+
+
+def _save(step: int, place: str, **more: Any) -> None:
+    import torch
+
+    from ucformat.torch import save
+
+    tensors = {name: torch.from_numpy(a) for name, a in arrays(step).items()}
+    save({"model": tensors}, place, run="r", step=step, **more)
+
+
+def _catalog(act: Callable[[Catalog], Any]) -> Callable[[], Any]:
+    def work() -> None:
+        with Catalog() as catalog:
+            act(catalog)
+
+    return work
+
+
+def _retain(catalog: Catalog) -> None:
+    policy = Policy.model_validate({"version": 1, "keep": {"where": ["step = 2"]}, "grace": "0s"})
+    catalog.retain(policy, apply=catalog.retain(policy).id)
+
+
+def _register(place: str) -> Callable[[Catalog], Any]:
+    return lambda c: _raise(ucformat.register([place], c, recursive=True).failures)
+
+
+def _raise(failures: Any) -> None:
+    if failures:
+        raise Failed("; ".join(map(str, failures)))
+
+
+COMMANDS: dict[str, Command] = {
+    "convert": Command(lambda: ucformat.convert(SRC, NEW, run="r", chunk_bytes=8), contents=(2,)),
+    "resume": Command(lambda: ucformat.convert(SRC, NEW, run="r"), contents=(2,)),
+    "save": Command(lambda: _save(3, NEW), contents=(3,)),
+    "overwrite": Command(
+        lambda: ucformat.convert(SRC, PACKED, run="r", overwrite=True), contents=(2,), replaces=(PACKED,)
+    ),
+    "copy": Command(lambda: ucformat.copy(PACKED, NEW), contents=(1,)),
+    "virtual": Command(lambda: ucformat.convert(PACKED, VIRTUAL, run="r", virtual=True), contents=(1, 2)),
+    "materialize": Command(lambda: ucformat.materialize(PACKED), contents=(1,)),
+    "register": Command(_catalog(_register(TREES[0]))),
+    "register-copies": Command(_catalog(_register(TREES[1]))),
+    "delete": Command(_catalog(lambda c: c.delete(PACKED, grace=NOW)), deletes=(PACKED, NEW)),
+    "retain": Command(_catalog(_retain), deletes=(PACKED, NEW, VIRTUAL)),
+    "gc": Command(_catalog(lambda c: _raise(collect(c, [TREES[0]], apply=True).failures))),
+    "reindex": Command(_catalog(lambda c: _raise(ucformat.reindex(TREES[0], c).failures))),
+    "hold": Command(_catalog(lambda c: c.hold(PACKED, "ours"))),
+}
+#: Those that change a catalog and not only tell it.
+KEEPERS = ("virtual", "register", "register-copies", "delete", "retain", "gc", "reindex", "hold")
+
+
+def parse_actor(text: str) -> tuple[str, str, timedelta]:
+    """The command, the catalog and the error of the clock of an actor: `gc`, `gc@2`, `gc+30` (days), `gc@2-30`."""
+    found = re.fullmatch(r"([a-z]+(?:-[a-z]+)*)(?:@([123]))?([+-][0-9]+)?", text)
+    if found is None or found[1] not in COMMANDS:
+        raise ValueError(
+            f"{text!r} is no actor; there are: {', '.join(COMMANDS)}, each with @2 or @3 and +DAYS or -DAYS"
+        )
+    return found[1], CATALOGS[int(found[2] or 1) - 1], timedelta(days=int(found[3] or 0))
+
+
+def first_world(world: World) -> tuple[Snapshot, dict[str, tuple[int, ...]]]:
+    """Make what all schedules begin with; also the contents of each checkpoint by its id.
+
+    `t/p` is packed, `t/a` was deleted longer ago than its grace, and a conversion to `t/new` was killed before its
+    commit as long ago. `u/p` is a copy of `t/p` that belongs to the third catalog, and was deleted there. `src` is a
+    model's safetensors file.
+    """
+    open_store(SRC).put_if_absent("model.safetensors", safetensors(arrays(2)))
+    for tree in TREES:
+        open_store(tree).put_if_absent("README", b"not empty, so that nobody takes it for a disk that is not mounted")
+    _play(world, lambda: _save(1, PACKED, form="packed"))
+    _play(world, lambda: _save(0, GONE))
+    _play(world, lambda: ucformat.copy(PACKED, COPY), "three")
+    _play(world, _catalog(lambda c: c.delete(GONE, grace=NOW)))
+    _play(world, _catalog(lambda c: c.delete(COPY, grace=NOW)), "three")
+    steps = zip(world.commits, (1, 0, 1), strict=True)
+    contents: dict[str, tuple[int, ...]] = {made: (step,) for (_, made, _), step in steps}
+    before = len(world.commits)
+    resumed = world.actor("", COMMANDS["resume"].work, CATALOGS[0], NOW)
+    while not any(key.startswith("w/t/new/objects/") for key in world.files):
+        resumed.advance(1)
+    resumed.kill()
+    assert len(world.commits) == before
+    world.time += LONG
+    return world.save(), contents
+
+
+def _play(world: World, work: Callable[[], Any], catalog: str = CATALOGS[0]) -> None:
+    actor = world.actor("", work, catalog, NOW)
+    actor.advance()
+    if actor.error is not None:
+        raise actor.error

@@ -1,0 +1,241 @@
+"""Plays a schedule, and says what is wrong with what came of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tests.schedules.commands import COMMANDS, COPY, GONE, LONG, TREES, arrays, first_world, parse_actor
+from tests.schedules.world import CATALOGS, ROOTS, Call, World
+from ucformat.catalog.catalog import Catalog
+from ucformat.errors import Conflict, NotACheckpoint, NotFound, Refused, UcformatError
+from ucformat.format.commit import MANIFEST, read_manifest
+from ucformat.jobs.gc import collect
+from ucformat.references import open_reference
+from ucformat.schema.catalog_document import CATALOG_DOCUMENT
+from ucformat.settings import using
+from ucformat.storage.url import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tests.schedules.world import Actor, Snapshot
+
+__all__ = ["Played", "Player", "Step", "parse", "text_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An actor makes so many calls, or (None) all that are left, or is killed."""
+
+    actor: str
+    calls: int | None = None
+    kill: bool = False
+
+    def __str__(self) -> str:
+        return f"!{self.actor}" if self.kill else self.actor if self.calls is None else f"{self.actor}:{self.calls}"
+
+
+def parse(text: str) -> tuple[Step, ...]:
+    """The schedule that a text says: `resume:12 gc:7 !resume gc`."""
+    steps = []
+    for word in text.split():
+        found = re.fullmatch(r"(!?)([^:!]+)(?::([0-9]+))?", word)
+        if found is None:
+            raise ValueError(f"{word!r} is no step: write ACTOR, ACTOR:CALLS or !ACTOR")
+        parse_actor(found[2])
+        steps.append(Step(found[2], None if found[3] is None else int(found[3]), kill=bool(found[1])))
+    return tuple(steps)
+
+
+def text_of(steps: Sequence[Step]) -> str:
+    """As `parse` reads it."""
+    return " ".join(map(str, steps))
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What came of a schedule: the calls of all actors in order, and what is wrong."""
+
+    steps: tuple[Step, ...]
+    trace: tuple[Call, ...]
+    complaints: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{text_of(self.steps)}\n  " + "\n  ".join(self.complaints)
+
+
+class Player:
+    """Plays schedules in one world, each from the same beginning.
+
+    What is wrong is looked up where a schedule ended in a state in which another one ended before.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.first, self._first_contents = first_world(world)
+        self._contents = dict(self._first_contents)
+        self._first_commits = tuple(world.commits)
+        self._known: dict[bytes, tuple[str, ...]] = {}
+        self.played = 0
+
+    @property
+    def states(self) -> int:
+        """In how many states schedules ended."""
+        return len(self._known)
+
+    def play(self, steps: Sequence[Step]) -> Played:
+        """Play a schedule, and then let all who are left run to their ends, one after another."""
+        self.played += 1
+        self.world.restore(self.first)
+        actors = {step.actor: self._actor(step.actor) for step in steps}
+        for step in steps:
+            if step.kill:
+                actors[step.actor].kill()
+            else:
+                actors[step.actor].advance(step.calls)
+        for actor in actors.values():
+            actor.advance()
+        trace = tuple(self.world.trace)
+        return Played(tuple(steps), trace, self._complaints([*actors.values()]))
+
+    def _actor(self, name: str) -> Actor:
+        command, catalog, skew = parse_actor(name)
+        return self.world.actor(name, COMMANDS[command].work, catalog, skew)
+
+    def _complaints(self, actors: Sequence[Actor]) -> tuple[str, ...]:
+        ended, commits = self.world.save(), tuple(self.world.commits)
+        said = [(a.name, a.began, a.killed, repr(a.error)) for a in actors]
+        state = b"".join(map(self.world.digest, (None, *CATALOGS))) + repr((commits, said)).encode()
+        if state not in self._known:
+            with using(catalog="none", roots=ROOTS):
+                self._known[state] = tuple(dict.fromkeys(self._judge(actors, ended, commits)))
+        return self._known[state]
+
+    def _judge(
+        self, actors: Sequence[Actor], ended: Snapshot, commits: Sequence[tuple[str, str, str]]
+    ) -> Iterator[str]:
+        """What is wrong at the end, and when what was stopped is repeated and gc has run, in either order."""
+        for actor in actors:
+            if actor.error is not None and not isinstance(actor.error, UcformatError):
+                yield f"error {actor.name}: {actor.error!r}"
+        self._contents = dict(self._first_contents)
+        began = [a.name for a in actors if a.began]
+        yield from self._broken(began)
+        again = [a.name for a in actors if a.killed or a.error is not None]
+        orders = ((self._repeat, self._collect), (self._collect, self._repeat)) if again else ((self._collect,),)
+        for order in orders:
+            self.world.restore(ended)
+            self.world.commits[:] = commits
+            for settle in order:
+                yield from settle(again, len(actors))
+                yield from self._broken([*began, *again])
+            yield from self._left()
+
+    def _repeat(self, names: Sequence[str], of: int) -> Iterator[str]:
+        for name in names:
+            actor = self._actor(name)
+            actor.advance()
+            if not _is_fine(actor.error, alone=of == 1):
+                yield f"repeat {name}: {type(actor.error).__name__}: {actor.error}"
+
+    def _collect(self, _names: Sequence[str], _of: int) -> Iterator[str]:
+        """Let gc of our catalogs run when all grace is over."""
+        self.world.time += 3 * LONG  # also after what an actor began whose clock is ahead
+        for name in CATALOGS[:2]:
+            with Catalog(name) as catalog:
+                found = collect(catalog, TREES, apply=True)
+            for failure in found.failures:
+                yield f"gc of catalog {name}: {failure}"
+
+    def _broken(self, names: Sequence[str]) -> Iterator[str]:
+        """What was committed, and nobody was to take away, and is not there bit for bit."""
+        commands = {name: COMMANDS[parse_actor(name)[0]] for name in names}
+        may_go = {GONE, COPY, *(place for c in commands.values() for place in c.deletes)}
+        last: dict[str, str] = {}
+        for place, made, who in (*self._first_commits, *self.world.commits):
+            url = f"memory://{place}"
+            if last.get(url, made) != made and url not in (*may_go, *commands[who].replaces):
+                yield f"replaced {url}: by {who}"
+            last[url] = made
+            if who:
+                self._contents.setdefault(made, commands[who].contents)
+        for url, made in last.items():
+            problem = self._problem(url, made)
+            if problem and not (url in may_go and isinstance(problem, NotACheckpoint)):
+                yield f"lost {url}: {type(problem).__name__}: {problem}"
+        for key in self.world.files:
+            place, _, file = key.rpartition("/")
+            if file == MANIFEST and f"memory://{place}" not in last:
+                yield f"uncommitted {key}"
+        yield from self._unheld()
+
+    def _unheld(self) -> Iterator[str]:
+        """What an alias, a tag or a hold of some catalog names, and is nowhere bit for bit."""
+        for name in CATALOGS:
+            for made, urls in self.world.rows(name, _HELD):
+                if all(self._problem(url, made) for url in (urls or "").split()):
+                    yield f"held {urls}: the checkpoint {made} in catalog {name}"
+
+    def _problem(self, url: str, checkpoint: str) -> Exception | None:
+        """Why a checkpoint is not there bit for bit."""
+        try:
+            found = read_manifest(open_store(url))[0]
+            if found.id != checkpoint:
+                return NotACheckpoint(f"there is another one, {found.id}")
+            ck = open_reference(url)
+            held = {name: ck[name, "weight"][...] for name in arrays(0)}
+            if not any(_same(held, arrays(step)) for step in self._contents[checkpoint]):
+                return AssertionError("its tensors have other bits")
+            assert isinstance(ck.objects, dict)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
+            return error
+        return None
+
+    def _left(self) -> Iterator[str]:
+        """Files that belong to nothing."""
+        homes: dict[str, str] = {}
+        for key in self.world.files:
+            place, _, file = key.rpartition("/")
+            if file == MANIFEST:
+                try:
+                    homes[place] = read_manifest(open_store(f"memory://{place}"))[0].attempt
+                except UcformatError:
+                    continue
+        for key in self.world.files:
+            if key.startswith("w/src/") or key.endswith("/README"):
+                continue
+            home = next((p for p in homes if key.startswith(f"{p}/")), "")
+            rest, attempt = key.removeprefix(f"{home}/"), homes.get(home)
+            known = (MANIFEST, CATALOG_DOCUMENT, f"attempts/{attempt}.json")
+            if not home or not (rest in known or re.match(f"(data|objects|assets)/{attempt}/", rest)):
+                yield f"left {key}"
+
+
+#: What a command that is repeated says where its work is done already.
+_DONE = ("already holds the committed checkpoint", "is not deleted: it is deleted", "knows no checkpoint")
+
+#: The checkpoints that something names, and where they lie.
+_HELD = """
+    select c.id, group_concat(l.url, ' ') from checkpoint c left join location l on l.checkpoint = c.serial
+    where c.serial in (
+        select checkpoint from alias union select checkpoint from tag
+        union select checkpoint from hold where released is null)
+    group by c.id
+"""
+
+
+def _same(held: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    return all(a.dtype == held[name].dtype and np.array_equal(a, held[name]) for name, a in wanted.items())
+
+
+def _is_fine(error: BaseException | None, *, alone: bool) -> bool:
+    """Whether a command that is repeated may end so: that of one who was alone only if its work is done."""
+    if error is None:
+        return True
+    if alone:
+        return any(said in str(error) for said in _DONE)
+    return isinstance(error, Conflict | NotFound | NotACheckpoint | Refused)

@@ -1,0 +1,118 @@
+"""Commands at once over one store, in a fixed choice of all orders (`python -m tests.schedules` has the others)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.schedules.commands import COMMANDS, parse_actor
+from tests.schedules.explore import pair, single, three
+from tests.schedules.schedule import Player, parse, text_of
+from tests.schedules.world import Call, World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.schedules.schedule import Played
+
+#: What is not mended yet: the shortest schedule, and what it ends with.
+FAULTS = {
+    "a copy that was deleted elsewhere has gc remove the original": (
+        "register-copies gc",
+        "lost memory://w/t/p: NotACheckpoint",
+    ),
+    "a catalog that deleted a copy removes the original that it is told of": (
+        "register@3 gc@3",
+        "lost memory://w/t/p: NotACheckpoint",
+    ),
+    "a checkpoint that is held is replaced": ("hold overwrite", "held"),
+    "overwrite removes files of a virtual checkpoint": ("virtual overwrite", "lost memory://w/t/v: MissingData"),
+    "materialize in place removes files of a virtual checkpoint": (
+        "virtual materialize",
+        "lost memory://w/t/v: MissingData",
+    ),
+    "a virtual checkpoint of another catalog protects nothing": (
+        "virtual@2 delete gc",
+        "lost memory://w/t/v: MissingData",
+    ),
+    "gc removes what a resumed conversion commits": ("resume:38 gc", "lost memory://w/t/new: MissingData"),
+}
+
+#: What else comes of these faults: who takes part, and how the complaint begins.
+KNOWN = (
+    ({"register-copies"}, "lost"),
+    ({"hold", "overwrite"}, "held"),
+    ({"virtual"}, "lost memory://w/t/v"),
+    ({"gc"}, "lost memory://w/t/new: MissingData"),
+)
+
+
+@pytest.fixture(scope="module")
+def player() -> Iterator[Player]:
+    with World() as world:
+        yield Player(world)
+
+
+def unknown(played: Played) -> list[str]:
+    """What is wrong, and does not come of one of the faults."""
+    actors = {parse_actor(step.actor)[0] for step in played.steps}
+    known = tuple(said for who, said in KNOWN if actors >= who)
+    return [complaint for complaint in played.complaints if not complaint.startswith(known)]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.xfail(strict=True, reason="not mended yet")
+def test_a_fault_is_mended(player: Player, fault: str) -> None:
+    assert player.play(parse(FAULTS[fault][0])).complaints == ()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(player: Player, fault: str) -> None:
+    schedule, said = FAULTS[fault]
+    assert any(c.startswith(said) for c in player.play(parse(schedule)).complaints)
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"register-copies"}))
+def test_a_command_is_killed_before_each_call(player: Player, command: str) -> None:
+    for played in single(player, command):
+        assert unknown(played) == [], played
+
+
+def test_three_at_once(player: Player) -> None:
+    for seed in range(60):
+        played = player.play(three(seed))
+        assert unknown(played) == [], played
+
+
+def test_a_schedule_comes_out_the_same_again(player: Player) -> None:
+    for text in ("resume:12 gc:20 !resume gc", "copy:9 overwrite:30 register@2:4 hold copy"):
+        one, two = player.play(parse(text)), player.play(parse(text))
+        assert text_of(one.steps) == text
+        assert [*map(str, one.trace)] == [*map(str, two.trace)]
+        assert [c.state for c in one.trace] == [c.state for c in two.trace]
+
+
+def test_a_pair_finds_what_its_schedules_have_in_common_once(player: Player) -> None:
+    played = [*pair(player, "hold", "delete")]
+    texts = [text_of(p.steps) for p in played]
+    assert len(texts) == len({*texts})
+    assert {len(p.steps) for p in played} >= {2, 3}
+    assert any("!hold" in text for text in texts)
+    assert [p for p in played if unknown(p)] == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "meet"),
+    [
+        (("read", "a/x"), ("read", "a/x"), False),
+        (("read", "a/x"), ("write", "a/x"), True),
+        (("read", "a/x"), ("write", "a/y"), False),
+        (("list", "a"), ("delete", "a/b/x"), True),
+        (("list", "a"), ("delete", "ab/x"), False),
+        (("list", "a"), ("list", "a"), False),
+    ],
+)
+def test_calls_that_meet(one: tuple[str, str], other: tuple[str, str], meet: bool) -> None:
+    a, b = Call("", *one), Call("", *other)
+    assert (a.meets(b), b.meets(a)) == (meet, meet)
