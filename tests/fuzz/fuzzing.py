@@ -11,6 +11,7 @@ import time
 import tracemalloc
 import uuid
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
@@ -22,7 +23,6 @@ from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
 __all__ = [
     "DATA",
@@ -60,6 +60,7 @@ def bounded(nbytes: int, *, constant: int = CONSTANT, factor: int = FACTOR, seco
         raise Hang
 
     before = signal.signal(signal.SIGPROF, stop)
+    threads = _threads()
     tracemalloc.start()
     signal.setitimer(signal.ITIMER_PROF, seconds)
     late = False
@@ -71,10 +72,22 @@ def bounded(nbytes: int, *, constant: int = CONSTANT, factor: int = FACTOR, seco
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
         _, peak = tracemalloc.get_traced_memory()
-        time.sleep(0.002)  # TensorStore's threads are about to end; where they free memory meanwhile, `stop` crashes
+        _threads_end(threads)
         tracemalloc.stop()
     assert not late, f"more than {seconds} seconds for an input of {nbytes} bytes"
     assert peak <= constant + factor * nbytes, f"{peak} bytes were allocated for an input of {nbytes}"
+
+
+def _threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def _threads_end(before: int) -> None:
+    """Let TensorStore's threads end: where they free memory while tracemalloc stops, the process crashes."""
+    for _ in range(50):  # those of its pool stay, and do nothing
+        time.sleep(0.002)
+        if _threads() <= before:
+            return
 
 
 def harmless(act: Callable[[], object], nbytes: int, **limits: Any) -> bool:
