@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,10 @@ settings.load_profile("ucformat")
 os.environ["UCP_CATALOG"] = "none"  # the user's own catalog is none of our business; tests of the catalog name theirs
 _DATA = tempfile.TemporaryDirectory(prefix="ucformat-")  # nor are the user's other data
 os.environ["XDG_DATA_HOME"] = _DATA.name
+os.environ["XDG_CONFIG_HOME"] = f"{_DATA.name}/config"  # nor the user's settings
+
+# A shell that starts something in the background has it ignore Ctrl-C, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
