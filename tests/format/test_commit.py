@@ -13,9 +13,10 @@ import ucformat
 from tests.fakes import ODD, FakeSource
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, IntegrityError, MissingData, NotACheckpoint, UpgradeNeeded
-from ucformat.format.commit import begin, commit, new_id, on_commit, read_manifest
+from ucformat.format.commit import begin, commit, new_id, on_commit, read_manifest, record_key
 from ucformat.schema.manifest import Manifest, manifest_json_schema
 from ucformat.schema.tombstone import TombstoneDoc
+from ucformat.storage.base import content_version
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.wrapped import WrappedStore
 
@@ -39,6 +40,38 @@ def test_the_same_plan_is_the_same_attempt_and_another_is_another() -> None:
     record = json.loads(store.read(f"attempts/{one.id}.json"))
     assert record["attempt"] == one.id
     assert record["owner"]
+
+
+def test_whoever_continues_an_attempt_replaces_its_record() -> None:
+    """So that one who judged the old record, and would remove the attempt, finds another."""
+    store = MemoryStore("continued")
+    one = begin(store, {"a": 1}, overwrite=False)
+    key = record_key(one.id)
+    old = store.read(key)
+    record = json.loads(old)
+    store.replace(key, json.dumps(record | {"started": "2020-01-01T00:00:00Z"}).encode(), content_version(old))
+    begin(store, {"a": 1}, overwrite=False)
+    assert json.loads(store.read(key))["started"] >= record["started"]
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_an_attempt_that_is_removed_is_neither_continued_nor_committed(gone: bool) -> None:
+    store = MemoryStore(f"removed-{gone}")
+    one = begin(store, {"a": 1}, overwrite=False)
+    key = record_key(one.id)
+    record = store.read(key)
+    if gone:
+        store.delete(key)
+    else:
+        marked = json.loads(record) | {"removed": "2026-01-01T00:00:00Z"}
+        store.replace(key, json.dumps(marked).encode(), content_version(record))
+        with pytest.raises(Conflict, match="is being removed"):
+            begin(store, {"a": 1}, overwrite=False)
+    with store.create(f"data/{one.id}/x") as out:
+        out.write(b"x")
+    with pytest.raises(Conflict, match="is being removed"):
+        commit(store, one, manifest(one.id))
+    assert {i.key for i in store.list()} == (set() if gone else {key, f"data/{one.id}/x"})
 
 
 def test_the_loser_of_a_race_is_told_and_leaves_nothing() -> None:

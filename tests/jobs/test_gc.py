@@ -17,6 +17,8 @@ from tests.catalog.acts import purge
 from tests.catalog.manifests import packed_over
 from tests.jobs.conftest import document, foreign, universal
 from tests.storage.faulty import FaultyStore
+from ucformat.catalog.names import Stamp
+from ucformat.catalog.reader import make_stamp
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import Conflict, NotACheckpoint, NotFound, Refused, UcformatError
 from ucformat.format.commit import begin
@@ -527,9 +529,9 @@ def age(place: Path, name: str, days: float) -> None:
     record = place / "attempts" / f"{name}.json"
     started = (datetime.now(UTC) - timedelta(days=days)).isoformat()
     record.write_text(json.dumps(json.loads(record.read_text()) | {"started": started}))
-    for kind in ("data", "objects", "assets"):
-        for path in (place / kind / name).rglob("*"):
-            os.utime(path, (time.time() - days * 86400,) * 2)
+    written = [path for kind in ("data", "objects", "assets") for path in (place / kind / name).rglob("*")]
+    for path in (record, *written):
+        os.utime(path, (time.time() - days * 86400,) * 2)
 
 
 def test_interrupted_attempts_are_left_over(catalog: Catalog, recorded: Recorded, tmp_path: Path) -> None:
@@ -586,6 +588,42 @@ def test_an_attempt_that_comes_to_life_while_others_are_removed_stays(
 
     assert collect(catalog, [str(place)], apply=True, progress=alive).failures == ()
     assert len(content(place)) == 5
+
+
+def test_an_attempt_is_marked_before_anything_of_it_is_removed(
+    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "x"
+    name = attempt(place, 30)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gc, "abandon", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            collect(catalog, [str(place)], apply=True)
+    assert len(content(place)) == 4
+    with pytest.raises(Conflict, match="is being removed"):
+        attempt(place, 30)
+    assert collect(catalog, [str(place)], apply=True).leftovers == ()  # perhaps it is being removed right now
+    assert [left.attempt for left in collect(catalog, [str(place)], apply=True, grace=NOW).leftovers] == [name]
+    assert not place.exists()
+    assert attempt(place, 30) == name
+
+
+def test_a_clock_that_is_ahead_does_not_make_an_attempt_old(
+    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The place's clock has the last word, and that of this machine may be wrong."""
+    name = attempt(tmp_path / "x", 1)
+    before = content(tmp_path / "x")
+    ahead = make_stamp().now + timedelta(days=30)
+    with monkeypatch.context() as patch:
+        patch.setattr(gc, "make_stamp", lambda: Stamp("somebody", ahead))
+        done = collect(catalog, [str(tmp_path)], apply=True)
+    assert ([left.attempt for left in done.leftovers], done.failures) == ([name], ())
+    assert content(tmp_path / "x") == before
 
 
 def test_attempts_at_a_manifest_that_cannot_be_read_stay(catalog: Catalog, recorded: Recorded, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ is over, in both orders, this must hold (`schedule.py`):
 `explore.py` says which schedules are played: all of two actors with at most two switches and one kill, but those that
 are known to come out as another does, and any number of three actors by seed. To look for faults:
 
-    python -m tests.schedules play 'resume:38 gc'                     every call, and what is wrong
+    python -m tests.schedules play 'virtual materialize'              every call, and what is wrong
     python -m tests.schedules pairs 'resume gc' 'gc resume'           or of all commands, without any named
     python -m tests.schedules pairs --part 3/20 --out pairs.jsonl     a part of it; what is noted is not done again
     python -m tests.schedules three 0 100000 --out three.jsonl

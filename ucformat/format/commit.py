@@ -1,8 +1,12 @@
 """Attempts and the commit: what makes a set of files a checkpoint, all at once or not at all (docs/spec.md, "Commit").
 
-    1. `begin`   refuses a place that is committed (unless it is to be replaced), and puts the attempt's record.
+    1. `begin`   refuses a place that is committed (unless it is to be replaced), and puts the attempt's record, or, to
+                 continue an attempt, replaces it.
     2. the writer puts everything below `data/<attempt>`, `objects/<attempt>` and `assets/<attempt>`.
     3. `commit`  makes that durable, then puts `manifest.json` if there is none, or in place of the one `begin` saw.
+
+Whoever removes an attempt that nobody committed first marks its record, on condition that it is still the one that he
+judged: so either the writer who continues it is refused, or he is.
 
 The name of an attempt is made from the digest of its plan, so whoever runs the same plan again continues it, and
 every file is put whole under its name: two writers of one attempt write the same bytes.
@@ -22,7 +26,16 @@ from uuid import uuid4
 from pydantic import BaseModel, ValidationError
 
 from ucformat._version import __version__
-from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, UcformatError, Uncertain, UpgradeNeeded
+from ucformat.errors import (
+    Conflict,
+    IntegrityError,
+    NotACheckpoint,
+    NotFound,
+    Refused,
+    UcformatError,
+    Uncertain,
+    UpgradeNeeded,
+)
 from ucformat.format.digest import document_digest
 from ucformat.schema.manifest import FORMAT_VERSION, AttemptDoc, Manifest
 from ucformat.schema.tombstone import TOMBSTONE, is_tombstone
@@ -44,12 +57,14 @@ __all__ = [
     "on_commit",
     "parse_manifest",
     "read_manifest",
+    "record_key",
 ]
 
 _log = logging.getLogger("ucformat")
 
 MANIFEST = "manifest.json"
 _FOLDERS = ("data", "objects", "assets")
+_TRIES = 10
 
 #: Called with the url and the manifest of every checkpoint that this process commits (the catalog listens here).
 on_commit: list[Callable[[str, Manifest], None]] = []
@@ -124,7 +139,8 @@ def begin(store: Store, plan: dict[str, Any], *, overwrite: bool, name: str | No
     `name` is the attempt's, where it is not to be made of the plan: of a copy, whose files lie where the original's do.
 
     Raises:
-        Conflict: a checkpoint is committed there already and `overwrite` is false, or one is being removed.
+        Conflict: a checkpoint is committed there already and `overwrite` is false, or one is being removed, or what an
+            earlier try at this plan left.
     """
     replaces = None
     try:
@@ -148,15 +164,65 @@ def begin(store: Store, plan: dict[str, Any], *, overwrite: bool, name: str | No
         )
     digest = _digest(plan, replaces and replaces[0].id)
     attempt = Attempt(name or _id(digest), replaces)
-    record = AttemptDoc(
-        attempt=attempt.id,
-        plan=digest,
-        owner=f"{socket.gethostname()}:{os.getpid()}",
-        started=datetime.now(UTC),
-    )
-    with suppress(Conflict):  # the same plan was begun before: continue it
-        store.put_if_absent(f"attempts/{attempt.id}.json", record.model_dump_json(indent=1).encode())
+    _put_record(store, attempt.id, digest)
     return attempt
+
+
+def _put_record(store: Store, attempt: str, plan: str) -> None:
+    """Put the record of an attempt, or replace that of one that was begun before, by this plan: it is to be continued.
+
+    Whoever takes it for one that was left, and is about to remove it, then finds another record than he judged.
+    """
+    owner = f"{socket.gethostname()}:{os.getpid()}"
+    doc = AttemptDoc(attempt=attempt, plan=plan, owner=owner, started=datetime.now(UTC))
+    key, data = record_key(attempt), doc.model_dump_json(indent=1).encode()
+    for _ in range(_TRIES):
+        with suppress(Conflict):
+            store.put_if_absent(key, data)
+            return
+        try:
+            there, version = store.read_versioned(key)
+        except NotFound:  # removed at this instant
+            continue
+        if _is_being_removed(there):
+            raise _removed(store, attempt)
+        try:
+            store.replace(key, data, version)
+        except Conflict:
+            continue
+        except Refused:  # here nobody marks it, either
+            pass
+        return
+    raise Conflict(f"{store.url}/{key} was changed again and again by others", hint="try again later")
+
+
+def record_key(attempt: str) -> str:
+    """Where the record of an attempt lies."""
+    return f"attempts/{attempt}.json"
+
+
+def _is_being_removed(record: bytes) -> bool:
+    try:
+        return AttemptDoc.model_validate_json(record).removed is not None
+    except ValidationError:
+        return False
+
+
+def _removed(store: Store, attempt: str) -> Conflict:
+    return Conflict(
+        f"what was written at {store.url} for this attempt ({attempt}) is taken for left over, and is being removed",
+        hint="run it again when that is done; if it was interrupted, `ucp gc PLACE --apply --grace 0s` ends it",
+    )
+
+
+def _refuse_removed(store: Store, attempt: str) -> None:
+    """Conflict where somebody removes this attempt, or has removed it; what was written since then goes, too."""
+    try:
+        if not _is_being_removed(store.read(record_key(attempt))):
+            return
+    except NotFound:
+        discard(store, attempt)
+    raise _removed(store, attempt)
 
 
 def _refuse_tombstone(store: Store) -> None:
@@ -183,13 +249,14 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest, data: bytes | Non
 
     Raises:
         Conflict: somebody else committed there in the meantime, and this attempt's files are dropped; or one that was
-            committed there is being removed.
+            committed there is being removed, or this attempt itself.
         Uncertain: no answer came, so that it may be committed; this attempt's files must stay.
     """
     store.flush()
     store.sweep()
     data = data or manifest.model_dump_json(indent=1, exclude_defaults=False).encode()
     _refuse_tombstone(store)  # of one that was committed and deleted since this began
+    _refuse_removed(store, attempt.id)
     try:
         if attempt.replaces is None:
             store.put_if_absent(MANIFEST, data)
@@ -248,7 +315,7 @@ def abandon(store: Store, attempt: str) -> None:
     """Delete all that an attempt wrote, its record last."""
     for kind in _FOLDERS:
         store.delete_prefix(f"{kind}/{attempt}")
-    store.delete(f"attempts/{attempt}.json")
+    store.delete(record_key(attempt))
 
 
 def new_id() -> str:

@@ -17,7 +17,7 @@ from ucformat.catalog.entries import load
 from ucformat.catalog.reader import GRACE, make_stamp
 from ucformat.catalog.refs import Ref, resolve
 from ucformat.errors import Conflict, NotFound, UcformatError
-from ucformat.format.commit import abandon
+from ucformat.format.commit import abandon, record_key
 from ucformat.jobs.absence import check_listed, check_removed, is_empty
 from ucformat.jobs.documents import read_document
 from ucformat.jobs.removal import bury, folders_of, read_tombstone, remove, standing
@@ -107,7 +107,7 @@ def collect(
             progress(done, len(ids) + len(leftovers))
     for done, left in enumerate(leftovers, len(ids) + 1):
         try:
-            _remove_leftover(left, before)
+            _remove_leftover(left, before, grace)
         except UcformatError as error:
             failures.append(f"{left.url}: {error.message}")
         if progress is not None:
@@ -195,15 +195,38 @@ def _leftovers(
 
 def _leftover(store: Store, attempt: str, before: datetime) -> Leftover | None:
     """An attempt, if it is one that began and was last written to before this time."""
+    found = _judged(store, attempt, before)
+    return None if found is None else Leftover(store.url, attempt, found.nbytes, found.doc.started)
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """What an attempt was when it was taken for left over: its record, as it stands, and when it was last written to.
+
+    `written` is by the clock of the place, in seconds since 1970, if that tells.
+    """
+
+    doc: AttemptDoc
+    data: bytes
+    version: str
+    nbytes: int
+    written: float | None
+
+
+def _judged(store: Store, attempt: str, before: datetime) -> _Judged | None:
+    key = record_key(attempt)
     try:
-        doc = AttemptDoc.model_validate_json(store.read(f"attempts/{attempt}.json"))
+        data, version = store.read_versioned(key)
+        doc = AttemptDoc.model_validate_json(data)
+        own = store.info(key)
     except (ValidationError, NotFound):
         return None  # not a record of ours
     infos = [i for folder in folders_of(attempt) for i in store.list(folder)]
-    last = max([doc.started.timestamp(), *(i.modified for i in infos if i.modified is not None)])
+    written = max((i.modified for i in (own, *infos) if i.modified is not None), default=None)
+    last = max((doc.removed or doc.started).timestamp(), written or 0.0)
     if doc.attempt != attempt or last > before.timestamp():
         return None
-    return Leftover(store.url, attempt, sum(i.size for i in infos), doc.started)
+    return _Judged(doc, data, version, sum(i.size for i in infos), written)
 
 
 def _grave(store: Store, tombstone: TombstoneDoc, before: datetime) -> Leftover | None:
@@ -214,13 +237,36 @@ def _grave(store: Store, tombstone: TombstoneDoc, before: datetime) -> Leftover 
     return Leftover(store.url, tombstone.attempt, nbytes, tombstone.created)
 
 
-def _remove_leftover(left: Leftover, before: datetime) -> None:
+def _remove_leftover(left: Leftover, before: datetime, grace: timedelta) -> None:
     """Remove what is left, if it still is what it was."""
     store = open_store(left.url)
     tombstone, manifest = read_tombstone(store), standing(store)
     if tombstone is not None and manifest is None and tombstone.attempt == left.attempt:
         bury(store, tombstone)
-    elif (manifest is None or manifest.attempt != left.attempt) and _leftover(store, left.attempt, before) is not None:
+    elif (manifest is None or manifest.attempt != left.attempt) and _condemn(store, left.attempt, before, grace):
         abandon(store, left.attempt)
         store.sweep()
         store.prune()
+
+
+def _condemn(store: Store, attempt: str, before: datetime, grace: timedelta) -> bool:
+    """Mark an attempt that is still left over as one that nobody continues or commits; False if it may not go.
+
+    The place's clock has the last word: ours may be ahead, and take one for left over that is being written.
+    """
+    found = _judged(store, attempt, before)
+    if found is None:
+        return False
+    key = record_key(attempt)
+    marked = found.doc.model_copy(update={"removed": make_stamp().now})
+    try:
+        version = store.replace(key, marked.model_dump_json(indent=1).encode(), found.version)
+        now = store.info(key).modified
+        young = now is not None and found.written is not None and now - found.written < grace.total_seconds()
+        whose = standing(store)
+        if young or (whose is not None and whose.attempt == attempt):  # it was committed at this instant
+            store.replace(key, found.data, version)
+            return False
+    except (Conflict, NotFound):  # somebody continues it, or removes it, too
+        return False
+    return True

@@ -7,13 +7,14 @@ the manifest that was read is replaced, if it still stands, and then the packed 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING
 
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import ChecksumError, Conflict, Refused, UcformatError
-from ucformat.format.commit import abandon, begin, commit, read_manifest
+from ucformat.format.commit import abandon, begin, commit, read_manifest, record_key
 from ucformat.format.universal import Universal
 from ucformat.jobs.convert import How, plan_document, write
 from ucformat.jobs.record import record_commits
@@ -139,9 +140,10 @@ def _overtaken(store: Store, attempt: Attempt, now: Manifest | None, before: Man
 
 def _must_replace(store: Store, attempt: Attempt) -> None:
     """Refused, before much is written, where a file cannot be replaced only if it is unchanged."""
-    record = f"attempts/{attempt.id}.json"
+    record = record_key(attempt.id)
     try:
-        store.replace(record, *store.read_versioned(record))
+        with suppress(Conflict):  # by one who makes the same arrays
+            store.replace(record, *store.read_versioned(record))
     except Refused as error:
         abandon(store, attempt.id)
         raise Refused(

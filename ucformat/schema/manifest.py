@@ -159,7 +159,10 @@ class Manifest(_Document):
 
 
 class AttemptDoc(_Document):
-    """Who is writing what; put before the first byte of data."""
+    """Who is writing what; put before the first byte of data, and replaced by who continues it.
+
+    `removed` is when somebody began to remove the attempt: nobody continues or commits it any more.
+    """
 
     format: Literal["ucformat-attempt"] = "ucformat-attempt"
     version: Literal[1] = 1
@@ -167,6 +170,7 @@ class AttemptDoc(_Document):
     plan: Digest
     owner: str
     started: AwareDatetime
+    removed: AwareDatetime | None = None
 
 
 def manifest_json_schema() -> dict[str, Any]:
