@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.jobs.conftest import document, foreign, universal
-from ucformat.catalog.catalog import Catalog
+from ucformat.catalog.catalog import GRACE, Catalog
 from ucformat.catalog.document import compose, stale
 from ucformat.catalog.refs import parse_ref, resolve
 from ucformat.checkpoint import open_checkpoint
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 
-def composed(catalog: Catalog, ref: str) -> CatalogDoc:
+def composed(catalog: Catalog, ref: str, url: str | None = None) -> CatalogDoc:
     with catalog.database.reading() as c:
-        return compose(c, resolve(c, parse_ref(ref)))
+        return compose(c, resolve(c, parse_ref(ref)), url)
 
 
 def due(catalog: Catalog) -> int:
@@ -277,7 +277,7 @@ def test_one_that_is_none_of_ours_is_left_alone(
 def test_the_document_of_an_overwritten_checkpoint_makes_way(catalog: Catalog, recorded: Recorded) -> None:
     old = recorded()
     for word in "abcdef":
-        catalog.tag(old.id, word)
+        catalog.note(old.id, word)
     new = catalog.record(universal(str(old.url), 2, overwrite=True).manifest, str(old.url))
     assert document(new.url).id == old.id
     catalog.note(new.id, "new")
@@ -450,11 +450,11 @@ def test_what_is_absorbed_is_there_once(catalog: Catalog, other: Catalog, record
     catalog.release(entry.id, number)
     before, events = catalog.get(entry.id), catalog.events()
     for again in (doc, doc.model_copy(update={"catalog": "another", "revision": 99})):
-        assert repr(catalog.absorb(entry.id, again)) == repr(before)
+        assert repr(catalog.absorb(entry.id, again, str(entry.url))) == repr(before)
     assert catalog.events() == events
     other.record(universal_manifest(entry.url), str(entry.url))
     for _ in range(2):
-        found = other.absorb(entry.id, doc)
+        found = other.absorb(entry.id, doc, str(entry.url))
     assert [h.reason for h in found.holds] == ["paper", "to be released"]
     assert (found.tags, found.aliases, found.urls) == (before.tags, before.aliases, before.urls)
     assert [n.text for n in found.notes] == ["note"]
@@ -465,7 +465,7 @@ def test_what_is_absorbed_is_there_once(catalog: Catalog, other: Catalog, record
 def test_a_document_of_another_checkpoint_is_not_taken(catalog: Catalog, recorded: Recorded) -> None:
     one, two = recorded(1), recorded(2)
     catalog.tag(one.id, "good")
-    assert catalog.absorb(two.id, said(catalog, one.id)).tags == ()
+    assert catalog.absorb(two.id, said(catalog, one.id), str(two.url)).tags == ()
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -480,11 +480,15 @@ def test_of_two_who_claim_an_alias_the_later_move_is_right(
     for entry in (one, two):
         other.record(universal_manifest(entry.url), str(entry.url))
     for doc in (first, second) if in_order else (second, first):
-        other.absorb(doc.id, doc)
+        other.absorb(doc.id, doc, str((one if doc is first else two).url), trust=True)
     assert [(a.id, a.version) for a in other.aliases()] == [(two.id, 2)]
     (Path(str(one.url)) / CATALOG_DOCUMENT).write_text(first.model_dump_json())
     write_documents(other)
-    assert document(one.url).aliases == ()  # so that it does not come back when the alias is removed
+    register([str(one.url)], other)  # whose document is an old one, or of a catalog that never heard of the move
+    assert [(a.id, a.version) for a in other.aliases()] == [(two.id, 2)]
+    other.unalias("best")
+    register([str(one.url)], other)
+    assert other.aliases() == []
 
 
 def test_a_metric_that_was_measured_later_wins(catalog: Catalog, recorded: Recorded, clock: Clock) -> None:
@@ -497,7 +501,10 @@ def test_a_metric_that_was_measured_later_wins(catalog: Catalog, recorded: Recor
         "b": metric.model_copy(update={"value": 2.0, "measured": clock.now - timedelta(seconds=1)}),
         "c": metric.model_copy(update={"value": None}),
     }
-    found = catalog.absorb(entry.id, doc.model_copy(update={"metrics": later}))
+    theirs = doc.model_copy(update={"metrics": later})
+    found = catalog.absorb(entry.id, theirs, str(entry.url))  # but not over what was said here
+    assert repr(found.metrics) == repr({"a": 1.0, "b": 1.0, "c": float("nan")})
+    found = catalog.absorb(entry.id, theirs, str(entry.url), trust=True)
     assert repr(found.metrics) == repr({"a": 2.0, "b": 1.0, "c": float("nan")})
     write_documents(catalog)
     assert document(entry.url).metrics["b"].value == 1.0
@@ -507,15 +514,16 @@ def test_what_others_deleted_is_deleted_and_what_they_restored_is_back(
     catalog: Catalog, recorded: Recorded, clock: Clock
 ) -> None:
     entry = recorded()
-    over = {"deleted": clock.now, "purge_after": clock.now + timedelta(days=1)}
-    doc = said(catalog, entry.id, **over)
-    assert catalog.absorb(entry.id, doc).state == "deleted"
-    assert catalog.get(entry.id).purge_after == over["purge_after"]
+    doc = said(catalog, entry.id, deleted=clock.now, purge_after=clock.now + timedelta(seconds=1))
+    clock.wait(days=1)
+    assert catalog.absorb(entry.id, doc, str(entry.url)).state == "deleted"
+    assert catalog.get(entry.id).purge_after == clock.now + GRACE  # which nobody here has had before
+    assert composed(catalog, entry.id, str(entry.url)).purge_after == doc.purge_after  # there, theirs is right
     back = said(catalog, entry.id, deleted=None, purge_after=None)
-    assert catalog.absorb(entry.id, back).state == "committed"
+    assert catalog.absorb(entry.id, back, str(entry.url)).state == "committed"
     assert catalog.get(entry.id).purge_after is None
     stale_copy = doc.model_copy(update={"catalog": "a third"})
-    assert catalog.absorb(entry.id, stale_copy).state == "committed"
+    assert catalog.absorb(entry.id, stale_copy, str(entry.url)).state == "committed"
 
 
 @pytest.mark.parametrize("protect", ["tag", "alias", "hold"])
@@ -529,7 +537,7 @@ def test_what_is_protected_here_is_not_deleted_by_others(
         catalog.alias("best", entry.id)
     else:
         catalog.hold(entry.id, "paper")
-    found = catalog.absorb(entry.id, said(catalog, entry.id, deleted=clock.now, purge_after=clock.now))
+    found = catalog.absorb(entry.id, said(catalog, entry.id, deleted=clock.now, purge_after=clock.now), str(entry.url))
     assert found.state == "committed"
     assert due(catalog) == 1
     write_documents(catalog)
@@ -542,17 +550,17 @@ def test_what_was_restored_here_since_is_not_deleted_again(catalog: Catalog, rec
     doc = said(catalog, entry.id)
     clock.wait(hours=1)
     catalog.restore(entry.id)
-    assert catalog.absorb(entry.id, doc.model_copy(update={"revision": 99})).state == "committed"
+    assert catalog.absorb(entry.id, doc.model_copy(update={"revision": 99}), str(entry.url)).state == "committed"
 
 
 def test_the_run_that_others_gave_is_taken_unless_ours_is_not_written_yet(
     catalog: Catalog, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = recorded()
-    assert catalog.absorb(entry.id, said(catalog, entry.id, run="theirs")).run == "theirs"
+    assert catalog.absorb(entry.id, said(catalog, entry.id, run="theirs"), str(entry.url)).run == "theirs"
     stores(monkeypatch, ReadOnly)
     catalog.record(universal_manifest(entry.url), str(entry.url), run="ours")
-    assert catalog.absorb(entry.id, said(catalog, entry.id, run="theirs")).run == "ours"
+    assert catalog.absorb(entry.id, said(catalog, entry.id, run="theirs"), str(entry.url)).run == "ours"
 
 
 def test_an_absorbed_document_with_any_text(catalog: Catalog, recorded: Recorded, clock: Clock) -> None:
@@ -574,10 +582,10 @@ def test_an_absorbed_document_with_any_text(catalog: Catalog, recorded: Recorded
             }
         )
     )
-    found = catalog.absorb(entry.id, doc)
+    found = catalog.absorb(entry.id, doc, str(entry.url))
     assert (found.run, found.tags, found.metrics) == ("a\ufffdb", ("\ufffd",), {"m\ufffd": float("inf")})
     assert len(found.notes) == 1
-    assert repr(catalog.absorb(entry.id, doc)) == repr(found)
+    assert repr(catalog.absorb(entry.id, doc, str(entry.url))) == repr(found)
     catalog.tag(entry.id, "more")
     assert document(entry.url) == composed(catalog, entry.id)
     catalog.alias("latest one", entry.id)
@@ -618,7 +626,7 @@ def test_a_lost_catalog_knows_of_removals(catalog: Catalog, recorded: Recorded, 
     for number, order in enumerate(([entry.url, tmp_path / "a copy"], [tmp_path / "a copy", entry.url])):
         with Catalog(str(tmp_path / f"new{number}.db")) as new:
             for place in order:
-                register([str(place)], new)
+                register([str(place)], new, trust_documents=True)
             assert new.get(entry.id).tags == ("good",)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["GRACE", "Catalog"]
 
 T = TypeVar("T")
+
+_log = logging.getLogger("ucformat")
 
 _PROBLEMS = 100  # of a damaged checkpoint so many are kept
 
@@ -73,6 +76,9 @@ class Catalog(Reader):
             files: of a foreign one, in how many files its extents lie, and how large these are.
             listing: the hash of what its files are, by which `register` knows it again without reading it.
             said: of a foreign one, that somebody said the manifest's configuration: it also replaces a known one.
+
+        Raises:
+            Conflict: another checkpoint is known by its id.
         """
         stamp, url = make_stamp(), same_url(url)
 
@@ -87,18 +93,31 @@ class Catalog(Reader):
 
         return self._write(work)
 
-    def absorb(self, checkpoint: str, doc: CatalogDoc) -> Entry:
-        """Take in what another catalog, or this one before it was lost, wrote beside the checkpoint of this id."""
+    def absorb(self, checkpoint: str, doc: CatalogDoc, url: str, *, trust: bool = False) -> Entry:
+        """Take in what another catalog, or this one before it was lost, wrote beside the checkpoint of this id.
+
+        What is refused is a warning.
+
+        Args:
+            checkpoint: the id.
+            doc: what lies beside it.
+            url: the place where it does, for which alone it speaks.
+            trust: believe it as if all had been said here; otherwise it moves no name, takes back nothing that was said
+                here, and what it says to be deleted gets a new grace.
+        """
         from ucformat.catalog.document import absorb
 
-        stamp = make_stamp()
+        stamp, url = make_stamp(), same_url(url)
 
-        def work(c: Connection) -> Entry:
+        def work(c: Connection) -> tuple[Entry, list[str]]:
             serial = c.execute(sa.select(Checkpoint.serial).where(Checkpoint.id == checkpoint)).scalar_one()
-            absorb(c, serial, doc, stamp)
-            return load(c, [serial], stamp.now)[0]
+            refused = absorb(c, serial, doc, url, stamp, trust=trust)
+            return load(c, [serial], stamp.now)[0], refused
 
-        return self._database.write(work)
+        entry, refused = self._database.write(work)
+        for what in refused:
+            _log.warning("%s; --trust-documents believes it", what)
+        return entry
 
     def forget(self, places: Collection[Place]) -> list[str]:
         """Forget that checkpoints lie in these places, if none was seen there since; the urls that were forgotten.

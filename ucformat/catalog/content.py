@@ -14,17 +14,21 @@ from ucformat.catalog.plain import plain
 from ucformat.catalog.rows import insert_if_absent
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from sqlalchemy import Connection
 
-    from ucformat.schema.manifest import TensorDoc
+    from ucformat.schema.manifest import Manifest, TensorDoc
 
-__all__ = ["add_digests", "digest_block", "remove_digests", "tensor_set"]
+__all__ = ["add_digests", "digest_block", "manifest_hashes", "remove_digests", "tensor_set"]
 
 _COLUMNS = ("tensor_set_id", "position", "name", "state", "dtype", "shape", "chunk", "shard", "nbytes")
 _NAME = attrgetter("name")
 _KIND = attrgetter("state", "dtype", "shape", "chunk", "shard", "nbytes")
+_WHAT = attrgetter("state", "dtype", "shape")
+_WHERE = attrgetter("chunk", "shard", "nbytes", "digest", "path", "at")
+#: What `materialize` changes of a manifest, besides its tensors: all else is of the checkpoint, whatever its form.
+_FORM = {"attempt", "producer", "objects", "assets", "sidecar", "verified", "writers"}
 
 
 def tensor_set(connection: Connection, tensors: Sequence[TensorDoc]) -> int:
@@ -54,12 +58,33 @@ def tensor_set(connection: Connection, tensors: Sequence[TensorDoc]) -> int:
     return made
 
 
+def manifest_hashes(manifest: Manifest) -> tuple[str, str]:
+    """The SHA-256 of what is the same in every form of a checkpoint, and that of the whole manifest.
+
+    Both are of the manifest as it is read from its file. What has its default is left out, so that a later version
+    that knows more fields comes to the same.
+    """
+    read = manifest.model_copy(update={"tensors": ()}).as_read()
+    tensors = manifest.tensors
+    form = [read.model_dump_json(include=_FORM, exclude_defaults=True), _columns(tensors, _WHERE)]
+    content = _sha256([read.model_dump_json(exclude=_FORM, exclude_defaults=True), _columns(tensors, _WHAT)])
+    return content, _sha256([content, *form])
+
+
+def _sha256(texts: Sequence[str]) -> str:
+    return hashlib.sha256("\1".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
+
+
 def _structure_hash(tensors: Sequence[TensorDoc]) -> str:
-    """The SHA-256 of all that is the same in the steps of a run: of few kinds, for layers repeat, which is faster."""
+    """The SHA-256 of all that is the same in the steps of a run."""
+    return _sha256([_columns(tensors, _KIND)])
+
+
+def _columns(tensors: Sequence[TensorDoc], of: Callable[[TensorDoc], Any]) -> str:
+    """What is said of tensors: their names, and of each one of few kinds, for layers repeat, which is faster."""
     kinds: dict[Any, str] = {}
-    marks = [kinds.get(k) or kinds.setdefault(k, str(len(kinds))) for k in map(_KIND, tensors)]
-    columns = ("\0".join(map(_NAME, tensors)), ",".join(marks), repr(list(kinds)))
-    return hashlib.sha256("\1".join(columns).encode("utf-8", "surrogatepass")).hexdigest()
+    marks = [kinds.get(k) or kinds.setdefault(k, str(len(kinds))) for k in map(of, tensors)]
+    return "\1".join(("\0".join(map(_NAME, tensors)), ",".join(marks), repr(list(kinds))))
 
 
 def _joined(numbers: Sequence[int] | None) -> str | None:

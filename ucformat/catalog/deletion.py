@@ -66,6 +66,7 @@ def retention_rows(
         return grouped
 
     aliases, tags = many(Alias, lambda r: r.name), many(Tag, lambda r: r.name)
+    claims = many(AliasClaim, lambda r: r.name)
     holds = many(Hold, lambda r: Held(r.reason, r.until), Hold.released.is_(None))
     measured = many(Metric, lambda r: (r.name, r.value), Metric.name.in_(sorted(metrics)))
     dependents = _dependents(connection, serials)
@@ -87,6 +88,7 @@ def retention_rows(
             nbytes=r.nbytes,
             metrics=dict(measured.get(r.serial, ())),
             aliases=tuple(aliases.get(r.serial, ())),
+            claims=tuple(sorted({*claims.get(r.serial, ())} - {*aliases.get(r.serial, ())})),
             tags=tuple(tags.get(r.serial, ())),
             holds=tuple(holds.get(r.serial, ())),
             dependents=tuple(sorted(dependents.get(r.serial, ()))),
@@ -201,6 +203,7 @@ def restore(connection: Connection, serials: Sequence[int], stamp: Stamp) -> Non
     Raises:
         Refused: one is not deleted, or is being purged; then none is restored.
     """
+    _forget_said(connection, serials)
     for state in lock(connection, serials).values():
         if state != "deleted":
             raise Refused(
@@ -224,10 +227,18 @@ def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] 
         connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(state="purging"))
         event(connection, "purge", stamp.who, stamp.now, serial, nbytes=row.nbytes)
     return list(connection.scalars(sa.select(Location.url).where(Location.checkpoint == serial).order_by(Location.url)))
+    _forget_said(connection, serials)
 
 
 def end_purge(connection: Connection, serial: int, stamp: Stamp) -> None:
     """Note that nothing of a checkpoint is left in storage; what lineage needs of it stays in the catalog."""
+def _forget_said(connection: Connection, serials: Sequence[int]) -> None:
+    """Forget what documents said of deletions: what is said here counts for all places."""
+    for at in range(0, len(serials), PAGE):
+        some = Location.checkpoint.in_(serials[at : at + PAGE])
+        connection.execute(sa.update(Location).where(some).values(deleted=None, purge_after=None))
+
+
     lock(connection, [serial])
     remove_digests(connection, serial)
     connection.execute(sa.delete(Location).where(Location.checkpoint == serial))

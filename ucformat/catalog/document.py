@@ -2,6 +2,9 @@
 
 The document is written after the change, by whoever has storage at hand (`stale` lists what is due), and taken in when
 a checkpoint is recorded: a catalog that is made anew, or another team's, finds it all again.
+
+Whoever can write beside a checkpoint writes its document, so it is believed as docs/security.md says: it speaks for its
+own place, may protect, and undoes nothing that was said to this catalog, unless it is trusted.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from ucformat.catalog.deletion import retention_rows
 from ucformat.catalog.locks import lock, take_turns
 from ucformat.catalog.models import (
     Alias,
+    AliasClaim,
     AliasMove,
     Checkpoint,
     Edge,
@@ -29,6 +33,7 @@ from ucformat.catalog.models import (
     Untag,
 )
 from ucformat.catalog.names import alias_here, put_tag, take_off
+from ucformat.catalog.reader import GRACE
 from ucformat.catalog.recording import insert_edge, set_run, stored_metric
 from ucformat.catalog.retention import protections
 from ucformat.catalog.rows import event, insert_if_absent, touch
@@ -44,14 +49,16 @@ from ucformat.schema.catalog_document import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
-    from sqlalchemy import Connection
+    from sqlalchemy import ColumnElement, Connection
 
     from ucformat.catalog.names import Stamp
 
-__all__ = ["Stale", "absorb", "compose", "stale", "written"]
+__all__ = ["FAR", "Stale", "absorb", "compose", "stale", "written"]
 
+#: A revision or version beyond this is nobody's count of changes, and would leave no room to count on.
+FAR = 2**30
 _PAGE = 5000  # serials in one IN list
 
 
@@ -88,8 +95,11 @@ def written(connection: Connection, serial: int, revision: int) -> None:
     )
 
 
-def compose(connection: Connection, serial: int) -> CatalogDoc:
-    """The document of a checkpoint as the catalog has it now."""
+def compose(connection: Connection, serial: int, url: str | None = None) -> CatalogDoc:
+    """The document of a checkpoint at one of its places, as the catalog has it now.
+
+    What the document there said for itself is in it again, and what those of other places said of theirs is not.
+    """
 
     def rows(table: Any, *where: Any) -> Any:
         chosen = sa.select(table.__table__).where(table.checkpoint == serial, *where)
@@ -101,16 +111,26 @@ def compose(connection: Connection, serial: int) -> CatalogDoc:
         .where(Checkpoint.serial == serial)
     ).one()
     edges = connection.execute(sa.select(Edge.__table__).where(Edge.child == serial).order_by(Edge.id))
+    here = sa.select(Location.deleted, Location.purge_after).where(
+        Location.checkpoint == serial, Location.url == url, Location.deleted.is_not(None)
+    )
+    deletion = connection.execute(here).one_or_none() or row
+    aliases = {r.name: AliasDoc(name=r.name, version=r.version, moved=r.moved) for r in rows(Alias)}
+    for r in rows(AliasClaim, AliasClaim.said_at == url):
+        aliases.setdefault(r.name, AliasDoc(name=r.name, version=r.version, moved=r.moved))
+    removed = sa.or_(Untag.said_at.is_(None), Untag.said_at == url)
     return CatalogDoc(
         id=row.id,
         catalog=_identity(connection),
         revision=row.document_revision,
         run=row.run,
-        deleted=row.deleted,
-        purge_after=row.purge_after,
-        aliases=tuple(AliasDoc(name=r.name, version=r.version, moved=r.moved) for r in rows(Alias)),
+        deleted=deletion.deleted,
+        purge_after=deletion.purge_after,
+        aliases=tuple(aliases.values()),
         tags=tuple(TagDoc(name=r.name, created=r.created, who=r.who, permanent=r.permanent) for r in rows(Tag)),
-        untags=tuple(UntagDoc(name=r.name, removed=r.removed, who=r.who, reason=r.reason) for r in rows(Untag)),
+        untags=tuple(
+            UntagDoc(name=r.name, removed=r.removed, who=r.who, reason=r.reason) for r in rows(Untag, removed)
+        ),
         holds=tuple(
             HoldDoc(reason=r.reason, until=r.until, created=r.created, who=r.who)
             for r in rows(Hold, Hold.released.is_(None))
@@ -128,35 +148,66 @@ def _identity(connection: Connection) -> str:
     return connection.execute(sa.select(Identity.id)).scalar_one()
 
 
-def absorb(connection: Connection, serial: int, doc: CatalogDoc, stamp: Stamp) -> bool:
-    """Take from a document what the catalog does not know; whether there was anything.
+def absorb(
+    connection: Connection, serial: int, doc: CatalogDoc, url: str, stamp: Stamp, *, trust: bool = False
+) -> list[str]:
+    """Take from the document at a place what the catalog does not know; what of it was refused.
 
     A document that this catalog itself wrote, and that is not ahead of it, says nothing new.
+
+    Args:
+        connection: a transaction that writes.
+        serial: the checkpoint.
+        doc: what lies beside it at `url`.
+        url: one of its places.
+        stamp: who takes it in.
+        trust: believe it as if all had been said here: names move, and what is deleted keeps the grace that it has.
     """
     take_turns(connection, *(f"alias {a.name}" for a in doc.aliases), *(e.id or e.url for e in doc.lineage))
     lock(connection, [serial])
     row = connection.execute(sa.select(Checkpoint.__table__).where(Checkpoint.serial == serial)).one()
-    if doc.id != row.id or (doc.catalog == _identity(connection) and doc.revision <= row.document_written):
-        return False
-    before = _content(compose(connection, serial))
+    ours = doc.catalog == _identity(connection) and doc.revision <= row.document_written
+    if doc.id != row.id or (ours and not trust):  # which may hold what was refused before
+        return []
+    before = _content(compose(connection, serial, url))
     unsaid = row.document_revision > row.document_written  # something of ours is in no document yet
-    _absorb_words(connection, serial, doc)
-    for alias in doc.aliases:
-        _absorb_alias(connection, serial, alias, stamp)
+    said = _Said(connection, serial, url, stamp, trust)
+    _absorb_words(said, doc)
+    refused = _absorb_aliases(said, doc.aliases)
     for edge in doc.lineage:
         insert_edge(connection, serial, edge.kind, edge.url, edge.id, depends=edge.depends)
-    if doc.revision > row.document_written:
-        if doc.run is not None and not unsaid:
-            set_run(connection, serial, doc.run, stamp.now)
-        _absorb_deletion(connection, row, doc, stamp, unsaid=unsaid)
-    after = _content(compose(connection, serial))
-    latest = max(row.document_revision, doc.revision)
+    if doc.run is not None and not unsaid and doc.revision > row.document_written:
+        set_run(connection, serial, doc.run, stamp.now)
+    if doc.revision >= row.document_written:  # several places have documents of one revision
+        _absorb_deletion(said, row, doc, unsaid=unsaid)
+    after = _content(compose(connection, serial, url))
+    latest = max(row.document_revision, min(doc.revision, FAR))
     due = unsaid or after != _content(doc)
     values = {"document_revision": latest + due, "document_written": latest}
     connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(**values))
     if after != before:
-        event(connection, "absorb", stamp.who, stamp.now, serial, catalog=doc.catalog, revision=doc.revision)
-    return after != before
+        event(connection, "absorb", stamp.who, stamp.now, serial, catalog=doc.catalog, revision=doc.revision, url=url)
+    return refused
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """Where something of a checkpoint is said, and whether it is believed like what is said here."""
+
+    connection: Connection
+    serial: int
+    url: str
+    stamp: Stamp
+    trust: bool
+
+    @property
+    def mark(self) -> str | None:
+        """What marks it in the catalog."""
+        return None if self.trust else self.url
+
+    def changes(self, said_at: str | None) -> bool:
+        """Whether it may take back what was said at a place, or here."""
+        return self.trust or said_at == self.url
 
 
 def _content(doc: CatalogDoc) -> dict[str, Any]:
@@ -165,74 +216,118 @@ def _content(doc: CatalogDoc) -> dict[str, Any]:
     return {k: sorted(v, key=repr) if isinstance(v, list) else v for k, v in said.items()}
 
 
-def _absorb_deletion(connection: Connection, row: Any, doc: CatalogDoc, stamp: Stamp, *, unsaid: bool) -> None:
-    """Delete or restore what the others did; but never what is protected here, or what was restored here since."""
-    if doc.deleted is not None and row.state == "committed":
-        [now] = retention_rows(connection, stamp.now, serials=[row.serial])
-        since = (Event.checkpoint == row.serial, Event.action == "restore", Event.at >= doc.deleted)
-        if protections(now, stamp.now) or connection.scalar(sa.select(sa.exists().where(*since))):
+def _absorb_deletion(said: _Said, row: Any, doc: CatalogDoc, *, unsaid: bool) -> None:
+    """Note that the others deleted it at this place, or restored it; gone from everywhere, it is deleted here as well.
+
+    But never what is protected here, or what was restored here since. Its grace begins anew: the one that a document
+    tells may be over before anybody here has heard of the deletion.
+    """
+    connection, stamp = said.connection, said.stamp
+    places = sa.update(Location).where(Location.checkpoint == said.serial)
+    here = places.where(Location.url == said.url)
+    if doc.deleted is None:
+        connection.execute(here.values(deleted=None, purge_after=None))
+        if row.state != "deleted" or unsaid:
             return
-        values = {"state": "deleted", "deleted": doc.deleted, "purge_after": doc.purge_after}
-    elif doc.deleted is None and row.state == "deleted" and not unsaid:
-        values = {"state": "committed", "deleted": None, "purge_after": None}
+        values: dict[str, Any] = {"state": "committed", "deleted": None, "purge_after": None}
     else:
-        return
+        [now] = retention_rows(connection, stamp.now, serials=[row.serial]) if row.state == "committed" else [None]
+        since = (Event.checkpoint == row.serial, Event.action == "restore", Event.at >= doc.deleted)
+        if now is None or protections(now, stamp.now) or connection.scalar(sa.select(sa.exists().where(*since))):
+            return
+        connection.execute(here.values(deleted=doc.deleted, purge_after=doc.purge_after))
+        if connection.scalar(
+            sa.select(sa.exists().where(Location.checkpoint == said.serial, Location.deleted.is_(None)))
+        ):
+            return
+        over = doc.purge_after if said.trust else stamp.now + GRACE
+        values = {"state": "deleted", "deleted": doc.deleted if said.trust else stamp.now, "purge_after": over}
     connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == row.serial).values(**values))
 
 
-def _absorb_words(connection: Connection, serial: int, doc: CatalogDoc) -> None:
-    _absorb_tags(connection, serial, doc)
+def _absorb_words(said: _Said, doc: CatalogDoc) -> None:
+    connection, serial = said.connection, said.serial
+    _absorb_tags(said, doc)
     created = sa.select(Checkpoint.created).where(Checkpoint.serial == serial).scalar_subquery()
     for name, metric in doc.metrics.items():
-        values = {"value": None if metric.value is None else stored_metric(metric.value), "measured": metric.measured}
+        value = None if metric.value is None else stored_metric(metric.value)
+        values = {"value": value, "measured": metric.measured, "said_at": said.mark}
         keys = {"checkpoint": serial, "name": name}
         if insert_if_absent(connection, Metric, keys, values, Metric.name) is None:
+            manifests = Metric.measured == created
+            older = Metric.measured < metric.measured if said.trust else _older_said(metric)
             here = (Metric.checkpoint == serial, Metric.name == name)
-            older = sa.or_(Metric.measured < metric.measured, Metric.measured == created)  # the latter: the manifest's
-            connection.execute(sa.update(Metric).where(*here, older).values(**values))
+            connection.execute(sa.update(Metric).where(*here, sa.or_(older, manifests)).values(**values))
     for hold in doc.holds:
-        _absorb_row(
-            connection,
-            Hold,
-            serial,
-            {"reason": hold.reason, "created": hold.created, "who": hold.who},
-            until=hold.until,
-        )
+        keys = {"reason": hold.reason, "created": hold.created, "who": hold.who}
+        _absorb_row(said, Hold, keys, until=hold.until)
     for note in doc.notes:
-        _absorb_row(connection, Note, serial, {"text": note.text, "created": note.created, "who": note.who})
+        _absorb_row(said, Note, {"text": note.text, "created": note.created, "who": note.who})
 
 
-def _absorb_tags(connection: Connection, serial: int, doc: CatalogDoc) -> None:
-    """Of a tag and its removal the later one is right, whoever knows of which; a permanent tag in any case."""
-    removed = dict(connection.execute(sa.select(Untag.name, Untag.removed).where(Untag.checkpoint == serial)).all())
+def _older_said(metric: MetricDoc) -> ColumnElement[bool]:
+    """Of metrics that documents said, the later one is right."""
+    return sa.and_(Metric.said_at.is_not(None), Metric.measured < metric.measured)
+
+
+def _absorb_tags(said: _Said, doc: CatalogDoc) -> None:
+    """Of a tag and its removal the later one is right, if one place says both; a permanent tag in any case."""
+    connection, serial = said.connection, said.serial
+    gone = connection.execute(sa.select(Untag.name, Untag.removed, Untag.said_at).where(Untag.checkpoint == serial))
+    removed = {r.name: r.removed for r in gone if r.said_at is None or said.changes(r.said_at)}
     for tag in doc.tags:
         if tag.permanent or tag.name not in removed or tag.created > removed[tag.name]:
-            put_tag(connection, serial, tag.name, tag.created, tag.who, permanent=tag.permanent)
-    here = sa.select(Tag.name, Tag.created, Tag.permanent).where(Tag.checkpoint == serial)
+            put_tag(connection, serial, tag.name, tag.created, tag.who, permanent=tag.permanent, said_at=said.mark)
+    here = sa.select(Tag.name, Tag.created, Tag.permanent, Tag.said_at).where(Tag.checkpoint == serial)
     borne = {r.name: r for r in connection.execute(here)}
     for untag in doc.untags:
         tag_here = borne.get(untag.name)
-        stays = tag_here is not None and (tag_here.permanent or tag_here.created > untag.removed)
+        stays = tag_here is not None and (
+            tag_here.permanent or tag_here.created > untag.removed or not said.changes(tag_here.said_at)
+        )
         if not stays and (untag.name not in removed or untag.removed > removed[untag.name]):
-            take_off(connection, serial, untag.name, untag.removed, untag.who, untag.reason)
+            take_off(connection, serial, untag.name, untag.removed, untag.who, untag.reason, said.mark)
 
 
-def _absorb_row(connection: Connection, table: Any, serial: int, keys: dict[str, Any], **values: Any) -> None:
+def _absorb_row(said: _Said, table: Any, keys: dict[str, Any], **values: Any) -> None:
     """Insert a row unless one with these values is there, released or not."""
+    connection, serial = said.connection, said.serial
     same = [getattr(table, k) == v for k, v in keys.items()]
     if connection.scalar(sa.select(table.id).where(table.checkpoint == serial, *same).limit(1)) is None:
-        connection.execute(sa.insert(table).values(checkpoint=serial, **keys, **values))
+        connection.execute(sa.insert(table).values(checkpoint=serial, **keys, **values, said_at=said.mark))
 
 
-def _absorb_alias(connection: Connection, serial: int, alias: AliasDoc, stamp: Stamp) -> None:
-    """Point an alias here, unless the catalog knows of a later move."""
-    here = alias_here(connection, alias.name)
-    last = connection.scalar(sa.select(sa.func.max(AliasMove.version)).where(AliasMove.name == alias.name)) or 0
-    if last >= alias.version:
-        return
-    values = {"checkpoint": serial, "version": alias.version, "moved": alias.moved}
+def _absorb_aliases(said: _Said, aliases: Iterable[AliasDoc]) -> list[str]:
+    """Take the names that are free, and note the others as claims; what was refused."""
+    connection = said.connection
+    connection.execute(
+        sa.delete(AliasClaim).where(AliasClaim.checkpoint == said.serial, AliasClaim.said_at == said.url)
+    )
+    refused = []
+    for alias in {a.name: a for a in aliases}.values():
+        here = alias_here(connection, alias.name)
+        past = (AliasMove.name == alias.name, AliasMove.target == said.serial, AliasMove.version == alias.version)
+        last = connection.scalar(sa.select(sa.func.max(AliasMove.version)).where(AliasMove.name == alias.name)) or 0
+        if connection.scalar(sa.select(sa.exists().where(*past))) or (last >= alias.version and here == said.serial):
+            continue  # we know of that move, and of what came after
+        free = here is None or here == said.serial or said.trust
+        if free and last < alias.version <= FAR:
+            _take_alias(said, alias, here)
+        elif not said.trust:
+            values = {"checkpoint": said.serial, "name": alias.name, "said_at": said.url}
+            connection.execute(sa.insert(AliasClaim).values(**values, version=alias.version, moved=alias.moved))
+            if here is not None:
+                refused.append(
+                    f"the document at {said.url} says that {alias.name!r} points there: it stays where it points"
+                )
+    return refused
+
+
+def _take_alias(said: _Said, alias: AliasDoc, here: int | None) -> None:
+    connection = said.connection
+    values = {"checkpoint": said.serial, "version": alias.version, "moved": alias.moved}
     if here is None:
-        connection.execute(sa.insert(Alias).values(name=alias.name, **values))
+        connection.execute(sa.insert(Alias).values(name=alias.name, **values, said_at=said.mark))
     else:
         connection.execute(sa.update(Alias).where(Alias.name == alias.name).values(**values))
         touch(connection, [here])
@@ -241,8 +336,8 @@ def _absorb_alias(connection: Connection, serial: int, alias: AliasDoc, stamp: S
             name=alias.name,
             version=alias.version,
             source=here,
-            target=serial,
+            target=said.serial,
             moved=alias.moved,
-            who=stamp.who,
+            who=said.stamp.who,
         )
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -70,7 +71,8 @@ class Entry:
 
     `kind` is `ucformat`, or the engine that wrote it; `state` is committed, deleted, purging, purged or replaced. It
     lies at `urls`; a foreign one's extents are in `files` files, `files_nbytes` large. `holds` are those in force. A
-    metric that is not a number is NaN.
+    metric that is not a number is NaN. `from_documents` names what documents beside it said, and nobody to this
+    catalog: `tag good`, `hold 3`.
     """
 
     id: str
@@ -98,6 +100,7 @@ class Entry:
     holds: tuple[HoldEntry, ...] = ()
     notes: tuple[NoteEntry, ...] = ()
     verified: VerificationEntry | None = None
+    from_documents: tuple[str, ...] = ()
 
     @property
     def url(self) -> str | None:
@@ -145,6 +148,10 @@ def _load_page(connection: Connection, serials: Sequence[int], now: datetime) ->
     holds = many(Hold, Hold.id, lambda r: HoldEntry(r.id, r.reason, r.until, r.created, r.who), *in_force)
     notes = many(Note, Note.id, lambda r: NoteEntry(r.text, r.created, r.who))
     verified = many(Verification, Verification.id, _verification)
+    said: dict[int, list[str]] = {}
+    for table, name in ((Alias, "name"), (Hold, "id"), (Metric, "name"), (Note, "text"), (Tag, "name")):
+        for serial, found in many(table, name, attrgetter(name), table.said_at.is_not(None)).items():
+            said.setdefault(serial, []).extend(f"{table.__tablename__} {what}" for what in found)
     rows = connection.execute(
         sa.select(Checkpoint.__table__, Run.name.label("run"), Config.document.label("config"))
         .outerjoin(Run, Run.id == Checkpoint.run_id)
@@ -178,6 +185,7 @@ def _load_page(connection: Connection, serials: Sequence[int], now: datetime) ->
             holds=_tuple(holds.get(r.serial)),
             notes=_tuple(notes.get(r.serial)),
             verified=verified[r.serial][-1] if r.serial in verified else None,
+            from_documents=tuple(sorted(said.get(r.serial, ()))),
         )
         for r in rows
     }

@@ -7,36 +7,19 @@ structure; only their digests are rows of each checkpoint.
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING
 
-from sqlalchemy import (
-    JSON,
-    BigInteger,
-    Boolean,
-    Column,
-    DateTime,
-    Float,
-    ForeignKey,
-    Index,
-    Integer,
-    MetaData,
-    Table,
-    Text,
-    TypeDecorator,
-    false,
-)
+from sqlalchemy import BigInteger, Boolean, Float, ForeignKey, Index, Integer, Text, false
 
-from ucformat.catalog.plain import plain
+from ucformat.catalog.columns import Base, Json, PlainText, UtcDateTime, column
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement
-    from sqlalchemy.engine import Dialect
-    from sqlalchemy.types import TypeEngine
 
 __all__ = [
     "BLOCK",
     "Alias",
+    "AliasClaim",
     "AliasMove",
     "Base",
     "Checkpoint",
@@ -44,6 +27,7 @@ __all__ = [
     "Digest",
     "Edge",
     "Event",
+    "Form",
     "Hold",
     "Identity",
     "Location",
@@ -57,139 +41,54 @@ __all__ = [
     "Verification",
 ]
 
-_T = TypeVar("_T")
-
 #: About so many digests share a block: what is inserted in turn stays on few pages, and a search looks into each block
 #: once. Measured on SQLite with 10,000 digests a checkpoint: 45 ms to insert them under one index over all, 10 ms so.
 BLOCK = 32_768
 
 
-class UtcDateTime(TypeDecorator[datetime]):
-    """An instant; stored in UTC, always given back with its zone."""
-
-    impl = DateTime(timezone=True)
-    cache_ok = True
-
-    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002
-        """To UTC; a time without a zone is a mistake of the caller."""
-        if value is None:
-            return None
-        assert value.tzinfo is not None, "a time without a zone"  # noqa: S101
-        return value.astimezone(UTC)
-
-    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002
-        """With its zone, which SQLite does not keep."""
-        if value is None:
-            return None
-        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
-
-
-class PlainText(TypeDecorator[str]):
-    """Text of any length, without what one of the databases does not take (see `plain`)."""
-
-    impl = Text
-    cache_ok = True
-
-    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:  # noqa: ARG002
-        """As it can be stored, and so found again."""
-        return None if value is None else plain(value)
-
-
-class Json(TypeDecorator[Any]):
-    """A JSON document: JSONB on PostgreSQL, whose dialect is imported only there."""
-
-    impl = JSON
-    cache_ok = True
-
-    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
-        """The type of this database."""
-        if dialect.name != "postgresql":
-            return dialect.type_descriptor(JSON())
-        from sqlalchemy.dialects.postgresql import JSONB
-
-        return dialect.type_descriptor(JSONB())
-
-
-class Base:
-    """What all tables share: names of constraints that migrations can rely on.
-
-    A subclass is a table: its columns are attributes, and wherever SQLAlchemy takes a table it takes the class. The
-    ORM is not used: a session would be of no use here, and importing it takes longer than most commands.
-    """
-
-    metadata = MetaData(
-        naming_convention={
-            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
-            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
-            "ck": "ck_%(table_name)s_%(constraint_name)s",
-            "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
-            "pk": "pk_%(table_name)s",
-        }
-    )
-    __tablename__: ClassVar[str]
-    __table_args__: ClassVar[tuple[Any, ...]] = ()
-    __table__: ClassVar[Table]
-
-    def __init_subclass__(cls) -> None:
-        """Make the table."""
-        columns = {k: v for k, v in vars(cls).items() if isinstance(v, Column)}
-        for name, column in columns.items():
-            column.name = column.key = name
-        items = [a for a in cls.__table_args__ if not isinstance(a, dict)]
-        options = {k: v for a in cls.__table_args__ if isinstance(a, dict) for k, v in a.items()}
-        cls.__table__ = Table(cls.__tablename__, Base.metadata, *columns.values(), *items, **options)
-
-    @classmethod
-    def __clause_element__(cls) -> Table:
-        """The table, for SQLAlchemy."""
-        return cls.__table__
-
-
-def _column(
-    kind: TypeEngine[_T] | type[TypeEngine[_T]], *args: Any, nullable: bool = False, **options: Any
-) -> ColumnElement[_T]:
-    """A column, which by default has to have a value."""
-    return Column(kind, *args, nullable=nullable, **options)
+def _said_at() -> ColumnElement[str]:
+    """The place whose document said it; empty where it was said to this catalog, or its documents were trusted."""
+    return column(PlainText, nullable=True)
 
 
 def _of_checkpoint(*, primary_key: bool = False) -> ColumnElement[int]:
     """A reference to a checkpoint; rows go with it."""
     key = ForeignKey("checkpoint.serial", ondelete="CASCADE")
-    return _column(Integer, key, primary_key=primary_key, index=not primary_key)
+    return column(Integer, key, primary_key=primary_key, index=not primary_key)
 
 
 class Identity(Base):
     """Which catalog this is: one row."""
 
     __tablename__ = "catalog"
-    id = _column(PlainText, primary_key=True)
-    created = _column(UtcDateTime)
+    id = column(PlainText, primary_key=True)
+    created = column(UtcDateTime)
 
 
 class Run(Base):
     """A training run: what `run7@1000` begins with."""
 
     __tablename__ = "run"
-    id = _column(Integer, primary_key=True)
-    name = _column(PlainText, unique=True)
-    created = _column(UtcDateTime)
+    id = column(Integer, primary_key=True)
+    name = column(PlainText, unique=True)
+    created = column(UtcDateTime)
 
 
 class Config(Base):
     """A configuration, stored once for all checkpoints that have it; `hash` is that of its canonical JSON."""
 
     __tablename__ = "config"
-    id = _column(Integer, primary_key=True)
-    hash = _column(PlainText, unique=True)
-    document = _column(Json)
+    id = column(Integer, primary_key=True)
+    hash = column(PlainText, unique=True)
+    document = column(Json)
 
 
 class TensorSet(Base):
     """The structure of a checkpoint: names, states, dtypes, shapes and grids; `hash` is that of all of them."""
 
     __tablename__ = "tensor_set"
-    id = _column(Integer, primary_key=True)
-    hash = _column(PlainText, unique=True)
+    id = column(Integer, primary_key=True)
+    hash = column(PlainText, unique=True)
 
 
 class Tensor(Base):
@@ -197,15 +96,15 @@ class Tensor(Base):
 
     __tablename__ = "tensor"
     __table_args__ = (Index(None, "name", "state"), {"sqlite_with_rowid": False})
-    tensor_set_id = _column(Integer, ForeignKey("tensor_set.id", ondelete="CASCADE"), primary_key=True)
-    position = _column(Integer, primary_key=True)
-    name = _column(PlainText)
-    state = _column(PlainText)
-    dtype = _column(PlainText)
-    shape = _column(PlainText)
-    chunk = _column(PlainText, nullable=True)
-    shard = _column(PlainText, nullable=True)
-    nbytes = _column(BigInteger)
+    tensor_set_id = column(Integer, ForeignKey("tensor_set.id", ondelete="CASCADE"), primary_key=True)
+    position = column(Integer, primary_key=True)
+    name = column(PlainText)
+    state = column(PlainText)
+    dtype = column(PlainText)
+    shape = column(PlainText)
+    chunk = column(PlainText, nullable=True)
+    shard = column(PlainText, nullable=True)
+    nbytes = column(BigInteger)
 
 
 class Checkpoint(Base):
@@ -214,35 +113,37 @@ class Checkpoint(Base):
     `deleted` ones are still in storage and can be restored; of `purged` and `replaced` ones only this row is left, with
     what lineage needs. A foreign one's extents lie in so many `files`, `files_nbytes` large. Digests are in the block
     `digest_block`. `document_revision` counts the changes that the document beside the checkpoint has to hold,
-    `document_written` is the last that it does hold.
+    `document_written` is the last that it does hold. `content` is the hash of what every form of it says (see
+    `manifest_hashes`), by which another checkpoint of the same id is told apart; empty of foreign ones.
     """
 
     __tablename__ = "checkpoint"
     __table_args__ = (Index(None, "run_id", "step"), Index(None, "state", "created"))
-    serial = _column(Integer, primary_key=True)
-    id = _column(PlainText, unique=True)
-    kind = _column(PlainText)
-    state = _column(PlainText)
-    run_id = _column(Integer, ForeignKey("run.id"), nullable=True)
-    step = _column(BigInteger, nullable=True)
-    created = _column(UtcDateTime)
-    recorded = _column(UtcDateTime)
-    deleted = _column(UtcDateTime, nullable=True)
-    purge_after = _column(UtcDateTime, nullable=True)
-    tensors = _column(Integer)
-    nbytes = _column(BigInteger)
-    files = _column(Integer, nullable=True)
-    files_nbytes = _column(BigInteger, nullable=True)
-    format_version = _column(Integer, nullable=True)
-    attempt = _column(PlainText, nullable=True)
-    engine = _column(PlainText, nullable=True)
-    producer = _column(Json)
-    topology = _column(Json)
-    config_id = _column(Integer, ForeignKey("config.id"), index=True, nullable=True)
-    tensor_set_id = _column(Integer, ForeignKey("tensor_set.id"), index=True)
-    digest_block = _column(Integer, index=True)
-    document_revision = _column(Integer)
-    document_written = _column(Integer)
+    serial = column(Integer, primary_key=True)
+    id = column(PlainText, unique=True)
+    kind = column(PlainText)
+    state = column(PlainText)
+    run_id = column(Integer, ForeignKey("run.id"), nullable=True)
+    step = column(BigInteger, nullable=True)
+    created = column(UtcDateTime)
+    recorded = column(UtcDateTime)
+    deleted = column(UtcDateTime, nullable=True)
+    purge_after = column(UtcDateTime, nullable=True)
+    tensors = column(Integer)
+    nbytes = column(BigInteger)
+    files = column(Integer, nullable=True)
+    files_nbytes = column(BigInteger, nullable=True)
+    format_version = column(Integer, nullable=True)
+    content = column(PlainText, nullable=True)
+    attempt = column(PlainText, nullable=True)
+    engine = column(PlainText, nullable=True)
+    producer = column(Json)
+    topology = column(Json)
+    config_id = column(Integer, ForeignKey("config.id"), index=True, nullable=True)
+    tensor_set_id = column(Integer, ForeignKey("tensor_set.id"), index=True)
+    digest_block = column(Integer, index=True)
+    document_revision = column(Integer)
+    document_written = column(Integer)
 
 
 class Digest(Base):
@@ -253,24 +154,35 @@ class Digest(Base):
 
     __tablename__ = "digest"
     __table_args__ = ({"sqlite_with_rowid": False},)
-    block = _column(Integer, primary_key=True, autoincrement=False)
-    digest = _column(Text().with_variant(Text(collation="C"), "postgresql"), primary_key=True)
-    checkpoint = _column(Integer, primary_key=True, autoincrement=False)
-    position = _column(Integer, primary_key=True, autoincrement=False)
+    block = column(Integer, primary_key=True, autoincrement=False)
+    digest = column(Text().with_variant(Text(collation="C"), "postgresql"), primary_key=True)
+    checkpoint = column(Integer, primary_key=True, autoincrement=False)
+    position = column(Integer, primary_key=True, autoincrement=False)
 
 
 class Location(Base):
     """Where a checkpoint lies. A url holds one checkpoint at a time; a checkpoint may lie in several places.
 
-    `listing` is the hash of what its files were when it was read there; empty where that cannot be trusted.
+    `listing` is the hash of what its files were when it was read there; empty where that cannot be trusted. `deleted`
+    and `purge_after` are what the document there says: it is deleted as a whole when that is said of every place.
     """
 
     __tablename__ = "location"
-    id = _column(Integer, primary_key=True)
+    id = column(Integer, primary_key=True)
     checkpoint = _of_checkpoint()
-    url = _column(PlainText, unique=True)
-    seen = _column(UtcDateTime)
-    listing = _column(PlainText, nullable=True)
+    url = column(PlainText, unique=True)
+    seen = column(UtcDateTime)
+    listing = column(PlainText, nullable=True)
+    deleted = column(UtcDateTime, nullable=True)
+    purge_after = column(UtcDateTime, nullable=True)
+
+
+class Form(Base):
+    """The hash of a manifest that a checkpoint has had: what lies in a further place must have one of them."""
+
+    __tablename__ = "form"
+    checkpoint = _of_checkpoint(primary_key=True)
+    manifest = column(PlainText, primary_key=True)
 
 
 class Metric(Base):
@@ -279,9 +191,10 @@ class Metric(Base):
     __tablename__ = "metric"
     __table_args__ = (Index(None, "name", "value"),)
     checkpoint = _of_checkpoint(primary_key=True)
-    name = _column(PlainText, primary_key=True)
-    value = _column(Float(53), nullable=True)
-    measured = _column(UtcDateTime)
+    name = column(PlainText, primary_key=True)
+    value = column(Float(53), nullable=True)
+    measured = column(UtcDateTime)
+    said_at = _said_at()
 
 
 class Edge(Base):
@@ -292,23 +205,35 @@ class Edge(Base):
 
     __tablename__ = "edge"
     __table_args__ = (Index(None, "child", "kind", "parent_url", unique=True),)
-    id = _column(Integer, primary_key=True)
-    child = _column(Integer, ForeignKey("checkpoint.serial", ondelete="CASCADE"))
-    parent = _column(Integer, ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True, nullable=True)
-    parent_id = _column(PlainText, index=True, nullable=True)
-    parent_url = _column(PlainText, index=True)
-    kind = _column(PlainText)
-    depends = _column(Boolean)
+    id = column(Integer, primary_key=True)
+    child = column(Integer, ForeignKey("checkpoint.serial", ondelete="CASCADE"))
+    parent = column(Integer, ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True, nullable=True)
+    parent_id = column(PlainText, index=True, nullable=True)
+    parent_url = column(PlainText, index=True)
+    kind = column(PlainText)
+    depends = column(Boolean)
 
 
 class Alias(Base):
     """A name that points to one checkpoint, and can be moved; `version` grows by one with every move."""
 
     __tablename__ = "alias"
-    name = _column(PlainText, primary_key=True)
+    name = column(PlainText, primary_key=True)
     checkpoint = _of_checkpoint()
-    version = _column(Integer)
-    moved = _column(UtcDateTime)
+    version = column(Integer)
+    moved = column(UtcDateTime)
+    said_at = _said_at()
+
+
+class AliasClaim(Base):
+    """A name that the document at a place gives the checkpoint, and that points elsewhere here: it protects it."""
+
+    __tablename__ = "alias_claim"
+    checkpoint = _of_checkpoint(primary_key=True)
+    name = column(PlainText, primary_key=True)
+    said_at = column(PlainText, primary_key=True)
+    version = column(Integer)
+    moved = column(UtcDateTime)
 
 
 class AliasMove(Base):
@@ -316,13 +241,13 @@ class AliasMove(Base):
 
     __tablename__ = "alias_move"
     __table_args__ = (Index(None, "name", "version", unique=True),)
-    id = _column(Integer, primary_key=True)
-    name = _column(PlainText)
-    version = _column(Integer)
-    source = _column(Integer, ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True, nullable=True)
-    target = _column(Integer, ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True, nullable=True)
-    moved = _column(UtcDateTime)
-    who = _column(PlainText)
+    id = column(Integer, primary_key=True)
+    name = column(PlainText)
+    version = column(Integer)
+    source = column(Integer, ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True, nullable=True)
+    target = column(Integer, ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True, nullable=True)
+    moved = column(UtcDateTime)
+    who = column(PlainText)
 
 
 class Tag(Base):
@@ -331,10 +256,11 @@ class Tag(Base):
     __tablename__ = "tag"
     __table_args__ = (Index(None, "name"),)
     checkpoint = _of_checkpoint(primary_key=True)
-    name = _column(PlainText, primary_key=True)
-    created = _column(UtcDateTime)
-    who = _column(PlainText)
-    permanent = _column(Boolean, server_default=false())
+    name = column(PlainText, primary_key=True)
+    created = column(UtcDateTime)
+    who = column(PlainText)
+    permanent = column(Boolean, server_default=false())
+    said_at = _said_at()
 
 
 class Untag(Base):
@@ -342,58 +268,61 @@ class Untag(Base):
 
     __tablename__ = "untag"
     checkpoint = _of_checkpoint(primary_key=True)
-    name = _column(PlainText, primary_key=True)
-    removed = _column(UtcDateTime)
-    who = _column(PlainText)
-    reason = _column(PlainText)
+    name = column(PlainText, primary_key=True)
+    removed = column(UtcDateTime)
+    who = column(PlainText)
+    reason = column(PlainText)
+    said_at = _said_at()
 
 
 class Hold(Base):
     """Why a checkpoint must not be deleted, and until when (empty: until it is released)."""
 
     __tablename__ = "hold"
-    id = _column(Integer, primary_key=True)
+    id = column(Integer, primary_key=True)
     checkpoint = _of_checkpoint()
-    reason = _column(PlainText)
-    until = _column(UtcDateTime, nullable=True)
-    created = _column(UtcDateTime)
-    who = _column(PlainText)
-    released = _column(UtcDateTime, nullable=True)
+    reason = column(PlainText)
+    until = column(UtcDateTime, nullable=True)
+    created = column(UtcDateTime)
+    who = column(PlainText)
+    released = column(UtcDateTime, nullable=True)
+    said_at = _said_at()
 
 
 class Note(Base):
     """What somebody wrote about a checkpoint."""
 
     __tablename__ = "note"
-    id = _column(Integer, primary_key=True)
+    id = column(Integer, primary_key=True)
     checkpoint = _of_checkpoint()
-    text = _column(PlainText)
-    created = _column(UtcDateTime)
-    who = _column(PlainText)
+    text = column(PlainText)
+    created = column(UtcDateTime)
+    who = column(PlainText)
+    said_at = _said_at()
 
 
 class Verification(Base):
     """What `verify` found; `problems` are the first of them, as text."""
 
     __tablename__ = "verification"
-    id = _column(Integer, primary_key=True)
+    id = column(Integer, primary_key=True)
     checkpoint = _of_checkpoint()
-    url = _column(PlainText)
-    at = _column(UtcDateTime)
-    ok = _column(Boolean)
-    bytes_verified = _column(BigInteger)
-    bytes_unverified = _column(BigInteger)
-    problems = _column(Json)
-    tool = _column(PlainText)
+    url = column(PlainText)
+    at = column(UtcDateTime)
+    ok = column(Boolean)
+    bytes_verified = column(BigInteger)
+    bytes_unverified = column(BigInteger)
+    problems = column(Json)
+    tool = column(PlainText)
 
 
 class Event(Base):
     """Who did what, when: only ever appended."""
 
     __tablename__ = "event"
-    id = _column(Integer, primary_key=True)
-    at = _column(UtcDateTime)
-    who = _column(PlainText)
-    action = _column(PlainText)
-    checkpoint = _column(Integer, ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True, nullable=True)
-    detail = _column(Json)
+    id = column(Integer, primary_key=True)
+    at = column(UtcDateTime)
+    who = column(PlainText)
+    action = column(PlainText)
+    checkpoint = column(Integer, ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True, nullable=True)
+    detail = column(Json)

@@ -98,9 +98,10 @@ def move_alias(
     found = _alias(connection, name)
     _check_expected(connection, name, None if found is None else found.checkpoint, expect)
     if found is not None and found.checkpoint == target:
+        connection.execute(sa.update(Alias).where(Alias.name == name).values(said_at=None))
         return ()
     version = _next_version(connection, name) if found is None else found.version + 1
-    values = {"checkpoint": target, "version": version, "moved": stamp.now}
+    values = {"checkpoint": target, "version": version, "moved": stamp.now, "said_at": None}
     if found is None:
         connection.execute(sa.insert(Alias).values(name=name, **values))
     else:
@@ -202,14 +203,27 @@ def add_tags(
     return bool(new)
 
 
-def put_tag(connection: Connection, serial: int, tag: str, created: datetime, who: str, *, permanent: bool) -> bool:
-    """Put a tag on a checkpoint, or make it permanent; whether that changed anything."""
+def put_tag(
+    connection: Connection,
+    serial: int,
+    tag: str,
+    created: datetime,
+    who: str,
+    *,
+    permanent: bool,
+    said_at: str | None = None,
+) -> bool:
+    """Put a tag on a checkpoint, or make it permanent, or our own if a document said it; whether anything changed."""
     keys = {"checkpoint": serial, "name": tag}
-    values = {"created": created, "who": who, "permanent": permanent}
+    values = {"created": created, "who": who, "permanent": permanent, "said_at": said_at}
     changed = insert_if_absent(connection, Tag, keys, values, Tag.name) is not None
-    if not changed and permanent:
-        here = (Tag.checkpoint == serial, Tag.name == tag, Tag.permanent == sa.false())
-        changed = connection.execute(sa.update(Tag).where(*here).values(permanent=True)).rowcount > 0
+    here = (Tag.checkpoint == serial, Tag.name == tag)
+    if not changed and said_at is None:
+        ours = sa.update(Tag).where(*here, Tag.said_at.is_not(None)).values(said_at=None)
+        changed = connection.execute(ours).rowcount > 0
+    if permanent:
+        lasting = sa.update(Tag).where(*here, Tag.permanent == sa.false()).values(permanent=True)
+        changed = connection.execute(lasting).rowcount > 0 or changed
     connection.execute(sa.delete(Untag).where(Untag.checkpoint == serial, Untag.name == tag))
     return changed
 
@@ -239,11 +253,19 @@ def remove_tags(connection: Connection, serial: int, tags: Sequence[str], reason
     event(connection, "untag", stamp.who, stamp.now, serial, tags=list(dict.fromkeys(tags)), reason=reason)
 
 
-def take_off(connection: Connection, serial: int, tag: str, removed: datetime, who: str, reason: str) -> None:
+def take_off(
+    connection: Connection,
+    serial: int,
+    tag: str,
+    removed: datetime,
+    who: str,
+    reason: str,
+    said_at: str | None = None,
+) -> None:
     """Take a tag off a checkpoint if it bears it, and keep in mind that it was."""
     connection.execute(sa.delete(Tag).where(Tag.checkpoint == serial, Tag.name == tag))
     connection.execute(sa.delete(Untag).where(Untag.checkpoint == serial, Untag.name == tag))
-    values = {"removed": removed, "who": who, "reason": reason}
+    values = {"removed": removed, "who": who, "reason": reason, "said_at": said_at}
     connection.execute(sa.insert(Untag).values(checkpoint=serial, name=tag, **values))
 
 
@@ -278,12 +300,13 @@ def add_metrics(connection: Connection, serial: int, metrics: Mapping[str, float
     for name, value in sorted(metrics.items()):
         check_word("a metric", name)
         stored = stored_metric(value)
-        row = {"value": stored, "measured": stamp.now}
+        row = {"value": stored, "measured": stamp.now, "said_at": None}
         keys = {"checkpoint": serial, "name": name}
         if insert_if_absent(connection, Metric, keys, row, Metric.name) is not None:
             changed[name] = stored
             continue
-        where = (Metric.checkpoint == serial, Metric.name == name, Metric.value.is_distinct_from(stored))
+        new = sa.or_(Metric.value.is_distinct_from(stored), Metric.said_at.is_not(None))
+        where = (Metric.checkpoint == serial, Metric.name == name, new)
         if connection.execute(sa.update(Metric).where(*where).values(**row)).rowcount:
             changed[name] = stored
     if changed:

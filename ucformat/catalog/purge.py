@@ -95,7 +95,7 @@ def _times(rows: Sequence[Row], ends: Mapping[str, datetime | None], now: dateti
 
 
 def _time(row: Row, end: datetime | None, times: Mapping[str, datetime | None], now: datetime) -> datetime | None:
-    if row.kind != OURS or row.aliases or row.tags:
+    if row.kind != OURS or row.aliases or row.claims or row.tags:
         return None
     holds = [hold.until for hold in row.holds if hold.until is None or hold.until > now]
     conditions = [end, *holds, *(times[d] for d in row.dependents)]

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from ucformat.catalog.content import add_digests, digest_block, remove_digests, tensor_set
+from ucformat.catalog.content import add_digests, digest_block, manifest_hashes, remove_digests, tensor_set
 from ucformat.catalog.locks import lock, take_turns
-from ucformat.catalog.models import Checkpoint, Config, Edge, Location, Metric, Run
+from ucformat.catalog.models import Checkpoint, Config, Edge, Form, Location, Metric, Run
 from ucformat.catalog.plain import plain, storable
 from ucformat.catalog.refs import same_url
 from ucformat.catalog.rows import begins_with, event, insert_if_absent, one_id, touch
-from ucformat.errors import UsageError
+from ucformat.errors import Conflict, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -67,12 +67,18 @@ def record(
 
     One that was packed when it was recorded, and was made arrays since, gets their digests. A foreign one gets the
     configuration and metrics that it has none of; where somebody `said` the configuration, also in place of another.
+
+    Raises:
+        Conflict: another checkpoint is known by its id.
     """
     nbytes = sum(t.nbytes for t in manifest.tensors)
     _check(manifest, url, nbytes)
     take_turns(connection, manifest.id, url, *(p.id or _place(p.url) for p in manifest.lineage))
+    content, whole = manifest_hashes(manifest) if kind == "ucformat" else (None, "")
     serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == manifest.id))
-    if serial is None:
+    if serial is not None and content is not None:
+        _must_be_same(connection, serial, url, content, whole)
+    elif serial is None:
         made = sa.insert(Checkpoint).values(
             {
                 "id": manifest.id,
@@ -87,6 +93,7 @@ def record(
                 "files": None if files is None else files[0],
                 "files_nbytes": None if files is None else files[1],
                 "format_version": manifest.version if kind == "ucformat" else None,
+                "content": content,
                 "attempt": manifest.attempt or None,
                 "engine": manifest.producer.get("engine.name"),
                 "producer": storable(manifest.producer),
@@ -102,6 +109,8 @@ def record(
         _add_details(connection, serial, manifest, url)
         event(connection, "record", who, now, serial, url=url, kind=kind)
     again = locate(connection, serial, url, now=now, who=who, listing=listing)
+    if whole:
+        insert_if_absent(connection, Form, {"checkpoint": serial, "manifest": whole}, {}, Form.manifest)
     if again or _materialised(connection, serial, manifest):
         remove_digests(connection, serial)
         add_digests(connection, serial, manifest.tensors)
@@ -109,6 +118,34 @@ def record(
         _told(connection, serial, manifest, said=said)
     _adopt_children(connection, serial, manifest.id, url)
     return serial
+
+
+def _must_be_same(connection: Connection, serial: int, url: str, content: str, whole: str) -> None:
+    """Refuse what bears a known id and is another checkpoint, or one in a form that no known place has.
+
+    In its own place a checkpoint may take another form: `materialize` gives it one.
+
+    Raises:
+        Conflict: it is not the one that is known.
+    """
+    here = sa.select(Location.url).where(Location.checkpoint == serial).order_by(Location.id)
+    places = connection.scalars(here).all()
+    forms = connection.scalars(sa.select(Form.manifest).where(Form.checkpoint == serial)).all()
+    row = connection.execute(sa.select(Checkpoint.content, Checkpoint.id).where(Checkpoint.serial == serial)).one()
+    known: str | None = row.content
+    if known is None:  # recorded before this was noted
+        connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(content=content))
+    elif known != content:
+        where = f"the one at {places[0]}" if places else "one that the catalog knew"
+        raise Conflict(
+            f"{url} holds another checkpoint than {where}, and has its id {row.id}",
+            hint="nothing was recorded; see which of them is the true one, and move the other away",
+        )
+    if places and url not in places and forms and whole not in forms:
+        raise Conflict(
+            f"{url} holds the checkpoint {row.id} in another form than {places[0]}: its manifest differs",
+            hint="nothing was recorded; `ucp copy` makes a copy that is the same to the byte",
+        )
 
 
 def _told(connection: Connection, serial: int, manifest: Manifest, *, said: bool) -> None:
@@ -166,15 +203,25 @@ def set_run(connection: Connection, serial: int, run: str, now: datetime) -> boo
 
 
 def locate(
-    connection: Connection, serial: int, url: str, *, now: datetime, who: str, listing: str | None = None
+    connection: Connection,
+    serial: int,
+    url: str,
+    *,
+    now: datetime,
+    who: str,
+    listing: str | None = None,
 ) -> bool:
     """Note that a checkpoint lies at `url`; what was recorded there before has been replaced by it.
 
-    Whoever calls has the turn of the url. Whether the checkpoint was believed to be gone.
+    Whoever calls has the turn of the url. Whether the checkpoint was believed to be gone. One that is deleted only for
+    the documents of its other places said so is not: they do not speak for this one.
     """
     before = connection.scalar(sa.select(Location.checkpoint).where(Location.url == url))
     lock(connection, {serial, serial if before is None else before})  # so that nobody forgets a place meanwhile
-    here = {"checkpoint": serial, "seen": now, "listing": listing}
+    here: dict[str, Any] = {"checkpoint": serial, "seen": now, "listing": listing}
+    if before != serial:
+        here |= {"deleted": None, "purge_after": None}
+        _unsay_deletion(connection, serial)
     if not connection.execute(sa.update(Location).where(Location.url == url).values(**here)).rowcount:
         connection.execute(sa.insert(Location).values(url=url, **here))
     elif before is not None and before != serial:
@@ -191,6 +238,15 @@ def locate(
     if found:
         event(connection, "found", who, now, serial, url=url)
     return found
+
+
+def _unsay_deletion(connection: Connection, serial: int) -> None:
+    """Take back a deletion that only documents said, each for its own place, as the checkpoint lies in one more."""
+    ours = sa.exists().where(Location.checkpoint == serial, Location.deleted.is_(None))
+    theirs = sa.exists().where(Location.checkpoint == serial, Location.deleted.is_not(None))
+    said = (Checkpoint.serial == serial, Checkpoint.state == "deleted", theirs, ~ours)
+    again = {"state": "committed", "deleted": None, "purge_after": None}
+    connection.execute(sa.update(Checkpoint).where(*said).values(**again))
 
 
 def places(connection: Connection, root: str) -> list[Place]:

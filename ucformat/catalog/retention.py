@@ -39,9 +39,9 @@ class Row:
     """What retention needs to know of a checkpoint.
 
     `kind` is `ucformat`, or the engine that wrote it. `holds` are those that were not released. `dependents` are the
-    ids of the checkpoints whose bytes lie in this one's files, deleted ones too, but no purged ones. `matches` are
-    the indexes, in `policy.filters()`, of the filters that it satisfies; of `metrics`, those in
-    `policy.metrics()` suffice.
+    ids of the checkpoints whose bytes lie in this one's files, deleted ones too, but no purged ones. `claims` are
+    aliases that the document beside it names and that point elsewhere here. `matches` are the indexes, in
+    `policy.filters()`, of the filters that it satisfies; of `metrics`, those in `policy.metrics()` suffice.
     """
 
     serial: int
@@ -54,6 +54,7 @@ class Row:
     nbytes: int
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
+    claims: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     holds: tuple[Held, ...] = ()
     dependents: tuple[str, ...] = ()
@@ -126,6 +127,7 @@ def protections(row: Row, now: datetime) -> tuple[str, ...]:
     """Why nothing may delete this checkpoint at this time, whatever a policy says."""
     return (
         *(f"alias {name}" for name in sorted(row.aliases)),
+        *(f"alias {name} in another catalog" for name in sorted(row.claims)),
         *(f"tag {name}" for name in sorted(row.tags)),
         *(_hold(h) for h in row.holds if h.until is None or h.until > now),
         *_needed(row.dependents),

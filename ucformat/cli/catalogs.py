@@ -74,6 +74,7 @@ def entry_data(entry: Entry) -> dict[str, Any]:
         "aliases": list(entry.aliases),
         "holds": [hold_data(h) for h in entry.holds],
         "notes": [note_data(n) for n in entry.notes],
+        "from_documents": list(entry.from_documents),
         "verified": None if entry.verified is None else _verified(entry.verified),
     }
 

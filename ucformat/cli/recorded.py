@@ -48,10 +48,7 @@ class Recorded:
             yield "tag", ", ".join(entry.tags)
         if entry.metrics:
             yield "metric", ", ".join(f"{name} {value:.6g}" for name, value in entry.metrics.items())
-        for hold in entry.holds:
-            yield f"hold {hold.id}", _hold(hold)
-        for note in entry.notes:
-            yield "note", f"{note.text} ({note.who}, {moment(note.created)})"
+        yield from _words(entry)
         for parent in self.parents:
             yield "from", f"{parent['name']} ({parent['kind']})"
         if entry.verified is not None:
@@ -59,6 +56,16 @@ class Recorded:
         for url in entry.urls:
             if url != here:
                 yield "place" if here is None else "also in", url
+
+
+def _words(entry: Entry) -> Iterator[tuple[str, str]]:
+    """What people said at length, and what only documents say that somebody said."""
+    for hold in entry.holds:
+        yield f"hold {hold.id}", _hold(hold)
+    for note in entry.notes:
+        yield "note", f"{note.text} ({note.who}, {moment(note.created)})"
+    if entry.from_documents:
+        yield "only said", f"in documents beside it: {', '.join(entry.from_documents)}"
 
 
 def _state(entry: Entry) -> str:

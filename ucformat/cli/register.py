@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 __all__ = ["register", "reindex"]
 
 
+TRUST = click.option(
+    "--trust-documents",
+    is_flag=True,
+    help="Believe what other catalogs wrote beside the checkpoints: names move, tags go, deletions keep their grace.",
+)
+
+
 @command
 @click.argument("places", metavar="PLACE…", nargs=-1, required=True)
 @click.option("-r", "--recursive", is_flag=True, help="Search the folders below, too.")
@@ -34,6 +41,7 @@ __all__ = ["register", "reindex"]
 @click.option("--virtual", is_flag=True, help="Make a virtual checkpoint: PLACE… is SRC DST.")
 @click.option("--checksums", is_flag=True, help="With --virtual: read SRC's files once and keep their checksums.")
 @click.option("--overwrite", is_flag=True, help="With --virtual: replace the checkpoint at DST.")
+@TRUST
 @CONFIG
 @METRIC
 @VIEW
@@ -49,6 +57,7 @@ def register(
     virtual: bool,  # noqa: FBT001
     checksums: bool,  # noqa: FBT001
     overwrite: bool,  # noqa: FBT001
+    trust_documents: bool,  # noqa: FBT001
     view: str | None,
     options: dict[str, Any] | None,
     out: Output,
@@ -65,7 +74,7 @@ def register(
     from ucformat.cli.program import Interrupted
 
     if virtual:
-        if len(places) != 2 or recursive or rescan:
+        if len(places) != 2 or recursive or rescan or trust_documents:
             raise UsageError("--virtual takes two places, SRC and DST", hint="ucp register SRC DST --virtual")
         source = ucformat.open(places[0], view=view, options=options)
         said = {"run": run, "config": config, "metrics": metrics}
@@ -83,6 +92,7 @@ def register(
                 config=config,
                 metrics=metrics,
                 rescan=rescan,
+                trust_documents=trust_documents,
                 options=options,
                 progress=progress,
             )
@@ -116,14 +126,21 @@ def _register_virtual(
 @command
 @click.argument("place", metavar="PLACE")
 @click.option("--forget", is_flag=True, help="Forget the checkpoints that the catalog knew there and that are gone.")
+@TRUST
 @SOURCE
 @CATALOG
-def reindex(place: str, forget: bool, options: dict[str, Any] | None, out: Output) -> None:  # noqa: FBT001
+def reindex(
+    place: str,
+    forget: bool,  # noqa: FBT001
+    trust_documents: bool,  # noqa: FBT001
+    options: dict[str, Any] | None,
+    out: Output,
+) -> None:
     """Make the catalog know what lies below PLACE.
 
     A catalog that was lost comes back this way, with the tags, aliases, holds, metrics and notes that were written
-    beside the checkpoints. What it knew there and does not find is an error, for so it is with a disk that is not
-    mounted; with --forget it is forgotten, and no longer protects what it needed.
+    beside the checkpoints, which an empty catalog believes. What it knew there and does not find is an error, for so it
+    is with a disk that is not mounted; with --forget it is forgotten, and no longer protects what it needed.
     """
     import ucformat
     from ucformat.cli.program import Interrupted
@@ -131,7 +148,9 @@ def reindex(place: str, forget: bool, options: dict[str, Any] | None, out: Outpu
 
     try:
         with opened_catalog() as catalog, out.progress("reindexing", "checkpoints") as progress:
-            found = ucformat.reindex(place, catalog, forget=forget, options=options, progress=progress)
+            found = ucformat.reindex(
+                place, catalog, forget=forget, trust_documents=trust_documents, options=options, progress=progress
+            )
     except KeyboardInterrupt:
         raise Interrupted("interrupted: what was recorded until now stays; the same command again does all") from None
     out.result(

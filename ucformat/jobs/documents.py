@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from ucformat.catalog.document import compose, stale, written
+from ucformat.catalog.document import FAR, compose, stale, written
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import Conflict, IntegrityError, NotFound, Refused, UcformatError
 from ucformat.jobs.absence import check_removed, is_empty
@@ -93,23 +93,24 @@ def _write_everywhere(catalog: Catalog, checkpoint: Stale) -> None:
     revisions = []
     for url in checkpoint.urls:
         try:
-            revisions.append(_write(catalog, checkpoint.serial, open_store(url)))
+            revisions.append(_write(catalog, checkpoint.serial, url))
         except UcformatError as error:
             _log.warning("what the catalog knows of %s is not kept beside it: %s", url, error.message)
     if revisions and len(revisions) == len(checkpoint.urls):
         catalog.database.write(lambda c: written(c, checkpoint.serial, min(revisions)))
 
 
-def _composed(catalog: Catalog, serial: int) -> CatalogDoc:
+def _composed(catalog: Catalog, serial: int, url: str) -> CatalogDoc:
     with catalog.database.reading() as c:
-        return compose(c, serial)
+        return compose(c, serial, url)
 
 
-def _write(catalog: Catalog, serial: int, store: Store) -> int:
+def _write(catalog: Catalog, serial: int, url: str) -> int:
     """Write a document at one place, whoever else writes it at the same time; the revision that is there now."""
+    store = open_store(url)
     for _ in range(_TRIES):
         there, version = _versioned(store)
-        doc = _composed(catalog, serial)
+        doc = _composed(catalog, serial, url)
         if there is None:
             if is_empty(store):
                 check_removed(store, begun=False)
@@ -119,9 +120,9 @@ def _write(catalog: Catalog, serial: int, store: Store) -> int:
                 raise Conflict("another checkpoint lies there by now", hint="`ucp reindex` makes the catalog know it")
         else:
             if there.catalog != doc.catalog or there.revision > doc.revision:
-                catalog.absorb(doc.id, there)
-                doc = _composed(catalog, serial)
-            if there.revision >= doc.revision:
+                catalog.absorb(doc.id, there, url)
+                doc = _composed(catalog, serial, url)
+            if doc.revision <= there.revision <= FAR:
                 return there.revision
         try:
             _put(store, doc.model_dump_json(indent=1).encode(), version)

@@ -133,7 +133,7 @@ def consult(catalog: Catalog, ids: Sequence[str]) -> dict[str, str]:
                 if doc is None and is_empty(store):
                     check_removed(store, begun=False)
                 if doc is not None and doc.id == checkpoint:
-                    catalog.absorb(checkpoint, doc)
+                    catalog.absorb(checkpoint, doc, url)
             except UcformatError as error:
                 unclear[checkpoint] = f"{checkpoint}: others may need it: {error.message}"
     return unclear

@@ -90,6 +90,7 @@ def register(
     rescan: bool = False,
     options: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    trust_documents: bool = False,
 ) -> Registered:
     """Record the checkpoints in these places, foreign ones as they lie; nothing is converted.
 
@@ -104,6 +105,9 @@ def register(
             sizes, inodes and times, or etags, that they had when it was read, and whose manifest is the same.
         options: what the files of foreign ones do not say, as `ucformat.open` takes it. It is not recorded: who opens
             one of them gives it again.
+        trust_documents: believe what catalogs wrote beside the checkpoints as if it had been said to this one: aliases
+            move, tags go, and what is deleted keeps the grace that it has (docs/security.md). What is known and
+            unchanged is read, too.
         progress: called with the checkpoints done and in all.
 
     Raises:
@@ -112,14 +116,15 @@ def register(
     """
     trees = [_searched(p) for p in places] if recursive else []
     known: dict[str, str] = {}
-    for tree in () if rescan or run or config or metrics or options else trees:
+    for tree in () if rescan or run or config or metrics or options or trust_documents else trees:
         known |= _unchanged(catalog, tree)
     below = (f for t in trees for f in _open_below(t.store, [f for f in t.folders if t.url(f) not in known], options))
     opened = below if recursive else _open_all(places, options)
     if config:
         opened = ((root, _with_config(found, config), left) for root, found, left in opened)
     listed = {t.url(folder): said for t in trees for folder, said in t.listings.items()}
-    done = _record_all(catalog, opened, run, progress, strict=not recursive, said=bool(config), listings=listed)
+    how = _How(run, said=bool(config), strict=not recursive, trust=trust_documents)
+    done = _record_all(catalog, opened, how, progress, listings=listed)
     for checkpoint in done.ids if metrics else ():
         catalog.metric(checkpoint, metrics or {})
     write_documents(catalog, None)
@@ -147,8 +152,9 @@ def reindex(
     forget: bool = False,
     options: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    trust_documents: bool = False,
 ) -> Reindexed:
-    """Record all that lies below a place, with what catalogs wrote beside it.
+    """Record all that lies below a place, with what catalogs wrote beside it, which an empty catalog believes.
 
     What the catalog knew there and is not found, it goes on knowing, so that it protects what it needs: a disk that is
     not mounted looks like one whose files were removed.
@@ -159,6 +165,7 @@ def reindex(
         forget: forget what is not found. What cannot be read is not forgotten.
         options: what the files of foreign ones do not say, as `ucformat.open` takes it.
         progress: called with the checkpoints done and in all.
+        trust_documents: as `register` has it; so it is in any case where the catalog is empty.
 
     Raises:
         NotFound: without `forget`, nothing is at the place, or it is empty and the catalog knows checkpoints there.
@@ -170,9 +177,10 @@ def reindex(
     if empty and not forget:
         check_listed(store, catalog)
     folders = [] if empty else _search(store.list())
-    done = _record_all(catalog, _open_below(store, folders, options), None, progress, strict=False)
+    how = _How(trust=trust_documents or not catalog.count(deleted=True))
+    done = _record_all(catalog, _open_below(store, folders, options), how, progress)
     missing, asked = _missing(known, done.present, options)
-    more = _record_all(catalog, asked, None, None, strict=False)
+    more = _record_all(catalog, asked, how, None)
     forgotten = catalog.forget(missing if forget else [])
     write_documents(catalog, None)
     entries = _entries(catalog, [*done.ids, *more.ids])
@@ -225,25 +233,33 @@ class _Done:
 
 def _record_all(
     catalog: Catalog,
+@dataclass(frozen=True, slots=True)
+class _How:
+    """How to record: in which run, with a configuration that was said, and what cannot be as an error if `strict`."""
+
+    run: str | None = None
+    said: bool = False
+    strict: bool = False
+    trust: bool = False
+
+
     opened: Iterable[_Opened],
-    run: str | None,
+    how: _How,
     progress: Callable[[int, int], None] | None,
     *,
-    strict: bool,
-    said: bool = False,
     listings: Mapping[str, str] | None = None,
 ) -> _Done:
-    """Record what was opened; what could not be opened or recorded is a failure, or if `strict` an error."""
+    """Record what was opened; what could not be opened or recorded is a failure, or if that is strict an error."""
     ids, failures, present = [], [], set()
     for done, (root, found, left) in enumerate(opened, 1):
         try:
             if isinstance(found, UcformatError):
                 raise found
             listing = (listings or {}).get(root) if same_url(root) == same_url(found.url) else None
-            ids.append(_record(catalog, found, run, said=said, listing=listing).id)
+            ids.append(_record(catalog, found, how, listing).id)
             present.add(found.url)
         except UcformatError as error:
-            if strict:
+            if how.strict:
                 raise
             failures.append(Failure(root, error.message))
             present.add(root)
@@ -347,11 +363,11 @@ def _described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:
     return ck.manifest.model_copy(update={"id": ck.id, "created": created})
 
 
-def _record(catalog: Catalog, found: _Found, run: str | None, *, said: bool, listing: str | None) -> Entry:
-    about: dict[str, Any] = {"kind": found.kind, "run": run, "files": found.files, "said": said}
+def _record(catalog: Catalog, found: _Found, how: _How, listing: str | None) -> Entry:
+    about: dict[str, Any] = {"kind": found.kind, "run": how.run, "files": found.files, "said": how.said}
     entry = catalog.record(found.manifest, found.url, listing=listing, **about)
     if found.doc is not None:
-        entry = catalog.absorb(entry.id, found.doc)
-    if run is not None and entry.run != run:  # the document says another, but not as loud
-        entry = catalog.record(found.manifest, found.url, run=run)
+        entry = catalog.absorb(entry.id, found.doc, found.url, trust=how.trust)
+    if how.run is not None and entry.run != how.run:  # the document says another, but not as loud
+        entry = catalog.record(found.manifest, found.url, kind=found.kind, run=how.run)
     return entry
