@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ucformat._version import __version__
 from ucformat.catalog.changes import on_change
+from ucformat.format.guards import may_replace
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from ucformat.jobs.verify import Report, verify
     from ucformat.planning import ReadPlan
     from ucformat.references import open_reference as open  # noqa: A004
+    from ucformat.schema.manifest import Manifest
+    from ucformat.storage.base import Store
     from ucformat.tensor import Tensor
 
 __all__ = [
@@ -84,7 +87,14 @@ def _keep_documents(catalog: Catalog, changed: Collection[int]) -> None:
     write_documents(catalog, changed=changed)
 
 
-on_change.append(_keep_documents)  # here, for the catalog knows nothing of the rooms above it
+def _refuse_protected(store: Store, there: Manifest, new: str | None) -> None:
+    from ucformat.jobs.protecting import refuse_protected
+
+    refuse_protected(store, there, new)
+
+
+on_change.append(_keep_documents)  # here, for the catalog and the format know nothing of the rooms above them
+may_replace.append(_refuse_protected)
 
 
 def __getattr__(name: str) -> object:

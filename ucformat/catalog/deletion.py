@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from ucformat.catalog.content import remove_digests
-from ucformat.catalog.locks import lock
-from ucformat.catalog.models import Alias, Checkpoint, Edge, Hold, Location, Metric, Run, Tag
-from ucformat.catalog.retention import Held, Row, protections
+from ucformat.catalog.locks import PAGE, lock
+from ucformat.catalog.models import Alias, AliasClaim, Checkpoint, Edge, Hold, Location, Metric, Run, Tag
+from ucformat.catalog.retention import Held, Row, needed_by, protections
 from ucformat.catalog.rows import event, events, touch, update
 from ucformat.errors import Refused
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.names import Stamp
 
-__all__ = ["begin_purge", "delete", "end_purge", "restore", "retention_rows"]
+__all__ = ["begin_purge", "delete", "end_purge", "protections_at", "restore", "retention_rows"]
 
 _LIVE = ("committed", "deleted", "purging")
 _AFTER = "0"  # the character after the slash: all that begins with `a/` lies from `a/` to `a0`
@@ -165,6 +165,23 @@ def _near(connection: Connection, url: str) -> ColumnElement[bool]:
     return sa.or_(Edge.parent_url.in_([*_folders(url)]), inside)
 
 
+def protections_at(
+    connection: Connection, checkpoint: str, url: str, now: datetime, *, said: bool = True
+) -> tuple[str, ...]:
+    """Why the checkpoint of this id at a place must stay, even if only those are known that need its files there.
+
+    Without `said`, only these count.
+    """
+    serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == checkpoint))
+    found = retention_rows(connection, now, serials=[serial]) if serial is not None and said else []
+    child = Checkpoint.__table__.alias()
+    here = _near(connection, url) if serial is None else sa.or_(Edge.parent == serial, _near(connection, url))
+    others = sa.select(child.c.id).join(Edge, child.c.serial == Edge.child).where(Edge.depends, here)
+    live = others.where(child.c.state.in_(_LIVE), child.c.id != checkpoint).distinct().order_by(child.c.id)
+    why = [reason for row in found for reason in protections(row, now)]
+    return tuple(dict.fromkeys([*why, *needed_by(connection.scalars(live).all())]))
+
+
 def delete(
     connection: Connection, serials: Sequence[int], grace: timedelta, stamp: Stamp, *, why: Mapping[str, Any]
 ) -> None:
@@ -186,6 +203,7 @@ def delete(
             )
     over = stamp.now + grace
     update(connection, serials, state="deleted", deleted=stamp.now, purge_after=over)
+    _forget_said(connection, serials)
     events(connection, "delete", stamp.who, stamp.now, serials, purge_after=over.isoformat(), **why)
     touch(connection, serials)
 
@@ -203,15 +221,22 @@ def restore(connection: Connection, serials: Sequence[int], stamp: Stamp) -> Non
     Raises:
         Refused: one is not deleted, or is being purged; then none is restored.
     """
-    _forget_said(connection, serials)
     for state in lock(connection, serials).values():
         if state != "deleted":
             raise Refused(
                 f"a checkpoint that is {state} cannot be restored", hint="only deleted ones can, until gc purges them"
             )
     update(connection, serials, state="committed", deleted=None, purge_after=None)
+    _forget_said(connection, serials)
     events(connection, "restore", stamp.who, stamp.now, serials)
     touch(connection, serials)
+
+
+def _forget_said(connection: Connection, serials: Sequence[int]) -> None:
+    """Forget what documents said of deletions: what is said here counts for all places."""
+    for at in range(0, len(serials), PAGE):
+        some = Location.checkpoint.in_(serials[at : at + PAGE])
+        connection.execute(sa.update(Location).where(some).values(deleted=None, purge_after=None))
 
 
 def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] | None:
@@ -227,18 +252,10 @@ def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] 
         connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(state="purging"))
         event(connection, "purge", stamp.who, stamp.now, serial, nbytes=row.nbytes)
     return list(connection.scalars(sa.select(Location.url).where(Location.checkpoint == serial).order_by(Location.url)))
-    _forget_said(connection, serials)
 
 
 def end_purge(connection: Connection, serial: int, stamp: Stamp) -> None:
     """Note that nothing of a checkpoint is left in storage; what lineage needs of it stays in the catalog."""
-def _forget_said(connection: Connection, serials: Sequence[int]) -> None:
-    """Forget what documents said of deletions: what is said here counts for all places."""
-    for at in range(0, len(serials), PAGE):
-        some = Location.checkpoint.in_(serials[at : at + PAGE])
-        connection.execute(sa.update(Location).where(some).values(deleted=None, purge_after=None))
-
-
     lock(connection, [serial])
     remove_digests(connection, serial)
     connection.execute(sa.delete(Location).where(Location.checkpoint == serial))

@@ -167,6 +167,13 @@ class Reader:
         with self._database.reading() as c:
             return names.alias_history(c, name)
 
+    def protections(self, checkpoint: str, url: str, *, said: bool = True) -> tuple[str, ...]:
+        """Why the checkpoint of this id at a place must stay, known or not; without `said` only who needs its files."""
+        from ucformat.catalog import deletion
+
+        with self._database.reading() as c:
+            return deletion.protections_at(c, checkpoint, same_url(url), now(), said=said)
+
     def purgeable(self, grace: timedelta = GRACE) -> PurgePlan:
         """Which deleted checkpoints `gc` may remove from storage now; `grace` is for those without one of their own."""
         from ucformat.catalog import deletion

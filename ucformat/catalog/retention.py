@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ucformat.schema.policy import Best, Last, Policy
 
-__all__ = ["Held", "Kept", "RetentionPlan", "Row", "digest", "order", "plan_retention", "protections"]
+__all__ = ["Held", "Kept", "RetentionPlan", "Row", "digest", "needed_by", "order", "plan_retention", "protections"]
 
 OURS = "ucformat"
 _NAMED = 10  # of those that need a checkpoint so many are named
@@ -130,12 +130,12 @@ def protections(row: Row, now: datetime) -> tuple[str, ...]:
         *(f"alias {name} in another catalog" for name in sorted(row.claims)),
         *(f"tag {name}" for name in sorted(row.tags)),
         *(_hold(h) for h in row.holds if h.until is None or h.until > now),
-        *_needed(row.dependents),
+        *needed_by(row.dependents),
     )
 
 
-def _needed(dependents: Sequence[str]) -> Iterator[str]:
-    """By whom, the first of them by name."""
+def needed_by(dependents: Sequence[str]) -> Iterator[str]:
+    """That these need a checkpoint, the first of them by name."""
     named = dependents if len(dependents) <= _NAMED else nsmallest(_NAMED, dependents)
     yield from (f"needed by {name}" for name in sorted(named))
     if len(dependents) > _NAMED:

@@ -37,6 +37,7 @@ from ucformat.errors import (
     UpgradeNeeded,
 )
 from ucformat.format.digest import document_digest
+from ucformat.format.guards import may_replace
 from ucformat.schema.manifest import FORMAT_VERSION, AttemptDoc, Manifest
 from ucformat.schema.tombstone import TOMBSTONE, is_tombstone
 
@@ -79,10 +80,14 @@ class _Head(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One writer's try. `replaces` is the manifest that it will take the place of, with its version."""
+    """One writer's try. `replaces` is the manifest that it will take the place of, with its version.
+
+    `keeps` is the id that the checkpoint will have, where that is known from the beginning.
+    """
 
     id: str
     replaces: tuple[Manifest, str] | None
+    keeps: str | None = None
 
     def folder(self, kind: str) -> str:
         """Where this attempt keeps its `data`, `objects` or `assets`."""
@@ -133,14 +138,21 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         raise IntegrityError(f"{where} is damaged: {place}: {first['msg']}") from None
 
 
-def begin(store: Store, plan: dict[str, Any], *, overwrite: bool, name: str | None = None) -> Attempt:
+def begin(
+    store: Store, plan: dict[str, Any], *, overwrite: bool, name: str | None = None, keeps: str | None = None
+) -> Attempt:
     """Start or continue the attempt at this plan, a JSON value that tells apart all that is to be written.
 
-    `name` is the attempt's, where it is not to be made of the plan: of a copy, whose files lie where the original's do.
+    Args:
+        store: the place.
+        plan: what is to be written.
+        overwrite: replace a checkpoint that is committed there, unless something protects it.
+        name: the attempt's, where it is not to be made of the plan: of a copy, whose files lie where the original's do.
+        keeps: the id that the new checkpoint will have, where it takes that of another.
 
     Raises:
-        Conflict: a checkpoint is committed there already and `overwrite` is false, or one is being removed, or what an
-            earlier try at this plan left.
+        Conflict: a checkpoint is committed there already and `overwrite` is false, or it is protected, or one is being
+            removed, or what an earlier try at this plan left.
     """
     replaces = None
     try:
@@ -163,7 +175,8 @@ def begin(store: Store, plan: dict[str, Any], *, overwrite: bool, name: str | No
             hint="choose another place, or say overwrite=True (--overwrite) to replace it",
         )
     digest = _digest(plan, replaces and replaces[0].id)
-    attempt = Attempt(name or _id(digest), replaces)
+    attempt = Attempt(name or _id(digest), replaces, keeps)
+    _ask(store, attempt)
     _put_record(store, attempt.id, digest)
     return attempt
 
@@ -225,6 +238,13 @@ def _refuse_removed(store: Store, attempt: str) -> None:
     raise _removed(store, attempt)
 
 
+def _ask(store: Store, attempt: Attempt) -> None:
+    """Ask whether what the attempt replaces may go; of a copy over itself nothing goes."""
+    if attempt.replaces is not None and attempt.replaces[0].attempt != attempt.id:
+        for ask in may_replace:
+            ask(store, attempt.replaces[0], attempt.keeps)
+
+
 def _refuse_tombstone(store: Store) -> None:
     with suppress(NotFound):
         store.info(TOMBSTONE)
@@ -249,13 +269,14 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest, data: bytes | Non
 
     Raises:
         Conflict: somebody else committed there in the meantime, and this attempt's files are dropped; or one that was
-            committed there is being removed, or this attempt itself.
+            committed there is being removed, or this attempt itself, or what it replaces is protected by now.
         Uncertain: no answer came, so that it may be committed; this attempt's files must stay.
     """
     store.flush()
     store.sweep()
     data = data or manifest.model_dump_json(indent=1, exclude_defaults=False).encode()
     _refuse_tombstone(store)  # of one that was committed and deleted since this began
+    _ask(store, attempt)  # once more: a checkpoint may have got a name while this was written
     _refuse_removed(store, attempt.id)
     try:
         if attempt.replaces is None:

@@ -180,7 +180,7 @@ def _copy(
 ) -> Copied:
     manifest = source.manifest
     plan = {"copy": manifest.id, "attempt": manifest.attempt}
-    attempt = begin(store, plan, overwrite=overwrite, name=manifest.attempt)
+    attempt = begin(store, plan, overwrite=overwrite, name=manifest.attempt, keeps=manifest.id)
     before = None if attempt.replaces is None else attempt.replaces[0]
     if before is not None and before.attempt == manifest.attempt and not _has_equal_files(before, manifest):
         raise Conflict(

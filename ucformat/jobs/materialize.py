@@ -105,7 +105,7 @@ def _in_place(source: Checkpoint, how: How) -> Checkpoint:
         store.sweep()  # a writer killed just after its commit leaves hidden names
         return source
     plan = {**plan_document(source, list(source.tensors.values()), how), "materialize": before.attempt}
-    attempt = begin(store, plan, overwrite=True)
+    attempt = begin(store, plan, overwrite=True, keeps=before.id)
     now = None if attempt.replaces is None else attempt.replaces[0]
     if now is None or now.attempt != before.attempt:  # since it was opened
         return _overtaken(store, attempt, now, before)

@@ -20,7 +20,6 @@ from ucformat.geometry.flat import flat_boxes
 from ucformat.geometry.tensor import Key
 from ucformat.sources.dcp.names import dotted
 from ucformat.torch.deal import Claim, deal_pieces, deal_shards, merge
-from ucformat.torch.protecting import refuse_protected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -191,8 +190,6 @@ class _Coordinator:
         if terms.replicas == "equal":
             _compare(made[1], offers)
         give = _givers(offers, terms)
-        if terms.overwrite:
-            refuse_protected(self.store)
         self.attempt = begin(self.store, {"save": uuid4().hex}, overwrite=terms.overwrite)
         return [
             (

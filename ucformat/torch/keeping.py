@@ -27,12 +27,12 @@ from ucformat.errors import (
 )
 from ucformat.format.commit import MANIFEST
 from ucformat.jobs.gc import consult, purge  # `collect`, but of nothing that is not ours
+from ucformat.jobs.protecting import protections_of
 from ucformat.jobs.register import register
 from ucformat.jobs.removal import read_tombstone, remove
 from ucformat.schema.policy import Last, Policy
 from ucformat.settings import load_settings, source_of
 from ucformat.storage.url import open_store
-from ucformat.torch.protecting import protections_of
 from ucformat.torch.steps import folder_of, list_steps, read_step
 
 if TYPE_CHECKING:

@@ -6,24 +6,26 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from ucformat.catalog.retention import OURS, Held, Row, protections
-from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, UpgradeNeeded
-from ucformat.format.commit import read_manifest
+from ucformat.errors import Conflict, IntegrityError, NotFound
+from ucformat.jobs.documents import read_document
 from ucformat.settings import load_settings
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
+    from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
 __all__ = ["protections_of", "refuse_protected"]
 
 
-def refuse_protected(store: Store) -> None:
-    """Conflict where a committed checkpoint lies that something protects."""
-    try:
-        there, _ = read_manifest(store)
-    except (NotACheckpoint, IntegrityError, UpgradeNeeded):  # nothing to protect, or what `begin` refuses
-        return
-    if why := protections_of(store.url, there.id):
+def refuse_protected(store: Store, there: Manifest, new: str | None) -> None:
+    """Conflict where something protects the checkpoint at a place from being replaced.
+
+    The same as keeps it from being deleted. By what has the id `new`, the checkpoint itself in another form, only the
+    files are replaced, which others may need.
+    """
+    why = _known(store.url, there.id, said=False) if there.id == new else protections_of(store.url, there.id)
+    if why:
         raise Conflict(
             f"the checkpoint {there.id} at {store.url} is not replaced: {'; '.join(why)}",
             hint="choose another place, or end what protects it (docs/retention.md)",
@@ -32,8 +34,6 @@ def refuse_protected(store: Store) -> None:
 
 def protections_of(url: str, checkpoint: str, *, known: bool = True) -> tuple[str, ...]:
     """Why nobody may remove a checkpoint: what catalogs wrote beside it, and if asked for, what ours knows of it."""
-    from ucformat.jobs.documents import read_document
-
     try:
         doc = read_document(open_store(url))
     except IntegrityError as error:
@@ -48,23 +48,20 @@ def protections_of(url: str, checkpoint: str, *, known: bool = True) -> tuple[st
             tags=tuple(t.name for t in doc.tags),
         )
         found = protections(row, now)
-    return found + _known_protections(checkpoint) if known else found
+    return (*found, *(why for why in _known(url, checkpoint) if why not in found)) if known else found
 
 
-def _known_protections(checkpoint: str) -> tuple[str, ...]:
-    url = load_settings().catalog_url()
-    if url is None:
+def _known(url: str, checkpoint: str, *, said: bool = True) -> tuple[str, ...]:
+    """What the catalog knows, and its fault where it cannot be asked; without `said` only who needs the files."""
+    catalog_url = load_settings().catalog_url()
+    if catalog_url is None:
         return ()
     from ucformat.catalog.catalog import Catalog
-    from ucformat.catalog.deletion import retention_rows
-    from ucformat.catalog.refs import Ref, resolve
 
     try:
-        with Catalog(url, read_only=True) as catalog, catalog.database.reading() as c:
-            serial = resolve(c, Ref(checkpoint, id=checkpoint))
-            now = datetime.now(UTC)
-            return tuple(why for row in retention_rows(c, now, serials=[serial]) for why in protections(row, now))
-    except NotFound:
+        with Catalog(catalog_url, read_only=True) as catalog:
+            return catalog.protections(checkpoint, url, said=said)
+    except NotFound:  # no catalog yet
         return ()
     except Exception as error:  # noqa: BLE001 - whatever the database says
         return (f"the catalog cannot be asked: {getattr(error, 'message', error)}",)

@@ -1,0 +1,17 @@
+"""Who is asked before a checkpoint is replaced; apart from the commit, so that subscribing loads none of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ucformat.schema.manifest import Manifest
+    from ucformat.storage.base import Store
+
+__all__ = ["may_replace"]
+
+#: Called with a place, the manifest there and the id of what is to take its place, when that is begun and when it is
+#: committed; whoever objects raises. `ucformat` itself subscribes who asks the catalog, so that no way leads past it.
+may_replace: list[Callable[[Store, Manifest, str | None], None]] = []
