@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from ucformat.catalog.retention import OURS, Row, digest, order, protections
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from datetime import datetime, timedelta
+    from datetime import timedelta
 
 __all__ = ["PurgePlan", "Waiting", "plan_purge"]
+
+
+_LAST = datetime.max.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,9 @@ def plan_purge(rows: Iterable[Row], now: datetime, default_grace: timedelta) -> 
 def _end_of_grace(row: Row, default: timedelta) -> datetime | None:
     if row.purge_after is not None:
         return row.purge_after
-    return None if row.deleted is None else row.deleted + default
+    if row.deleted is None:
+        return None
+    return row.deleted + min(default, _LAST - row.deleted)
 
 
 def _reasons(row: Row, end: datetime | None, now: datetime) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from ucformat.errors import Conflict, NotFound, UcformatError
 from ucformat.format.commit import abandon, record_key
 from ucformat.jobs.absence import check_listed, check_removed, is_empty
 from ucformat.jobs.documents import read_document
+from ucformat.jobs.faults import naming
 from ucformat.jobs.removal import bury, folders_of, read_tombstone, remove, standing
 from ucformat.schema.manifest import AttemptDoc
 from ucformat.schema.tombstone import TOMBSTONE
@@ -99,15 +100,17 @@ def collect(
     purged = []
     for done, checkpoint in enumerate(ids, 1):
         try:
-            if purge(catalog, checkpoint):
-                purged.append(checkpoint)
+            with naming(checkpoint):
+                if purge(catalog, checkpoint):
+                    purged.append(checkpoint)
         except UcformatError as error:
             failures.append(f"{checkpoint}: {error.message}")
         if progress is not None:
             progress(done, len(ids) + len(leftovers))
     for done, left in enumerate(leftovers, len(ids) + 1):
         try:
-            _remove_leftover(left, before, grace)
+            with naming(left.url):
+                _remove_leftover(left, before, grace)
         except UcformatError as error:
             failures.append(f"{left.url}: {error.message}")
         if progress is not None:
@@ -128,15 +131,20 @@ def consult(catalog: Catalog, ids: Sequence[str]) -> dict[str, str]:
     for checkpoint in ids:
         for url in _places(catalog, checkpoint)[1]:
             try:
-                store = open_store(url)
-                doc = read_document(store)
-                if doc is None and is_empty(store):
-                    check_removed(store, begun=False)
-                if doc is not None and doc.id == checkpoint:
-                    catalog.absorb(checkpoint, doc, url)
+                with naming(url):
+                    _consult(catalog, checkpoint, url)
             except UcformatError as error:
                 unclear[checkpoint] = f"{checkpoint}: others may need it: {error.message}"
     return unclear
+
+
+def _consult(catalog: Catalog, checkpoint: str, url: str) -> None:
+    store = open_store(url)
+    doc = read_document(store)
+    if doc is None and is_empty(store):
+        check_removed(store, begun=False)
+    if doc is not None and doc.id == checkpoint:
+        catalog.absorb(checkpoint, doc, url)
 
 
 def purge(catalog: Catalog, checkpoint: str) -> bool:
@@ -182,15 +190,22 @@ def _leftovers(
     for root, attempts in homes.items():
         home = open_store(f"{store.url}/{root}" if root else store.url)
         try:
-            tombstone, manifest = read_tombstone(home), standing(home)
-            whose = manifest or tombstone
-            found = [_leftover(home, a, before) for a in attempts if whose is None or a != whose.attempt]
-            if tombstone is not None and manifest is None and tombstone.id not in resumed:
-                found.append(_grave(home, tombstone, before))
+            with naming(home.url):
+                found = _left_at(home, attempts, before, resumed)
         except UcformatError as error:
             failures.append(f"{home.url}: {error.message}")
         else:
-            yield from (left for left in found if left is not None)
+            yield from found
+
+
+def _left_at(home: Store, attempts: Sequence[str], before: datetime, resumed: Sequence[str]) -> list[Leftover]:
+    """What of this is left at one place by those who are gone."""
+    tombstone, manifest = read_tombstone(home), standing(home)
+    whose = manifest or tombstone
+    found = [_leftover(home, a, before) for a in attempts if whose is None or a != whose.attempt]
+    if tombstone is not None and manifest is None and tombstone.id not in resumed:
+        found.append(_grave(home, tombstone, before))
+    return [left for left in found if left is not None]
 
 
 def _leftover(store: Store, attempt: str, before: datetime) -> Leftover | None:

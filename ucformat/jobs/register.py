@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -17,6 +18,7 @@ from ucformat.errors import NotACheckpoint, NotFound, UcformatError, UsageError
 from ucformat.format.commit import MANIFEST
 from ucformat.jobs.absence import check_listed, is_empty
 from ucformat.jobs.documents import find_document, write_documents
+from ucformat.jobs.faults import naming
 from ucformat.jobs.listing import listing_hashes
 from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.sources import SOURCES
@@ -88,9 +90,9 @@ def register(
     config: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
     rescan: bool = False,
+    trust_documents: bool = False,
     options: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
-    trust_documents: bool = False,
 ) -> Registered:
     """Record the checkpoints in these places, foreign ones as they lie; nothing is converted.
 
@@ -103,11 +105,11 @@ def register(
         metrics: measured numbers by name, in place of those that are known.
         rescan: with `recursive`, read what is known, too. Otherwise a checkpoint is not opened whose files have the
             sizes, inodes and times, or etags, that they had when it was read, and whose manifest is the same.
-        options: what the files of foreign ones do not say, as `ucformat.open` takes it. It is not recorded: who opens
-            one of them gives it again.
         trust_documents: believe what catalogs wrote beside the checkpoints as if it had been said to this one: aliases
             move, tags go, and what is deleted keeps the grace that it has (docs/security.md). What is known and
             unchanged is read, too.
+        options: what the files of foreign ones do not say, as `ucformat.open` takes it. It is not recorded: who opens
+            one of them gives it again.
         progress: called with the checkpoints done and in all.
 
     Raises:
@@ -150,9 +152,9 @@ def reindex(
     catalog: Catalog,
     *,
     forget: bool = False,
+    trust_documents: bool = False,
     options: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
-    trust_documents: bool = False,
 ) -> Reindexed:
     """Record all that lies below a place, with what catalogs wrote beside it, which an empty catalog believes.
 
@@ -163,9 +165,9 @@ def reindex(
         place: a path or url.
         catalog: what is to know it.
         forget: forget what is not found. What cannot be read is not forgotten.
+        trust_documents: as `register` has it; so it is in any case where the catalog is empty.
         options: what the files of foreign ones do not say, as `ucformat.open` takes it.
         progress: called with the checkpoints done and in all.
-        trust_documents: as `register` has it; so it is in any case where the catalog is empty.
 
     Raises:
         NotFound: without `forget`, nothing is at the place, or it is empty and the catalog knows checkpoints there.
@@ -231,8 +233,6 @@ class _Done:
     present: frozenset[str]  # the places that were opened, or could not be
 
 
-def _record_all(
-    catalog: Catalog,
 @dataclass(frozen=True, slots=True)
 class _How:
     """How to record: in which run, with a configuration that was said, and what cannot be as an error if `strict`."""
@@ -243,6 +243,8 @@ class _How:
     trust: bool = False
 
 
+def _record_all(
+    catalog: Catalog,
     opened: Iterable[_Opened],
     how: _How,
     progress: Callable[[int, int], None] | None,
@@ -256,7 +258,8 @@ class _How:
             if isinstance(found, UcformatError):
                 raise found
             listing = (listings or {}).get(root) if same_url(root) == same_url(found.url) else None
-            ids.append(_record(catalog, found, how, listing).id)
+            with naming(found.url):
+                ids.append(_record(catalog, found, how, listing).id)
             present.add(found.url)
         except UcformatError as error:
             if how.strict:
@@ -343,23 +346,31 @@ def _open_all(roots: Sequence[str], options: Mapping[str, Any] | None) -> Iterat
 
 def _try_open(root: str, options: Mapping[str, Any] | None) -> _Found | UcformatError:
     try:
-        if options and exists(open_store(root), MANIFEST):  # it says all itself
-            options = None
-        ck = open_checkpoint(root, options=options)
-        doc = find_document(open_store(ck.home))
-        if ck.kind == "ucformat":
-            return _Found(ck.home, ck.kind, ck.manifest, None, doc, None)
-        infos = ck.files()
-        files = (len(infos), sum(i.size for i in infos))
-        return _Found(ck.home, ck.kind, _described(ck, infos), files, doc, ck.facts.files)
+        with naming(root):
+            return _open(root, options)
     except UcformatError as error:
         return error
+
+
+def _open(root: str, options: Mapping[str, Any] | None) -> _Found:
+    if options and exists(open_store(root), MANIFEST):  # it says all itself
+        options = None
+    ck = open_checkpoint(root, options=options)
+    doc = find_document(open_store(ck.home))
+    if ck.kind == "ucformat":
+        return _Found(ck.home, ck.kind, ck.manifest, None, doc, None)
+    infos = ck.files()
+    files = (len(infos), sum(i.size for i in infos))
+    return _Found(ck.home, ck.kind, _described(ck, infos), files, doc, ck.facts.files)
 
 
 def _described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:
     """The manifest of a foreign checkpoint, with its id, and the time of its newest file."""
     times = [i.modified for i in files if i.modified is not None]
-    created = datetime.fromtimestamp(max(times), UTC) if times else ck.manifest.created
+    created = ck.manifest.created
+    if times:
+        with suppress(ValueError, OverflowError, OSError):  # a file may have a time of the year 10,000
+            created = datetime.fromtimestamp(max(times), UTC)
     return ck.manifest.model_copy(update={"id": ck.id, "created": created})
 
 

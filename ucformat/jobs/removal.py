@@ -5,13 +5,14 @@ A tombstone names all that goes. It is put first, and removed last; between the 
 
 from __future__ import annotations
 
+import errno
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from ucformat.catalog.reader import make_stamp
-from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, Refused
+from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, Refused, UcformatError
 from ucformat.format.commit import MANIFEST, abandon, read_manifest
 from ucformat.jobs.absence import check_removed
 from ucformat.jobs.documents import read_document
@@ -54,15 +55,16 @@ def _begin(store: Store, manifest: Manifest, version: str) -> TombstoneDoc | Non
         check_key(key)  # before anything is gone
     data = tombstone.model_dump_json(indent=1).encode()
     try:
-        store.put_if_absent(TOMBSTONE, data)
-    except Conflict:
-        other = read_tombstone(store)
-        if other is None or other.id != manifest.id:
+        _put(store, data, manifest.id)
+    except UcformatError as error:
+        if not _is_full(error):
             raise
+        _delete_manifest(store, version)  # which makes room for it
+        with suppress(UcformatError):  # if not even that does, others write there, and what goes now makes more
+            _put(store, data, manifest.id)
+        return tombstone
     try:
-        store.replace(MANIFEST, data, version)
-    except Refused:  # then nobody can replace it here
-        store.delete(MANIFEST)
+        _replace_manifest(store, data, version)
     except Conflict:
         now = standing(store)
         if now is not None and now.id == manifest.id:
@@ -71,6 +73,40 @@ def _begin(store: Store, manifest: Manifest, version: str) -> TombstoneDoc | Non
             store.delete(TOMBSTONE)
             return None
     return tombstone  # if the manifest is gone, somebody else removes the checkpoint, too
+
+
+def _put(store: Store, data: bytes, checkpoint: str) -> None:
+    """Put the tombstone, unless there is one of this checkpoint."""
+    try:
+        store.put_if_absent(TOMBSTONE, data)
+    except Conflict:
+        other = read_tombstone(store)
+        if other is None or other.id != checkpoint:
+            raise
+
+
+def _replace_manifest(store: Store, data: bytes, version: str) -> None:
+    """Take the manifest away, if it is still this one."""
+    try:
+        store.replace(MANIFEST, data, version)
+    except Refused:  # then nobody can replace it here
+        store.delete(MANIFEST)
+    except UcformatError as error:
+        if not _is_full(error):
+            raise
+        _delete_manifest(store, version)
+
+
+def _delete_manifest(store: Store, version: str) -> None:
+    """Delete the manifest, where there is no room to replace it by anything."""
+    if store.read_versioned(MANIFEST)[1] != version:
+        raise Conflict(f"{store.url}/{MANIFEST} was changed by somebody else since it was read")
+    store.delete(MANIFEST)
+
+
+def _is_full(error: UcformatError) -> bool:
+    """Whether there was no room for what was to be written."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def folders_of(attempt: str) -> tuple[str, ...]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from ucformat.schema.manifest import LineageDoc
+from ucformat.schema.times import Instant  # noqa: TC001 - pydantic reads it at run time
 
 __all__ = [
     "CATALOG_DOCUMENT",
@@ -36,14 +37,14 @@ class AliasDoc(_Document):
 
     name: str
     version: Count
-    moved: AwareDatetime
+    moved: Instant
 
 
 class TagDoc(_Document):
     """A tag; one that is permanent is never taken off."""
 
     name: str
-    created: AwareDatetime
+    created: Instant
     who: str
     permanent: bool = False
 
@@ -52,7 +53,7 @@ class UntagDoc(_Document):
     """A tag that was taken off; of a tag and this, the later one is right."""
 
     name: str
-    removed: AwareDatetime
+    removed: Instant
     who: str
     reason: str
 
@@ -61,8 +62,8 @@ class HoldDoc(_Document):
     """A hold that nobody has released."""
 
     reason: str
-    until: AwareDatetime | None = None
-    created: AwareDatetime
+    until: Instant | None = None
+    created: Instant
     who: str
 
 
@@ -70,14 +71,14 @@ class MetricDoc(_Document):
     """A measured number; null if it was not a number (NaN)."""
 
     value: float | None
-    measured: AwareDatetime
+    measured: Instant
 
 
 class NoteDoc(_Document):
     """What somebody wrote."""
 
     text: str
-    created: AwareDatetime
+    created: Instant
     who: str
 
 
@@ -96,8 +97,8 @@ class CatalogDoc(_Document):
     catalog: str
     revision: Count
     run: str | None = None
-    deleted: AwareDatetime | None = None
-    purge_after: AwareDatetime | None = None
+    deleted: Instant | None = None
+    purge_after: Instant | None = None
     aliases: tuple[AliasDoc, ...] = ()
     tags: tuple[TagDoc, ...] = ()
     untags: tuple[UntagDoc, ...] = ()

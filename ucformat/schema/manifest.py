@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import datetime  # noqa: TC003 - pydantic reads it at run time
 from typing import Annotated, Any, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.schema.times import Instant, Time  # noqa: TC001 - pydantic reads it at run time
 
 __all__ = [
     "FORMAT_VERSION",
@@ -136,7 +136,7 @@ class Manifest(_Document):
     version: Literal[1] = 1
     id: str
     attempt: str
-    created: datetime
+    created: Time
     producer: dict[str, str] = {}
     run: str | None = None
     step: int | None = None
@@ -169,8 +169,8 @@ class AttemptDoc(_Document):
     attempt: str
     plan: Digest
     owner: str
-    started: AwareDatetime
-    removed: AwareDatetime | None = None
+    started: Instant
+    removed: Instant | None = None
 
 
 def manifest_json_schema() -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ucformat.schema.times import Instant  # noqa: TC001 - pydantic reads it at run time
 
 __all__ = ["TOMBSTONE", "TombstoneDoc", "is_tombstone"]
 
@@ -22,7 +24,7 @@ class TombstoneDoc(BaseModel):
     id: str
     attempt: str
     files: tuple[str, ...] = ()
-    created: AwareDatetime
+    created: Instant
 
 
 class _Head(BaseModel):
