@@ -30,6 +30,7 @@ from ucformat.schema.manifest import LineageDoc
 
 if TYPE_CHECKING:
     from ucformat.catalog.catalog import Catalog
+    from ucformat.schema.manifest import Manifest
 
 KEEP = [
     {"last": 1},
@@ -74,6 +75,7 @@ class Catalogs(RuleBasedStateMachine):
                 if table.name != Identity.__tablename__:
                     c.execute(table.delete())
         self.known: dict[int, Known] = {}
+        self.made: dict[int, tuple[Manifest, str, set[int]]] = {}
         self.aliases: dict[str, int] = {}
         self.moves: dict[str, list[int | None]] = {}
 
@@ -121,9 +123,12 @@ class Catalogs(RuleBasedStateMachine):
             more["sidecar"] = packed_over(f"/r/{needs}")
             if by_id:
                 more["lineage"] = (LineageDoc(kind="reshard", url=f"/r/{needs}", id=manifest(needs).id),)
-        found = self.catalog.record(manifest(number, "run", number, **more), f"/r/{number}", kind=kind)
+        needed = {needs} if needs is not None and more else set()
+        first = (manifest(number, "run", number, **more), kind, needed)
+        made, kind, needed = self.made.setdefault(number, first)  # of an id there is one checkpoint
+        found = self.catalog.record(made, f"/r/{number}", kind=kind)
         if number not in self.known:
-            self.known[number] = Known(found.id, kind, needs={needs} if needs is not None and more else set())
+            self.known[number] = Known(found.id, kind, needs=needed)
         elif self.known[number].state == "purged":
             self.known[number].state = "committed"
             self.known[number].purge_after = None

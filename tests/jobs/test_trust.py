@@ -313,3 +313,45 @@ def test_a_revision_beyond_any_count_leaves_room(catalog: Catalog, recorded: Rec
         serial = resolve(c, parse_ref(entry.id))
         assert compose(c, serial, str(entry.url)) == document(entry.url)
     assert open_checkpoint(str(entry.url)).id == entry.id
+
+
+# --- what nobody meant when it was deleted
+
+
+def test_a_place_that_comes_to_light_after_a_deletion_is_spared(
+    catalog: Catalog, other: Catalog, recorded: Recorded, tmp_path: Path
+) -> None:
+    """Who deletes a copy and then hears of the original does not delete that."""
+    entry = recorded(1, tmp_path / "mine")
+    catalog.note(entry.id, "x")
+    copy = str(tmp_path / "copy")
+    shutil.copytree(mine(entry), copy)
+    register([copy], other)
+    other.delete(entry.id, grace=timedelta(0))
+    register([str(entry.url)], other)
+    assert other.get(entry.id).state == "deleted"
+    assert document(entry.url).deleted is None
+    assert collect(other, apply=True).purged == (entry.id,)
+    assert not Path(copy).exists()
+    found = other.get(entry.id)
+    assert (found.state, found.urls, found.deleted) == ("committed", (entry.url,), None)
+    assert [e.id for e, _ in other.holding(other.tensors(entry.id)[0].digest or "")] == [entry.id]
+    ucformat.verify(str(entry.url)).raise_if_damaged()
+    other.delete(entry.id, grace=timedelta(0))  # now it is meant
+    assert collect(other, apply=True).purged == (entry.id,)
+    assert not mine(entry).exists()
+
+
+def test_what_is_restored_is_so_in_all_places(
+    catalog: Catalog, other: Catalog, recorded: Recorded, tmp_path: Path
+) -> None:
+    entry = recorded(1, tmp_path / "mine")
+    copy = str(tmp_path / "copy")
+    shutil.copytree(mine(entry), copy)
+    register([copy], other)
+    other.delete(entry.id)
+    register([str(entry.url)], other)
+    other.restore(entry.id)
+    other.delete(entry.id, grace=timedelta(0))
+    assert collect(other, apply=True).purged == (entry.id,)
+    assert [Path(copy).exists(), mine(entry).exists()] == [False, False]

@@ -58,13 +58,16 @@ def tensor_set(connection: Connection, tensors: Sequence[TensorDoc]) -> int:
     return made
 
 
-def manifest_hashes(manifest: Manifest) -> tuple[str, str]:
+def manifest_hashes(manifest: Manifest) -> tuple[str, str] | None:
     """The SHA-256 of what is the same in every form of a checkpoint, and that of the whole manifest.
 
     Both are of the manifest as it is read from its file. What has its default is left out, so that a later version
-    that knows more fields comes to the same.
+    that knows more fields comes to the same. None of one that no file can hold, for its text is not Unicode.
     """
-    read = manifest.model_copy(update={"tensors": ()}).as_read()
+    try:
+        read = manifest.model_copy(update={"tensors": ()}).as_read()
+    except ValueError:
+        return None
     tensors = manifest.tensors
     form = [read.model_dump_json(include=_FORM, exclude_defaults=True), _columns(tensors, _WHERE)]
     content = _sha256([read.model_dump_json(exclude=_FORM, exclude_defaults=True), _columns(tensors, _WHAT)])

@@ -233,10 +233,10 @@ def restore(connection: Connection, serials: Sequence[int], stamp: Stamp) -> Non
 
 
 def _forget_said(connection: Connection, serials: Sequence[int]) -> None:
-    """Forget what documents said of deletions: what is said here counts for all places."""
+    """Forget what is known of the deletion of single places: what is said here counts for all."""
     for at in range(0, len(serials), PAGE):
         some = Location.checkpoint.in_(serials[at : at + PAGE])
-        connection.execute(sa.update(Location).where(some).values(deleted=None, purge_after=None))
+        connection.execute(sa.update(Location).where(some).values(deleted=None, purge_after=None, spared=False))
 
 
 def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] | None:
@@ -251,13 +251,22 @@ def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] 
             return None
         connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(state="purging"))
         event(connection, "purge", stamp.who, stamp.now, serial, nbytes=row.nbytes)
-    return list(connection.scalars(sa.select(Location.url).where(Location.checkpoint == serial).order_by(Location.url)))
+    places = sa.select(Location.url).where(Location.checkpoint == serial, ~Location.spared)
+    return list(connection.scalars(places.order_by(Location.url)))
 
 
 def end_purge(connection: Connection, serial: int, stamp: Stamp) -> None:
-    """Note that nothing of a checkpoint is left in storage; what lineage needs of it stays in the catalog."""
+    """Note that nothing of a checkpoint is left in storage; what lineage needs of it stays in the catalog.
+
+    If it lies in a place that came to light after it was deleted, there it is an ordinary checkpoint from now on.
+    """
     lock(connection, [serial])
-    remove_digests(connection, serial)
-    connection.execute(sa.delete(Location).where(Location.checkpoint == serial))
-    connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(state="purged"))
+    connection.execute(sa.delete(Location).where(Location.checkpoint == serial, ~Location.spared))
     event(connection, "purged", stamp.who, stamp.now, serial)
+    if connection.scalar(sa.select(sa.exists().where(Location.checkpoint == serial))):
+        update(connection, [serial], state="committed", deleted=None, purge_after=None)
+        _forget_said(connection, [serial])
+        touch(connection, [serial])
+        return
+    remove_digests(connection, serial)
+    update(connection, [serial], state="purged")

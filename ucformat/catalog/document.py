@@ -111,10 +111,9 @@ def compose(connection: Connection, serial: int, url: str | None = None) -> Cata
         .where(Checkpoint.serial == serial)
     ).one()
     edges = connection.execute(sa.select(Edge.__table__).where(Edge.child == serial).order_by(Edge.id))
-    here = sa.select(Location.deleted, Location.purge_after).where(
-        Location.checkpoint == serial, Location.url == url, Location.deleted.is_not(None)
-    )
-    deletion = connection.execute(here).one_or_none() or row
+    its_own = sa.or_(Location.spared, Location.deleted.is_not(None))
+    here = (Location.checkpoint == serial, Location.url == url, its_own)
+    deletion = connection.execute(sa.select(Location.deleted, Location.purge_after).where(*here)).one_or_none() or row
     aliases = {r.name: AliasDoc(name=r.name, version=r.version, moved=r.moved) for r in rows(Alias)}
     for r in rows(AliasClaim, AliasClaim.said_at == url):
         aliases.setdefault(r.name, AliasDoc(name=r.name, version=r.version, moved=r.moved))
@@ -227,7 +226,8 @@ def _absorb_deletion(said: _Said, row: Any, doc: CatalogDoc, *, unsaid: bool) ->
     here = places.where(Location.url == said.url)
     if doc.deleted is None:
         connection.execute(here.values(deleted=None, purge_after=None))
-        if row.state != "deleted" or unsaid:
+        spared = sa.exists().where(Location.checkpoint == said.serial, Location.url == said.url, Location.spared)
+        if row.state != "deleted" or unsaid or connection.scalar(sa.select(spared)):
             return
         values: dict[str, Any] = {"state": "committed", "deleted": None, "purge_after": None}
     else:

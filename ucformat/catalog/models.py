@@ -164,7 +164,8 @@ class Location(Base):
     """Where a checkpoint lies. A url holds one checkpoint at a time; a checkpoint may lie in several places.
 
     `listing` is the hash of what its files were when it was read there; empty where that cannot be trusted. `deleted`
-    and `purge_after` are what the document there says: it is deleted as a whole when that is said of every place.
+    and `purge_after` are what the document there says: it is deleted as a whole when that is said of every place. One
+    that came to light after the checkpoint was deleted is `spared`: nobody meant it.
     """
 
     __tablename__ = "location"
@@ -175,6 +176,7 @@ class Location(Base):
     listing = column(PlainText, nullable=True)
     deleted = column(UtcDateTime, nullable=True)
     purge_after = column(UtcDateTime, nullable=True)
+    spared = column(Boolean, server_default=false())
 
 
 class Form(Base):

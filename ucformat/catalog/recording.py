@@ -74,7 +74,7 @@ def record(
     nbytes = sum(t.nbytes for t in manifest.tensors)
     _check(manifest, url, nbytes)
     take_turns(connection, manifest.id, url, *(p.id or _place(p.url) for p in manifest.lineage))
-    content, whole = manifest_hashes(manifest) if kind == "ucformat" else (None, "")
+    content, whole = (manifest_hashes(manifest) if kind == "ucformat" else None) or (None, "")
     serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == manifest.id))
     if serial is not None and content is not None:
         _must_be_same(connection, serial, url, content, whole)
@@ -214,14 +214,16 @@ def locate(
     """Note that a checkpoint lies at `url`; what was recorded there before has been replaced by it.
 
     Whoever calls has the turn of the url. Whether the checkpoint was believed to be gone. One that is deleted only for
-    the documents of its other places said so is not: they do not speak for this one.
+    the documents of its other places said so is not: they do not speak for this one. Who deleted it here did not mean
+    this place either, and it is spared.
     """
     before = connection.scalar(sa.select(Location.checkpoint).where(Location.url == url))
     lock(connection, {serial, serial if before is None else before})  # so that nobody forgets a place meanwhile
     here: dict[str, Any] = {"checkpoint": serial, "seen": now, "listing": listing}
     if before != serial:
-        here |= {"deleted": None, "purge_after": None}
         _unsay_deletion(connection, serial)
+        going = sa.exists().where(Checkpoint.serial == serial, Checkpoint.state.in_(("deleted", "purging")))
+        here |= {"deleted": None, "purge_after": None, "spared": connection.scalar(sa.select(going))}
     if not connection.execute(sa.update(Location).where(Location.url == url).values(**here)).rowcount:
         connection.execute(sa.insert(Location).values(url=url, **here))
     elif before is not None and before != serial:

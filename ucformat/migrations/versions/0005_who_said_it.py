@@ -24,6 +24,7 @@ def upgrade() -> None:
     with op.batch_alter_table("location") as batch:
         for name in TIMES:
             batch.add_column(sa.Column(name, sa.DateTime(timezone=True), nullable=True))
+        batch.add_column(sa.Column("spared", sa.Boolean(), nullable=False, server_default=sa.false()))
     op.create_table(
         "alias_claim",
         sa.Column("checkpoint", sa.Integer(), nullable=False),
@@ -52,6 +53,7 @@ def downgrade() -> None:
     op.drop_table("form")
     op.drop_table("alias_claim")
     with op.batch_alter_table("location") as batch:
+        batch.drop_column("spared")
         for name in TIMES:
             batch.drop_column(name)
     with op.batch_alter_table("checkpoint") as batch:
