@@ -336,7 +336,7 @@ def test_a_full_disk_leaves_nothing_that_opens_and_the_next_run_completes(source
         for key, a in TRUTH.items():
             assert same(ck[key][...], a), (n, key)
         assert ucformat.verify(ck)
-        assert list(target.rglob(".ucf-*")) == []
+        assert {f.name for f in target.rglob(".ucf-*")} <= {".ucf-lock"}  # of who begins anew what was begun
 
 
 def test_a_file_that_cannot_be_written_to_its_end(source: Path, tmp_path: Path, ucp: Ucp) -> None:
