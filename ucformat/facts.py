@@ -14,12 +14,14 @@ __all__ = ["TRACKERS", "Facts", "IntKey", "Place", "StatePath", "json_key", "pat
 
 #: Files that name the last checkpoint of a run. They change while older ones are read, and hold nothing of these.
 TRACKERS = frozenset({"latest", "latest_universal", "latest_checkpointed_iteration.txt"})
-#: Where a value lies in a program's nested state; integers are places in lists, or `IntKey`.
-StatePath = tuple[str | int, ...]
 
 
 class IntKey(int):
     """A key of a mapping that is an integer."""
+
+
+#: Where a value lies in a program's nested state; integers are places in lists.
+StatePath = tuple[str | int | IntKey, ...]
 
 
 def json_key(key: str | int) -> str:

@@ -66,7 +66,7 @@ OUTSIDE: dict[str, set[str]] = {
     "jobs": {"crc32c", "numpy", "pydantic"},
     "cli": {"click", "rich", "numpy", "yaml"},
     "settings": {"platformdirs"},
-    "torch": {"accelerate", "deepspeed", "lightning", "numpy", "torch", "transformers"},
+    "torch": {"accelerate", "deepspeed", "lightning", "numpy", "pydantic", "torch", "transformers"},
     "_version": set(),
     "__init__": set(),
     "catalog": {"alembic", "lark", "psycopg", "pydantic", "sqlalchemy"},
