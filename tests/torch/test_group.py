@@ -6,9 +6,8 @@ Ranks are threads here, each with a group of its own over one store; `test_fault
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from tests.patience import PATIENCE
 from ucformat.errors import Conflict, UcformatError
-from ucformat.torch.group import Group, group_of, lone
+from ucformat.torch.group import Group, by_store, group_of, lone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +27,7 @@ def together(size: int, act: Callable[[Group], Any]) -> list[Any]:
     store = dist.HashStore()
 
     def rank(number: int) -> Any:
-        group = Group(dist.PrefixStore("test", store), number, size, PATIENCE)
+        group = Group(by_store(dist.PrefixStore("test", store), number, size, PATIENCE))
         try:
             return act(group)
         except Exception as error:  # noqa: BLE001 - the tests look at it
@@ -41,11 +40,11 @@ def together(size: int, act: Callable[[Group], Any]) -> list[Any]:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_values_are_gathered_and_answered(size: int) -> None:
     def act(group: Group) -> Any:
-        everybody = group.agree({"rank": group.rank, "big": b"x" * 10**6})
-        mine = group.meet(group.rank, lambda values: [10 * v for v in values])
-        return [v["rank"] for v in everybody], mine, group.scatter([3 * r for r in range(size)])
+        everybody = group.agree((group.rank, b"x" * 10**6), tuple[int, bytes])
+        mine = group.meet(group.rank, lambda values: [10 * v for v in values], int, int)
+        return [rank for rank, _ in everybody], mine
 
-    assert together(size, act) == [(list(range(size)), 10 * r, 3 * r) for r in range(size)]
+    assert together(size, act) == [(list(range(size)), 10 * r) for r in range(size)]
 
 
 def test_bytes_go_from_rank_to_rank() -> None:
@@ -103,20 +102,15 @@ def test_an_error_of_the_coordinator_is_raised_on_all() -> None:
     assert [(type(e), e.message) for e in found] == [(Conflict, "taken")] * 3
 
 
-class Unpicklable(Exception):
-    def __reduce__(self) -> Any:
-        raise TypeError("no")
-
-
 class Unreadable(Exception):
-    """Pickles, but cannot be made again."""
+    """Cannot be made again of its words."""
 
     def __init__(self, one: str, two: str) -> None:
         super().__init__(f"{one} {two}")
 
 
-@pytest.mark.parametrize("error", [Unpicklable("odd"), Unreadable("very", "odd")], ids=repr)
-def test_errors_that_do_not_pickle_are_told_all_the_same(error: Exception) -> None:
+@pytest.mark.parametrize("error", [OSError("odd"), Unreadable("very", "odd")], ids=repr)
+def test_errors_of_other_kinds_are_told_by_their_words(error: Exception) -> None:
     found = together(2, lambda group: group.agree(error if group.rank else None))
     assert all(isinstance(e, UcformatError) for e in found)
     assert all("rank 1" in str(e) and "odd" in str(e) for e in found)
@@ -130,6 +124,12 @@ def test_one_rank_alone_raises_its_error_as_it_is() -> None:
     lone().send(np.ones(3, np.uint8), 0)
 
 
+@pytest.mark.parametrize("odd", [0, 1])
+def test_what_cannot_be_told_is_an_error_on_all(odd: int) -> None:
+    found = together(2, lambda group: group.agree(object() if group.rank == odd else 1))
+    assert all("cannot be told to other ranks: it is a object" in e.message for e in found)
+
+
 def test_what_fails_before_a_meeting_is_told_at_the_meeting() -> None:
     def act(group: Group) -> Any:
         with group.telling():
@@ -141,21 +141,14 @@ def test_what_fails_before_a_meeting_is_told_at_the_meeting() -> None:
     assert [(type(e), e.message) for e in found] == [(Conflict, "rank 1: too early")] * 3
 
 
-class Impatient:
-    """The connections of a rank that soon runs out of time when it waits for a certain other one, and for no other."""
+def be_impatient(links: Any, other: int) -> None:
+    """Soon run out of time when this rank waits for a certain other one, and for no other."""
+    poll = links._poll
 
-    def __init__(self, pg: Any, other: int) -> None:
-        self._pg, self._other = pg, other
-        self.abort = pg.abort
+    def impatient(waited: int, line: Any, event: int, end: float) -> None:
+        poll(waited, line, event, time.monotonic() + 0.5 if waited == other else end)
 
-    def send(self, tensors: Any, to: int, tag: int) -> Any:
-        return self._work(self._pg.send(tensors, to, tag), to)
-
-    def recv(self, tensors: Any, source: int, tag: int) -> Any:
-        return self._work(self._pg.recv(tensors, source, tag), source)
-
-    def _work(self, work: Any, other: int) -> Any:
-        return SimpleNamespace(wait=lambda: work.wait(timedelta(seconds=0.5 if other == self._other else PATIENCE)))
+    links._poll = impatient
 
 
 @pytest.mark.parametrize("silent", [0, 1, 2])
@@ -165,7 +158,7 @@ def test_a_silent_rank_is_named_after_the_time_out(silent: int) -> None:
     def act(group: Group) -> Any:
         if group.rank == silent:  # alive, and connected, until both others have learnt it
             return [over.acquire(timeout=PATIENCE) for _ in range(2)]
-        group.links.pg = Impatient(group.links.pg, silent)
+        be_impatient(group.links, silent)
         try:
             group.agree(None)
         except UcformatError as error:
@@ -185,7 +178,7 @@ def test_a_broken_group_says_so_and_a_new_one_is_made() -> None:
     def act(group: Group) -> Any:
         group.agree(None)
         if group.rank:
-            group.links.pg.abort()  # type: ignore[union-attr]
+            group.links.end()
             return None
         with pytest.raises(UcformatError, match="rank 1"):
             group.agree(None)

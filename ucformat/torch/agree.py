@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ucformat.errors import UsageError
 from ucformat.facts import path_to_json
@@ -17,27 +17,25 @@ from ucformat.format.checksum import checksum
 from ucformat.format.commit import begin
 from ucformat.format.digest import document_digest
 from ucformat.geometry.flat import flat_boxes
-from ucformat.geometry.tensor import Key
+from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.sources.dcp.names import dotted
-from ucformat.torch.deal import Claim, deal_pieces, deal_shards, merge
+from ucformat.torch.deal import Bundle, Claim, Held, Message, deal_pieces, deal_shards, merge
+from ucformat.torch.wire import decode, encode, message
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from numpy.typing import NDArray
+    from collections.abc import Callable, Sequence
 
     from ucformat.format.arrays import Array
     from ucformat.format.commit import Attempt
-    from ucformat.geometry.tensor import TensorInfo
     from ucformat.sources.dcp.names import Path
     from ucformat.storage.base import Store
-    from ucformat.torch.deal import Bundle, Held, Message
     from ucformat.torch.fragments import Region
     from ucformat.torch.group import Group
 
-    Form = Literal["zarr", "packed"]
-
 __all__ = ["Layout", "Part", "Terms", "Ticket", "agree"]
+
+Form = Literal["zarr", "packed"]
+_Claims = tuple[Claim, ...]
 
 #: Replicas of at most this many bytes are compared before they are saved; of larger tensors, which every rank holds
 #: whole, so many places of so many bytes: ranks that hold parts of one shape under one name differ in all of them.
@@ -45,7 +43,7 @@ _SMALL = 64 << 10
 _PLACES, _PLACE = 4, 1 << 10
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Terms:
     """What must be the same on all ranks."""
 
@@ -57,7 +55,7 @@ class Terms:
     replicas: Literal["equal", "first"]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Layout:
     """What the coordinator knows of a plan: the tensors, what each rank claimed, and what it was dealt."""
 
@@ -67,7 +65,7 @@ class Layout:
     paths: tuple[tuple[tuple[str | int, ...], ...], ...] = ()  # of each tensor, as manifests have them
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Part:
     """What one rank writes: of the packed form `pieces`; of the Zarr form `bundles`, and what it sends."""
 
@@ -77,7 +75,7 @@ class Part:
     messages: tuple[Message, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Ticket:
     """Leave to write: this rank's part, the attempt, and the objects that this rank is to give."""
 
@@ -90,17 +88,27 @@ class Ticket:
         return lay_out(self.part.infos, f"data/{self.attempt}", terms.chunk_bytes, terms.shard_bytes)
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class _Offer:
-    """What a rank brings. `claims` is None where they are those of the plan `known`."""
+    """What a rank brings. `claims`, encoded, is None where they are those of the plan `known`."""
 
     terms: Terms
     digest: str
     known: str
-    claims: tuple[Claim, ...] | None
+    claims: bytes | None
     aliases: Mapping[str, str]
     sums: NDArray[np.uint32]
     objects: Mapping[str, str]
+
+
+@message
+class _Answer:
+    """What a rank is told; `part` is None where it is that of the plan that the rank knows."""
+
+    plan: str
+    part: Part | None
+    attempt: str
+    give: frozenset[str]
 
 
 def agree(
@@ -123,24 +131,26 @@ def agree(
         Conflict: a checkpoint is committed at the place already, and is not to be replaced or protected.
     """
     with group.telling():
-        digest = hashlib.sha256(pickle.dumps((list(claims), sorted(aliases.items())))).hexdigest()
+        encoded = encode(tuple(claims), _Claims)
+        digest = hashlib.sha256(encoded + encode(aliases, Mapping[str, str])).hexdigest()
         mine = group.memory.get("part")  # (plan, digest, Part) of the last save
         known = mine[0] if mine is not None and mine[1] == digest else ""
         digests = {k: document_digest(v) for k, v in objects.items()}
         sums = _sums(claims, region)
     for again in (False, True):
-        told = None if known and not again else tuple(claims)
+        told = None if known and not again else encoded
         offer = _Offer(terms, digest, known, told, aliases, sums, digests)
         coordinator = _Coordinator(group, store)
-        answer = group.meet(offer, coordinator.answer)
+        answer: _Answer | None = group.meet(offer, coordinator.answer, _Offer, _Answer | None)
         if answer is not None:
             break
-    plan, part, attempt, give = answer
+    assert answer is not None  # noqa: S101 - all was told
+    part = answer.part
     if part is None:
         assert mine is not None  # noqa: S101 - it is what this rank said to know
         part = mine[2]
-    group.memory["part"] = (plan, digest, part)
-    return Ticket(attempt, part, give), coordinator.attempt, coordinator.layout
+    group.memory["part"] = (answer.plan, digest, part)
+    return Ticket(answer.attempt, part, answer.give), coordinator.attempt, coordinator.layout
 
 
 def _sums(claims: Sequence[Claim], region: Callable[[int, int], Region]) -> NDArray[np.uint32]:
@@ -171,7 +181,7 @@ class _Coordinator:
         self.attempt: Attempt | None = None
         self.layout: Layout | None = None
 
-    def answer(self, offers: Sequence[_Offer]) -> list[Any]:
+    def answer(self, offers: Sequence[_Offer]) -> list[_Answer | None]:
         terms = offers[0].terms
         for rank, offer in enumerate(offers):
             if offer.terms != terms:
@@ -182,17 +192,18 @@ class _Coordinator:
         plan = document_digest([[o.digest for o in offers], terms.form, terms.chunk_bytes, terms.shard_bytes])
         made: tuple[str, Layout, list[Part]] | None = self.group.memory.get("plan")
         if made is None or made[0] != plan:
-            claims = [o.claims for o in offers]
-            if any(c is None for c in claims):
+            claims = [o.claims for o in offers if o.claims is not None]
+            if len(claims) < len(offers):
                 return [None] * len(offers)  # what some rank told last time is of no use: tell all
-            self.group.memory["plan"] = made = (plan, *_make(terms, [c or () for c in claims], offers))
+            made = (plan, *_make(terms, [decode(c, _Claims) for c in claims], offers))
+            self.group.memory["plan"] = made
         self.layout = made[1]
         if terms.replicas == "equal":
             _compare(made[1], offers)
         give = _givers(offers, terms)
         self.attempt = begin(self.store, {"save": uuid4().hex}, overwrite=terms.overwrite)
         return [
-            (
+            _Answer(
                 plan,
                 None if o.known == plan else part,
                 self.attempt.id,

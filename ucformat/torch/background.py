@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import send_handle
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,12 +23,14 @@ from ucformat.settings import local_path
 from ucformat.storage.url import split_url
 from ucformat.torch.group import TIMEOUT, is_live, meeting
 from ucformat.torch.handles import SaveHandle, conclude, settle
-from ucformat.torch.hosts import meeting_place
+from ucformat.torch.hosts import Host, host_here, listen
+from ucformat.torch.peers import Address
 from ucformat.torch.saving import terms_of
 from ucformat.torch.staging import HostBuffer, room_for, stage
 from ucformat.torch.state import listing_of, local_state
 from ucformat.torch.turns import turn
-from ucformat.torch.worker import Beat, Buffer, Done, Failed, Job
+from ucformat.torch.wire import decode, encode, message
+from ucformat.torch.worker import Answer, Beat, Buffer, Done, Failed, Forget, Job, Order, Start
 from ucformat.torch.writing import Note
 
 if TYPE_CHECKING:
@@ -117,7 +120,7 @@ class _Background:
         self._buffers: dict[int, HostBuffer] = {}
         self._count = 0
         self._pool = ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0))), "ucformat-stage")
-        start, listener = meeting_place(group)
+        start, listener = _meeting_place(group)
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         fds = [theirs.fileno(), *([listener.fileno()] if listener else [])]
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter
@@ -131,7 +134,7 @@ class _Background:
             listener.close()
         self._socket = mine
         self._connection = Connection(os.dup(mine.fileno()))
-        self._connection.send(start)
+        self._connection.send_bytes(encode(start, Start))
         self._listener = threading.Thread(target=self._listen, daemon=True, name="ucformat-async")
         self._listener.start()
 
@@ -156,7 +159,7 @@ class _Background:
         handle = SaveHandle(terms.url, 0.0)
         self._count += 1
         self._handles[self._count] = (handle, -1)
-        job: Job | Failed
+        job: bytes
         try:
             try:
                 number = self._buffer(room_for(state))
@@ -165,20 +168,21 @@ class _Background:
                 handle.stall = time.monotonic() - begun
                 listing = listing_of(state, tensors=tensors, stall=handle.stall)
                 where = replace(terms, url=_absolute(terms.url))  # the process may have begun in another folder
-                job = Job(self._count, number, listing, slots, where, note)
+                job = encode(Job(self._count, number, listing, slots, where, note), Order)
             except Exception as error:  # noqa: BLE001 - told to all ranks
-                job = Failed(self._count, f"cannot stage a copy of the state: {type(error).__name__}: {error}")
+                why = f"cannot stage a copy of the state: {type(error).__name__}: {error}"
+                job = encode(Failed(self._count, why), Order)
             self._owe()  # till it is done
             self._send(job)
         except OSError:
             self._died()
         return handle
 
-    def _send(self, message: object, fd: int | None = None) -> None:
+    def _send(self, order: bytes, fd: int | None = None) -> None:
         """Tell the process; OSError where it is gone, or killed because it took nothing."""
         self._owe()
         try:
-            self._connection.send(message)
+            self._connection.send_bytes(order)
             if fd is not None:
                 send_handle(self._connection, fd, self._process.pid)
         finally:
@@ -208,11 +212,11 @@ class _Background:
             if number not in busy and buffer.nbytes >= nbytes:
                 return number
             if number not in busy:  # too small: a larger one takes its place
-                self._send(number)
+                self._send(encode(Forget(number), Order))
                 self._buffers.pop(number).close()
         number = max(self._buffers, default=-1) + 1
         buffer = self._buffers[number] = HostBuffer(nbytes)
-        self._send(Buffer(number, buffer.nbytes), buffer.fd)
+        self._send(encode(Buffer(number, buffer.nbytes), Order), buffer.fd)
         return number
 
     def _listen(self) -> None:
@@ -227,13 +231,13 @@ class _Background:
                     os.eventfd_read(self._wake)
                 if self._connection not in ready:
                     continue
-                message: Done | Beat = self._connection.recv()
+                answer: Done | Beat = decode(self._connection.recv_bytes(), Answer)
                 with self._counting:
                     self._heard, self._started = time.monotonic(), True
-                if isinstance(message, Done):
+                if isinstance(answer, Done):
                     self._settle_debt()
-                    self._whole = self._whole and message.whole
-                    conclude(self._handles[message.number][0], message.outcome)
+                    self._whole = self._whole and answer.whole
+                    conclude(self._handles[answer.number][0], answer.outcome)
             self._silent = True
             self._process.kill()  # it may be stopped, or wait for a disk that does not answer
             self._died()
@@ -296,6 +300,27 @@ def _absolute(url: str) -> str:
     return url if scheme not in ("", "file") else str(local_path(rest))
 
 
+def _meeting_place(group: Group) -> tuple[Start, socket.socket | None]:
+    """Where the writers of all ranks meet, and the socket on which this rank's listens until they have."""
+    if group.size == 1:
+        return Start(0, (), b"", None, group.timeout), None
+    hosts = group.agree(host_here(group.links.store), Host)
+    with group.telling():
+        listener = listen(hosts, group.rank)
+    host, port = listener.getsockname()[:2]
+    told = group.agree(_Place((host, port), b"" if group.rank else secrets.token_bytes(32)), _Place)
+    places = tuple(t.address for t in told)
+    return Start(group.rank, places, told[0].secret, listener.fileno(), group.timeout), listener
+
+
+@message
+class _Place:
+    """Where a rank's writer listens, and of rank 0 the secret that lets the others in."""
+
+    address: Address
+    secret: bytes
+
+
 _backgrounds: dict[Links | None, _Background] = {}  # None: this process alone
 
 
@@ -316,7 +341,7 @@ def _background(ranks: Group, in_flight: int) -> _Background:
             found.make_room(in_flight)
         except Exception as failed:  # noqa: BLE001 - told to all ranks
             error = failed
-    everybody = ranks.agree(_Standing(found is not None and found.usable, error))
+    everybody = ranks.agree(_Standing(found is not None and found.usable, error), _Standing)
     if found is not None and not all(s.usable for s in everybody):
         _close(found)
     errors = [s.error for s in everybody if s.error is not None]
@@ -327,7 +352,7 @@ def _background(ranks: Group, in_flight: int) -> _Background:
     return _backgrounds[key]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class _Standing:
     """Whether a rank's writing process can go on, and what of an earlier save it has to raise."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from ucformat.errors import LayoutError, UsageError
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
-from ucformat.sources.dcp.names import GROUPS, dotted
+from ucformat.sources.dcp.names import GROUPS, Path, dotted
 from ucformat.sources.torch_file import opaque_file
 from ucformat.sources.values import json_key
 from ucformat.torch.collect import collect
@@ -24,15 +25,15 @@ from ucformat.torch.dtensor import local_of, mesh_of
 from ucformat.torch.memory import copied_to_host, host_memory
 from ucformat.torch.objects import PerRank, encode
 from ucformat.torch.state import groups_of, paths_of, places_of
+from ucformat.torch.wire import message
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
     from ucformat.facts import Place
-    from ucformat.sources.dcp.names import Path
     from ucformat.torch.local import Local
     from ucformat.torch.memory import Memory
 
@@ -54,7 +55,7 @@ class LocalItems:
     ranks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Values:
     """The plain values that DCP had one rank write, in JSON form by path, and which lists of the state hold tensors."""
 

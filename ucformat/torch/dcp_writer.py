@@ -18,7 +18,7 @@ from torch.futures import Future
 from ucformat.errors import Conflict, UcformatError, UsageError
 from ucformat.sources.dcp import Dcp
 from ucformat.storage.url import open_store
-from ucformat.torch.dcp_items import LocalItems, Part, collect_items, join_values, local_items
+from ucformat.torch.dcp_items import LocalItems, Part, Values, collect_items, join_values, local_items
 from ucformat.torch.group import TIMEOUT, lone, meeting
 from ucformat.torch.saving import terms_of
 from ucformat.torch.writing import Listing, Note, save_listed
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
     from ucformat.schema.manifest import LineageDoc
-    from ucformat.torch.dcp_items import Values
     from ucformat.torch.group import Group
     from ucformat.torch.writing import Saved
 
@@ -195,7 +194,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
                 told = part.values
             except Exception as error:  # noqa: BLE001 - told to all ranks
                 told = error
-            objects = group.meet(told, lambda values: [join_values(values), *[{}] * (group.size - 1)])
+            objects = group.meet(told, lambda vs: [join_values(vs), *[{}] * (group.size - 1)], Values, Any)
             assert part is not None  # noqa: S101 - `meet` has raised otherwise
             listing = Listing(
                 tensors=part.tensors,

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ucformat.errors import CoverageError, UsageError
+from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
+from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.sources.dcp.names import Path
+from ucformat.torch.wire import message
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ucformat.format.chunking import Grid
-    from ucformat.geometry.box import Box
-    from ucformat.geometry.tensor import Key, TensorInfo
-    from ucformat.sources.dcp.names import Path
 
 __all__ = ["Bundle", "Claim", "Fragment", "Held", "Message", "Shard", "deal_pieces", "deal_shards", "merge"]
 
@@ -24,7 +24,7 @@ __all__ = ["Bundle", "Claim", "Fragment", "Held", "Message", "Shard", "deal_piec
 BUNDLE_BYTES = 32 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Claim:
     """What one rank holds of one tensor, and its paths in the state of the program."""
 
@@ -33,7 +33,7 @@ class Claim:
     paths: tuple[Path, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Held:
     """A tensor of the checkpoint, and who holds its boxes: (rank, number of the claim, number of the box), by box."""
 
@@ -41,7 +41,7 @@ class Held:
     holders: dict[Box, list[tuple[int, int, int]]]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Fragment:
     """A box of tensor number `tensor` that its sender has in piece number `piece` of its claim number `claim`."""
 
@@ -52,7 +52,7 @@ class Fragment:
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Shard:
     """One shard to write: of tensor number `tensor` of the checkpoint, at `at` in its grid of shards."""
 
@@ -61,7 +61,7 @@ class Shard:
     fragments: tuple[Fragment, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Bundle:
     """Shards that one rank writes one after another. Each sender sends all its fragments of them at once, in order."""
 
@@ -72,7 +72,7 @@ class Bundle:
         return [f for s in self.shards for f in s.fragments if f.sender == rank]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Message:
     """What a rank sends for bundle number `number` of another rank."""
 

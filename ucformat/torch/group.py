@@ -1,9 +1,7 @@
-"""A gloo group of our own for the ranks that save or load together; the training's groups are never used.
+"""Connections of our own among the ranks that save or load together; the training's groups are never used.
 
-It is made over the store of the process group, under a prefix of its own, and known to nobody else, so a thread or
-another process can use it while training runs. Whatever goes wrong on one rank comes to all of them as one error that
-names the rank. When a rank dies, the others learn it from their broken connections, or by the time-out; whoever learns
-it notes in the store whom it waited for, and ends its own connections, so that all learn it and name the same rank.
+They are made over the store of the process group, under a prefix of its own, and known to nobody else, so a thread can
+use them while training runs. Whatever goes wrong on one rank comes to all of them as one error that names the rank.
 
 Several threads may save and load at once, in another order on each rank. What the main thread does is in one order on
 all ranks, as collectives are. Any other thread has a channel for what it does (`save s3://bucket/run7/step-100`), whose
@@ -12,31 +10,38 @@ messages have tags of their own: its number is given out by the store, so it is 
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
+import secrets
 import threading
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from ucformat.errors import UcformatError, UsageError
+from ucformat.torch.hosts import Host, host_here, listen
 from ucformat.torch.links import Links
+from ucformat.torch.peers import connect
+from ucformat.torch.wire import decode, encode, message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from ucformat.storage.base import Bytes
+    from ucformat.torch.peers import Peer
 
-__all__ = ["TIMEOUT", "Group", "group_of", "is_live", "lone", "meeting", "of_rank"]
+__all__ = ["TIMEOUT", "Group", "by_store", "group_of", "is_live", "lone", "meeting", "of_rank"]
 
 #: Seconds after which a rank that says nothing is taken for dead, so the longest that one may write while others wait.
 #: One that dies is noticed at once, by its broken connection.
 TIMEOUT = 1800.0
+
+_NO_PLACE = "MASTER_ADDR, and the route to it, choose the interface on which ranks listen to each other"
 
 _made: dict[tuple[object, ...], Group] = {}
 _making: dict[tuple[object, ...], threading.Lock] = {}
@@ -50,8 +55,8 @@ class Group:
     `what` says for which call, and is told with each message: ranks that call different things get an error.
     """
 
-    def __init__(self, store: dist.Store | None, rank: int, size: int, timeout: float = TIMEOUT) -> None:
-        self._on(Links(store, rank, size, timeout), "", 0)
+    def __init__(self, links: Links) -> None:
+        self._on(links, "", 0)
 
     def _on(self, links: Links, what: str, number: int) -> Group:
         self.links, self.what, self._number = links, what, number
@@ -106,9 +111,8 @@ class Group:
 
         Those of one rank for another are received in the order in which they are sent, `bulk` and others apart.
         """
-        if self.links.pg is not None and data.size:
-            with self.links.waiting("to send to", to):
-                self.links.pg.send([_tensor(data)], to, self._tag(bulk)).wait()
+        if self.size > 1 and data.size:
+            self.links.send(to, self._tag(bulk), data.data.cast("B"), bulk=bulk)
 
     def receive(self, out: NDArray[np.uint8], source: int, *, bulk: bool = False) -> None:
         """Fill `out` with the bytes that a rank sends."""
@@ -116,57 +120,97 @@ class Group:
 
     def receive_all(self, buffers: Sequence[tuple[NDArray[np.uint8], int]], *, bulk: bool = False) -> None:
         """Fill several buffers, each with the bytes that one rank sends."""
-        works: list[tuple[dist.Work, int]] = []
-        for out, source in buffers:
-            if self.links.pg is not None and out.size:
-                with self.links.waiting("to receive from", source):
-                    works.append((self.links.pg.recv([_tensor(out)], source, self._tag(bulk)), source))
-        for work, source in works:
-            with self.links.waiting("to receive from", source):
-                work.wait()
+        wanted = {source: out for out, source in buffers if self.size > 1 and out.size}
+        if bulk:
+            self.links.receive_bulk(self._tag(bulk), {source: out.data.cast("B") for source, out in wanted.items()})
+            return
+        for source, out in wanted.items():
+            out[...] = np.frombuffer(self._received(source), np.uint8)
+
+    def _received(self, source: int) -> bytearray:
+        return self.links.receive(source, self._tag(bulk=False))
 
     def _tag(self, bulk: bool) -> int:  # noqa: FBT001
         return 2 * self._number + bulk
 
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on rank 0; elsewhere an empty list."""
-        if self.rank:
-            _send_object(self, value, 0)
-            return []
-        return [value, *(_receive_object(self, r) for r in range(1, self.size))]
-
-    def scatter(self, values: Sequence[Any]) -> Any:
-        """This rank's of the values that rank 0 gives, one for each; they are not looked at elsewhere."""
-        if self.rank:
-            return _receive_object(self, 0)
-        for r in range(1, self.size):
-            _send_object(self, values[r], r)
-        return values[0]
-
-    def meet(self, value: Any, then: Callable[[list[Any]], Sequence[Any]]) -> Any:
+    def meet(self, value: Any, then: Callable[[list[Any]], Sequence[Any]], kind: Any = Any, answers: Any = Any) -> Any:
         """Gather values on rank 0, where `then` makes of them an answer for each rank; this rank's answer.
 
         A value, or an outcome of `then`, that is an exception is raised on all ranks, and says which rank it is of.
+
+        Args:
+            value: what this rank tells.
+            then: called on rank 0 with the values of all ranks.
+            kind: of what kind the values are, as `ucformat.torch.wire` has it.
+            answers: of what kind the answers are.
         """
         if self._contested and not isinstance(value, BaseException):
             value = UsageError(
                 f"several threads call {self.what} with the same url at once, and no rank can tell them apart",
                 hint="give each of them a process group of its own as `group`",
             )
-        told = self.gather(_Told(self.what, value))
-        answers: Sequence[Any] = ()
-        if not self.rank:
-            values = [t.value for t in told]
-            failed = [(r, v) for r, v in enumerate(values) if isinstance(v, BaseException)]
+        if self.rank:
             try:
-                _check_same_call(told)
-                answers = [of_rank(*failed[0], self.size)] * self.size if failed else then(values)
-            except Exception as error:  # noqa: BLE001 - it is everybody's
-                answers = [error] * self.size
-        answer = self.scatter(answers)
+                said = self._said(value, kind)
+            except UsageError as error:
+                said = self._said(error, kind)
+            self._tell(0, said)
+            answer = self._heard(0).value(answers)
+        else:
+            answer = self._answer(value, then, kind, answers)
         if isinstance(answer, BaseException):
             raise answer
         return answer
+
+    def _answer(self, value: Any, then: Callable[[list[Any]], Sequence[Any]], kind: Any, answers: Any) -> Any:
+        """Rank 0's half of a meeting."""
+        found: Sequence[Any] = ()
+        try:
+            told = [self._heard(r) for r in range(1, self.size)]
+            self._check_same_call(told)
+            errors = [value if isinstance(value, BaseException) else None, *(t.error for t in told)]
+            failed = next(((r, e) for r, e in enumerate(errors) if e is not None), None)
+            if failed is not None:
+                found = [of_rank(*failed, self.size)] * self.size
+            else:
+                found = then([value, *(t.value(kind) for t in told)])
+            said = self._all_said(found, answers)
+        except Exception as error:  # noqa: BLE001 - it is everybody's
+            found = [error] * self.size
+            said = self._all_said(found, answers)
+        for rank, one in enumerate(said, 1):
+            self._tell(rank, one)
+        return found[0]
+
+    def _all_said(self, values: Sequence[Any], kind: Any) -> list[bytes]:
+        """The messages for all ranks but the first; what several get is encoded once."""
+        said: list[bytes] = []
+        for rank in range(1, self.size):
+            same = rank > 1 and values[rank] is values[rank - 1]
+            said.append(said[-1] if same else self._said(values[rank], kind))
+        return said
+
+    def _check_same_call(self, told: Sequence[_Said]) -> None:
+        """UsageError where ranks are in different calls."""
+        for rank, one in enumerate(told, 1):
+            if one.what != self.what:
+                raise UsageError(
+                    f"rank {rank} calls {one.what} while rank 0 calls {self.what}",
+                    hint="all ranks call the same in the same order; what threads do at once has a url of its own",
+                )
+
+    def _said(self, value: Any, kind: Any) -> bytes:
+        """A message with a value, or with why there is none; UsageError where that cannot be told."""
+        if isinstance(value, BaseException):
+            return encode(_Said(self.what, value, b""), _Said)
+        return encode(_Said(self.what, None, encode(value, kind)), _Said)
+
+    def _tell(self, to: int, data: bytes) -> None:
+        self.send(np.frombuffer(data, np.uint8), to)
+
+    def _heard(self, source: int) -> _Said:
+        said: _Said = decode(self._received(source), _Said)
+        return said
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -177,39 +221,28 @@ class Group:
             self.meet(error, list)
             raise
 
-    def agree(self, value: Any) -> list[Any]:
+    def agree(self, value: Any, kind: Any = Any) -> list[Any]:
         """The values of all ranks, on every rank; an exception among them is raised on all."""
-        found: list[Any] = self.meet(value, lambda values: [values] * self.size)
+        found: list[Any] = self.meet(value, lambda values: [values] * self.size, kind, list[kind])
         return found
 
 
-class _Told:
-    """What a rank says in a meeting, and in which call."""
+@message
+class _Said:
+    """What a rank says in a meeting, and in which call; `told` is its value, encoded."""
 
-    def __init__(self, what: str, value: Any) -> None:
-        self.what, self.value = what, value
+    what: str
+    error: BaseException | None
+    told: bytes
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _told, (self.what, _packed(self.value))
-
-
-def _told(what: str, packed: bytes) -> _Told:
-    return _Told(what, pickle.loads(packed))  # noqa: S301 - a rank of our own job, never a file
-
-
-def _check_same_call(told: Sequence[_Told]) -> None:
-    """UsageError where ranks are in different calls."""
-    for rank, one in enumerate(told):
-        if one.what != told[0].what:
-            raise UsageError(
-                f"rank {rank} calls {one.what} while rank 0 calls {told[0].what}",
-                hint="all ranks call the same in the same order; what threads do at once has a url of its own",
-            )
+    def value(self, kind: Any) -> Any:
+        """The value, or the error."""
+        return decode(self.told, kind) if self.error is None else self.error
 
 
 def lone() -> Group:
     """The group of this process alone."""
-    return Group(None, 0, 1)
+    return Group(Links({}, 0, 1, TIMEOUT))
 
 
 def group_of(process_group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT, what: str = "") -> Group:
@@ -242,9 +275,56 @@ def _make(store: dist.Store, ranks: tuple[int, ...], timeout: float) -> Group:
     name = f"ucformat/{'-'.join(map(str, ranks)) if len(ranks) < dist.get_world_size() else 'all'}/{timeout}"
     rank = ranks.index(dist.get_rank())
     count = store.add(f"{name}/count/{rank}", 1) if len(ranks) > 1 else 1
-    made = Group(dist.PrefixStore(f"{name}/{count}", store), rank, len(ranks), timeout)
-    made.links.store = store
-    return made
+    links = by_store(dist.PrefixStore(f"{name}/{count}", store), rank, len(ranks), timeout)
+    links.store = store
+    return Group(links)
+
+
+def by_store(store: dist.Store, rank: int, size: int, timeout: float) -> Links:
+    """The connections among ranks that meet at a store, which nobody else uses; all of them call this.
+
+    Raises:
+        UcformatError: one does not come within so many seconds.
+    """
+    if size == 1:
+        return Links({}, rank, size, timeout, store)
+    if not rank:
+        store.set("secret", secrets.token_hex(32))
+    mine = host_here(store)
+    known = _everybodys(store, "host", json.dumps([mine.identity, mine.address]), rank, size, timeout)
+    try:
+        listener = listen([Host(*h) for h in known], rank)
+    except OSError as error:
+        store.set(f"place/{rank}", json.dumps(["", str(error)]))
+        raise UcformatError(f"rank {rank} cannot listen: {error}", hint=_NO_PLACE) from error
+    with listener:
+        known = _everybodys(store, "place", json.dumps(listener.getsockname()[:2]), rank, size, timeout)
+        for other, (host, why) in enumerate(known):
+            if not host:
+                raise UcformatError(f"rank {other} cannot listen: {why}", hint=_NO_PLACE)
+        secret = bytes.fromhex(store.get("secret").decode())
+        peers: dict[int, Peer] = connect(listener, rank, [(str(h), int(p)) for h, p in known], secret, timeout)
+    if not rank:
+        with suppress(RuntimeError):  # all have read it; some stores forget nothing
+            store.delete_key("secret")
+    return Links(peers, rank, size, timeout, store)
+
+
+def _everybodys(store: dist.Store, what: str, mine: str, rank: int, size: int, timeout: float) -> list[Any]:
+    """What each rank says at the store."""
+    store.set(f"{what}/{rank}", mine)
+    names = [f"{what}/{r}" for r in range(size)]
+    end = time.monotonic() + timeout
+    for other, name in enumerate(names):
+        try:
+            store.wait([name], timedelta(seconds=max(0.001, end - time.monotonic())))
+        except RuntimeError as error:
+            raise UcformatError(
+                f"rank {other} did not come to meet rank {rank} within {timeout:g} s "
+                f"({str(error).splitlines()[0][:200]})",
+                hint="all ranks call the same; look for the first error in the log of that rank",
+            ) from error
+    return [json.loads(store.get(name)) for name in names]
 
 
 @contextmanager
@@ -274,36 +354,3 @@ def of_rank(rank: int, error: BaseException, size: int) -> BaseException:
     if isinstance(error, UcformatError):
         return type(error)(f"rank {rank}: {error.message}", hint=error.hint)
     return UcformatError(f"rank {rank}: {type(error).__name__}: {error}", hint="its log has the traceback")
-
-
-def _tensor(data: NDArray[np.uint8]) -> torch.Tensor:
-    return torch.from_numpy(data)
-
-
-def _as_bytes(data: Bytes) -> NDArray[np.uint8]:
-    return np.frombuffer(data, np.uint8)
-
-
-def _send_object(group: Group, value: Any, to: int) -> None:
-    data = _as_bytes(bytearray(_packed(value)))
-    group.send(_as_bytes(bytearray(np.int64(data.size).tobytes())), to)
-    group.send(data, to)
-
-
-def _packed(value: Any) -> bytes:
-    """A pickle of a value; of an exception that has none, or could not be made again, one of its words."""
-    try:
-        pickled = pickle.dumps(value, protocol=5)
-        if isinstance(value, BaseException):
-            pickle.loads(pickled)  # noqa: S301 - not every exception can be made again
-    except Exception as error:  # noqa: BLE001 - an exception that does not pickle
-        return pickle.dumps(UcformatError(f"{type(value).__name__}: {value} ({error})"))
-    return pickled
-
-
-def _receive_object(group: Group, source: int) -> Any:
-    size = np.zeros(8, np.uint8)
-    group.receive(size, source)
-    data = np.empty(int(size.view(np.int64)[0]), np.uint8)
-    group.receive(data, source)
-    return pickle.loads(data.tobytes())  # noqa: S301 - a rank of our own job, never a file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,10 @@ from ucformat.torch.recorded import Recorded
 from ucformat.torch.restore import fit_groups, fit_objects, take_values
 from ucformat.torch.sharing import read_shared
 from ucformat.torch.state import locals_of, without_ties
+from ucformat.torch.wire import message
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from os import PathLike
 
     import torch.distributed as dist
@@ -184,19 +186,28 @@ def load_local(
     with ranks.telling():
         matched, found = match(targets, aliases or {}, ck, names or stored_names(ck, None), cast=cast)
         stateful = stateful or any(m.target.info.state not in PARAMETER for m in matched)
-    told = ranks.agree((found | (problems or Problems()), dict(layout or {}), stateful))
-    found = _together([mine for mine, _, _ in told])
+    told: list[_Told] = ranks.agree(_Told(found | (problems or Problems()), layout or {}, stateful), _Told)
+    found = _together([t.problems for t in told])
     raise_for(found, strict, ck.url)
     nbytes, failure = 0, None
     try:
-        nbytes = _read(ck, matched, verify, threads, broadcast_group, progress)
+        nbytes = _read(ck, matched, verify, threads, broadcast_group, ranks.timeout, progress)
         then()
     except Exception as error:  # noqa: BLE001 - told to all ranks
         failure = error
-    ranks.agree(failure)
-    now = {"world": ranks.size} | {k: v for _, part, _ in told for k, v in part.items()}
-    lineage = edge_of(ck, now, continues=any(s for _, _, s in told))
+    ranks.agree(failure, None)
+    now = {"world": ranks.size} | {k: v for t in told for k, v in t.layout.items()}
+    lineage = edge_of(ck, now, continues=any(t.stateful for t in told))
     return LoadReport(ck.url, ck.id, ck.facts.step, len(matched), nbytes, time.monotonic() - begun, now, lineage, found)
+
+
+@message
+class _Told:
+    """What does not fit on a rank, its layout, and whether it loads hyper-parameters of an optimizer."""
+
+    problems: Problems
+    layout: Mapping[str, Any]
+    stateful: bool
 
 
 def _read(
@@ -205,12 +216,13 @@ def _read(
     verify: Verify,
     threads: int | None,
     broadcast_group: dist.ProcessGroup | None,
+    timeout: float,
     progress: Callable[[int], None] | None,
 ) -> int:
     if broadcast_group is None:
         nbytes = read(ck, matched, verify, threads, progress)
     else:
-        nbytes = read_shared(ck, matched, broadcast_group, verify, threads, progress)
+        nbytes = read_shared(ck, matched, broadcast_group, timeout, verify, threads, progress)
     must_be_unchanged(ck.store, LOADED, TRACKERS)
     return nbytes
 

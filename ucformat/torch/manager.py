@@ -318,7 +318,7 @@ class Manager:
             if not flying.noted:
                 self._committed(saved, flying.step, first=flying.first)
         told = [failure] if failure is not None and not flying.told else []
-        everybody = self._ranks().agree((failure is not None, told))
+        everybody = self._ranks().agree((failure is not None, told), tuple[bool, list[BaseException]])
         if any(failed for failed, _ in everybody):
             self._at = None
         untold = [e for _, errors in everybody for e in errors]
@@ -332,7 +332,9 @@ class Manager:
         from ucformat.torch.keeping import free_place
 
         ranks = self._ranks()
-        place: tuple[str, bool] = ranks.meet(None, lambda _: [free_place(self.url, step)] * ranks.size)
+        place: tuple[str, bool] = ranks.meet(
+            None, lambda _: [free_place(self.url, step)] * ranks.size, None, tuple[str, bool]
+        )
         return place
 
     def _committed(self, saved: Saved, step: int, *, first: bool) -> None:

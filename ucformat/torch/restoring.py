@@ -45,7 +45,7 @@ def restore_newest(
     Raises:
         IntegrityError: there are checkpoints, and all are damaged.
     """
-    listed: Listed = ranks.meet(None, lambda _: [_list(root)] * ranks.size)
+    listed: Listed = ranks.meet(None, lambda _: [_list(root)] * ranks.size, None, Listed)
     damaged: dict[str, str] = {}
 
     def skip(url: str, why: str) -> None:

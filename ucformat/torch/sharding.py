@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from ucformat.torch.group import Group
     from ucformat.torch.memory import Memory
 
-    Leaves = list[tuple[int, tuple[int, ...], bytes]]  # number of the tensor, shard, digests of its chunks
     RegionOf = Callable[[Fragment], Region]
 
-__all__ = ["write_shards"]
+__all__ = ["Leaves", "write_shards"]
+
+#: Number of the tensor, shard, digests of its chunks.
+Leaves = list[tuple[int, tuple[int, ...], bytes]]
 
 
 def write_shards(

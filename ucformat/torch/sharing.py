@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from ucformat.geometry.box import Box
 from ucformat.torch.devices import same_device, synchronize
-from ucformat.torch.group import of_rank
+from ucformat.torch.group import group_of, of_rank
 from ucformat.torch.reading import read
 
 if TYPE_CHECKING:
@@ -17,30 +18,35 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.plan import Verify
+    from ucformat.torch.group import Group
     from ucformat.torch.match import Matched
 
 __all__ = ["read_shared"]
 
 #: Bytes that each rank reads before these are handed on, while it reads the next.
 _ROUND = 64 << 20
+#: What a rank wants: of each tensor its boxes.
+_Wants = list[tuple[str, tuple[Box, ...]]]
 
 
 def read_shared(
     ck: Checkpoint,
     matched: Sequence[Matched],
     replicas: dist.ProcessGroup,
+    timeout: float,
     verify: Verify = "whole",
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> int:
     """Fill the targets; what all ranks of `replicas` want alike is read by one of them, balanced by bytes.
 
-    Returns the bytes that this rank read from storage. The group must carry tensors of the targets' devices.
+    Returns the bytes that this rank read from storage. The group must carry tensors of the targets' devices;
+    what the ranks tell each other goes over connections of our own.
     """
-    rank, size = dist.get_rank(replicas), dist.get_world_size(replicas)
+    ranks = group_of(replicas, timeout, f"share {ck.url}")
+    rank, size = ranks.rank, ranks.size
     wants = [(str(m.stored.key), tuple(p.box for p in m.target.pieces)) for m in matched]
-    everybody: list[list[object]] = [[] for _ in range(size)]
-    dist.all_gather_object(everybody, wants, replicas)
+    everybody: list[_Wants] = ranks.agree(wants, _Wants)
     common = set(everybody[0]).intersection(*map(set, everybody[1:]))
     alone = [m for m, want in zip(matched, wants, strict=True) if want not in common]
     order = {want: i for i, want in enumerate(everybody[0])}
@@ -63,7 +69,7 @@ def read_shared(
 
         coming = [begin(rounds[0])] if rounds else []
         for number, units in enumerate(rounds):
-            total += _together(coming.pop(), replicas)
+            total += _together(coming.pop(), ranks)
             coming += [begin(following) for following in rounds[number + 1 : number + 2]]
             for m, reader in units:
                 _hand_on(m.target.tensor, reader, replicas)
@@ -71,12 +77,11 @@ def read_shared(
     return total + read(ck, alone, verify, threads, progress)
 
 
-def _together(reading: Future[int], replicas: dist.ProcessGroup) -> int:
+def _together(reading: Future[int], ranks: Group) -> int:
     """Wait until all ranks have read what they hand on next; what one of them failed of is raised on all."""
     error = reading.exception()
-    errors: list[BaseException | None] = [None] * dist.get_world_size(replicas)
-    dist.all_gather_object(errors, error, replicas)
-    first = next(((r, e) for r, e in enumerate(errors) if e is not None), None)
+    errors = ranks.agree([] if error is None else [error], list[BaseException])
+    first = next(((r, e[0]) for r, e in enumerate(errors) if e), None)
     if first is not None:
         raise error or of_rank(*first, len(errors))
     return reading.result()

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import field
+from datetime import datetime
 
 from ucformat.errors import IntegrityError, NotACheckpoint, UpgradeNeeded, UsageError
 from ucformat.format.commit import MANIFEST, read_manifest
 from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.storage.url import open_store
 from ucformat.storage.waiting import map_waiting
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from datetime import datetime
+from ucformat.torch.wire import message
 
 __all__ = ["Listed", "Step", "folder_of", "list_steps", "read_step"]
 
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Step:
     """A committed checkpoint in the folder of its step: what its manifest says, without its tensors."""
 
@@ -33,7 +31,7 @@ class Step:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Listed:
     """The checkpoints of a run, the newest first.
 

@@ -49,7 +49,7 @@ def turn(ranks: Group) -> Iterator[None]:
     """Begin a save when those before it have begun, in one order on all ranks, as their writers do."""
     turns: _Turns = ranks.memory.setdefault("turns", _Turns()) if ranks.size > 1 else _alone
     try:
-        number = ranks.meet(None, lambda _: [turns.draw()] * ranks.size)
+        number = ranks.meet(None, lambda _: [turns.draw()] * ranks.size, None, int)
     except Exception:
         if not ranks.whole:
             turns.end(broken=True)

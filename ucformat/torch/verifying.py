@@ -11,16 +11,17 @@ from ucformat.format.blocks import is_whole
 from ucformat.format.commit import MANIFEST
 from ucformat.format.universal import Universal, grid_of
 from ucformat.format.zarr_json import shard_key
-from ucformat.geometry.tensor import Tiles
+from ucformat.geometry.tensor import Key, Tiles
 from ucformat.jobs.run import run
 from ucformat.jobs.verify import Problem, Report, damaged_block, verify_shard, wrong_digests
+from ucformat.torch.wire import message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.format.chunking import Grid
-    from ucformat.geometry.tensor import Block, Key
+    from ucformat.geometry.tensor import Block
     from ucformat.torch.group import Group
     from ucformat.torch.steps import Step
 
@@ -41,7 +42,7 @@ class _Task:
     shard: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class _Found:
     """What one rank found."""
 
@@ -82,7 +83,7 @@ def verify_together(
         report = Report(step.url, "ucformat", len(ck.tensors) if ck else 0, nbytes, 0, tuple(problems.values()))
         return [report] * ranks.size
 
-    report: Report = ranks.meet(found, judge)
+    report: Report = ranks.meet(found, judge, _Found, Report)
     return ck, report
 
 

@@ -1,57 +1,56 @@
 """The process that writes what a rank has staged, started by `async_save`.
 
-It has the rank's staged memory mapped, its own gloo group with the writers of the other ranks, and no GPU. It ends when
-the rank does: a save that is not committed then is not seen.
+It has the rank's staged memory mapped, connections of its own with the writers of the other ranks, and no GPU. It ends
+when the rank does: a save that is not committed then is not seen.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import queue
 import signal
+import socket
 import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
-from typing import TYPE_CHECKING, Any
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from ucformat.errors import UcformatError
+from ucformat.torch.agree import Terms
 from ucformat.torch.group import Group
-from ucformat.torch.staging import map_shared
-from ucformat.torch.writing import save_listed
+from ucformat.torch.links import Links
+from ucformat.torch.peers import Address, connect
+from ucformat.torch.staging import Slots, map_shared
+from ucformat.torch.wire import decode, encode, message
+from ucformat.torch.writing import Listing, Note, Saved, save_listed
 
 if TYPE_CHECKING:
-    from ucformat.torch.agree import Terms
     from ucformat.torch.memory import Memory
-    from ucformat.torch.staging import Slots
-    from ucformat.torch.writing import Listing, Note, Saved
 
-__all__ = ["Beat", "Buffer", "Done", "Failed", "Job", "Start", "main"]
+__all__ = ["Answer", "Beat", "Buffer", "Done", "Failed", "Forget", "Job", "Order", "Start", "main"]
 
 
 _BEATS = 8  # signs of life in the time after which one that gives none is taken for dead
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Start:
-    """Who the rank is, and where the writers meet; `listen` is the descriptor on which rank 0's serves them."""
+    """Which rank it is, and where the writers of all listen: this one on the descriptor `listen`, which it was given.
+
+    By `secret` they prove to each other who they are. Only the pipe from the rank to its own process carries it.
+    """
 
     rank: int
-    size: int
-    host: str
-    port: int
+    places: tuple[Address, ...]
+    secret: bytes
     listen: int | None
     timeout: float
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Buffer:
     """Announces memory, whose descriptor follows."""
 
@@ -59,7 +58,7 @@ class Buffer:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Job:
     """A save: what is listed lies in the slots of a buffer."""
 
@@ -71,7 +70,14 @@ class Job:
     note: Note
 
 
-@dataclass(frozen=True, slots=True)
+@message
+class Forget:
+    """A buffer that is no more."""
+
+    number: int
+
+
+@message
 class Failed:
     """A save that this rank could not stage, and why; the other ranks' writers wait for it."""
 
@@ -79,18 +85,23 @@ class Failed:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Done:
     """The outcome of a job: a `Saved`, or the error. `whole` says that the group can be used again."""
 
     number: int
-    outcome: Any
+    outcome: Saved | BaseException
     whole: bool
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Beat:
     """A sign of life: bytes were written, or this rank waits for another one, which it does not do for ever."""
+
+
+#: What a rank tells its process, and what that answers.
+Order = Buffer | Forget | Job | Failed
+Answer = Done | Beat
 
 
 class _Pulse:
@@ -119,8 +130,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     record_commits()
     connection = Connection(int(sys.argv[1]))
-    start: Start = connection.recv()
-    connection.send(Beat())
+    start: Start = decode(connection.recv_bytes(), Start)
+    connection.send_bytes(encode(Beat(), Answer))
     pulse, sending = _Pulse(), threading.Lock()
     jobs: queue.SimpleQueue[Job | Failed] = queue.SimpleQueue()
     memories: dict[int, Memory] = {}
@@ -129,7 +140,7 @@ def main() -> None:
     while True:
         job = jobs.get()
         pulse.move(1)
-        outcome: Any
+        outcome: Saved | Exception
         try:
             if pulse.group is None:
                 pulse.meeting = True
@@ -153,7 +164,7 @@ def _beat(connection: Connection, sending: threading.Lock, pulse: _Pulse, second
             moved = pulse.moved
             if moved != seen or pulse.waits:
                 with sending:
-                    connection.send(Beat())
+                    connection.send_bytes(encode(Beat(), Answer))
             seen = moved
 
 
@@ -170,55 +181,34 @@ def _do(job: Job | Failed, memories: dict[int, Memory], pulse: _Pulse) -> Saved:
 
 def _meet(start: Start) -> Group:
     """The group of all ranks' writers."""
-    if start.size == 1:
-        return Group(None, 0, 1, start.timeout)
+    if start.listen is None:
+        return Group(Links({}, 0, 1, start.timeout))
     try:
-        return _join(start)
-    except RuntimeError as error:
+        peers = connect(socket.socket(fileno=start.listen), start.rank, start.places, start.secret, start.timeout)
+    except UcformatError as error:
         raise UcformatError(
-            f"rank {start.rank}: the writing processes of all ranks did not meet within {start.timeout:g} s at "
-            f"{start.host}:{start.port} ({str(error).splitlines()[0][:200]})",
-            hint="look for one that ended, and whether all nodes reach that address; MASTER_ADDR names another",
+            f"the writing processes of all ranks did not meet: {error.message}", hint=error.hint
         ) from error
-
-
-def _join(start: Start) -> Group:
-    server = {"master_listen_fd": start.listen} if start.listen is not None else {}
-    store = dist.TCPStore(
-        start.host,
-        start.port,
-        start.size,
-        is_master=start.rank == 0,
-        timeout=timedelta(seconds=start.timeout),
-        wait_for_workers=False,
-        **server,
-    )
-    group = Group(dist.PrefixStore("ucformat", store), start.rank, start.size, start.timeout)
-    group.links.store = store
-    return group
+    return Group(Links(peers, start.rank, len(start.places), start.timeout))
 
 
 def _listen(connection: Connection, jobs: queue.SimpleQueue[Job | Failed], memories: dict[int, Memory]) -> None:
     """Take what the rank sends; end the process when the rank is gone."""
     try:
         while True:
-            message = connection.recv()
-            if isinstance(message, Buffer):
+            order: Buffer | Forget | Job | Failed = decode(connection.recv_bytes(), Order)
+            if isinstance(order, Buffer):
                 fd = recv_handle(connection)
-                memories[message.number] = map_shared(fd, message.nbytes)
+                memories[order.number] = map_shared(fd, order.nbytes)
                 os.close(fd)
-            elif isinstance(message, Job | Failed):
-                jobs.put(message)
-            else:  # the number of a buffer that is no more
-                del memories[message]
+            elif isinstance(order, Forget):
+                del memories[order.number]
+            else:
+                jobs.put(order)
     except (EOFError, OSError):
         os._exit(0)
 
 
 def _answer(connection: Connection, sending: threading.Lock, done: Done) -> None:
-    try:
-        pickle.loads(pickle.dumps(done))  # noqa: S301 - not every exception can be made again
-    except Exception:  # noqa: BLE001
-        done = Done(done.number, UcformatError(f"{type(done.outcome).__name__}: {done.outcome}"), done.whole)
     with sending:
-        connection.send(done)
+        connection.send_bytes(encode(done, Answer))

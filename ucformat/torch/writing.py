@@ -6,32 +6,36 @@ import json
 import platform
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ucformat._version import __version__
 from ucformat.errors import Uncertain, UsageError
-from ucformat.facts import path_to_json
+from ucformat.facts import Place, path_to_json
 from ucformat.format.arrays import array_doc, put_array, put_file, put_groups
 from ucformat.format.commit import commit, discard, new_id
 from ucformat.format.digest import bytes_digest
 from ucformat.format.places import group_doc
+from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.schema.manifest import GroupDoc, LineageDoc, Manifest, SidecarDoc, TensorDoc, WriterDoc
+from ucformat.sources.dcp.names import Path
 from ucformat.storage.url import open_store
 from ucformat.torch.agree import Terms, agree
 from ucformat.torch.deal import Claim
 from ucformat.torch.fragments import Region, region_of
 from ucformat.torch.packing import packed_file, sidecar_of, write_packed
-from ucformat.torch.sharding import write_shards
+from ucformat.torch.sharding import Leaves, write_shards
+from ucformat.torch.wire import message
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
-    from ucformat.facts import Place
     from ucformat.format.commit import Attempt
-    from ucformat.geometry.tensor import Key, Piece, TensorInfo
-    from ucformat.sources.dcp.names import Path
     from ucformat.storage.base import Store
     from ucformat.torch.agree import Layout, Ticket
     from ucformat.torch.group import Group
@@ -40,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["Listing", "Note", "Saved", "save_listed"]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Note:
     """What is written in the manifest about a checkpoint, the same on all ranks."""
 
@@ -63,7 +67,7 @@ class Note:
         return cls(step, run, dict(metrics or {}), dict(config or {}), tuple(lineage))
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Listing:
     """All that one rank saves, but the memory of its tensors: plain data, which another process may have.
 
@@ -83,7 +87,7 @@ class Listing:
     stall: float = 0.0  # seconds for which training stood still for it
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Saved:
     """A checkpoint that was committed, and what this rank did for it: bytes, and seconds for planning and writing."""
 
@@ -94,11 +98,11 @@ class Saved:
     writing_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class _Written:
     """What a rank tells the coordinator when its data are durable."""
 
-    found: Any  # of the packed form the checksums of its blocks, of the Zarr form the digests of its chunks
+    found: NDArray[np.uint32] | Leaves  # of the packed form checksums of blocks, of the Zarr form digests of chunks
     objects: Mapping[str, Any]
     listing: Listing  # without its tensors
     nbytes: int
@@ -161,7 +165,7 @@ def save_listed(
         return [done.id] * group.size
 
     try:
-        checkpoint = group.meet(written, committed)
+        checkpoint: str = group.meet(written, committed, _Written, str)
     except BaseException:
         if attempt is not None and group.whole and not needed:
             discard(store, attempt.id)
@@ -189,7 +193,7 @@ def _write(
             nbytes += n
             progress(n)
 
-    found: Any
+    found: NDArray[np.uint32] | Leaves
     if terms.form == "packed":
         regions = [(region(c, p), listing.tensors[c][0].itemsize) for c, p in ticket.part.pieces]
         found = write_packed(store, packed_file(f"data/{ticket.attempt}", group.rank), regions, wrote)
@@ -230,7 +234,7 @@ def _manifest(
     """The manifest, when all that it names but its small files is durable; these are put now."""
     data, sidecar = f"data/{attempt.id}", None
     if terms.form == "packed":
-        sums = [w.found for w in written]
+        sums = [w.found for w in written if isinstance(w.found, np.ndarray)]
         encoded = sidecar_of(layout.tensors, layout.claims, layout.pieces, sums, data)
         doc = put_file(store, f"{data}/extents.safetensors", encoded)
         sidecar = SidecarDoc(path=doc.path, nbytes=doc.nbytes, digest=doc.digest)

@@ -1,0 +1,301 @@
+"""Strangers on the port: nothing of theirs is looked at or run, and those who belong together meet all the same."""
+
+from __future__ import annotations
+
+import pickle
+import secrets
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+import ucformat
+from tests.patience import PATIENCE
+from tests.torch.attack import Attack
+from tests.torch.ranks import Ranks
+from tests.torch.strangers_program import said_by_strangers
+from ucformat.errors import IntegrityError, UcformatError
+from ucformat.torch import group, hosts, peers
+from ucformat.torch.group import Group, by_store
+from ucformat.torch.hosts import Host, host_here, listen
+from ucformat.torch.links import Links
+from ucformat.torch.peers import connect
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SECRET = secrets.token_bytes(32)
+
+
+def at_loopback(count: int) -> list[socket.socket]:
+    return [listen([Host("here", "")] * count, 0) for _ in range(count)]
+
+
+def meet(listeners: list[socket.socket]) -> list[Any]:
+    """What each rank's `connect` gives."""
+    ends = [listener.getsockname() for listener in listeners]
+    with ThreadPoolExecutor(len(ends)) as pool:
+        return list(pool.map(lambda rank: connect(listeners[rank], rank, ends, SECRET, PATIENCE), range(len(ends))))
+
+
+def talk(found: list[Any]) -> None:
+    """Every two of the ranks exchange messages; all connections end then."""
+    groups = [Group(Links(p, rank, len(found), PATIENCE)) for rank, p in enumerate(found)]
+    with ThreadPoolExecutor(len(groups)) as pool:
+        everybody = list(pool.map(lambda g: g.agree(g.rank, int), groups))
+    assert everybody == [list(range(len(found)))] * len(found)
+    for one in groups:
+        one.end()
+
+
+def test_strangers_who_come_first_change_nothing(tmp_path: Path) -> None:
+    listeners = at_loopback(3)
+    with ExitStack() as stack:
+        for listener in listeners[:2]:
+            for said in said_by_strangers(tmp_path):
+                stranger = stack.enter_context(socket.create_connection(listener.getsockname()))
+                stranger.sendall(said)
+            gone = socket.create_connection(listener.getsockname())
+            gone.close()
+        found = meet(listeners)
+        talk(found)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_nobody_listens_when_all_have_come() -> None:
+    listeners = at_loopback(2)
+    places = [listener.getsockname() for listener in listeners]
+    found = meet(listeners)
+    for place in places:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(place)
+    talk(found)
+
+
+def test_more_strangers_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_GUESTS", 2)
+    monkeypatch.setattr(peers, "_PATIENCE", 0.05)
+    listeners = at_loopback(2)
+    ends = [listener.getsockname() for listener in listeners]
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        strangers = [stack.enter_context(socket.create_connection(ends[0])) for _ in range(12)]
+        calls = [pool.submit(connect, listeners[0], 0, ends, SECRET, PATIENCE)]
+        assert [s.recv(1) for s in strangers] == [b""] * 12  # one after another is sent away
+        calls += [pool.submit(connect, listeners[1], 1, ends, SECRET, PATIENCE)]
+        talk([c.result() for c in calls])
+
+
+def test_who_does_not_know_the_secret_is_not_let_in() -> None:
+    listeners = at_loopback(2)
+    ends = [listener.getsockname() for listener in listeners]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(connect, listeners[0], 0, ends, SECRET, PATIENCE)
+        with pytest.raises(UcformatError, match=r"rank 0 died, or cannot be reached: .* does not know the secret"):
+            connect(at_loopback(1)[0], 1, ends, bytes(32), PATIENCE)
+        second = connect(listeners[1], 1, ends, SECRET, PATIENCE)
+        talk([first.result(), second])
+
+
+def test_who_does_not_come_is_named() -> None:
+    listeners = at_loopback(3)
+    ends = [listener.getsockname() for listener in listeners]
+    with pytest.raises(
+        UcformatError, match=r"rank 1 did not connect to rank 0 within 0\.1 s, nor did 1 others"
+    ) as caught:
+        connect(listeners[0], 0, ends, SECRET, 0.1)
+    assert "MASTER_ADDR" in str(caught.value.hint)
+    with pytest.raises(UcformatError, match=r"rank 1 called it at 127\.0\.0\.1:\d+ in vain \(.*refused"):
+        connect(listeners[1], 1, ends, SECRET, PATIENCE)
+    listeners[2].close()
+
+
+@pytest.mark.parametrize("when", ["at once", "after the hello", "after the proof"])
+def test_who_took_too_long_calls_again(when: str) -> None:
+    """The first time, the one that is called goes away."""
+    listener = at_loopback(1)[0]
+    place = listener.getsockname()
+
+    def serve() -> Any:
+        with listener.accept()[0] as caller:
+            hello = b"" if when == "at once" else caller.recv(49)
+            if when == "after the proof":
+                caller.sendall(bytes(32) + peers._proof(SECRET, b"called", hello + bytes(32)))
+                caller.recv(32)
+        return connect(listener, 0, [place, place], SECRET, PATIENCE)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(serve)
+        second = connect(at_loopback(1)[0], 1, [place, place], SECRET, PATIENCE)
+        talk([first.result(), second])
+
+
+def test_a_handshake_that_was_overheard_lets_nobody_in() -> None:
+    """A stranger between two ranks passes on and notes all that they say, and says it again at another meeting."""
+    listeners = at_loopback(2)
+    between = socket.create_server(("127.0.0.1", 0))
+    heard: list[bytearray] = []
+    ends = [listener.getsockname() for listener in listeners]
+
+    def pass_on() -> None:
+        for _ in range(2):
+            caller = between.accept()[0]
+            called = socket.create_connection(ends[0])
+            noted = bytearray()
+            heard.append(noted)
+            for source, target, size in (
+                (caller, called, 49),
+                (called, caller, 64),
+                (caller, called, 32),
+                (called, caller, 1),
+            ):
+                said = b""
+                while len(said) < size:
+                    said += source.recv(size - len(said))
+                target.sendall(said)
+                if source is caller:
+                    noted += said
+            sockets.extend([caller, called])
+
+    sockets: list[socket.socket] = []
+    relay = threading.Thread(target=pass_on)
+    relay.start()
+    with ThreadPoolExecutor(2) as pool:
+        calls = [
+            pool.submit(connect, listeners[0], 0, ends, SECRET, PATIENCE),
+            pool.submit(connect, listeners[1], 1, [between.getsockname(), ends[1]], SECRET, PATIENCE),
+        ]
+        found = [c.result() for c in calls]
+    relay.join()
+    for peer in [p for of_rank in found for p in of_rank.values()]:
+        peer.line.close()
+        peer.bell.close()
+    between.close()
+    again = at_loopback(2)
+    for said in heard:
+        stranger = socket.create_connection(again[0].getsockname())
+        stranger.sendall(said)  # hello and proof, as they were
+        sockets.append(stranger)
+    talk(meet(again))
+    for one in sockets:
+        one.close()
+
+
+def test_a_stranger_who_calls_himself_the_one_that_is_called() -> None:
+    """He answers at the place of rank 0, and learns nothing that he could use there."""
+    listeners = at_loopback(2)
+    false = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> bytes:
+        caller = false.accept()[0]
+        with caller:
+            hello = caller.recv(49)
+            caller.sendall(bytes(64))
+            return hello + caller.recv(1)
+
+    with ThreadPoolExecutor(2) as pool:
+        heard = pool.submit(answer)
+        with pytest.raises(UcformatError, match="does not know the secret of this job"):
+            connect(listeners[1], 1, [false.getsockname(), listeners[1].getsockname()], SECRET, PATIENCE)
+        assert len(heard.result()) == 49
+    false.close()
+    listeners[0].close()
+
+
+def test_a_rank_that_sends_a_pickle_is_refused(tmp_path: Path) -> None:
+    """It belongs to the job, and is out of its mind: all ranks get an error, and nothing runs."""
+    store = dist.HashStore()
+
+    def rank(number: int) -> Any:
+        one = Group(by_store(dist.PrefixStore("test", store), number, 2, PATIENCE))
+        try:
+            if number:
+                one.send(np.frombuffer(pickle.dumps(Attack(tmp_path / "ran")), np.uint8), 0)
+                return one._heard(0).value(list[int])
+            return one.agree(1, int)
+        except UcformatError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(rank, range(2)))
+    assert [type(e) for e in found] == [IntegrityError] * 2
+    assert all("a message of another rank cannot be read" in e.message for e in found)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_secret_is_not_left_at_the_store() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda r: by_store(store, r, 2, PATIENCE), range(2)))
+    assert not store.check(["secret"])
+    assert store.check(["host/0", "place/1"])
+
+
+def test_a_rank_that_cannot_listen_is_named_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(places: list[Host], rank: int) -> socket.socket:
+        if rank == 1:
+            raise OSError(99, "Cannot assign requested address")
+        return listen(places, rank)
+
+    monkeypatch.setattr(group, "listen", refuse)
+    store = dist.HashStore()
+
+    def rank(number: int) -> str:
+        with pytest.raises(UcformatError) as caught:
+            by_store(store, number, 3, PATIENCE)
+        return caught.value.message
+
+    with ThreadPoolExecutor(3) as pool:
+        assert (
+            list(pool.map(rank, range(3))) == ["rank 1 cannot listen: [Errno 99] Cannot assign requested address"] * 3
+        )
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ([], "127.0.0.1"),
+        ([Host("there", "127.0.0.1")], "10.1.2.3"),  # this is the host of the store: its way to the other one
+        ([Host("there", "")], "10.9.9.9"),  # nobody knows a way: what this host's name stands for
+    ],
+)
+def test_where_a_rank_listens(monkeypatch: pytest.MonkeyPatch, others: list[Host], expected: str) -> None:
+    bound: list[Any] = []
+    monkeypatch.setattr(hosts, "_way_to", lambda host, _: "10.1.2.3" if host else "")
+    monkeypatch.setattr(hosts, "_own_address", lambda: "10.9.9.9")
+    monkeypatch.setattr(socket, "create_server", lambda address, **_: bound.append(address))
+    listen([Host("here", ""), Host("here", ""), *others], 0)
+    assert bound == [(expected, 0)]
+
+
+def test_a_rank_that_is_not_at_the_store_listens_where_it_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[Any] = []
+    monkeypatch.setattr(socket, "create_server", lambda address, **given: bound.append((address, given["family"])))
+    listen([Host("here", "10.7.7.7"), Host("there", "")], 0)
+    listen([Host("here", "fd00::7"), Host("there", "")], 0)
+    assert bound == [(("10.7.7.7", 0), socket.AF_INET), (("fd00::7", 0), socket.AF_INET6)]
+
+
+def test_a_host_knows_itself() -> None:
+    assert host_here(None) == host_here(None)
+    assert host_here(None).identity
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Any:
+    made = Ranks("tests.torch.strangers_program")
+    yield made
+    made.close()
+
+
+def test_strangers_at_the_writers_of_async_save(ranks: Ranks, tmp_path: Path) -> None:
+    """Every port that a rank or its writer opens is called, with pickles and garbage, while a save is under way."""
+    for saved, listening, called in ranks.run("attacked", 2, tmp_path):
+        assert ucformat.open(tmp_path / "saved").id == saved
+        assert listening == []
+        assert called > 0
+    assert not (tmp_path / "ran").exists()
