@@ -90,11 +90,10 @@ def beside_the_main_thread(folder: Path) -> Any:
     writer = Writer(folder / "dcp", group=group, timeout=TIMEOUT, **SMALL)
     states = state_of(1), state_of(2)
     if dist.get_rank():
-        began = threading.Timer(0, dcp.async_save, (states[0],), {"storage_writer": writer, "process_group": group})
-        began.start()
-        saved = save(states[1], folder / "main", timeout=TIMEOUT, **SMALL)
-        began.join()
-        wait_until(lambda: writer.saved is not None)
+        with ThreadPoolExecutor(1) as pool:
+            began: Any = pool.submit(dcp.async_save, states[0], storage_writer=writer, process_group=group)
+            saved = save(states[1], folder / "main", timeout=TIMEOUT, **SMALL)
+        began.result().result(PATIENCE)  # DCP's own collectives, too, which come after the commit
     else:
         future: Any = dcp.async_save(states[0], storage_writer=writer, process_group=group)
         saved = save(states[1], folder / "main", timeout=TIMEOUT, **SMALL)
