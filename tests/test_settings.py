@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 @pytest.fixture(autouse=True)
 def nothing_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No settings at all, in a folder `here/below`."""
-    monkeypatch.delenv("UCP_CATALOG")
+    for name in [n for n in os.environ if n.startswith("UCP_")]:  # as the endpoint of tests that need one
+        monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     (tmp_path / "here" / "below").mkdir(parents=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 CHECKPOINT = [
     "id", "name", "kind", "state", "run", "step", "created", "recorded", "deleted", "purge_after", "tensors", "bytes",
     "files", "files_bytes", "format_version", "engine", "topology", "config", "urls", "metrics", "tags", "aliases",
-    "holds", "notes", "verified",
+    "holds", "notes", "from_documents", "verified",
 ]  # fmt: skip
 
 

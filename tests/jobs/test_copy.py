@@ -462,11 +462,15 @@ def test_what_is_known_of_it_goes_with_it(tmp_path: Path, catalog: Catalog, othe
     for step in (1, 2):
         ck = universal(tmp_path / str(step), step)
         catalog.record(ck.manifest, ck.url, run="run7")
-        catalog.tag(ck.id, f"tag{step}")
+        catalog.note(ck.id, f"note{step}")
+    catalog.tag(ck.id, "tag2")
     ucformat.copy(tmp_path / "1", tmp_path / "dst")
-    assert [t.name for t in document(tmp_path / "dst").tags] == ["tag1"]
+    assert [n.text for n in document(tmp_path / "dst").notes] == ["note1"]
     ucformat.copy(tmp_path / "2", tmp_path / "dst", overwrite=True)
+    assert [n.text for n in document(tmp_path / "dst").notes] == ["note2"]
     assert [t.name for t in document(tmp_path / "dst").tags] == ["tag2"]
+    with pytest.raises(Conflict, match="tag tag2"):  # which protects the copy, too
+        ucformat.copy(tmp_path / "1", tmp_path / "dst", overwrite=True)
     ucformat.register([str(tmp_path / "dst")], other)
     assert other.get("run7@2").tags == ("tag2",)
 
