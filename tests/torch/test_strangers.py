@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -112,6 +112,26 @@ def test_who_does_not_come_is_named() -> None:
     with pytest.raises(UcformatError, match=r"rank 1 called it at 127\.0\.0\.1:\d+ in vain \(.*refused"):
         connect(listeners[1], 1, ends, SECRET, PATIENCE)
     listeners[2].close()
+
+
+def test_who_is_never_let_in_gives_up() -> None:
+    """Whatever answers there hangs up each time."""
+    listener = at_loopback(1)[0]
+    place = listener.getsockname()
+
+    def hang_up() -> None:
+        with suppress(OSError):
+            while True:
+                listener.accept()[0].close()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(hang_up)
+        try:
+            with pytest.raises(UcformatError, match=r"in vain .*did not let this rank in"):
+                connect(at_loopback(1)[0], 1, [place, place], SECRET, 0.3)
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
 
 
 @pytest.mark.parametrize("when", ["at once", "after the hello", "after the proof"])

@@ -40,6 +40,7 @@ _PROOF = 32
 _LINE, _BELL = 0, 1
 _WELCOME = b"w"
 _PATIENCE = 10.0  # seconds in which whoever connects has to prove that he may; else he may try again
+_AGAIN = 0.02  # seconds until who was not let in calls again
 _GUESTS = 256  # that may be about to, besides those who are expected
 #: A host that vanished is noticed after two minutes in which nothing is said.
 _ALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
@@ -87,23 +88,29 @@ def connect(
 
 
 def _call(rank: int, other: int, use: int, place: Address, secret: bytes, end: float) -> socket.socket:
-    """Connect to another rank, and prove each other; again where it took too long for that one."""
+    """Connect to another rank, and prove each other."""
     hello = _HELLO.pack(_WORD, rank, other, use, secrets.token_bytes(_NUMBER))
-    while True:
-        try:
-            with ExitStack() as on_failure:
-                connection = socket.create_connection(place, max(0.1, end - time.monotonic()))
-                on_failure.enter_context(connection)
-                if _is_let_in(connection, hello, secret, end):
-                    on_failure.pop_all()
-                    return connection
-        except OSError as error:
-            raise UcformatError(
-                f"rank {other} died, or cannot be reached: rank {rank} called it at {place[0]}:{place[1]} in vain "
-                f"({error})",
-                hint="look for the first error in the log of that rank, and whether all hosts reach that address: "
-                "MASTER_ADDR, and the route to it, choose the interface",
-            ) from error
+    try:
+        return _let_in(place, hello, secret, end)
+    except OSError as error:
+        raise UcformatError(
+            f"rank {other} died, or cannot be reached: rank {rank} called it at {place[0]}:{place[1]} in vain "
+            f"({error})",
+            hint="look for the first error in the log of that rank, and whether all hosts reach that address: "
+            "MASTER_ADDR, and the route to it, choose the interface",
+        ) from error
+
+
+def _let_in(place: Address, hello: bytes, secret: bytes, end: float) -> socket.socket:
+    """A connection on which this rank proved who it is; it calls again where that took too long for the other one."""
+    while (left := end - time.monotonic()) > 0:
+        with ExitStack() as on_failure:
+            connection = on_failure.enter_context(socket.create_connection(place, left))
+            if _is_let_in(connection, hello, secret, end):
+                on_failure.pop_all()
+                return connection
+        time.sleep(_AGAIN)
+    raise TimeoutError("it answered, and did not let this rank in")
 
 
 def _is_let_in(connection: socket.socket, hello: bytes, secret: bytes, end: float) -> bool:
