@@ -54,7 +54,7 @@ def test_bytes_go_from_rank_to_rank() -> None:
             group.send(np.arange(5, dtype=np.uint8), 2, bulk=True)
         elif group.rank == 2:
             group.receive(out, 0, bulk=True)
-        group.receive_all([(np.empty(0, np.uint8), 1)])  # nothing is not waited for
+        group.receive_all({1: np.empty(0, np.uint8)})  # nothing is not waited for
         group.send(np.empty(0, np.uint8), 0)
         return out.tolist()
 

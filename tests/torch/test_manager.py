@@ -274,8 +274,8 @@ class Wired:
     def receive(self, out: Any, source: int) -> None:
         out[:] = list(self._wires[source, self.rank].get(timeout=PATIENCE))
 
-    def receive_all(self, buffers: list[tuple[Any, int]]) -> None:
-        for out, source in buffers:
+    def receive_all(self, buffers: dict[int, Any]) -> None:
+        for source, out in buffers.items():
             self.receive(out, source)
 
 

@@ -29,7 +29,7 @@ from ucformat.torch.peers import connect
 from ucformat.torch.wire import decode, encode, message
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -116,11 +116,11 @@ class Group:
 
     def receive(self, out: NDArray[np.uint8], source: int, *, bulk: bool = False) -> None:
         """Fill `out` with the bytes that a rank sends."""
-        self.receive_all([(out, source)], bulk=bulk)
+        self.receive_all({source: out}, bulk=bulk)
 
-    def receive_all(self, buffers: Sequence[tuple[NDArray[np.uint8], int]], *, bulk: bool = False) -> None:
-        """Fill several buffers, each with the bytes that one rank sends."""
-        wanted = {source: out for out, source in buffers if self.size > 1 and out.size}
+    def receive_all(self, buffers: Mapping[int, NDArray[np.uint8]], *, bulk: bool = False) -> None:
+        """Fill several buffers, each with the bytes that the rank of this number sends."""
+        wanted = {source: out for source, out in buffers.items() if self.size > 1 and out.size}
         if bulk:
             self.links.receive_bulk(self._tag(bulk), {source: out.data.cast("B") for source, out in wanted.items()})
             return

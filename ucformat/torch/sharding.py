@@ -100,12 +100,11 @@ def _receive(group: Group, arrays: Sequence[Array], bundle: Bundle) -> dict[Frag
             if f.sender != group.rank:
                 by_sender.setdefault(f.sender, []).append(f)
     out: dict[Fragment, Memory] = {}
-    buffers: list[tuple[Memory, int]] = []
+    buffers: dict[int, Memory] = {}
     for sender, fragments in by_sender.items():
         sizes = [f.box.size * arrays[f.tensor].info.itemsize for f in fragments]
-        buffer = np.empty(sum(sizes), np.uint8)
-        buffers.append((buffer, sender))
-        out |= dict(zip(fragments, np.split(buffer, np.cumsum(sizes)[:-1]), strict=True))
+        buffers[sender] = np.empty(sum(sizes), np.uint8)
+        out |= dict(zip(fragments, np.split(buffers[sender], np.cumsum(sizes)[:-1]), strict=True))
     group.receive_all(buffers, bulk=True)
     return out
 

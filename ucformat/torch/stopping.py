@@ -68,9 +68,9 @@ def together(group: Group, bits: int) -> int:
     found = np.array([bits], np.uint8)
     first = group.rank * _FAN_OUT + 1
     children = range(first, min(first + _FAN_OUT, group.size))
-    theirs = [np.zeros(1, np.uint8) for _ in children]
-    group.receive_all(list(zip(theirs, children, strict=True)))
-    for bit in theirs:
+    theirs = {child: np.zeros(1, np.uint8) for child in children}
+    group.receive_all(theirs)
+    for bit in theirs.values():
         found |= bit
     if group.rank:
         parent = (group.rank - 1) // _FAN_OUT
