@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, MissingData, TensorNotFound
+from ucformat.errors import IntegrityError, MissingData
 from ucformat.facts import Facts
 from ucformat.geometry.tensor import Roster, TensorInfo
+from ucformat.sources.contents import unknown_tensor
 from ucformat.sources.decoded import DecodedStore
 from ucformat.sources.orbax.folder import CHECKPOINT, Step
 from ucformat.sources.orbax.item import Item, scalar_json
@@ -132,7 +133,7 @@ class OpenOrbax:
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """Where the chunks of an array lie."""
         if key not in self._arrays:
-            raise TensorNotFound(f"the checkpoint {self.store.url} has no {key}")
+            raise unknown_tensor(key, self._arrays, self.store.url)
         return self._chunks.extents(self._arrays[key], within)
 
     def records(self) -> Iterator[Record]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import TensorNotFound, UsageError, option_text
+from ucformat.errors import UsageError, option_text
 from ucformat.facts import Facts
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
+from ucformat.sources.contents import unknown_tensor
 from ucformat.sources.decoded import DecodedStore
 from ucformat.sources.values import to_json
 from ucformat.sources.zarr.chunks import Chunks
@@ -55,7 +56,7 @@ class OpenZarr:
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """Where the chunks of an array lie; reads the indexes of its shards."""
         if key not in self._arrays:
-            raise TensorNotFound(f"the checkpoint {self.store.url} has no {key}")
+            raise unknown_tensor(key, self._arrays, self.store.url)
         return self._chunks.extents(self._arrays[key], within)
 
     def records(self) -> Iterator[Record]:
