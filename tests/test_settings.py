@@ -252,7 +252,7 @@ def test_a_file_that_others_may_write_to_does_not_count(
     [
         ("endpoint", "'http://example.org'"),
         ("roots", "['/']"),
-        ("trusted", "['/tmp/ucformat.toml']"),
+        ("trusted", "['/elsewhere/ucformat.toml']"),
         ("catalog", "'postgresql://me@example.org/all'"),
         ("catalog", "'postgresql+psycopg://me:word@example.org/all'"),
     ],

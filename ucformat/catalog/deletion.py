@@ -168,9 +168,14 @@ def _near(connection: Connection, url: str) -> ColumnElement[bool]:
 def protections_at(
     connection: Connection, checkpoint: str, url: str, now: datetime, *, said: bool = True
 ) -> tuple[str, ...]:
-    """Why the checkpoint of this id at a place must stay, even if only those are known that need its files there.
+    """As `Catalog.protections`, in a transaction.
 
-    Without `said`, only these count.
+    Args:
+        connection: of the transaction.
+        checkpoint: the id.
+        url: the place, as the catalog holds it.
+        now: the time at which holds and what is deleted are looked at.
+        said: as there.
     """
     serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == checkpoint))
     found = retention_rows(connection, now, serials=[serial]) if serial is not None and said else []

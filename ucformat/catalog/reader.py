@@ -168,7 +168,13 @@ class Reader:
             return names.alias_history(c, name)
 
     def protections(self, checkpoint: str, url: str, *, said: bool = True) -> tuple[str, ...]:
-        """Why the checkpoint of this id at a place must stay, known or not; without `said` only who needs its files."""
+        """Why a checkpoint at a place must stay, even if the catalog does not know it: others may need its files.
+
+        Args:
+            checkpoint: its id.
+            url: the place.
+            said: also what is said of it: holds, tags, aliases (default); otherwise only who needs its files.
+        """
         from ucformat.catalog import deletion
 
         with self._database.reading() as c:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Mapping
 from itertools import accumulate, chain, pairwise
@@ -19,19 +20,19 @@ if TYPE_CHECKING:
 __all__ = ["As", "Codec", "Float", "Int", "Many", "Map", "Nothing", "Raw", "Record", "Str", "Union"]
 
 
-class Codec:
+class Codec(ABC):
     """How values of one kind are columns; `types` are those of the values, by which unions choose."""
 
     types: tuple[type, ...] = ()
     text: str  # what both sides must agree on
 
+    @abstractmethod
     def write(self, values: Sequence[Any], out: Columns) -> None:
         """Put values into the next columns; UsageError where one is not of the kind."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, count: int, source: Source) -> list[Any]:
         """So many values of the next columns; ValueError where these are not what `write` makes."""
-        raise NotImplementedError
 
 
 class Nothing(Codec):
