@@ -31,18 +31,31 @@ class Postgres:
     url: URL
     made: set[str] = field(default_factory=set)
 
-    def fresh(self) -> str:
-        """The url of a new, empty database; it goes away with the session, or with `drop`."""
+    def fresh(self, *, superuser: bool = False) -> str:
+        """The url of a new, empty database; it goes away with the session, or with `drop`.
+
+        It is that of an ordinary role, which owns the database, or of the server's superuser.
+        """
         name = f"ucp_test_{uuid.uuid4().hex}"
         self._run(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING 'UTF8'")
         self.made.add(name)
-        return self.url.set(database=name).render_as_string(hide_password=False)
+        url = self.url.set(database=name)
+        if not superuser:
+            self._run(f"CREATE ROLE {name} LOGIN PASSWORD '{name}'")
+            self._run(f"ALTER DATABASE {name} OWNER TO {name}")
+            url = url.set(username=name, password=name)
+        return url.render_as_string(hide_password=False)
+
+    def grant(self, what: str, url: str) -> None:
+        """Grant something to the ordinary role of a database that `fresh` made."""
+        self._run(f"GRANT {what} TO {make_url(url).username}")
 
     def drop(self, url: str) -> None:
         """Remove a database that `fresh` made, whoever is connected to it."""
         name = str(make_url(url).database)
         assert name in self.made, f"{name} is not one of ours"
         self._run(f"DROP DATABASE {name} WITH (FORCE)")
+        self._run(f"DROP ROLE IF EXISTS {name}")
         self.made.remove(name)
 
     def close(self) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import _thread
+import gc
 import sqlite3
+import subprocess
+import sys
 import threading
 from datetime import UTC, datetime
 from pathlib import Path
@@ -177,6 +180,29 @@ def test_nothing_but_remarks(database: Database, statement: str) -> None:
         run_sql(database, statement, None)
 
 
+def test_what_takes_too_long_is_ended(database: Database) -> None:
+    endless = "with recursive n(i) as (select 1 union all select 1 from n) select count(*) from n"
+    with pytest.raises(UcformatError, match=r"ended after 0.2 s") as caught:
+        run_sql(database, endless, None, timeout=0.2)
+    assert not isinstance(caught.value, UsageError | Refused)
+    assert run_sql(database, "select count(*) from checkpoint", None).rows == ((3,),)
+
+
+def test_rows_without_end_are_ended(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = "with recursive n(i) as (select 1 union all select 1 from n) select i from n"
+    with pytest.raises(UcformatError, match=r"ended after 0.2 s"):
+        run_sql(database, endless, None, timeout=0.2)
+    monkeypatch.setattr(sql, "_ROOM", 1 << 20)
+    with pytest.raises(UcformatError, match="more than 1 MiB, at row"):
+        run_sql(database, endless, None)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
+def test_a_time_limit_that_is_none(database: Database, timeout: float) -> None:
+    with pytest.raises(UsageError, match="time limit cannot be"):
+        run_sql(database, "select 1", None, timeout=timeout)
+
+
 def test_a_limit_below_zero(database: Database) -> None:
     with pytest.raises(UsageError, match="cannot be -1"):
         run_sql(database, "select 1", -1)
@@ -299,6 +325,31 @@ def test_sqlite_says_when_the_file_is_broken(lite: Database) -> None:
     assert not isinstance(caught.value, UsageError | Refused)
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "select length(randomblob(1 << 30))",
+        "select length(zeroblob(1 << 30))",
+        "select length(replace(hex(zeroblob(1 << 20)), '0', hex(zeroblob(100))))",
+        "with recursive n(s) as (select 'x' union all select s || s from n) select max(length(s)) from n",
+    ],
+)
+def test_sqlite_makes_no_value_that_is_very_large(lite: Database, statement: str) -> None:
+    with pytest.raises(UsageError, match="too big"):
+        run_sql(lite, statement, None)
+
+
+def test_sqlite_takes_no_more_memory_than_it_may(lite: Database) -> None:
+    program = (
+        "import sys; from ucformat.catalog.engine import Database; from ucformat.catalog.sql import run_sql\n"
+        "run_sql(Database(sys.argv[1]), sys.argv[2], None, timeout=None, memory=32 << 20)"
+    )
+    endless = "with recursive n(i) as (select 1 union select i + 1 from n) select count(*) from n"
+    command = [sys.executable, "-c", program, str(lite.engine.url.database), endless]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert "needs more memory than it may take" in done.stderr
+
+
 def test_sqlite_can_be_interrupted(lite: Database) -> None:
     endless = "with recursive n(i) as (select 1 union all select i + 1 from n) select count(*) from n"
     timer = threading.Timer(0.3, _thread.interrupt_main)
@@ -312,7 +363,8 @@ def test_sqlite_can_be_interrupted(lite: Database) -> None:
 
 @pytest.fixture(scope="module")
 def server(postgres_server: Postgres) -> Iterator[Database]:
-    url = postgres_server.fresh()
+    """That of a superuser, whom nothing stops but what is tested here."""
+    url = postgres_server.fresh(superuser=True)
     database = Database(url)
     with database.writing() as c:
         c.execute(sa.insert(Run).values(name="keep", created=NOW))
@@ -352,7 +404,7 @@ def server(postgres_server: Postgres) -> Iterator[Database]:
 def test_postgresql_lets_nothing_else_through(server: Database, tmp_path: Path, statement: str) -> None:
     before = contents(server)
     with pytest.raises(Refused):
-        run_sql(server, statement.format(other=tmp_path / "other"), None)
+        run_sql(server, statement.format(other=tmp_path / "other"), None, trust_role=True)
     assert contents(server) == before
     assert not list(tmp_path.iterdir())
 
@@ -370,18 +422,20 @@ def test_postgresql_keeps_functions_from_writing(server: Database) -> None:
     assert before["catalog"]
     for name in ("writes", "turns", "configures"):
         with pytest.raises(Refused):
-            run_sql(server, f"select {name}()", None)
+            run_sql(server, f"select {name}()", None, trust_role=True)
     assert contents(server) == before
 
 
 def test_postgresql_forgets_what_a_query_did_to_the_session(server: Database) -> None:
-    ((first,),) = run_sql(server, "select pg_backend_pid() from (select pg_advisory_lock(7)) as locked", None).rows
-    run_sql(server, "select set_config('search_path', 'nowhere', false)", None)
-    ((second,),) = run_sql(server, "select pg_backend_pid()", None).rows
+    ((first,),) = run_sql(
+        server, "select pg_backend_pid() from (select pg_advisory_lock(7)) as locked", None, trust_role=True
+    ).rows
+    run_sql(server, "select set_config('search_path', 'nowhere', false)", None, trust_role=True)
+    ((second,),) = run_sql(server, "select pg_backend_pid()", None, trust_role=True).rows
     assert first != second
     locks = "select count(*) from pg_locks where locktype = 'advisory'"
-    wait_until(lambda: run_sql(server, locks, None).rows == ((0,),))  # with the process that held it
-    assert run_sql(server, "select count(*) from run", None).rows == ((1,),)
+    wait_until(lambda: run_sql(server, locks, None, trust_role=True).rows == ((0,),))  # with the process that held it
+    assert run_sql(server, "select count(*) from run", None, trust_role=True).rows == ((1,),)
 
 
 def test_postgresql_values_are_plain_ones(server: Database) -> None:
@@ -390,7 +444,7 @@ def test_postgresql_values_are_plain_ones(server: Database) -> None:
         " array[1, 2], interval '90 minutes', date '2020-01-02', timestamptz '2020-01-02 03:04:05.5+00',"
         " time '01:02:03', '10.0.0.1'::inet, '{\"a\": [1.5, null]}'::jsonb, 'x'::name, row(1, 2), ''::text"
     )
-    (row,) = run_sql(server, statement, None).rows
+    (row,) = run_sql(server, statement, None, trust_role=True).rows
     assert repr(row[3]) == "nan"
     assert row[:3] + row[4:] == (
         1.5,
@@ -413,16 +467,141 @@ def test_postgresql_values_are_plain_ones(server: Database) -> None:
 
 
 def test_postgresql_sleeps(server: Database) -> None:
-    assert len(run_sql(server, "select pg_sleep(0.01)", None).rows) == 1
+    assert len(run_sql(server, "select pg_sleep(0.01)", None, trust_role=True).rows) == 1
 
 
 def test_postgresql_says_when_the_connection_is_lost(server: Database) -> None:
     with pytest.raises(UcformatError, match="connection") as caught:
-        run_sql(server, "select pg_terminate_backend(pg_backend_pid())", None)
+        run_sql(server, "select pg_terminate_backend(pg_backend_pid())", None, trust_role=True)
     assert not isinstance(caught.value, UsageError | Refused)
-    assert run_sql(server, "select 1", None).rows == ((1,),)
+    assert run_sql(server, "select 1", None, trust_role=True).rows == ((1,),)
 
 
 def test_postgresql_times_that_python_has_not(server: Database) -> None:
     with pytest.raises(UsageError, match="too large"):
-        run_sql(server, "select 'infinity'::timestamptz", None)
+        run_sql(server, "select 'infinity'::timestamptz", None, trust_role=True)
+
+
+@pytest.mark.parametrize(
+    "lifting",
+    [
+        "set_config('statement_timeout', '0', false)",
+        "set_config('transaction_timeout', '0', false)",
+        "pg_sleep(0)",
+    ],
+)
+def test_postgresql_statements_cannot_lift_the_time_limit(server: Database, lifting: str) -> None:
+    """The first row lifts it, the others wait."""
+    if (
+        "transaction_timeout" in lifting
+        and run_sql(server, "select 1 from pg_settings where name = 'transaction_timeout'", None, trust_role=True).rows
+        == ()
+    ):
+        pytest.skip("this server has none")
+    rows = "from generate_series(1, 9) i"
+    statement = f"select case i when 1 then {lifting}::text else pg_sleep(3600)::text end {rows}"
+    with pytest.raises(UcformatError, match=r"ended after 0.5 s"):
+        run_sql(server, statement, None, timeout=0.5, trust_role=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*ServerCursor:ResourceWarning")  # SQLAlchemy closes none whose connection is gone
+def test_postgresql_is_hung_up_on_if_it_does_not_end(server: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    with server.writing() as c:
+        c.exec_driver_sql(
+            "create function deaf() returns int language plpgsql as $$ begin loop begin perform pg_sleep(3600);"
+            " exception when query_canceled then null; end; end loop; end $$"
+        )
+    monkeypatch.setattr(sql, "_GRACE", 0.5)
+    with pytest.raises(UcformatError, match=r"ended after 0.2 s"):
+        run_sql(server, "select deaf()", None, timeout=0.2, trust_role=True)
+    gc.collect()
+    with server.writing() as c:  # nobody listens to it any more, and it would go on for as long as the server
+        c.exec_driver_sql(
+            "select pg_terminate_backend(pid) from pg_stat_activity where position('deaf()' in query) > 0"
+            " and pid <> pg_backend_pid()"
+        )
+
+
+def test_a_superuser_is_not_let_near(server: Database) -> None:
+    with pytest.raises(Refused, match="more than read tables: it is a superuser") as caught:
+        run_sql(server, "select 1", None)
+    assert "--trust-role" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "select pg_read_file('postgresql.conf')",
+        "select pg_read_binary_file('postgresql.conf')",
+        "select pg_ls_dir('.')",
+        "select pg_stat_file('postgresql.conf')",
+        "select lo_import('postgresql.conf')",
+        "select lo_export(1, '{other}')",
+        "select pg_create_physical_replication_slot('mine')",
+        "select pg_create_logical_replication_slot('mine', 'pgoutput')",
+        "select pg_reload_conf()",
+        "select pg_rotate_logfile()",
+        "select pg_switch_wal()",
+        "select pg_create_restore_point('mine')",
+        "select pg_terminate_backend(pid) from pg_stat_activity where usename <> session_user and pid is not null",
+        "select set_config('role', '{superuser}', false)",
+        "select set_config('session_authorization', '{superuser}', false)",
+        "select query_to_xml('select pg_read_file(''postgresql.conf'')', true, true, '')",
+    ],
+)
+def test_an_ordinary_role_reaches_nothing_but_tables(
+    postgres_server: Postgres, ordinary: Database, tmp_path: Path, statement: str
+) -> None:
+    """All of these a superuser may do in a transaction that is read only."""
+    other, superuser = tmp_path / "other", postgres_server.url.username
+    with pytest.raises((Refused, UsageError), match=r"permission denied|only|privilege|role|terminate"):
+        run_sql(ordinary, statement.format(other=other, superuser=superuser), None)
+    assert not other.exists()
+    assert run_sql(ordinary, "select count(*) from pg_replication_slots", None).rows == ((0,),)
+
+
+@pytest.fixture(scope="module")
+def ordinary(postgres_server: Postgres) -> Iterator[Database]:
+    database = Database(postgres_server.fresh())
+    yield database
+    database.close()
+
+
+@pytest.mark.parametrize(
+    ("right", "said"),
+    [
+        ("pg_read_server_files", "a member of pg_read_server_files"),
+        ("pg_write_server_files", "a member of pg_write_server_files"),
+        ("pg_execute_server_program", "a member of pg_execute_server_program"),
+        ("pg_signal_backend", "a member of pg_signal_backend"),
+        ("superuser", "may become one"),
+        ("replication", "may start replication as"),
+        ("execute on function pg_read_file(text)", "may call pg_read_file"),
+        ("pg_monitor", None),
+        ("pg_read_all_data", None),
+    ],
+)
+def test_a_role_that_may_do_more_is_refused(postgres_server: Postgres, right: str, said: str | None) -> None:
+    url = postgres_server.fresh()
+    inner = f"{right}_of_tests"
+    if right in ("superuser", "replication"):  # not inherited, but the role can be set, in the statement itself
+        postgres_server._run(f"create role {inner} {right}")
+        postgres_server.grant(inner, url)
+    elif right.startswith("execute"):
+        admin = sa.create_engine(postgres_server.url.set(database=sa.make_url(url).database), poolclass=sa.NullPool)
+        with admin.begin() as c:
+            c.exec_driver_sql(f"grant {right} to {sa.make_url(url).username}")
+    else:
+        postgres_server.grant(right, url)
+    database = Database(url)
+    try:
+        if said is None:
+            assert run_sql(database, "select 1", None).rows == ((1,),)
+            return
+        with pytest.raises(Refused, match=said):
+            run_sql(database, "select 1", None)
+        assert run_sql(database, "select 1", None, trust_role=True).rows == ((1,),)
+    finally:
+        database.close()
+        postgres_server.drop(url)
+        postgres_server._run(f"drop role if exists {inner}") if right in ("superuser", "replication") else None

@@ -146,11 +146,27 @@ class Reader:
         with self._database.reading() as c:
             return diff(c, resolve(c, parse_ref(a)), resolve(c, parse_ref(b)), now())
 
-    def sql(self, statement: str, limit: int | None = None) -> Table:
-        """The rows of one SQL statement, which the database does not let write."""
+    def sql(
+        self,
+        statement: str,
+        limit: int | None = None,
+        *,
+        timeout: float | None = 60,
+        memory: int | None = None,
+        trust_role: bool = False,
+    ) -> Table:
+        """The rows of one SQL query, which the database does not let write.
+
+        Args:
+            statement: One SELECT, VALUES or WITH.
+            limit: The most rows; None for all.
+            timeout: Seconds until the query is ended; None for no limit.
+            memory: Bytes that SQLite may take in this process, for good; None for no limit.
+            trust_role: Whether to ask PostgreSQL under a role that may do more than read tables.
+        """
         from ucformat.catalog.sql import run_sql
 
-        return run_sql(self._database, statement, limit)
+        return run_sql(self._database, statement, limit, timeout=timeout, memory=memory, trust_role=trust_role)
 
     def events(self, ref: str | None = None, limit: int = 100) -> list[EventEntry]:
         """The audit log, the newest first: of one checkpoint, or of all."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import sqlite3
-from contextlib import closing
+import sys
+import threading
+import time as clock
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
@@ -17,13 +21,16 @@ from ucformat.catalog.engine import explaining
 from ucformat.errors import Refused, UcformatError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from sqlalchemy import Connection
 
     from ucformat.catalog.engine import Database
 
-__all__ = ["Table", "run_sql"]
+__all__ = ["TIMEOUT", "Table", "run_sql"]
+
+TIMEOUT = 60.0  # seconds
+_ROOM = 256 << 20  # bytes of all the values of a result
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +46,51 @@ class Table:
     truncated: bool
 
 
-def run_sql(database: Database, statement: str, limit: int | None = None) -> Table:
+def run_sql(
+    database: Database,
+    statement: str,
+    limit: int | None = None,
+    *,
+    timeout: float | None = TIMEOUT,
+    memory: int | None = None,
+    trust_role: bool = False,
+) -> Table:
     """The rows of one query, at most `limit` of them.
 
-    What PostgreSQL lets a role do outside of tables (files of the server, other sessions) is for its grants to say.
+    Args:
+        database: Where to ask.
+        statement: One SELECT, VALUES or WITH.
+        limit: The most rows; None for all, as long as they fit into 256 MiB.
+        timeout: Seconds until the query is ended; None for no limit.
+        memory: Bytes that SQLite may take in this process, for good: the library has no limit for one connection.
+        trust_role: Whether to ask PostgreSQL under a role that may do more than read tables.
 
     Raises:
-        Refused: it is not a query, or one that writes.
+        Refused: it is not a query, or one that writes, or PostgreSQL's role may do more than read tables.
         UsageError: the engine cannot make sense of it.
+        UcformatError: it took too long, or gave too much.
     """
     if limit is not None and limit < 0:
         raise UsageError(f"the limit cannot be {limit}", hint="leave it out for all rows")
+    if timeout is not None and not 0 < timeout <= _LONGEST:
+        raise UsageError(f"the time limit cannot be {timeout:g} s", hint="leave it out for 60 s; None is without limit")
     if not statement.strip():
         raise UsageError("there is no SQL in it", hint="write a query, such as: select id from checkpoint")
     if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in statement):
         raise UsageError("SQL cannot hold NUL, or what is not Unicode text")
-    return (_sqlite if database.sqlite else _postgresql)(database, statement, limit)
+    if database.sqlite:
+        return _sqlite(database, statement, limit, timeout, memory)
+    return _postgresql(database, statement, limit, timeout, trust_role=trust_role)
+
+
+_LONGEST = 1_000_000  # seconds: PostgreSQL counts milliseconds in 31 bits
+
+
+def _late(timeout: float | None) -> UcformatError:
+    return UcformatError(
+        f"the query was ended after {timeout:g} s",
+        hint="ask for less, or allow it more time: `ucp sql --timeout 10m`",
+    )
 
 
 def _refused(said: str) -> Refused:
@@ -65,8 +101,27 @@ def _refused(said: str) -> Refused:
 
 
 def _table(columns: Iterable[str], rows: Iterable[Iterable[Any]], limit: int | None) -> Table:
-    found = [tuple(map(_plain, row)) for row in islice(rows, None if limit is None else limit + 1)]
+    found: list[tuple[Any, ...]] = []
+    room = _ROOM
+    for row in islice(rows, None if limit is None else limit + 1):
+        found.append(tuple(map(_plain, row)))
+        room -= _nbytes(found[-1])
+        if room < 0:
+            raise UcformatError(
+                f"the result has more than {_ROOM >> 20} MiB, at row {len(found)}",
+                hint="ask for fewer rows (`-n`), or fewer columns",
+            )
     return Table(tuple(columns), tuple(found[:limit]), limit is not None and len(found) > limit)
+
+
+def _nbytes(value: Any) -> int:
+    """The memory that a value takes, about."""
+    match value:
+        case list() | tuple():
+            return 64 + sum(map(_nbytes, value))
+        case dict():
+            return 64 + sum(_nbytes(k) + _nbytes(v) for k, v in value.items())
+    return 8 + sys.getsizeof(value)
 
 
 def _plain(value: Any) -> Any:
@@ -85,7 +140,17 @@ def _plain(value: Any) -> Any:
 
 
 # SQLite: a connection of its own, opened to be read only, on which an authorizer allows nothing but reading. The first
-# alone would let it attach other files, and change its own settings.
+# alone would let it attach other files, and change its own settings. Limits keep one step of the query small, so that
+# the handler that is called between steps can end it.
+
+_STEPS = 100  # of SQLite's machine, from one look at the time to the next
+_LIMITS = {
+    sqlite3.SQLITE_LIMIT_LENGTH: 16 << 20,  # bytes of a value, and of a row
+    sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 1000,
+    sqlite3.SQLITE_LIMIT_COLUMN: 500,
+    sqlite3.SQLITE_LIMIT_ATTACHED: 0,
+    sqlite3.SQLITE_LIMIT_WORKER_THREADS: 0,
+}
 
 _READS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE}
 _PRAGMAS = {
@@ -118,7 +183,7 @@ def _allowed(action: int, first: str, second: str) -> bool:
     return action in _READS
 
 
-def _sqlite(database: Database, statement: str, limit: int | None) -> Table:
+def _sqlite(database: Database, statement: str, limit: int | None, timeout: float | None, memory: int | None) -> Table:
     with database.reading() as c:
         file = next(Path(path) for _, name, path in c.exec_driver_sql("PRAGMA database_list") if name == "main")
     denied = []
@@ -129,47 +194,147 @@ def _sqlite(database: Database, statement: str, limit: int | None) -> Table:
         denied.append(action)
         return sqlite3.SQLITE_DENY
 
+    end = None if timeout is None else clock.monotonic() + timeout
+    late = False
+
+    def out_of_time() -> bool:  # it is called without a time limit, too: else Ctrl-C would wait for the end
+        nonlocal late
+        late = end is not None and clock.monotonic() > end
+        return late
+
     try:
         with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True, isolation_level=None)) as connection:
             connection.execute("PRAGMA query_only = ON")
+            if memory is not None:
+                connection.execute("PRAGMA temp_store = MEMORY")  # what is sorted and joined counts, too
+                connection.execute(f"PRAGMA hard_heap_limit = {memory}")
+            for category, most in _LIMITS.items():
+                connection.setlimit(category, most)
             connection.set_authorizer(authorize)
-            connection.set_progress_handler(lambda: 0, 1_000_000)  # else Ctrl-C would wait for the end of the query
+            connection.set_progress_handler(out_of_time, _STEPS)
             connection.text_factory = lambda data: data.decode(errors="replace")
             cursor = connection.execute(statement)
             if cursor.description is None:
                 raise _refused("this gives no rows")
             return _table([column[0] for column in cursor.description], cursor, limit)
-    except (sqlite3.Error, sqlite3.Warning) as error:  # a warning is what several statements are, before Python 3.12
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-        if code == sqlite3.SQLITE_INTERRUPT:
-            raise KeyboardInterrupt from error
-        if denied or code == sqlite3.SQLITE_READONLY:
-            raise _refused(str(error)) from error
-        if code in _BROKEN:
-            raise UcformatError(f"the catalog {database.url}: {error}") from error
-        raise UsageError(f"SQLite: {error}", hint=_TABLES) from error
+    except (sqlite3.Error, sqlite3.Warning, MemoryError) as error:
+        if late:
+            raise _late(timeout) from error
+        raise _meaning(error, database, denied=bool(denied)) from error
+
+
+def _meaning(error: Exception, database: Database, *, denied: bool) -> BaseException:
+    """What to raise for an error of SQLite; a warning is what several statements are, before Python 3.12."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    if isinstance(error, MemoryError):
+        return UcformatError("the query needs more memory than it may take", hint="ask for less at once")
+    if code == sqlite3.SQLITE_INTERRUPT:
+        return KeyboardInterrupt()
+    if denied or code == sqlite3.SQLITE_READONLY:
+        return _refused(str(error))
+    if code in _BROKEN:
+        return UcformatError(f"the catalog {database.url}: {error}")
+    return UsageError(f"SQLite: {error}", hint=_TABLES)
 
 
 # PostgreSQL: DECLARE CURSOR takes nothing but a query, and the protocol that psycopg sends it by takes one statement,
-# so that the read-only transaction around it cannot be ended or changed.
+# so that the read-only transaction around it cannot be ended or changed. But functions that reach beyond tables run in
+# such a transaction, too, and a query may leave any role that is set for it, and any time limit of its session, by
+# set_config(): so what counts is what the role of the connection may become, and the clock here.
 
 _NO_CURSOR = {"42601", "0A000", "42P11"}  # syntax error, not supported, invalid cursor: what it says is not the point
 _WRITES = {"25006", "25001", "42501"}  # read-only transaction, mode set too late, insufficient privilege
 _FAILURES = {"40", "53", "55", "57", "58", "XX"}  # not of the query: deadlock, no room, locks, shutdown, system, bugs
 _MESSAGE = ord("M")  # a field of PostgreSQL's errors
+_GRACE = 5.0  # seconds in which PostgreSQL ends what it was told to end
+_RIGHTS = """
+with mine as (
+  select oid, rolname, rolsuper, rolreplication from pg_roles where pg_has_role(session_user, oid, 'member')
+)
+select 'it is a superuser, or may become one (' || rolname || ')' from mine where rolsuper
+union all
+select 'it may start replication' || case rolname when session_user then '' else ' as ' || rolname end
+from mine where rolreplication
+union all
+select 'it is a member of ' || rolname from mine
+where rolname in ('pg_read_server_files', 'pg_write_server_files', 'pg_execute_server_program', 'pg_signal_backend')
+union all
+select 'it may call ' || min(proname) from mine, pg_proc
+where pronamespace = 'pg_catalog'::regnamespace and proacl is not null
+and has_function_privilege(mine.oid, pg_proc.oid, 'execute')
+and not has_function_privilege('public', pg_proc.oid, 'execute')
+and not has_function_privilege('pg_monitor', pg_proc.oid, 'execute')
+having count(*) > 0
+"""  # functions that PostgreSQL keeps from everybody: those of pg_monitor show what the server does, and no more
 
 
-def _postgresql(database: Database, statement: str, limit: int | None) -> Table:
+def _postgresql(
+    database: Database, statement: str, limit: int | None, timeout: float | None, *, trust_role: bool
+) -> Table:
     with explaining(database.url), database.engine.connect() as opened:
         c = opened.execution_options(
             postgresql_readonly=True, isolation_level="REPEATABLE READ", stream_results=True, no_parameters=True
         )
         c.detach()  # it is closed afterwards, with all that a query can do to a session
+        driver: Any = c.connection.dbapi_connection
+        rights = None if trust_role else driver.execute(_RIGHTS).fetchone()
+        if rights is not None:
+            raise Refused(
+                f"PostgreSQL's role {driver.info.user!r} may do more than read tables: {rights[0]}",
+                hint="ask under a role for reading (docs/catalog.md shows how to make one), or say --trust-role",
+            )
+        late = threading.Event()
         try:
-            with closing(c.exec_driver_sql(statement)) as result:
-                return _table(result.keys(), result, limit)
-        except DBAPIError as error:
+            with _ending(driver, timeout, late), closing(c.exec_driver_sql(statement)) as result:
+                return _table(result.keys(), _until(late, result), limit)
+        except (DBAPIError, _Late) as error:
+            if late.is_set():
+                c.invalidate()  # what it was doing is not to be waited for
+                driver.close()
+                raise _late(timeout) from error
+            if isinstance(error, _Late):
+                raise
             raise _explained(c, statement, error) from error
+
+
+class _Late(Exception):
+    """The time was up between two rows."""
+
+
+def _until(late: threading.Event, rows: Iterable[Iterable[Any]]) -> Iterator[Iterable[Any]]:
+    for row in rows:
+        if late.is_set():
+            raise _Late
+        yield row
+
+
+@contextmanager
+def _ending(driver: Any, timeout: float | None, late: threading.Event) -> Iterator[None]:
+    """End what the connection does when the time is up: ask the server to, then hang up."""
+    if timeout is None:
+        yield
+        return
+    # What we have hung up on ends, too, unless it has lifted this.
+    driver.execute(f"SET LOCAL statement_timeout = {int((timeout + _GRACE) * 1000)}")
+    done = threading.Event()
+
+    def end() -> None:
+        if done.wait(timeout):
+            return
+        late.set()
+        with suppress(Exception):  # whatever fails here, the connection is closed
+            driver.cancel_safe(timeout=_GRACE)
+        if not done.wait(_GRACE):
+            with suppress(OSError), socket.fromfd(driver.pgconn.socket, socket.AF_INET, socket.SOCK_STREAM) as line:
+                line.shutdown(socket.SHUT_RDWR)
+
+    watch = threading.Thread(target=end, name="ucformat-sql", daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watch.join()
 
 
 def _explained(connection: Connection, statement: str, error: DBAPIError) -> Exception:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucformat.cli.catalogs import opened_catalog
-from ucformat.cli.options import CATALOG, command
+from ucformat.cli.options import CATALOG, TIME, command
 from ucformat.cli.output import terminal_width
 from ucformat.cli.text import plural, tabbed, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from datetime import timedelta
 
     from ucformat.catalog.sql import Table
     from ucformat.cli.output import Output
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["sql"]
 
 _MOST = 100
+_MEMORY = 1 << 30  # of SQLite
 
 
 @command
@@ -32,8 +34,21 @@ _MOST = 100
     metavar="N",
     help=f"At most so many rows; 0 for all.  [default: {_MOST}, with -q and --json all]",
 )
+@click.option(
+    "--timeout",
+    type=TIME,
+    default="60s",
+    show_default=True,
+    metavar="TIME",
+    help="End the query after so long.",
+)
+@click.option(
+    "--trust-role",
+    is_flag=True,
+    help="Ask PostgreSQL under a role that may do more than read tables (docs/catalog.md).",
+)
 @CATALOG
-def sql(statement: str, limit: int | None, out: Output) -> None:
+def sql(statement: str, limit: int | None, timeout: timedelta, *, trust_role: bool, out: Output) -> None:
     """Ask the catalog in SQL; the database lets nothing be written.
 
     For one: ucp sql 'select run.name, max(step) from checkpoint join run on run.id = run_id group by 1'.
@@ -42,7 +57,9 @@ def sql(statement: str, limit: int | None, out: Output) -> None:
     if limit is None and not (out.quiet or out.as_json):
         limit = _MOST
     with opened_catalog() as catalog:
-        found = catalog.sql(statement, limit or None)
+        found = catalog.sql(
+            statement, limit or None, timeout=timeout.total_seconds(), memory=_MEMORY, trust_role=trust_role
+        )
     out.result(
         lambda: _table(found),
         lambda: {
