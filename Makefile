@@ -7,7 +7,7 @@ ENGINE := .engines/deepspeed/.installed
 # The two environments are made side by side, and what is ready is checked meanwhile.
 MAKEFLAGS += --jobs=2
 
-.PHONY: demo test test-all model check resolve bench engines clean
+.PHONY: demo test test-all model fuzz check resolve bench engines clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +42,11 @@ test-all: check $(ENGINE)
 model: $(STAMP)
 	$(BIN)/python -m tests.schedules pairs --out model-pairs.jsonl
 	$(BIN)/python -m tests.schedules three 0 100000 --out model-three.jsonl
+
+## fuzz: what strangers write, mutated to reach as much code as possible: 10 million inputs (hours)
+fuzz: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt atheris
+	$(BIN)/python -m tests.fuzz --runs 800000 --out .fuzz/done.jsonl
 
 ## resolve: whether all extras resolve without constraints.txt, with the releases of today; installs nothing
 resolve: $(STAMP)
