@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import struct
+import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -279,3 +280,67 @@ def test_depth_is_no_matter() -> None:
 
 def test_a_memo_index_costs_no_memory() -> None:
     assert load(pickled(b"Nr" + struct.pack("<I", 0xFFFFFFFF))) is None
+
+
+class Met:
+    """How often keys are compared, of which all have one hash."""
+
+    times = 0
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        Met.times += 1
+        return self is other
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        dict.fromkeys,
+        lambda keys: {(k, 1): None for k in keys},
+        lambda keys: dict.fromkeys(map(float, keys)),
+        set,
+        frozenset,
+        collections.OrderedDict.fromkeys,
+        lambda keys: [set(keys[i : i + 500]) for i in range(0, len(keys), 500)],
+    ],
+)
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_keys_that_meet_are_compared_no_more_than_the_file_justifies(
+    monkeypatch: pytest.MonkeyPatch, make: Any, protocol: int
+) -> None:
+    monkeypatch.setattr("ucformat.sources.unpickle._FEW", 1000)
+    monkeypatch.setattr("ucformat.sources.unpickle._MEETINGS", 1)
+    monkeypatch.setattr("ucformat.sources.allowed.plain_key", Met)
+    monkeypatch.setattr("ucformat.sources.unpickle.plain_key", Met)
+    Met.times = 0
+    value = make(list(range(100_000, 102_000)))
+    data = pickle.dumps(value, protocol)
+    with contextlib.suppress(Refused):
+        load(data)
+    assert Met.times <= len(data)
+
+
+def test_many_keys_of_one_hash_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ucformat.sources.unpickle._FEW", 1 << 16)
+    monkeypatch.setattr("ucformat.sources.unpickle._MEETINGS", 1)
+    keys = [(i // 7 * sys.hash_info.modulus, i % 7 * sys.hash_info.modulus) for i in range(21)]
+    assert len({hash(k) for k in keys}) == 1
+    assert load(pickle.dumps(dict.fromkeys(keys), 2)) == dict.fromkeys(keys)
+    many = [tuple(int(d) * sys.hash_info.modulus for d in np.base_repr(i, 4).zfill(6)) for i in range(3000)]
+    assert len({hash(k) for k in many}) == 1
+    with pytest.raises(Refused, match="neither text nor small numbers"):
+        load(pickle.dumps(dict.fromkeys(many), 4))
+
+
+def test_keys_of_checkpoints_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ucformat.sources.unpickle._FEW", 1000)
+    monkeypatch.setattr("ucformat.sources.unpickle._MEETINGS", 0)
+    for keys in (range(20_000), map(str, range(20_000))):
+        value = dict.fromkeys(keys)
+        assert load(pickle.dumps(value, 2)) == value

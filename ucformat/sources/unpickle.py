@@ -32,7 +32,7 @@ from ucformat.sources.stand_ins import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 __all__ = ["unpickle"]
 
@@ -56,6 +56,9 @@ def unpickle(data: bytes, *, file: str, storage_nbytes: Callable[[str], int], al
 _NUMBERS = {form: struct.Struct("<" + form) for form in "HiIQ"}
 _NAME = 1000  # characters of the name of a global
 _COPIES, _LEAST = 8, 1 << 20  # parts of values that calls may copy: so many for each byte of the file, but some always
+_MEETINGS, _FEW = 64, 1 << 24  # of keys that may meet in a table: so many for each byte of the file, but some always
+_SMALL = 1024
+_KEYED = {"set", "frozenset", "dict", "OrderedDict", "Counter", "defaultdict"}
 _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, PurePosixPath)
 
 
@@ -69,6 +72,7 @@ class _Machine:
         self.memo: dict[int, Any] = {}
         self.storage_nbytes, self.allow = storage_nbytes, allow
         self.copies = max(_LEAST, _COPIES * self.end)
+        self.meetings = max(_FEW, _MEETINGS * self.end)
 
     def run(self) -> Any:
         data, table = self.data, _OPCODES
@@ -120,7 +124,25 @@ class _Machine:
         self.copies -= sum(len(a if not isinstance(a, PurePosixPath) else str(a)) for a in args if type(a) in _SIZED)
         if self.copies < 0:
             raise Refused("its pickle copies the same values again and again, which no checkpoint needs")
+        if maker.name.rpartition(".")[2] in _KEYED:
+            for a in args:
+                if isinstance(a, list | tuple):
+                    self.count_meetings([k[0] if type(k) in (list, tuple) and k else k for k in a], 0)
+                elif isinstance(a, dict | set | frozenset):
+                    self.count_meetings(a, 0)
         return maker.make(*args)
+
+    def count_meetings(self, keys: Iterable[Any], held: int) -> None:
+        """Refuse keys that may all have the same hash: then each meets all `held` ones before it.
+
+        Texts are hashed with a secret of the process, and whole numbers from 0 on do not meet; whoever writes a file
+        can choose others such that they do.
+        """
+        for n, key in enumerate(keys, held):
+            if type(key) is not str and (type(key) is not int or not 0 <= key <= 2 * n + _SMALL):
+                self.meetings -= n
+        if self.meetings < 0:
+            raise Refused("its pickle has more keys that are neither text nor small numbers than any checkpoint needs")
 
     def reduce(self) -> None:
         args = self.stack.pop()
@@ -171,6 +193,7 @@ class _Machine:
         if isinstance(target, Inert):
             target.items.extend(zip(items[::2], items[1::2], strict=True))
         elif isinstance(target, dict):
+            self.count_meetings(items[::2], len(target))
             for i in range(0, len(items), 2):
                 key = items[i]
                 target[key if type(key) is str else plain_key(key)] = items[i + 1]
@@ -181,11 +204,18 @@ class _Machine:
         items = self.popped_to_mark()
         if not isinstance(self.stack[-1], set):
             raise IntegrityError("its pickle adds to what is not a set")
+        self.count_meetings(items, len(self.stack[-1]))
         self.stack[-1].update(map(plain_key, items))
 
     def dictionary(self) -> None:
         items = self.popped_to_mark()
+        self.count_meetings(items[::2], 0)
         self.push({plain_key(k): v for k, v in zip(items[::2], items[1::2], strict=True)})
+
+    def frozen_set(self) -> None:
+        items = self.popped_to_mark()
+        self.count_meetings(items, 0)
+        self.push(frozenset(map(plain_key, items)))
 
     def tuple_of(self, n: int) -> None:
         if len(self.stack) < n:
@@ -296,7 +326,7 @@ _OPCODES: dict[int, Callable[[_Machine], None]] = {
         "l": lambda m: m.push(m.popped_to_mark()),
         "d": _Machine.dictionary,
         "t": lambda m: m.push(tuple(m.popped_to_mark())),
-        "\x91": lambda m: m.push(frozenset(map(plain_key, m.popped_to_mark()))),
+        "\x91": _Machine.frozen_set,
         "\x85": lambda m: m.tuple_of(1),
         "\x86": lambda m: m.tuple_of(2),
         "\x87": lambda m: m.tuple_of(3),
