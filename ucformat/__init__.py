@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ucformat._version import __version__
 from ucformat.catalog.changes import on_change
 from ucformat.format.guards import may_replace
+from ucformat.redacted import hide_in_record
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -93,6 +95,7 @@ def _refuse_protected(store: Store, there: Manifest, new: str | None) -> None:
     refuse_protected(store, there, new)
 
 
+logging.getLogger("ucformat").addFilter(hide_in_record)
 on_change.append(_keep_documents)  # here, for the catalog and the format know nothing of the rooms above them
 may_replace.append(_refuse_protected)
 

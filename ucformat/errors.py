@@ -19,7 +19,8 @@
     ├── Uncertain                         1      no answer came: it may have been written, or not
     └── UpgradeNeeded                     7      written by a newer ucformat
 
-Each carries `hint`, what to do next, which `str()` shows on a line of its own. What is damaged has one always.
+Each carries `hint`, what to do next, which `str()` shows on a line of its own. What is damaged has one always. Secrets
+that this process knows are not in it (docs/security.md, rule 10).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
+
+from ucformat.redacted import hide
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,9 +67,10 @@ class UcformatError(Exception):
     usual_hint: str | None = None
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint or self.usual_hint
+        self.message = hide(message)
+        super().__init__(self.message)
+        self.args = (self.message,)  # what is also an OSError has set them already
+        self.hint = hide(hint) if hint else self.usual_hint
 
     def __str__(self) -> str:
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message

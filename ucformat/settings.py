@@ -18,7 +18,7 @@ import pwd
 import stat
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,12 +49,13 @@ PROJECT_FILE = "ucformat.toml"
 class Settings:
     """What can be set. Plain Python: every command reads settings, and a library for them takes longer than most."""
 
-    catalog: str = ""  # a file's path or a url; "none" switches it off, "" is the default
+    #: A file's path or a url, which may hold a password; "none" switches it off, "" is the default.
+    catalog: str = field(default="", repr=False)
     #: Places in which virtual checkpoints may have their files, besides those that this user has registered.
     roots: tuple[str, ...] = ()
 
     #: Of a service that speaks S3, and is not Amazon's; also AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL.
-    endpoint: str = ""
+    endpoint: str = field(default="", repr=False)
     region: str = ""  # of S3; also AWS_REGION and AWS_DEFAULT_REGION
     deadline: float = 180.0  # seconds after which a failing request to a store is given up
     requests: int = 128  # reads of object stores at once, of the whole process

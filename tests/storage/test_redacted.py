@@ -11,8 +11,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.s3 import CANARY
 from ucformat.errors import UcformatError
+from ucformat.redacted import redacted
 from ucformat.storage.fsspec_store import FsspecStore
-from ucformat.storage.redacted import redacted
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:

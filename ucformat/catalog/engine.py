@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import time
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -18,6 +19,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from ucformat.catalog.models import Base, Identity
 from ucformat.errors import NotFound, Refused, UcformatError, UpgradeNeeded, UsageError
 from ucformat.migrations import HEAD, KNOWN
+from ucformat.redacted import learn, learn_url, redacted, scrub
 from ucformat.settings import local_path
 
 if TYPE_CHECKING:
@@ -74,7 +76,7 @@ class Database:
     def __init__(self, url: str, *, upgrade: bool = False, read_only: bool = False) -> None:
         self._url = _parse(url)
         self.sqlite = self._url.get_backend_name() == "sqlite"
-        self.url = self._url.render_as_string(hide_password=True)
+        self.url = _shown(self._url)
         self.read_only = read_only
         if self.sqlite:
             self._check_place()
@@ -222,15 +224,22 @@ class Database:
 
 def _parse(url: str) -> URL:
     """The url as SQLAlchemy knows it; a path is a SQLite file."""
+    learn_url(url)
     if "://" not in url:
+        if _ALMOST.match(url):
+            raise UsageError("the catalog's url has no :// after its scheme", hint=_URLS)
         url = f"sqlite:///{local_path(url)}"
     elif url.startswith("postgres://"):
         url = f"postgresql://{url.removeprefix('postgres://')}"
     try:
         found = make_url(url)
         backend = found.get_backend_name()
-    except (ArgumentError, NoSuchModuleError) as error:
-        raise UsageError(f"the catalog's url cannot be read: {error}", hint=_URLS) from None
+    except (ArgumentError, NoSuchModuleError, ValueError):  # not said why: that repeats parts of it
+        found = None
+    server = None if found is None or backend == "sqlite" else f"{found.host}{found.database}"
+    if found is None or (server and "@" in server):  # of a password
+        raise UsageError("the catalog's url cannot be read", hint=f"{_URLS}; in a password write @ as %40, / as %2F")
+    learn(str(found.password or ""), *_secret_values(found))
     if backend == "postgresql":
         return found.set(drivername="postgresql+psycopg")
     if backend != "sqlite":
@@ -238,6 +247,26 @@ def _parse(url: str) -> URL:
     return found
 
 
+def _shown(url: URL) -> str:
+    """The url without what may be secret in it: of its parameters, those are shown that are known to hold nothing."""
+    query = {name: value if name in _PLAIN else "***" for name, value in url.query.items()}
+    return url.set(query=query).render_as_string(hide_password=True).replace("=%2A%2A%2A", "=***")
+
+
+def _secret_values(url: URL) -> Iterator[str]:
+    for name, value in url.query.items():
+        if name not in _PLAIN:
+            yield from (value,) if isinstance(value, str) else value
+
+
+#: Parameters of a url that hold nothing secret.
+_PLAIN = {
+    *("host", "hostaddr", "port", "dbname", "user", "application_name", "client_encoding", "connect_timeout"),
+    *("sslmode", "sslrootcert", "sslcert", "sslkey", "gssencmode", "channel_binding", "target_session_attrs"),
+    *("keepalives", "keepalives_idle", "keepalives_interval", "keepalives_count", "tcp_user_timeout", "service"),
+    *("mode", "cache", "uri", "timeout", "passfile"),
+}
+_ALMOST = re.compile(r"(postgres|mysql|mariadb|oracle|mssql)[\w+]*:", re.IGNORECASE)
 _MADE = "it is made when something is recorded: `ucp register PLACE`"
 _URLS = "write a file's path, sqlite:////an/absolute/path.db, or postgresql://user@host/database"
 
@@ -301,8 +330,9 @@ def explaining(url: str) -> Iterator[None]:
     try:
         yield
     except DBAPIError as error:
+        scrub(error)
         said = str(error.orig).strip().splitlines()[0] if error.orig else str(error)
         raise UcformatError(
-            f"the catalog {url}: {said}",
+            f"the catalog {url}: {redacted(said)}",
             hint="is the database there, and may you use it? `ucp catalog info` says which it is",
         ) from error

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 from ucformat.cli.catalogs import file_of, url_of_catalog
 from ucformat.cli.options import CATALOG, command
 from ucformat.cli.output import Heading, terminal_width
 from ucformat.cli.text import count, field
+from ucformat.redacted import shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +37,7 @@ def info(out: Output) -> None:
 
     url = load_settings().catalog_url()
     found: dict[str, Any] = {
-        "url": None if url is None else _masked(url),
+        "url": None if url is None else shown_url(url),
         "from": source_of("catalog"),
         "state": "off",
         "revision": None,
@@ -82,10 +82,6 @@ def _checkpoints(catalog: Catalog) -> dict[str, int]:
 
 def _runs(catalog: Catalog) -> int:
     return int(catalog.sql("select count(*) from run").rows[0][0])
-
-
-def _masked(url: str) -> str:
-    return re.sub(r"(://[^/@:]*:)[^/@]*@", r"\1***@", url)
 
 
 def _describe(found: dict[str, Any]) -> Iterator[str]:

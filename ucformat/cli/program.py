@@ -88,6 +88,7 @@ class Program(LazyGroup):
         """Run, and exit: 0, or the code of the error, which is printed to stderr."""
         argv = sys.argv[1:] if args is None else list(args)
         as_json = "--json" in argv
+        _hide_secrets(argv)
         for stream in (sys.stdout, sys.stderr):  # a name from a checkpoint may hold what the terminal cannot show
             if reconfigure := getattr(stream, "reconfigure", None):
                 reconfigure(errors="backslashreplace")
@@ -109,6 +110,15 @@ class Program(LazyGroup):
         except Exception as error:  # noqa: BLE001 - told below which are expected
             code = _explain(error, as_json=as_json)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _hide_secrets(argv: Sequence[str]) -> None:
+    """Show no secret from here on, of these arguments or any other, whoever writes: tracebacks and warnings too."""
+    from ucformat.redacted import Hiding, learn_url
+
+    for text in argv:
+        learn_url(text)
+    sys.stdout, sys.stderr = Hiding(sys.stdout), Hiding(sys.stderr)
 
 
 def _explain(error: Exception, *, as_json: bool) -> int:

@@ -12,14 +12,18 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
-from ucformat.errors import UsageError
+from ucformat.errors import Refused, UsageError
+from ucformat.redacted import has_users, learn_url
 from ucformat.storage.base import check_key
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
 
 __all__ = [
+    "NOWHERE",
     "SCHEMES",
     "Options",
     "Place",
@@ -39,7 +43,15 @@ SCHEMES = {
     **dict.fromkeys(("http", "https"), "http"),
 }
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:]*)(:\d*)?")  # else what follows the colon is a password with a slash in it
-_SIGNED = re.compile(r"[?&](x-[a-z]+-|awsaccesskeyid=|googleaccessid=|signature=|sig=|[a-z_]*token=)", re.IGNORECASE)
+_SIGNED = re.compile(
+    r"[?&;#](x-[a-z]+-|awsaccesskeyid=|googleaccessid=|[\w.-]*(token|secret|passw(or)?d|pwd|credential|signature|sig|key)=)",
+    re.IGNORECASE,
+)
+#: The proxy of what is not to be reached; nothing ever listens at port 0.
+NOWHERE = "http://127.0.0.1:0"
+_AMAZON = ("amazonaws.com", "amazonaws.com.cn", "api.aws", "169.254.0.0/16", "fd00:ec2::/32")  # and its metadata
+_AWS_URLS = ("AWS_ENDPOINT_URL_STS", "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_METADATA_ENDPOINT")
+_SAS = ("AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN")
 _CONNECT, _STALL, _WHOLE = "10s", "30s", "300s"  # to connect; between two parts of a body; for all of a request
 
 
@@ -66,10 +78,11 @@ class Place:
 
 def refuse_secrets(url: str) -> None:
     """UsageError where a url of any scheme holds what may be secret, which is not repeated."""
+    learn_url(url)
     for part in url.split("::"):  # fsspec's chains
         scheme, _, rest = part.rpartition("://")
         user, _, host = rest.partition("/")[0].partition("?")[0].rpartition("@")
-        if ":" in user or not _HOST.fullmatch(host) or _SIGNED.search(rest):
+        if ":" in user or (user and not has_users(scheme)) or not _HOST.fullmatch(host) or _SIGNED.search(rest):
             raise _secret(scheme)
 
 
@@ -120,6 +133,8 @@ def connect(place: Place, options: Options) -> Client:
         return store.GCSStore(place.bucket, prefix=prefix, **common)
     if place.cloud == "az":
         account: dict[str, Any] = {"account_name": place.account} if place.account else {}
+        if any(os.environ.get(name) for name in _SAS):
+            common["client_options"] |= _only_to("core.windows.net", os.environ.get("AZURE_STORAGE_ENDPOINT", ""))
         return store.AzureStore(place.bucket, prefix=prefix, **account, **common)
     if place.cloud == "http":
         common["client_options"]["allow_http"] = place.root.startswith("http://")
@@ -132,11 +147,28 @@ def connect(place: Place, options: Options) -> Client:
         common["client_options"]["allow_http"] = endpoint.startswith("http://")
     if region:
         common["region"] = region
+    hosts = [endpoint] if endpoint else [*_AMAZON]
     if session is not None and session.get_credentials() is not None:
         from obstore.auth.boto3 import Boto3CredentialProvider
 
         common["credential_provider"] = Boto3CredentialProvider(session)
+    elif not keys_in_environment():  # obstore itself asks for credentials, and elsewhere
+        hosts += [*_AMAZON, *(os.environ.get(name, "") for name in _AWS_URLS)]
+    common["client_options"] |= _only_to(*hosts)
     return store.S3Store(place.bucket, prefix=prefix, **common)
+
+
+def _only_to(*places: str) -> dict[str, Any]:
+    """Options by which a client reaches these hosts, and is led to no other by a redirect, with a token or signature.
+
+    obstore follows redirects, and takes only the header `Authorization` off on the way: not S3's session token, nor the
+    signature in a url of Azure, which the next request names as its referrer. It cannot be told not to. So all else is
+    behind a proxy that is not there. Where the user has a proxy for these hosts, that has to be used.
+    """
+    hosts = [host for place in places if (host := urlsplit(place).hostname if "://" in place else place)]
+    if getproxies().keys() & {"http", "https", "all"} and not all(map(proxy_bypass, hosts)):
+        return {}
+    return {"proxy_url": NOWHERE, "proxy_excludes": ",".join(hosts)}
 
 
 def s3_terms(options: Options) -> tuple[str, str | None, Any]:
@@ -167,4 +199,14 @@ def boto_session() -> Any:
         import boto3
     except ImportError:
         return None
-    return boto3.Session()
+    try:
+        session = boto3.Session()
+        session.get_credentials()
+    except Exception as error:  # noqa: BLE001 - botocore has many, and some repeat lines of the file
+        name = type(error).__name__
+    else:
+        return session
+    raise Refused(
+        f"boto3 cannot make sense of what configures AWS here ({name})",
+        hint="look at AWS_PROFILE and at the files of ~/.aws; `aws sts get-caller-identity` says more",
+    )

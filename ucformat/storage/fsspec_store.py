@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ucformat.errors import IntegrityError, NotFound, Refused, UcformatError
+from ucformat.redacted import learn, named_secrets, redacted, secrets_in
 from ucformat.storage.base import HIDDEN, Costs, Info, check_key, check_range, content_version
 from ucformat.storage.oserrors import explaining
-from ucformat.storage.redacted import redacted, secrets_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["FsspecStore"]
 
@@ -37,6 +36,7 @@ class FsspecStore:
             filesystem, path = fsspec.core.url_to_fs(url, **options)
         else:
             path = filesystem._strip_protocol(url)  # noqa: SLF001 - as url_to_fs does
+        learn(*named_secrets(getattr(filesystem, "storage_options", {})))
         self._fs, self._root, self._url = filesystem, path.rstrip("/"), url.rstrip("/")
 
     def __reduce__(self) -> tuple[type[FsspecStore], tuple[str, Any]]:
@@ -53,9 +53,7 @@ class FsspecStore:
     def info(self, key: str) -> Info:
         """Size and version of a file."""
         path = self._path(key)
-        with self._asking("read", key):
-            self._fs.invalidate_cache(path)
-            found = self._fs.info(path)
+        found = self._ask("read", key, lambda: _info_of(self._fs, path))
         if found["type"] == "directory":
             raise NotFound(f"{self._url}/{key} is a folder, not a file")
         return _info(key, found)
@@ -64,8 +62,8 @@ class FsspecStore:
         """Bytes of a file."""
         if nbytes is None:
             if not offset:
-                with self._asking("read", key):
-                    return bytes(self._fs.cat_file(self._path(key)))
+                path = self._path(key)
+                return bytes(self._ask("read", key, lambda: self._fs.cat_file(path)))
             size = self.info(key).size
             nbytes = size - offset
             check_range(f"{self._url}/{key}", offset, nbytes, size)
@@ -111,9 +109,7 @@ class FsspecStore:
     def list(self, prefix: str = "") -> Iterator[Info]:
         """All files below a folder, in the order of their keys; they are all asked for before the first comes."""
         folder = self._path(prefix) if prefix else self._root
-        with self._asking("list", prefix):
-            self._fs.invalidate_cache()
-            found = _find(self._fs, folder)
+        found = self._ask("list", prefix, lambda: _find(self._fs, folder))
         start = len(self._root) + 1
         shown = (
             (path[start:], file)
@@ -147,21 +143,18 @@ class FsspecStore:
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
 
-    @contextmanager
-    def _asking(self, action: str, key: str) -> Iterator[None]:
+    def _ask(self, action: str, key: str, call: Callable[[], Any]) -> Any:
+        """What `call` gives; its error is not chained to ours: what a library says may hold secrets."""
         name = f"{self._url}/{key}"
         try:
             with explaining(action, name):
-                try:
-                    yield
-                except (UcformatError, OSError):
-                    raise
-                except Exception as error:  # noqa: BLE001 - each library behind fsspec has its own
-                    said = f"cannot {action} {name}: {type(error).__name__}: {error}"
-                    raise UcformatError(said) from None
-        except UcformatError as error:  # not chained: what the library said may hold secrets
-            said = redacted(error.message.replace(name, _NAME), secrets_in(getattr(self._fs, "storage_options", {})))
-            raise type(error)(said.replace(_NAME, name), hint=error.hint) from None
+                return call()
+        except UcformatError as error:
+            kind, message, hint = type(error), error.message, error.hint
+        except Exception as error:  # noqa: BLE001 - each library behind fsspec has its own
+            kind, message, hint = UcformatError, f"cannot {action} {name}: {type(error).__name__}: {error}", None
+        said = redacted(message.replace(name, _NAME), secrets_in(getattr(self._fs, "storage_options", {})))
+        raise kind(said.replace(_NAME, name), hint=hint) from None
 
     def _fetch(self, key: str, offset: int, nbytes: int) -> bytes:
         path, name = self._path(key), f"{self._url}/{key}"
@@ -169,8 +162,7 @@ class FsspecStore:
         if nbytes == 0:
             return b""
         try:
-            with self._asking("read", key):
-                data: bytes = self._fs.cat_file(path, start=offset, end=offset + nbytes)
+            data: bytes = self._ask("read", key, lambda: self._fs.cat_file(path, start=offset, end=offset + nbytes))
         except NotFound:
             raise
         except UcformatError:  # some places fail for a range past the end, others send less
@@ -183,8 +175,15 @@ class FsspecStore:
         return data
 
 
+def _info_of(fs: Any, path: str) -> dict[str, Any]:
+    fs.invalidate_cache(path)
+    found: dict[str, Any] = fs.info(path)
+    return found
+
+
 def _find(fs: Any, folder: str) -> dict[str, Any]:
     """All files below a folder, by path. fsspec's own `find` leaves out folders that it fails to list."""
+    fs.invalidate_cache()
     found, folders = {}, [folder]
     while folders:
         at = folders.pop()

@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 from ucformat.errors import NotFound, Refused, UcformatError
+from ucformat.storage.clouds import NOWHERE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +25,7 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _TOLD = re.compile(r"<(Code|Message)>([^<]{1,200})<")
 _QUERY = re.compile(r"\?\S*")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*("|$)')  # what was answered in place of what was expected
+_REDIRECTED = NOWHERE.partition("://")[2]  # what could not be reached
 _FIRST, _LONGEST = 0.1, 10.0  # seconds between two tries
 _BUSY = {"408", "409", "429"}  # worth another try, as all 5xx are
 _NO_BUCKET = "NoSuchBucket"
@@ -45,8 +47,10 @@ def persist(action: str, name: str, call: Callable[[], T], deadline: float) -> T
         except UcformatError:
             raise
         except Exception as error:  # noqa: BLE001 - obstore raises its own, ValueError and OSError alike
-            if not may_pass(error) or time.monotonic() - begun + wait > deadline:
-                raise explained(error, action, name) from None
+            failure = explained(error, action, name)
+            final = not may_pass(error) or time.monotonic() - begun + wait > deadline
+        if final:
+            raise failure from None  # here, for in the block above it would have the library's error with it
         time.sleep(random.uniform(wait / 2, wait))  # noqa: S311 - no secret
         wait = min(2 * wait, _LONGEST)
 
@@ -58,6 +62,8 @@ def may_pass(error: Exception) -> bool:
     if not isinstance(error, GenericError | JoinError | TimeoutError | ConnectionError):
         return False
     status = _STATUS.search(str(error))
+    if _REDIRECTED in str(error):
+        return False
     return status is None or status[1] in _BUSY or status[1].startswith("5")
 
 
@@ -73,6 +79,11 @@ def explained(error: Exception, action: str, name: str) -> UcformatError:
     from obstore.exceptions import NotSupportedError, PermissionDeniedError, UnauthenticatedError
 
     text = str(error)
+    if _REDIRECTED in text:
+        return Refused(
+            f"cannot {action} {name}: the answer was a redirect to another host, which is not followed",
+            hint="credentials must not go there; if it is right, give that host as the endpoint: UCP_ENDPOINT",
+        )
     told = dict(_TOLD.findall(text))
     if told.get("Code") == _NO_BUCKET:
         return NotFound(f"cannot {action} {name}: there is no such bucket")

@@ -65,7 +65,9 @@ class ObjectStore:
                 try:
                     self._connected = connect(self._place, self._options)
                 except Exception as error:  # noqa: BLE001 - a configuration that obstore does not take
-                    raise explained(error, "open", self.url) from None
+                    failure = error if isinstance(error, UcformatError) else explained(error, "open", self.url)
+                if self._connected is None:
+                    raise failure from None  # here, for above it would have the library's error with it
             return self._connected
 
     # --- reading

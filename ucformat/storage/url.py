@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from ucformat.errors import Refused, UcformatError, UsageError
+from ucformat.redacted import redacted
 from ucformat.settings import load_settings
 from ucformat.storage.clouds import SCHEMES, Options, refuse_secrets
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.objects import BUDGET, ObjectStore
-from ucformat.storage.redacted import redacted
 
 if TYPE_CHECKING:
     from ucformat.storage.base import Store
@@ -71,17 +71,18 @@ def split_url(place: str | os.PathLike[str]) -> tuple[str, str]:
 def _open_fsspec(url: str, scheme: str) -> Store:
     from ucformat.storage.fsspec_store import FsspecStore
 
+    failure: UcformatError  # raised below: here it would have the library's error with it, which may hold secrets
     try:
         return FsspecStore(url)
     except ImportError as error:
         missing = getattr(error.__cause__ or error, "name", None)
         package = _PACKAGES.get(scheme) or missing or scheme
-        raise Refused(f"{url} needs the package {package}", hint=f"pip install {package}") from error
+        failure = Refused(f"{url} needs the package {package}", hint=f"pip install {package}")
     except ValueError as error:
+        failure = UsageError(f"{url} cannot be opened: {redacted(str(error))}")
         if "rotocol not known" in str(error):
-            raise UsageError(
-                f"{url}: nobody knows the scheme {scheme!r}", hint="write a path, file://, s3://, gs://, abfs://, …"
-            ) from error
-        raise UsageError(f"{url} cannot be opened: {redacted(str(error))}") from None
+            hint = "write a path, file://, s3://, gs://, abfs://, …"
+            failure = UsageError(f"{url}: nobody knows the scheme {scheme!r}", hint=hint)
     except Exception as error:  # noqa: BLE001 - each library behind fsspec has errors of its own
-        raise UcformatError(f"{url} cannot be opened: {type(error).__name__}: {redacted(str(error))}") from None
+        failure = UcformatError(f"{url} cannot be opened: {type(error).__name__}: {redacted(str(error))}")
+    raise failure from None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["fit_values"]
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("ucformat")
 _SHOWN = 10
 
 

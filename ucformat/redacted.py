@@ -1,0 +1,229 @@
+"""Secrets are not shown: what this process knows to be one is left out of every error, log record and line of `ucp`.
+
+A secret is known when it was given: in a url (`learn`), or in a variable of the environment whose name, or the url in
+which, says so. It is looked for as it is and as it is quoted in urls, JSON, Python and base64. What libraries say may
+hold others besides, which `redacted` leaves out by how they are written.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from logging import LogRecord
+
+__all__ = [
+    "Hiding",
+    "has_users",
+    "hide",
+    "hide_in_record",
+    "learn",
+    "learn_url",
+    "named_secrets",
+    "redacted",
+    "scrub",
+    "secrets_in",
+    "shown_url",
+]
+
+_SHORTEST = 6  # letters of a value that is taken for a secret: shorter ones are words that stand everywhere
+_WORD = re.compile(r"[a-z]+|\d{1,8}")  # as secrets they hide nothing, and stand in other texts
+_QUERY = re.compile(r"\?[^\s'\"<>)]*")
+_USER = re.compile(r"(\w://)[^\s@\"'<>]*@")  # a password may have slashes in it
+_ALMOST = re.compile(r"(^\w[\w+.-]*:/{0,2})([^\s:/@]*):\S*@")
+_SCHEME = re.compile(r"\b(Bearer|Basic|Token|AWS4-HMAC-SHA256)\s+[^\s'\",;]+", re.IGNORECASE)
+_NAMED = re.compile(
+    r"([\w-]*(?:token|secret|passw(?:or)?d|passwd|api[_-]?key|access[_-]?key|credential|signature|authorization|sig|key)"
+    r"[\w-]*[\"']?\s*[:=]\s*)(?:\"[^\"]*\"|'[^']*'|[^\s,;&)}\]]+)",
+    re.IGNORECASE,
+)
+_VARIABLE = re.compile(
+    r".*(TOKEN|SECRET|PASS(WORD|WD|PHRASE)|API_?KEY|ACCESS_?KEY|ACCOUNT_?KEY|SAS_?KEY)(?![A-Z])(?!.*_(ID|FILE|PATH|UR[IL])$).*",
+    re.IGNORECASE,
+)
+_USERINFO = re.compile(r"(\w[\w+.-]*)://([^\s/?#@]*)@")
+_USERS = {  # schemes in which what stands before an @ alone is the name of a user, or of a container, and no token
+    *("postgres", "postgresql", "mysql", "sqlite", "sftp", "ssh", "ftp", "ftps", "smb", "hdfs", "webhdfs"),
+    *("az", "azure", "abfs", "abfss"),
+}
+_PARAMETER = re.compile(
+    r"(?:^|[?&;#])[\w.-]*(?:token|secret|passw(?:or)?d|passphrase|pwd|credential|signature|authorization|sig|key)=([^\s&;#'\"]+)",
+    re.IGNORECASE,
+)
+
+_OPTION = re.compile(r"token|secret|pass|key|credential|signature|sig$|auth|cookie", re.IGNORECASE)
+_LONG = 32  # letters of what is a key in the text of a key file
+
+_seen: dict[str, str] = {}  # variables of the environment
+_known: dict[str, None] = {}  # every spelling
+_learned: set[str] = set()
+
+
+def learn(*secrets: str) -> None:
+    """Know that these texts are secret; words, and what is shorter than six letters, stand everywhere."""
+    for secret in secrets:
+        if secret not in _learned and len(secret) >= _SHORTEST:
+            _learned.add(secret)
+            if not _WORD.fullmatch(secret):
+                _known.update(dict.fromkeys(_spellings(secret)))
+
+
+def learn_url(text: str) -> None:
+    """Know the secrets in a url: its password, a token in place of a user, and parameters that are named as secrets."""
+    from urllib.parse import unquote, unquote_plus
+
+    for scheme, user in _USERINFO.findall(text):
+        name, colon, password = user.partition(":")
+        word = password if colon else "" if has_users(scheme) else name
+        learn(word, unquote(word))
+    for value in _PARAMETER.findall(text):
+        learn(value, unquote_plus(value))
+
+
+def has_users(scheme: str) -> bool:
+    """Whether `scheme://name@host` names a user; elsewhere, as in `hf://`, it may be a token."""
+    return scheme.partition("+")[0].lower() in _USERS
+
+
+def hide(text: str) -> str:
+    """A text without the secrets that are known."""
+    _learn_environment()
+    return _any_of(tuple(_known)).sub("…", text) if _known else text
+
+
+def redacted(text: str, secrets: Iterable[str] = ()) -> str:
+    """A message of a library without what is or may be a secret.
+
+    Args:
+        text: what the library said.
+        secrets: what must not be in it; besides, what is known, queries of urls, user names in them, and values that
+            are named as secrets are left out.
+    """
+    _learn_environment()
+    for secret in sorted({s for s in (*secrets, *_learned) if len(s) >= _SHORTEST}, key=len, reverse=True):
+        text = text.replace(secret, "…")
+    text = _SCHEME.sub(r"\1 …", hide(text))
+    text = _NAMED.sub(r"\1…", text)
+    return _USER.sub(r"\1…@", _QUERY.sub("?…", text))
+
+
+def shown_url(text: str) -> str:
+    """A url, or what was to be one, without what may be secret in it."""
+    if "://" in text or _ALMOST.match(text):
+        text = _QUERY.sub("?…", _ALMOST.sub(r"\1\2:***@", text))
+    return hide(text)
+
+
+def scrub(error: BaseException) -> None:
+    """Hide known secrets in an error of a library, and in those that led to it: in texts, and in what else it holds."""
+    found, todo = set[int](), [error]
+    while todo:
+        one = todo.pop()
+        if id(one) in found:
+            continue
+        found.add(id(one))
+        one.args = tuple(hide(a) if isinstance(a, str) else a for a in one.args)
+        for name, value in list(vars(one).items()):
+            if hide(repr(value)) != repr(value):  # of psycopg all that a connection was made with
+                setattr(one, name, hide(value) if isinstance(value, str) else None)
+        todo += [e for e in (one.__cause__, one.__context__) if e is not None]
+
+
+def named_secrets(options: Any, name: str = "") -> Iterator[str]:
+    """Those texts in a file system's options that are named as secrets."""
+    if isinstance(options, dict):
+        for key, value in options.items():
+            yield from named_secrets(value, f"{name}.{key}" if _OPTION.search(name) else str(key))
+    elif isinstance(options, list | tuple | set):
+        match list(options):
+            case [str() as header, str() as value]:
+                yield from named_secrets(value, header)
+                return
+        for value in options:
+            yield from named_secrets(value, name)
+    elif _OPTION.search(name):
+        yield from secrets_in(options)
+
+
+def secrets_in(options: Any) -> Iterator[str]:
+    """The texts in a file system's options, however deep: any of them may be a secret."""
+    if isinstance(options, dict):
+        options = list(options.values())
+    if isinstance(options, list | tuple | set):
+        for value in options:
+            yield from secrets_in(value)
+    elif isinstance(options, bytes):
+        yield options.decode(errors="replace")
+    elif isinstance(options, str):
+        yield options
+        yield from (word for word in options.split() if word != options)  # of a header: `Bearer …`
+
+
+def hide_in_record(record: LogRecord) -> bool:
+    """A filter of a logger: its records hold no known secret, nor do the errors that they tell of."""
+    record.msg, record.args = hide(record.getMessage()), ()
+    if record.exc_info and not record.exc_text:
+        import traceback
+
+        record.exc_text = hide("".join(traceback.format_exception(*record.exc_info)).rstrip("\n"))
+    return True
+
+
+class Hiding:
+    """A text stream that shows no known secret; all else is the inner stream's."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner.inner if isinstance(inner, Hiding) else inner
+
+    @property
+    def inner(self) -> Any:
+        """The stream that is written to."""
+        return self._inner
+
+    def write(self, text: str) -> int:
+        """Write a text, or a line of one, without secrets."""
+        self._inner.write(hide(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def _learn_environment() -> None:
+    for name, value in os.environ.items():
+        if _seen.get(name) != value:
+            _seen[name] = value
+            if _VARIABLE.fullmatch(name):
+                learn(value)
+            if "KEY" in name.upper():  # the text of a key file
+                learn(*(word for word in re.split(r"[\s\"']+|\\n", value) if len(word) >= _LONG))
+            learn_url(value)
+
+
+@lru_cache(1)
+def _any_of(spellings: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(spellings, key=len, reverse=True))))
+
+
+def _spellings(secret: str) -> Iterator[str]:
+    """A secret as it may be quoted."""
+    import json
+    from base64 import b64encode
+    from urllib.parse import quote, quote_plus
+
+    data = secret.encode(errors="surrogateescape")
+    yield from (secret, quote(data), quote(data, safe=""), quote_plus(data))
+    yield from (json.dumps(secret)[1:-1], repr(secret)[1:-1])
+    for before in range(3):  # wherever in a longer text it begins
+        begin, end = (-(-8 * before // 6)), (8 * (before + len(data))) // 6
+        inside = b64encode(bytes(before) + data).decode()[begin:end]
+        yield from (inside, inside.replace("+", "-").replace("/", "_"))
