@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import traceback
+from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -244,7 +245,7 @@ def test_of_the_url_of_a_place(url: str, watch: Watch) -> None:
     for line in COMMANDS:
         watch.run(line, given)
     for act in ACTS:
-        watch.act(lambda act=act: act(given, watch.source, watch.new()))
+        watch.act(partial(act, given, watch.source, watch.new()))
     watch.check()
 
 
@@ -257,7 +258,7 @@ def test_of_the_environment(
     for line in (*COMMANDS[:-5], *OF_CATALOGS[:6]):
         watch.run(line, place)
     for act in ACTS:
-        watch.act(lambda act=act: act(place, watch.source, watch.new()))
+        watch.act(partial(act, place, watch.source, watch.new()))
     watch.check()
 
 
@@ -343,5 +344,5 @@ def test_urls_without_secrets_stay_as_they_are(watch: Watch) -> None:
         ucformat.Catalog(url)
     assert url.replace("postgresql:", "postgresql+psycopg:") in str(failure.value)
     for place in ("sftp://someone@127.0.0.1:1/run@7", "https://127.0.0.1:1/a b/run@7"):
-        watch.act(lambda place=place: ucformat.open(place))
+        watch.act(partial(ucformat.open, place))
         assert place in watch.texts[-1] or "needs the package" in str(watch.texts)

@@ -103,7 +103,7 @@ def _azure(first: Host, patch: pytest.MonkeyPatch) -> str:
     patch.setenv("AZURE_STORAGE_ENDPOINT", f"http://localhost:{first.port}")
     patch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     patch.setenv("AZURE_STORAGE_SAS_KEY", f"sv=1&sig={CANARY}")
-    made = obstore.store.AzureStore
+    made: Any = obstore.store.AzureStore
     patch.setattr(
         "obstore.store.AzureStore",
         lambda *args, client_options, **options: made(
