@@ -124,12 +124,13 @@ class _Machine:
         self.copies -= sum(len(a if not isinstance(a, PurePosixPath) else str(a)) for a in args if type(a) in _SIZED)
         if self.copies < 0:
             raise Refused("its pickle copies the same values again and again, which no checkpoint needs")
-        if maker.name.rpartition(".")[2] in _KEYED:
+        kind = maker.name.rpartition(".")[2]
+        if kind in _KEYED:
             for a in args:
                 if isinstance(a, list | tuple):
                     self.count_meetings([k[0] if type(k) in (list, tuple) and k else k for k in a], 0)
-                elif isinstance(a, dict | set | frozenset):
-                    self.count_meetings(a, 0)
+                elif isinstance(a, set | frozenset) or (isinstance(a, dict) and kind in ("set", "frozenset")):
+                    self.count_meetings(a, 0)  # a dict that is copied to a dict compares no keys
         return maker.make(*args)
 
     def count_meetings(self, keys: Iterable[Any], held: int) -> None:
