@@ -88,6 +88,11 @@ class ReadPlan:
         return self.plan.bytes_unverified
 
     @property
+    def bytes_besides(self) -> int:
+        """Bytes that will be read for the sake of checksums alone: these, and the rest of what they cover."""
+        return self.plan.bytes_besides
+
+    @property
     def requests(self) -> int:
         """Number of ranges that will be read."""
         return self.plan.ranges
@@ -108,7 +113,7 @@ class ReadPlan:
             f"rank {self.rank}: {len(self.held)} tensors, {_size(self.memory)} of memory",
             f"  needed      {_size(self.bytes_needed)}",
             f"  read        {_size(self.bytes_read)}  ({ratio:.3f} of what is needed)",
-            f"  unverified  {_size(self.bytes_unverified)}",
+            f"  unverified  {_size(self.bytes_unverified)}; {_size(self.bytes_besides)} are read for checksums alone",
             f"  requests    {self.requests} in {len(self.files)} files",
         ]
         if self.zero_filled:

@@ -66,6 +66,7 @@ def test_json_has_the_numbers_of_the_plan(run: Run, committed: Path, layout: Pat
             "bytes_needed": plan.bytes_needed,
             "bytes_read": plan.bytes_read,
             "bytes_unverified": plan.bytes_unverified,
+            "bytes_besides": plan.bytes_besides,
             "requests": plan.requests,
             "zero_filled": 0,
             "files": plan.files,

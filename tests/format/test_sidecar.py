@@ -22,9 +22,10 @@ from tests.fakes import ODD, FakeSource, same
 from ucformat.errors import IntegrityError, MissingData, Refused, UcformatError, UpgradeNeeded, UsageError
 from ucformat.format.commit import begin, commit, new_id
 from ucformat.format.digest import bytes_digest
+from ucformat.format.extents import extent_problems
 from ucformat.format.sidecar import Columns, decode, encode, encode_columns
 from ucformat.geometry.box import Box
-from ucformat.geometry.tensor import Block, Extent
+from ucformat.geometry.tensor import Block, Extent, single_extents
 from ucformat.schema.manifest import Manifest, SidecarDoc, TensorDoc
 from ucformat.storage.memory import MemoryStore
 
@@ -199,7 +200,7 @@ def test_a_hundred_thousand_extents_are_small() -> None:
     found = decode(data, [2] * 1000, "sidecar")
     for field in dataclasses.fields(Columns):
         assert (getattr(found.columns, field.name) == getattr(columns, field.name)).all()
-    assert encode([found.extents(k) for k in range(1000)]) == data
+    assert encode([single_extents(found.extents(k)) for k in range(1000)]) == data
 
 
 def test_columns_that_do_not_fit_each_other_are_not_written() -> None:
@@ -255,6 +256,62 @@ def test_columns_that_do_not_fit_are_refused(written: Callable[..., bytes], chan
     with pytest.raises(IntegrityError):
         decode(written(columns(**changed)), [1], "sidecar")
     assert decode(written(columns()), [1], "sidecar").extents(0)
+
+
+def tiled(**changed: list[int]) -> dict[str, list[int]]:
+    """The rows 1 to 4 of a float32 tensor of 5 by 6 in tiles of 2 by 4."""
+    box = {"start": [1, 0], "shape": [4, 6], "strides": [0, 4], "tile": [2, 4]}
+    return {**columns(offset=[64], block_offset=[-1]), **box, **changed}
+
+
+def test_tiles_lie_where_the_specification_says() -> None:
+    found = single_extents(decode(version_2(tiled()), [2], "sidecar").extents(0))
+    at, expected = 64, {}
+    for r, rows in ((1, 1), (2, 2), (4, 1)):
+        for c, wide in ((0, 4), (4, 2)):
+            expected[Box((r, c), (rows, wide))] = (at, (wide * 4, 4), Block(at, rows * wide * 4))
+            at += rows * wide * 4 + 4
+    assert {e.box: (e.offset, e.strides, e.block) for e in found} == expected
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tile": [2, 0]},
+        {"tile": [2, -4]},
+        {"tile": [2]},
+        {"block_offset": [64]},
+        {"strides": [4, 0]},
+        {"shape": [1 << 20, 9]},
+        {"shape": [1 << 62, 1 << 62]},
+    ],
+)
+def test_impossible_tiles_are_refused(changed: dict[str, list[int]]) -> None:
+    assert decode(version_2(tiled()), [2], "sidecar").extents(0)
+    with pytest.raises(IntegrityError):
+        decode(version_2(tiled(**changed)), [2], "sidecar")
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"strides": [0, 8]}, "strides of an extent of tiles"),
+        ({"strides": [24, 4]}, "strides of an extent of tiles"),
+        ({"start": [2, 0]}, "leaves the tensor"),
+        ({"offset": [1 << 62]}, "impossible offset"),
+    ],
+)
+def test_tiles_that_cannot_be_are_refused(changed: dict[str, list[int]], reason: str) -> None:
+    manifest = Manifest(
+        id=new_id(),
+        attempt="a" * 20,
+        created="2026-01-01T00:00:00Z",  # type: ignore[arg-type]
+        tensors=(TensorDoc(name="t", state="weight", dtype="float32", shape=(5, 6), nbytes=120),),
+        sidecar=SidecarDoc(path="data/x", nbytes=1, digest="sha256:" + "0" * 64),
+    )
+    assert not list(extent_problems(manifest, decode(version_2(tiled()), [2], "sidecar")))
+    (problem,) = extent_problems(manifest, decode(version_2(tiled(**changed)), [2], "sidecar"))
+    assert reason in problem.reason
 
 
 @pytest.mark.parametrize("written", [version_1, version_2])

@@ -24,7 +24,7 @@ from ucformat.format.dtypes import numpy_dtype
 from ucformat.format.sidecar import encode
 from ucformat.format.universal import Universal
 from ucformat.geometry.box import Box
-from ucformat.geometry.tensor import Block, Extent, Key
+from ucformat.geometry.tensor import Block, Extent, Key, single_extents
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def packed() -> MemoryStore:
 
 def extents_of(store: Store) -> Extents:
     source = Universal(store)
-    return [list(source.sidecar().extents(n)) for n in range(len(source.docs))]
+    return [list(single_extents(source.sidecar().extents(n))) for n in range(len(source.docs))]
 
 
 def rewritten(

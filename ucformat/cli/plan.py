@@ -20,7 +20,16 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 _TOP = 5
-_SUMS = ("tensors", "memory", "bytes_needed", "bytes_read", "bytes_unverified", "requests", "zero_filled")
+_SUMS = (
+    "tensors",
+    "memory",
+    "bytes_needed",
+    "bytes_read",
+    "bytes_unverified",
+    "bytes_besides",
+    "requests",
+    "zero_filled",
+)
 
 
 @command
@@ -83,6 +92,7 @@ def _data(plan: ReadPlan) -> dict[str, Any]:
         "bytes_needed": plan.bytes_needed,
         "bytes_read": plan.bytes_read,
         "bytes_unverified": plan.bytes_unverified,
+        "bytes_besides": plan.bytes_besides,
         "requests": plan.requests,
         "zero_filled": sum(plan.zero_filled.values()),
         "files": dict(plan.files),

@@ -8,6 +8,7 @@ import numpy as np
 
 from ucformat.format.checksum import checksum
 from ucformat.format.sidecar import FOLLOWS, NO_BLOCK
+from ucformat.format.tiling import CHECKSUM_BYTES
 from ucformat.geometry.tensor import Block
 
 if TYPE_CHECKING:
@@ -43,8 +44,20 @@ def blocks_of(sidecar: Sidecar) -> Iterator[tuple[str, int, Block]]:
     """Every block once, in the order of files and offsets: its file, the number of a tensor in it, and the block."""
     c = sidecar.columns
     rows = np.flatnonzero(c.block_offset != NO_BLOCK)
-    known = np.stack([c.file[rows], c.block_offset[rows], c.block_nbytes[rows], c.crc32c[rows]], axis=1)
-    distinct, first = np.unique(known, axis=0, return_index=True)  # sorted by file and offset
-    tensors = c.tensor[rows[first]]
-    for (file, offset, size, crc), tensor in zip(distinct.tolist(), tensors.tolist(), strict=True):
-        yield sidecar.files[file], tensor, Block(offset, size, None if crc == FOLLOWS else crc)
+    tiled = np.flatnonzero(sidecar.tiled)
+    at = np.concatenate([c.block_offset[rows], c.offset[tiled]])
+    nbytes = np.concatenate([c.block_nbytes[rows], np.full(len(tiled), -1)])
+    rows = np.concatenate([rows, tiled])
+    known = np.stack([c.file[rows], at, nbytes, c.crc32c[rows]], axis=1)
+    _, first = np.unique(known, axis=0, return_index=True)  # sorted by file and offset
+    for k in first.tolist():
+        row = int(rows[k])
+        file, tensor, crc = sidecar.files[int(c.file[row])], int(c.tensor[row]), int(c.crc32c[row])
+        if sidecar.tiled[row]:
+            begin, tiling = int(c.offset[row]), sidecar.tiling(row)
+            for box in tiling.boxes():
+                size = box.size * tiling.itemsize
+                yield file, tensor, Block(begin, size)
+                begin += size + CHECKSUM_BYTES
+        else:
+            yield file, tensor, Block(int(at[k]), int(nbytes[k]), None if crc == FOLLOWS else crc)

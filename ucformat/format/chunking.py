@@ -25,11 +25,13 @@ _USUAL = 8  # few cut a dim into more
 _SMALLEST = 16  # tiles are not made smaller than 1/16 of the target
 
 
-def chunk_shape(shape: tuple[int, ...], itemsize: int, target: int = CHUNK_BYTES) -> tuple[int, ...]:
+def chunk_shape(
+    shape: tuple[int, ...], itemsize: int, target: int = CHUNK_BYTES, cuts: int = _DEGREES
+) -> tuple[int, ...]:
     """The chunk of a tensor; `target` is in bytes.
 
     A tensor of at most `target` bytes is one chunk. A larger one of two or more dims is tiled first, so that the
-    degrees 1 to 16 of each dim fall on chunk boundaries where the dim divides; dims that do not divide stay whole.
+    degrees 1 to `cuts` of each dim fall on chunk boundaries where the dim divides; dims that do not divide stay whole.
     Where tiles would get too small, the dim that is cut most gives way; of several the first as long as they are cut
     into 16, then the last: an eighth of the rows is what ranks ask for most, and should be whole tiles. What is still
     larger than `target` is cut along its first dims.
@@ -37,7 +39,7 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, target: int = CHUNK_BYTES
     edges = [max(1, n) for n in shape]
     total = math.prod(edges) * itemsize
     if len(edges) > 1 and total > target:
-        degrees = [math.gcd(n, _DEGREES) for n in edges]
+        degrees = [math.gcd(n, cuts) for n in edges]
         floor = max(itemsize, target // _SMALLEST)
         while total // math.prod(degrees) < floor and max(degrees) > 1:
             degrees[max(range(len(degrees)), key=lambda d: (degrees[d], -d if degrees[d] > _USUAL else d))] //= 2

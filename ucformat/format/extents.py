@@ -12,8 +12,9 @@ import numpy as np
 from ucformat.errors import CoverageError
 from ucformat.format.sidecar import FOLLOWS, NO_BLOCK
 from ucformat.format.structure import LARGEST, MOUNT, Problem, manifest_problems
+from ucformat.format.tiling import CHECKSUM_BYTES
 from ucformat.geometry.coverage import prove
-from ucformat.geometry.tensor import TensorInfo, single_extents
+from ucformat.geometry.tensor import TensorInfo
 from ucformat.schema.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def problems(manifest: Manifest, sidecar: Sidecar | None) -> Iterator[Problem]:
 def coverage_problem(info: TensorInfo, extents: Iterable[Extent | Tiles]) -> str | None:
     """What keeps extents from covering a tensor exactly, replicas counting once; None where they do."""
     try:
-        prove(info, [(e.file, e.box) for e in single_extents(extents)])
+        prove(info, [(e.file, e.box) for e in extents])
     except CoverageError as error:
         return error.message
     return None
@@ -123,14 +124,27 @@ def _impossible(
     steps = np.where(shape > 1, strides, 0)
     span = np.bincount(owner, np.maximum(shape - 1, 0).astype(np.float64) * steps, len(ndims))
     offset, block, nbytes = c.offset[rows], c.block_offset[rows], c.block_nbytes[rows]
+    items = items[c.tensor[rows]]
     has = block != NO_BLOCK
+    tiled = of(c.tile[dims] > 0)
+    size_about = np.exp2(np.bincount(owner, np.log2(np.maximum(shape, 1)), len(ndims)))
     huge = (span > _FARTHEST) | (offset > _FARTHEST) | (has & ((block > _FARTHEST) | (nbytes > _FARTHEST)))
+    huge |= tiled & (size_about * items > _FARTHEST)
     yield "an extent lies at an impossible offset", huge & ~empty & ~beyond
     good = ~(huge | empty | beyond)
     exact = np.zeros(len(ndims), np.int64)
-    kept = good[owner]
+    kept = (good & ~tiled)[owner]
     np.add.at(exact, owner[kept], (shape[kept] - 1) * steps[kept])
-    end = np.where(good, offset + exact + items[c.tensor[rows]], 0)
+    end = np.where(good, offset + exact + items, 0)
+    if (good & tiled).any():
+        element = np.zeros_like(strides)
+        element[(np.cumsum(ndims) - 1)[ndims > 0]] = items[ndims > 0]
+        yield "the strides of an extent of tiles are not 0 and the size of an element", of(strides != element) & tiled
+        size, tiles, kept = np.ones_like(exact), np.ones_like(exact), (good & tiled)[owner]
+        first, edge, n = start[kept], c.tile[dims][kept], shape[kept]
+        np.multiply.at(size, owner[kept], n)
+        np.multiply.at(tiles, owner[kept], (first + n - 1) // edge - first // edge + 1)  # at most 2^20: see the sidecar
+        end = np.where(good & tiled, offset + size * items + CHECKSUM_BYTES * tiles, end)
     yield (
         "the bytes of an extent leave the block that has their checksum",
         good & has & ((offset < block) | (end > block + nbytes)),

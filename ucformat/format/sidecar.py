@@ -1,7 +1,7 @@
 """The sidecar: extents of a packed checkpoint as columns of one safetensors file (docs/spec.md, "Sidecar").
 
     version 1   columns of int64, as they are. Read for ever, written no more.
-    version 2   the same columns, each packed: about a tenth of the bytes, and quicker to read.
+    version 2   the same columns, each packed: about a tenth of the bytes, quicker to read; `tile` where it is needed.
 
 All columns are checked at once when a sidecar is decoded; `Extent` objects are made for the tensors that are asked for.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import reprlib
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load
 
 from ucformat.errors import IntegrityError, Refused, UpgradeNeeded, UsageError
+from ucformat.format.tiling import Tiling
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Block, Extent
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from numpy.typing import NDArray
+
+    from ucformat.geometry.tensor import Tiles
 
     Column = NDArray[np.int64]
 
@@ -38,9 +41,11 @@ NO_BLOCK = FOLLOWS = -1
 
 _ROWS = ("tensor", "file", "offset", "block_offset", "block_nbytes", "crc32c")  # one for each extent
 _DIMS = ("start", "shape", "strides")  # one for each dim of each extent
+_TILE = "tile"  # likewise, where some extent is tiled
 _STEPS = {"tensor", "file", "offset", "block_offset"}  # what grows from row to row: packed as differences
 
 _MOST = 1 << 27  # rows of a column: what a reader has to hold is bounded
+_TILES = 1 << 20  # of one extent, likewise
 _INFLATION = 1032  # no byte of a deflate stream makes more
 _LEVEL = 6
 
@@ -52,7 +57,8 @@ class Columns:
     `tensor` is its number in the manifest and `file` in the list of files. `offset` is the byte of its first element.
     A checksum covers `block_nbytes` bytes from `block_offset` on (NO_BLOCK: none does): `crc32c`, or what FOLLOWS them.
     `start` and `shape`, in elements, and `strides`, in bytes, have a row for each dim of each extent, one extent after
-    another.
+    another. So has `tile`, in elements: 0, or the edges of the tiles (see `Tiling`) that lie there one after another,
+    each with its checksum; its strides are then 0, but the last, which is the size of an element.
     """
 
     tensor: Column
@@ -64,6 +70,11 @@ class Columns:
     start: Column
     shape: Column
     strides: Column
+    tile: Column = field(default_factory=lambda: np.zeros(0, np.int64))  # empty: no extent is tiled
+
+    def __post_init__(self) -> None:
+        if not len(self.tile):
+            object.__setattr__(self, "tile", np.zeros_like(self.start))
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -78,8 +89,17 @@ class Sidecar:
         self._order = np.argsort(columns.tensor, kind="stable")
         self._bounds = np.searchsorted(columns.tensor[self._order], np.arange(len(ndims) + 1))
         self._ends = np.cumsum(ndims[columns.tensor])
+        #: Which extents are tiles, each with a checksum.
+        self.tiled = _any(columns.tile > 0, columns.tensor, ndims)
 
-    def extents(self, number: int, within: Box | None = None) -> tuple[Extent, ...]:
+    def tiling(self, row: int) -> Tiling:
+        """How the extent of a row lies in its file, which is `tiled`."""
+        c, end = self.columns, int(self._ends[row])
+        dims = slice(end - int(self._ndims[c.tensor[row]]), end)
+        start, shape, tile = (tuple(a[dims].tolist()) for a in (c.start, c.shape, c.tile))
+        return Tiling(Box(start, shape), tile, int(c.strides[end - 1]))
+
+    def extents(self, number: int, within: Box | None = None) -> tuple[Extent | Tiles, ...]:
         """The extents of a tensor, by its number in the manifest, that meet a box (None: all)."""
         c = self.columns
         rows = self._order[self._bounds[number] : self._bounds[number + 1]]
@@ -90,20 +110,18 @@ class Sidecar:
             meet = ((start < np.array(within.stop, np.int64)) & (stop > np.array(within.start, np.int64))).all(axis=1)
             rows, dims = rows[meet], dims[meet]
         found = zip(
-            *(a[rows].tolist() for a in (c.file, c.offset, c.block_offset, c.block_nbytes, c.crc32c)),
-            *(map(tuple, a[dims].tolist()) for a in (c.start, c.shape, c.strides)),
+            *(a[rows].tolist() for a in (self.tiled, c.file, c.offset, c.block_offset, c.block_nbytes, c.crc32c)),
+            *(map(tuple, a[dims].tolist()) for a in (c.start, c.shape, c.strides, c.tile)),
             strict=True,
         )
-        return tuple(
-            Extent(
-                Box(start, shape),
-                self.files[file],
-                offset,
-                strides,
-                None if at == NO_BLOCK else Block(at, nbytes, None if crc == FOLLOWS else crc),
-            )
-            for file, offset, at, nbytes, crc, start, shape, strides in found
-        )
+        out: list[Extent | Tiles] = []
+        for tiled, file, offset, at, nbytes, crc, start, shape, strides, tile in found:
+            if tiled:
+                out += Tiling(Box(start, shape), tile, strides[-1]).runs(self.files[file], offset, within)
+                continue
+            block = None if at == NO_BLOCK else Block(at, nbytes, None if crc == FOLLOWS else crc)
+            out.append(Extent(Box(start, shape), self.files[file], offset, strides, block))
+        return tuple(out)
 
 
 def encode(extents: Sequence[Iterable[Extent]]) -> bytes:
@@ -136,12 +154,13 @@ def encode_columns(columns: Columns, files: Sequence[str]) -> bytes:
         Refused: there are too many extents for one sidecar.
     """
     n, dims = len(columns), len(columns.start)
-    for name, rows in {**dict.fromkeys(_ROWS, n), **dict.fromkeys(_DIMS, dims)}.items():
+    by_dim = (*_DIMS, *((_TILE,) if columns.tile.any() else ()))
+    for name, rows in {**dict.fromkeys(_ROWS, n), **dict.fromkeys((*_DIMS, _TILE), dims)}.items():
         if len(getattr(columns, name)) != rows:
             raise UsageError(f"the column {name} has {len(getattr(columns, name))} rows instead of {rows}")
     if max(n, dims) > _MOST:
         raise Refused(f"{n} extents of {dims} dims in all are too many for one sidecar", hint=f"at most {_MOST} dims")
-    packed = {name: _pack(getattr(columns, name), name) for name in (*_ROWS, *_DIMS)}
+    packed = {name: _pack(getattr(columns, name), name) for name in (*_ROWS, *by_dim)}
     meta = {"format": "ucformat-extents", "version": "2", "extents": str(n), "files": json.dumps(list(files))}
     return _safetensors(packed, meta)
 
@@ -178,7 +197,8 @@ def _parse(data: bytes, where: str) -> tuple[dict[str, NDArray[Any]], dict[str, 
             hint="pip install --upgrade ucformat",
         )
     dtype = np.dtype("<i8" if version == "1" else "u1")
-    if set(arrays) != {*_ROWS, *_DIMS} or any(a.ndim != 1 or a.dtype != dtype for a in arrays.values()):
+    known = set(arrays) - ({_TILE} if version == "2" else set())
+    if known != {*_ROWS, *_DIMS} or any(a.ndim != 1 or a.dtype != dtype for a in arrays.values()):
         raise IntegrityError(f"{where} is not a ucformat sidecar of version {version}: it has other columns")
     return arrays, meta
 
@@ -191,7 +211,7 @@ def _packed(arrays: Mapping[str, NDArray[np.uint8]], meta: Mapping[str, str], nd
         raise IntegrityError(f"{where} does not say how many extents it has") from None
     columns = {name: _unpack(arrays[name], name, n, where) for name in _ROWS}
     dims = int(_ndim(columns["tensor"], ndims, where).sum())
-    columns |= {name: _unpack(arrays[name], name, dims, where) for name in _DIMS}
+    columns |= {name: _unpack(arrays[name], name, dims, where) for name in (*_DIMS, _TILE) if name in arrays}
     return Columns(**columns)
 
 
@@ -241,6 +261,22 @@ def _ndim(tensor: Column, ndims: Column, where: str) -> Column:
     return ndims[tensor]
 
 
+def _any(by_dim: NDArray[np.bool_], tensor: Column, ndims: Column) -> NDArray[np.bool_]:
+    """Of which extents some dim has it."""
+    out = np.zeros(len(tensor), np.bool_)
+    if by_dim.any():
+        out[np.repeat(np.arange(len(tensor)), ndims[tensor])[by_dim]] = True
+    return out
+
+
+def _tile_counts(c: Columns, ndims: Column) -> NDArray[np.float64]:
+    """How many tiles each extent has, if it is tiled; as floating-point numbers, which do not overflow."""
+    start, edge = c.start.astype(np.float64), np.maximum(c.tile, 1)
+    counts = np.ceil((start + c.shape) / edge) - np.floor(start / edge)
+    owner = np.repeat(np.arange(len(c)), ndims[c.tensor])
+    return np.exp2(np.bincount(owner, np.log2(np.maximum(counts, 1)), len(c)))
+
+
 def _unfit(where: str) -> IntegrityError:
     return IntegrityError(f"{where}: its columns do not fit the manifest", hint="restore it from another copy")
 
@@ -266,12 +302,15 @@ def _check(c: Columns, ndims: Column, files: int, where: str) -> None:
     if any(len(getattr(c, name)) != len(c) for name in _ROWS):
         raise _unfit(where)
     ends = np.cumsum(_ndim(c.tensor, ndims, where))
-    if any(len(getattr(c, name)) != (ends[-1] if len(c) else 0) for name in _DIMS):
+    if any(len(getattr(c, name)) != (ends[-1] if len(c) else 0) for name in (*_DIMS, _TILE)):
         raise _unfit(where)
     wrong = (c.file < 0) | (c.file >= files) | (c.offset < 0) | (c.block_offset < NO_BLOCK) | (c.block_nbytes < 0)
     wrong |= (c.crc32c < FOLLOWS) | (c.crc32c >> 32 > 0)
-    negative = (c.start < 0) | (c.shape < 0) | (c.strides < 0)
-    if negative.any():
-        wrong[np.searchsorted(ends, np.flatnonzero(negative), side="right")] = True
+    wrong |= _any((c.start < 0) | (c.shape < 0) | (c.strides < 0) | (c.tile < 0), c.tensor, ndims)
+    tiled = _any(c.tile > 0, c.tensor, ndims)
+    if tiled.any():
+        wrong |= tiled & (_any(c.tile == 0, c.tensor, ndims) | (c.block_offset != NO_BLOCK))
+        wrong[tiled] |= c.strides[ends[tiled] - 1] == 0
+        wrong |= tiled & ~wrong & (_tile_counts(c, ndims) > _TILES)
     if wrong.any():
         raise IntegrityError(f"{where}: an extent of tensor {c.tensor[wrong.argmax()]} is impossible")

@@ -108,7 +108,7 @@ def moves(extent: Extent | Tiles, piece: Piece, itemsize: int) -> Iterator[Move]
 
 def _tiled(tiles: Tiles, common: Box, piece: Piece, to: tuple[int, ...]) -> Iterator[Move]:
     """One move for each combination, over the dims, of a cut first chunk, the whole ones and a cut last chunk."""
-    grid = row_major(tiles.grid, tiles.pitch)
+    grid = tiles.strides
     within = row_major(tiles.chunk, tiles.itemsize)
     nbytes = math.prod(tiles.chunk) * tiles.itemsize
     cuts = [

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Literal
 from ucformat.errors import MissingData
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.moves import Check, Strided, moves
+from ucformat.geometry.tensor import Tiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ucformat.geometry.moves import Move
-    from ucformat.geometry.tensor import Extent, Piece, TensorInfo, Tiles
+    from ucformat.geometry.tensor import Extent, Piece, TensorInfo
 
 __all__ = ["Limits", "Part", "Plan", "Request", "Verify", "make_plan", "read_tensor"]
 
-#: Which checksums to check: of the chunks that are read whole, of all (reading whole chunks for it), of none.
+#: Which checksums to check: of the chunks of arrays that are read whole and of all blocks of packed files (which are
+#: read whole for it), of all chunks too, of none.
 Verify = Literal["whole", "always", "never"]
 
 
@@ -33,13 +35,15 @@ class Limits:
     Rows of one tensor whose gap is at most `gap` are read as one, where the gap is at most a twentieth of them, or they
     are shorter than `short`, so that asking for each would cost more. Neighbouring requests are joined, to at most
     `join`, where the gap between them is at most a hundredth of them. No request is longer than `request` unless a
-    single chunk is. The defaults are for local files; a store says its own (`Store.costs`).
+    single chunk is. Where chunks that are wanted whole are to be checked, so is every block of at most `block` bytes:
+    it is read whole for that. The defaults are for local files; a store says its own (`Store.costs`).
     """
 
     gap: int = 4 << 10
     short: int = 1 << 10
     request: int = 4 << 20
     join: int = 1 << 20
+    block: int = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,7 @@ class Plan:
     requests: tuple[Request, ...]
     bytes_needed: int
     bytes_unverified: int
+    bytes_besides: int = 0  # that are read for the sake of checksums alone
 
     @property
     def bytes_read(self) -> int:
@@ -128,34 +133,45 @@ def make_plan(wanted: Iterable[Wanted], verify: Verify = "whole", limits: Limits
         CoverageError: two extents overlap and are not replicas of one box.
     """
     requests: list[Request] = []
-    needed = unverified = 0
+    needed = unverified = besides = 0
     for w in wanted:
-        found, exposed = read_tensor(w, verify, limits)
+        found, exposed, more = read_tensor(w, verify, limits)
         requests += found
         unverified += exposed
+        besides += more
         needed += sum(p.box.size for _, p in w.pieces) * w.info.itemsize
     requests.sort(key=lambda r: (r.file, r.offset))
-    return Plan(tuple(_join(requests, limits)), needed, unverified)
+    return Plan(tuple(_join(requests, limits)), needed, unverified, besides)
 
 
-def read_tensor(w: Wanted, verify: Verify, limits: Limits) -> tuple[list[Request], int]:
-    """The requests for one tensor's pieces, and how many of their bytes no checksum covers."""
+def read_tensor(w: Wanted, verify: Verify, limits: Limits) -> tuple[list[Request], int, int]:
+    """The requests for one tensor's pieces, how many bytes of it go unchecked, and how many more are read to check."""
     requests: list[Request] = []
-    unverified = 0
+    unverified = besides = 0
     pieces = [(b, p) for b, p in w.pieces if p.box.size]
     if not pieces:
-        return requests, 0
+        return requests, 0, 0
     extents = _distinct(w.extents)
     for buffer, piece in pieces:
         met = [e for e in extents if e.box.intersect(piece.box)]
         _must_cover(w.info, piece, met)
         for extent in met:
             for move in moves(extent, piece, w.info.itemsize):
-                checked = move.check is not None and verify != "never" and (move.whole or verify == "always")
-                if not checked:
+                if move.check is None or not _is_checked(move, extent, verify, limits):
                     unverified += move.nbytes
-                requests += _whole_chunks(buffer, move, limits) if checked else _ranges(buffer, move, limits)
-    return requests, unverified
+                    requests += _ranges(buffer, move, limits)
+                    continue
+                besides += move.outer.nbytes * move.check.stored - move.nbytes
+                requests += _whole_chunks(buffer, move, limits)
+    return requests, unverified, besides
+
+
+def _is_checked(move: Move, extent: Extent | Tiles, verify: Verify, limits: Limits) -> bool:
+    if verify == "whole" and not move.whole:
+        assert move.check is not None  # noqa: S101
+        of_array = isinstance(extent, Tiles) and extent.steps is None
+        return not of_array and move.check.nbytes <= limits.block
+    return verify != "never"
 
 
 def _distinct(extents: Iterable[Extent | Tiles]) -> list[Extent | Tiles]:

@@ -111,8 +111,9 @@ class Tiles:
     """A box of a tensor that lies in a file as equal chunks, one after another, each followed by its crc32c.
 
     The chunks are those of a regular grid that begins at `box.start`, in C order; a chunk that reaches past the box is
-    padded to its full shape. Chunk number `k` begins at byte `offset + k * pitch`. Stands for one extent for each
-    chunk, so that planning costs nothing for each chunk.
+    padded to its full shape. Chunk number `k` begins at byte `offset + k * pitch`; with `steps`, the bytes from one
+    chunk to the next along each dim, they lie as these say. Stands for one extent for each chunk, so that planning
+    costs nothing for each chunk.
     """
 
     box: Box
@@ -120,6 +121,7 @@ class Tiles:
     offset: int
     chunk: tuple[int, ...]
     itemsize: int
+    steps: tuple[int, ...] | None = None
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -131,14 +133,19 @@ class Tiles:
         """Bytes from one chunk to the next."""
         return math.prod(self.chunk) * self.itemsize + 4
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes from one chunk to the next, along each dim."""
+        return row_major(self.grid, self.pitch) if self.steps is None else self.steps
+
     def extents(self) -> Iterator[Extent]:
         """An extent for each chunk."""
-        strides = row_major(self.chunk, self.itemsize)
-        for number, at in enumerate(product(*map(range, self.grid))):
+        strides, steps = row_major(self.chunk, self.itemsize), self.strides
+        for at in product(*map(range, self.grid)):
             begin = tuple(i * c for i, c in zip(at, self.chunk, strict=True))
             shape = tuple(min(c, n - b) for c, n, b in zip(self.chunk, self.box.shape, begin, strict=True))
             start = tuple(a + b for a, b in zip(self.box.start, begin, strict=True))
-            offset = self.offset + number * self.pitch
+            offset = self.offset + sum(i * s for i, s in zip(at, steps, strict=True))
             yield Extent(Box(start, shape), self.file, offset, strides, Block(offset, self.pitch - 4))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
@@ -312,12 +312,15 @@ def _write_shard(source: Checkpoint, store: Store, task: _Task, passing: Passing
     whole = grid.box(task.shard)  # of many extents few meet a shard, and each band looks at all of them
     extents = [e for e in source.source.extents(info.key, whole) if e.box.intersect(whole)]
     planned = extents if passing is None else [passing.planned(info, e) for e in extents]
+    limits = limits_of(source.store)
+    if passing is not None:  # puts the checksums of blocks that are read in parts together
+        limits = replace(limits, block=0)
 
     def fill(band: Band, raw: NDArray[np.uint8]) -> None:
         if passing is not None:
             passing.expect(info, extents, band.box)
         piece = Piece(band.box, 0, row_major(band.padded))
-        plan = make_plan([Wanted(info, planned, [(0, piece)])], verify, limits_of(source.store))
+        plan = make_plan([Wanted(info, planned, [(0, piece)])], verify, limits)
         execute(plan, source.store, [raw], [str(info.key)], threads=1)
 
     kept = _kept(store, key, task)

@@ -101,7 +101,7 @@ def _packed(source: Universal) -> list[_Packed]:
     for file, tensor, block in blocks_of(sidecar):
         blocks[file].append((keys[tensor], block))
     c = sidecar.columns
-    bare = {sidecar.files[n] for n in set(c.file[c.block_offset == NO_BLOCK].tolist())}
+    bare = {sidecar.files[n] for n in set(c.file[(c.block_offset == NO_BLOCK) & ~sidecar.tiled].tolist())}
 
     def made(file: str) -> _Packed:
         try:

@@ -19,7 +19,7 @@ from ucformat.format.shard import check_shard
 from ucformat.format.structure import Problem
 from ucformat.format.universal import Universal, grid_of
 from ucformat.format.zarr_json import array_json, shard_key
-from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.geometry.tensor import Key, TensorInfo, single_extents
 from ucformat.jobs.record import record_verification
 from ucformat.jobs.replicas import unequal_replicas
 from ucformat.jobs.run import run, workers_for
@@ -154,7 +154,7 @@ def _universal(source: Universal) -> Iterator[_Check]:
     for key, tensor in source.docs.items():
         if tensor.path is None:
             if sidecar is not None and key not in unsound:
-                extents = list(sidecar.extents(numbers[key]))
+                extents = list(single_extents(sidecar.extents(numbers[key])))
                 info = TensorInfo(tensor.name, tensor.state, tensor.dtype, tensor.shape)
                 yield _extents(store, info, 0 if {e.file for e in extents} <= compared else tensor.nbytes, extents)
             continue

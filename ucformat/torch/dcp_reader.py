@@ -72,6 +72,7 @@ class Reader(StorageReader):
         threads: int | None = None,
     ) -> None:
         self.nbytes = 0  #: bytes that this rank read from storage for the last load
+        self.bytes_unverified = 0  #: those of them in tensors for which no checksum was checked
         self._url = path
         self._rename, self._cast, self._trust, self._verify, self._threads = rename, cast, trust, verify, threads
         self._entries: Entries | None = None
@@ -141,7 +142,7 @@ class Reader(StorageReader):
         _raise_for(
             tensor_problems | value_problems, entries.ck.url, partial=getattr(planner, "allow_partial_load", False)
         )
-        self.nbytes = read(entries.ck, matched, self._verify, self._threads)
+        self.nbytes, self.bytes_unverified = read(entries.ck, matched, self._verify, self._threads)
         must_be_unchanged(entries.ck.store, LOADED, TRACKERS)
         for item, tensor in wanted:
             planner.commit_tensor(item, tensor)

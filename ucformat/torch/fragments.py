@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Region", "blocks_of", "copy_common", "region_of"]
 
-#: A piece in a packed file is cut along its first dims in blocks of about this many bytes, each with its checksum.
+#: Bytes of a block, unless its maker says otherwise.
 BLOCK_BYTES = 4 << 20
 
 
@@ -43,11 +43,18 @@ class Region:
 
     def row_major(self, itemsize: int) -> Memory:
         """The box's bytes in row-major order: its own memory where they lie so, else a copy."""
-        nbytes = self.box.size * itemsize
-        dense = row_major(self.box.shape, itemsize)
-        if all(n == 1 or s == d for n, s, d in zip(self.box.shape, self.strides, dense, strict=True)):
-            return self.memory[self.offset : self.offset + nbytes]
+        if self.is_row_major(itemsize):
+            return self.memory[self.offset : self.offset + self.box.size * itemsize]
         return np.ascontiguousarray(self.elements(itemsize)).reshape(-1).view(np.uint8)
+
+    def is_row_major(self, itemsize: int) -> bool:
+        """Whether the box's bytes lie in row-major order."""
+        dense = row_major(self.box.shape, itemsize)
+        return all(n == 1 or s == d for n, s, d in zip(self.box.shape, self.strides, dense, strict=True))
+
+    def copy_to(self, memory: Memory, itemsize: int) -> None:
+        """Copy the box's bytes in row-major order to the beginning of `memory`."""
+        dense_region(self.box, memory, itemsize).elements(itemsize)[...] = self.elements(itemsize)
 
 
 _UNITS = {n: np.dtype(f"V{n}") if n > 8 else np.dtype(f"u{n}") for n in (1, 2, 4, 8, 16)}

@@ -19,7 +19,7 @@ from ucformat.torch.edges import edge_of
 from ucformat.torch.group import TIMEOUT, group_of, meeting
 from ucformat.torch.match import PARAMETER, Problems, match, raise_for, stored_names
 from ucformat.torch.memory import check_fillable
-from ucformat.torch.reading import read
+from ucformat.torch.reading import Amount, read
 from ucformat.torch.recorded import Recorded
 from ucformat.torch.restore import fit_groups, fit_objects, take_values
 from ucformat.torch.sharing import read_shared
@@ -45,6 +45,8 @@ __all__ = ["LoadReport", "load", "load_local"]
 class LoadReport:
     """What was loaded: bytes that this rank read from storage, seconds, and what did not fit.
 
+    `bytes_unverified` are those of them in tensors for which no checksum was checked: the file has none, or `verify`
+    did not ask for it.
     `layout` is the layout of the state that was filled: the number of ranks as `world`, and the sizes of mesh axes.
     `lineage` is what the checkpoint is to those that are saved from now on, for `save(lineage=[report.lineage])`, the
     same on all ranks: `finetune` where no optimizer state was loaded, else `reshard` where it was saved under another
@@ -56,6 +58,7 @@ class LoadReport:
     step: int | None
     tensors: int
     nbytes: int
+    bytes_unverified: int
     seconds: float
     layout: Mapping[str, Any]
     lineage: LineageDoc
@@ -104,7 +107,8 @@ def load(
         rename: makes the state's name of the checkpoint's: a function, or `{regex of the whole name: replacement}`.
         cast: cast tensors to the dtypes of the state.
         trust: open pickled objects, which may run code.
-        verify: which checksums to check: of chunks that are read `whole`, `always` (reads whole chunks), `never`.
+        verify: which checksums to check. `whole`: of blocks of packed files, all of them, and of chunks of arrays that
+            are wanted whole; `always`: of all, reading whole chunks for it; `never`.
         threads: how many read on this rank.
         group: the ranks that take part (default: all). Threads that load one checkpoint at once need one each.
         broadcast_group: ranks that hold the same (data-parallel replicas): each byte is read by one of them, and handed
@@ -189,16 +193,17 @@ def load_local(
     told: list[_Told] = ranks.agree(_Told(found | (problems or Problems()), layout or {}, stateful), _Told)
     found = _together([t.problems for t in told])
     raise_for(found, strict, ck.url)
-    nbytes, failure = 0, None
+    amount, failure = Amount(), None
     try:
-        nbytes = _read(ck, matched, verify, threads, broadcast_group, ranks.timeout, progress)
+        amount = _read(ck, matched, verify, threads, broadcast_group, ranks.timeout, progress)
         then()
     except Exception as error:  # noqa: BLE001 - told to all ranks
         failure = error
     ranks.agree(failure, None)
     now = {"world": ranks.size} | {k: v for t in told for k, v in t.layout.items()}
     lineage = edge_of(ck, now, continues=any(t.stateful for t in told))
-    return LoadReport(ck.url, ck.id, ck.facts.step, len(matched), nbytes, time.monotonic() - begun, now, lineage, found)
+    seconds = time.monotonic() - begun
+    return LoadReport(ck.url, ck.id, ck.facts.step, len(matched), *amount, seconds, now, lineage, found)
 
 
 @message
@@ -218,13 +223,13 @@ def _read(
     broadcast_group: dist.ProcessGroup | None,
     timeout: float,
     progress: Callable[[int], None] | None,
-) -> int:
+) -> Amount:
     if broadcast_group is None:
-        nbytes = read(ck, matched, verify, threads, progress)
+        amount = read(ck, matched, verify, threads, progress)
     else:
-        nbytes = read_shared(ck, matched, broadcast_group, timeout, verify, threads, progress)
+        amount = read_shared(ck, matched, broadcast_group, timeout, verify, threads, progress)
     must_be_unchanged(ck.store, LOADED, TRACKERS)
-    return nbytes
+    return amount
 
 
 def _together(everybody: Sequence[Problems]) -> Problems:

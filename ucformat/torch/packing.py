@@ -1,4 +1,4 @@
-"""The packed form: each rank writes its pieces one after another in one file, and tells their checksums."""
+"""The packed form: each rank writes its pieces one after another in one file, tile by tile with their checksums."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucformat.format.checksum import checksum
-from ucformat.format.sidecar import Columns, encode_columns
+from ucformat.format.sidecar import FOLLOWS, NO_BLOCK, Columns, encode_columns
+from ucformat.format.tiling import CHECKSUM_BYTES, Tiling, tile_shape
 from ucformat.geometry.box import row_major
 from ucformat.storage.upload import unit_for
-from ucformat.torch.fragments import blocks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from numpy.typing import NDArray
-
-    from ucformat.geometry.box import Box
+    from ucformat.format.sidecar import Column
+    from ucformat.geometry.tensor import TensorInfo
     from ucformat.storage.base import Store
     from ucformat.torch.deal import Claim, Held
     from ucformat.torch.fragments import Region
 
 __all__ = ["packed_file", "sidecar_of", "write_packed"]
 
-_ALIGNED = 64  # bytes: each piece begins at a multiple, for those who map the file
+_ALIGNED = 64  # bytes: each piece begins at a multiple
 
 
 def packed_file(folder: str, rank: int) -> str:
@@ -33,65 +32,75 @@ def packed_file(folder: str, rank: int) -> str:
 
 
 def write_packed(
-    store: Store, key: str, regions: Sequence[tuple[Region, int]], progress: Callable[[int], None]
-) -> NDArray[np.uint32]:
-    """Write regions, each with its itemsize, to a file; the CRC-32C of their blocks, one after another.
+    store: Store, key: str, regions: Sequence[tuple[Region, TensorInfo]], progress: Callable[[int], None]
+) -> None:
+    """Write regions of tensors to a file.
 
-    What lies in row-major order goes from its memory to the file; of the rest one block at a time is copied.
+    Tiles that lie in row-major order go from their memory to the file; of the rest one at a time is copied.
     """
-    sums: list[int] = []
+    tilings = [Tiling(r.box, tile_shape(i.shape, i.itemsize), i.itemsize) for r, i in regions]
+    copied = np.empty(0, np.uint8)
     end = 0
-    nbytes = sum(region.box.size * itemsize + _ALIGNED for region, itemsize in regions)
-    with store.create(key, unit_for(nbytes)) as out:
-        for region, itemsize in regions:
+    with store.create(key, unit_for(sum(t.nbytes + _ALIGNED for t in tilings))) as out:
+        for (region, _), tiling in zip(regions, tilings, strict=True):
             if gap := -end % _ALIGNED:
                 out.write(bytes(gap))
-            for box in blocks_of(region.box, itemsize):
-                data = region.within(box).row_major(itemsize).data
-                sums.append(checksum(data))
-                out.write(data)
-                progress(len(data))
-            end += gap + region.box.size * itemsize
-    return np.array(sums, np.uint32)
+            for box in tiling.boxes():
+                nbytes = box.size * tiling.itemsize
+                tile = region.within(box)
+                if tile.is_row_major(tiling.itemsize):
+                    data = tile.memory[tile.offset : tile.offset + nbytes]
+                    out.write(data.data)
+                    out.write(checksum(data.data).to_bytes(CHECKSUM_BYTES, "little"))
+                else:
+                    if copied.size < nbytes + CHECKSUM_BYTES:
+                        copied = np.empty(nbytes + CHECKSUM_BYTES, np.uint8)
+                    data, stored = copied[:nbytes], copied[nbytes : nbytes + CHECKSUM_BYTES]
+                    tile.copy_to(data, tiling.itemsize)
+                    stored.data[:] = checksum(data.data).to_bytes(CHECKSUM_BYTES, "little")
+                    out.write(copied[: nbytes + CHECKSUM_BYTES].data)
+                progress(nbytes)
+            end += gap + tiling.nbytes
 
 
 def sidecar_of(
     tensors: Sequence[Held],
     claims: Sequence[Sequence[Claim]],
     dealt: Sequence[Sequence[tuple[int, int]]],
-    sums: Sequence[NDArray[np.uint32]],
     folder: str,
 ) -> bytes:
-    """The sidecar of what all ranks wrote: `dealt` are each rank's (claim, piece), `sums` its blocks' checksums."""
+    """The sidecar of what all ranks wrote: `dealt` are each rank's (claim, piece)."""
     number = {t.info.key: n for n, t in enumerate(tensors)}
-    rows: list[tuple[int, int, int, int, int]] = []  # tensor, file, offset, bytes, checksum
-    boxes: list[Box] = []
-    for rank, (mine, crcs) in enumerate(zip(dealt, sums, strict=True)):
-        end, at = 0, 0
+    found: list[tuple[int, int, int, Tiling]] = []  # tensor, file, offset, and how it lies there
+    for rank, mine in enumerate(dealt):
+        end = 0
         for claim, piece in mine:
             info, box = claims[rank][claim].info, claims[rank][claim].boxes[piece]
             end += -end % _ALIGNED
-            for block in blocks_of(box, info.itemsize):
-                nbytes = block.size * info.itemsize
-                rows.append((number[info.key], rank, end, nbytes, int(crcs[at])))
-                boxes.append(block)
-                end, at = end + nbytes, at + 1
-    order = sorted(range(len(rows)), key=lambda i: (rows[i][0], boxes[i].start))
-    table = np.array([rows[i] for i in order], np.int64).reshape(-1, 5)
-    itemsizes = [t.info.itemsize for t in tensors]
+            tiling = Tiling(box, tile_shape(info.shape, info.itemsize), info.itemsize)
+            if box.size:
+                found.append((number[info.key], rank, end, tiling))
+            end += tiling.nbytes
+    found.sort(key=lambda f: (f[0], f[3].box.start))
+    single = np.array([t.count == 1 for *_, t in found], np.bool_)  # a block like any other, of however many dims
+    table = np.array([f[:3] for f in found], np.int64).reshape(-1, 3)
+    nbytes = np.array([t.box.size * t.itemsize for *_, t in found], np.int64)
 
-    def joined(part: Callable[[int], tuple[int, ...]]) -> NDArray[np.int64]:
-        return np.array([x for i in order for x in part(i)], np.int64)
+    def joined(part: Callable[[Tiling], Sequence[int]]) -> Column:
+        return np.array([x for *_, t in found for x in part(t)], np.int64)
 
     columns = Columns(
         tensor=table[:, 0],
         file=table[:, 1],
         offset=table[:, 2],
-        block_offset=table[:, 2],
-        block_nbytes=table[:, 3],
-        crc32c=table[:, 4],
-        start=joined(lambda i: boxes[i].start),
-        shape=joined(lambda i: boxes[i].shape),
-        strides=joined(lambda i: row_major(boxes[i].shape, itemsizes[rows[i][0]])),
+        block_offset=np.where(single, table[:, 2], NO_BLOCK),
+        block_nbytes=np.where(single, nbytes, 0),
+        crc32c=np.where(single, FOLLOWS, 0),
+        start=joined(lambda t: t.box.start),
+        shape=joined(lambda t: t.box.shape),
+        strides=joined(
+            lambda t: row_major(t.box.shape, t.itemsize) if t.count == 1 else (0,) * (len(t.tile) - 1) + (t.itemsize,)
+        ),
+        tile=joined(lambda t: (0,) * len(t.tile) if t.count == 1 else t.tile),
     )
     return encode_columns(columns, [packed_file(folder, r) for r in range(len(dealt))])

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ucformat.errors import UsageError
 from ucformat.format.execute import execute, limits_of
-from ucformat.geometry.box import is_apart, row_major
+from ucformat.geometry.box import Box, is_apart, row_major
 from ucformat.geometry.plan import Wanted, make_plan
-from ucformat.geometry.tensor import Piece
+from ucformat.geometry.tensor import Piece, Tiles
 from ucformat.planning import check_sizes, wanted_of
 from ucformat.torch.devices import devices_of, marks, on, synchronize
 from ucformat.torch.fragments import blocks_of
@@ -22,15 +23,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.geometry.box import Box
     from ucformat.geometry.plan import Verify
-    from ucformat.geometry.tensor import Extent, Tiles
+    from ucformat.geometry.tensor import Extent
     from ucformat.torch.match import Matched
 
-__all__ = ["STAGED_BYTES", "read"]
+__all__ = ["STAGED_BYTES", "Amount", "read"]
 
 #: Bytes of each of the two host buffers.
 STAGED_BYTES = 32 << 20
+
+
+class Amount(NamedTuple):
+    """Bytes that were read from storage, and those of tensors that no checksum was checked for."""
+
+    nbytes: int = 0
+    unverified: int = 0
+
+    def plus(self, other: Amount) -> Amount:
+        """Both together."""
+        return Amount(self.nbytes + other.nbytes, self.unverified + other.unverified)
 
 
 def read(
@@ -39,8 +50,8 @@ def read(
     verify: Verify = "whole",
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
-) -> int:
-    """Fill the targets; the bytes that were read from storage.
+) -> Amount:
+    """Fill the targets, and say how much was read.
 
     Raises:
         UsageError: elements of a target share memory.
@@ -68,7 +79,8 @@ def read(
     memories = [host_memory(m.target.tensor) for m in direct]
     execute(plan, ck.store, memories, [str(m.target.key) for m in direct], threads, progress)
     staged = [m for m in matched if not _is_direct(m)]
-    return plan.bytes_read + (_staged(ck, staged, verify, threads, progress) if staged else 0)
+    done = Amount(plan.bytes_read, plan.bytes_unverified)
+    return done.plus(_staged(ck, staged, verify, threads, progress)) if staged else done
 
 
 def _is_direct(m: Matched) -> bool:
@@ -81,12 +93,12 @@ def _staged(
     verify: Verify,
     threads: int | None,
     progress: Callable[[int], None] | None,
-) -> int:
+) -> Amount:
     """Read batch by batch into two host buffers in turn, so that one is copied to the device while the other fills."""
     targets = [m.target.tensor for m in matched]
     devices = devices_of(targets)
     synchronize(targets)  # training may still read or write them
-    total = 0
+    total = Amount()
     buffers: list[torch.Tensor | None] = [None, None]
     copied: list[list[torch.Event]] = [[], []]
     try:
@@ -98,7 +110,7 @@ def _staged(
             held = buffers[turn]
             if held is None or held.numel() < need:
                 buffers[turn] = held = _host_buffer(max(need, STAGED_BYTES), devices)
-            total += _fill(ck, batch, held, devices, verify, threads, progress)
+            total = total.plus(_fill(ck, batch, held, devices, verify, threads, progress))
             copied[turn] = marks(d for d in devices if any(u.m.target.tensor.device == d for u in batch))
     finally:  # where one failed too: the buffers go
         synchronize(targets)
@@ -138,7 +150,7 @@ def _batches(ck: Checkpoint, matched: Sequence[Matched]) -> Iterator[list[_Unit]
     for m in matched:
         extents = list(wanted_of(ck.source, m.stored, [(0, p) for p in m.target.pieces]).extents)
         for piece in m.target.pieces:
-            for box in blocks_of(piece.box, m.stored.itemsize, STAGED_BYTES):
+            for box in _cut(piece.box, m.stored.itemsize, extents):
                 unit = _Unit(m, box, extents)
                 if batch and total + unit.room > STAGED_BYTES:
                     yield batch
@@ -149,6 +161,27 @@ def _batches(ck: Checkpoint, matched: Sequence[Matched]) -> Iterator[list[_Unit]
         yield batch
 
 
+def _cut(box: Box, itemsize: int, extents: Sequence[Extent | Tiles]) -> Iterator[Box]:
+    """A box cut along its first dims in boxes that a buffer holds, where chunks end as far as that can be.
+
+    A chunk that is cut would be read, and checked, for both sides.
+    """
+    if box.size * itemsize <= STAGED_BYTES or not box.shape:
+        yield from blocks_of(box, itemsize, STAGED_BYTES)
+        return
+    tiles = [e for e in extents if isinstance(e, Tiles)]
+    ends = sorted({n for t in tiles for n in range(t.box.start[0], t.box.stop[0] + 1, t.chunk[0])})
+    rows = max(1, STAGED_BYTES // (box.size // box.shape[0] * itemsize))
+    first, stop = box.start[0], box.stop[0]
+    while first < stop:
+        last = min(first + rows, stop)
+        end = ends[at - 1] if (at := bisect_right(ends, last)) else first
+        last = end if first < end and last < stop else last
+        part = Box((first, *box.start[1:]), (last - first, *box.shape[1:]))
+        yield from blocks_of(part, itemsize, STAGED_BYTES)
+        first = last
+
+
 def _fill(
     ck: Checkpoint,
     batch: Sequence[_Unit],
@@ -157,7 +190,7 @@ def _fill(
     verify: Verify,
     threads: int | None,
     progress: Callable[[int], None] | None,
-) -> int:
+) -> Amount:
     memory, wanted, views, at = host_memory(buffer), [], [], 0
     for n, u in enumerate(batch):
         wanted.append(Wanted(u.m.stored, u.extents, [(n, Piece(u.box, 0, row_major(u.box.shape)))]))
@@ -170,7 +203,7 @@ def _fill(
         data = held.view(torch_dtype(u.m.stored.dtype)).view(u.box.shape)
         target = _region(u.m, u.box)
         target.copy_(data, non_blocking=target.device in devices)
-    return plan.bytes_read
+    return Amount(plan.bytes_read, plan.bytes_unverified)
 
 
 def _region(m: Matched, box: Box) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ucformat.geometry.box import Box
 from ucformat.torch.devices import same_device, synchronize
 from ucformat.torch.group import group_of, of_rank
-from ucformat.torch.reading import read
+from ucformat.torch.reading import Amount, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -37,10 +37,10 @@ def read_shared(
     verify: Verify = "whole",
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
-) -> int:
+) -> Amount:
     """Fill the targets; what all ranks of `replicas` want alike is read by one of them, balanced by bytes.
 
-    Returns the bytes that this rank read from storage. The group must carry tensors of the targets' devices;
+    Returns how much this rank read itself. The group must carry tensors of the targets' devices;
     what the ranks tell each other goes over connections of our own.
     """
     ranks = group_of(replicas, timeout, f"share {ck.url}")
@@ -61,23 +61,23 @@ def read_shared(
         load[reader] += m.target.nbytes
         dealt.append((m, reader))
     rounds = list(_rounds(dealt, size))
-    total = 0
+    total = Amount()
     with ThreadPoolExecutor(1, "ucformat-share", same_device()) as pool:
 
-        def begin(units: Sequence[tuple[Matched, int]]) -> Future[int]:
+        def begin(units: Sequence[tuple[Matched, int]]) -> Future[Amount]:
             return pool.submit(read, ck, [m for m, reader in units if reader == rank], verify, threads, progress)
 
         coming = [begin(rounds[0])] if rounds else []
         for number, units in enumerate(rounds):
-            total += _together(coming.pop(), ranks)
+            total = total.plus(_together(coming.pop(), ranks))
             coming += [begin(following) for following in rounds[number + 1 : number + 2]]
             for m, reader in units:
                 _hand_on(m.target.tensor, reader, replicas)
     synchronize(m.target.tensor for m, _ in dealt)  # a broadcast of a device's tensor goes on after its call
-    return total + read(ck, alone, verify, threads, progress)
+    return total.plus(read(ck, alone, verify, threads, progress))
 
 
-def _together(reading: Future[int], ranks: Group) -> int:
+def _together(reading: Future[Amount], ranks: Group) -> Amount:
     """Wait until all ranks have read what they hand on next; what one of them failed of is raised on all."""
     error = reading.exception()
     errors = ranks.agree([] if error is None else [error], list[BaseException])

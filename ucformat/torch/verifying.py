@@ -11,7 +11,7 @@ from ucformat.format.blocks import is_whole
 from ucformat.format.commit import MANIFEST
 from ucformat.format.universal import Universal, grid_of
 from ucformat.format.zarr_json import shard_key
-from ucformat.geometry.tensor import Key, Tiles
+from ucformat.geometry.tensor import Key, single_extents
 from ucformat.jobs.run import run
 from ucformat.jobs.verify import Problem, Report, damaged_block, verify_shard, wrong_digests
 from ucformat.torch.wire import message
@@ -137,8 +137,8 @@ def _blocks(source: Universal, key: Key) -> list[Problem]:
         if not is_whole(source.store, file, block):
             problems.append(damaged_block(file, block, key))
 
-    for extent in source.extents(key):
-        if not isinstance(extent, Tiles) and extent.block is not None:
+    for extent in single_extents(source.extents(key)):
+        if extent.block is not None:
             problems += _reading(extent.file, lambda e=extent: look(e.file, e.block), key)  # type: ignore[misc]
     return problems
 
@@ -150,8 +150,8 @@ def _quick(source: Universal) -> Iterator[_Task]:
         ends[doc.path] = doc.nbytes
     for key, tensor in source.docs.items():
         if tensor.path is None:
-            for e in source.extents(key):
-                if not isinstance(e, Tiles) and e.box.size:
+            for e in single_extents(source.extents(key)):
+                if e.box.size:
                     ends[e.file] = max(ends.get(e.file, 0), e.last + 1)
             continue
         grid = grid_of(tensor)

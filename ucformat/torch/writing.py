@@ -11,9 +11,6 @@ from dataclasses import field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ucformat._version import __version__
 from ucformat.errors import Uncertain, UsageError
 from ucformat.facts import Place, path_to_json
@@ -102,7 +99,7 @@ class Saved:
 class _Written:
     """What a rank tells the coordinator when its data are durable."""
 
-    found: NDArray[np.uint32] | Leaves  # of the packed form checksums of blocks, of the Zarr form digests of chunks
+    found: Leaves  # of the Zarr form: digests of chunks
     objects: Mapping[str, Any]
     listing: Listing  # without its tensors
     nbytes: int
@@ -193,10 +190,10 @@ def _write(
             nbytes += n
             progress(n)
 
-    found: NDArray[np.uint32] | Leaves
+    found: Leaves = []
     if terms.form == "packed":
-        regions = [(region(c, p), listing.tensors[c][0].itemsize) for c, p in ticket.part.pieces]
-        found = write_packed(store, packed_file(f"data/{ticket.attempt}", group.rank), regions, wrote)
+        regions = [(region(c, p), listing.tensors[c][0]) for c, p in ticket.part.pieces]
+        write_packed(store, packed_file(f"data/{ticket.attempt}", group.rank), regions, wrote)
     else:
         arrays = ticket.arrays(terms)
         found = write_shards(
@@ -234,8 +231,7 @@ def _manifest(
     """The manifest, when all that it names but its small files is durable; these are put now."""
     data, sidecar = f"data/{attempt.id}", None
     if terms.form == "packed":
-        sums = [w.found for w in written if isinstance(w.found, np.ndarray)]
-        encoded = sidecar_of(layout.tensors, layout.claims, layout.pieces, sums, data)
+        encoded = sidecar_of(layout.tensors, layout.claims, layout.pieces, data)
         doc = put_file(store, f"{data}/extents.safetensors", encoded)
         sidecar = SidecarDoc(path=doc.path, nbytes=doc.nbytes, digest=doc.digest)
         infos = (t.info for t in layout.tensors)
