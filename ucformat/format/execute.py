@@ -202,8 +202,9 @@ def _serve(store: Store, r: Request, memories: Sequence[Memory], labels: Sequenc
             return scratch
     if scratch.size < r.nbytes:
         scratch = np.empty(r.nbytes, np.uint8)
-    store.read_into(r.file, r.offset, [scratch.data[: r.nbytes]])
-    _deal(r, scratch.data, memories, labels)
+    found = scratch.data[: r.nbytes]  # what is behind was read before, for others
+    store.read_into(r.file, r.offset, [found])
+    _deal(r, found, memories, labels)
     return scratch
 
 
@@ -228,9 +229,10 @@ def _serve_rows(store: Store, r: Request, memories: Sequence[Memory], scratch: M
         return scratch
     if scratch.size < r.total:
         scratch = np.empty(r.total, np.uint8)
-    rows = [scratch.data[a : a + r.nbytes] for a in range(0, r.total, r.nbytes)]
+    found = scratch.data[: r.total]
+    rows = [found[a : a + r.nbytes] for a in range(0, r.total, r.nbytes)]
     store.read_rows(r.file, r.offset, r.step, rows)
-    _copy(replace(part, inner=replace(part.inner, src=0), count=r.count, src_step=r.nbytes), scratch.data, memory)
+    _copy(replace(part, inner=replace(part.inner, src=0), count=r.count, src_step=r.nbytes), found, memory)
     return scratch
 
 

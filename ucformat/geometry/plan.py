@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Literal
 
-from ucformat.errors import MissingData
+from ucformat.errors import IntegrityError, MissingData
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.moves import Check, Strided, moves
 from ucformat.geometry.tensor import Tiles
@@ -131,6 +131,7 @@ def make_plan(wanted: Iterable[Wanted], verify: Verify = "whole", limits: Limits
     Raises:
         MissingData: the extents of a tensor leave a hole in a piece.
         CoverageError: two extents overlap and are not replicas of one box.
+        IntegrityError: an extent leaves the block that has its checksum.
     """
     requests: list[Request] = []
     needed = unverified = besides = 0
@@ -156,6 +157,11 @@ def read_tensor(w: Wanted, verify: Verify, limits: Limits) -> tuple[list[Request
         met = [e for e in extents if e.box.intersect(piece.box)]
         _must_cover(w.info, piece, met)
         for extent in met:
+            if not isinstance(extent, Tiles) and extent.leaves_block(w.info.itemsize):
+                raise IntegrityError(
+                    f"{w.info.key}: the bytes of {extent.box} leave the block in {extent.file} that has their checksum",
+                    hint="restore what lists them, the sidecar or the file's own header, from another copy",
+                )
             for move in moves(extent, piece, w.info.itemsize):
                 if move.check is None or not _is_checked(move, extent, verify, limits):
                     unverified += move.nbytes

@@ -100,6 +100,14 @@ class Extent:
     strides: tuple[int, ...]
     block: Block | None = None
 
+    def leaves_block(self, itemsize: int) -> bool:
+        """Whether bytes of it lie outside of its block, which then is not what its checksum covers."""
+        if self.block is None or not self.box.size:
+            return False
+        steps = [(n - 1) * s for n, s in zip(self.box.shape, self.strides, strict=True)]
+        first, last = self.offset + sum(min(s, 0) for s in steps), self.offset + sum(max(s, 0) for s in steps)
+        return first < self.block.offset or last + itemsize > self.block.offset + self.block.nbytes
+
     @property
     def last(self) -> int:
         """The byte at which the last element begins."""
