@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import resource
 import shutil
@@ -32,6 +31,7 @@ from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.models import Checkpoint, Edge, Location
 from ucformat.catalog.policy import load_policy
 from ucformat.errors import Refused
+from ucformat.format.commit import manifest_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,11 +46,11 @@ def make_tree(folder: Path, steps: int) -> None:
     first = folder / "first" / "step-0"
     for step in range(steps // 2):
         write_zero3(folder / "deepspeed", arrays, 2, step)
-    ucformat.convert(folder / "deepspeed" / "global_step0", first)
-    said = json.loads((first / "manifest.json").read_text())
+    first_manifest = ucformat.convert(folder / "deepspeed" / "global_step0", first).manifest
     for step in range(1, steps - steps // 2):
         place = shutil.copytree(first, folder / "universal" / f"step-{step}")
-        (place / "manifest.json").write_text(json.dumps(said | {"id": uuid.uuid4().hex, "step": step}))
+        another = first_manifest.model_copy(update={"id": uuid.uuid4().hex, "step": step})
+        (place / "manifest.json").write_bytes(manifest_bytes(another))
 
 
 def registering(folder: Path, steps: int) -> float:

@@ -42,7 +42,7 @@ FACTS: dict[str, Any] = {
 def write_packed(store: Store, arrays: Arrays, ranks: int = 3, block_bytes: int = 512, **facts: Any) -> Checkpoint:
     """Commit these arrays, cut flat over ranks: a file for each rank, and in it blocks, each with its checksum."""
     attempt = begin(store, {"packed": len(arrays)}, overwrite=False)
-    files = [bytearray(b"rank") for _ in range(ranks)]
+    files = [bytearray(4) for _ in range(ranks)]
     extents: list[list[Extent]] = []
     for a in arrays.values():
         found, strides, data = [], row_major(a.shape, a.itemsize), a.tobytes()

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 import ucformat
+from tests.fakes import random_array
 from tests.jobs.conftest import foreign, universal
+from tests.packed import write_packed
 from ucformat.catalog.catalog import Catalog
 from ucformat.errors import IntegrityError, NotACheckpoint, NotFound, UcformatError, UsageError
+from ucformat.format.commit import manifest_bytes
 from ucformat.jobs.register import register
 from ucformat.storage.local import LocalStore
 
@@ -112,6 +115,35 @@ def test_another_place_is_tried_where_one_fails(catalog: Catalog, ck: Checkpoint
     shutil.copytree(tmp_path / "copy", ck.url, dirs_exist_ok=True)
     with pytest.raises(IntegrityError):
         ucformat.open("run7@1")
+
+
+@pytest.mark.parametrize("change", [{"step": 9}, {"tensors": "xxh3:" + "0" * 32}])
+def test_a_manifest_that_was_changed_is_seen(catalog: Catalog, ck: Checkpoint, change: dict[str, Any]) -> None:
+    """Of the same id, under a digest that is right."""
+    if "tensors" in change:  # the weights are those of another
+        first, *rest = ck.manifest.tensors
+        change = {"tensors": (first.model_copy(update={"digest": change["tensors"]}), *rest)}
+    changed = ck.manifest.model_copy(update=change)
+    Path(ck.url, "manifest.json").write_bytes(manifest_bytes(changed))
+    for ref in ("run7@1", ck.id):
+        with pytest.raises(IntegrityError, match="is not the one that the catalog recorded"):
+            ucformat.open(ref)
+    assert ucformat.open(ck.url).id == ck.id
+    assert any("is not the one that the catalog recorded" in p.reason for p in ucformat.verify(ck.url).problems)
+
+
+def test_arrays_that_were_made_in_place_are_what_was_recorded(
+    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = {("w", "weight"): random_array((4, 2), "float32")}
+    ck = write_packed(LocalStore(tmp_path / "packed"), arrays, lineage=(), aliases={}, groups=(), run="run8", step=4)
+    register([ck.url], catalog)
+    assert ucformat.open("run8@4").id == ck.id
+    with monkeypatch.context() as somebody_without_a_catalog:
+        somebody_without_a_catalog.setenv("UCP_CATALOG", "none")
+        ucformat.materialize(ck.url)
+    assert ucformat.open("run8@4").manifest.sidecar is None
+    assert ucformat.verify("run8@4")
 
 
 def test_what_lies_there_by_now_is_not_taken_for_it(

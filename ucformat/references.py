@@ -6,13 +6,15 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import NotFound, UcformatError
+from ucformat.errors import IntegrityError, NotFound, UcformatError
 from ucformat.settings import allowed_roots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from os import PathLike
 
+    from ucformat.catalog.catalog import Catalog
+    from ucformat.catalog.entries import Entry
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.view_document import Steps
     from ucformat.storage.base import Store
@@ -62,24 +64,39 @@ def _open(
         )
     with Catalog(read_only=True) as catalog:
         entry = catalog.get(place)
-    if entry.state != "committed":
-        hint = f"`ucp restore {place}` brings it back" if entry.state == "deleted" else "its bytes are gone"
-        raise NotFound(f"the checkpoint {place} is {entry.state}", hint=hint)
-    failure: UcformatError | None = None
-    for url in entry.urls:
-        try:
-            ck = open_checkpoint(url, roots=roots, options=options)
-        except UcformatError as error:  # it may lie elsewhere, too
-            failure = failure or error
-            continue
-        if ck.kind != "ucformat" or ck.id == entry.id:  # engines write a step again in place, and then that is meant
+        if entry.state != "committed":
+            hint = f"`ucp restore {place}` brings it back" if entry.state == "deleted" else "its bytes are gone"
+            raise NotFound(f"the checkpoint {place} is {entry.state}", hint=hint)
+        failure: UcformatError | None = None
+        for url in entry.urls:
+            try:
+                ck = open_checkpoint(url, roots=roots, options=options)
+                _must_be_recorded(catalog, entry, ck, url)
+            except UcformatError as error:  # it may lie elsewhere, too
+                failure = failure or error
+                continue
             return ck
-        failure = failure or NotFound(
-            f"at {url} lies another checkpoint by now, {ck.id}", hint=f"`ucp register {url}` makes the catalog know it"
-        )
     raise failure or NotFound(
         f"the catalog knows {place}, but no place where it lies", hint="`ucp register PLACE` tells it one"
     )
+
+
+def _must_be_recorded(catalog: Catalog, entry: Entry, ck: Checkpoint, url: str) -> None:
+    """See that what lies at a place is what the catalog recorded there.
+
+    Raises:
+        NotFound: it is another checkpoint.
+        IntegrityError: it says to be the same, but its manifest was changed.
+    """
+    if ck.kind != "ucformat":  # engines write a step again in place, and then that is meant
+        return
+    if ck.id != entry.id:
+        raise NotFound(
+            f"at {url} lies another checkpoint by now, {ck.id}", hint=f"`ucp register {url}` makes the catalog know it"
+        )
+    reason = catalog.contradiction(ck.manifest, url)
+    if reason is not None:
+        raise IntegrityError(reason, hint="restore it from another copy; by its path it is opened as it is")
 
 
 def _is_reference(text: str) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 import pytest
 
+from tests.fakes import manifest_file
 from ucformat import errors
 from ucformat._version import __version__
 from ucformat.cli.main import ucp
@@ -138,7 +139,7 @@ def test_exit_codes_of_real_processes(shell: Shell, committed: Path, tmp_path: P
     done = shell(f"ucp convert {committed} {committed}")
     assert done.returncode == 4
     assert re.fullmatch(r"error: .+\nhint: .+\n", done.stderr)
-    (tmp_path / "manifest.json").write_text('{"format": "ucformat", "version": 99}')
+    (tmp_path / "manifest.json").write_bytes(manifest_file({"format": "ucformat", "version": 99}))
     assert shell(f"ucp show {tmp_path}").returncode == 7
     (tmp_path / "manifest.json").write_text("no")
     assert shell(f"ucp show {tmp_path}").returncode == 5

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ucformat
-from tests.fakes import ODD, FakeSource
+from tests.fakes import ODD, FakeSource, manifest_file
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, IntegrityError, MissingData, NotACheckpoint, UpgradeNeeded
 from ucformat.format.commit import begin, commit, new_id, on_commit, read_manifest, record_key
@@ -183,7 +183,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def change(checkpoint: Path, **changed: Any) -> None:
     document = json.loads((checkpoint / "manifest.json").read_text())
     document.update(changed)
-    (checkpoint / "manifest.json").write_text(json.dumps(document))
+    (checkpoint / "manifest.json").write_bytes(manifest_file(document))
 
 
 def test_a_newer_version_asks_for_an_upgrade(checkpoint: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_manifest_that_is_none_is_damage(checkpoint: Path, text: str) -> None:
 def edit_tensor(checkpoint: Path, **changed: Any) -> None:
     document = json.loads((checkpoint / "manifest.json").read_text())
     next(t for t in document["tensors"] if t["name"] == "table").update(changed)
-    (checkpoint / "manifest.json").write_text(json.dumps(document))
+    (checkpoint / "manifest.json").write_bytes(manifest_file(document))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from ucformat.format.chunking import Grid
 from ucformat.format.dtypes import dtype_name, fill_value, numpy_dtype
 from ucformat.format.shard import Band, check_shard, write_shard
 from ucformat.format.zarr_json import array_json, shard_key
+from ucformat.geometry.tensor import Key
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.storage.local import LocalStore
 
@@ -34,7 +35,7 @@ def write_array(store: LocalStore, name: str, a: Any, grid: Grid) -> None:
         raw[:] = np.frombuffer(padded.tobytes(), np.uint8)
 
     with store.create(f"{name}/zarr.json") as out:
-        out.write(array_json(dtype_name(a.dtype), grid, {"a": 1}))
+        out.write(array_json(Key("a", "weight"), dtype_name(a.dtype), grid))
     for shard in grid.shards():
         leaves = write_shard(store, shard_key(name, shard), grid, shard, fill)
         assert check_shard(store, shard_key(name, shard), grid, shard) == (leaves, [])
@@ -52,7 +53,7 @@ def test_tensorstore_and_zarr_python_read_what_we_write(dtype: str, tmp_path: Pa
         assert same(np.asarray(tensorstore.open(spec).result().read().result()), a), shape
         array = zarr.open_array(tmp_path / f"a{n}", mode="r")
         assert same(np.asarray(array[...]), a), shape
-        assert array.attrs["a"] == 1
+        assert array.attrs["ucformat"] == {"name": "a", "state": "weight"}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])

@@ -21,7 +21,7 @@ from unittest.mock import patch
 import numpy as np
 from pydantic import ValidationError
 
-from tests.fakes import same
+from tests.fakes import manifest_file, same
 from tests.fuzz import test_pickles, test_zarr_documents
 from tests.fuzz.fuzzing import DATA, Files, files_below
 from tests.fuzz.test_layouts import use as use_layout
@@ -35,7 +35,7 @@ from ucformat.catalog.policy import load_policy
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import UcformatError
 from ucformat.format.commit import MANIFEST, parse_manifest
-from ucformat.format.digest import bytes_digest
+from ucformat.format.digest import bytes_digest, with_own_digest
 from ucformat.geometry.layout import Layout
 from ucformat.schema.catalog_document import CatalogDoc
 from ucformat.schema.manifest import Manifest
@@ -120,6 +120,7 @@ def _golden(name: str) -> Files:
 
 def manifest(data: bytes) -> None:
     """The manifest of an array and of a packed checkpoint, under the right digest of its own."""
+    data = with_own_digest(data)
     found = parse_manifest(data, MANIFEST)
     assert Manifest.model_validate_json(found.model_dump_json()) == found
     compare(_golden("packed-sidecar-2" if found.sidecar else "arrays"), {MANIFEST: data})
@@ -131,7 +132,7 @@ def sidecar(data: bytes) -> None:
     document = json.loads(files[MANIFEST])
     made = _compressed(data)
     document["sidecar"] |= {"digest": bytes_digest(made), "nbytes": len(made)}
-    compare(files, {document["sidecar"]["path"]: made, MANIFEST: json.dumps(document).encode()})
+    compare(files, {document["sidecar"]["path"]: made, MANIFEST: manifest_file(document)})
 
 
 def _compressed(data: bytes) -> bytes:

@@ -121,7 +121,7 @@ def make_packed(store: Store, ranks: int = 2) -> Checkpoint:
     """One whose tensors lie in a file for each rank, with checksums in the sidecar, behind the bytes, or without."""
     arrays = tensors()
     attempt = begin(store, {"golden": "packed"}, overwrite=False)
-    files = [bytearray(b"rank%d\n" % k) for k in range(ranks)]
+    files = [bytearray(6) for _ in range(ranks)]
     extents: list[list[Extent]] = []
     for number, a in enumerate(arrays.values()):
         found, strides = [], row_major(a.shape, a.itemsize)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import ucformat
-from tests.fakes import Arrays, random_array, same
+from tests.fakes import Arrays, manifest_file, random_array, same
 from tests.patience import PATIENCE
 from tests.sources.torch_files import call, dictionary, glob, pickled, save, tensor, text
 from tests.storage.faulty import FaultyStore
@@ -142,7 +142,7 @@ class TestUniversal:
 
     def test_a_manifest_of_a_newer_version(self, universal: Path, tmp_path: Path, ucp: Ucp) -> None:
         manifest = universal / "manifest.json"
-        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 2}))
+        manifest.write_bytes(manifest_file({**json.loads(manifest.read_text()), "version": 2}))
         more: dict[str, list[object]] = {"get": ["up.weight"], "convert": [tmp_path / "target"]}
         for command in ("show", "get", "verify", "convert"):
             done = ucp(command, universal, *more.get(command, []), code=7)
@@ -154,7 +154,7 @@ class TestUniversal:
         manifest = universal / "manifest.json"
         document = json.loads(manifest.read_text())
         document["tensors"][0]["path"] = "data/../../source"
-        manifest.write_text(json.dumps(document))
+        manifest.write_bytes(manifest_file(document))
         name = document["tensors"][0]["name"]
         assert "data/../../source" in ucp("get", universal, name, code=6).stderr
 

@@ -28,6 +28,7 @@ from ucformat.errors import (
     UcformatError,
     UsageError,
 )
+from ucformat.format.commit import manifest_bytes
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.recording import RecordingStore
@@ -214,7 +215,7 @@ def test_one_of_the_same_conversion_is_replaced_without_losing_its_files(tmp_pat
 
     docs = (one.tensors[0].model_copy(update={"digest": "xxh3:" + "0" * 32}), *one.tensors[1:])
     impostor = one.model_copy(update={"id": "e" * 32, "tensors": docs})
-    (twin / "manifest.json").write_text(impostor.model_dump_json())
+    (twin / "manifest.json").write_bytes(manifest_bytes(impostor))
     with pytest.raises(Conflict, match="whose files have the names of this one's"):
         ucformat.copy(first, twin, overwrite=True)
 

@@ -15,13 +15,14 @@ import pytest
 import ucformat
 from tests.catalog.acts import purge
 from tests.catalog.manifests import packed_over
+from tests.fakes import manifest_file
 from tests.jobs.conftest import document, foreign, universal
 from tests.storage.faulty import FaultyStore
 from ucformat.catalog.names import Stamp
 from ucformat.catalog.reader import make_stamp
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import Conflict, NotACheckpoint, NotFound, Refused, UcformatError
-from ucformat.format.commit import begin
+from ucformat.format.commit import begin, manifest_bytes
 from ucformat.jobs import gc
 from ucformat.jobs.gc import collect
 from ucformat.jobs.register import register, reindex
@@ -194,7 +195,7 @@ def test_what_another_one_needs_stays_until_that_is_purged(catalog: Catalog, rec
     deleted(catalog, parent)
     child = universal(str(mine(parent).parent / "child"), 2)
     manifest = child.manifest.model_copy(update={"sidecar": packed_over(str(parent.url))})
-    (Path(child.url) / "manifest.json").write_text(manifest.model_dump_json())
+    (Path(child.url) / "manifest.json").write_bytes(manifest_bytes(manifest))
     register([child.url], catalog)
     assert collect(catalog, apply=True).purged == ()
     deleted(catalog, catalog.get(child.id))
@@ -497,7 +498,7 @@ def test_names_that_leave_the_checkpoint_are_refused_before_anything_goes(
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim" / "x").write_text("x")
     file = mine(entry) / "manifest.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"attempt": attempt}))
+    file.write_bytes(manifest_file(json.loads(file.read_text()) | {"attempt": attempt}))
     deleted(catalog, entry)
     before = content(entry.url)
     done = collect(catalog, apply=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ucformat
+from tests.fakes import manifest_file
 from tests.jobs.conftest import foreign, universal
 from tests.jobs.test_gc import age, attempt
 from tests.storage.faulty import FaultyStore
@@ -75,7 +76,7 @@ def test_a_file_with_a_time_beyond_all_bounds(
     bad = universal(tmp_path / "tree" / "bad", 2)
     manifest = tmp_path / "tree" / "bad" / "manifest.json"
     if file == "manifest":
-        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"created": time}))
+        manifest.write_bytes(manifest_file(json.loads(manifest.read_text()) | {"created": time}))
     elif file == "tombstone":
         doc = {"format": "ucformat-tombstone", "version": 1, "id": bad.id, "attempt": "x", "created": time}
         (tmp_path / "tree" / "bad" / "tombstone.json").write_text(json.dumps(doc))

@@ -18,6 +18,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import ucformat
+from tests.fakes import manifest_file
 from tests.jobs.conftest import document, foreign, universal
 from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.policy import load_policy
@@ -136,7 +137,7 @@ def test_what_cannot_be_recorded_is_a_failure_of_its_own(catalog: Catalog, tmp_p
     for step in (1, 2, 3):
         universal(tmp_path / "run7" / str(step), step)
     file = tmp_path / "run7" / "2" / "manifest.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"step": 1 << 70}))
+    file.write_bytes(manifest_file(json.loads(file.read_text()) | {"step": 1 << 70}))
     shutil.copytree(tmp_path / "run7" / "3", os.fsdecode(bytes(tmp_path / "run7") + b"/\xff"))
     acts: list[Callable[[], Registered]] = [
         lambda: register([str(tmp_path)], catalog, recursive=True),
@@ -296,7 +297,7 @@ def test_a_metric_of_the_manifest_does_not_come_back(catalog: Catalog, other: Ca
     file = tmp_path / "run7" / "1" / "manifest.json"
     metrics = {"val_loss": 2.0, "old": 1.0}
     created = (datetime.now(UTC) + timedelta(hours=1)).isoformat()  # by a clock that is ahead of ours
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"metrics": metrics, "created": created}))
+    file.write_bytes(manifest_file(json.loads(file.read_text()) | {"metrics": metrics, "created": created}))
     register([ck.url], catalog)
     catalog.metric(ck.id, {"val_loss": 1.5})
     reindex(str(tmp_path / "run7"), other)

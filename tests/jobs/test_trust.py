@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ucformat
+from tests.fakes import manifest_file
 from tests.jobs.conftest import document, universal
 from ucformat.catalog.catalog import GRACE, Catalog
 from ucformat.catalog.document import FAR, compose
@@ -152,7 +153,7 @@ def test_another_checkpoint_under_a_known_id_is_a_conflict(
     known = json.loads((mine(entry) / "manifest.json").read_text())
     if change != "step":
         manifest = {**known, change: manifest[change]}
-    (place / "manifest.json").write_text(json.dumps(manifest | {"id": entry.id}))
+    (place / "manifest.json").write_bytes(manifest_file(manifest | {"id": entry.id}))
     say(place, entry.id, **DELETED, aliases=[{"name": "best", "version": 9, "moved": LONG_AGO}])
     before = catalog.get(entry.id)
     found = register([str(tmp_path / "tree")], catalog, recursive=True)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ucformat
-from tests.fakes import FakeSource, random_array, same
+from tests.fakes import FakeSource, manifest_file, random_array, same
 from tests.packed import write_packed
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import Inconsistent, IntegrityError, UcformatError
@@ -73,7 +73,7 @@ def rewritten(
     if change is not None:
         change(document)
     store.delete("manifest.json")
-    store.put_if_absent("manifest.json", json.dumps(document).encode())
+    store.put_if_absent("manifest.json", manifest_file(document))
     return store
 
 
@@ -262,7 +262,7 @@ def test_arrays_without_a_digest_or_with_an_impossible_grid() -> None:
         document = json.loads(copy.read("manifest.json"))
         document["tensors"][0] |= change
         copy.delete("manifest.json")
-        copy.put_if_absent("manifest.json", json.dumps(document).encode())
+        copy.put_if_absent("manifest.json", manifest_file(document))
         (problem,) = ucformat.verify(copy).problems
         assert (problem.name, problem.state) == W
         assert reason in problem.reason

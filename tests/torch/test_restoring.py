@@ -10,6 +10,7 @@ import torch
 
 import ucformat
 import ucformat.torch
+from tests.fakes import manifest_file
 from tests.torch.runs import data_file, fill, folders, manager_of, names, restored, state_at
 from ucformat.errors import IntegrityError, Refused, UcformatError
 from ucformat.format.commit import MANIFEST
@@ -40,7 +41,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "missing": lambda c: data_file(c).unlink(),
     "objects": lambda c: flip(next(c.glob("objects/*/objects.json")), 20),
     "no manifest to read": lambda c: flip(c / MANIFEST, 0),
-    "of another version": lambda c: (c / MANIFEST).write_text('{"format": "ucformat", "version": 99}'),
+    "of another version": lambda c: (c / MANIFEST).write_bytes(manifest_file({"format": "ucformat", "version": 99})),
 }
 
 

@@ -20,15 +20,14 @@ if TYPE_CHECKING:
 
     from ucformat.schema.manifest import Manifest, TensorDoc
 
-__all__ = ["add_digests", "digest_block", "manifest_hashes", "remove_digests", "tensor_set"]
+__all__ = ["add_digests", "digest_block", "manifest_content", "remove_digests", "tensor_digests", "tensor_set"]
 
 _COLUMNS = ("tensor_set_id", "position", "name", "state", "dtype", "shape", "chunk", "shard", "nbytes")
 _NAME = attrgetter("name")
 _KIND = attrgetter("state", "dtype", "shape", "chunk", "shard", "nbytes")
 _WHAT = attrgetter("state", "dtype", "shape")
-_WHERE = attrgetter("chunk", "shard", "nbytes", "digest", "path", "at")
 #: What `materialize` changes of a manifest, besides its tensors: all else is of the checkpoint, whatever its form.
-_FORM = {"attempt", "producer", "objects", "assets", "sidecar", "verified", "writers"}
+_FORM = {"attempt", "producer", "objects", "assets", "sidecar", "verified", "writers", "digest"}
 
 
 def tensor_set(connection: Connection, tensors: Sequence[TensorDoc]) -> int:
@@ -58,20 +57,17 @@ def tensor_set(connection: Connection, tensors: Sequence[TensorDoc]) -> int:
     return made
 
 
-def manifest_hashes(manifest: Manifest) -> tuple[str, str] | None:
-    """The SHA-256 of what is the same in every form of a checkpoint, and that of the whole manifest.
+def manifest_content(manifest: Manifest) -> str | None:
+    """The SHA-256 of what is the same in every form of a checkpoint, of the manifest as it is read from its file.
 
-    Both are of the manifest as it is read from its file. What has its default is left out, so that a later version
-    that knows more fields comes to the same. None of one that no file can hold, for its text is not Unicode.
+    What has its default is left out, so that a later version that knows more fields comes to the same. None of one that
+    no file can hold, for its text is not Unicode.
     """
     try:
         read = manifest.model_copy(update={"tensors": ()}).as_read()
     except ValueError:
         return None
-    tensors = manifest.tensors
-    form = [read.model_dump_json(include=_FORM, exclude_defaults=True), _columns(tensors, _WHERE)]
-    content = _sha256([read.model_dump_json(exclude=_FORM, exclude_defaults=True), _columns(tensors, _WHAT)])
-    return content, _sha256([content, *form])
+    return _sha256([read.model_dump_json(exclude=_FORM, exclude_defaults=True), _columns(manifest.tensors, _WHAT)])
 
 
 def _sha256(texts: Sequence[str]) -> str:
@@ -112,6 +108,13 @@ def add_digests(connection: Connection, serial: int, tensors: Sequence[TensorDoc
     block = connection.scalar(sa.select(Checkpoint.digest_block).where(Checkpoint.serial == serial))
     rows = [(block, digests[i], serial, i) for i in order if digests[i]]
     insert_rows(connection, "digest", ("block", "digest", "checkpoint", "position"), rows)
+
+
+def tensor_digests(connection: Connection, serial: int) -> dict[int, str]:
+    """The digests of a checkpoint's tensors that have one, by their position in the structure."""
+    block = sa.select(Checkpoint.digest_block).where(Checkpoint.serial == serial).scalar_subquery()
+    rows = sa.select(Digest.position, Digest.digest).where(Digest.block == block, Digest.checkpoint == serial)
+    return {row.position: row.digest for row in connection.execute(rows)}
 
 
 def remove_digests(connection: Connection, serial: int) -> None:

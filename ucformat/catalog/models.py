@@ -114,7 +114,7 @@ class Checkpoint(Base):
     what lineage needs. A foreign one's extents lie in so many `files`, `files_nbytes` large. Digests are in the block
     `digest_block`. `document_revision` counts the changes that the document beside the checkpoint has to hold,
     `document_written` is the last that it does hold. `content` is the hash of what every form of it says (see
-    `manifest_hashes`), by which another checkpoint of the same id is told apart; empty of foreign ones.
+    `manifest_content`), by which another checkpoint of the same id is told apart; empty of foreign ones.
     """
 
     __tablename__ = "checkpoint"
@@ -180,7 +180,7 @@ class Location(Base):
 
 
 class Form(Base):
-    """The hash of a manifest that a checkpoint has had: what lies in a further place must have one of them."""
+    """The digest of a manifest that a checkpoint has had: what lies in a further place must have one of them."""
 
     __tablename__ = "form"
     checkpoint = _of_checkpoint(primary_key=True)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ucformat.catalog.query import EventEntry, TensorEntry
     from ucformat.catalog.recording import Place
     from ucformat.catalog.sql import Table
+    from ucformat.schema.manifest import Manifest
 
 __all__ = ["GRACE", "Reader", "make_stamp", "now"]
 
@@ -195,6 +196,15 @@ class Reader:
 
         with self._database.reading() as c:
             return deletion.protections_at(c, checkpoint, same_url(url), now(), said=said)
+
+    def contradiction(self, manifest: Manifest, url: str) -> str | None:
+        """Why what lies at a place, by its manifest, is not the checkpoint that is recorded there under its id.
+
+        None where nothing says so: the catalog does not know it, or not there, or it is that one, perhaps in another
+        form, as `materialize` makes it.
+        """
+        with self._database.reading() as c:
+            return recording.contradiction(c, manifest, same_url(url))
 
     def purgeable(self, grace: timedelta = GRACE) -> PurgePlan:
         """Which deleted checkpoints `gc` may remove from storage now; `grace` is for those without one of their own."""

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from ucformat.catalog.content import add_digests, digest_block, manifest_hashes, remove_digests, tensor_set
+from ucformat.catalog.content import (
+    add_digests,
+    digest_block,
+    manifest_content,
+    remove_digests,
+    tensor_digests,
+    tensor_set,
+)
 from ucformat.catalog.locks import lock, take_turns
 from ucformat.catalog.models import Checkpoint, Config, Edge, Form, Location, Metric, Run
 from ucformat.catalog.plain import plain, storable
@@ -20,7 +27,7 @@ from ucformat.catalog.rows import begins_with, event, insert_if_absent, one_id, 
 from ucformat.errors import Conflict, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from datetime import datetime
 
     from sqlalchemy import Connection
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Place",
     "canonical_hash",
+    "contradiction",
     "forget",
     "insert_edge",
     "listings",
@@ -74,10 +82,10 @@ def record(
     nbytes = sum(t.nbytes for t in manifest.tensors)
     _check(manifest, url, nbytes)
     take_turns(connection, manifest.id, url, *(p.id or _place(p.url) for p in manifest.lineage))
-    content, whole = (manifest_hashes(manifest) if kind == "ucformat" else None) or (None, "")
+    content = manifest_content(manifest) if kind == "ucformat" else None
     serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == manifest.id))
     if serial is not None and content is not None:
-        _must_be_same(connection, serial, url, content, whole)
+        _must_be_same(connection, serial, url, content, manifest)
     elif serial is None:
         made = sa.insert(Checkpoint).values(
             {
@@ -109,8 +117,8 @@ def record(
         _add_details(connection, serial, manifest, url)
         event(connection, "record", who, now, serial, url=url, kind=kind)
     again = locate(connection, serial, url, now=now, who=who, listing=listing)
-    if whole:
-        insert_if_absent(connection, Form, {"checkpoint": serial, "manifest": whole}, {}, Form.manifest)
+    if kind == "ucformat" and manifest.digest is not None:
+        insert_if_absent(connection, Form, {"checkpoint": serial, "manifest": manifest.digest}, {}, Form.manifest)
     if again or _materialised(connection, serial, manifest):
         remove_digests(connection, serial)
         add_digests(connection, serial, manifest.tensors)
@@ -120,32 +128,59 @@ def record(
     return serial
 
 
-def _must_be_same(connection: Connection, serial: int, url: str, content: str, whole: str) -> None:
+def _must_be_same(connection: Connection, serial: int, url: str, content: str, manifest: Manifest) -> None:
     """Refuse what bears a known id and is another checkpoint, or one in a form that no known place has.
-
-    In its own place a checkpoint may take another form: `materialize` gives it one.
 
     Raises:
         Conflict: it is not the one that is known.
     """
-    here = sa.select(Location.url).where(Location.checkpoint == serial).order_by(Location.id)
-    places = connection.scalars(here).all()
-    forms = connection.scalars(sa.select(Form.manifest).where(Form.checkpoint == serial)).all()
-    row = connection.execute(sa.select(Checkpoint.content, Checkpoint.id).where(Checkpoint.serial == serial)).one()
-    known: str | None = row.content
-    if known is None:  # recorded before this was noted
-        connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(content=content))
-    elif known != content:
+    places, forms = _places_of(connection, serial), _forms_of(connection, serial)
+    if manifest.digest in forms:
+        return
+    if _is_other(connection, serial, content, manifest):
         where = f"the one at {places[0]}" if places else "one that the catalog knew"
         raise Conflict(
-            f"{url} holds another checkpoint than {where}, and has its id {row.id}",
+            f"{url} holds another checkpoint than {where}, and has its id {manifest.id}",
             hint="nothing was recorded; see which of them is the true one, and move the other away",
         )
-    if places and url not in places and forms and whole not in forms:
+    if places and url not in places and forms:
         raise Conflict(
-            f"{url} holds the checkpoint {row.id} in another form than {places[0]}: its manifest differs",
+            f"{url} holds the checkpoint {manifest.id} in another form than {places[0]}: its manifest differs",
             hint="nothing was recorded; `ucp copy` makes a copy that is the same to the byte",
         )
+
+
+def contradiction(connection: Connection, manifest: Manifest, url: str) -> str | None:
+    """Why what lies in a place is not the checkpoint that is recorded there by its id; None where nothing says so.
+
+    In its own place a checkpoint may take another form: `materialize` gives it one.
+    """
+    serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == manifest.id))
+    if serial is None or url not in _places_of(connection, serial) or manifest.digest in _forms_of(connection, serial):
+        return None
+    content = manifest_content(manifest)
+    if content is not None and not _is_other(connection, serial, content, manifest):
+        return None
+    return f"the manifest at {url} is not the one that the catalog recorded there"
+
+
+def _places_of(connection: Connection, serial: int) -> Sequence[str]:
+    here = sa.select(Location.url).where(Location.checkpoint == serial).order_by(Location.id)
+    return connection.scalars(here).all()
+
+
+def _forms_of(connection: Connection, serial: int) -> Sequence[str]:
+    """The digests of the manifests that a checkpoint has had."""
+    return connection.scalars(sa.select(Form.manifest).where(Form.checkpoint == serial)).all()
+
+
+def _is_other(connection: Connection, serial: int, content: str, manifest: Manifest) -> bool:
+    """Whether a manifest is of another checkpoint: it says other things, or that an array holds other bytes."""
+    known = connection.scalar(sa.select(Checkpoint.content).where(Checkpoint.serial == serial))
+    if known != content:
+        return True
+    digests = tensor_digests(connection, serial)
+    return any(manifest.tensors[n].digest != digest for n, digest in digests.items())
 
 
 def _told(connection: Connection, serial: int, manifest: Manifest, *, said: bool) -> None:

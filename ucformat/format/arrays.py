@@ -9,15 +9,18 @@ from ucformat.format.chunking import Grid
 from ucformat.format.digest import bytes_digest, tensor_digest
 from ucformat.format.names import folder_names
 from ucformat.format.zarr_json import array_json, group_json
+from ucformat.geometry.tensor import Key
+from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.manifest import FileDoc, TensorDoc
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ucformat.geometry.tensor import TensorInfo
+    from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
-__all__ = ["Array", "array_doc", "lay_out", "put_array", "put_file", "put_groups"]
+__all__ = ["Array", "array_doc", "documents", "lay_out", "put_array", "put_file", "put_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +48,31 @@ def lay_out(
     ]
 
 
-def put_groups(store: Store, folder: str, arrays: Iterable[Array]) -> None:
+def put_groups(store: Store, arrays: Iterable[Array]) -> None:
     """Put the `zarr.json` of the group and of each state."""
-    for below in dict.fromkeys([folder, *(a.path.rsplit("/", 1)[0] for a in arrays)]):
-        put_file(store, f"{below}/zarr.json", group_json({}))
+    for group in _groups(a.path for a in arrays):
+        put_file(store, f"{group}/zarr.json", group_json())
 
 
 def put_array(store: Store, array: Array) -> None:
     """Put the `zarr.json` of one array."""
-    attributes = {"ucformat": {"name": array.info.name, "state": array.info.state}}
-    put_file(store, f"{array.path}/zarr.json", array_json(array.info.dtype, array.grid, attributes))
+    put_file(store, f"{array.path}/zarr.json", array_json(array.info.key, array.info.dtype, array.grid))
+
+
+def documents(manifest: Manifest) -> Iterator[tuple[str, bytes, Key | None]]:
+    """Every `zarr.json` of a checkpoint's arrays, and of the groups that they lie in: key, bytes, and whose it is."""
+    stored = [(t, t.path) for t in manifest.tensors if t.path is not None]
+    for group in _groups(path for _, path in stored):
+        yield f"{group}/zarr.json", group_json(), None
+    for doc, path in stored:
+        key, grid = Key(doc.name, doc.state), Grid(doc.shape, doc.chunk or (), doc.shard or (), ITEMSIZE[doc.dtype])
+        yield f"{path}/zarr.json", array_json(key, doc.dtype, grid), key
+
+
+def _groups(paths: Iterable[str]) -> list[str]:
+    """The folders that arrays lie in: those of states, and what these lie in."""
+    states = dict.fromkeys(path.rpartition("/")[0] for path in paths)
+    return list(dict.fromkeys([*(state.rpartition("/")[0] for state in states), *states]))
 
 
 def array_doc(array: Array, leaves: Mapping[tuple[int, ...], bytes]) -> TensorDoc:

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from ucformat.format.sidecar import Sidecar
     from ucformat.storage.base import Store
 
-__all__ = ["blocks_of", "is_whole"]
+__all__ = ["ALIGNED", "blocks_of", "is_whole"]
+
+#: Bytes: each piece of a packed file begins at a multiple, for those who map the file; zeros fill up to it.
+ALIGNED = 64
 
 _READ = 4 << 20  # bytes
 

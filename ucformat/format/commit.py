@@ -36,7 +36,7 @@ from ucformat.errors import (
     Uncertain,
     UpgradeNeeded,
 )
-from ucformat.format.digest import document_digest
+from ucformat.format.digest import document_digest, own_digest, with_own_digest
 from ucformat.format.guards import may_replace
 from ucformat.schema.manifest import FORMAT_VERSION, AttemptDoc, Manifest
 from ucformat.schema.tombstone import TOMBSTONE, is_tombstone
@@ -54,6 +54,7 @@ __all__ = [
     "begin",
     "commit",
     "discard",
+    "manifest_bytes",
     "new_id",
     "on_commit",
     "parse_manifest",
@@ -100,7 +101,7 @@ def read_manifest(store: Store) -> tuple[Manifest, str]:
     Raises:
         NotACheckpoint: there is none, or one that is being removed.
         UpgradeNeeded: it was written by a newer version of the format.
-        IntegrityError: it cannot be parsed.
+        IntegrityError: it is not what its digest says, or cannot be parsed.
     """
     try:
         data, version = store.read_versioned(MANIFEST)
@@ -125,6 +126,10 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         head = _Head.model_validate_json(data)
     except ValidationError as error:
         raise IntegrityError(f"{where} is not a ucformat manifest: {error.errors()[0]['msg']}") from None
+    if own_digest(data) is None:  # of every version: a newer one is not told from a damaged one without it
+        raise IntegrityError(
+            f"{where} is damaged: it is not what the digest at its end says", hint="restore it from another copy"
+        )
     if head.version > FORMAT_VERSION:
         raise UpgradeNeeded(
             f"{where} has format version {head.version}; this ucformat {__version__} reads up to {FORMAT_VERSION}",
@@ -136,6 +141,11 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise IntegrityError(f"{where} is damaged: {place}: {first['msg']}") from None
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """The file of a manifest, which ends with its digest."""
+    return with_own_digest(manifest.model_dump_json(indent=1, exclude={"digest"}).encode())
 
 
 def begin(
@@ -274,7 +284,8 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest, data: bytes | Non
     """
     store.flush()
     store.sweep()
-    data = data or manifest.model_dump_json(indent=1, exclude_defaults=False).encode()
+    data = data or manifest_bytes(manifest)
+    manifest = manifest.model_copy(update={"digest": own_digest(data)})
     _refuse_tombstone(store)  # of one that was committed and deleted since this began
     _ask(store, attempt)  # once more: a checkpoint may have got a name while this was written
     _refuse_removed(store, attempt.id)

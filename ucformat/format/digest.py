@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from ucformat.format.chunking import Grid
     from ucformat.storage.base import Bytes, Store
 
-__all__ = ["LEAF_BYTES", "bytes_digest", "document_digest", "file_digest", "leaf", "tensor_digest"]
+__all__ = [
+    "LEAF_BYTES",
+    "bytes_digest",
+    "document_digest",
+    "file_digest",
+    "leaf",
+    "own_digest",
+    "tensor_digest",
+    "with_own_digest",
+]
 
 LEAF_BYTES = 16
 _BLOCK = 8 << 20  # bytes of a file that are read at once
@@ -46,6 +55,26 @@ def file_digest(store: Store, key: str) -> str:
         store.read_into(key, start, [part])
         state.update(part)
     return f"xxh3:{state.hexdigest()}"
+
+
+def with_own_digest(document: bytes) -> bytes:
+    """A JSON object with a last member: `digest`, of all bytes before it."""
+    body = document.rstrip()[:-1].rstrip()  # without the brace that closes it
+    return body + _ending(bytes_digest(body))
+
+
+def own_digest(document: bytes) -> str | None:
+    """The digest at the end of a document; None where it has none, or is not what that says."""
+    body = memoryview(document)[:-_ENDING_BYTES]
+    digest = bytes_digest(body)
+    return digest if document[len(body) :] == _ending(digest) else None
+
+
+def _ending(digest: str) -> bytes:
+    return f',\n "digest": "{digest}"\n}}'.encode()
+
+
+_ENDING_BYTES = len(_ending(bytes_digest(b"")))
 
 
 def document_digest(document: object) -> str:

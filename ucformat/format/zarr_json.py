@@ -1,4 +1,7 @@
-"""The `zarr.json` documents of a universal checkpoint (Zarr v3, `sharding_indexed`, crc32c)."""
+"""The `zarr.json` documents of a universal checkpoint (Zarr v3, `sharding_indexed`, crc32c).
+
+The format says them to the byte, so that `verify` can: all that they hold is in the manifest.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,18 @@ from typing import TYPE_CHECKING, Any
 from ucformat.schema.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ucformat.format.chunking import Grid
+    from ucformat.geometry.tensor import Key
 
 __all__ = ["array_json", "group_json", "shard_key"]
 
 
-def group_json(attributes: Mapping[str, Any]) -> bytes:
+def group_json() -> bytes:
     """The metadata document of a group."""
-    return _encode({"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)})
+    return _encode({"zarr_format": 3, "node_type": "group", "attributes": {}})
 
 
-def array_json(dtype: str, grid: Grid, attributes: Mapping[str, Any]) -> bytes:
+def array_json(key: Key, dtype: str, grid: Grid) -> bytes:
     """The metadata document of one tensor's array."""
     as_bytes: dict[str, Any] = {"name": "bytes"}
     if ITEMSIZE[dtype] > 1:
@@ -44,7 +46,7 @@ def array_json(dtype: str, grid: Grid, attributes: Mapping[str, Any]) -> bytes:
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
             "fill_value": fill_value(dtype),
             "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
-            "attributes": dict(attributes),
+            "attributes": {"ucformat": {"name": key.name, "state": key.state}},
         }
     )
 

@@ -226,7 +226,7 @@ def write(
     watching = watched(source.store)
     passing = Passing(source.source, source.origin, compared) if how.verify and watching is not None else None
     with nullcontext() if passing is None or watching is None else watching.tapped(passing.see):
-        leaves = _write_all(source, store, attempt, arrays, how, passing)
+        leaves = _write_all(source, store, arrays, how, passing)
         if passing is not None:
             for _ in run_tasks(passing.finish, passing.unfinished(), how.workers or workers_for(source.store)):
                 pass
@@ -279,7 +279,6 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
 def _write_all(
     source: Checkpoint,
     store: Store,
-    attempt: Attempt,
     arrays: Sequence[Array],
     how: How,
     passing: Passing | None,
@@ -293,7 +292,7 @@ def _write_all(
     def work(task: _Task | None) -> bytes:
         if task is not None:
             return _write_shard(source, store, task, passing, "whole" if how.verify else "never")
-        _write_metadata(store, attempt, arrays)
+        _write_metadata(store, arrays)
         return b""
 
     for task, found in run_tasks(work, [*tasks[:1], None, *tasks[1:]], how.workers or workers_for(source.store, store)):
@@ -361,9 +360,9 @@ def _kept(store: Store, key: str, task: _Task) -> bytes | None:
     return None if damages else leaves
 
 
-def _write_metadata(store: Store, attempt: Attempt, arrays: Sequence[Array]) -> None:
+def _write_metadata(store: Store, arrays: Sequence[Array]) -> None:
     """Put every `zarr.json`: of the group, of each state, of each array."""
-    put_groups(store, attempt.folder("data"), arrays)
+    put_groups(store, arrays)
     map_waiting(lambda array: put_array(store, array), arrays)
 
 

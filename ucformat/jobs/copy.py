@@ -219,7 +219,7 @@ def _transfer_all(
 ) -> Copied:
     """Have every file at the destination, and see that the shards are together what was committed."""
     there = _sizes(store, source.manifest)
-    total, done = sum(i.nbytes or 0 for i in listed), 0
+    total, done = sum(i.nbytes for i in listed), 0
     leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
     kept: list[Item] = []
     jobs = run(lambda i: transfer(i, source.store, store, there), listed, workers or workers_for(source.store, store))
@@ -228,7 +228,7 @@ def _transfer_all(
             leaves.setdefault(item.key, {})[item.shard] = found
         if was_there:
             kept.append(item)
-        done += item.nbytes or 0
+        done += item.nbytes
         if progress is not None:
             progress(done, total)
     for key in (k for k in source.docs if _is_other(source, k, leaves)):
@@ -241,7 +241,7 @@ def _transfer_all(
                 f"{key}",
                 hint="restore the array from another copy of the checkpoint; nothing is committed at the destination",
             )
-    kept_nbytes = sum(i.nbytes or 0 for i in kept)
+    kept_nbytes = sum(i.nbytes for i in kept)
     return Copied(store.url, source.manifest.id, len(listed), total, len(kept), kept_nbytes)
 
 
@@ -260,7 +260,7 @@ def _must_be_there(store: Store, manifest: Manifest, listed: Sequence[Item]) -> 
     there = _sizes(store, manifest)
     inside = tuple(f"{folder}/" for folder in folders_of(manifest.attempt))
     for item in listed:
-        if item.nbytes is not None and item.file.startswith(inside) and there.get(item.file) != item.nbytes:
+        if item.file.startswith(inside) and there.get(item.file) != item.nbytes:
             raise Conflict(
                 f"{store.url}/{item.file} was removed by somebody else while the checkpoint was copied",
                 hint="run it again",

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound, UcformatError
+from ucformat.format.arrays import documents
 from ucformat.format.blocks import blocks_of
 from ucformat.format.shard import check_shard
 from ucformat.format.sidecar import NO_BLOCK
 from ucformat.format.universal import grid_of
 from ucformat.format.zarr_json import shard_key
 from ucformat.jobs.sums import Sums, read_through
-from ucformat.jobs.verify import describes
 from ucformat.storage.upload import unit_for
 from ucformat.storage.waiting import map_waiting
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ucformat.format.chunking import Grid
     from ucformat.format.universal import Universal
     from ucformat.geometry.tensor import Block, Key
-    from ucformat.schema.manifest import FileDoc, TensorDoc
+    from ucformat.schema.manifest import FileDoc
     from ucformat.storage.base import Store, Writer
 
 __all__ = ["Item", "Shard", "items", "transfer"]
@@ -37,14 +37,14 @@ _HINT = "restore it from another copy of the checkpoint; nothing is committed at
 
 
 class Item(Protocol):
-    """A file that is to be copied, of `nbytes` where that is known before it is read."""
+    """A file that is to be copied."""
 
     @property
     def file(self) -> str:
         """Its key, the same in both places."""
 
     @property
-    def nbytes(self) -> int | None:
+    def nbytes(self) -> int:
         """Its size."""
 
     def copy(self, src: Store, dst: Store) -> bytes:
@@ -60,8 +60,7 @@ class Item(Protocol):
 
 def transfer(item: Item, src: Store, dst: Store, there: Mapping[str, int]) -> tuple[bytes, bool]:
     """Have a file at the destination, where files of these sizes lie; what `copy` gives, and whether it was there."""
-    size = there.get(item.file)
-    if size is not None and item.nbytes in (None, size):
+    if there.get(item.file) == item.nbytes:
         try:
             found = item.kept(src, dst)
         except NotFound:  # somebody removed it just now
@@ -80,19 +79,14 @@ def items(source: Universal) -> list[Item]:
     """
     m = source.manifest
     found: list[Item] = [_File(doc) for doc in (m.objects, m.sidecar, *m.assets.values()) if doc is not None]
-    groups: dict[str, None] = {}
+    found += [_Document(file, data, key) for file, data, key in documents(m)]
     for key, doc in source.docs.items():
-        if doc.path is None:
-            continue
-        grid = grid_of(doc)
-        found.append(_Document(f"{doc.path}/zarr.json", key, doc, grid))
-        found += [Shard(key, grid, shard, shard_key(doc.path, shard)) for shard in grid.shards()]
-        state = doc.path.rpartition("/")[0]
-        groups |= dict.fromkeys((state.rpartition("/")[0], state))
-    found += [_Document(f"{folder}/zarr.json") for folder in groups if folder]
+        if doc.path is not None:
+            grid = grid_of(doc)
+            found += [Shard(key, grid, shard, shard_key(doc.path, shard)) for shard in grid.shards()]
     if m.sidecar is not None:
         found += _packed(source)
-    return sorted(found, key=lambda item: -(item.nbytes or 0))
+    return sorted(found, key=lambda item: -item.nbytes)
 
 
 def _packed(source: Universal) -> list[_Packed]:
@@ -200,37 +194,30 @@ class _Packed:
 
 @dataclass(frozen=True, slots=True)
 class _Document:
-    """A `zarr.json`, of an array or of a group; a group need not have one."""
+    """A `zarr.json`, of an array or of a group."""
 
     file: str
-    key: Key | None = None
-    doc: TensorDoc | None = None
-    grid: Grid | None = None
-    nbytes: int | None = None
+    data: bytes
+    key: Key | None
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
 
     def copy(self, src: Store, dst: Store) -> bytes:
-        data = self._read(src)
-        if data is not None:
-            with dst.create(self.file) as out:
-                out.write(data)
+        keys = () if self.key is None else (self.key,)
+        try:
+            found = src.read(self.file)
+        except NotFound as error:
+            raise MissingData(f"{error.message}{_names(keys)}", hint=_HINT) from error
+        if found != self.data:
+            raise _damaged(src, self.file, ["is not what the format says"], keys)
+        with dst.create(self.file) as out:
+            out.write(found)
         return b""
 
-    def kept(self, src: Store, dst: Store) -> bytes | None:
-        return b"" if self._read(src) == dst.read(self.file) else None
-
-    def _read(self, src: Store) -> bytes | None:
-        names = () if self.key is None else (self.key,)
-        try:
-            data = src.read(self.file)
-            if self.doc is None or self.grid is None or describes(data, self.doc, self.grid):
-                return data
-        except NotFound as error:
-            if self.doc is None:
-                return None
-            raise MissingData(f"{error.message}{_names(names)}", hint=_HINT) from error
-        except ValueError as error:
-            raise _damaged(src, self.file, [f"is no JSON document: {error}"], names) from error
-        raise _damaged(src, self.file, ["does not describe this tensor"], names)
+    def kept(self, src: Store, dst: Store) -> bytes | None:  # noqa: ARG002 - see Item
+        return b"" if dst.read(self.file) == self.data else None
 
 
 def _check_size(src: Store, file: str, nbytes: int) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ucformat.jobs.verify import Report
     from ucformat.schema.manifest import Manifest
 
-__all__ = ["record_commit", "record_commits", "record_verification"]
+__all__ = ["contradiction", "record_commit", "record_commits", "record_verification"]
 
 _log = logging.getLogger("ucformat")
 
@@ -52,6 +52,17 @@ def record_verification(ck: Checkpoint, report: Report) -> None:
             )
 
     _tell(note, f"the verification of {ck.url} is not in the catalog", "verify it again")
+
+
+def contradiction(manifest: Manifest, url: str) -> str | None:
+    """Why the catalog takes what lies at a place for another one than was recorded there; None where it does not."""
+    found: list[str | None] = [None]
+    _tell(
+        lambda catalog: found.append(catalog.contradiction(manifest, url)),
+        f"the catalog was not asked whether {url} is what it recorded",
+        "verify it again",
+    )
+    return found[-1]
 
 
 def _tell(tell: Callable[[Catalog], object], failed: str, remedy: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,19 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import ChecksumError, CoverageError, Inconsistent, IntegrityError, NotFound, Refused, UcformatError
-from ucformat.format.blocks import is_whole
+from ucformat.format.arrays import documents
+from ucformat.format.blocks import ALIGNED, is_whole
+from ucformat.format.commit import MANIFEST
 from ucformat.format.digest import file_digest, tensor_digest
 from ucformat.format.extents import coverage_problem
 from ucformat.format.extents import problems as structural
 from ucformat.format.shard import check_shard
-from ucformat.format.structure import Problem
+from ucformat.format.structure import MOUNT, Problem
 from ucformat.format.universal import Universal, grid_of
-from ucformat.format.zarr_json import array_json, shard_key
+from ucformat.format.zarr_json import shard_key
 from ucformat.geometry.tensor import Key, TensorInfo, single_extents
-from ucformat.jobs.record import record_verification
+from ucformat.jobs.record import contradiction, record_verification
 from ucformat.jobs.replicas import unequal_replicas
 from ucformat.jobs.run import run, workers_for
 from ucformat.references import open_reference
+from ucformat.schema.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -32,11 +34,11 @@ if TYPE_CHECKING:
     from ucformat.format.chunking import Grid
     from ucformat.format.sidecar import Sidecar
     from ucformat.geometry.tensor import Block, Extent
-    from ucformat.schema.manifest import FileDoc, SourceFileDoc, TensorDoc
+    from ucformat.schema.manifest import FileDoc, SourceFileDoc
     from ucformat.sources.base import OpenSource, Record
     from ucformat.storage.base import Store
 
-__all__ = ["Problem", "Report", "damaged_block", "describes", "verify", "verify_shard", "wrong_digests"]
+__all__ = ["Problem", "Report", "damaged_block", "document_problems", "verify", "verify_shard", "wrong_digests"]
 
 _BLOCK = 4 << 20  # bytes of a record that are held at once
 _NAMED = 5  # of the tensors in a damaged record, so many are named
@@ -122,6 +124,8 @@ def verify(
         if progress is not None:
             progress(done, total)
     if isinstance(source, Universal):
+        if (reason := contradiction(source.manifest, ck.url)) is not None:
+            problems.append(Problem(MANIFEST, reason))
         problems += wrong_digests(source, leaves, {(p.name, p.state) for p in problems})
     replicas = (c.replicas for c in checks if c.replicas is not None)
     for _, wrong in run(partial(_unequal, source.store, {p.file for p in problems}), replicas, workers):
@@ -143,6 +147,8 @@ def _universal(source: Universal) -> Iterator[_Check]:
     files = [*manifest.assets.values(), *(f for f in (manifest.objects, manifest.sidecar) if f is not None)]
     for doc in files:
         yield _Check(None, (), doc.nbytes, 0, lambda d=doc: (b"", _file(source, d)))  # type: ignore[misc]
+    for file, data, key in documents(manifest):
+        yield _Check(None, (), len(data), 0, lambda f=file, d=data, k=key: (b"", document_problems(store, f, d, k)))  # type: ignore[misc]
     wrong, sidecar = _structure(source)
     yield _Check(None, (), 0, 0, lambda: (b"", wrong))
     unsound = {(p.name, p.state) for p in wrong}
@@ -151,15 +157,17 @@ def _universal(source: Universal) -> Iterator[_Check]:
     for f in sources:
         yield _Check(None, (), f.nbytes if f.path in compared else 0, 0, lambda f=f: (b"", source_file(source, f)))  # type: ignore[misc]
     numbers = {key: n for n, key in enumerate(source.docs)}
+    held: dict[str, list[tuple[int, int]]] = {}  # of packed files: the bytes that extents and blocks have
     for key, tensor in source.docs.items():
         if tensor.path is None:
             if sidecar is not None and key not in unsound:
                 extents = list(single_extents(sidecar.extents(numbers[key])))
+                for e in extents:
+                    held.setdefault(e.file, []).append(_run(e, ITEMSIZE[tensor.dtype]))
                 info = TensorInfo(tensor.name, tensor.state, tensor.dtype, tensor.shape)
                 yield _extents(store, info, 0 if {e.file for e in extents} <= compared else tensor.nbytes, extents)
             continue
         grid = grid_of(tensor)
-        yield _Check(None, (), 0, 0, lambda k=key, g=grid: (b"", _metadata(source, k, g)))  # type: ignore[misc]
         for shard in grid.shards():
             yield _Check(
                 key,
@@ -168,6 +176,31 @@ def _universal(source: Universal) -> Iterator[_Check]:
                 0,
                 lambda k=key, g=grid, s=shard: verify_shard(source, k, g, s),  # type: ignore[misc]
             )
+    if not unsound:
+        for file in (f for f in held if not f.startswith(MOUNT)):
+            yield _Check(None, (), 0, 0, lambda f=file: (b"", _between(store, f, held[f])))  # type: ignore[misc]
+
+
+def _run(e: Extent, itemsize: int) -> tuple[int, int]:
+    """The first byte of an extent and its block, and the byte after them."""
+    if e.block is not None:
+        return e.block.offset, e.block.offset + e.block.nbytes + (4 if e.block.crc32c is None else 0)
+    return (e.offset, e.last + itemsize) if e.box.size else (e.offset, e.offset)
+
+
+def _between(store: Store, file: str, held: list[tuple[int, int]]) -> list[Problem]:
+    """Whether the bytes that align what lies in a packed file are the zeros that the format says."""
+    try:
+        size, end = store.info(file).size, 0
+        for start, stop in [*sorted(held), (size, size)]:
+            if 0 < min(start, size) - end < ALIGNED and any(store.read(file, end, start - end)):
+                return [Problem(file, f"bytes between {end} and {start}, which only align, are not zero")]
+            end = max(end, stop)
+    except NotFound:
+        return []  # said of the tensors that lie in it
+    except UcformatError as error:
+        return [Problem(file, error.message)]
+    return []
 
 
 def _structure(source: Universal) -> tuple[list[Problem], Sidecar | None]:
@@ -193,22 +226,14 @@ def verify_shard(source: Universal, key: Key, grid: Grid, shard: tuple[int, ...]
     return leaves, [Problem(d.file, d.reason, key.name, key.state, d.chunk) for d in damages]
 
 
-def _metadata(source: Universal, key: Key, grid: Grid) -> list[Problem]:
-    """Whether foreign readers find the array as the manifest has it."""
-    doc = source.docs[key]
-    file = f"{doc.path}/zarr.json"
+def document_problems(store: Store, file: str, data: bytes, key: Key | None) -> list[Problem]:
+    """Whether a `zarr.json` is what the format says, so that foreign readers find what the manifest has."""
     try:
-        data = source.store.read(file)
-        ok = describes(data, doc, grid)
-    except (UcformatError, ValueError) as error:
-        return [Problem(file, f"cannot be read: {error}", key.name, key.state)]
-    return [] if ok else [Problem(file, "does not describe this tensor", key.name, key.state)]
-
-
-def describes(data: bytes, doc: TensorDoc, grid: Grid) -> bool:
-    """Whether a `zarr.json` is that of this tensor, whatever attributes it has; ValueError where it is no JSON."""
-    found = json.loads(data)
-    return isinstance(found, dict) and found == json.loads(array_json(doc.dtype, grid, found.get("attributes", {})))
+        found = store.read(file)
+    except UcformatError as error:
+        return [Problem(file, f"cannot be read: {error.message}", *(key or ()))]
+    what = "group" if key is None else "tensor"
+    return [] if found == data else [Problem(file, f"does not describe this {what}", *(key or ()))]
 
 
 def _file(source: Universal, doc: FileDoc) -> list[Problem]:

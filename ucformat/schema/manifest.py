@@ -130,7 +130,10 @@ class WriterDoc(_Document):
 
 
 class Manifest(_Document):
-    """A committed checkpoint."""
+    """A committed checkpoint.
+
+    `digest` is that of its file, at whose end it stands (docs/spec.md, "Digests"); None before it has one.
+    """
 
     format: Literal["ucformat"] = "ucformat"
     version: Literal[1] = 1
@@ -152,6 +155,7 @@ class Manifest(_Document):
     writers: tuple[WriterDoc, ...] = ()
     verified: VerifiedDoc | None = None
     tensors: tuple[TensorDoc, ...]
+    digest: Digest | None = None
 
     def as_read(self) -> Manifest:
         """This manifest as it comes back from its file."""

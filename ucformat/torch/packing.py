@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ucformat.format.blocks import ALIGNED
 from ucformat.format.checksum import checksum
 from ucformat.format.sidecar import FOLLOWS, NO_BLOCK, Columns, encode_columns
 from ucformat.format.tiling import CHECKSUM_BYTES, Tiling, tile_shape
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["packed_file", "sidecar_of", "write_packed"]
 
-_ALIGNED = 64  # bytes: each piece begins at a multiple
-
 
 def packed_file(folder: str, rank: int) -> str:
     """The key of a rank's file below the `data` folder of an attempt."""
@@ -41,9 +40,9 @@ def write_packed(
     tilings = [Tiling(r.box, tile_shape(i.shape, i.itemsize), i.itemsize) for r, i in regions]
     copied = np.empty(0, np.uint8)
     end = 0
-    with store.create(key, unit_for(sum(t.nbytes + _ALIGNED for t in tilings))) as out:
+    with store.create(key, unit_for(sum(t.nbytes + ALIGNED for t in tilings))) as out:
         for (region, _), tiling in zip(regions, tilings, strict=True):
-            if gap := -end % _ALIGNED:
+            if gap := -end % ALIGNED:
                 out.write(bytes(gap))
             for box in tiling.boxes():
                 nbytes = box.size * tiling.itemsize
@@ -76,7 +75,7 @@ def sidecar_of(
         end = 0
         for claim, piece in mine:
             info, box = claims[rank][claim].info, claims[rank][claim].boxes[piece]
-            end += -end % _ALIGNED
+            end += -end % ALIGNED
             tiling = Tiling(box, tile_shape(info.shape, info.itemsize), info.itemsize)
             if box.size:
                 found.append((number[info.key], rank, end, tiling))

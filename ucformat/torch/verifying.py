@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Literal
 
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import IntegrityError, MissingData, NotFound, UpgradeNeeded
+from ucformat.format.arrays import documents
 from ucformat.format.blocks import is_whole
 from ucformat.format.commit import MANIFEST
 from ucformat.format.universal import Universal, grid_of
 from ucformat.format.zarr_json import shard_key
 from ucformat.geometry.tensor import Key, single_extents
 from ucformat.jobs.run import run
-from ucformat.jobs.verify import Problem, Report, damaged_block, verify_shard, wrong_digests
+from ucformat.jobs.verify import Problem, Report, damaged_block, document_problems, verify_shard, wrong_digests
 from ucformat.torch.wire import message
 
 if TYPE_CHECKING:
@@ -115,6 +116,11 @@ def _full(source: Universal) -> Iterator[_Task]:
     """Everything, by shards, and by tensors where they are not arrays."""
     for doc in source.manifest.assets.values():
         yield _Task(doc.nbytes, lambda d=doc: (_reading(d.path, lambda: source.read_file(d)), b""))  # type: ignore[misc]
+    for file, data, owner in documents(source.manifest):
+        yield _Task(
+            len(data),
+            lambda f=file, d=data, k=owner: (document_problems(source.store, f, d, k), b""),  # type: ignore[misc]
+        )
     for key, tensor in source.docs.items():
         if tensor.path is None:
             yield _Task(tensor.nbytes, lambda k=key: (_blocks(source, k), b""))  # type: ignore[misc]

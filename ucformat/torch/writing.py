@@ -209,7 +209,7 @@ def _write(
         for number in sorted({tensor for tensor, at, _ in found if not any(at)}):
             put_array(store, arrays[number])
         if not group.rank:
-            put_groups(store, f"data/{ticket.attempt}", arrays)
+            put_groups(store, arrays)
             for array in arrays:
                 if not array.grid.count:  # nobody writes a shard of it
                     put_array(store, array)
