@@ -7,12 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ucformat._version import __version__
-from ucformat.catalog.changes import on_change
-from ucformat.format.guards import may_replace
+from ucformat.catalog.changes import on_change, who_needs
+from ucformat.format.guards import may_replace, on_abandon
 from ucformat.redacted import hide_in_record
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping, Sequence
 
     from ucformat import errors
     from ucformat.catalog.catalog import Catalog
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ucformat.jobs.verify import Report, verify
     from ucformat.planning import ReadPlan
     from ucformat.references import open_reference as open  # noqa: A004
-    from ucformat.schema.manifest import Manifest
+    from ucformat.schema.manifest import AttemptDoc, Manifest
     from ucformat.storage.base import Store
     from ucformat.tensor import Tensor
 
@@ -95,9 +95,23 @@ def _refuse_protected(store: Store, there: Manifest, new: str | None) -> None:
     refuse_protected(store, there, new)
 
 
+def _release(store: Store, record: AttemptDoc) -> None:
+    from ucformat.jobs.dependents import release
+
+    release(store, record)
+
+
+def _ask_beside(places: Mapping[str, Sequence[str]]) -> Mapping[str, frozenset[str]]:
+    from ucformat.jobs.dependents import dependents_of
+
+    return dependents_of(places)
+
+
 logging.getLogger("ucformat").addFilter(hide_in_record)
 on_change.append(_keep_documents)  # here, for the catalog and the format know nothing of the rooms above them
 may_replace.append(_refuse_protected)
+on_abandon.append(_release)
+who_needs.append(_ask_beside)
 
 
 def __getattr__(name: str) -> object:

@@ -45,7 +45,7 @@ def test_json_has_everything(run: Run, committed: Path) -> None:
     found = object_of(run("show", committed, "--json").stdout)
     assert list(found) == [
         "url", "kind", "id", "step", "engine", "layout", "states", "total", "aliases", "groups", "objects", "assets",
-        "zarr_url", "catalog",
+        "zarr_url", "unprotected", "catalog",
     ]  # fmt: skip
     assert found["kind"] == "ucformat"
     assert found["step"] == 1700

@@ -16,6 +16,7 @@ from ucformat.format.commit import MANIFEST, read_manifest
 from ucformat.jobs.gc import collect
 from ucformat.references import open_reference
 from ucformat.schema.catalog_document import CATALOG_DOCUMENT
+from ucformat.schema.needed_by import NEEDED_BY, NeededByDoc
 from ucformat.settings import using
 from ucformat.storage.url import open_store
 
@@ -210,9 +211,19 @@ class Player:
                 continue
             home = next((p for p in homes if key.startswith(f"{p}/")), "")
             rest, attempt = key.removeprefix(f"{home}/"), homes.get(home)
+            if rest.startswith(f"{NEEDED_BY}/") and self._needed(key):
+                continue
             known = (MANIFEST, CATALOG_DOCUMENT, f"attempts/{attempt}.json")
             if not home or not (rest in known or re.match(f"(data|objects|assets)/{attempt}/", rest)):
                 yield f"left {key}"
+
+    def _needed(self, key: str) -> bool:
+        """Whether the checkpoint is there that is said to need files beside this document."""
+        doc = NeededByDoc.model_validate_json(self.world.files[key].data)
+        try:
+            return read_manifest(open_store(doc.url))[0].id == doc.id == key.rpartition("/")[2].removesuffix(".json")
+        except UcformatError:
+            return False
 
 
 #: What a command that is repeated says where its work is done already.

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 
 from ucformat.schema.catalog_document import CatalogDoc
+from ucformat.schema.needed_by import NeededByDoc
 from ucformat.schema.tombstone import TombstoneDoc
 
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 
 
-@pytest.mark.parametrize(("name", "document"), [("catalog-document", CatalogDoc), ("tombstone", TombstoneDoc)])
+@pytest.mark.parametrize(
+    ("name", "document"), [("catalog-document", CatalogDoc), ("needed-by", NeededByDoc), ("tombstone", TombstoneDoc)]
+)
 def test_the_published_schema_is_the_current_one(name: str, document: Any) -> None:
     """Else write it anew: json.dumps(document.model_json_schema(mode="validation"), indent=2)."""
     published = json.loads((SCHEMAS / f"{name}-v1.json").read_text())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import sqlalchemy as sa
 
 from ucformat.catalog import names, recording
-from ucformat.catalog.changes import on_change
+from ucformat.catalog.changes import ask_who_needs, on_change
 from ucformat.catalog.entries import load
 from ucformat.catalog.locks import lock
 from ucformat.catalog.models import Checkpoint, Verification
@@ -192,11 +192,19 @@ class Catalog(Reader):
 
         stamp = make_stamp()
 
-        def plan(c: Connection) -> RetentionPlan:
-            rows = deletion.retention_rows(c, stamp.now, filters=policy.filters(), metrics=policy.metrics())
-            return plan_retention(policy, rows, stamp.now)
+        needed: dict[str, frozenset[str]] = {}
 
+        def plan(c: Connection) -> RetentionPlan:
+            about: dict[str, Any] = {"filters": policy.filters(), "metrics": policy.metrics(), "needed": needed}
+            return plan_retention(policy, deletion.retention_rows(c, stamp.now, **about), stamp.now)
+
+        with self._database.reading() as c:
+            first = plan(c)
+            places = deletion.places_of(c, [r.serial for r in first.delete])
+        needed = ask_who_needs(places)
         if apply is None:
+            if not needed:
+                return first
             with self._database.reading() as c:
                 return plan(c)
 
@@ -208,7 +216,8 @@ class Catalog(Reader):
                     "the checkpoints have changed since the plan was made, and so has the plan: nothing was deleted",
                     hint="look at the new plan, and apply that",
                 )
-            deletion.delete(c, [r.serial for r in found.delete], found.grace, stamp, why={"plan": found.id})
+            serials = [r.serial for r in found.delete]
+            deletion.delete(c, serials, found.grace, stamp, why={"plan": found.id}, needed=needed)
             return found
 
         return self._write(work)
@@ -222,7 +231,11 @@ class Catalog(Reader):
         from ucformat.catalog import deletion
 
         stamp = make_stamp()
-        self._write(lambda c: deletion.delete(c, [resolve(c, parse_ref(r)) for r in refs], grace, stamp, why={}))
+        with self._database.reading() as c:
+            serials = [resolve(c, parse_ref(r)) for r in refs]
+            places = deletion.places_of(c, serials)
+        needed = ask_who_needs(places)
+        self._write(lambda c: deletion.delete(c, serials, grace, stamp, why={}, needed=needed))
 
     def restore(self, *refs: str) -> None:
         """Take deletions back: all of them or none."""

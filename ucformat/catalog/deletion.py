@@ -1,7 +1,7 @@
 """From retention's plans to rows and back: what a plan is made of, soft deletion, restoring, and what `gc` notes.
 
     committed --delete--> deleted --begin_purge--> purging --end_purge--> purged
-              <--restore--
+              <--restore--        <--stop_purge---
 
 Until `purging` nothing has touched storage. Whoever deletes or says something of a checkpoint locks its row first, so
 of an alias and a deletion that come at once, the later one sees the earlier.
@@ -10,6 +10,7 @@ of an alias and a deletion that come at once, the later one sees the earlier.
 from __future__ import annotations
 
 from bisect import bisect_left
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -29,7 +30,17 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.names import Stamp
 
-__all__ = ["begin_purge", "delete", "end_purge", "protections_at", "restore", "retention_rows"]
+__all__ = [
+    "begin_purge",
+    "delete",
+    "end_purge",
+    "ignore_dependent",
+    "places_of",
+    "protections_at",
+    "restore",
+    "retention_rows",
+    "stop_purge",
+]
 
 _LIVE = ("committed", "deleted", "purging")
 _AFTER = "0"  # the character after the slash: all that begins with `a/` lies from `a/` to `a0`
@@ -54,8 +65,12 @@ def retention_rows(
     filters: Sequence[str] = (),
     metrics: Collection[str] = (),
     serials: Sequence[int] | None = None,
+    needed: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> list[Row]:
-    """What retention has to know of all checkpoints that are not purged, or of these."""
+    """What retention has to know of all checkpoints that are not purged, or of these.
+
+    `needed` are the ids of those who need some of them, by what is said beside these.
+    """
     these = sa.true() if serials is None else Checkpoint.serial.in_(serials)
     live = sa.select(Checkpoint.serial).where(Checkpoint.state.in_(_LIVE), these)
 
@@ -91,7 +106,7 @@ def retention_rows(
             claims=tuple(sorted({*claims.get(r.serial, ())} - {*aliases.get(r.serial, ())})),
             tags=tuple(tags.get(r.serial, ())),
             holds=tuple(holds.get(r.serial, ())),
-            dependents=tuple(sorted(dependents.get(r.serial, ()))),
+            dependents=tuple(sorted({*dependents.get(r.serial, ()), *needed.get(r.id, ())})),
             matches=frozenset(i for i, found in enumerate(matches) if r.serial in found),
             deleted=r.deleted,
             purge_after=r.purge_after,
@@ -187,8 +202,51 @@ def protections_at(
     return tuple(dict.fromkeys([*why, *needed_by(connection.scalars(live).all())]))
 
 
+def places_of(connection: Connection, serials: Sequence[int]) -> dict[str, list[str]]:
+    """Where these checkpoints lie, by id."""
+    found: dict[str, list[str]] = {}
+    for at in range(0, len(serials), PAGE):
+        some = Location.checkpoint.in_(serials[at : at + PAGE])
+        here = sa.select(Checkpoint.id, Location.url).join(Location, Location.checkpoint == Checkpoint.serial)
+        for name, url in connection.execute(here.where(some).order_by(Location.url)):
+            found.setdefault(name, []).append(url)
+    return found
+
+
+def ignore_dependent(
+    connection: Connection, dependent: str, url: str, stamp: Stamp, *, beside: bool, why: Mapping[str, Any]
+) -> bool:
+    """Forget that a checkpoint needs files of a place, and write that into the log, if it was said at all.
+
+    Args:
+        connection: of the transaction.
+        dependent: the id of the checkpoint.
+        url: the place, as the catalog holds it.
+        stamp: who ends it.
+        beside: it was said beside the files.
+        why: for the log.
+
+    Returns:
+        whether it was said, beside the files or here.
+    """
+    parent = connection.scalar(sa.select(Location.checkpoint).where(Location.url == url))
+    child = sa.select(Checkpoint.serial).where(Checkpoint.id == dependent).scalar_subquery()
+    here = _near(connection, url) if parent is None else sa.or_(Edge.parent == parent, _near(connection, url))
+    known = sa.update(Edge).where(Edge.child == child, Edge.depends, here).values(depends=False)
+    found = connection.execute(known).rowcount > 0 or beside
+    if found:
+        event(connection, "ignore-dependent", stamp.who, stamp.now, parent, dependent=dependent, url=url, **why)
+    return found
+
+
 def delete(
-    connection: Connection, serials: Sequence[int], grace: timedelta, stamp: Stamp, *, why: Mapping[str, Any]
+    connection: Connection,
+    serials: Sequence[int],
+    grace: timedelta,
+    stamp: Stamp,
+    *,
+    why: Mapping[str, Any],
+    needed: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> None:
     """Delete softly: they can be restored until their grace is over, and nothing touches storage until then.
 
@@ -196,7 +254,7 @@ def delete(
         Refused: one is protected, not ours, or not there to be deleted; then none is.
     """
     lock(connection, serials)
-    rows = {r.serial: r for r in retention_rows(connection, stamp.now, serials=serials)}
+    rows = {r.serial: r for r in retention_rows(connection, stamp.now, serials=serials, needed=needed)}
     for serial in serials:
         row = rows.get(serial)
         reasons = ["it is gone already"] if row is None else _obstacles(row, stamp.now)
@@ -258,6 +316,14 @@ def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] 
         event(connection, "purge", stamp.who, stamp.now, serial, nbytes=row.nbytes)
     places = sa.select(Location.url).where(Location.checkpoint == serial, ~Location.spared)
     return list(connection.scalars(places.order_by(Location.url)))
+
+
+def stop_purge(connection: Connection, serial: int, gone: Sequence[str], needed: Sequence[str], stamp: Stamp) -> None:
+    """Note that a checkpoint, whose purge was begun, is needed and stays, deleted as before; but it is `gone` there."""
+    lock(connection, [serial])
+    connection.execute(sa.delete(Location).where(Location.checkpoint == serial, Location.url.in_(gone)))
+    connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(state="deleted"))
+    event(connection, "purge-stopped", stamp.who, stamp.now, serial, needed=list(needed), gone=list(gone))
 
 
 def end_purge(connection: Connection, serial: int, stamp: Stamp) -> None:

@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Literal, Self
 
 from ucformat.catalog import names, query, recording
+from ucformat.catalog.changes import ask_who_needs
 from ucformat.catalog.engine import Database
 from ucformat.catalog.entries import load
 from ucformat.catalog.names import Stamp
@@ -212,7 +213,13 @@ class Reader:
         from ucformat.catalog.purge import plan_purge
 
         with self._database.reading() as c:
-            return plan_purge(deletion.retention_rows(c, now()), now(), grace)
+            plan = plan_purge(deletion.retention_rows(c, now()), now(), grace)
+            places = deletion.places_of(c, [r.serial for r in plan.purge])
+        needed = ask_who_needs(places)
+        if not needed:
+            return plan
+        with self._database.reading() as c:
+            return plan_purge(deletion.retention_rows(c, now(), needed=needed), now(), grace)
 
 
 def now() -> datetime:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.options import CATALOG, SIZE, SRC, STATES, VIEW, command
+from ucformat.cli.options import CATALOG, IGNORE, SIZE, SRC, STATES, VIEW, command, ignore
 from ucformat.cli.said_options import CONFIG, METRIC
 from ucformat.cli.source_options import SOURCE
 from ucformat.cli.text import bytes_text, plural
@@ -36,6 +36,7 @@ __all__ = ["convert"]
 @METRIC
 @VIEW
 @SOURCE
+@IGNORE
 @CATALOG
 def convert(
     src: str,
@@ -51,6 +52,7 @@ def convert(
     metrics: dict[str, float],
     view: str | None,
     options: dict[str, Any] | None,
+    ignored: tuple[str, ...],
     out: Output,
 ) -> None:
     """Make a universal checkpoint at DST of what SRC holds, and commit it.
@@ -62,6 +64,7 @@ def convert(
     from ucformat.cli.program import Interrupted
 
     begun = time.perf_counter()
+    ignore(ignored, [dst], out, "convert")
     try:
         with out.progress("converting") as progress:
             source = ucformat.open(src, view=view, options=options)

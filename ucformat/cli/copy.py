@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ucformat.cli.options import CATALOG, SRC, command
+from ucformat.cli.options import CATALOG, IGNORE, SRC, command, ignore
 from ucformat.cli.text import bytes_text, plural
 
 if TYPE_CHECKING:
@@ -31,8 +31,16 @@ __all__ = ["copy"]
     metavar="N",
     help="Files copied at once.  [default: one a core; for object stores 8 at least]",
 )
+@IGNORE
 @CATALOG
-def copy(src: str, dst: str, overwrite: bool, workers: int | None, out: Output) -> None:  # noqa: FBT001
+def copy(
+    src: str,
+    dst: str,
+    overwrite: bool,  # noqa: FBT001
+    workers: int | None,
+    ignored: tuple[str, ...],
+    out: Output,
+) -> None:
     """Copy a universal checkpoint to another place, under the same id, and commit it there.
 
     Every byte is compared with its checksum on the way. Stopped at any instant, it leaves nothing that opens; the same
@@ -42,6 +50,7 @@ def copy(src: str, dst: str, overwrite: bool, workers: int | None, out: Output) 
     from ucformat.cli.program import Interrupted
 
     begun = time.perf_counter()
+    ignore(ignored, [dst], out, "copy")
     try:
         with out.progress("copying") as progress:
             done = ucformat.copy(src, dst, overwrite, workers, progress=progress)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ucformat.cli.catalogs import instant, opened_catalog
-from ucformat.cli.options import CATALOG, TIME, command, ref_argument
+from ucformat.cli.options import CATALOG, IGNORE, TIME, command, ignore, ref_argument
 from ucformat.cli.text import moment
 
 if TYPE_CHECKING:
@@ -23,15 +23,18 @@ _REFS = ref_argument("refs", "REF…", many=True)
 @command
 @_REFS
 @click.option("--grace", type=TIME, default="7d", metavar="TIME", help="How long it can be restored.  [default: 7d]")
+@IGNORE
 @CATALOG
-def delete(refs: tuple[str, ...], grace: timedelta, out: Output) -> None:
+def delete(refs: tuple[str, ...], grace: timedelta, ignored: tuple[str, ...], out: Output) -> None:
     """Delete checkpoints, all of them or none; `ucp restore` takes it back.
 
     Not a byte is touched: that does `ucp gc`, when the grace is over. What is aliased, tagged, held, needed by others
     or not written by ucformat is refused.
     """
     with opened_catalog() as catalog:
-        ids = dict.fromkeys(catalog.get(ref).id for ref in refs)
+        found = {e.id: e for e in map(catalog.get, refs)}
+        ids = list(found)
+        ignore(ignored, [url for e in found.values() for url in e.urls], out, "delete")
         catalog.delete(*ids, grace=grace)
         gone = [catalog.get(i) for i in ids]
     out.result(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucformat.cli.catalogs import instant, opened_catalog
-from ucformat.cli.options import CATALOG, TIME, command
+from ucformat.cli.options import CATALOG, IGNORE, TIME, command, ignore
 from ucformat.cli.output import Heading, terminal_width
 from ucformat.cli.rows import YES, agreed, row_data, row_table
 from ucformat.cli.text import bytes_text, moment, plural, table
@@ -34,12 +34,14 @@ __all__ = ["gc"]
     help="Leave what writers began less than this ago, and what was deleted so lately and has no grace of its own.  "
     "[default: 7d]",
 )
+@IGNORE
 @YES
 @CATALOG
 def gc(
     places: tuple[str, ...],
     apply: bool,  # noqa: FBT001
     grace: timedelta,
+    ignored: tuple[str, ...],
     yes: bool,  # noqa: FBT001
     out: Output,
 ) -> None:
@@ -49,10 +51,15 @@ def gc(
     what writers that were interrupted left there. What an interrupted gc left is removed by the next one.
     """
     from ucformat.cli.program import Interrupted
-    from ucformat.errors import UcformatError
+    from ucformat.errors import UcformatError, UsageError
     from ucformat.jobs.gc import collect
 
+    if ignored and not apply:
+        raise UsageError("--ignore-dependent goes with --apply")
     with opened_catalog() as catalog:
+        if ignored:
+            rows = [w.row for w in catalog.purgeable(grace).wait if {*ignored} & {*w.row.dependents}]
+            ignore(ignored, [url for row in rows for url in catalog.get(row.id).urls], out, "gc")
         found = collect(catalog, places, grace=grace)
         if not (out.as_json or out.quiet):
             out.result(lambda: _lines(found), dict)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ucformat.cli.options import CATALOG, SIZE, SRC, command
+from ucformat.cli.options import CATALOG, IGNORE, SIZE, SRC, command, ignore
 from ucformat.cli.text import bytes_text, plural
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ __all__ = ["materialize"]
 @click.option(
     "--no-verify", is_flag=True, help="Do not compare what is read with the checksums that the files of SRC carry."
 )
+@IGNORE
 @CATALOG
 def materialize(
     src: str,
@@ -37,6 +38,7 @@ def materialize(
     overwrite: bool,  # noqa: FBT001
     workers: int | None,
     no_verify: bool,  # noqa: FBT001
+    ignored: tuple[str, ...],
     out: Output,
 ) -> None:
     """Make arrays of the packed checkpoint SRC: in place, or as a new checkpoint at DST.
@@ -50,6 +52,7 @@ def materialize(
 
     begun = time.perf_counter()
     source = ucformat.open(src)
+    ignore(ignored, [source.home if dst is None else dst], out, "materialize")
     nothing = dst is None and source.kind == "ucformat" and not is_packed(source)
     try:
         with out.progress("materialising") as progress:

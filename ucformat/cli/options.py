@@ -12,7 +12,7 @@ import click
 from ucformat.cli.output import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from datetime import timedelta
 
     _Type = click.ParamType[int]
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 else:
     _Type = _TimeType = click.ParamType  # generic only in newer versions of click
 
-__all__ = ["CATALOG", "REF", "SIZE", "SRC", "STATES", "TIME", "VIEW", "command", "ref_argument"]
+__all__ = ["CATALOG", "IGNORE", "REF", "SIZE", "SRC", "STATES", "TIME", "VIEW", "command", "ignore", "ref_argument"]
 
 _REFERENCE = "a path or url, run@step, run@latest, alias:name, or an id or the beginning of one"
 
@@ -113,6 +113,27 @@ VIEW = click.option(
     metavar="FILE|PRESET",
     help="See SRC under other names, shapes and dtypes: the section `view` of a layout file, or a preset.",
 )
+
+
+#: For every command that is refused where others need the files.
+IGNORE = click.option(
+    "--ignore-dependent",
+    "ignored",
+    metavar="ID",
+    multiple=True,
+    help="Let go of files although this checkpoint is said to need them: it is gone, or may break. The log keeps it.",
+)
+
+
+def ignore(ignored: Sequence[str], urls: Sequence[str], out: Output, name: str) -> None:
+    """Do what `--ignore-dependent` says of these places, for the command of this name."""
+    if not ignored:
+        return
+    from ucformat.jobs.dependents import ignore_dependents
+
+    found = {i for url in urls for i in ignore_dependents(url, ignored, command=name)}
+    for unknown in [i for i in ignored if i not in found]:
+        out.note(f"nothing says that {unknown} needs any of it")
 
 
 def _spelling(of: click.Command) -> Callable[[str, str, str], str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucformat.cli.catalogs import entry_data, opened_catalog
-from ucformat.cli.options import CATALOG, VIEW, command
+from ucformat.cli.options import CATALOG, IGNORE, VIEW, command, ignore
 from ucformat.cli.output import Heading, terminal_width
 from ucformat.cli.said_options import CONFIG, METRIC
 from ucformat.cli.source_options import SOURCE
@@ -41,6 +41,12 @@ TRUST = click.option(
 @click.option("--virtual", is_flag=True, help="Make a virtual checkpoint: PLACE… is SRC DST.")
 @click.option("--checksums", is_flag=True, help="With --virtual: read SRC's files once and keep their checksums.")
 @click.option("--overwrite", is_flag=True, help="With --virtual: replace the checkpoint at DST.")
+@click.option(
+    "--unprotected",
+    is_flag=True,
+    help="With --virtual: also where nothing can be written beside SRC's files, to say that they are needed.",
+)
+@IGNORE
 @TRUST
 @CONFIG
 @METRIC
@@ -57,6 +63,8 @@ def register(
     virtual: bool,  # noqa: FBT001
     checksums: bool,  # noqa: FBT001
     overwrite: bool,  # noqa: FBT001
+    unprotected: bool,  # noqa: FBT001
+    ignored: tuple[str, ...],
     trust_documents: bool,  # noqa: FBT001
     view: str | None,
     options: dict[str, Any] | None,
@@ -69,6 +77,7 @@ def register(
 
     With --virtual a universal checkpoint of SRC is made at DST that holds no bytes of tensors, only where these lie in
     SRC's files. It opens like any other as long as those stay as they are; `ucp materialize DST` makes arrays of it.
+    That it needs them is said beside them, in needed-by/, and kept by every catalog.
     """
     import ucformat
     from ucformat.cli.program import Interrupted
@@ -78,10 +87,12 @@ def register(
             raise UsageError("--virtual takes two places, SRC and DST", hint="ucp register SRC DST --virtual")
         source = ucformat.open(places[0], view=view, options=options)
         said = {"run": run, "config": config, "metrics": metrics}
-        _register_virtual(source, places[1], said, out, checksums=checksums, overwrite=overwrite)
+        ignore(ignored, [places[1]], out, "register")
+        how = {"checksums": checksums, "overwrite": overwrite, "unprotected": unprotected}
+        _register_virtual(source, places[1], said, out, how)
         return
-    if checksums or overwrite or view is not None:
-        raise UsageError("--checksums, --overwrite and --view go with --virtual")
+    if checksums or overwrite or unprotected or ignored or view is not None:
+        raise UsageError("--checksums, --overwrite, --unprotected, --ignore-dependent and --view go with --virtual")
     try:
         with opened_catalog() as catalog, out.progress("registering", "checkpoints") as progress:
             found = ucformat.register(
@@ -102,22 +113,18 @@ def register(
     _raise_failures(found)
 
 
-def _register_virtual(
-    source: Checkpoint, dst: str, said: dict[str, Any], out: Output, *, checksums: bool, overwrite: bool
-) -> None:
+def _register_virtual(source: Checkpoint, dst: str, said: dict[str, Any], out: Output, how: dict[str, Any]) -> None:
     import ucformat
 
     with out.progress("reading checksums") as progress:
-        ck = ucformat.convert(
-            source, dst, overwrite=overwrite, virtual=True, checksums=checksums, progress=progress, **said
-        )
+        ck = ucformat.convert(source, dst, virtual=True, progress=progress, **how, **said)
     nbytes = sum(info.nbytes for info in ck.tensors.values())
     sidecar = ck.manifest.sidecar
     files = len(sidecar.sources) if sidecar else 0
     found = {"url": ck.url, "id": ck.id, "tensors": len(ck.tensors), "bytes": nbytes, "files": files}
     amount = f"{plural(len(ck.tensors), 'tensor')}, {bytes_text(nbytes)} in {plural(files, 'file')}, not copied"
     if ck.manifest.verified is not None and not ck.manifest.verified.default:
-        why = "SRC's files carry no checksums of them" if checksums else "--checksums reads the files to compare"
+        why = "SRC's files carry no checksums of them" if how["checksums"] else "--checksums reads the files to compare"
         bare = len(ck.tensors) - len(ck.manifest.verified.but)
         out.note(f"the bytes of {plural(bare, 'tensor')} are unverified: {why}")
     out.result(lambda: [f"{ck.url}  {ck.id}  {amount}"], lambda: found, lambda: [ck.id])

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucformat.cli.catalogs import opened_catalog
-from ucformat.cli.options import CATALOG, command
+from ucformat.cli.options import CATALOG, IGNORE, command, ignore
 from ucformat.cli.output import Heading
 from ucformat.cli.rows import YES, agreed, row_data, row_table
 from ucformat.cli.text import bytes_text, count, plural
+from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,11 +26,13 @@ __all__ = ["retain"]
 @command
 @click.option("-p", "--policy", "file", required=True, metavar="FILE", help="The policy, YAML or JSON.")
 @click.option("--apply", is_flag=True, help="Delete what the plan says; without it, the plan is only shown.")
+@IGNORE
 @YES
 @CATALOG
 def retain(
     file: str,
     apply: bool,  # noqa: FBT001
+    ignored: tuple[str, ...],
     yes: bool,  # noqa: FBT001
     out: Output,
 ) -> None:
@@ -41,9 +44,15 @@ def retain(
     from ucformat.catalog.policy import load_policy
 
     policy = load_policy(file)
+    if ignored and not apply:
+        raise UsageError("--ignore-dependent goes with --apply")
     applied = False
     with opened_catalog() as catalog:
         plan = catalog.retain(policy)
+        if ignored:
+            rows = [kept.row for kept in plan.keep if {*ignored} & {*kept.row.dependents}]
+            ignore(ignored, [url for row in rows for url in catalog.get(row.id).urls], out, "retain")
+            plan = catalog.retain(policy)
         if not (out.as_json or out.quiet):
             out.result(lambda: _lines(plan), dict)
         for rule in plan.idle:

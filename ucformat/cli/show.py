@@ -118,6 +118,8 @@ def _tensor(info: TensorInfo) -> dict[str, Any]:
 
 
 def _summary(ck: Checkpoint) -> dict[str, Any]:
+    from ucformat.jobs.dependents import unprotected
+
     facts = ck.facts
     return {
         "url": ck.url,
@@ -136,6 +138,7 @@ def _summary(ck: Checkpoint) -> dict[str, Any]:
         "objects": list(ck.objects),
         "assets": list(ck.assets),
         "zarr_url": ck.zarr_url,
+        "unprotected": list(unprotected(ck)),
     }
 
 
@@ -155,6 +158,7 @@ def _remembered(entry: Entry) -> dict[str, Any]:
         "objects": None,
         "assets": None,
         "zarr_url": None,
+        "unprotected": None,
     }
 
 
@@ -196,6 +200,8 @@ def _describe(s: Mapping[str, Any], known: Recorded | None) -> Iterator[str]:
     for label, text in facts.items():
         if text:
             yield from field(label, text, width)
+    for place in s["unprotected"] or ():
+        yield from field("unprotected", f"its files in {place}: nothing there says that they are needed", width)
     if known is not None:
         yield from known.lines(s["url"], width)
     yield ""

@@ -56,6 +56,8 @@ def _describe(report: Report) -> Iterator[str]:
         yield f"  {bytes_text(report.bytes_verified)} compared with checksums"
     if report.bytes_unverified:
         yield f"  {bytes_text(report.bytes_unverified)} there, but without checksums to compare with"
+    for place in report.unprotected:
+        yield f"  unprotected: nothing in {place} says that its files are needed"
 
 
 def _data(report: Report) -> dict[str, Any]:
@@ -66,6 +68,7 @@ def _data(report: Report) -> dict[str, Any]:
         "tensors": report.tensors,
         "bytes_verified": report.bytes_verified,
         "bytes_unverified": report.bytes_unverified,
+        "unprotected": list(report.unprotected),
         "problems": [
             {
                 "file": p.file,

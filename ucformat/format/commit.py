@@ -6,7 +6,8 @@
     3. `commit`  makes that durable, then puts `manifest.json` if there is none, or in place of the one `begin` saw.
 
 Whoever removes an attempt that nobody committed first marks its record, on condition that it is still the one that he
-judged: so either the writer who continues it is refused, or he is.
+judged: so either the writer who continues it is refused, or he is. Whoever replaces a checkpoint marks his own, before
+he asks who needs that one's files: so either he sees who does, or that one sees the mark (`jobs/dependents.py`).
 
 The name of an attempt is made from the digest of its plan, so whoever runs the same plan again continues it, and
 every file is put whole under its name: two writers of one attempt write the same bytes.
@@ -18,7 +19,7 @@ import logging
 import os
 import socket
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
@@ -37,12 +38,12 @@ from ucformat.errors import (
     UpgradeNeeded,
 )
 from ucformat.format.digest import document_digest, own_digest, with_own_digest
-from ucformat.format.guards import may_replace
+from ucformat.format.guards import may_replace, on_abandon
 from ucformat.schema.manifest import FORMAT_VERSION, AttemptDoc, Manifest
 from ucformat.schema.tombstone import TOMBSTONE, is_tombstone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ucformat.storage.base import Store
 
@@ -54,10 +55,12 @@ __all__ = [
     "begin",
     "commit",
     "discard",
+    "give_up",
     "manifest_bytes",
     "new_id",
     "on_commit",
     "parse_manifest",
+    "parse_record",
     "read_manifest",
     "record_key",
 ]
@@ -83,12 +86,15 @@ class _Head(BaseModel):
 class Attempt:
     """One writer's try. `replaces` is the manifest that it will take the place of, with its version.
 
-    `keeps` is the id that the checkpoint will have, where that is known from the beginning.
+    `keeps` is the id that the checkpoint will have, where that is known from the beginning: its own in another form, or
+    that which the record has, of one that needs files elsewhere. `began` is the version of the record where nobody had
+    put it before.
     """
 
     id: str
     replaces: tuple[Manifest, str] | None
     keeps: str | None = None
+    began: str | None = field(default=None, compare=False)
 
     def folder(self, kind: str) -> str:
         """Where this attempt keeps its `data`, `objects` or `assets`."""
@@ -149,7 +155,13 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 
 def begin(
-    store: Store, plan: dict[str, Any], *, overwrite: bool, name: str | None = None, keeps: str | None = None
+    store: Store,
+    plan: dict[str, Any],
+    *,
+    overwrite: bool,
+    name: str | None = None,
+    keeps: str | None = None,
+    needs: Sequence[str] = (),
 ) -> Attempt:
     """Start or continue the attempt at this plan, a JSON value that tells apart all that is to be written.
 
@@ -159,6 +171,7 @@ def begin(
         overwrite: replace a checkpoint that is committed there, unless something protects it.
         name: the attempt's, where it is not to be made of the plan: of a copy, whose files lie where the original's do.
         keeps: the id that the new checkpoint will have, where it takes that of another.
+        needs: the places whose files it will need. All who continue such an attempt make a checkpoint of one id.
 
     Raises:
         Conflict: a checkpoint is committed there already and `overwrite` is false, or it is protected, or one is being
@@ -187,35 +200,40 @@ def begin(
     digest = _digest(plan, replaces and replaces[0].id)
     attempt = Attempt(name or _id(digest), replaces, keeps)
     _ask(store, attempt)
-    _put_record(store, attempt.id, digest)
-    return attempt
+    made, began = _put_record(store, attempt.id, digest, needs)
+    return replace(attempt, keeps=made or keeps, began=began)
 
 
-def _put_record(store: Store, attempt: str, plan: str) -> None:
+def _put_record(store: Store, attempt: str, plan: str, needs: Sequence[str]) -> tuple[str | None, str | None]:
     """Put the record of an attempt, or replace that of one that was begun before, by this plan: it is to be continued.
 
-    Whoever takes it for one that was left, and is about to remove it, then finds another record than he judged.
+    Whoever takes it for one that was left, and is about to remove it, then finds another record than he judged. What
+    others go by stays in it. The id that it has, of one that needs files elsewhere, and its version if it is the first.
     """
     owner = f"{socket.gethostname()}:{os.getpid()}"
-    doc = AttemptDoc(attempt=attempt, plan=plan, owner=owner, started=datetime.now(UTC))
-    key, data = record_key(attempt), doc.model_dump_json(indent=1).encode()
+    doc = AttemptDoc(attempt=attempt, plan=plan, owner=owner, started=datetime.now(UTC), needs=tuple(needs))
+    if needs:
+        doc = doc.model_copy(update={"id": new_id()})
+    key = record_key(attempt)
     for _ in range(_TRIES):
         with suppress(Conflict):
-            store.put_if_absent(key, data)
-            return
+            return doc.id, store.put_if_absent(key, _dump(doc))
         try:
-            there, version = store.read_versioned(key)
+            data, version = store.read_versioned(key)
         except NotFound:  # removed at this instant
             continue
-        if _is_being_removed(there):
-            raise _removed(store, attempt)
+        if (there := parse_record(data)) is not None:
+            if there.removed is not None:
+                raise _removed(store, attempt)
+            kept = {"id": there.id or doc.id, "replacing": there.replacing}
+            doc = doc.model_copy(update={**kept, "needs": tuple(dict.fromkeys((*there.needs, *needs)))})
         try:
-            store.replace(key, data, version)
+            store.replace(key, _dump(doc), version)
         except Conflict:
             continue
         except Refused:  # here nobody marks it, either
             pass
-        return
+        return doc.id, None
     raise Conflict(f"{store.url}/{key} was changed again and again by others", hint="try again later")
 
 
@@ -224,11 +242,16 @@ def record_key(attempt: str) -> str:
     return f"attempts/{attempt}.json"
 
 
-def _is_being_removed(record: bytes) -> bool:
+def parse_record(data: bytes) -> AttemptDoc | None:
+    """The record in these bytes; None if it is none of ours."""
     try:
-        return AttemptDoc.model_validate_json(record).removed is not None
+        return AttemptDoc.model_validate_json(data)
     except ValidationError:
-        return False
+        return None
+
+
+def _dump(doc: AttemptDoc) -> bytes:
+    return doc.model_dump_json(indent=1).encode()
 
 
 def _removed(store: Store, attempt: str) -> Conflict:
@@ -241,11 +264,38 @@ def _removed(store: Store, attempt: str) -> Conflict:
 def _refuse_removed(store: Store, attempt: str) -> None:
     """Conflict where somebody removes this attempt, or has removed it; what was written since then goes, too."""
     try:
-        if not _is_being_removed(store.read(record_key(attempt))):
+        record = parse_record(store.read(record_key(attempt)))
+        if record is None or record.removed is None:
             return
     except NotFound:
         discard(store, attempt)
     raise _removed(store, attempt)
+
+
+def _mark(store: Store, attempt: Attempt) -> None:
+    """Say in the attempt's record that it is about to replace what is there, for who begins to need files of that.
+
+    It is never taken back, for others may run the same plan at once.
+    """
+    if attempt.replaces is None or attempt.replaces[0].attempt == attempt.id:
+        return
+    key = record_key(attempt.id)
+    for _ in range(_TRIES):
+        try:
+            data, version = store.read_versioned(key)
+        except NotFound:
+            return  # which is told where the record is looked at once more
+        record = parse_record(data)
+        if record is None or record.removed is not None or record.replacing is not None:
+            return
+        try:
+            store.replace(key, _dump(record.model_copy(update={"replacing": datetime.now(UTC)})), version)
+        except Conflict:
+            continue
+        except Refused:  # here no checkpoint is replaced, either
+            pass
+        return
+    raise Conflict(f"{store.url}/{key} was changed again and again by others", hint="try again later")
 
 
 def _ask(store: Store, attempt: Attempt) -> None:
@@ -287,6 +337,7 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest, data: bytes | Non
     data = data or manifest_bytes(manifest)
     manifest = manifest.model_copy(update={"digest": own_digest(data)})
     _refuse_tombstone(store)  # of one that was committed and deleted since this began
+    _mark(store, attempt)
     _ask(store, attempt)  # once more: a checkpoint may have got a name while this was written
     _refuse_removed(store, attempt.id)
     try:
@@ -343,10 +394,34 @@ def discard(store: Store, attempt: str) -> None:
         _log.warning("the attempt %s could not be removed: %s; `ucp gc` ends that", attempt, error.message)
 
 
+def give_up(store: Store, attempt: Attempt) -> None:
+    """As `discard`, of an attempt that was not committed, if nobody else has continued it or is going to."""
+    key = record_key(attempt.id)
+    try:
+        record = parse_record(store.read(key))
+        if attempt.began is None or record is None:
+            return
+        removed = _dump(record.model_copy(update={"removed": datetime.now(UTC)}))
+        version = store.replace(key, removed, attempt.began)
+        standing = _winner(store)
+        if standing is not None and standing.attempt == attempt.id:
+            store.replace(key, _dump(record), version)
+        else:
+            abandon(store, attempt.id)
+    except UcformatError as error:
+        _log.debug("the attempt %s stays: %s", attempt.id, error.message)
+
+
 def abandon(store: Store, attempt: str) -> None:
-    """Delete all that an attempt wrote, its record last."""
+    """Delete all that an attempt wrote, its record last; what it needed elsewhere it needs no more."""
+    record = None
+    with suppress(NotFound):
+        record = parse_record(store.read(record_key(attempt)))
     for kind in _FOLDERS:
         store.delete_prefix(f"{kind}/{attempt}")
+    if record is not None and record.needs:
+        for tell in on_abandon:
+            tell(store, record)
     store.delete(record_key(attempt))
 
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ucformat._version import __version__
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import NotFound, UsageError
+from ucformat.errors import NotFound, UcformatError, Uncertain, UsageError
 from ucformat.facts import TRACKERS
 from ucformat.format.arrays import array_doc, lay_out, put_array, put_file, put_groups
-from ucformat.format.commit import begin, commit, new_id
+from ucformat.format.commit import begin, commit, give_up, new_id
 from ucformat.format.execute import execute, limits_of
 from ucformat.format.names import folder_names
 from ucformat.format.places import at_of, group_docs
@@ -31,7 +31,7 @@ from ucformat.jobs.record import record_commits
 from ucformat.jobs.run import run as run_tasks
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.spread import spread_of
-from ucformat.jobs.virtual import put_sidecar
+from ucformat.jobs.virtual import place_all, put_sidecar
 from ucformat.references import open_reference
 from ucformat.schema.manifest import Manifest, VerifiedDoc
 from ucformat.settings import allowed_roots
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from ucformat.format.shard import Band
     from ucformat.geometry.plan import Verify
     from ucformat.geometry.tensor import TensorInfo
+    from ucformat.jobs.virtual import Placed
     from ucformat.schema.manifest import TensorDoc
     from ucformat.storage.base import Bytes, Store
 
@@ -106,6 +107,7 @@ def convert(
     metrics: Mapping[str, float] | None = None,
     virtual: bool = False,
     checksums: bool = False,
+    unprotected: bool = False,
     verify: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
@@ -125,8 +127,10 @@ def convert(
         run: the name of the training run, for the catalog; by default the source's, if it says.
         config: the configuration of the training, plain JSON values, besides what the source tells.
         metrics: measured numbers by name, besides those that the source tells; these win.
-        virtual: write only where the bytes of the tensors lie in the source's files, which must stay as they are.
+        virtual: write only where the bytes of the tensors lie in the source's files, which must stay as they are. That
+            they are needed is said beside them, in `needed-by/`, so that nobody's catalog removes them.
         checksums: with `virtual`, read these files once and keep their checksums, for `verify`.
+        unprotected: with `virtual`, go on where nothing can be written beside the source's files.
         verify: compare the bytes that are read with the checksums that the source's files carry (CRC-32 of zip records,
             CRC-32C of chunks), as they pass. The manifest's `verified` says of which tensors all bytes were compared.
         progress: called with the bytes done and the bytes in all.
@@ -134,50 +138,64 @@ def convert(
     Raises:
         ChecksumError: the source is damaged; the message names file, record and tensors.
         Conflict: a checkpoint is committed at `dst` already, or somebody else committed one meanwhile; or a file of
-            the source was changed since it was opened.
-        Refused: with `virtual`, a tensor has no bytes of its own in a file: it is compressed, or computed.
-        UsageError: `checksums` without `virtual`, or `virtual` with a size of chunks or shards.
+            the source was changed since it was opened; or with `virtual`, the source is being removed or replaced.
+        Refused: with `virtual`, a tensor has no bytes of its own in a file: it is compressed, or computed; or nothing
+            can be written beside the source's files, and they are not to be `unprotected`.
+        UsageError: `checksums` or `unprotected` without `virtual`, or `virtual` with a size of chunks or shards.
     """
     source = src if isinstance(src, Checkpoint) else open_reference(src)
     store = open_store(dst) if isinstance(dst, str | PathLike) else dst
     how = How(chunk_bytes, shard_bytes, workers, progress, verify)
     infos = _chosen(source, states)
-    _check_virtual(virtual, checksums, how)
+    _check_virtual(how, virtual=virtual, checksums=checksums, unprotected=unprotected)
     plan = plan_document(source, infos, how) | ({"virtual": checksums} if virtual else {})
-    attempt = begin(store, plan, overwrite=overwrite)
-    if virtual:
-        manifest = _write_virtual(source, store, attempt, infos, how, checksums=checksums)
-    else:
-        manifest = write(source, store, attempt, infos, how)
-    said = {"run": run or manifest.run, "config": with_config(manifest.config, config)}
-    done = commit(
-        store, attempt, manifest.model_copy(update={**said, "metrics": {**manifest.metrics, **(metrics or {})}})
-    )
+    placed = place_all(source, infos) if virtual else None
+    attempt = begin(store, plan, overwrite=overwrite, needs=[] if placed is None else [url for url, _ in placed.homes])
+    try:
+        if placed is None:
+            manifest = write(source, store, attempt, infos, how)
+        else:
+            manifest = _write_virtual(source, store, attempt, placed, how, checksums=checksums, unprotected=unprotected)
+        said = {"run": run or manifest.run, "config": with_config(manifest.config, config)}
+        done = commit(
+            store, attempt, manifest.model_copy(update={**said, "metrics": {**manifest.metrics, **(metrics or {})}})
+        )
+    except Uncertain:
+        raise
+    except UcformatError:
+        if placed is not None:  # nothing that took time is lost, and the source's files are needed no more
+            give_up(store, attempt)
+        raise
     return Checkpoint(Universal(store, allowed_roots, done.as_read()))
 
 
 def _write_virtual(
-    source: Checkpoint, store: Store, attempt: Attempt, infos: Sequence[TensorInfo], how: How, *, checksums: bool
+    source: Checkpoint, store: Store, attempt: Attempt, placed: Placed, how: How, *, checksums: bool, unprotected: bool
 ) -> Manifest:
     """Write the extents; where the files are read for their checksums, these are compared with what they carry."""
+    infos = placed.infos
     watching = watched(source.store)
     passing = Passing(source.source, source.origin) if checksums and how.verify and watching is not None else None
     with nullcontext() if passing is None or watching is None else watching.tapped(passing.see):
         if passing is not None:
             for info in infos:
                 passing.expect(info, source.source.extents(info.key), None)
-        sidecar, tensors = put_sidecar(source, store, attempt, infos, checksums=checksums, progress=how.progress)
+        sidecar, tensors = put_sidecar(
+            source, store, attempt, placed, checksums=checksums, unprotected=unprotected, progress=how.progress
+        )
         if passing is not None:
             for one in passing.unfinished():
                 passing.finish(one)
     verified = VerifiedDoc(default=False) if passing is None else passing.described(infos)
     made = _described(source, store, attempt, tensors)
-    return made.model_copy(update={"sidecar": sidecar, "verified": verified})
+    return made.model_copy(update={"id": attempt.keeps or made.id, "sidecar": sidecar, "verified": verified})
 
 
-def _check_virtual(virtual: bool, checksums: bool, how: How) -> None:  # noqa: FBT001
+def _check_virtual(how: How, *, virtual: bool, checksums: bool, unprotected: bool) -> None:
     if checksums and not virtual:
         raise UsageError("checksums of the source's files are for a virtual checkpoint; others always have their own")
+    if unprotected and not virtual:
+        raise UsageError("only a virtual checkpoint needs files that could be unprotected")
     if virtual and (how.chunk_bytes or how.shard_bytes):
         raise UsageError("a virtual checkpoint has no chunks and shards: its bytes stay where they are")
 

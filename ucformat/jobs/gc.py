@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from ucformat.catalog.deletion import begin_purge, end_purge
+from ucformat.catalog.deletion import begin_purge, end_purge, stop_purge
 from ucformat.catalog.entries import load
 from ucformat.catalog.reader import GRACE, make_stamp
 from ucformat.catalog.refs import Ref, resolve
@@ -148,20 +148,26 @@ def _consult(catalog: Catalog, checkpoint: str, url: str) -> None:
 
 
 def purge(catalog: Catalog, checkpoint: str) -> bool:
-    """Remove one checkpoint from all its places; False if something protects it by now."""
+    """Remove one checkpoint from all its places; False if something protects it by now, in one of them at least."""
     stamp = make_stamp()
     serial, _ = _places(catalog, checkpoint)
     urls = catalog.database.write(lambda c: begin_purge(c, serial, stamp))
     if urls is None:
         return False
-    failures = []
+    failures, needed, gone = [], set[str](), []
     for url in urls:
         try:
-            remove(open_store(url), checkpoint)
+            found = remove(open_store(url), checkpoint)
         except UcformatError as error:
             failures.append(error.message)
+        else:
+            needed.update(found)
+            gone += [] if found else [url]
     if failures:
         raise UcformatError("; ".join(failures))
+    if needed:  # by who began to after this was planned
+        catalog.database.write(lambda c: stop_purge(c, serial, gone, sorted(needed), make_stamp()))
+        return False
     catalog.database.write(lambda c: end_purge(c, serial, make_stamp()))
     return True
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from ucformat.catalog.retention import OURS, Held, Row, protections
+from ucformat.catalog.retention import OURS, Held, Row, needed_by, protections
 from ucformat.errors import Conflict, IntegrityError, NotFound
+from ucformat.jobs.dependents import dependents_at
 from ucformat.jobs.documents import read_document
 from ucformat.settings import load_settings
 from ucformat.storage.url import open_store
@@ -24,7 +25,10 @@ def refuse_protected(store: Store, there: Manifest, new: str | None) -> None:
     The same as keeps it from being deleted. By what has the id `new`, the checkpoint itself in another form, only the
     files are replaced, which others may need.
     """
-    why = _known(store.url, there.id, said=False) if there.id == new else protections_of(store.url, there.id)
+    if there.id == new:
+        why = tuple(dict.fromkeys((*_beside(store, there.id), *_known(store.url, there.id, said=False))))
+    else:
+        why = protections_of(store.url, there.id)
     if why:
         raise Conflict(
             f"the checkpoint {there.id} at {store.url} is not replaced: {'; '.join(why)}",
@@ -32,13 +36,19 @@ def refuse_protected(store: Store, there: Manifest, new: str | None) -> None:
         )
 
 
+def _beside(store: Store, checkpoint: str) -> tuple[str, ...]:
+    """Who needs files of a place, as is said beside them."""
+    return tuple(needed_by([who for who in dependents_at(store) if who != checkpoint]))
+
+
 def protections_of(url: str, checkpoint: str, *, known: bool = True) -> tuple[str, ...]:
-    """Why nobody may remove a checkpoint: what catalogs wrote beside it, and if asked for, what ours knows of it."""
+    """Why nobody may remove a checkpoint: what is said beside it, and if asked for, what our catalog knows of it."""
+    store = open_store(url)
     try:
-        doc = read_document(open_store(url))
+        doc = read_document(store)
     except IntegrityError as error:
         return (error.message,)
-    found: tuple[str, ...] = ()
+    found = _beside(store, checkpoint)
     now = datetime.now(UTC)
     if doc is not None and doc.id == checkpoint:
         row = Row(
@@ -47,8 +57,8 @@ def protections_of(url: str, checkpoint: str, *, known: bool = True) -> tuple[st
             aliases=tuple(a.name for a in doc.aliases),
             tags=tuple(t.name for t in doc.tags),
         )
-        found = protections(row, now)
-    return (*found, *(why for why in _known(url, checkpoint) if why not in found)) if known else found
+        found = (*protections(row, now), *found)
+    return tuple(dict.fromkeys((*found, *_known(url, checkpoint)))) if known else found
 
 
 def _known(url: str, checkpoint: str, *, said: bool = True) -> tuple[str, ...]:

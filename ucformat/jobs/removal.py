@@ -1,6 +1,8 @@
 """Removes one checkpoint from one place, so that one who is stopped at any instant leaves it whole, or goes on.
 
 A tombstone names all that goes. It is put first, and removed last; between the two goes the manifest, before all else.
+When it is put, and before the manifest goes, those are asked for who need the files (`jobs/dependents.py`): if there is
+one, the tombstone is taken away again. Of several who remove a checkpoint at once, each goes by the tombstone's stage.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from ucformat.catalog.reader import make_stamp
 from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, Refused, UcformatError
 from ucformat.format.commit import MANIFEST, abandon, read_manifest
 from ucformat.jobs.absence import check_removed
+from ucformat.jobs.dependents import dependents_at, forget_dependents
 from ucformat.jobs.documents import read_document
 from ucformat.schema.catalog_document import CATALOG_DOCUMENT
 from ucformat.schema.tombstone import TOMBSTONE, TombstoneDoc, is_tombstone
@@ -26,9 +29,15 @@ if TYPE_CHECKING:
 
 __all__ = ["bury", "folders_of", "read_tombstone", "remove", "standing"]
 
+_TRIES = 10  # to mark what others mark, too
 
-def remove(store: Store, checkpoint: str) -> None:
-    """Remove a checkpoint from one place, if it is still that one which lies there."""
+
+def remove(store: Store, checkpoint: str) -> tuple[str, ...]:
+    """Remove a checkpoint from one place, if it is still that one which lies there.
+
+    Returns:
+        because of whom it stays: the ids of those who need its files.
+    """
     tombstone = read_tombstone(store)
     try:
         manifest, version = read_manifest(store)
@@ -39,50 +48,98 @@ def remove(store: Store, checkpoint: str) -> None:
             store.prune()
         elif tombstone.id == checkpoint:  # of an interrupted purge: nobody writes here until it is done
             bury(store, tombstone)
-        return
+        return ()
     if manifest.id == checkpoint:
-        tombstone = _begin(store, manifest, version)
-        if tombstone is not None:
-            bury(store, tombstone)
-    elif tombstone is not None and tombstone.id == checkpoint:  # another one replaced it, and removed its files
+        return _remove(store, manifest, version)
+    if tombstone is not None and tombstone.id == checkpoint:  # another one replaced it, and removed its files
         store.delete(TOMBSTONE)
+    return ()
 
 
-def _begin(store: Store, manifest: Manifest, version: str) -> TombstoneDoc | None:
-    """Put the tombstone, then take the manifest away; None if another one replaced it at this instant."""
+def _remove(store: Store, manifest: Manifest, version: str) -> tuple[str, ...]:
+    """Put the tombstone, take the manifest away, and then all else, unless somebody needs it: who."""
     tombstone = TombstoneDoc(id=manifest.id, attempt=manifest.attempt, files=_files(manifest), created=make_stamp().now)
     for key in (*folders_of(tombstone.attempt), *tombstone.files):
         check_key(key)  # before anything is gone
-    data = tombstone.model_dump_json(indent=1).encode()
     try:
-        _put(store, data, manifest.id)
+        needed = _settle(store, tombstone)
     except UcformatError as error:
         if not _is_full(error):
             raise
-        _delete_manifest(store, version)  # which makes room for it
-        with suppress(UcformatError):  # if not even that does, others write there, and what goes now makes more
-            _put(store, data, manifest.id)
-        return tombstone
+        needed = _dependents(store, tombstone)
+        if not needed:
+            _delete_manifest(store, version)  # which makes room for it
+            with suppress(UcformatError):  # if not even that does, others write there, and what goes now makes more
+                _put(store, tombstone)
+            bury(store, tombstone)
+    else:
+        if not needed and _end(store, tombstone, version):
+            bury(store, tombstone)
+    return needed
+
+
+def _settle(store: Store, tombstone: TombstoneDoc) -> tuple[str, ...]:
+    """Put the tombstone, and ask who needs the files: where nobody does, that is settled; else it goes again.
+
+    Whoever begins to need them now sees the tombstone. It goes only as long as nothing is settled: nobody takes it away
+    from one who has asked before, and is about to remove the files.
+    """
+    for _ in range(_TRIES):
+        there, version = _put(store, tombstone)
+        if there.stage == "settled":
+            return ()
+        needed = _dependents(store, tombstone)
+        stage = "withdrawn" if needed or there.stage == "withdrawn" else "settled"
+        try:
+            store.replace(TOMBSTONE, _dump(tombstone.model_copy(update={"stage": stage})), version)
+        except Conflict:  # somebody else removes the checkpoint, too
+            continue
+        except UcformatError as error:
+            if not isinstance(error, Refused) and not _is_full(error):
+                raise
+        if stage == "withdrawn":
+            store.delete(TOMBSTONE)
+        if stage == "settled" or needed:
+            return needed
+    raise Conflict(f"{store.url}/{TOMBSTONE} was changed again and again by others", hint="try again later")
+
+
+def _dependents(store: Store, tombstone: TombstoneDoc) -> tuple[str, ...]:
+    return tuple(who for who in dependents_at(store) if who != tombstone.id)
+
+
+def _put(store: Store, tombstone: TombstoneDoc) -> tuple[TombstoneDoc, str]:
+    """Put the tombstone, unless there is one of this checkpoint; the one that is there, and its version."""
+    data = _dump(tombstone)
     try:
-        _replace_manifest(store, data, version)
+        return tombstone, store.put_if_absent(TOMBSTONE, data)
+    except Conflict:
+        try:
+            there, version = store.read_versioned(TOMBSTONE)
+        except NotFound:  # taken away at this instant
+            return _put(store, tombstone)
+        found = _parse(there, store)
+        if found.id != tombstone.id:
+            raise
+        return found, version
+
+
+def _dump(tombstone: TombstoneDoc) -> bytes:
+    return tombstone.model_dump_json(indent=1).encode()
+
+
+def _end(store: Store, tombstone: TombstoneDoc, version: str) -> bool:
+    """Take the manifest away; False if another one replaced it at this instant."""
+    try:
+        _replace_manifest(store, _dump(tombstone), version)
     except Conflict:
         now = standing(store)
-        if now is not None and now.id == manifest.id:
+        if now is not None and now.id == tombstone.id:
             raise
         if now is not None:
             store.delete(TOMBSTONE)
-            return None
-    return tombstone  # if the manifest is gone, somebody else removes the checkpoint, too
-
-
-def _put(store: Store, data: bytes, checkpoint: str) -> None:
-    """Put the tombstone, unless there is one of this checkpoint."""
-    try:
-        store.put_if_absent(TOMBSTONE, data)
-    except Conflict:
-        other = read_tombstone(store)
-        if other is None or other.id != checkpoint:
-            raise
+            return False
+    return True  # if the manifest is gone, somebody else removes the checkpoint, too
 
 
 def _replace_manifest(store: Store, data: bytes, version: str) -> None:
@@ -131,6 +188,7 @@ def bury(store: Store, tombstone: TombstoneDoc) -> None:
     with suppress(IntegrityError):  # what is no document of ours stays
         if read_document(store) is not None:
             store.delete(CATALOG_DOCUMENT)
+    forget_dependents(store)
     store.delete(TOMBSTONE)
     store.sweep()
     store.prune()
@@ -139,9 +197,14 @@ def bury(store: Store, tombstone: TombstoneDoc) -> None:
 def read_tombstone(store: Store) -> TombstoneDoc | None:
     """The tombstone of a place, if there is one."""
     try:
-        return TombstoneDoc.model_validate_json(store.read(TOMBSTONE))
+        return _parse(store.read(TOMBSTONE), store)
     except NotFound:
         return None
+
+
+def _parse(data: bytes, store: Store) -> TombstoneDoc:
+    try:
+        return TombstoneDoc.model_validate_json(data)
     except ValidationError:
         raise IntegrityError(
             f"{store.url}/{TOMBSTONE} cannot be read",

@@ -21,6 +21,7 @@ from ucformat.format.structure import MOUNT, Problem
 from ucformat.format.universal import Universal, grid_of
 from ucformat.format.zarr_json import shard_key
 from ucformat.geometry.tensor import Key, TensorInfo, single_extents
+from ucformat.jobs.dependents import unprotected
 from ucformat.jobs.record import contradiction, record_verification
 from ucformat.jobs.replicas import unequal_replicas
 from ucformat.jobs.run import run, workers_for
@@ -48,7 +49,8 @@ _NAMED = 5  # of the tensors in a damaged record, so many are named
 class Report:
     """What was verified, and what is wrong with it; true where nothing is.
 
-    `bytes_verified` were compared with a checksum; of `bytes_unverified` it is only known that they are there.
+    `bytes_verified` were compared with a checksum; of `bytes_unverified` it is only known that they are there. In the
+    places `unprotected` lie files of a virtual checkpoint, and nothing there says that they are needed.
     """
 
     url: str
@@ -57,6 +59,7 @@ class Report:
     bytes_verified: int
     bytes_unverified: int
     problems: tuple[Problem, ...]
+    unprotected: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return not self.problems
@@ -137,6 +140,7 @@ def verify(
         sum(c.verified for c in checks),
         sum(c.unverified for c in checks),
         tuple(sorted(problems, key=lambda p: (p.file, p.chunk or (), p.reason))),
+        unprotected(ck),
     )
     record_verification(ck, report)
     return report

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from ucformat.format.mounted import MOUNT, MountedStore, mounted
 from ucformat.format.sidecar import encode
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import single_extents
+from ucformat.jobs.dependents import find_homes, need
 from ucformat.schema.manifest import SidecarDoc, SourceFileDoc, TensorDoc
 from ucformat.settings import allow_root
 from ucformat.storage.base import HIDDEN
@@ -25,23 +27,30 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.format.commit import Attempt
     from ucformat.geometry.tensor import Extent, TensorInfo
+    from ucformat.jobs.dependents import Home
     from ucformat.storage.base import Store
 
-__all__ = ["put_sidecar"]
+__all__ = ["Placed", "place_all", "put_sidecar"]
 
 _THREADS = 8
 
 
-def put_sidecar(
-    source: Checkpoint,
-    store: Store,
-    attempt: Attempt,
-    infos: Sequence[TensorInfo],
-    *,
-    checksums: bool,
-    progress: Callable[[int, int], None] | None,
-) -> tuple[SidecarDoc, tuple[TensorDoc, ...]]:
-    """Write the extents of these tensors, whose bytes stay where they are, and let this user read them there.
+@dataclass(frozen=True)
+class Placed:
+    """Where the bytes of tensors lie: the extents of each, and the files that these are in."""
+
+    infos: Sequence[TensorInfo]
+    extents: list[list[Extent]]
+    places: _Places
+
+    @cached_property
+    def homes(self) -> tuple[Home, ...]:
+        """The places in which it has to be said that the files are needed."""
+        return find_homes(self.places.origin)
+
+
+def place_all(source: Checkpoint, infos: Sequence[TensorInfo]) -> Placed:
+    """Find where the bytes of these tensors lie.
 
     Raises:
         Refused: a tensor has no bytes of its own in a file: it is compressed, or computed.
@@ -52,13 +61,36 @@ def put_sidecar(
         found = [places.place(info, extent) for extent in single_extents(source.source.extents(info.key))]
         prove(info, [(e.file, e.box) for e in found])
         extents.append(found)
+    return Placed(infos, extents, places)
+
+
+def put_sidecar(
+    source: Checkpoint,
+    store: Store,
+    attempt: Attempt,
+    placed: Placed,
+    *,
+    checksums: bool,
+    unprotected: bool,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[SidecarDoc, tuple[TensorDoc, ...]]:
+    """Write the extents of tensors whose bytes stay where they are, and let this user read them there.
+
+    First it is said beside their files that these are needed, unless that cannot be, and they may be `unprotected`.
+
+    Raises:
+        Conflict: what the files belong to is being removed or replaced.
+        Refused: it cannot be said there.
+    """
+    infos, extents, places = placed.infos, placed.extents, placed.places
+    for root in places.roots:
+        allow_root(root)
+    need(placed.homes, str(attempt.keeps), store.url, unprotected=unprotected)
     doc = put_file(store, f"{attempt.folder('data')}/extents.safetensors", encode(extents))
-    sources = _sources(places, progress, checksums=checksums)
+    sources = _sources(places, progress, checksums=checksums)  # of files that are there although they are needed
     if (watching := watched(source.store)) is not None:
         for file in places.files:  # of many, sizes alone were read
             watching.note(file)
-    for root in places.roots:
-        allow_root(root)
     sidecar = SidecarDoc(**doc.model_dump(), roots=tuple(places.roots), sources=sources)
     docs = (TensorDoc(name=i.name, state=i.state, dtype=i.dtype, shape=i.shape, nbytes=i.nbytes) for i in infos)
     return sidecar, tuple(docs)

@@ -165,7 +165,9 @@ class Manifest(_Document):
 class AttemptDoc(_Document):
     """Who is writing what; put before the first byte of data, and replaced by who continues it.
 
-    `removed` is when somebody began to remove the attempt: nobody continues or commits it any more.
+    `id` is that of the checkpoint, whoever commits it, where it has to be known before, because it `needs` files in
+    these places. `replacing` is since when it is about to take the place of the checkpoint that is there. `removed` is
+    when somebody began to remove the attempt: nobody continues or commits it any more.
     """
 
     format: Literal["ucformat-attempt"] = "ucformat-attempt"
@@ -174,6 +176,9 @@ class AttemptDoc(_Document):
     plan: Digest
     owner: str
     started: Instant
+    id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None = None
+    needs: tuple[str, ...] = ()
+    replacing: Instant | None = None
     removed: Instant | None = None
 
 

@@ -15,7 +15,11 @@ TOMBSTONE = "tombstone.json"
 
 
 class TombstoneDoc(BaseModel):
-    """Put before the manifest is removed, and removed last; it names all that goes."""
+    """Put before the manifest is removed, and removed last; it names all that goes.
+
+    It is `marked` until those were asked for who need the files, and `settled` when there was nobody; where there was
+    somebody, it is `withdrawn`, and removed.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -25,6 +29,7 @@ class TombstoneDoc(BaseModel):
     attempt: str
     files: tuple[str, ...] = ()
     created: Instant
+    stage: Literal["marked", "settled", "withdrawn"] = "marked"
 
 
 class _Head(BaseModel):

@@ -175,7 +175,8 @@ class Keeper:
         for step in (steps[row.serial] for row in plan.delete):
             if step.created >= newest.created or protections_of(step.url, step.id, known=False):
                 continue
-            remove(open_store(step.url), step.id)
+            if remove(open_store(step.url), step.id):  # somebody began to need it at this instant
+                continue
             del known[step.url]
             gone.append(step.id)
         return gone
