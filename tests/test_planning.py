@@ -209,7 +209,8 @@ def test_wrong_memory_ranks_and_states_are_refused(checkpoints: list[Checkpoint]
         ck.plan(where, 2)
     assert "0 to 1" in str(caught.value)
     with pytest.raises(UsageError, match="no tensor is stored in state 'momentum'"):
-        ck.plan(where, 0, states=["momentum"])
+        ck.plan(where, 0, states="momentum")
+    assert ck.plan(where, 0, states="weight").buffers == plan.buffers
 
 
 def test_a_plan_prints_itself(checkpoints: list[Checkpoint]) -> None:

@@ -21,11 +21,11 @@ from ucformat.schema.manifest import Manifest, TensorDoc
 from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.storage.base import exists
 from ucformat.storage.remembered import Remembered
-from ucformat.storage.url import open_store
+from ucformat.storage.url import each, open_store
 from ucformat.storage.watched import Watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ucformat.facts import Facts
     from ucformat.geometry.layout import Layout
@@ -323,7 +323,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         self,
         layout: Layout,
         rank: int,
-        states: Sequence[str] | None = None,
+        states: str | Iterable[str] | None = None,
         *,
         verify: Verify = "whole",
     ) -> ReadPlan:
@@ -332,12 +332,12 @@ class Checkpoint(Mapping[str, "Tensor"]):
         Args:
             layout: where each tensor lies on each rank; where it has a view, of the tensors seen through that.
             rank: the rank in the layout's mesh.
-            states: `weight`, `master`, `exp_avg`, …
+            states: one of `weight`, `master`, `exp_avg`, …, or several.
             verify: which checksums to check: of chunks that are read `whole`, `always` (reads whole chunks), `never`.
         """
         from ucformat.planning import Bound, plan_rank
 
-        chosen = None if states is None else tuple(states)
+        chosen = None if states is None else each(states)
         if self._bound is None or self._bound[0] is not layout or self._bound[1] != chosen:
             source = self.view(layout).source if layout.view else self.source
             self._bound = (layout, chosen, source, Bound.of(source.facts.roster, layout, chosen))

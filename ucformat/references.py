@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import IntegrityError, NotFound, UcformatError
 from ucformat.settings import allowed_roots
+from ucformat.storage.url import each
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from os import PathLike
 
     from ucformat.catalog.catalog import Catalog
@@ -26,7 +27,7 @@ def open_reference(
     place: str | PathLike[str] | Store,
     *,
     view: Steps | None = None,
-    roots: Sequence[str] = (),
+    roots: str | PathLike[str] | Iterable[str | PathLike[str]] = (),
     options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint in place, reading kilobytes of it; nothing in it is ever executed.
@@ -36,8 +37,8 @@ def open_reference(
             knows, `run@step`, `run@latest`, `alias:name`, its id or the beginning of that. A path that exists wins.
         view: see its tensors through these steps, as `Checkpoint.view` does: a preset, a layout file, or a list.
 
-        roots: places in which a virtual checkpoint's files may lie, besides those that the settings name (`UCP_ROOTS`)
-            and those of which this user has registered checkpoints so.
+        roots: a place, or places, in which a virtual checkpoint's files may lie, besides those that the settings name
+            (`UCP_ROOTS`) and those of which this user has registered checkpoints so.
         options: what the files of a foreign checkpoint do not say, such as how they are laid out; each kind of
             checkpoint has its own (docs/sources).
 
@@ -46,7 +47,8 @@ def open_reference(
         NotACheckpoint: what is there is not a checkpoint, or not a committed one.
         UsageError: the reference means several checkpoints.
     """
-    found = _open(place, lambda: (*roots, *allowed_roots()), options)
+    given = each(roots)
+    found = _open(place, lambda: (*given, *allowed_roots()), options)
     return found if view is None else found.view(view)
 
 

@@ -85,8 +85,10 @@ def test_facts_survive(source: Checkpoint, tmp_path: Path) -> None:
 def test_states_can_be_chosen(source: Checkpoint, tmp_path: Path) -> None:
     ck = ucformat.convert(source, tmp_path / "dst", states=["weight"])
     assert {k.state for k in ck.tensors} == {"weight"}
-    with pytest.raises(UsageError, match="stores no tensor in state 'momentum'"):
-        ucformat.convert(source, tmp_path / "other", states=["momentum"])
+    assert {k.state for k in ucformat.convert(source, tmp_path / "one", states="weight").tensors} == {"weight"}
+    for momentum in (["momentum"], "momentum"):
+        with pytest.raises(UsageError, match="stores no tensor in state 'momentum'"):
+            ucformat.convert(source, tmp_path / "other", states=momentum)
     assert not (tmp_path / "other").exists()
 
 

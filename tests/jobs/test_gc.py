@@ -461,6 +461,7 @@ def test_a_tombstone_that_no_catalog_remembers_is_found_below_its_place(
     assert is_tombstone((mine(entry) / "tombstone.json").read_bytes())
     assert collect(catalog, [root], grace=NOW).leftovers == ()  # the catalog itself goes on
     assert collect(other, [root], apply=True).leftovers == ()  # it is too young
+    assert collect(other, root, grace=NOW).leftovers == collect(other, [root], grace=NOW).leftovers != ()
     [left] = collect(other, [root], grace=NOW).leftovers
     assert (left.url, left.nbytes > 0) == (str(entry.url), True)
     assert collect(other, [root], grace=NOW, apply=True).failures == ()

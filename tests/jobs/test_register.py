@@ -23,7 +23,7 @@ from tests.jobs.conftest import document, foreign, universal
 from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.policy import load_policy
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import NotACheckpoint, NotFound, Refused, UcformatError
+from ucformat.errors import NotACheckpoint, NotFound, Refused, UcformatError, UsageError
 from ucformat.format import commit
 from ucformat.jobs import register as module
 from ucformat.jobs.record import record_commit, record_commits
@@ -55,6 +55,21 @@ def facts(entry: Entry) -> dict[str, Any]:
 
 
 # --- register
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_one_place_is_not_taken_for_the_letters_of_its_name(
+    catalog: Catalog, tmp_path: Path, kind: Callable[[Path], str | Path]
+) -> None:
+    place = Path(universal(tmp_path / "run7" / "1", 1).url)
+    assert names(register(kind(place), catalog).entries) == ["run7@1"]
+    assert names(register([kind(place)], catalog).entries) == ["run7@1"]
+    assert names(register(kind(tmp_path), catalog, recursive=True).entries) == ["run7@1"]
+    assert names(reindex(kind(tmp_path), catalog).entries) == ["run7@1"]
+    with pytest.raises(NotFound, match="nowhere"):
+        register(kind(tmp_path / "nowhere"), catalog)
+    with pytest.raises(UsageError, match="names no place"):
+        register("", catalog)
 
 
 def test_one_by_one(catalog: Catalog, tmp_path: Path) -> None:

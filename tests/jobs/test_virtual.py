@@ -181,6 +181,8 @@ class TestRoots:
     @pytest.mark.parametrize("root", ["run", "."])
     def test_where_it_is_given(self, ck: Checkpoint, tmp_path: Path, root: str) -> None:
         assert holds(ucformat.open(ck.url, roots=[str(tmp_path / root)]))
+        assert holds(ucformat.open(ck.url, roots=tmp_path / root))
+        assert holds(ucformat.open(ck.url, roots=(str(r) for r in (tmp_path / "other", tmp_path / root))))
 
     def test_not_beside_what_is_given(self, ck: Checkpoint, tmp_path: Path) -> None:
         with pytest.raises(Refused):

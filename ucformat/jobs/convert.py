@@ -37,12 +37,12 @@ from ucformat.schema.manifest import Manifest, VerifiedDoc
 from ucformat.settings import allowed_roots
 from ucformat.sources.configuration import with_config
 from ucformat.storage.base import Writer
-from ucformat.storage.url import open_store
+from ucformat.storage.url import each, open_store
 from ucformat.storage.waiting import map_waiting
 from ucformat.storage.watched import must_be_unchanged, watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -96,7 +96,7 @@ class _Task:
 def convert(
     src: str | PathLike[str] | Checkpoint,
     dst: str | PathLike[str] | Store,
-    states: Sequence[str] | None = None,
+    states: str | Iterable[str] | None = None,
     chunk_bytes: int | None = None,
     shard_bytes: int | None = None,
     overwrite: bool = False,  # noqa: FBT001, FBT002 - the signature users know
@@ -119,7 +119,7 @@ def convert(
     Args:
         src: a checkpoint, or where one lies.
         dst: where the new one is to lie.
-        states: which states to take; None for all.
+        states: which state, or states, to take; None for all.
         chunk_bytes: the most bytes of a chunk, the unit of reading (default 1 MiB).
         shard_bytes: the most bytes of a shard, the unit of writing (default 128 MiB).
         overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one is.
@@ -146,7 +146,7 @@ def convert(
     source = src if isinstance(src, Checkpoint) else open_reference(src)
     store = open_store(dst) if isinstance(dst, str | PathLike) else dst
     how = How(chunk_bytes, shard_bytes, workers, progress, verify)
-    infos = _chosen(source, states)
+    infos = _chosen(source, None if states is None else each(states))
     _check_virtual(how, virtual=virtual, checksums=checksums, unprotected=unprotected)
     plan = plan_document(source, infos, how) | ({"virtual": checksums} if virtual else {})
     placed = place_all(source, infos) if virtual else None

@@ -24,11 +24,12 @@ from ucformat.jobs.faults import naming
 from ucformat.jobs.removal import bury, folders_of, read_tombstone, remove, standing
 from ucformat.schema.manifest import AttemptDoc
 from ucformat.schema.tombstone import TOMBSTONE
-from ucformat.storage.url import open_store
+from ucformat.storage.url import each, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from datetime import datetime, timedelta
+    from os import PathLike
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.purge import PurgePlan
@@ -61,7 +62,7 @@ class Collected:
 
 def collect(
     catalog: Catalog,
-    places: Sequence[str] = (),
+    places: str | PathLike[str] | Iterable[str | PathLike[str]] = (),
     *,
     apply: bool = False,
     expect: str | None = None,
@@ -72,7 +73,8 @@ def collect(
 
     Args:
         catalog: whose deleted checkpoints are purged, once their grace is over and if nothing protects them.
-        places: also look below these for attempts that nobody committed and nobody wrote to for `grace`.
+        places: also look below this place, or these, for attempts that nobody committed and nobody wrote to for
+            `grace`.
         apply: remove it; without, nothing is touched.
         expect: the id of a plan that was looked at: only if it is still the same, anything is removed.
         grace: for deleted checkpoints that have none of their own, and for attempts.
@@ -84,7 +86,7 @@ def collect(
     resumed = tuple(e.id for e in catalog.find("state = 'purging'"))
     failures: list[str] = []
     before = make_stamp().now - grace
-    leftovers = tuple(left for place in places for left in _leftovers(catalog, place, before, resumed, failures))
+    leftovers = tuple(left for place in each(places) for left in _leftovers(catalog, place, before, resumed, failures))
     plan = catalog.purgeable(grace)
     if not apply:
         return Collected(plan, resumed, leftovers, (), tuple(failures))

@@ -24,10 +24,11 @@ from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.sources import SOURCES
 from ucformat.sources.configuration import with_config
 from ucformat.storage.base import exists
-from ucformat.storage.url import open_store
+from ucformat.storage.url import each, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from os import PathLike
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.entries import Entry
@@ -82,7 +83,7 @@ _Opened = tuple[str, _Found | UcformatError, int]
 
 
 def register(
-    places: Sequence[str],
+    places: str | PathLike[str] | Iterable[str | PathLike[str]],
     catalog: Catalog,
     *,
     recursive: bool = False,
@@ -97,7 +98,7 @@ def register(
     """Record the checkpoints in these places, foreign ones as they lie; nothing is converted.
 
     Args:
-        places: paths or urls of checkpoints, or with `recursive` of trees in which they lie.
+        places: a path or url of a checkpoint, or of a tree in which they lie with `recursive`; or several of them.
         catalog: where to record them.
         recursive: search the trees; what looks like a checkpoint and cannot be read is a failure, not an error.
         run: to which run they belong; by default the folder that a checkpoint's folder is in.
@@ -116,6 +117,7 @@ def register(
         UsageError: `config` for a universal checkpoint, whose manifest says it.
         NotFound: nothing is at one of the places, or no checkpoint.
     """
+    places = each(places)
     trees = [_searched(p) for p in places] if recursive else []
     known: dict[str, str] = {}
     for tree in () if rescan or run or config or metrics or options or trust_documents else trees:
@@ -148,7 +150,7 @@ def _unchanged(catalog: Catalog, tree: _Tree) -> dict[str, str]:
 
 
 def reindex(
-    place: str,
+    place: str | PathLike[str],
     catalog: Catalog,
     *,
     forget: bool = False,

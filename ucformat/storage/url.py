@@ -15,9 +15,11 @@ from ucformat.storage.memory import MemoryStore
 from ucformat.storage.objects import BUDGET, ObjectStore
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ucformat.storage.base import Store
 
-__all__ = ["open_store", "split_url"]
+__all__ = ["each", "open_store", "split_url"]
 
 _PACKAGES = {  # pip's name of what fsspec imports for a scheme
     "hdfs": "pyarrow",
@@ -49,6 +51,11 @@ def open_store(place: str | os.PathLike[str]) -> Store:
         return ObjectStore(str(place), Options(settings.endpoint, settings.region, settings.deadline))
     refuse_secrets(str(place))
     return _open_fsspec(str(place), scheme)
+
+
+def each(given: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
+    """What somebody gives as one text or path, or as several: a text is never taken for the letters in it."""
+    return (os.fspath(given),) if isinstance(given, str | os.PathLike) else tuple(os.fspath(one) for one in given)
 
 
 def split_url(place: str | os.PathLike[str]) -> tuple[str, str]:
