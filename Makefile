@@ -38,8 +38,10 @@ test: check $(ENGINE)
 test-all: check $(ENGINE)
 	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=explore
 
-## model: every order of commands at once that is worth trying (hours); goes on where it was stopped
+## model: each fault at each call of a command, and every order of commands at once that is worth trying (hours); goes
+## on where it was stopped
 model: $(STAMP)
+	$(BIN)/python -m tests.schedules faults --out model-faults.jsonl
 	$(BIN)/python -m tests.schedules pairs --out model-pairs.jsonl
 	$(BIN)/python -m tests.schedules three 0 100000 --out model-three.jsonl
 

@@ -11,6 +11,9 @@ A schedule is written as it is played:
 
     resume:12 gc:7 !resume gc       12 calls of resume, 7 of gc, resume is killed, gc ends
 
+    resume%eio12            the 12th call that can fail with EIO does; what else can befall an actor: `world.FAULTS`
+    resume:5 resume%full    after 5 calls, at the next that writes, the disk is full, and stays so
+
 Whoever is not killed ends, in the order of the first steps. An actor is a command; `gc@2` is one with the second
 catalog, `gc@1` another one with the first (there are three), and the clock of `gc+30` is 30 days ahead.
 
@@ -23,15 +26,18 @@ is over, in both orders, this must hold (`schedule.py`):
 - No manifest stands that nobody committed: *uncommitted*.
 - A command fails with an error of ours (*error*), and when it is repeated, succeeds, or says that its work is done or
   cannot be done (*repeat*).
+- A command that a fault befell fails, or warns, or did all that it does without (*silent*).
 - `gc` succeeds (*gc*), and no file is left that belongs to nothing (*left*).
 
 `explore.py` says which schedules are played: all of two actors with at most two switches and one kill, but those that
-are known to come out as another does, and any number of three actors by seed. To look for faults:
+are known to come out as another does, any number of three actors by seed, and each fault at each call of one. To look
+for what is wrong:
 
     python -m tests.schedules play 'virtual materialize'              every call, and what is wrong
     python -m tests.schedules pairs 'resume gc' 'gc resume'           or of all commands, without any named
     python -m tests.schedules pairs --part 3/20 --out pairs.jsonl     a part of it; what is noted is not done again
     python -m tests.schedules three 0 100000 --out three.jsonl
+    python -m tests.schedules faults resume gc                        or of all commands
 
 The shortest schedule of a fault becomes a line of `test_schedules.py`.
 """

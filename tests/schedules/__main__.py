@@ -33,7 +33,9 @@ def main() -> int:
     three = commands.add_parser("three", help="schedules of three actors, by seed")
     three.add_argument("first", type=int)
     three.add_argument("count", type=int)
-    for sub in (pairs, three):
+    faults = commands.add_parser("faults", help="each fault at each call of these commands, or of all")
+    faults.add_argument("actors", nargs="*", metavar="COMMAND")
+    for sub in (pairs, three, faults):
         sub.add_argument("--out", type=Path, help="where to note what was done; what is noted there is not done again")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as data:
@@ -46,7 +48,8 @@ def main() -> int:
 
 
 def _do(given: argparse.Namespace, player: Player) -> int:
-    from tests.schedules.explore import pair, single, three
+    from tests.schedules.commands import COMMANDS
+    from tests.schedules.explore import faults, pair, single, three
     from tests.schedules.schedule import parse
 
     if given.command == "play":
@@ -61,6 +64,9 @@ def _do(given: argparse.Namespace, player: Player) -> int:
             units[names] = lambda act=act, words=words: act(player, *words)  # type: ignore[misc]
         k, n = map(int, given.part.split("/"))
         units = {name: unit for at, (name, unit) in enumerate(units.items(), 1) if at % n == k % n}
+    elif given.command == "faults":
+        for name in given.actors or COMMANDS:
+            units[f"faults {name}"] = lambda name=name: faults(player, name)  # type: ignore[misc]
     else:
         for first in range(given.first, given.first + given.count, _BLOCK):
             seeds = range(first, min(first + _BLOCK, given.first + given.count))

@@ -4,24 +4,25 @@ Of two actors A and B, A makes i calls, then B makes j, then A ends, then B does
 other killed before each of its calls. Left out is what is known to come out as another schedule does: one in which a
 call only changed places with calls that it does not meet (other files, or both only read), a kill before a call that
 changes nothing, which is as good as one before the next that does, and a kill in a state of everything in which the
-same actor was killed before.
+same actor was killed before. Of faults nothing is left out: each kind of them befalls each command at each call.
 """
 
 from __future__ import annotations
 
 import random
-from itertools import groupby
+from itertools import count, groupby
 from typing import TYPE_CHECKING
 
 from tests.schedules.commands import COMMANDS
 from tests.schedules.schedule import Step
+from tests.schedules.world import FAULTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.schedules.schedule import Played, Player
 
-__all__ = ["pair", "single", "three"]
+__all__ = ["faults", "pair", "single", "three"]
 
 Steps = tuple[Step, ...]
 
@@ -31,6 +32,17 @@ def single(player: Player, name: str) -> Iterator[Played]:
     whole = player.play((Step(name),))
     yield whole
     yield from _killed(player, whole, set())
+
+
+def faults(player: Player, name: str, stride: int = 1) -> Iterator[Played]:
+    """One actor, whole, and with each kind of fault at each call that it can befall, or each so many-th."""
+    yield player.play((Step(name),))
+    for kind in FAULTS:
+        for number in count(1, stride):
+            played = player.play((Step(name, number, fault=kind),))
+            if not played.struck:  # it makes no call of this number
+                break
+            yield played
 
 
 def pair(player: Player, a: str, b: str) -> Iterator[Played]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.schedules.commands import COMMANDS, COPY, GONE, LONG, TREES, arrays, first_world, parse_actor
-from tests.schedules.world import CATALOGS, ROOTS, Call, World
+from tests.schedules.world import CATALOGS, FAULTS, ROOTS, Call, World
 from ucformat.catalog.catalog import Catalog
+from ucformat.catalog.models import Base
 from ucformat.errors import Conflict, NotACheckpoint, NotFound, Refused, UcformatError
 from ucformat.format.commit import MANIFEST, read_manifest
 from ucformat.jobs.gc import collect
@@ -30,25 +31,34 @@ __all__ = ["Played", "Player", "Step", "parse", "text_of"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An actor makes so many calls, or (None) all that are left, or is killed."""
+    """An actor makes so many calls, or (None) all that are left, or is killed.
+
+    Or a fault is to befall it: at its call of this number (None is 1) from here on, of those that it can befall.
+    """
 
     actor: str
     calls: int | None = None
     kill: bool = False
+    fault: str = ""
 
     def __str__(self) -> str:
+        if self.fault:
+            return f"{self.actor}%{self.fault}{self.calls or ''}"
         return f"!{self.actor}" if self.kill else self.actor if self.calls is None else f"{self.actor}:{self.calls}"
 
 
 def parse(text: str) -> tuple[Step, ...]:
-    """The schedule that a text says: `resume:12 gc:7 !resume gc`."""
+    """The schedule that a text says: `resume:12 gc:7 !resume gc`, or `resume%eio12`."""
     steps = []
     for word in text.split():
-        found = re.fullmatch(r"(!?)([^:!]+)(?::([0-9]+))?", word)
-        if found is None:
-            raise ValueError(f"{word!r} is no step: write ACTOR, ACTOR:CALLS or !ACTOR")
+        found = re.fullmatch(r"(!?)([^:!%]+)(?::([0-9]+)|%([a-z]+)([0-9]+)?)?", word)
+        if found is None or (found[4] and (found[1] or found[4] not in FAULTS)):
+            raise ValueError(
+                f"{word!r} is no step: write ACTOR, ACTOR:CALLS, !ACTOR or ACTOR%FAULT; there are {', '.join(FAULTS)}"
+            )
         parse_actor(found[2])
-        steps.append(Step(found[2], None if found[3] is None else int(found[3]), kill=bool(found[1])))
+        number = found[3] or found[5]
+        steps.append(Step(found[2], None if number is None else int(number), bool(found[1]), found[4] or ""))
     return tuple(steps)
 
 
@@ -64,6 +74,7 @@ class Played:
     steps: tuple[Step, ...]
     trace: tuple[Call, ...]
     complaints: tuple[str, ...]
+    struck: bool = False  # whether a fault befell anybody
 
     def __str__(self) -> str:
         return f"{text_of(self.steps)}\n  " + "\n  ".join(self.complaints)
@@ -81,6 +92,7 @@ class Player:
         self._contents = dict(self._first_contents)
         self._first_commits = tuple(world.commits)
         self._known: dict[bytes, tuple[str, ...]] = {}
+        self._whole: dict[str, object] = {}  # what a command does that nothing befalls
         self.played = 0
 
     @property
@@ -94,14 +106,17 @@ class Player:
         self.world.restore(self.first)
         actors = {step.actor: self._actor(step.actor) for step in steps}
         for step in steps:
-            if step.kill:
+            if step.fault:
+                actors[step.actor].expect(step.fault, step.calls or 1)
+            elif step.kill:
                 actors[step.actor].kill()
             else:
                 actors[step.actor].advance(step.calls)
         for actor in actors.values():
             actor.advance()
         trace = tuple(self.world.trace)
-        return Played(tuple(steps), trace, self._complaints([*actors.values()]))
+        struck = any(actor.struck for actor in actors.values())
+        return Played(tuple(steps), trace, self._complaints([*actors.values()]), struck)
 
     def _actor(self, name: str) -> Actor:
         command, catalog, skew = parse_actor(name)
@@ -109,8 +124,9 @@ class Player:
 
     def _complaints(self, actors: Sequence[Actor]) -> tuple[str, ...]:
         ended, commits = self.world.save(), tuple(self.world.commits)
-        said = [(a.name, a.began, a.killed, repr(a.error)) for a in actors]
-        state = b"".join(map(self.world.digest, (None, *CATALOGS))) + repr((commits, said)).encode()
+        ours = {a.name: UcformatError if isinstance(a.error, UcformatError) else repr(a.error) for a in actors}
+        said = [(a.name, a.began, a.killed, ours[a.name], bool(a.struck), a.warned) for a in actors]
+        state = b"".join(self._state()) + repr((commits, said)).encode()
         if state not in self._known:
             with using(catalog="none", roots=ROOTS):
                 self._known[state] = tuple(dict.fromkeys(self._judge(actors, ended, commits)))
@@ -123,6 +139,8 @@ class Player:
         for actor in actors:
             if actor.error is not None and not isinstance(actor.error, UcformatError):
                 yield f"error {actor.name}: {actor.error!r}"
+            if len(actors) == 1 and actor.struck and not (actor.error or actor.killed or actor.warned):
+                yield from self._silent(actor, ended)
         self._contents = dict(self._first_contents)
         began = [a.name for a in actors if a.began]
         yield from self._broken(began)
@@ -135,6 +153,30 @@ class Player:
                 yield from settle(again, len(actors))
                 yield from self._broken([*began, *again])
             yield from self._left()
+
+    def _silent(self, actor: Actor, ended: Snapshot) -> Iterator[str]:
+        """Whether it said nothing of what befell it, and did not do all its work."""
+        done = self._done()
+        if actor.name not in self._whole:
+            commits = tuple(self.world.commits)
+            self.world.restore(self.first)
+            self._actor(actor.name).advance()
+            self._whole[actor.name] = self._done()
+            self.world.restore(ended)
+            self.world.commits[:] = commits
+        if done != self._whole[actor.name]:
+            yield f"silent {actor.name}: it succeeded, and did not do all"
+
+    def _done(self) -> object:
+        """What tells apart what commands did, but for what saves work later, or tells when an attempt was continued."""
+        files = {key: f.data for key, f in self.world.files.items() if "/attempts/" not in key}
+        tables = Base.metadata.sorted_tables
+        asked = {t.name: ", ".join(f'"{c.name}"' for c in t.columns if c.name != "listing") for t in tables}
+        queries = [f"select {columns} from {table}" for table, columns in asked.items()]  # noqa: S608 - our own
+        return files, [[self.world.rows(name, q) for q in queries] for name in CATALOGS]
+
+    def _state(self) -> tuple[bytes, ...]:
+        return tuple(map(self.world.digest, (None, *CATALOGS)))
 
     def _repeat(self, names: Sequence[str], of: int) -> Iterator[str]:
         for name in names:

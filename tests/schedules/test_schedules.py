@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 
-from tests.schedules.commands import COMMANDS
-from tests.schedules.explore import pair, single, three
+from tests.schedules.commands import COMMANDS, Command
+from tests.schedules.explore import faults, pair, single, three
 from tests.schedules.schedule import Player, parse, text_of
 from tests.schedules.world import Call, World
+from ucformat.errors import UcformatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,6 +48,37 @@ def test_a_command_is_killed_before_each_call(player: Player, command: str) -> N
         assert played.complaints == (), played
 
 
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_faults_befall_a_command(player: Player, command: str) -> None:
+    for played in faults(player, command, stride=7):
+        assert played.complaints == (), played
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_fault_befalls_each_call(player: Player, stride: int) -> None:
+    whole, *struck = faults(player, "hold", stride)
+    texts = [text_of(p.steps) for p in struck]
+    assert all(f"hold%eio{n}" in texts for n in range(1, len(whole.trace) + 1, stride))
+    assert f"hold%eio{len(whole.trace) + 1}" not in texts
+    assert any("%lost" in text for text in texts)
+
+
+def test_what_ends_in_part_of_a_file_is_not_seen(player: Player) -> None:
+    played = player.play(parse("save%short1"))
+    assert played.struck
+    assert not any(call.what == "write" and "/data/" in call.key for call in played.trace)
+
+
+def test_a_command_that_hides_a_fault_is_found(player: Player) -> None:
+    def work() -> None:
+        with suppress(UcformatError):
+            COMMANDS["hold"].work()
+
+    with mock.patch.dict(COMMANDS, {"quiet": Command(work)}):
+        complaints = player.play(parse("quiet%full")).complaints
+    assert complaints == ("silent quiet: it succeeded, and did not do all",)
+
+
 def test_three_at_once(player: Player) -> None:
     for seed in range(60):
         played = player.play(three(seed))
@@ -52,7 +86,11 @@ def test_three_at_once(player: Player) -> None:
 
 
 def test_a_schedule_comes_out_the_same_again(player: Player) -> None:
-    for text in ("resume:12 gc:20 !resume gc", "copy:9 overwrite:30 register@2:4 hold copy"):
+    for text in (
+        "resume:12 gc:20 !resume gc",
+        "gc:3 gc%lost2 resume%eio gc",
+        "copy:9 overwrite:30 register@2:4 hold copy",
+    ):
         one, two = player.play(parse(text)), player.play(parse(text))
         assert text_of(one.steps) == text
         assert [*map(str, one.trace)] == [*map(str, two.trace)]

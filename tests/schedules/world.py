@@ -8,14 +8,18 @@ the thread that asks, ids are counted, and time stands still unless the schedule
 from __future__ import annotations
 
 import datetime as dt
+import errno
 import hashlib
 import itertools
+import logging
+import os
 import pkgutil
+import sqlite3
 import sys
 import threading
 import traceback
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -29,25 +33,39 @@ from sqlalchemy.pool import StaticPool
 
 import ucformat  # noqa: F401 - it has catalogs write their documents
 from ucformat.catalog.engine import Database, _begin_sqlite
+from ucformat.catalog.engine import explaining as explaining_database
 from ucformat.catalog.models import Base
-from ucformat.errors import Conflict
+from ucformat.errors import Conflict, UcformatError, Uncertain
 from ucformat.format.commit import MANIFEST, parse_manifest
 from ucformat.schema.tombstone import is_tombstone
 from ucformat.settings import using
 from ucformat.storage import memory
 from ucformat.storage.memory import MemoryStore, MemoryWriter
+from ucformat.storage.oserrors import explaining
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
-    from ucformat.storage.base import Info
+    from ucformat.storage.base import Bytes, Info
 
-__all__ = ["CATALOGS", "ROOTS", "Actor", "Call", "Killed", "Snapshot", "World"]
+__all__ = ["CATALOGS", "FAULTS", "ROOTS", "Actor", "Call", "Killed", "Snapshot", "World"]
 
 CATALOGS = ("one", "two", "three")
 _HANGS = 300  # seconds without any call after which an actor is taken to wait for another one
 _SHORT = 64  # bytes of a file that are their own digest
+_ANSWERED = ("read", "list")  # calls that change nothing
+
+#: What can go wrong with a call. The store's errors are those that a local folder or an object store makes of it.
+FAULTS = {
+    "eio": "it does nothing, and fails: EIO, an answer 503, a catalog's disk that cannot be read or written to",
+    "denied": "it does nothing, and is refused: EACCES, EROFS, credentials that ran out",
+    "lost": "it takes effect, and fails: an answer, or one to COMMIT, that never came",
+    "full": "the disk is full from then on, the store's or the catalog's; what is deleted makes room",
+    "create": "a file cannot be begun",
+    "short": "a file that is being written takes a part of some bytes, and no more",
+    "flush": "what was written cannot be made durable",
+}
 EPOCH = dt.datetime(2024, 1, 1, tzinfo=dt.UTC)
 
 #: What is imported, so that its clocks, ids and thread pools can be replaced.
@@ -97,7 +115,9 @@ class Actor:
     def __init__(self, name: str, work: Callable[[], Any], skew: dt.timedelta = dt.timedelta(0)) -> None:
         self.name, self.skew = name, skew
         self.calls = 0
-        self.began = self.ended = self.killed = False
+        self.began = self.ended = self.killed = self.warned = False
+        self.struck = ""  # the fault that befell it
+        self._fault, self._until = "", 0
         self.error: BaseException | None = None
         self._work, self._left = work, 0
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
@@ -108,6 +128,20 @@ class Actor:
         if not self.ended and calls != 0:
             self._left = -1 if calls is None else calls
             self._resume()
+
+    def expect(self, fault: str, number: int) -> None:
+        """Let a fault befall it, at its call of this number from here on of those that it can befall."""
+        self._fault, self._until = fault, number
+
+    def strike(self, *kinds: str) -> str:
+        """The fault that befalls it now, if it is one of these."""
+        if self._fault not in kinds or not self._fault:
+            return ""
+        self._until -= 1
+        if self._until:
+            return ""
+        self.struck, self._fault = self._fault, ""
+        return self.struck
 
     def kill(self) -> None:
         """End it where it stands."""
@@ -182,11 +216,15 @@ class World:
         self._engines = {name: _memory_engine() for name in CATALOGS}
         self._saw: dict[str, bytes] = {}  # of each actor all that it was answered: after the same it does the same
         self._busy = ""
+        self.room: int | None = None  # bytes that can be written before the store is full
+        self.full: set[str] = set()  # catalogs that are
         self._patches = [*_patches(self)]
+        self._warned = _Warned()
 
     def __enter__(self) -> Self:
         for patch in self._patches:
             patch.start()
+        logging.getLogger("ucformat").addHandler(self._warned)
         for name in CATALOGS:
             _Database(self, name)._settle(upgrade=False)
         return self
@@ -194,6 +232,7 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        logging.getLogger("ucformat").removeHandler(self._warned)
         for patch in reversed(self._patches):
             patch.stop()
 
@@ -213,6 +252,8 @@ class World:
         self.time, self._ids, self._versions = found.time, dict(found.ids), found.versions
         self._digests.clear()
         self._saw.clear()
+        self.room = None
+        self.full.clear()
         self.trace.clear()
         self.commits.clear()
 
@@ -242,6 +283,37 @@ class World:
         self._saw[actor.name] = _digest(self._saw.get(actor.name, b""), what, key, self._seen(call))
         self.trace.append(call)
         return call
+
+    def strike(self, *kinds: str) -> str:
+        """The fault that befalls the actor that runs, if it is one of these."""
+        return "" if Actor.running is None else Actor.running.strike(*kinds)
+
+    @contextmanager
+    def call(self, what: str, key: str, nbytes: int = 0) -> Iterator[Call | None]:
+        """A call to the store, before which the actor stops, and that may go wrong; `nbytes` is what it writes."""
+        call = self.stop(what, key)
+        lasting = () if what in _ANSWERED else ("lost", "full") if what == "write" else ("lost",)
+        fault = self.strike("eio", "denied", *lasting)
+        with explaining(what, f"memory://{key}"):
+            if fault in ("eio", "denied"):
+                raise _os_error(errno.EIO if fault == "eio" else errno.EACCES)
+            if fault == "full":
+                self.room = 0
+            self._fill(what, key, nbytes)
+            yield call
+            if fault == "lost":
+                raise _os_error(errno.EIO)
+
+    def _fill(self, what: str, key: str, nbytes: int) -> None:
+        """Write to a disk that is full, or make room on it."""
+        if self.room is None or Actor.running is None:
+            return
+        if what == "delete" and key in self.files:
+            self.room += len(self.files[key].data)
+        elif what == "write":
+            if nbytes > self.room:
+                raise _os_error(errno.ENOSPC)
+            self.room -= nbytes
 
     def _seen(self, call: Call) -> object:
         """What tells apart the answers that a call can get."""
@@ -314,13 +386,26 @@ class _Database(Database):
 
     @contextmanager
     def writing(self) -> Iterator[sa.Connection]:
-        with self._world.transaction("write", self.url), super().writing() as connection:
-            yield connection
+        with explaining_database(self.url), self._world.transaction("write", self.url):
+            fault = self._world.strike("eio", "lost", "full")
+            if fault == "eio":
+                raise _sqlite_error("disk I/O error")
+            if fault == "full":
+                self._world.full.add(self.url)
+            with super().writing() as connection:
+                yield connection
+                if self.url in self._world.full and Actor.running is not None:
+                    raise _sqlite_error("database or disk is full")
+            if fault == "lost":
+                raise _sqlite_error("disk I/O error")
 
     @contextmanager
     def reading(self) -> Iterator[sa.Connection]:
-        with self._world.transaction("read", self.url), super().reading() as connection:
-            yield connection
+        with explaining_database(self.url), self._world.transaction("read", self.url):
+            if self._world.strike("eio"):
+                raise _sqlite_error("disk I/O error")
+            with super().reading() as connection:
+                yield connection
 
     def close(self) -> None:
         pass
@@ -335,63 +420,83 @@ class _Store(MemoryStore):
     def __init__(self, world: World, name: str) -> None:
         super().__init__(name)
         self._world = world
+        self._lost = False  # whether what was written cannot be made durable
 
-    def _stop(self, what: str, key: str) -> Call | None:
-        return self._world.stop(what, f"{self._root}{key}".rstrip("/"))
+    def _call(self, what: str, key: str, nbytes: int = 0) -> AbstractContextManager[Call | None]:
+        return self._world.call(what, f"{self._root}{key}".rstrip("/"), nbytes)
 
     def info(self, key: str) -> Info:
-        self._stop("read", key)
-        return super().info(key)
+        with self._call("read", key):
+            return super().info(key)
 
     def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        self._stop("read", key)
-        return super().read(key, offset, nbytes)
+        with self._call("read", key):
+            return super().read(key, offset, nbytes)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        self._stop("read", key)
-        super().read_into(key, offset, buffers)
+        with self._call("read", key):
+            super().read_into(key, offset, buffers)
 
     def read_versioned(self, key: str) -> tuple[bytes, str]:
-        self._stop("read", key)
-        return super().read_versioned(key)
+        with self._call("read", key):
+            return super().read_versioned(key)
 
     def adopt(self, key: str) -> None:
-        self._stop("read", key)
-        super().adopt(key)
+        with self._call("read", key):
+            super().adopt(key)
 
     def create(self, key: str, unit: int = 1) -> MemoryWriter:
+        if self._world.strike("create"):
+            with explaining("write", f"{self.url}/{key}"):
+                raise _os_error(errno.ENOSPC)
         return _Writer(self, key, super().create(key, unit)._path)
 
+    def flush(self) -> None:
+        self._lost = self._lost or bool(self._world.strike("flush"))
+        if self._lost:
+            with explaining("write", self.url):
+                raise _os_error(errno.EIO)
+        super().flush()
+
     def put_if_absent(self, key: str, data: bytes) -> str:
-        return self._put(self._stop("write", key), key, data, lambda: super(_Store, self).put_if_absent(key, data))
+        return self._put(key, data, lambda: super(_Store, self).put_if_absent(key, data))
 
     def replace(self, key: str, data: bytes, version: str) -> str:
-        return self._put(self._stop("write", key), key, data, lambda: super(_Store, self).replace(key, data, version))
+        return self._put(key, data, lambda: super(_Store, self).replace(key, data, version))
 
     def list(self, prefix: str = "") -> Iterator[Info]:
-        self._stop("list", prefix)
-        return super().list(prefix)
+        with self._call("list", prefix):
+            return super().list(prefix)
 
     def delete(self, key: str) -> None:
-        call = self._stop("delete", key)
-        if call is not None:
-            call.changes = self._root + key in self._world.files
-        super().delete(key)
+        with self._call("delete", key) as call:
+            if call is not None:
+                call.changes = self._root + key in self._world.files
+            super().delete(key)
 
     def delete_prefix(self, prefix: str) -> None:
         for info in [*self.list(prefix)]:
             self.delete(info.key)
 
-    def _put(self, call: Call | None, key: str, data: bytes, put: Callable[[], str]) -> str:
+    def _put(self, key: str, data: bytes, put: Callable[[], str]) -> str:
+        version = ""
         try:
-            version = put()
+            with self._call("write", key, len(data)) as call:
+                try:
+                    version = put()
+                except Conflict:
+                    if call is not None:
+                        call.changes = False
+                    raise
+                if key == MANIFEST and not is_tombstone(data):
+                    who = "" if Actor.running is None else Actor.running.name
+                    self._world.commits.append((self._root.rstrip("/"), parse_manifest(data, key).id, who))
         except Conflict:
-            if call is not None:
-                call.changes = False
             raise
-        if key == MANIFEST and not is_tombstone(data):
-            who = "" if Actor.running is None else Actor.running.name
-            self._world.commits.append((self._root.rstrip("/"), parse_manifest(data, key).id, who))
+        except UcformatError as error:
+            if version:
+                raise Uncertain(f"nothing told whether {self.url}/{key} was written: {error.message}") from None
+            raise
         return version
 
 
@@ -400,10 +505,21 @@ class _Writer(MemoryWriter):
         super().__init__(path)
         self._store, self._key = store, key
 
+    def write(self, data: Bytes) -> None:
+        if self._store._world.strike("short"):
+            super().write(memoryview(data).cast("B")[: memoryview(data).nbytes // 2])
+            with explaining("write", f"{self._store.url}/{self._key}"):
+                raise _os_error(errno.ENOSPC)
+        super().write(data)
+
     def close(self) -> None:
         if self._data is not None:
-            self._store._stop("write", self._key)
-        super().close()
+            try:
+                with self._store._call("write", self._key, len(self._data)):
+                    super().close()
+            except UcformatError:
+                self.abort()  # as every writer does that cannot be closed
+                raise
 
 
 class _Inline:
@@ -431,6 +547,22 @@ class _Inline:
 
     def shutdown(self, *_: Any, **__: Any) -> None:
         pass
+
+
+class _Warned(logging.Handler):
+    """Notes of an actor that it told its user of something."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if Actor.running is not None and record.levelno >= logging.WARNING:
+            Actor.running.warned = True
+
+
+def _os_error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+def _sqlite_error(said: str) -> sa.exc.OperationalError:
+    return sa.exc.OperationalError("…", None, sqlite3.OperationalError(said))
 
 
 def _digest(*parts: object) -> bytes:
