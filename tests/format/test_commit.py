@@ -13,7 +13,8 @@ import ucformat
 from tests.fakes import ODD, FakeSource, manifest_file
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, IntegrityError, MissingData, NotACheckpoint, UpgradeNeeded
-from ucformat.format.commit import begin, commit, new_id, on_commit, read_manifest, record_key
+from ucformat.format.commit import begin, commit, new_id, on_commit, read_manifest
+from ucformat.format.ownership import record_key
 from ucformat.schema.manifest import Manifest, manifest_json_schema
 from ucformat.schema.tombstone import TombstoneDoc
 from ucformat.storage.base import content_version
@@ -127,7 +128,7 @@ def test_one_that_begins_while_the_manifest_goes_is_told() -> None:
 
     class Removed(WrappedStore):
         def read_versioned(self, key: str) -> tuple[bytes, str]:
-            self.inner.put_if_absent("tombstone.json", tombstone("x", "y"))
+            self.inner.put_if_absent("tombstone.json", tombstone("x", "0" * 20))
             self.inner.delete("manifest.json")
             return self.inner.read_versioned(key)
 
@@ -139,7 +140,7 @@ def test_one_that_begins_while_the_manifest_goes_is_told() -> None:
 
 def test_a_manifest_that_became_a_tombstone_is_no_checkpoint() -> None:
     store = MemoryStore("became")
-    store.put_if_absent("manifest.json", tombstone("x", "y"))
+    store.put_if_absent("manifest.json", tombstone("x", "0" * 20))
     with pytest.raises(NotACheckpoint, match="is being removed"):
         read_manifest(store)
     with pytest.raises(NotACheckpoint, match="is being removed"):

@@ -18,7 +18,8 @@ from ucformat.catalog.catalog import Catalog
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, Refused, UcformatError, Uncertain, UsageError
 from ucformat.format import commit as committing
-from ucformat.format.commit import abandon, read_manifest, record_key
+from ucformat.format.commit import abandon, read_manifest
+from ucformat.format.ownership import record_key
 from ucformat.jobs import convert as converting
 from ucformat.jobs import dependents, gc, removal
 from ucformat.jobs.dependents import dependents_at, find_homes, ignore_dependents, need

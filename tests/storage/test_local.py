@@ -422,22 +422,25 @@ def test_sweeping_removes_what_the_dead_left_and_nothing_of_the_living(tmp_path:
     assert store.read("a/living") == b"x" * 100
 
 
-def test_pruning_removes_the_folders_that_hold_nothing(tmp_path: Path) -> None:
+def test_pruning_removes_a_folder_that_holds_nothing_and_no_other(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "root")
-    put(store, "a/b/c/f")
-    store.delete("a/b/c/f")
+    put(store, "a/b/f")
+    store.delete("a/b/f")
     store.replace("d/e", b"two", store.put_if_absent("d/e", b"one"))
     store.delete("d/e")
     assert (tmp_path / "root" / "d" / ".ucf-lock").exists()
     living = store.create("w/living")
     living.write(b"x")
-    (tmp_path / "root" / "link").symlink_to(tmp_path)
-    store.prune()
-    assert sorted(p.name for p in (tmp_path / "root").iterdir()) == ["link", "w"]
+    (tmp_path / "root" / "link").symlink_to("a")
+    for folder in ("a", "d", "w", ""):
+        store.prune(folder)
+    with pytest.raises(Refused):
+        store.prune("link/b")
+    assert sorted(p.name for p in (tmp_path / "root").iterdir()) == ["a", "link", "w"]
     living.close()
     assert keys(store) == ["w/living"]
     store.delete("w/living")
     (tmp_path / "root" / "link").unlink()
-    store.prune()
+    for folder in ("w", "a/b", "a", "", ""):
+        store.prune(folder)
     assert list(tmp_path.iterdir()) == []
-    store.prune()

@@ -39,7 +39,8 @@ from ucformat.errors import (
 )
 from ucformat.format.digest import document_digest, own_digest, with_own_digest
 from ucformat.format.guards import may_replace, on_abandon
-from ucformat.schema.manifest import FORMAT_VERSION, AttemptDoc, Manifest
+from ucformat.format.ownership import FOLDERS, folders_of, record_key, refuse_others
+from ucformat.schema.manifest import FORMAT_VERSION, MANIFEST, AttemptDoc, Manifest
 from ucformat.schema.tombstone import TOMBSTONE, is_tombstone
 
 if TYPE_CHECKING:
@@ -62,13 +63,11 @@ __all__ = [
     "parse_manifest",
     "parse_record",
     "read_manifest",
-    "record_key",
+    "standing",
 ]
 
 _log = logging.getLogger("ucformat")
 
-MANIFEST = "manifest.json"
-_FOLDERS = ("data", "objects", "assets")
 _TRIES = 10
 
 #: Called with the url and the manifest of every checkpoint that this process commits (the catalog listens here).
@@ -198,7 +197,7 @@ def begin(
             hint="choose another place, or say overwrite=True (--overwrite) to replace it",
         )
     digest = _digest(plan, replaces and replaces[0].id)
-    attempt = Attempt(name or _id(digest), replaces, keeps)
+    attempt = Attempt(_id(digest) if name is None else name, replaces, keeps)
     _ask(store, attempt)
     made, began = _put_record(store, attempt.id, digest, needs)
     return replace(attempt, keeps=made or keeps, began=began)
@@ -210,11 +209,10 @@ def _put_record(store: Store, attempt: str, plan: str, needs: Sequence[str]) -> 
     Whoever takes it for one that was left, and is about to remove it, then finds another record than he judged. What
     others go by stays in it. The id that it has, of one that needs files elsewhere, and its version if it is the first.
     """
-    owner = f"{socket.gethostname()}:{os.getpid()}"
+    key, owner = record_key(attempt), f"{socket.gethostname()}:{os.getpid()}"
     doc = AttemptDoc(attempt=attempt, plan=plan, owner=owner, started=datetime.now(UTC), needs=tuple(needs))
     if needs:
         doc = doc.model_copy(update={"id": new_id()})
-    key = record_key(attempt)
     for _ in range(_TRIES):
         with suppress(Conflict):
             return doc.id, store.put_if_absent(key, _dump(doc))
@@ -235,11 +233,6 @@ def _put_record(store: Store, attempt: str, plan: str, needs: Sequence[str]) -> 
             pass
         return doc.id, None
     raise Conflict(f"{store.url}/{key} was changed again and again by others", hint="try again later")
-
-
-def record_key(attempt: str) -> str:
-    """Where the record of an attempt lies."""
-    return f"attempts/{attempt}.json"
 
 
 def parse_record(data: bytes) -> AttemptDoc | None:
@@ -351,7 +344,7 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest, data: bytes | Non
             hint="open it: if it is there, it is whole; if not, run this again",
         ) from error
     except Conflict as error:
-        winner = _winner(store)
+        winner = standing(store)
         if (
             winner is not None and winner.attempt == attempt.id
         ):  # somebody ran the same plan; its checkpoint is this one
@@ -378,8 +371,8 @@ def announce(url: str, manifest: Manifest) -> None:
         listener(url, manifest)
 
 
-def _winner(store: Store) -> Manifest | None:
-    """The manifest that stands where one could not be committed; None if it was deleted."""
+def standing(store: Store) -> Manifest | None:
+    """The manifest of a place; None if there is no checkpoint."""
     try:
         return read_manifest(store)[0]
     except NotACheckpoint:
@@ -403,8 +396,8 @@ def give_up(store: Store, attempt: Attempt) -> None:
             return
         removed = _dump(record.model_copy(update={"removed": datetime.now(UTC)}))
         version = store.replace(key, removed, attempt.began)
-        standing = _winner(store)
-        if standing is not None and standing.attempt == attempt.id:
+        there = standing(store)
+        if there is not None and there.attempt == attempt.id:
             store.replace(key, _dump(record), version)
         else:
             abandon(store, attempt.id)
@@ -413,16 +406,25 @@ def give_up(store: Store, attempt: Attempt) -> None:
 
 
 def abandon(store: Store, attempt: str) -> None:
-    """Delete all that an attempt wrote, its record last; what it needed elsewhere it needs no more."""
+    """Delete all that an attempt wrote, its record last, and the folders that a writer makes, if they are empty then.
+
+    What it needed elsewhere it needs no more.
+
+    Raises:
+        Refused: it cannot be told that all of it is this attempt's.
+    """
+    refuse_others(store, attempt, standing(store))
     record = None
     with suppress(NotFound):
         record = parse_record(store.read(record_key(attempt)))
-    for kind in _FOLDERS:
-        store.delete_prefix(f"{kind}/{attempt}")
+    for folder in folders_of(attempt):
+        store.delete_prefix(folder)
     if record is not None and record.needs:
         for tell in on_abandon:
             tell(store, record)
     store.delete(record_key(attempt))
+    for folder in FOLDERS:
+        store.prune(folder)
 
 
 def new_id() -> str:

@@ -14,11 +14,11 @@ from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, Refused, UcformatError, UsageError
 from ucformat.format.commit import MANIFEST, announce, begin, commit, parse_manifest, read_manifest
 from ucformat.format.digest import tensor_digest
+from ucformat.format.ownership import folders_of
 from ucformat.format.universal import Universal, grid_of
 from ucformat.jobs.copy_files import Shard, items, transfer
 from ucformat.jobs.documents import copy_document
 from ucformat.jobs.record import record_commits
-from ucformat.jobs.removal import folders_of
 from ucformat.jobs.run import run, workers_for
 from ucformat.references import open_reference
 from ucformat.storage.url import open_store

@@ -1,6 +1,7 @@
 """Frees storage: purges deleted checkpoints whose grace is over, and attempts that nobody committed.
 
-Nothing is deleted that no manifest, attempt record or tombstone of ours names. A tombstone is put before the manifest
+Nothing is deleted but the files of attempts that a manifest, attempt record or tombstone names, in folders that are
+provably theirs (`format.ownership`), and what we keep beside them. A tombstone is put before the manifest
 goes, and goes last, so that one who is stopped at any instant leaves either a checkpoint, or a tombstone from which the
 next `collect` goes on.
 """
@@ -17,17 +18,19 @@ from ucformat.catalog.entries import load
 from ucformat.catalog.reader import GRACE, make_stamp
 from ucformat.catalog.refs import Ref, resolve
 from ucformat.errors import Conflict, NotFound, UcformatError
-from ucformat.format.commit import abandon, record_key
+from ucformat.format.commit import MANIFEST, abandon, standing
+from ucformat.format.ownership import attempt_of, folders_of, is_inside_attempt, names_below, record_key, refuse_others
 from ucformat.jobs.absence import check_listed, check_removed, is_empty
 from ucformat.jobs.documents import read_document
 from ucformat.jobs.faults import naming
-from ucformat.jobs.removal import bury, folders_of, read_tombstone, remove, standing
+from ucformat.jobs.removal import bury, read_tombstone, remove
 from ucformat.schema.manifest import AttemptDoc
 from ucformat.schema.tombstone import TOMBSTONE
+from ucformat.storage.base import exists
 from ucformat.storage.url import each, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from datetime import datetime, timedelta
     from os import PathLike
 
@@ -189,21 +192,39 @@ def _leftovers(
             failures.append(error.message)
         return
     homes: dict[str, list[str]] = {}
+    committed: set[str] = set()
     for info in store.list():
         *folder, name = info.key.split("/")
-        if folder[-1:] == ["attempts"] and name.endswith(".json"):
-            homes.setdefault("/".join(folder[:-1]), []).append(name.removesuffix(".json"))
+        if folder[-1:] == ["attempts"]:
+            if (attempt := attempt_of(name)) is not None:
+                homes.setdefault("/".join(folder[:-1]), []).append(attempt)
         elif name == TOMBSTONE:
             homes.setdefault("/".join(folder), [])
+        elif name == MANIFEST:
+            committed.add("/".join(folder))
     for root, attempts in homes.items():
         home = open_store(f"{store.url}/{root}" if root else store.url)
         try:
             with naming(home.url):
-                found = _left_at(home, attempts, before, resumed)
+                found = () if _is_of_another(store, root, committed) else _left_at(home, attempts, before, resumed)
         except UcformatError as error:
             failures.append(f"{home.url}: {error.message}")
         else:
             yield from found
+
+
+def _is_of_another(store: Store, root: str, committed: Collection[str]) -> bool:
+    """Whether what looks like a place is among the files of an attempt, or of a checkpoint above it."""
+    if is_inside_attempt(root):
+        return True
+    parts = root.split("/") if root else []
+    for above in ("/".join(parts[:n]) for n in range(len(parts))):
+        if above in committed:
+            outer = open_store(f"{store.url}/{above}" if above else store.url)
+            there = standing(outer)
+            if there is not None and names_below(outer, there, root[len(above) :].lstrip("/")):
+                return True
+    return False
 
 
 def _left_at(home: Store, attempts: Sequence[str], before: datetime, resumed: Sequence[str]) -> list[Leftover]:
@@ -254,10 +275,12 @@ def _judged(store: Store, attempt: str, before: datetime) -> _Judged | None:
 
 def _grave(store: Store, tombstone: TombstoneDoc, before: datetime) -> Leftover | None:
     """What is left to be removed of a purge, if that began before this time."""
-    if tombstone.created > before:
+    infos = [i for folder in folders_of(tombstone.attempt) for i in store.list(folder)]
+    own = [store.info(key) for key in (TOMBSTONE, record_key(tombstone.attempt)) if exists(store, key)]
+    written = max((i.modified for i in (*own, *infos) if i.modified is not None), default=0.0)
+    if max(tombstone.created.timestamp(), written) > before.timestamp():  # it may name what is being written
         return None
-    nbytes = sum(i.size for folder in folders_of(tombstone.attempt) for i in store.list(folder))
-    return Leftover(store.url, tombstone.attempt, nbytes, tombstone.created)
+    return Leftover(store.url, tombstone.attempt, sum(i.size for i in infos), tombstone.created)
 
 
 def _remove_leftover(left: Leftover, before: datetime, grace: timedelta) -> None:
@@ -266,10 +289,11 @@ def _remove_leftover(left: Leftover, before: datetime, grace: timedelta) -> None
     tombstone, manifest = read_tombstone(store), standing(store)
     if tombstone is not None and manifest is None and tombstone.attempt == left.attempt:
         bury(store, tombstone)
-    elif (manifest is None or manifest.attempt != left.attempt) and _condemn(store, left.attempt, before, grace):
-        abandon(store, left.attempt)
-        store.sweep()
-        store.prune()
+    elif manifest is None or manifest.attempt != left.attempt:
+        refuse_others(store, left.attempt, manifest)  # before it is marked
+        if _condemn(store, left.attempt, before, grace):
+            abandon(store, left.attempt)
+            store.sweep()
 
 
 def _condemn(store: Store, attempt: str, before: datetime, grace: timedelta) -> bool:

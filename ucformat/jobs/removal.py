@@ -1,8 +1,9 @@
 """Removes one checkpoint from one place, so that one who is stopped at any instant leaves it whole, or goes on.
 
-A tombstone names all that goes. It is put first, and removed last; between the two goes the manifest, before all else.
-When it is put, and before the manifest goes, those are asked for who need the files (`jobs/dependents.py`): if there is
-one, the tombstone is taken away again. Of several who remove a checkpoint at once, each goes by the tombstone's stage.
+A tombstone names the attempt that goes. It is put first, and removed last; between the two goes the manifest, before
+all else. When it is put, and before the manifest goes, those are asked for who need the files (`jobs/dependents.py`):
+if there is one, the tombstone is taken away again. Of several who remove a checkpoint at once, each goes by the
+tombstone's stage.
 """
 
 from __future__ import annotations
@@ -15,29 +16,36 @@ from pydantic import ValidationError
 
 from ucformat.catalog.reader import make_stamp
 from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, Refused, UcformatError
-from ucformat.format.commit import MANIFEST, abandon, read_manifest
+from ucformat.format.commit import MANIFEST, abandon, read_manifest, standing
+from ucformat.format.ownership import refuse_others
 from ucformat.jobs.absence import check_removed
 from ucformat.jobs.dependents import dependents_at, forget_dependents
 from ucformat.jobs.documents import read_document
 from ucformat.schema.catalog_document import CATALOG_DOCUMENT
+from ucformat.schema.needed_by import NEEDED_BY
 from ucformat.schema.tombstone import TOMBSTONE, TombstoneDoc, is_tombstone
-from ucformat.storage.base import check_key
 
 if TYPE_CHECKING:
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
-__all__ = ["bury", "folders_of", "read_tombstone", "remove", "standing"]
+__all__ = ["bury", "read_tombstone", "remove"]
 
 _TRIES = 10  # to mark what others mark, too
 
 
 def remove(store: Store, checkpoint: str) -> tuple[str, ...]:
-    """Remove a checkpoint from one place, if it is still that one which lies there.
+    """Remove a checkpoint from one place, if it is still that one which lies there; its folder, if it is empty then.
 
     Returns:
         because of whom it stays: the ids of those who need its files.
     """
+    needed = _remove(store, checkpoint)
+    store.prune("")
+    return needed
+
+
+def _remove(store: Store, checkpoint: str) -> tuple[str, ...]:
     tombstone = read_tombstone(store)
     try:
         manifest, version = read_manifest(store)
@@ -45,22 +53,20 @@ def remove(store: Store, checkpoint: str) -> tuple[str, ...]:
         if tombstone is None:
             check_removed(store, begun=True)
             store.sweep()  # an interrupted purge ended here, or somebody else removed it
-            store.prune()
         elif tombstone.id == checkpoint:  # of an interrupted purge: nobody writes here until it is done
             bury(store, tombstone)
         return ()
     if manifest.id == checkpoint:
-        return _remove(store, manifest, version)
+        return _remove_this(store, manifest, version)
     if tombstone is not None and tombstone.id == checkpoint:  # another one replaced it, and removed its files
         store.delete(TOMBSTONE)
     return ()
 
 
-def _remove(store: Store, manifest: Manifest, version: str) -> tuple[str, ...]:
+def _remove_this(store: Store, manifest: Manifest, version: str) -> tuple[str, ...]:
     """Put the tombstone, take the manifest away, and then all else, unless somebody needs it: who."""
-    tombstone = TombstoneDoc(id=manifest.id, attempt=manifest.attempt, files=_files(manifest), created=make_stamp().now)
-    for key in (*folders_of(tombstone.attempt), *tombstone.files):
-        check_key(key)  # before anything is gone
+    refuse_others(store, manifest.attempt, None)  # before anything is gone
+    tombstone = TombstoneDoc(id=manifest.id, attempt=manifest.attempt, created=make_stamp().now)
     try:
         needed = _settle(store, tombstone)
     except UcformatError as error:
@@ -166,32 +172,20 @@ def _is_full(error: UcformatError) -> bool:
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def folders_of(attempt: str) -> tuple[str, ...]:
-    """Where an attempt keeps its files."""
-    return tuple(f"{kind}/{attempt}" for kind in ("data", "objects", "assets"))
-
-
-def _files(manifest: Manifest) -> tuple[str, ...]:
-    """The files that a manifest names and that may lie outside of the attempt's folders."""
-    files = [*manifest.assets.values(), *(f for f in (manifest.objects, manifest.sidecar) if f is not None)]
-    return tuple(f.path for f in files)
-
-
 def bury(store: Store, tombstone: TombstoneDoc) -> None:
-    """Remove all that a tombstone names, itself last."""
+    """Remove the checkpoint that a tombstone names, the tombstone last."""
     with suppress(NotFound):
         if is_tombstone(store.read(MANIFEST)):
             store.delete(MANIFEST)
-    for file in tombstone.files:
-        store.delete(file)
     abandon(store, tombstone.attempt)
-    with suppress(IntegrityError):  # what is no document of ours stays
-        if read_document(store) is not None:
+    with suppress(IntegrityError):  # what is no document of ours stays, as does one of another checkpoint
+        doc = read_document(store)
+        if doc is not None and doc.id == tombstone.id:
             store.delete(CATALOG_DOCUMENT)
     forget_dependents(store)
+    store.prune(NEEDED_BY)
     store.delete(TOMBSTONE)
     store.sweep()
-    store.prune()
 
 
 def read_tombstone(store: Store) -> TombstoneDoc | None:
@@ -210,11 +204,3 @@ def _parse(data: bytes, store: Store) -> TombstoneDoc:
             f"{store.url}/{TOMBSTONE} cannot be read",
             hint="look at it; delete the checkpoint's folder by hand if it may go",
         ) from None
-
-
-def standing(store: Store) -> Manifest | None:
-    """The manifest of a place; None if there is no checkpoint."""
-    try:
-        return read_manifest(store)[0]
-    except NotACheckpoint:
-        return None

@@ -10,7 +10,9 @@ from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.times import Instant, Time  # noqa: TC001 - pydantic reads it at run time
 
 __all__ = [
+    "ATTEMPT",
     "FORMAT_VERSION",
+    "MANIFEST",
     "AttemptDoc",
     "FileDoc",
     "GroupDoc",
@@ -24,6 +26,12 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
+
+#: The name of the document, in the checkpoint's folder.
+MANIFEST = "manifest.json"
+
+#: The names of attempts, as a regular expression: no folder that somebody else made is called so by chance.
+ATTEMPT = "[0-9a-f]{20}"
 
 Size = Annotated[int, Field(ge=0)]
 Edge = Annotated[int, Field(ge=1)]
@@ -138,7 +146,7 @@ class Manifest(_Document):
     format: Literal["ucformat"] = "ucformat"
     version: Literal[1] = 1
     id: str
-    attempt: str
+    attempt: Annotated[str, Field(pattern=f"^({ATTEMPT})?$")]  # without a name it is of a foreign checkpoint
     created: Time
     producer: dict[str, str] = {}
     run: str | None = None
@@ -172,7 +180,7 @@ class AttemptDoc(_Document):
 
     format: Literal["ucformat-attempt"] = "ucformat-attempt"
     version: Literal[1] = 1
-    attempt: str
+    attempt: Annotated[str, Field(pattern=f"^{ATTEMPT}$")]
     plan: Digest
     owner: str
     started: Instant

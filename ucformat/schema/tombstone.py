@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ucformat.schema.manifest import ATTEMPT
 from ucformat.schema.times import Instant  # noqa: TC001 - pydantic reads it at run time
 
 __all__ = ["TOMBSTONE", "TombstoneDoc", "is_tombstone"]
@@ -15,7 +16,7 @@ TOMBSTONE = "tombstone.json"
 
 
 class TombstoneDoc(BaseModel):
-    """Put before the manifest is removed, and removed last; it names all that goes.
+    """Put before the manifest is removed, and removed last: what goes are the files of this attempt.
 
     It is `marked` until those were asked for who need the files, and `settled` when there was nobody; where there was
     somebody, it is `withdrawn`, and removed.
@@ -26,8 +27,7 @@ class TombstoneDoc(BaseModel):
     format: Literal["ucformat-tombstone"] = "ucformat-tombstone"
     version: Literal[1] = 1
     id: str
-    attempt: str
-    files: tuple[str, ...] = ()
+    attempt: Annotated[str, Field(pattern=f"^{ATTEMPT}$")]
     created: Instant
     stage: Literal["marked", "settled", "withdrawn"] = "marked"
 

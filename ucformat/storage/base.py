@@ -188,8 +188,8 @@ class Store(Protocol):
     def sweep(self) -> None:
         """Remove what killed writers left below the root, and nothing of those that live."""
 
-    def prune(self) -> None:
-        """Remove the folders below the root that hold nothing, and the root if it does: for one who writes no more."""
+    def prune(self, folder: str) -> None:
+        """Remove a folder (`""`: the root) that holds nothing: for one who writes no more to it."""
 
 
 def check_key(key: str) -> str:

@@ -91,5 +91,6 @@ class Below(WrappedStore):
     def sweep(self) -> None:
         """Nothing: what killed writers left is the whole store's."""
 
-    def prune(self) -> None:
-        """Nothing: the folders above are the whole store's."""
+    def prune(self, folder: str) -> None:
+        """See Store."""
+        self.inner.prune(self._key(folder) if folder else self.folder)

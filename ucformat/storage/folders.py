@@ -57,6 +57,15 @@ class Folders:
                 hint="ucformat reads through such links and never writes or deletes through them",
             )
 
+    def has_no_links(self, folder: str) -> None:
+        """Refused if the way from the root to the folder leads through a symbolic link: what it holds is another's."""
+        below = os.path.relpath(folder, self._root)
+        if os.path.realpath(folder) != os.path.normpath(os.path.join(os.path.realpath(self._root), below)):  # noqa: PTH118
+            raise Refused(
+                f"{folder} lies behind a symbolic link",
+                hint="ucformat reads through such links and never deletes through them",
+            )
+
     def lasts(self) -> None:
         """The root itself was synced into the folders above it: they need no further sync."""
         root = Path(self._root)

@@ -129,7 +129,7 @@ class FsspecStore:
     def sweep(self) -> None:
         """Nothing: nothing is written here."""
 
-    def prune(self) -> None:
+    def prune(self, folder: str) -> None:
         """Nothing: nothing is written here."""
 
     def _read_only(self, key: str) -> Refused:

@@ -187,7 +187,7 @@ class LocalStore:
     def delete(self, key: str) -> None:
         """Remove a file."""
         path = self._path(key)
-        self._folders.stay_inside(str(path.parent))
+        self._folders.has_no_links(str(path.parent))
         with suppress(NotFound), explaining("delete", str(path)):
             if path.is_dir() and not path.is_symlink():
                 raise IsADirectoryError  # unlink would say EISDIR or EPERM, as the system likes
@@ -198,7 +198,7 @@ class LocalStore:
     def delete_prefix(self, prefix: str) -> None:
         """Remove a folder and all in it, hidden files too; a linked folder loses only its link."""
         path = self._path(prefix)
-        self._folders.stay_inside(str(path.parent))
+        self._folders.has_no_links(str(path.parent))
         with explaining("delete", str(path)):
             if path.is_symlink() and path.is_dir():
                 path.unlink(missing_ok=True)
@@ -226,13 +226,16 @@ class LocalStore:
                     finally:
                         os.close(fd)
 
-    def prune(self) -> None:
-        """Remove folders that hold nothing, or nothing but the lock of `replace`."""
-        for folder, _, names in os.walk(self._root, topdown=False):
-            with suppress(OSError):  # it holds something
-                if names == [_LOCK]:
-                    Path(folder, _LOCK).unlink()
-                Path(folder).rmdir()
+    def prune(self, folder: str) -> None:
+        """Remove a folder that holds nothing, or nothing but the lock of `replace`, which goes with the last file."""
+        path = self._path(folder) if folder else self._root
+        self._folders.has_no_links(str(path))
+        with suppress(OSError):  # it is not there, or holds something
+            with os.scandir(path) as found:
+                files = [e.name for e in found if not e.is_dir(follow_symlinks=False)]
+            if files == [_LOCK]:
+                (path / _LOCK).unlink()
+            path.rmdir()
         self._folders.forget()
 
     def _path(self, key: str) -> Path:

@@ -140,7 +140,7 @@ class MemoryStore:
     def sweep(self) -> None:
         """Nothing: what is not closed is nowhere."""
 
-    def prune(self) -> None:
+    def prune(self, folder: str) -> None:
         """Nothing: there are no folders."""
 
     def _get(self, key: str) -> _File:

@@ -269,7 +269,7 @@ class ObjectStore:
     def sweep(self) -> None:
         """Nothing: what a killed writer leaves is an upload that was never completed, which no listing shows."""
 
-    def prune(self) -> None:
+    def prune(self, folder: str) -> None:
         """Nothing: there are no folders."""
 
     # --- both

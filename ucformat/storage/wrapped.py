@@ -84,6 +84,6 @@ class WrappedStore:
         """See Store."""
         self.inner.sweep()
 
-    def prune(self) -> None:
+    def prune(self, folder: str) -> None:
         """See Store."""
-        self.inner.prune()
+        self.inner.prune(folder)
