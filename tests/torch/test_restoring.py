@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from datetime import datetime, timedelta, tzinfo
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 import torch
@@ -99,6 +100,52 @@ def test_the_newest_is_what_was_created_last(tmp_path: Path) -> None:
     fill(tmp_path, 10, 20, 30)
     fill(tmp_path, 15)  # somebody went back
     assert restored(tmp_path)[0] == 15
+
+
+@pytest.mark.parametrize("hours", [-1, 1, 24 * 3650, -24 * 3650])
+@pytest.mark.parametrize("keep", [None, 2])
+def test_no_clock_decides_what_is_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hours: int, keep: int | None
+) -> None:
+    """What training went on from is older, whatever clock its host has."""
+    monkeypatch.setenv("UCP_CATALOG", "none")
+    skew(monkeypatch, 0)
+    fill(tmp_path, 100)
+    for step, wrong in ((200, max(0, hours)), (300, min(hours, 0))):
+        skew(monkeypatch, wrong)
+        manager = manager_of(tmp_path, keep=keep)
+        manager.restore_latest(state_at(0))
+        manager.save(step, state_at(step))
+        manager.wait()
+    before = {step: ucformat.open(tmp_path / name).id for step, name in ((200, names(200)[0]), (300, names(300)[0]))}
+    assert restored(tmp_path)[0] == 300
+    assert "by a clock that was wrong is older" in caplog.text
+    assert folders(tmp_path) == (names(100, 200, 300) if keep is None else names(200, 300))
+    manager = manager_of(tmp_path)
+    manager.restore_latest(state_at(0))
+    manager.save(400, state_at(400))
+    assert {s: ucformat.open(tmp_path / f"step-{s:08d}").id for s in before} == before
+
+
+def skew(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return super().now(tz) + timedelta(hours=hours)
+
+    monkeypatch.setattr("ucformat.torch.writing.datetime", Clock)
+
+
+def test_what_is_whole_is_not_replaced_when_training_went_back(tmp_path: Path) -> None:
+    fill(tmp_path, 10, 20)
+    fill(tmp_path, 15)
+    whole = ucformat.open(tmp_path / "step-00000020").id
+    manager = manager_of(tmp_path)
+    manager.restore_latest(state_at(0))
+    manager.save(20, state_at(21))
+    assert ucformat.open(tmp_path / "step-00000020").id == whole
+    assert folders(tmp_path) == [*names(10, 15, 20), "step-00000020.2"]
+    assert restored(tmp_path)[0] == 21
 
 
 def test_what_was_left_behind_is_replaced_when_training_comes_there_again(tmp_path: Path) -> None:

@@ -33,10 +33,10 @@ from ucformat.jobs.removal import read_tombstone, remove
 from ucformat.schema.policy import Last, Policy
 from ucformat.settings import load_settings, source_of
 from ucformat.storage.url import open_store
-from ucformat.torch.steps import folder_of, list_steps, read_step
+from ucformat.torch.steps import folder_of, in_order, list_steps, read_step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.storage.base import Store
@@ -167,8 +167,9 @@ class Keeper:
         return gone
 
     def _in_folder(self, known: dict[str, Step]) -> list[str]:
-        newest = max(known.values(), key=lambda s: (s.created, s.step))
-        steps = list(known.values())
+        steps = in_order(known.values())
+        known.update({s.url: s for s in steps})  # which is told of once
+        newest = steps[0]
         plan = plan_retention(self.policy, [_row(s, n, self.root) for n, s in enumerate(steps)], now())
         self._tell(f"the rule keeps nothing: {rule}" for rule in plan.idle)
         gone = []
@@ -225,10 +226,11 @@ def deleted_ids(root: str) -> frozenset[str]:
     return frozenset()
 
 
-def free_place(root: str, step: int) -> tuple[str, bool]:
+def free_place(root: str, step: int, damaged: Collection[str]) -> tuple[str, bool]:
     """Where to save a step again that was saved before training went back, and whether it replaces what lies there.
 
-    That is replaced where it can be and nothing protects it; else the new one lies beside it.
+    That is replaced if it is one of the `damaged`, which were seen not to be whole, where it can be and nothing
+    protects it; else the new one lies beside it.
     """
     for again in chain((0,), count(2)):  # step-00000100, then step-00000100.2
         url = f"{root}/{folder_of(step, again)}"
@@ -241,6 +243,8 @@ def free_place(root: str, step: int) -> tuple[str, bool]:
             return url, False
         except (IntegrityError, UpgradeNeeded) as error:
             _log.warning("%s is left as it is: %s", url, error.message)
+            continue
+        if url not in damaged:
             continue
         why = protections_of(url, there.id)
         if why:

@@ -74,8 +74,8 @@ class Manager:
         config: the configuration of the training, plain JSON values.
         form: `zarr` or `packed`, as for `save`.
         asynchronous: save in the background; at most one save is under way.
-        overwrite: replace what lies at a step's place. Otherwise that is a Conflict, but for what was newer than the
-            checkpoint that was restored.
+        overwrite: replace what lies at a step's place. Otherwise that is a Conflict, but for steps beyond the one that
+            was restored: what was found damaged there is replaced, and beside what was not the new one is saved.
         replicas: as for `save`.
         chunk_bytes: as for `save`.
         shard_bytes: as for `save`.
@@ -120,6 +120,7 @@ class Manager:
         self._last: Saved | None = None
         self._flying: _Flying | None = None
         self._beyond: set[int] = set()  # steps that lie there and were left behind by going back
+        self._damaged: frozenset[str] = frozenset()  # places that may be replaced then
         self._pool = ThreadPoolExecutor(1, "ucformat-keep")
         self._kept: Future[list[str]] | None = None
 
@@ -188,7 +189,8 @@ class Manager:
     def restore_latest(self, state: Mapping[str, Any], *, verify: Mode = "full", **options: Any) -> LoadReport | None:
         """Load the newest checkpoint that is whole, on all ranks the same; None if there is no checkpoint.
 
-        Newest is what was created last. What was deleted in the catalog is not seen. What is damaged is skipped with a
+        What was made from another checkpoint is newer than that, whatever clocks said; else newest is what was created
+        last. What was deleted in the catalog is not seen. What is damaged is skipped with a
         warning that names it; a place that cannot be read is an error, and no reason to go back.
 
         `verify="full"` reads every byte once before anything is loaded, each rank an equal part of it, and finds every
@@ -212,7 +214,7 @@ class Manager:
         found = restore_newest(self.url, state, verify, self._ranks(), options)
         if found is None:
             return None
-        self._at, self._beyond = found.step.step, set(found.beyond)
+        self._at, self._beyond, self._damaged = found.step.step, set(found.beyond), found.damaged
         self._parent = found.report.lineage
         return found.report
 
@@ -333,7 +335,7 @@ class Manager:
 
         ranks = self._ranks()
         place: tuple[str, bool] = ranks.meet(
-            None, lambda _: [free_place(self.url, step)] * ranks.size, None, tuple[str, bool]
+            None, lambda _: [free_place(self.url, step, self._damaged)] * ranks.size, None, tuple[str, bool]
         )
         return place
 

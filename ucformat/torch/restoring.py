@@ -28,11 +28,12 @@ _log = logging.getLogger("ucformat")
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What was loaded, and the steps beyond it that hold a checkpoint, whole or not."""
+    """What was loaded, the steps beyond it that hold a checkpoint, whole or not, and the places of the damaged."""
 
     step: Step
     report: LoadReport
     beyond: frozenset[int]
+    damaged: frozenset[str]
 
 
 def restore_newest(
@@ -71,7 +72,7 @@ def restore_newest(
         if not holds_training(ck):  # and so nothing of the run was left out
             report = replace(report, lineage=edge_of(ck, report.layout, continues=True))
         steps = [s.step for s in listed.steps] + [s for _, s, _ in listed.unreadable]
-        return Restored(step, report, frozenset(s for s in steps if s > step.step))
+        return Restored(step, report, frozenset(s for s in steps if s > step.step), frozenset(damaged))
     if damaged:
         raise IntegrityError(
             f"there are checkpoints below {root}, but none is whole:\n  "

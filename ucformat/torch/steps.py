@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
-from dataclasses import field
+from collections.abc import Iterable, Mapping
+from dataclasses import field, replace
 from datetime import datetime
 
 from ucformat.errors import IntegrityError, NotACheckpoint, UpgradeNeeded, UsageError
@@ -14,14 +15,19 @@ from ucformat.storage.url import open_store
 from ucformat.storage.waiting import map_waiting
 from ucformat.torch.wire import message
 
-__all__ = ["Listed", "Step", "folder_of", "list_steps", "read_step"]
+__all__ = ["Listed", "Step", "folder_of", "in_order", "list_steps", "read_step"]
+
+_log = logging.getLogger("ucformat")
 
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?", re.ASCII)
 
 
 @message
 class Step:
-    """A committed checkpoint in the folder of its step: what its manifest says, without its tensors."""
+    """A committed checkpoint in the folder of its step: what its manifest says, without its tensors.
+
+    `parent` is the id of the checkpoint that training went on from.
+    """
 
     url: str
     step: int
@@ -29,6 +35,7 @@ class Step:
     created: datetime
     nbytes: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+    parent: str | None = None
 
 
 @message
@@ -82,14 +89,39 @@ def list_steps(root: str) -> Listed:
             return error.message
 
     answers = dict(zip(found, map_waiting(read, found), strict=True))
-    steps = [s for s in answers.values() if isinstance(s, Step)]
-    steps.sort(key=lambda s: (s.created, s.step, s.url), reverse=True)
+    steps = in_order(s for s in answers.values() if isinstance(s, Step))
     unreadable = tuple((u, found[u], why) for u, why in answers.items() if isinstance(why, str))
     return Listed(tuple(steps), unreadable, tuple(buried))
+
+
+def in_order(steps: Iterable[Step]) -> list[Step]:
+    """Steps, the newest first: what was made from another one is newer than that, whatever clocks said.
+
+    Where a clock was behind, `created` becomes that of the one it was made from, with a warning. Of steps of which
+    neither was made from the other, the one that was created last is the newest.
+    """
+    found = list(steps)
+    known = {step.id: step for step in found}
+    ages: dict[str, tuple[datetime, int]] = {}  # when at the earliest, and how many it was made from
+    for step in found:
+        line = [] if step.id in ages else [step]
+        while line and (parent := line[-1].parent) in known and parent not in ages and len(line) <= len(known):
+            line.append(known[parent])
+        for child in reversed(line):
+            after, depth = ages.get(child.parent or "", (child.created, 0))
+            if child.created < after:
+                _log.warning(
+                    "%s was made from %s, and by a clock that was wrong is older (%s and %s)",
+                    *(child.url, known[child.parent or ""].url, child.created.isoformat(), after.isoformat()),
+                )
+            ages[child.id] = max(child.created, after), depth + 1
+    found.sort(key=lambda s: (*ages[s.id], s.step, s.url), reverse=True)
+    return [replace(step, created=ages[step.id][0]) for step in found]
 
 
 def read_step(url: str, step: int) -> Step:
     """The checkpoint of a step that lies there; NotACheckpoint where there is none."""
     manifest, _ = read_manifest(open_store(url))
     nbytes = sum(t.nbytes for t in manifest.tensors)
-    return Step(url, step, manifest.id, manifest.created, nbytes, manifest.metrics)
+    parent = next((e.id for e in manifest.lineage if e.kind == "resume"), None)
+    return Step(url, step, manifest.id, manifest.created, nbytes, manifest.metrics, parent)
