@@ -10,7 +10,8 @@ from ucformat.errors import LayoutError, TensorNotFound
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.cut import Cut, Dim, local_dims, pieces_of
 from ucformat.geometry.join import Joined, join
-from ucformat.geometry.placement import Flat, axes_of, compile_regex
+from ucformat.geometry.patterns import compile_regex
+from ucformat.geometry.placement import Flat, axes_of
 from ucformat.geometry.tensor import Key, Piece, Roster, TensorInfo
 
 if TYPE_CHECKING:

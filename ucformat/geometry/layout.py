@@ -11,11 +11,13 @@ from ucformat.errors import LayoutError
 from ucformat.geometry.bound import BoundLayout
 from ucformat.geometry.document import lift_mesh, lift_rule, lower, lower_rule, lower_step, read_document, validate
 from ucformat.geometry.mesh import Mesh
+from ucformat.geometry.patterns import compile_pattern, expand
 from ucformat.geometry.rules import Placed, Rule, place
 
 if TYPE_CHECKING:
     from os import PathLike
 
+    from ucformat.geometry.patterns import Pattern
     from ucformat.geometry.steps import Labelled
     from ucformat.geometry.tensor import Key, Roster
     from ucformat.schema.view import Step
@@ -105,7 +107,7 @@ class Layout:
         """The target's name of a source's tensor: by the first rename that matches it whole, else unchanged."""
         for pattern, to in self._renames:
             if found := pattern.fullmatch(name):
-                return found.expand(to)
+                return expand(found, to)
         return name
 
     @property
@@ -220,10 +222,12 @@ def _labelled(section: str, rules: Rules) -> tuple[Rule, ...]:
     )
 
 
-def _compiled(i: int, pattern: str, to: str) -> tuple[re.Pattern[str], str]:
+def _compiled(i: int, pattern: str, to: str) -> tuple[Pattern, str]:
     try:
-        compiled = re.compile(pattern)
-        compiled.sub(to, "")  # parses the template, too
-    except (re.error, IndexError, OverflowError, RecursionError) as e:
+        compiled = compile_pattern(pattern)
+        compiled.regex.sub(to, "")  # parses the template, too
+    except LayoutError as e:
+        raise LayoutError(f"renames[{i}]: {e.message}", hint=e.hint) from e
+    except (re.error, IndexError) as e:
         raise LayoutError(f"renames[{i}]: {pattern!r} to {to!r}: {e}") from e
     return compiled, to

@@ -7,11 +7,11 @@ name, or a tuple of them.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
 from ucformat.errors import LayoutError
+from ucformat.geometry.patterns import compile_regex, is_regex
 
 __all__ = ["Flat", "Owner", "Partial", "Placement", "Replicate", "Shard", "Stage", "axes_of"]
 
@@ -148,19 +148,6 @@ Placement = Replicate | Shard | Flat | Stage | Owner | Partial
 def axes_of(placement: Placement) -> tuple[str, ...]:
     """The axes that a placement names."""
     return () if isinstance(placement, Replicate) else tuple(placement.over)
-
-
-def is_regex(pattern: str) -> bool:
-    """Whether a pattern is spelled `/regex/`."""
-    return len(pattern) > 2 and pattern[0] == pattern[-1] == "/"
-
-
-def compile_regex(pattern: str) -> re.Pattern[str]:
-    """The regex of `/regex/`; LayoutError where it is none."""
-    try:
-        return re.compile(pattern[1:-1])
-    except (re.error, OverflowError, RecursionError) as e:
-        raise LayoutError(f"{pattern[:200]} is not a regular expression: {e}") from e
 
 
 def _normalise(placement: Shard | Flat | Stage | Owner | Partial) -> None:

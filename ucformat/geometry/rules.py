@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ucformat.errors import LayoutError
+from ucformat.geometry.patterns import Pattern, compile_regex, is_regex
 from ucformat.geometry.placement import (
     Flat,
     Owner,
@@ -17,8 +18,6 @@ from ucformat.geometry.placement import (
     Shard,
     Stage,
     axes_of,
-    compile_regex,
-    is_regex,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -29,14 +28,17 @@ if TYPE_CHECKING:
 __all__ = ["Holder", "Placed", "Rule", "compile_match", "place"]
 
 
-def compile_match(match: str) -> re.Pattern[str]:
-    """A glob, in which `*` and `?` match dots too, or a `/regex/`; both match the whole name."""
+def compile_match(match: str) -> Pattern:
+    """A glob, in which `*` and `?` match dots too, or a `/regex/`; both match the whole name.
+
+    LayoutError where it is no regex, or may take for ever.
+    """
     if is_regex(match):
         return compile_regex(match)
     first, *rest = ("".join("." if c == "?" else re.escape(c) for c in part) for part in match.split("*"))
     # What lies between two stars is best found as early as may be, for good: so nothing is tried twice.
     inner = "".join(f"(?>.*?{part})" for part in rest[:-1] if part)
-    return re.compile(first + inner + (f".*{rest[-1]}" if rest else ""), re.DOTALL)
+    return Pattern(re.compile(first + inner + (f".*{rest[-1]}" if rest else ""), re.DOTALL))
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ class Rule:
     states: tuple[str, ...] = ()
     mesh: str | None = None
     label: str = field(default="", compare=False)  # as errors name it: "rules[3]"
-    _names: tuple[re.Pattern[str], ...] = field(init=False, repr=False, compare=False)
-    _states: tuple[re.Pattern[str], ...] = field(init=False, repr=False, compare=False)
+    _names: tuple[Pattern, ...] = field(init=False, repr=False, compare=False)
+    _states: tuple[Pattern, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         patterns = (self.match,) if isinstance(self.match, str) else tuple(self.match)

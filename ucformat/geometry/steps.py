@@ -7,17 +7,18 @@ moments) are refused by steps that would cut them.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import LayoutError
+from ucformat.geometry.patterns import expand
 from ucformat.geometry.reshape import cast, fused, meaned, split, stacked, transposed, trimmed, unstacked
 from ucformat.geometry.rules import compile_match
 from ucformat.geometry.table import Entry, renamed
 from ucformat.schema import view as schema
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Callable, Iterator, Sequence
 
     from ucformat.geometry.table import Table
@@ -81,13 +82,6 @@ class _Names:
         return {s for s in entry.states if not self._patterns or self.find(s)}
 
 
-def _expand(match: re.Match[str], template: str) -> str:
-    try:
-        return match.expand(template)
-    except (re.error, IndexError) as e:
-        raise LayoutError(f"the template {template!r} does not fit its pattern: {e}") from e
-
-
 def _keep(table: Table, step: schema.Keep, told: str) -> None:
     _select(table, _Names(step.keep), _Names(step.states), told, keep=True)
 
@@ -108,7 +102,7 @@ def _select(table: Table, names: _Names, states: _Names, told: str, *, keep: boo
 
 def _rename(table: Table, step: schema.Rename, told: str) -> None:
     def changed(name: str, entry: Entry, match: re.Match[str]) -> list[tuple[str, Entry]]:
-        to = _expand(match, step.to)
+        to = expand(match, step.to)
         if to == name:
             return [(name, entry)]
         return [(to, Entry({s: renamed(v, to, s) for s, v in entry.states.items()}, entry.param, entry.alias))]
@@ -143,7 +137,7 @@ def _trim(table: Table, step: schema.Trim, told: str) -> None:
 def _split(table: Table, step: schema.Split, told: str) -> None:
     out = {}
     for name, entry, match in _Names(step.split).among(table):
-        into = [_expand(match, t) for t in step.into]
+        into = [expand(match, t) for t in step.into]
         out[name] = split(name, entry, into, step.dim, step.sizes, step.repeat)
     table.put(out, told)
 
@@ -151,9 +145,9 @@ def _split(table: Table, step: schema.Split, told: str) -> None:
 def _fuse(table: Table, step: schema.Fuse, told: str) -> None:
     out: dict[str, list[tuple[str, Entry]]] = {}
     for name, _, match in _Names(step.fuse).among(table):
-        members = [name, *(_expand(match, t) for t in step.and_)]
+        members = [name, *(expand(match, t) for t in step.and_)]
         _must_be_there(table, members, told)
-        into = _expand(match, step.into)
+        into = expand(match, step.into)
         entry = fused(into, [(m, table.entries[m]) for m in members], step.dim, step.repeat)
         out |= {m: [] for m in members} | {name: [(into, entry)]}
     table.put(out, told)
@@ -176,9 +170,9 @@ def _gather(
         text = match["i"] if "i" in match.re.groupindex else match[1] if match.re.groups else ""
         if not text.isdecimal():
             raise LayoutError(f"the pattern captures no number in {name}")
-        numbers = groups.setdefault(_expand(match, into), {})
+        numbers = groups.setdefault(expand(match, into), {})
         if int(text) in numbers:
-            raise LayoutError(f"{name} and {numbers[int(text)]} are both number {text} of {_expand(match, into)}")
+            raise LayoutError(f"{name} and {numbers[int(text)]} are both number {text} of {expand(match, into)}")
         numbers[int(text)] = name
     out: dict[str, list[tuple[str, Entry]]] = {}
     for to, numbers in groups.items():
@@ -196,7 +190,7 @@ def _unstack(table: Table, step: schema.Unstack, told: str) -> None:
         raise LayoutError(f"{told}: `into` must have {{i}}, which is the number")
     out = {}
     for name, entry, match in _Names(step.unstack).among(table):
-        template = _expand(match, step.into)
+        template = expand(match, step.into)
         out[name] = unstacked(name, entry, template, step.dim, step.start)
     table.put(out, told)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from ucformat.errors import StateMismatch, UsageError
+from ucformat.geometry.patterns import compile_pattern, expand
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.torch.fragments import blocks_of
 
@@ -66,7 +66,7 @@ def stored_names(ck: Checkpoint, rename: Rename | None) -> dict[str, str]:
     put in their place, the first that matches.
 
     Raises:
-        UsageError: two names become one.
+        UsageError: two names become one, or an expression is none that is taken (`docs/layout.md`).
     """
     all_names = {n: n for n in ck.names()} | dict(ck.aliases)
     if rename is None:
@@ -81,11 +81,11 @@ def stored_names(ck: Checkpoint, rename: Rename | None) -> dict[str, str]:
 
 
 def _by_regex(rules: Mapping[str, str]) -> Callable[[str], str]:
-    compiled = [(re.compile(pattern), to) for pattern, to in rules.items()]
+    compiled = [(compile_pattern(pattern), to) for pattern, to in rules.items()]
 
     def rename(name: str) -> str:
         found = next(((m, to) for pattern, to in compiled if (m := pattern.fullmatch(name))), None)
-        return found[0].expand(found[1]) if found else name
+        return expand(*found) if found else name
 
     return rename
 
