@@ -295,6 +295,10 @@ def test_registered_roots_are_of_this_user_alone_and_one_line_each(
     allow_root("/data/other")
     assert allowed_roots() == ("/data/run\n/", "/data/other")
     file = tmp_path / "data" / "ucformat" / "roots.jsonl"
+    with file.open("ab") as out:
+        out.write(b'\0\0\0"/data/th')  # of a line that was being written when the power failed
+    allow_root("/data/third")
+    assert allowed_roots() == ("/data/run\n/", "/data/other", "/data/third")
     of_another(file)
     with pytest.raises(Refused, match="belongs to"):
         allowed_roots()

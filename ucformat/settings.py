@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from platformdirs import user_config_path, user_data_path
 
 from ucformat.errors import Refused, UsageError
+from ucformat.lasting import make_folder, sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,25 +132,36 @@ def allowed_roots() -> tuple[str, ...]:
     Raises:
         Refused: the list of what was registered is not this user's alone.
     """
+    return (*load_settings().roots, *_registered_roots())
+
+
+def _registered_roots() -> list[str]:
     file = _opened(_registered())
     lines = [] if file is None else file.text.splitlines()
     if file is not None and lines and (why := _not_ours(file, "roots")):
         raise why
-    return (*load_settings().roots, *map(str, map(json.loads, lines)))
+    found = []
+    for line in lines:
+        with suppress(ValueError):  # of a line that was being written when the power failed
+            found.append(str(json.loads(line)))
+    return found
 
 
 def allow_root(url: str) -> None:
     """Let this user's virtual checkpoints have their files in this place, too."""
-    if url in allowed_roots():
+    if url in load_settings().roots:
         return
-    path = _registered()
+    path, known = _registered(), _registered_roots()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         out = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)  # whatever the umask, nobody else writes
         try:
-            os.write(out, f"{json.dumps(url)}\n".encode())  # on one line, whatever is in the name of a folder
+            if url not in known:  # on a line of its own, whatever is in the name of a folder, or left of another line
+                os.write(out, f"\n{json.dumps(url)}\n".encode())
+            os.fsync(out)
         finally:
             os.close(out)
+        sync_folder(path.parent)
     except OSError as error:
         raise Refused(
             f"{path} cannot be written: {error.strerror}",

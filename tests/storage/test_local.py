@@ -169,25 +169,33 @@ def test_flush_syncs_each_file_and_the_folders_up_to_the_first_old_one(
     monkeypatch.setattr(os, "fsync", note)
     store = LocalStore(tmp_path / "new" / "root")
     put(store, "a/b/f")
-    assert not any(s.endswith(("/a/b", "/a")) for s in synced)
+    assert synced == [str(tmp_path.parent), str(tmp_path), str(tmp_path / "new")]  # the first: who made it may be dead
+    synced.clear()
     store.flush()
     root = str(tmp_path / "new" / "root")
-    assert sorted(synced[1:]) == [str(tmp_path), str(tmp_path / "new"), root, f"{root}/a", f"{root}/a/b"]
+    assert sorted(synced[1:]) == [root, f"{root}/a", f"{root}/a/b"]
     synced.clear()
     store.flush()
     assert synced == []
     other = LocalStore(tmp_path / "new" / "root")
     other.adopt("a/b/f")
     other.flush()
-    assert sorted(synced) == [root, f"{root}/a", f"{root}/a/b", f"{root}/a/b/f"]
+    assert sorted(synced) == [str(tmp_path / "new"), root, f"{root}/a", f"{root}/a/b", f"{root}/a/b/f"]
     synced.clear()
     store.put_if_absent("a/c", b"x")
     assert synced[1:] == [f"{root}/a", root]
+    synced.clear()
+    store.delete("a/b/f")
+    store.delete_prefix("gone/long/ago")
+    store.flush()
+    assert synced == [f"{root}/a/b"]
 
 
 def test_an_error_of_write_back_raises_until_the_file_is_written_anew(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    put(store, "before")
+    store.flush()
     failing(monkeypatch, "fsync", errno.EIO)
     for key in ("a/f", "a/g", "b/h"):
         put(store, key)

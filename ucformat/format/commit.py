@@ -63,6 +63,7 @@ __all__ = [
     "parse_manifest",
     "parse_record",
     "read_manifest",
+    "settle",
     "standing",
 ]
 
@@ -191,7 +192,7 @@ def begin(
         same = ""
         if name is None and replaces[0].attempt == _id(_digest(plan, None)):
             same = " made by this very plan: nothing is left to do"
-            store.sweep()  # a writer killed just after its commit leaves the manifest's hidden second name
+            settle(store)
         raise Conflict(
             f"{store.url} already holds the committed checkpoint {replaces[0].id}{same}",
             hint="choose another place, or say overwrite=True (--overwrite) to replace it",
@@ -348,6 +349,7 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest, data: bytes | Non
         if (
             winner is not None and winner.attempt == attempt.id
         ):  # somebody ran the same plan; its checkpoint is this one
+            settle(store)
             return winner
         discard(store, attempt.id)
         if winner is None:
@@ -363,6 +365,14 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest, data: bytes | Non
         discard(store, attempt.replaces[0].attempt)
     announce(store.url, manifest)
     return manifest
+
+
+def settle(store: Store) -> None:
+    """End what a writer may have left who was killed just after his commit: that it lasts, and hidden files."""
+    with suppress(NotFound):  # replaced, or removed, at this instant
+        store.adopt(MANIFEST)
+    store.flush()
+    store.sweep()
 
 
 def announce(url: str, manifest: Manifest) -> None:
@@ -419,6 +429,7 @@ def abandon(store: Store, attempt: str) -> None:
         record = parse_record(store.read(record_key(attempt)))
     for folder in folders_of(attempt):
         store.delete_prefix(folder)
+    store.flush()  # for after a power failure, nobody would know whose files they are without the record
     if record is not None and record.needs:
         for tell in on_abandon:
             tell(store, record)

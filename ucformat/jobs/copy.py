@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, Refused, UcformatError, UsageError
-from ucformat.format.commit import MANIFEST, announce, begin, commit, parse_manifest, read_manifest
+from ucformat.format.commit import MANIFEST, announce, begin, commit, parse_manifest, read_manifest, settle
 from ucformat.format.digest import tensor_digest
 from ucformat.format.ownership import folders_of
 from ucformat.format.universal import Universal, grid_of
@@ -163,7 +163,7 @@ def _replaced(source: Universal) -> Conflict:
 
 def _already(source: Universal, store: Store) -> Copied:
     """Do what one who was killed after his commit may not have done."""
-    store.sweep()
+    settle(store)
     copy_document(source.store, store, source.manifest.id)
     announce(store.url, source.manifest)
     return Copied(store.url, source.manifest.id, 0, 0, 0, 0, already=True)
@@ -192,7 +192,6 @@ def _copy(
     _must_be_there(store, manifest, listed)
     must_be_unchanged(source.store, "nothing was committed")
     if before is not None and _is_same(before, manifest):
-        store.flush()
         _already(source, store)
     else:
         stands = commit(store, attempt, manifest, data)

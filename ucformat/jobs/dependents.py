@@ -158,8 +158,9 @@ def release(store: Store, record: AttemptDoc) -> None:
                 raise Refused("nothing says that this user's checkpoints have files there")
             other = open_store(place)
             doc = _read(other, record.id)
-            if doc is not None and _is_same(doc.url, store.url):
+            if not exists(other, _key(record.id)) or (doc is not None and _is_same(doc.url, store.url)):
                 other.delete(_key(record.id))
+                other.flush()  # before the record goes, which alone says that it was needed
         except UcformatError as error:
             _log.warning(
                 "%s still says that it is needed by %s: %s; --ignore-dependent ends that",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import ChecksumError, Conflict, Refused, UcformatError
-from ucformat.format.commit import abandon, begin, commit, read_manifest
+from ucformat.format.commit import abandon, begin, commit, read_manifest, settle
 from ucformat.format.ownership import record_key
 from ucformat.format.universal import Universal
 from ucformat.jobs.convert import How, plan_document, write
@@ -103,7 +103,7 @@ def _in_place(source: Checkpoint, how: How) -> Checkpoint:
             hint="say where the arrays are to lie: `ucp materialize SRC DST`, or materialize(src, dst)",
         )
     if not is_packed(source):
-        store.sweep()  # a writer killed just after its commit leaves hidden names
+        settle(store)
         return source
     plan = {**plan_document(source, list(source.tensors.values()), how), "materialize": before.attempt}
     attempt = begin(store, plan, overwrite=True, keeps=before.id)

@@ -52,7 +52,9 @@ def _remove(store: Store, checkpoint: str) -> tuple[str, ...]:
     except NotACheckpoint:
         if tombstone is None:
             check_removed(store, begun=True)
-            store.sweep()  # an interrupted purge ended here, or somebody else removed it
+            store.delete(TOMBSTONE)  # an interrupted purge ended here, or somebody else removed it: that it lasts
+            store.flush()
+            store.sweep()
         elif tombstone.id == checkpoint:  # of an interrupted purge: nobody writes here until it is done
             bury(store, tombstone)
         return ()
@@ -154,6 +156,7 @@ def _replace_manifest(store: Store, data: bytes, version: str) -> None:
         store.replace(MANIFEST, data, version)
     except Refused:  # then nobody can replace it here
         store.delete(MANIFEST)
+        store.flush()
     except UcformatError as error:
         if not _is_full(error):
             raise
@@ -165,6 +168,7 @@ def _delete_manifest(store: Store, version: str) -> None:
     if store.read_versioned(MANIFEST)[1] != version:
         raise Conflict(f"{store.url}/{MANIFEST} was changed by somebody else since it was read")
     store.delete(MANIFEST)
+    store.flush()  # before anything goes that it names
 
 
 def _is_full(error: UcformatError) -> bool:
@@ -184,7 +188,9 @@ def bury(store: Store, tombstone: TombstoneDoc) -> None:
             store.delete(CATALOG_DOCUMENT)
     forget_dependents(store)
     store.prune(NEEDED_BY)
+    store.flush()
     store.delete(TOMBSTONE)
+    store.flush()
     store.sweep()
 
 

@@ -152,6 +152,7 @@ class Store(Protocol):
     def flush(self) -> None:
         """Return when every file that this store object has closed is durable, and the folders that name it.
 
+        What it has deleted is then gone for good, too: after a power failure it does not come back.
         A file that could not be made durable raises here, again on every call until it is written anew or deleted.
         """
 

@@ -8,7 +8,6 @@ fsync at the end 1.4; without early write-back 2.1. `syncfs` would be as fast, a
 from __future__ import annotations
 
 import ctypes
-import errno
 import functools
 import os
 import resource
@@ -16,6 +15,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
+from ucformat import lasting
 from ucformat.storage.oserrors import explaining
 
 if TYPE_CHECKING:
@@ -54,6 +54,11 @@ class Durability:
                 wait(self._files.values())  # no more than twice as many are ever open
                 self._sync_open()
 
+    def changed(self, folder: Path) -> None:
+        """Have `flush` sync this folder, too."""
+        with self._lock:
+            self._folders.add(folder)
+
     def _sync_open(self) -> None:
         """Begin to sync all open files; the lock is held."""
         for file, open_file, started in self._open:
@@ -87,8 +92,7 @@ class Durability:
                 for file, done in files.items():
                     with explaining("make durable", str(file)):
                         done.result()
-                if self._pool is not None:
-                    list(self._pool.map(sync_folder, folders))
+                list((map if self._pool is None else self._pool.map)(sync_folder, folders))
             except BaseException:  # a file that failed stays, so that no later flush says all is well
                 with self._lock:
                     self._files = files | self._files
@@ -99,17 +103,7 @@ class Durability:
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable; a folder that is gone has none."""
     with explaining("make durable", str(folder)):
-        try:
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return
-        try:
-            os.fsync(fd)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # some file systems have no fsync of folders, and need none
-                raise
-        finally:
-            os.close(fd)
+        lasting.sync_folder(folder)
 
 
 def start_writeback(fd: int) -> None:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from ucformat.errors import Refused
+from ucformat.lasting import make_folder
 from ucformat.storage.oserrors import explaining
 
 __all__ = ["Folders"]
@@ -27,13 +28,8 @@ class Folders:
             self._made.clear()  # somebody deleted it
         if folder == self._root:
             with explaining("write", folder):
-                above = []  # on to the first folder that was there before us
-                for parent in (Path(folder), *Path(folder).parents):
-                    if parent.exists():
-                        break
-                    above.append(parent.parent)
-                os.makedirs(folder, exist_ok=True)  # noqa: PTH103 - strings here: pathlib is the larger part of the cost
-            self._made[folder] = (Path(folder), *above)
+                make_folder(Path(folder))
+            self._made[folder] = (Path(folder),)
             return self._made[folder]
         up = self.make(os.path.dirname(folder))  # noqa: PTH120
         with explaining("write", folder):
@@ -65,11 +61,6 @@ class Folders:
                 f"{folder} lies behind a symbolic link",
                 hint="ucformat reads through such links and never deletes through them",
             )
-
-    def lasts(self) -> None:
-        """The root itself was synced into the folders above it: they need no further sync."""
-        root = Path(self._root)
-        self._made = {f: tuple(p for p in up if p.is_relative_to(root)) for f, up in self._made.items()}
 
     def forget(self) -> None:
         """Folders were deleted: look again."""

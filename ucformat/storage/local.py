@@ -124,9 +124,8 @@ class LocalStore:
         return LocalWriter(self, key)
 
     def flush(self) -> None:
-        """Make every closed file durable, and the folders above it."""
+        """Make every closed file durable, and the folders above it, and what was deleted."""
         self._durability.flush()
-        self._folders.lasts()
 
     def adopt(self, key: str) -> None:
         """Let the next `flush` cover this file too."""
@@ -192,6 +191,7 @@ class LocalStore:
             if path.is_dir() and not path.is_symlink():
                 raise IsADirectoryError  # unlink would say EISDIR or EPERM, as the system likes
             path.unlink()
+        self._durability.changed(path.parent)  # also where it was gone: whoever removed it may not have synced that
         self._handles.drop(key)
         self._durability.forget(path.__eq__)
 
@@ -207,6 +207,7 @@ class LocalStore:
                     shutil.rmtree(path)
                 except FileNotFoundError:  # somebody else deletes here too
                     continue
+        self._durability.changed(path.parent)
         self._handles.clear()
         self._folders.forget()
         self._durability.forget(lambda file: path in file.parents)
