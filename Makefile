@@ -38,12 +38,13 @@ test: check $(ENGINE)
 test-all: check $(ENGINE)
 	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=explore
 
-## model: each fault at each call of a command, and every order of commands at once that is worth trying (hours); goes
-## on where it was stopped
+## model: each fault at each call of a command, every order of commands at once that is worth trying (hours; goes on
+## where it was stopped), and power failures
 model: $(STAMP)
 	$(BIN)/python -m tests.schedules faults --out model-faults.jsonl
 	$(BIN)/python -m tests.schedules pairs --out model-pairs.jsonl
 	$(BIN)/python -m tests.schedules three 0 100000 --out model-three.jsonl
+	$(BIN)/python -m tests.power
 
 ## fuzz: what strangers write, mutated to reach as much code as possible: 10 million inputs (hours)
 fuzz: $(STAMP)
