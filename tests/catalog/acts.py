@@ -8,8 +8,8 @@ import sqlalchemy as sa
 
 from tests.catalog.manifests import manifest
 from ucformat.catalog.deletion import begin_purge, end_purge
-from ucformat.catalog.reader import make_stamp
 from ucformat.catalog.refs import parse_ref, resolve
+from ucformat.catalog.stamp import make_stamp
 
 if TYPE_CHECKING:
     from ucformat.catalog.catalog import Catalog

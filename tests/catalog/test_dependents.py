@@ -15,8 +15,8 @@ from ucformat.catalog.deletion import begin_purge, retention_rows
 from ucformat.catalog.locks import lock
 from ucformat.catalog.models import Checkpoint, Edge, Location
 from ucformat.catalog.policy import load_policy
-from ucformat.catalog.reader import make_stamp, now
 from ucformat.catalog.retention import protections
+from ucformat.catalog.stamp import make_stamp, now
 from ucformat.errors import Refused
 
 if TYPE_CHECKING:

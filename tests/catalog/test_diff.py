@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from tests.catalog.manifests import digest, manifest, tensor
 from ucformat.catalog.diff import MISSING, Changed, Diff, TensorChange, diff
 from ucformat.catalog.engine import Database
-from ucformat.catalog.names import Stamp, add_metrics
+from ucformat.catalog.names import add_metrics
 from ucformat.catalog.recording import record
+from ucformat.catalog.stamp import Stamp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,8 +18,8 @@ from ucformat.catalog.engine import Database
 from ucformat.catalog.lineage import Lineage, LineageEdge, LineageNode, add_link, lineage
 from ucformat.catalog.lineage_text import dot, mermaid, tree
 from ucformat.catalog.models import Alias, Checkpoint, Edge, Event, TensorSet
-from ucformat.catalog.names import Stamp
 from ucformat.catalog.recording import record
+from ucformat.catalog.stamp import Stamp
 from ucformat.errors import NotFound, UsageError
 
 if TYPE_CHECKING:

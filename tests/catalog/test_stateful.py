@@ -23,8 +23,8 @@ from ucformat.catalog.deletion import begin_purge, end_purge
 from ucformat.catalog.models import Base, Identity
 from ucformat.catalog.names import ANY
 from ucformat.catalog.policy import load_policy
-from ucformat.catalog.reader import make_stamp
 from ucformat.catalog.refs import Ref, resolve
+from ucformat.catalog.stamp import make_stamp
 from ucformat.errors import Conflict, NotFound, Refused
 from ucformat.schema.manifest import LineageDoc
 

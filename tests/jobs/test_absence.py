@@ -90,8 +90,8 @@ def test_nothing_is_forgotten_unasked(catalog: Catalog, disks: tuple[Path, Path]
 
 def _protected(catalog: Catalog) -> list[tuple[str, tuple[str, ...]]]:
     from ucformat.catalog.deletion import retention_rows
-    from ucformat.catalog.reader import now
     from ucformat.catalog.retention import protections
+    from ucformat.catalog.stamp import now
 
     with catalog.database.reading() as c:
         return [(r.id, protections(r, now())) for r in retention_rows(c, now())]

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import ucformat
 from tests.fakes import ODD, FakeSource, random_array, same
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import Conflict, NotACheckpoint, UsageError
+from ucformat.errors import Conflict, NotACheckpoint, Refused, UsageError
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.recording import RecordingStore
@@ -241,3 +242,9 @@ def test_the_number_of_files_is_bounded_by_bytes_and_arrays(tmp_path: Path) -> N
     files = [p for p in (tmp_path / "dst").rglob("*") if p.is_file()]
     assert len(files) <= 4_000_012 / (1 << 19) + 2 * len(arrays) + 5
     assert json.loads((tmp_path / "dst" / "manifest.json").read_text())["id"] == ck.manifest.id
+
+
+def test_more_dims_than_an_array_may_have(tmp_path: Path) -> None:
+    save_file({"w": np.zeros((1,) * 30 + (2, 2, 1), np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(Refused, match=r"w \(weight\) has 33 dims; an array has at most 32"):
+        ucformat.convert(tmp_path, tmp_path / "u")

@@ -18,8 +18,7 @@ from tests.catalog.manifests import packed_over
 from tests.fakes import manifest_file
 from tests.jobs.conftest import document, foreign, universal
 from tests.storage.faulty import FaultyStore
-from ucformat.catalog.names import Stamp
-from ucformat.catalog.reader import make_stamp
+from ucformat.catalog.stamp import Stamp, make_stamp
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import Conflict, NotACheckpoint, NotFound, Refused, UcformatError
 from ucformat.format.commit import begin, manifest_bytes

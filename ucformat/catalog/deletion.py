@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import ColumnElement, Connection
 
-    from ucformat.catalog.names import Stamp
+    from ucformat.catalog.stamp import Stamp
 
 __all__ = [
     "begin_purge",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import CTE, Connection, Row
 
-    from ucformat.catalog.names import Stamp
+    from ucformat.catalog.stamp import Stamp
 
 __all__ = ["Direction", "Lineage", "LineageEdge", "LineageNode", "add_link", "lineage"]
 

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
+    from ucformat.catalog.stamp import Stamp
+
 __all__ = [
     "ANY",
     "AliasEntry",
     "MoveEntry",
-    "Stamp",
     "add_hold",
     "add_metrics",
     "add_note",
@@ -52,14 +53,6 @@ class _Any:
 
 
 ANY: Final = _Any()
-
-
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """Who does something, and when."""
-
-    who: str
-    now: datetime
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import getpass
-import socket
-from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, Self
 
 from ucformat.catalog import names, query, recording
 from ucformat.catalog.changes import ask_who_needs
 from ucformat.catalog.engine import Database
 from ucformat.catalog.entries import load
-from ucformat.catalog.names import Stamp
 from ucformat.catalog.refs import parse_ref, resolve, same_url
+from ucformat.catalog.stamp import make_stamp, now
 from ucformat.errors import Refused
 
 if TYPE_CHECKING:
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
     from ucformat.catalog.sql import Table
     from ucformat.schema.manifest import Manifest
 
-__all__ = ["GRACE", "Reader", "make_stamp", "now"]
+__all__ = ["GRACE", "Reader"]
 
 #: How long a deleted checkpoint can be restored, where nobody says.
 GRACE = timedelta(days=7)
@@ -220,16 +217,3 @@ class Reader:
             return plan
         with self._database.reading() as c:
             return plan_purge(deletion.retention_rows(c, now(), needed=needed), now(), grace)
-
-
-def now() -> datetime:
-    """The time, with its zone."""
-    return datetime.now(UTC)
-
-
-def make_stamp() -> Stamp:
-    """Who we are, and the time."""
-    user = "unknown"
-    with suppress(OSError, KeyError):  # a user id without a name, as in many containers
-        user = getpass.getuser()
-    return Stamp(f"{user}@{socket.gethostname()}", now())

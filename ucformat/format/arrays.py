@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ucformat.errors import Refused
 from ucformat.format.chunking import Grid
 from ucformat.format.digest import bytes_digest, tensor_digest
 from ucformat.format.names import folder_names
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
-__all__ = ["Array", "array_doc", "documents", "lay_out", "put_array", "put_file", "put_groups"]
+__all__ = ["MOST_DIMS", "Array", "array_doc", "documents", "lay_out", "put_array", "put_file", "put_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,24 @@ class Array:
     path: str
 
 
+#: How many dims an array has at most: TensorStore opens none of more.
+MOST_DIMS = 32
+
+
 def lay_out(
     infos: Sequence[TensorInfo], folder: str, chunk_bytes: int | None = None, shard_bytes: int | None = None
 ) -> list[Array]:
-    """The arrays of these tensors below the `data` folder of an attempt; targets in bytes, None for the defaults."""
+    """The arrays of these tensors below the `data` folder of an attempt; targets in bytes, None for the defaults.
+
+    Raises:
+        Refused: a tensor has more than 32 dims, which readers of Zarr do not take (TensorStore's limit).
+    """
+    for info in infos:
+        if len(info.shape) > MOST_DIMS:
+            raise Refused(
+                f"{info.name} ({info.state}) has {len(info.shape)} dims; an array has at most {MOST_DIMS}",
+                hint="reshape the tensor before it is saved; or keep it in a packed or virtual checkpoint",
+            )
     states = folder_names(dict.fromkeys(i.state for i in infos))
     folders = {s: folder_names(i.name for i in infos if i.state == s) for s in states}
     return [

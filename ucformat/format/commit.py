@@ -16,8 +16,6 @@ every file is put whole under its name: two writers of one attempt write the sam
 from __future__ import annotations
 
 import logging
-import os
-import socket
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -32,7 +30,6 @@ from ucformat.errors import (
     IntegrityError,
     NotACheckpoint,
     NotFound,
-    Refused,
     UcformatError,
     Uncertain,
     UpgradeNeeded,
@@ -40,7 +37,8 @@ from ucformat.errors import (
 from ucformat.format.digest import document_digest, own_digest, with_own_digest
 from ucformat.format.guards import may_replace, on_abandon
 from ucformat.format.ownership import FOLDERS, folders_of, record_key, refuse_others
-from ucformat.schema.manifest import FORMAT_VERSION, MANIFEST, AttemptDoc, Manifest
+from ucformat.format.records import mark_replacing, parse_record, put_record, record_bytes, removed
+from ucformat.schema.manifest import FORMAT_VERSION, MANIFEST, Manifest
 from ucformat.schema.tombstone import TOMBSTONE, is_tombstone
 
 if TYPE_CHECKING:
@@ -61,15 +59,12 @@ __all__ = [
     "new_id",
     "on_commit",
     "parse_manifest",
-    "parse_record",
     "read_manifest",
     "settle",
     "standing",
 ]
 
 _log = logging.getLogger("ucformat")
-
-_TRIES = 10
 
 #: Called with the url and the manifest of every checkpoint that this process commits (the catalog listens here).
 on_commit: list[Callable[[str, Manifest], None]] = []
@@ -200,59 +195,8 @@ def begin(
     digest = _digest(plan, replaces and replaces[0].id)
     attempt = Attempt(_id(digest) if name is None else name, replaces, keeps)
     _ask(store, attempt)
-    made, began = _put_record(store, attempt.id, digest, needs)
+    made, began = put_record(store, attempt.id, digest, needs, new_id())
     return replace(attempt, keeps=made or keeps, began=began)
-
-
-def _put_record(store: Store, attempt: str, plan: str, needs: Sequence[str]) -> tuple[str | None, str | None]:
-    """Put the record of an attempt, or replace that of one that was begun before, by this plan: it is to be continued.
-
-    Whoever takes it for one that was left, and is about to remove it, then finds another record than he judged. What
-    others go by stays in it. The id that it has, of one that needs files elsewhere, and its version if it is the first.
-    """
-    key, owner = record_key(attempt), f"{socket.gethostname()}:{os.getpid()}"
-    doc = AttemptDoc(attempt=attempt, plan=plan, owner=owner, started=datetime.now(UTC), needs=tuple(needs))
-    if needs:
-        doc = doc.model_copy(update={"id": new_id()})
-    for _ in range(_TRIES):
-        with suppress(Conflict):
-            return doc.id, store.put_if_absent(key, _dump(doc))
-        try:
-            data, version = store.read_versioned(key)
-        except NotFound:  # removed at this instant
-            continue
-        if (there := parse_record(data)) is not None:
-            if there.removed is not None:
-                raise _removed(store, attempt)
-            kept = {"id": there.id or doc.id, "replacing": there.replacing}
-            doc = doc.model_copy(update={**kept, "needs": tuple(dict.fromkeys((*there.needs, *needs)))})
-        try:
-            store.replace(key, _dump(doc), version)
-        except Conflict:
-            continue
-        except Refused:  # here nobody marks it, either
-            pass
-        return doc.id, None
-    raise Conflict(f"{store.url}/{key} was changed again and again by others", hint="try again later")
-
-
-def parse_record(data: bytes) -> AttemptDoc | None:
-    """The record in these bytes; None if it is none of ours."""
-    try:
-        return AttemptDoc.model_validate_json(data)
-    except ValidationError:
-        return None
-
-
-def _dump(doc: AttemptDoc) -> bytes:
-    return doc.model_dump_json(indent=1).encode()
-
-
-def _removed(store: Store, attempt: str) -> Conflict:
-    return Conflict(
-        f"what was written at {store.url} for this attempt ({attempt}) is taken for left over, and is being removed",
-        hint="run it again when that is done; if it was interrupted, `ucp gc PLACE --apply --grace 0s` ends it",
-    )
 
 
 def _refuse_removed(store: Store, attempt: str) -> None:
@@ -263,33 +207,7 @@ def _refuse_removed(store: Store, attempt: str) -> None:
             return
     except NotFound:
         discard(store, attempt)
-    raise _removed(store, attempt)
-
-
-def _mark(store: Store, attempt: Attempt) -> None:
-    """Say in the attempt's record that it is about to replace what is there, for who begins to need files of that.
-
-    It is never taken back, for others may run the same plan at once.
-    """
-    if attempt.replaces is None or attempt.replaces[0].attempt == attempt.id:
-        return
-    key = record_key(attempt.id)
-    for _ in range(_TRIES):
-        try:
-            data, version = store.read_versioned(key)
-        except NotFound:
-            return  # which is told where the record is looked at once more
-        record = parse_record(data)
-        if record is None or record.removed is not None or record.replacing is not None:
-            return
-        try:
-            store.replace(key, _dump(record.model_copy(update={"replacing": datetime.now(UTC)})), version)
-        except Conflict:
-            continue
-        except Refused:  # here no checkpoint is replaced, either
-            pass
-        return
-    raise Conflict(f"{store.url}/{key} was changed again and again by others", hint="try again later")
+    raise removed(store, attempt)
 
 
 def _ask(store: Store, attempt: Attempt) -> None:
@@ -331,7 +249,8 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest, data: bytes | Non
     data = data or manifest_bytes(manifest)
     manifest = manifest.model_copy(update={"digest": own_digest(data)})
     _refuse_tombstone(store)  # of one that was committed and deleted since this began
-    _mark(store, attempt)
+    if attempt.replaces is not None and attempt.replaces[0].attempt != attempt.id:
+        mark_replacing(store, attempt.id)
     _ask(store, attempt)  # once more: a checkpoint may have got a name while this was written
     _refuse_removed(store, attempt.id)
     try:
@@ -404,11 +323,11 @@ def give_up(store: Store, attempt: Attempt) -> None:
         record = parse_record(store.read(key))
         if attempt.began is None or record is None:
             return
-        removed = _dump(record.model_copy(update={"removed": datetime.now(UTC)}))
-        version = store.replace(key, removed, attempt.began)
+        dying = record_bytes(record.model_copy(update={"removed": datetime.now(UTC)}))
+        version = store.replace(key, dying, attempt.began)
         there = standing(store)
         if there is not None and there.attempt == attempt.id:
-            store.replace(key, _dump(record), version)
+            store.replace(key, record_bytes(record), version)
         else:
             abandon(store, attempt.id)
     except UcformatError as error:

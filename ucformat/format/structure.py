@@ -12,6 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ucformat.errors import Inconsistent
+from ucformat.format.arrays import MOST_DIMS
 from ucformat.format.chunking import Grid
 from ucformat.format.commit import MANIFEST
 from ucformat.geometry.tensor import Key
@@ -97,6 +98,8 @@ def _tensor(doc: TensorDoc, manifest: Manifest) -> str | None:
         return f"the manifest says {doc.nbytes} bytes, its shape has {nbytes}"
     if doc.path is None:
         return None if manifest.sidecar is not None else "the manifest gives it no path, and there is no sidecar"
+    if len(doc.shape) > MOST_DIMS:
+        return f"the manifest gives it an array of {len(doc.shape)} dims; it may have {MOST_DIMS}"
     chunk, shard = doc.chunk, doc.shard
     if chunk is None or shard is None or not len(doc.shape) == len(chunk) == len(shard):
         return "the manifest gives it an impossible chunk grid"

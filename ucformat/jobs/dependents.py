@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from ucformat.catalog.reader import make_stamp
-from ucformat.catalog.refs import same_url
+from ucformat.catalog.stamp import make_stamp
 from ucformat.errors import Conflict, NotFound, Refused, UcformatError
-from ucformat.format.commit import parse_record, read_manifest
+from ucformat.format.commit import read_manifest
 from ucformat.format.mounted import is_below
+from ucformat.format.records import parse_record
 from ucformat.format.universal import Universal
 from ucformat.schema.needed_by import NEEDED_BY, NeededByDoc
 from ucformat.schema.tombstone import TOMBSTONE
@@ -233,6 +233,7 @@ def ignore_dependents(url: str, ids: Collection[str], *, command: str) -> frozen
     if catalog_url is not None:
         from ucformat.catalog.catalog import Catalog
         from ucformat.catalog.deletion import ignore_dependent
+        from ucformat.catalog.refs import same_url
 
         place = same_url(store.url)
         why = {who: {"command": command, "at": said.get(who)} for who in ids}

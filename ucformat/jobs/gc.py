@@ -15,8 +15,9 @@ from pydantic import ValidationError
 
 from ucformat.catalog.deletion import begin_purge, end_purge, stop_purge
 from ucformat.catalog.entries import load
-from ucformat.catalog.reader import GRACE, make_stamp
+from ucformat.catalog.reader import GRACE
 from ucformat.catalog.refs import Ref, resolve
+from ucformat.catalog.stamp import make_stamp
 from ucformat.errors import Conflict, NotFound, UcformatError
 from ucformat.format.commit import MANIFEST, abandon, standing
 from ucformat.format.ownership import attempt_of, folders_of, is_inside_attempt, names_below, record_key, refuse_others

@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog.entries import load_ids
-from ucformat.catalog.reader import now
 from ucformat.catalog.refs import same_url
+from ucformat.catalog.stamp import now
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import NotACheckpoint, NotFound, UcformatError, UsageError
 from ucformat.format.commit import MANIFEST

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from ucformat.catalog.reader import make_stamp
+from ucformat.catalog.stamp import make_stamp
 from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, Refused, UcformatError
 from ucformat.format.commit import MANIFEST, abandon, read_manifest, standing
 from ucformat.format.ownership import refuse_others

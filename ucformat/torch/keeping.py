@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog.policy import load_policy
-from ucformat.catalog.reader import now
 from ucformat.catalog.refs import same_url
 from ucformat.catalog.retention import OURS, Row, plan_retention
+from ucformat.catalog.stamp import now
 from ucformat.errors import (
     Conflict,
     IntegrityError,
