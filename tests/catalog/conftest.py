@@ -64,5 +64,5 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("ucformat.catalog.reader.now", made)
+    monkeypatch.setattr("ucformat.catalog.stamp.now", made)
     return made

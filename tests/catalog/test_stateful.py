@@ -68,7 +68,7 @@ class Catalogs(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = BEGIN + timedelta(days=100)
-        self.clock = patch("ucformat.catalog.reader.now", lambda: self.now)
+        self.clock = patch("ucformat.catalog.stamp.now", lambda: self.now)
         self.clock.start()
         with self.catalog.database.writing() as c:
             for table in reversed(Base.metadata.sorted_tables):

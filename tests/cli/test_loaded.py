@@ -46,9 +46,8 @@ PLANS = {"ucformat.planning"}
 #: Command -> what it loads of these. `U` is a universal checkpoint in the catalog, `F` a safetensors file.
 COMMANDS: dict[str, set[str]] = {
     "--help": set(),
-    **dict.fromkeys(
-        ("ls", "sql 'select 1'", "log", "alias list", "lineage U", "diff --quiet U U", "catalog info"), CATALOG
-    ),
+    "sql 'select 1'": CATALOG | {"pydantic"},
+    **dict.fromkeys(("ls", "log", "alias list", "lineage U", "diff --quiet U U", "catalog info"), CATALOG),
     **dict.fromkeys(("ls 'step = 1'", "ls --sort -step"), CATALOG | FILTER),
     "show U": CATALOG | FILES,
     "tag U new": CATALOG | FILES | DELETION,

@@ -114,7 +114,7 @@ def test_overwrite_replaces_and_drops_the_old_attempt(source: Checkpoint, tmp_pa
     new = ucformat.convert(source, tmp_path / "dst", overwrite=True)
     assert old.manifest.attempt != new.manifest.attempt
     assert [p.name for p in (tmp_path / "dst" / "data").iterdir()] == [new.manifest.attempt]
-    assert [p.stem for p in (tmp_path / "dst" / "attempts").iterdir()] == [new.manifest.attempt]
+    assert [p.stem for p in (tmp_path / "dst" / "attempts").glob("*.json")] == [new.manifest.attempt]
     assert ucformat.verify(tmp_path / "dst")
 
 

@@ -29,6 +29,7 @@ from ucformat.errors import (
     UsageError,
 )
 from ucformat.format.commit import manifest_bytes
+from ucformat.format.digest import with_own_digest
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.recording import RecordingStore
@@ -115,7 +116,8 @@ def test_the_progress_ends_with_all(form: Path, tmp_path: Path) -> None:
 
 def test_a_manifest_with_what_we_do_not_know_stays_as_it_is(src: Path, tmp_path: Path) -> None:
     file = src / "manifest.json"
-    file.write_text(file.read_text().replace("{", '{"from the future": [1],', 1))
+    data = file.read_bytes().replace(b"{", b'{"from the future": [1],', 1)
+    file.write_bytes(with_own_digest(data[: data.rindex(b",")] + b"}"))
     ucformat.copy(src, tmp_path / "dst")
     assert (tmp_path / "dst" / "manifest.json").read_bytes() == file.read_bytes()
 
@@ -163,7 +165,7 @@ def test_again_there_is_nothing_to_do(form: Path, tmp_path: Path) -> None:
     store = FaultyStore(LocalStore(tmp_path / "dst"))
     done = ucformat.copy(form, store)
     assert done.already
-    assert store.writes == 0
+    assert store.writes == 1  # a flush: whoever copied it may have been stopped before it lasted
     assert ucformat.copy(form, form).already
 
 
@@ -176,7 +178,7 @@ def test_another_one_is_a_conflict_unless_it_is_to_be_replaced(form: Path, tmp_p
     ucformat.verify(tmp_path / "dst").raise_if_damaged()
     ucformat.copy(form, tmp_path / "dst", overwrite=True)
     assert contents(LocalStore(tmp_path / "dst")) == contents(LocalStore(form))
-    assert len(list((tmp_path / "dst" / "attempts").iterdir())) == 1
+    assert len(list((tmp_path / "dst" / "attempts").glob("*.json"))) == 1
 
 
 def test_a_manifest_that_cannot_be_read_is_a_conflict(src: Path, tmp_path: Path) -> None:
@@ -491,7 +493,7 @@ def test_what_an_interrupted_one_left_is_collected(form: Path, tmp_path: Path, c
         ucformat.copy(form, FaultyStore(LocalStore(place), fail_write=12, dead=True), workers=1)
     found = ucformat.collect(catalog, [str(place)], apply=True, grace=timedelta(0))
     assert [left.attempt for left in found.leftovers] == [ucformat.open(form).manifest.attempt]
-    assert not place.exists()
+    assert not [p for p in place.rglob("*") if p.is_file() and p.name != ".ucf-lock"]
     ucformat.copy(form, place)
     assert ucformat.collect(catalog, [str(place)], apply=True, grace=timedelta(0)).leftovers == ()
     ucformat.verify(place).raise_if_damaged()

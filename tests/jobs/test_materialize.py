@@ -68,7 +68,7 @@ class TestInPlace:
         assert holds(ucformat.open(place))
         assert same(ck["head.weight"][...], ODD["embed.weight", "weight"])
         old, new = before.manifest, ck.manifest
-        changed = {"attempt", "tensors", "sidecar", "objects", "assets", "producer", "verified"}
+        changed = {"attempt", "digest", "tensors", "sidecar", "objects", "assets", "producer", "verified"}
         assert new.model_dump(exclude=changed) == old.model_dump(exclude=changed)
         assert new.producer["ucformat"] == ucformat.__version__
         assert [new.producer[k] for k in ("engine.name", "torch")] == ["fake", "2.13.0"]
@@ -228,6 +228,7 @@ class TestElsewhere:
         assert new.lineage[:-1] == old.lineage == FACTS["lineage"]
         assert (new.lineage[-1].kind, new.lineage[-1].url, new.lineage[-1].id) == ("convert", str(place), old.id)
         changed = {
+            "digest",
             "id",
             "created",
             "attempt",
@@ -265,7 +266,7 @@ class TestElsewhere:
         source = Checkpoint(FakeSource.write(LocalStore(tmp_path / "fake"), ODD, engine=engine, step=3))
         made = ucformat.materialize(source, tmp_path / "foreign")
         truth = ucformat.convert(source, tmp_path / "converted")
-        changed = {"id", "created", "attempt", "tensors", "objects"}
+        changed = {"id", "created", "digest", "attempt", "tensors", "objects"}
         assert made.manifest.model_dump(exclude=changed) == truth.manifest.model_dump(exclude=changed)
         assert [t.digest for t in made.manifest.tensors] == [t.digest for t in truth.manifest.tensors]
 

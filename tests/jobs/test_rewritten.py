@@ -122,7 +122,7 @@ def opened(folder: Path) -> tuple[Checkpoint, Meddling]:
 
 
 def nothing_opens(place: Path) -> bool:
-    with pytest.raises(NotACheckpoint):
+    with pytest.raises((NotACheckpoint, NotFound)):
         ucformat.open(place)
     return True
 

@@ -90,7 +90,7 @@ def test_the_whole_document_survives() -> None:
         ({"mesh": {"axes": [{"dp": 2, "tp": 2}]}}, r"mesh\.ordered\.axes\[0\]: Dictionary should have at most 1 item"),
         ({"optimizer": []}, "optimizer: Extra inputs are not permitted"),
         ({"rules": [{"match": "*"}]}, r"rules\[0\]\.place: Field required"),
-        ({"rules": [{"match": "/(/", "place": []}]}, r"rules\[0\] \(match '/\(/'\): /\(/ is not a regular expression"),
+        ({"rules": [{"match": "/(/", "place": []}]}, r"rules\[0\] \(match '/\(/'\): '\(' is not a regular expression"),
         ({"renames": [{"from": "a"}]}, r"renames\[0\]\.to: Field required"),
     ],
 )

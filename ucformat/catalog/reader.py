@@ -5,12 +5,11 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, Self
 
-from ucformat.catalog import names, query, recording
+from ucformat.catalog import names, query, recording, stamp
 from ucformat.catalog.changes import ask_who_needs
 from ucformat.catalog.engine import Database
 from ucformat.catalog.entries import load
 from ucformat.catalog.refs import parse_ref, resolve, same_url
-from ucformat.catalog.stamp import make_stamp, now
 from ucformat.errors import Refused
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class Reader:
     @property
     def who(self) -> str:
         """What the audit log calls us."""
-        return make_stamp().who
+        return stamp.make_stamp().who
 
     def close(self) -> None:
         """Close the connections."""
@@ -91,13 +90,13 @@ class Reader:
             UsageError: the filter or the sort cannot be read, or names a key that nobody has.
         """
         with self._database.reading() as c:
-            found = query.find(c, where, now(), sort=sort, limit=limit, offset=offset, deleted=deleted)
-            return load(c, found, now())
+            found = query.find(c, where, stamp.now(), sort=sort, limit=limit, offset=offset, deleted=deleted)
+            return load(c, found, stamp.now())
 
     def count(self, where: str = "", *, deleted: bool = False) -> int:
         """How many checkpoints a filter takes."""
         with self._database.reading() as c:
-            return query.count(c, where, now(), deleted=deleted)
+            return query.count(c, where, stamp.now(), deleted=deleted)
 
     def get(self, ref: str) -> Entry:
         """The checkpoint that a reference means.
@@ -107,7 +106,7 @@ class Reader:
             UsageError: the reference means several.
         """
         with self._database.reading() as c:
-            return load(c, [resolve(c, parse_ref(ref))], now())[0]
+            return load(c, [resolve(c, parse_ref(ref))], stamp.now())[0]
 
     def places(self, root: str) -> list[Place]:
         """The places at or below `root` where checkpoints lie, as far as the catalog knows."""
@@ -128,7 +127,7 @@ class Reader:
         """The checkpoints that hold a tensor with this very content, and that tensor."""
         with self._database.reading() as c:
             found = query.holding(c, digest)
-            entries = dict(zip(found, load(c, list(found), now()), strict=True))
+            entries = dict(zip(found, load(c, list(found), stamp.now()), strict=True))
             return [(entries[s], t) for s, tensors in found.items() for t in tensors]
 
     def lineage(self, ref: str, direction: Literal["up", "down"] = "up", depth: int | None = None) -> Lineage:
@@ -136,14 +135,14 @@ class Reader:
         from ucformat.catalog.lineage import lineage
 
         with self._database.reading() as c:
-            return lineage(c, resolve(c, parse_ref(ref)), direction, depth, now())
+            return lineage(c, resolve(c, parse_ref(ref)), direction, depth, stamp.now())
 
     def diff(self, a: str, b: str) -> Diff:
         """In what two checkpoints differ: configuration, tensors, topology, metrics; reads no tensor."""
         from ucformat.catalog.diff import diff
 
         with self._database.reading() as c:
-            return diff(c, resolve(c, parse_ref(a)), resolve(c, parse_ref(b)), now())
+            return diff(c, resolve(c, parse_ref(a)), resolve(c, parse_ref(b)), stamp.now())
 
     def sql(
         self,
@@ -193,7 +192,7 @@ class Reader:
         from ucformat.catalog import deletion
 
         with self._database.reading() as c:
-            return deletion.protections_at(c, checkpoint, same_url(url), now(), said=said)
+            return deletion.protections_at(c, checkpoint, same_url(url), stamp.now(), said=said)
 
     def contradiction(self, manifest: Manifest, url: str) -> str | None:
         """Why what lies at a place, by its manifest, is not the checkpoint that is recorded there under its id.
@@ -210,10 +209,10 @@ class Reader:
         from ucformat.catalog.purge import plan_purge
 
         with self._database.reading() as c:
-            plan = plan_purge(deletion.retention_rows(c, now()), now(), grace)
+            plan = plan_purge(deletion.retention_rows(c, stamp.now()), stamp.now(), grace)
             places = deletion.places_of(c, [r.serial for r in plan.purge])
         needed = ask_who_needs(places)
         if not needed:
             return plan
         with self._database.reading() as c:
-            return plan_purge(deletion.retention_rows(c, now(), needed=needed), now(), grace)
+            return plan_purge(deletion.retention_rows(c, stamp.now(), needed=needed), stamp.now(), grace)
