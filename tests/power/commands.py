@@ -157,6 +157,6 @@ COMMANDS: dict[str, Command] = {
     ),
     "retain": Command(_retain, {ARRAYS: (0, None)}),
     "gc": Command(_gc, before=_convert, dying=True),
-    "hold": Command(_hold, said=lambda r: "ours" in {h.reason for h in _document(r, ARRAYS).holds}),
-    "tag": Command(_tag, said=lambda r: "good" in {t.name for t in _document(r, ARRAYS).tags}),
+    "hold": Command(_hold, said=lambda r: "ours" in {h.reason for h in getattr(_document(r, ARRAYS), "holds", ())}),
+    "tag": Command(_tag, said=lambda r: "good" in {t.name for t in getattr(_document(r, ARRAYS), "tags", ())}),
 }

@@ -331,6 +331,8 @@ class Catalog(Reader):
             found = say(c, serial, stamp)
             if found or found is None:
                 touch(c, [serial])
+            else:  # nothing changes, but whoever said it before may have been killed before it was in the document
+                c.info[TOUCHED].add(serial)
             return found
 
         return self._write(work)

@@ -184,12 +184,11 @@ def begin(
         ) from error
     _refuse_tombstone(store)  # looked for last: whoever removes a checkpoint puts it before the manifest goes
     if replaces is not None and not overwrite:
-        same = ""
-        if name is None and replaces[0].attempt == _id(_digest(plan, None)):
-            same = " made by this very plan: nothing is left to do"
-            settle(store)
+        same = name is None and replaces[0].attempt == _id(_digest(plan, None))
+        settle(store)  # whoever hears that it is there relies on it, and its writer may have been killed
         raise Conflict(
-            f"{store.url} already holds the committed checkpoint {replaces[0].id}{same}",
+            f"{store.url} already holds the committed checkpoint {replaces[0].id}"
+            f"{' made by this very plan: nothing is left to do' if same else ''}",
             hint="choose another place, or say overwrite=True (--overwrite) to replace it",
         )
     digest = _digest(plan, replaces and replaces[0].id)
@@ -286,10 +285,10 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest, data: bytes | Non
     return manifest
 
 
-def settle(store: Store) -> None:
-    """End what a writer may have left who was killed just after his commit: that it lasts, and hidden files."""
+def settle(store: Store, key: str = MANIFEST) -> None:
+    """End what a writer may have left who was killed just after he put a file: that it lasts, and hidden files."""
     with suppress(NotFound):  # replaced, or removed, at this instant
-        store.adopt(MANIFEST)
+        store.adopt(key)
     store.flush()
     store.sweep()
 

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from ucformat.catalog.document import FAR, compose, stale, written
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import Conflict, IntegrityError, NotFound, Refused, UcformatError
+from ucformat.format.commit import settle
 from ucformat.jobs.absence import check_removed, is_empty
 from ucformat.schema.catalog_document import CATALOG_DOCUMENT, CatalogDoc
 from ucformat.storage.url import open_store
@@ -123,6 +124,7 @@ def _write(catalog: Catalog, serial: int, url: str) -> int:
                 catalog.absorb(doc.id, there, url)
                 doc = _composed(catalog, serial, url)
             if doc.revision <= there.revision <= FAR:
+                settle(store, CATALOG_DOCUMENT)  # who wrote it may have been killed before it lasts
                 return there.revision
         try:
             _put(store, doc.model_dump_json(indent=1).encode(), version)
