@@ -59,6 +59,7 @@ _OPTION = re.compile(r"token|secret|pass|key|credential|signature|sig$|auth|cook
 _LONG = 32  # letters of what is a key in the text of a key file
 
 _seen: dict[str, str] = {}  # variables of the environment
+_scanned: dict[Any, Any] = {}  # the environment as it was when it was last looked through
 _known: dict[str, None] = {}  # every spelling
 _learned: set[str] = set()
 
@@ -199,6 +200,10 @@ class Hiding:
 
 
 def _learn_environment() -> None:
+    # Every error asks: to compare the dict behind `os.environ` takes a small part of the time of decoding it.
+    current = dict(getattr(os.environ, "_data", None) or os.environ)
+    if current == _scanned:
+        return
     for name, value in os.environ.items():
         if _seen.get(name) != value:
             _seen[name] = value
@@ -207,6 +212,8 @@ def _learn_environment() -> None:
             if "KEY" in name.upper():  # the text of a key file
                 learn(*(word for word in re.split(r"[\s\"']+|\\n", value) if len(word) >= _LONG))
             learn_url(value)
+    _scanned.clear()
+    _scanned.update(current)
 
 
 @lru_cache(1)

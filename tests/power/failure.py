@@ -34,7 +34,7 @@ from ucformat.storage.base import HIDDEN
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from tests.power.commands import Command
     from tests.power.recorder import Disk, Tree
@@ -92,57 +92,42 @@ class Bench:
     def fail(self, name: str, *, again: bool = True) -> Found:
         """Fail after each call of a command; without `again` it is not repeated in each state."""
         command, found = COMMANDS[name], Found()
+        known: set[Any] = set()
         recorder, catalogs = self._record(command)
         found.calls = len(recorder.calls)
-        known: dict[Any, None] = {}
         for count in range(found.calls + 1):
             returned = count == found.calls
-            for how, tree in after(recorder.disk, recorder.calls[:count]):
-                found.states += 1
-                key = (visible(tree), catalogs[count], returned)
-                if key in known:
-                    continue
-                known[key] = None
-                self._restore(tree, catalogs[count], recorder.disk)
+            states = after(recorder.disk, recorder.calls[:count])
+            for how in self._unseen(
+                found, known, states, recorder.disk, catalogs[count], also=(catalogs[count], returned)
+            ):
                 where = f"{name} {count}/{found.calls} ({recorder.calls[count - 1] if count else ''}): {how}"
                 for wrong in self._judge(command, returned=returned, again=again):
                     found.complaints.append(f"{where}: {wrong}")
-        found.judged = len(known)
         return found
 
     def kill(self, name: str) -> Found:
         """Kill a command at each call, repeat it, and have the power fail when that has returned."""
         command, found = COMMANDS[name], Found()
-        known: dict[Any, None] = {}
+        known: set[Any] = set()
         for count in range(1, len(self._record(command)[0].calls)):
             recorder, catalogs = self._record(command, kill_at=count)
             found.calls += len(recorder.calls)
-            for how, tree in after(recorder.disk, recorder.calls):
-                found.states += 1
-                key = visible(tree)
-                if key in known:
-                    continue
-                known[key] = None
-                self._restore(tree, catalogs[-1], recorder.disk)
+            states = after(recorder.disk, recorder.calls)
+            for how in self._unseen(found, known, states, recorder.disk, catalogs[-1]):
                 for wrong in self._judge(command, returned=True, again=False):
                     found.complaints.append(f"{name}, killed at {count}, and again: {how}: {wrong}")
-        found.judged = len(known)
         return found
 
     def lie(self, name: str) -> Found:
         """Have one sync after the other do nothing, and the power fail when the command has returned."""
         command, found = COMMANDS[name], Found()
+        known: set[Any] = set()
         recorder, catalogs = self._record(command)
         found.calls = len(recorder.calls)
-        known: dict[Any, None] = {}
         for at in lies(recorder.calls):
-            for how, tree in after(recorder.disk, recorder.calls, lies=at):
-                found.states += 1
-                key = visible(tree)
-                if key in known:
-                    continue
-                known[key] = None
-                self._restore(tree, catalogs[-1], recorder.disk)
+            states = after(recorder.disk, recorder.calls, lies=at)
+            for how in self._unseen(found, known, states, recorder.disk, catalogs[-1]):
                 for place, steps in self._expected(command).items():
                     step: object
                     try:
@@ -153,8 +138,26 @@ class Bench:
                         step = repr(error)
                     if step not in {None, *steps}:
                         found.complaints.append(f"{name}, {recorder.calls[at]} lost: {how}: {place} holds {step}")
-        found.judged = len(known)
         return found
+
+    def _unseen(
+        self,
+        found: Found,
+        known: set[Any],
+        states: Iterable[tuple[str, Tree]],
+        disk: Disk,
+        catalog: bytes,
+        also: tuple[Any, ...] = (),
+    ) -> Iterator[str]:
+        """Have the disk hold each state that is not `known`, by what is visible and `also`, and say how it came."""
+        for how, tree in states:
+            found.states += 1
+            key = (visible(tree), also)
+            if key not in known:
+                known.add(key)
+                found.judged += 1
+                self._restore(tree, catalog, disk)
+                yield how
 
     # The command
 

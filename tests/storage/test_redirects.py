@@ -160,7 +160,7 @@ def test_what_fsspec_reaches_sends_no_token_after_a_redirect(kind: str, hosts: t
     first, other = hosts
     endpoint = f"http://localhost:{first.port}"
     if kind == "hf":
-        hub = pytest.importorskip("huggingface_hub")
+        hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is missing: pip install huggingface_hub")
         store = FsspecStore(
             "hf://datasets/a/b", hub.HfFileSystem(endpoint=endpoint, token=TOKEN, skip_instance_cache=True)
         )

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucformat.cli.catalogs import instant, opened_catalog
-from ucformat.cli.options import CATALOG, IGNORE, TIME, command, ignore
+from ucformat.cli.options import CATALOG, IGNORE, TIME, command
 from ucformat.cli.output import Heading, terminal_width
-from ucformat.cli.rows import YES, agreed, row_data, row_table
+from ucformat.cli.rows import YES, agreed, ignore_in, row_data, row_table
 from ucformat.cli.text import bytes_text, moment, plural, table
 
 if TYPE_CHECKING:
@@ -58,8 +58,7 @@ def gc(
         raise UsageError("--ignore-dependent goes with --apply")
     with opened_catalog() as catalog:
         if ignored:
-            rows = [w.row for w in catalog.purgeable(grace).wait if {*ignored} & {*w.row.dependents}]
-            ignore(ignored, [url for row in rows for url in catalog.get(row.id).urls], out, "gc")
+            ignore_in([waiting.row for waiting in catalog.purgeable(grace).wait], ignored, catalog, out, "gc")
         found = collect(catalog, places, grace=grace)
         if not (out.as_json or out.quiet):
             out.result(lambda: _lines(found), dict)

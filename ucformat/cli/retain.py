@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucformat.cli.catalogs import opened_catalog
-from ucformat.cli.options import CATALOG, IGNORE, command, ignore
+from ucformat.cli.options import CATALOG, IGNORE, command
 from ucformat.cli.output import Heading
-from ucformat.cli.rows import YES, agreed, row_data, row_table
+from ucformat.cli.rows import YES, agreed, ignore_in, row_data, row_table
 from ucformat.cli.text import bytes_text, count, plural
 from ucformat.errors import UsageError
 
@@ -50,8 +50,7 @@ def retain(
     with opened_catalog() as catalog:
         plan = catalog.retain(policy)
         if ignored:
-            rows = [kept.row for kept in plan.keep if {*ignored} & {*kept.row.dependents}]
-            ignore(ignored, [url for row in rows for url in catalog.get(row.id).urls], out, "retain")
+            ignore_in([kept.row for kept in plan.keep], ignored, catalog, out, "retain")
             plan = catalog.retain(policy)
         if not (out.as_json or out.quiet):
             out.result(lambda: _lines(plan), dict)

@@ -8,18 +8,34 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucformat.cli.catalogs import instant
+from ucformat.cli.options import ignore
 from ucformat.cli.output import terminal_width
 from ucformat.cli.text import ago, bytes_text, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.retention import Row
     from ucformat.cli.output import Output
 
-__all__ = ["YES", "agreed", "row_data", "row_table"]
+__all__ = ["YES", "agreed", "ignore_in", "row_data", "row_table"]
 
 YES = click.option("-y", "--yes", is_flag=True, help="With --apply, do not ask.")
+
+
+def ignore_in(rows: Iterable[Row], ignored: Sequence[str], catalog: Catalog, out: Output, name: str) -> None:
+    """Do what `--ignore-dependent` says of those checkpoints of a plan that are said to be needed so.
+
+    Args:
+        rows: the checkpoints that stay.
+        ignored: the ids of dependents.
+        catalog: of the plan.
+        out: where it is noted that nothing needs them.
+        name: the command's, for the log.
+    """
+    needed = [row for row in rows if {*ignored} & {*row.dependents}]
+    ignore(ignored, [url for row in needed for url in catalog.get(row.id).urls], out, name)
 
 
 def row_data(row: Row, **more: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FOLDERS",
+    "KINDS",
     "attempt_of",
     "folders_of",
     "is_inside_attempt",
@@ -33,10 +34,10 @@ __all__ = [
 ]
 
 #: The folders that a writer makes below a checkpoint's root, besides those for each attempt in the first three.
-FOLDERS = (*(_KINDS := ("data", "objects", "assets")), "attempts")
+FOLDERS = (*(KINDS := ("data", "objects", "assets")), "attempts")
 
 _NAME = re.compile(ATTEMPT)
-_INSIDE = re.compile(rf"(^|/)({'|'.join(_KINDS)})/{ATTEMPT}(/|$)")
+_INSIDE = re.compile(rf"(^|/)({'|'.join(KINDS)})/{ATTEMPT}(/|$)")
 _MARKS = (MANIFEST, TOMBSTONE, CATALOG_DOCUMENT)
 
 
@@ -59,7 +60,7 @@ def folders_of(attempt: str) -> tuple[str, ...]:
         Refused: no attempt has this name, so that the folders may be anybody's.
     """
     _check(attempt)
-    return tuple(f"{kind}/{attempt}" for kind in _KINDS)
+    return tuple(f"{kind}/{attempt}" for kind in KINDS)
 
 
 def attempt_of(key: str) -> str | None:

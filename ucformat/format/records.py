@@ -51,14 +51,9 @@ def put_record(
                 raise removed(store, attempt)
             kept = {"id": there.id or doc.id, "replacing": there.replacing}
             doc = doc.model_copy(update={**kept, "needs": tuple(dict.fromkeys((*there.needs, *needs)))})
-        try:
-            store.replace(key, record_bytes(doc), version)
-        except Conflict:
-            continue
-        except Refused:  # here nobody marks it, either
-            pass
-        return doc.id, None
-    raise Conflict(f"{store.url}/{key} was changed again and again by others", hint="try again later")
+        if _replaced(store, key, doc, version):
+            return doc.id, None
+    raise _contended(store, key)
 
 
 def parse_record(data: bytes) -> AttemptDoc | None:
@@ -96,11 +91,21 @@ def mark_replacing(store: Store, attempt: str) -> None:
         record = parse_record(data)
         if record is None or record.removed is not None or record.replacing is not None:
             return
-        try:
-            store.replace(key, record_bytes(record.model_copy(update={"replacing": datetime.now(UTC)})), version)
-        except Conflict:
-            continue
-        except Refused:  # here no checkpoint is replaced, either
-            pass
-        return
-    raise Conflict(f"{store.url}/{key} was changed again and again by others", hint="try again later")
+        if _replaced(store, key, record.model_copy(update={"replacing": datetime.now(UTC)}), version):
+            return
+    raise _contended(store, key)
+
+
+def _replaced(store: Store, key: str, doc: AttemptDoc, version: str) -> bool:
+    """Replace a record; False if somebody else replaced it since it was read."""
+    try:
+        store.replace(key, record_bytes(doc), version)
+    except Conflict:
+        return False
+    except Refused:  # where nothing can be replaced, nobody marks a record, and nobody replaces a checkpoint
+        pass
+    return True
+
+
+def _contended(store: Store, key: str) -> Conflict:
+    return Conflict(f"{store.url}/{key} was changed again and again by others", hint="try again later")

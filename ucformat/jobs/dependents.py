@@ -18,6 +18,7 @@ from ucformat.catalog.stamp import make_stamp
 from ucformat.errors import Conflict, NotFound, Refused, UcformatError
 from ucformat.format.commit import read_manifest
 from ucformat.format.mounted import is_below
+from ucformat.format.ownership import KINDS
 from ucformat.format.records import parse_record
 from ucformat.format.universal import Universal
 from ucformat.schema.needed_by import NEEDED_BY, NeededByDoc
@@ -48,7 +49,6 @@ __all__ = [
 
 _log = logging.getLogger("ucformat")
 _NAME = re.compile(r"([0-9a-f]{32})\.json", re.ASCII)  # of the documents: by an id as `new_id` makes it
-_FOLDERS = ("data", "objects", "assets")
 
 #: A place in which the need of files is to be said, and the attempts there that these files are of, if of any.
 Home = tuple[str, frozenset[str]]
@@ -69,7 +69,7 @@ def find_homes(files: Sequence[tuple[Store, str]]) -> tuple[Home, ...]:
         *folders, _ = f"{store.url}/{key}".split("/")
         above = 3 if "://" in store.url else 1  # what a place has at least
         for at, name in enumerate(folders[above + 1 : -1], above + 1):
-            if name in _FOLDERS:
+            if name in KINDS:
                 candidates.setdefault("/".join(folders[:at]), set()).add(folders[at + 1])
     for url, attempts in candidates.items():
         standing = _attempt_at(url)
