@@ -297,7 +297,9 @@ class TestWhatPeopleSay:
         assert len(catalog.events()) == 7
         assert [e.id for e in catalog.events("run7@2")] == [manifest(2).id]
 
-    def test_listeners_hear_what_changed_and_only_that(self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_listeners_hear_what_changed_and_what_is_said_again(
+        self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         heard: list[Any] = []
 
         def listen(told: Catalog, serials: frozenset[int]) -> None:
@@ -317,4 +319,5 @@ class TestWhatPeopleSay:
         catalog.delete("run7@3")
         put(catalog, 3, "/data/second")
         one, two, three = 1, 2, 3
-        assert heard == [{one}, {one}, {one, two}, {one}, {three}, {three}]
+        again = {one}  # for the document may not say it yet
+        assert heard == [{one}, again, {one}, {one, two}, {one}, again, again, {three}, {three}]
