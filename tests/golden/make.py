@@ -12,6 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,7 @@ from ucformat.checkpoint import Checkpoint
 from ucformat.format.commit import begin, commit, new_id
 from ucformat.format.digest import bytes_digest
 from ucformat.format.dtypes import dtype_name
-from ucformat.format.sidecar import encode
+from ucformat.format.sidecar import Columns, encode, encode_columns
 from ucformat.geometry.box import row_major
 from ucformat.geometry.flat import flat_boxes
 from ucformat.geometry.tensor import Block, Extent
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tests.fakes import Arrays
+    from ucformat.format.commit import Attempt
     from ucformat.storage.base import Store
 
 HERE = Path(__file__).parent
@@ -137,12 +140,45 @@ def make_packed(store: Store, ranks: int = 2) -> Checkpoint:
                 offset = at + flat - start * a.itemsize
                 found.append(Extent(box, f"data/{attempt.id}/rank{k}.bin", offset, strides, block))
         extents.append(found)
+    return _commit(store, attempt, arrays, files, encode(extents))
+
+
+def make_tiles(store: Store, ranks: int = 2) -> Checkpoint:
+    """One whose tensors lie in tiles, in a file for each rank, with placed checksums, as docs/spec.md has it."""
+    arrays = tensors()
+    attempt = begin(store, {"golden": "packed-tiles"}, overwrite=False)
+    files = [bytearray() for _ in range(ranks)]
+    rows: dict[str, list[int]] = {f.name: [] for f in fields(Columns)}
+    for number, a in enumerate(arrays.values()):
+        edges = tuple(-(-n // 3) or 1 for n in a.shape)
+        for k, file in enumerate(files[: ranks if a.ndim else 1]):
+            box = [(0, n) for n in a.shape]
+            box[:1] = [(k * n // ranks, (k + 1) * n // ranks) for n in a.shape[:1]]
+            file.extend(bytes(-len(file) % 64))
+            row = {"tensor": number, "file": k, "offset": len(file), "block_offset": -1, "block_nbytes": 0, "crc32c": 0}
+            if not a.ndim:  # without dims there are no tiles, but a block
+                row |= {"block_offset": len(file), "block_nbytes": a.nbytes, "crc32c": -2}
+            dims = {"start": [x for x, _ in box], "shape": [y - x for x, y in box], "tile": edges}
+            dims["strides"] = [0] * (a.ndim - 1) + [a.itemsize] * (a.ndim > 0)
+            for tile in product(*(range(x // e, -(-y // e)) for (x, y), e in zip(box, edges, strict=True))):
+                at = zip(tile, edges, box, strict=True)
+                data = a[tuple(slice(max(x, i * e), min(y, (i + 1) * e)) for i, e, (x, y) in at)].tobytes()
+                place = f"{attempt.id}/rank{k}.bin".encode() + len(file).to_bytes(8, "little")
+                file.extend(data + crc32c(place + data).to_bytes(4, "little"))
+            for name, more in {**{n: [v] for n, v in row.items()}, **dims}.items():
+                rows[name] += more
+    columns = Columns(**{name: np.array(column, np.int64) for name, column in rows.items()})
+    paths = [f"data/{attempt.id}/rank{k}.bin" for k in range(ranks)]
+    return _commit(store, attempt, arrays, files, encode_columns(columns, paths))
+
+
+def _commit(store: Store, attempt: Attempt, arrays: Arrays, files: Sequence[bytearray], sidecar: bytes) -> Checkpoint:
     for k, file in enumerate(files):
         with store.create(f"data/{attempt.id}/rank{k}.bin") as out:
             out.write(bytes(file))
-    data, path = encode(extents), f"data/{attempt.id}/extents.safetensors"
+    path = f"data/{attempt.id}/extents.safetensors"
     with store.create(path) as out:
-        out.write(data)
+        out.write(sidecar)
     groups = (
         GroupDoc(params=tuple(g["params"]), options={k: v for k, v in g.items() if k != "params"})
         for g in FACTS["groups"]
@@ -160,7 +196,7 @@ def make_packed(store: Store, ranks: int = 2) -> Checkpoint:
             TensorDoc(name=n, state=s, dtype=dtype_name(a.dtype), shape=a.shape, nbytes=a.nbytes)
             for (n, s), a in arrays.items()
         ),
-        sidecar=SidecarDoc(path=path, nbytes=len(data), digest=bytes_digest(data)),
+        sidecar=SidecarDoc(path=path, nbytes=len(sidecar), digest=bytes_digest(sidecar)),
     )
     commit(store, attempt, manifest)
     return ucformat.open(store)
@@ -192,7 +228,12 @@ def expected(ck: Checkpoint, form: str) -> dict[str, Any]:
 
 
 #: What is written today. `packed`, whose sidecar is of version 1, is only kept.
-FORMS = {"arrays": make_arrays, "default-sizes": make_default, "packed-sidecar-2": make_packed}
+FORMS = {
+    "arrays": make_arrays,
+    "default-sizes": make_default,
+    "packed-sidecar-2": make_packed,
+    "packed-tiles": make_tiles,
+}
 
 
 def main(form: str) -> None:

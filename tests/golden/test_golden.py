@@ -49,6 +49,7 @@ def test_every_version_of_the_format_has_its_own() -> None:
         "default-sizes",
         "packed",
         "packed-sidecar-2",
+        "packed-tiles",
     }
     for place in GOLDEN:
         assert json.loads((place / "manifest.json").read_text())["version"] == int(place.parent.name[1:])

@@ -13,6 +13,7 @@ from ucformat.jobs.sums import Sums, read_through
 from ucformat.storage.memory import MemoryStore
 
 KEY = Key("w", "weight")
+FILE = "data/a/f"
 
 
 def checked(data: bytes, blocks: list[Block], monkeypatch: pytest.MonkeyPatch, read: int) -> list[int]:
@@ -21,7 +22,7 @@ def checked(data: bytes, blocks: list[Block], monkeypatch: pytest.MonkeyPatch, r
     store = MemoryStore("sums")
     with store.create("f") as out:
         out.write(data)
-    sums = Sums([(KEY, b) for b in blocks])
+    sums = Sums(FILE, [(KEY, b) for b in blocks])
     with store.create("g") as out:
         read_through(store, "f", len(data), sums.take, out)
     assert store.read("g") == data
@@ -36,13 +37,14 @@ def test_each_damaged_block_is_found_and_no_other(seed: int, monkeypatch: pytest
     at = 0
     while at < 170:
         nbytes = chance.randrange(1, 20)
-        crc = crc32c(bytes(data[at : at + nbytes]))
+        placed = chance.random() < 0.3
+        crc = crc32c(bytes(data[at : at + nbytes]), place(at) if placed else 0)
         if chance.random() < 0.5:
-            blocks.append(Block(at, nbytes, crc))
+            blocks.append(Block(at, nbytes, crc, placed))
             at += nbytes - chance.choice((0, 0, -3, min(2, nbytes - 1)))  # one after another, apart, or overlapping
         else:
             data[at + nbytes : at + nbytes + 4] = crc.to_bytes(4, "little")
-            blocks.append(Block(at, nbytes, None))
+            blocks.append(Block(at, nbytes, None, placed))
             at += nbytes + 4
     blocks = [b for b in blocks if is_whole(bytes(data), b)]
     assert checked(bytes(data), blocks, monkeypatch, chance.randrange(1, 50)) == []
@@ -54,7 +56,11 @@ def test_each_damaged_block_is_found_and_no_other(seed: int, monkeypatch: pytest
 def is_whole(data: bytes, block: Block) -> bool:
     end = block.offset + block.nbytes
     stored = int.from_bytes(data[end : end + 4], "little") if block.crc32c is None else block.crc32c
-    return crc32c(data[block.offset : end]) == stored
+    return crc32c(data[block.offset : end], place(block.offset) if block.placed else 0) == stored
+
+
+def place(offset: int) -> int:
+    return crc32c(b"a/f" + offset.to_bytes(8, "little"))
 
 
 def test_a_block_past_the_end_is_damaged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,9 @@ def test_what_ranks_pack_opens_as_what_they_held(claims: Claims, block: int) -> 
             for e in single_extents(ck.source.extents(t.info.key)):
                 assert e.block is not None
                 stored = store.read(e.file, e.block.offset, e.block.nbytes + 4)
-                assert crc32c(stored[:-4]) == int.from_bytes(stored[-4:], "little")
+                place = "/".join(e.file.split("/")[1:]).encode() + e.block.offset.to_bytes(8, "little")
+                assert crc32c(place + stored[:-4]) == int.from_bytes(stored[-4:], "little")
+                assert e.block.placed
                 assert e.block.crc32c is None
                 assert e.block.nbytes <= max(block, t.info.itemsize)
 
@@ -121,13 +123,40 @@ def test_strided_memory_is_written_in_row_major_order() -> None:
     info = TensorInfo("t", "weight", "float32", (10, 6))
     write_packed(store, "f", [(turned, info)], lambda _: None)
     data = base.T.tobytes()
-    assert store.read("f") == data + crc32c(data).to_bytes(4, "little")
+    assert store.read("f") == data + crc32c(b"f" + bytes(8) + data).to_bytes(4, "little")
 
 
 def test_a_rank_without_pieces_leaves_an_empty_file() -> None:
     store = MemoryStore("packing-empty")
     write_packed(store, "f", [], lambda _: None)
     assert store.read("f") == b""
+
+
+def test_tiles_that_lie_elsewhere_are_found() -> None:
+    """They bring their checksums along: those of another rank, of another save, and of other places in the file."""
+    info = TensorInfo("t", "weight", "uint8", (8, 8))
+    claims = [[Claim(info, (Box((4 * r, 0), (4, 8)),))] for r in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiling, "TILE_BYTES", 8)
+        _, _, store = packed(claims, {"t": random_array(info.shape, "uint8", 3)}, "elsewhere")
+        _, _, other = packed(claims, {"t": random_array(info.shape, "uint8", 4)}, "elsewhere-too")
+    files, theirs = (sorted(f.key for f in s.list("data") if f.key.endswith(".bin")) for s in (store, other))
+    own, tile = store.read(files[0]), 8 + 4
+    for wrong in (
+        store.read(files[1]),
+        other.read(theirs[0]),
+        own[tile : 2 * tile] + own[:tile] + own[2 * tile :],
+    ):
+        assert len(wrong) == len(own)
+        with store.create(files[0]) as out:
+            out.write(wrong)
+        with pytest.raises(ChecksumError):
+            ucformat.open(store)["t"][:2]
+        assert not ucformat.verify(store)
+        with pytest.raises(ChecksumError):
+            ucformat.copy(ucformat.open(store), MemoryStore(f"packing-copy-{next(count)}"))
+        with pytest.raises(ChecksumError):
+            ucformat.convert(ucformat.open(store), MemoryStore(f"packing-copy-{next(count)}"))
 
 
 def test_a_changed_byte_is_found() -> None:

@@ -60,16 +60,7 @@ def test_what_is_damaged_is_skipped(
     assert "step-00000002 is skipped" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        "zarr",
-        pytest.param(
-            "packed",
-            marks=pytest.mark.xfail(strict=True, reason="needs a digest of the tiles' checksums in the sidecar"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("form", ["zarr", "packed"])
 def test_whole_chunks_of_another_step_are_found(tmp_path: Path, form: str) -> None:
     fill(tmp_path, 1, 2, form=form)
     data_file(tmp_path / "step-00000002").write_bytes(data_file(tmp_path / "step-00000001").read_bytes())

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ucformat.format.checksum import checksum
-from ucformat.format.sidecar import FOLLOWS, NO_BLOCK
+from ucformat.format.checksum import checksum, place_checksum
+from ucformat.format.sidecar import NO_BLOCK, block_of
 from ucformat.format.tiling import CHECKSUM_BYTES
 from ucformat.geometry.tensor import Block
 
@@ -34,7 +34,7 @@ def is_whole(store: Store, file: str, block: Block) -> bool:
     """
     buffer = memoryview(bytearray(min(_READ, block.nbytes)))
     stored = bytearray(4 if block.crc32c is None else 0)
-    crc = 0
+    crc = place_checksum(file, block.offset) if block.placed else 0
     for at in range(0, block.nbytes, _READ) or (0,):
         part = buffer[: min(_READ, block.nbytes - at)]
         behind = [memoryview(stored)] if at + len(part) == block.nbytes else []
@@ -60,7 +60,7 @@ def blocks_of(sidecar: Sidecar) -> Iterator[tuple[str, int, Block]]:
             begin, tiling = int(c.offset[row]), sidecar.tiling(row)
             for box in tiling.boxes():
                 size = box.size * tiling.itemsize
-                yield file, tensor, Block(begin, size)
+                yield file, tensor, Block(begin, size, placed=True)
                 begin += size + CHECKSUM_BYTES
         else:
-            yield file, tensor, Block(int(at[k]), int(nbytes[k]), None if crc == FOLLOWS else crc)
+            yield file, tensor, block_of(int(at[k]), int(nbytes[k]), crc)

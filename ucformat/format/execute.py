@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucformat.errors import ChecksumError, MissingData, NotFound, UsageError
-from ucformat.format.checksum import checksum
+from ucformat.format.checksum import checksum, place_checksum
 from ucformat.format.dtypes import numpy_dtype
 from ucformat.geometry.box import is_apart
 from ucformat.geometry.plan import Limits
@@ -268,8 +268,8 @@ def _check(
     assert check is not None  # noqa: S101
     for k, chunk in enumerate(chunks):
         expected = int.from_bytes(next(stored), "little") if check.crc32c is None else check.crc32c
-        if checksum(chunk) != expected:
-            at = r.offset + part.inner.src - check.skip + k * part.src_step
+        at = r.offset + part.inner.src - check.skip + k * part.src_step
+        if checksum(chunk, place_checksum(r.file, at) if check.placed else 0) != expected:
             raise ChecksumError(
                 f"{labels[part.buffer]}: the chunk at bytes {at}:{at + check.nbytes} of {r.file} is damaged "
                 f"(its crc32c is not {expected:#010x})",

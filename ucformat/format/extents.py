@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucformat.errors import CoverageError
-from ucformat.format.sidecar import FOLLOWS, NO_BLOCK
+from ucformat.format.sidecar import NO_BLOCK
 from ucformat.format.structure import LARGEST, MOUNT, Problem, manifest_problems
 from ucformat.format.tiling import CHECKSUM_BYTES
 from ucformat.geometry.coverage import prove
@@ -149,7 +149,7 @@ def _impossible(
         "the bytes of an extent leave the block that has their checksum",
         good & has & ((offset < block) | (end > block + nbytes)),
     )
-    until = np.where(has, block + nbytes + np.where(c.crc32c[rows] == FOLLOWS, 4, 0), end)
+    until = np.where(has, block + nbytes + np.where(c.crc32c[rows] < 0, CHECKSUM_BYTES, 0), end)
     size = sizes[c.file[rows]]
     yield "an extent lies in {file}, which the manifest does not list", ~empty & (size < 0)
     yield "an extent reaches past the end of {file}", good & (size >= 0) & (np.maximum(until, end) > size)

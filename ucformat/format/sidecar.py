@@ -34,10 +34,12 @@ if TYPE_CHECKING:
 
     Column = NDArray[np.int64]
 
-__all__ = ["FOLLOWS", "NO_BLOCK", "Columns", "Sidecar", "decode", "encode", "encode_columns"]
+__all__ = ["NO_BLOCK", "PLACED", "Columns", "Sidecar", "block_of", "decode", "encode", "encode_columns"]
 
-#: In `block_offset`: no checksum covers the extent. In `crc32c`: the checksum is stored behind the block.
-NO_BLOCK = FOLLOWS = -1
+#: In `block_offset`: no checksum covers the extent.
+NO_BLOCK = -1
+#: In `crc32c`: the checksum is stored behind the block; PLACED: and covers the place where the block lies, too.
+FOLLOWS, PLACED = -1, -2
 
 _ROWS = ("tensor", "file", "offset", "block_offset", "block_nbytes", "crc32c")  # one for each extent
 _DIMS = ("start", "shape", "strides")  # one for each dim of each extent
@@ -55,7 +57,8 @@ class Columns:
     """Extents as columns of int64, a row for each extent, in any order.
 
     `tensor` is its number in the manifest and `file` in the list of files. `offset` is the byte of its first element.
-    A checksum covers `block_nbytes` bytes from `block_offset` on (NO_BLOCK: none does): `crc32c`, or what FOLLOWS them.
+    A checksum covers `block_nbytes` bytes from `block_offset` on (NO_BLOCK: none does): `crc32c`, or what FOLLOWS them,
+    where it may be PLACED.
     `start` and `shape`, in elements, and `strides`, in bytes, have a row for each dim of each extent, one extent after
     another. So has `tile`, in elements: 0, or the edges of the tiles (see `Tiling`) that lie there one after another,
     each with its checksum; its strides are then 0, but the last, which is the size of an element.
@@ -119,9 +122,14 @@ class Sidecar:
             if tiled:
                 out += Tiling(Box(start, shape), tile, strides[-1]).runs(self.files[file], offset, within)
                 continue
-            block = None if at == NO_BLOCK else Block(at, nbytes, None if crc == FOLLOWS else crc)
+            block = None if at == NO_BLOCK else block_of(at, nbytes, crc)
             out.append(Extent(Box(start, shape), self.files[file], offset, strides, block))
         return tuple(out)
+
+
+def block_of(offset: int, nbytes: int, crc32c: int) -> Block:
+    """The block of a row, which has one."""
+    return Block(offset, nbytes, None if crc32c < 0 else crc32c, placed=crc32c == PLACED)
 
 
 def encode(extents: Sequence[Iterable[Extent]]) -> bytes:
@@ -129,7 +137,9 @@ def encode(extents: Sequence[Iterable[Extent]]) -> bytes:
     listed = [(number, e) for number, of_tensor in enumerate(extents) for e in of_tensor]
     files: dict[str, int] = {}
     blocks = [
-        (NO_BLOCK, 0, 0) if b is None else (b.offset, b.nbytes, FOLLOWS if b.crc32c is None else b.crc32c)
+        (NO_BLOCK, 0, 0)
+        if b is None
+        else (b.offset, b.nbytes, (PLACED if b.placed else FOLLOWS) if b.crc32c is None else b.crc32c)
         for b in (e.block for _, e in listed)
     ]
     columns = Columns(
@@ -305,7 +315,7 @@ def _check(c: Columns, ndims: Column, files: int, where: str) -> None:
     if any(len(getattr(c, name)) != (ends[-1] if len(c) else 0) for name in (*_DIMS, _TILE)):
         raise _unfit(where)
     wrong = (c.file < 0) | (c.file >= files) | (c.offset < 0) | (c.block_offset < NO_BLOCK) | (c.block_nbytes < 0)
-    wrong |= (c.crc32c < FOLLOWS) | (c.crc32c >> 32 > 0)
+    wrong |= (c.crc32c < PLACED) | (c.crc32c >> 32 > 0)
     wrong |= _any((c.start < 0) | (c.shape < 0) | (c.strides < 0) | (c.tile < 0), c.tensor, ndims)
     tiled = _any(c.tile > 0, c.tensor, ndims)
     if tiled.any():

@@ -56,12 +56,13 @@ class Strided:
 class Check:
     """The chunk of `nbytes` that holds all of one inner set, and its checksum.
 
-    It begins `skip` bytes before the set's first byte; `crc32c` is None where the checksum follows the chunk.
+    It begins `skip` bytes before the set's first byte; `crc32c` and `placed` as of a `Block`.
     """
 
     nbytes: int
     skip: int
     crc32c: int | None = None
+    placed: bool = False
 
     @property
     def stored(self) -> int:
@@ -102,7 +103,8 @@ def moves(extent: Extent | Tiles, piece: Piece, itemsize: int) -> Iterator[Move]
     inner = _fold((*common.shape, itemsize), src, (*extent.strides, 1), dst, (*to, 1))
     check = None
     if extent.block is not None:
-        check = Check(extent.block.nbytes, src - extent.block.offset, extent.block.crc32c)
+        block = extent.block
+        check = Check(block.nbytes, src - block.offset, block.crc32c, block.placed)
     yield Move(extent.file, _ONE, inner, check, whole=common == extent.box)
 
 
@@ -123,7 +125,7 @@ def _tiled(tiles: Tiles, common: Box, piece: Piece, to: tuple[int, ...]) -> Iter
         outer_to = tuple(n * t for n, t in zip(tiles.chunk, to, strict=True))
         outer = _fold(tuple(c.count for c in cut), 0, grid, 0, outer_to, run=False)
         inner = _fold((*(c.length for c in cut), tiles.itemsize), src, (*within, 1), dst, (*to, 1))
-        yield Move(tiles.file, outer, inner, Check(nbytes, skip), all(c.whole for c in cut))
+        yield Move(tiles.file, outer, inner, Check(nbytes, skip, placed=tiles.placed), all(c.whole for c in cut))
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,7 +175,7 @@ def read_tensor(w: Wanted, verify: Verify, limits: Limits) -> tuple[list[Request
 def _is_checked(move: Move, extent: Extent | Tiles, verify: Verify, limits: Limits) -> bool:
     if verify == "whole" and not move.whole:
         assert move.check is not None  # noqa: S101
-        of_array = isinstance(extent, Tiles) and extent.steps is None
+        of_array = isinstance(extent, Tiles) and not extent.placed
         return not of_array and move.check.nbytes <= limits.block
     return verify != "never"
 

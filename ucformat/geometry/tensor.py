@@ -77,12 +77,14 @@ class TensorInfo:
 class Block:
     """The stored unit that a checksum covers: `nbytes` raw bytes from `offset` on.
 
-    `crc32c` is the expected checksum, or None where it is stored little-endian in the four bytes that follow.
+    `crc32c` is the expected checksum, or None where it is stored little-endian in the four bytes that follow. Where it
+    is `placed`, it covers the place of the bytes, too (`format.checksum.place_checksum`).
     """
 
     offset: int
     nbytes: int
     crc32c: int | None = None
+    placed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +122,8 @@ class Tiles:
 
     The chunks are those of a regular grid that begins at `box.start`, in C order; a chunk that reaches past the box is
     padded to its full shape. Chunk number `k` begins at byte `offset + k * pitch`; with `steps`, the bytes from one
-    chunk to the next along each dim, they lie as these say. Stands for one extent for each chunk, so that planning
-    costs nothing for each chunk.
+    chunk to the next along each dim, they are tiles of a packed file, which lie as these say. Stands for one extent
+    for each chunk, so that planning costs nothing for each chunk.
     """
 
     box: Box
@@ -130,6 +132,11 @@ class Tiles:
     chunk: tuple[int, ...]
     itemsize: int
     steps: tuple[int, ...] | None = None
+
+    @property
+    def placed(self) -> bool:
+        """Whether the checksums cover the places of their bytes, too, as those of packed files do."""
+        return self.steps is not None
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -154,7 +161,8 @@ class Tiles:
             shape = tuple(min(c, n - b) for c, n, b in zip(self.chunk, self.box.shape, begin, strict=True))
             start = tuple(a + b for a, b in zip(self.box.start, begin, strict=True))
             offset = self.offset + sum(i * s for i, s in zip(at, steps, strict=True))
-            yield Extent(Box(start, shape), self.file, offset, strides, Block(offset, self.pitch - 4))
+            block = Block(offset, self.pitch - 4, placed=self.placed)
+            yield Extent(Box(start, shape), self.file, offset, strides, block)
 
 
 def single_extents(found: Iterable[Extent | Tiles]) -> Iterator[Extent]:

@@ -187,7 +187,7 @@ class _Packed:
         return b"" if self.covered and not self._damaged(dst, None) else None
 
     def _damaged(self, store: Store, out: Writer | None) -> list[tuple[Key, Block]]:
-        sums = Sums(self.blocks)
+        sums = Sums(self.file, self.blocks)
         read_through(store, self.file, self.nbytes, sums.take, out)
         return sums.damaged()
 

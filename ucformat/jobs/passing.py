@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ucformat.computed import inputs_of
 from ucformat.errors import ChecksumError
-from ucformat.format.checksum import checksum
+from ucformat.format.checksum import checksum, place_checksum
 from ucformat.format.combine import CRC32, CRC32C
 from ucformat.format.universal import Universal
 from ucformat.geometry.tensor import Extent, Tiles, single_extents
@@ -160,6 +160,8 @@ class Passing:
     def _add(self, file: str, block: Block) -> None:
         nbytes = block.nbytes + (4 if block.crc32c is None else 0)
         expected = _RESIDUE if block.crc32c is None else block.crc32c
+        if block.placed:
+            expected ^= CRC32C(place_checksum(file, block.offset), nbytes)
         if not block.nbytes:
             return
         with self._lock:

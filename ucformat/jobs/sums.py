@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from ucformat.format.checksum import checksum
+from ucformat.format.checksum import checksum, place_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +21,8 @@ _READ = 8 << 20  # bytes that are held at once
 class Sums:
     """Compares the blocks of a file, which may overlap, with their checksums while the file goes by."""
 
-    def __init__(self, blocks: Sequence[tuple[Key, Block]]) -> None:
-        self._todo = deque(_Sum(key, block) for key, block in blocks)  # in the order of their offsets
+    def __init__(self, file: str, blocks: Sequence[tuple[Key, Block]]) -> None:
+        self._todo = deque(_Sum(file, key, block) for key, block in blocks)  # in the order of their offsets
         self._begun: list[_Sum] = []
         self._bad: list[_Sum] = []
 
@@ -46,10 +46,11 @@ class _Sum:
 
     __slots__ = ("_crc", "_stored", "block", "end", "key")
 
-    def __init__(self, key: Key, block: Block) -> None:
+    def __init__(self, file: str, key: Key, block: Block) -> None:
         self.key, self.block = key, block
         self.end = block.offset + block.nbytes + (4 if block.crc32c is None else 0)
-        self._crc, self._stored = 0, b""
+        self._crc = place_checksum(file, block.offset) if block.placed else 0
+        self._stored = b""
 
     def take(self, at: int, data: memoryview) -> None:
         start, stop = self.block.offset, self.block.offset + self.block.nbytes

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucformat.format.blocks import ALIGNED
-from ucformat.format.checksum import checksum
-from ucformat.format.sidecar import FOLLOWS, NO_BLOCK, Columns, encode_columns
+from ucformat.format.checksum import checksum, place_checksum
+from ucformat.format.sidecar import NO_BLOCK, PLACED, Columns, encode_columns
 from ucformat.format.tiling import CHECKSUM_BYTES, Tiling, tile_shape
 from ucformat.geometry.box import row_major
 from ucformat.storage.upload import unit_for
@@ -44,22 +44,24 @@ def write_packed(
         for (region, _), tiling in zip(regions, tilings, strict=True):
             if gap := -end % ALIGNED:
                 out.write(bytes(gap))
+                end += gap
             for box in tiling.boxes():
                 nbytes = box.size * tiling.itemsize
+                place = place_checksum(key, end)
                 tile = region.within(box)
                 if tile.is_row_major(tiling.itemsize):
                     data = tile.memory[tile.offset : tile.offset + nbytes]
                     out.write(data.data)
-                    out.write(checksum(data.data).to_bytes(CHECKSUM_BYTES, "little"))
+                    out.write(checksum(data.data, place).to_bytes(CHECKSUM_BYTES, "little"))
                 else:
                     if copied.size < nbytes + CHECKSUM_BYTES:
                         copied = np.empty(nbytes + CHECKSUM_BYTES, np.uint8)
                     data, stored = copied[:nbytes], copied[nbytes : nbytes + CHECKSUM_BYTES]
                     tile.copy_to(data, tiling.itemsize)
-                    stored.data[:] = checksum(data.data).to_bytes(CHECKSUM_BYTES, "little")
+                    stored.data[:] = checksum(data.data, place).to_bytes(CHECKSUM_BYTES, "little")
                     out.write(copied[: nbytes + CHECKSUM_BYTES].data)
+                end += nbytes + CHECKSUM_BYTES
                 progress(nbytes)
-            end += gap + tiling.nbytes
 
 
 def sidecar_of(
@@ -94,7 +96,7 @@ def sidecar_of(
         offset=table[:, 2],
         block_offset=np.where(single, table[:, 2], NO_BLOCK),
         block_nbytes=np.where(single, nbytes, 0),
-        crc32c=np.where(single, FOLLOWS, 0),
+        crc32c=np.where(single, PLACED, 0),
         start=joined(lambda t: t.box.start),
         shape=joined(lambda t: t.box.shape),
         strides=joined(
