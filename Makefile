@@ -39,12 +39,13 @@ test-all: check $(ENGINE)
 	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=explore
 
 ## model: each fault at each call of a command, every order of commands at once that is worth trying (hours; goes on
-## where it was stopped), and power failures
+## where it was stopped), power failures, and memory that ends at each allocation of a command that reads
 model: $(STAMP)
 	$(BIN)/python -m tests.schedules faults --out model-faults.jsonl
 	$(BIN)/python -m tests.schedules pairs --out model-pairs.jsonl
 	$(BIN)/python -m tests.schedules three 0 100000 --out model-three.jsonl
 	$(BIN)/python -m tests.power
+	$(BIN)/python -m tests.memory
 
 ## fuzz: what strangers write, mutated to reach as much code as possible: 10 million inputs (hours)
 fuzz: $(STAMP)

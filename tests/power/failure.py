@@ -18,10 +18,10 @@ from unittest import mock
 import numpy as np
 
 import ucformat
+from tests.inline import Inline
 from tests.power.commands import COMMANDS, NOW, arrays, first_world
 from tests.power.disk import after, lies, visible
 from tests.power.recorder import Killed, Recorder
-from tests.schedules.world import _Inline
 from ucformat.catalog.catalog import Catalog
 from ucformat.errors import Conflict, NotACheckpoint, UcformatError
 from ucformat.format.commit import MANIFEST, read_manifest
@@ -79,7 +79,7 @@ class Bench:
         enter(mock.patch.dict(os.environ, {"XDG_DATA_HOME": str(home), "XDG_CONFIG_HOME": str(home)}))
         enter(using(catalog=f"sqlite:///{self._catalog}"))
         for name in _MODULES:  # so that a command makes the same calls each time
-            enter(mock.patch.object(import_module(name), "ThreadPoolExecutor", _Inline))
+            enter(mock.patch.object(import_module(name), "ThreadPoolExecutor", Inline))
         home.mkdir(parents=True)
         self._steps = first_world(self.root)
         shutil.copytree(self.root, self._first)

@@ -18,7 +18,6 @@ import sqlite3
 import sys
 import threading
 import traceback
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,6 +31,7 @@ import sqlalchemy as sa
 from sqlalchemy.pool import StaticPool
 
 import ucformat  # noqa: F401 - it has catalogs write their documents
+from tests.inline import Inline
 from ucformat.catalog.engine import Database, _begin_sqlite
 from ucformat.catalog.engine import explaining as explaining_database
 from ucformat.catalog.models import Base
@@ -522,33 +522,6 @@ class _Writer(MemoryWriter):
                 raise
 
 
-class _Inline:
-    """A thread pool that does its work at once, in the thread that asks."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def submit(self, work: Callable[..., Any], *args: Any, **more: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        try:
-            done.set_result(work(*args, **more))
-        except Exception as error:  # noqa: BLE001 - as a pool does; Killed goes through
-            done.set_exception(error)
-        return done
-
-    def map(self, work: Callable[..., Any], *items: Any) -> Iterator[Any]:
-        return map(work, *items)
-
-    def shutdown(self, *_: Any, **__: Any) -> None:
-        pass
-
-
 class _Warned(logging.Handler):
     """Notes of an actor that it told its user of something."""
 
@@ -631,7 +604,7 @@ def _patches(world: World) -> Iterator[Any]:
     yield mock.patch("ucformat.torch.group.Group.alone", nullcontext)  # of another process each
     yield mock.patch("ucformat.torch.writing.time", SimpleNamespace(monotonic=lambda: 0.0))
     yield mock.patch("ucformat.jobs.run.default_workers", return_value=1)
-    replaced = {"datetime": (dt.datetime, Time), "uuid4": (None, world.uuid), "ThreadPoolExecutor": (None, _Inline)}
+    replaced = {"datetime": (dt.datetime, Time), "uuid4": (None, world.uuid), "ThreadPoolExecutor": (None, Inline)}
     for name, module in sorted(sys.modules.items()):
         if name.startswith("ucformat."):
             for cached in _cached_properties(module):  # until Python 3.12 one lock for all instances, of all actors

@@ -344,3 +344,11 @@ def test_keys_of_checkpoints_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     for keys in (range(20_000), map(str, range(20_000))):
         value = dict.fromkeys(keys)
         assert load(pickle.dumps(value, 2)) == value
+
+
+def test_where_memory_ends_the_file_is_not_called_damaged() -> None:
+    def nbytes(_key: str) -> int:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        unpickle(pickled(tensor()), file="x.pt", storage_nbytes=nbytes)

@@ -20,6 +20,8 @@ def naming(place: str) -> Iterator[None]:
         yield
     except UcformatError:
         raise
+    except MemoryError as error:
+        raise UcformatError(f"{place}: out of memory", hint="do this where there is more of it") from error
     except Exception as error:
         raise UcformatError(
             f"{place} makes ucformat fail: {type(error).__name__}: {error}",

@@ -46,6 +46,8 @@ def unpickle(data: bytes, *, file: str, storage_nbytes: Callable[[str], int], al
         return _Machine(data, storage_nbytes, allow).run()
     except UcformatError as error:
         raise type(error)(f"{file}: {error.message}", hint=error.hint) from error
+    except MemoryError:  # for what the file justifies there was no room
+        raise
     except Exception as error:
         raise IntegrityError(
             f"{file}: its pickle cannot be read ({type(error).__name__}: {error})",

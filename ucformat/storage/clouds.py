@@ -202,6 +202,8 @@ def boto_session() -> Any:
     try:
         session = boto3.Session()
         session.get_credentials()
+    except MemoryError:
+        raise
     except Exception as error:  # noqa: BLE001 - botocore has many, and some repeat lines of the file
         name = type(error).__name__
     else:

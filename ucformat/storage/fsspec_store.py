@@ -151,6 +151,8 @@ class FsspecStore:
                 return call()
         except UcformatError as error:
             kind, message, hint = type(error), error.message, error.hint
+        except MemoryError:
+            raise
         except Exception as error:  # noqa: BLE001 - each library behind fsspec has its own
             kind, message, hint = UcformatError, f"cannot {action} {name}: {type(error).__name__}: {error}", None
         said = redacted(message.replace(name, _NAME), secrets_in(getattr(self._fs, "storage_options", {})))

@@ -44,7 +44,7 @@ def persist(action: str, name: str, call: Callable[[], T], deadline: float) -> T
     while True:
         try:
             return call()
-        except UcformatError:
+        except (UcformatError, MemoryError):
             raise
         except Exception as error:  # noqa: BLE001 - obstore raises its own, ValueError and OSError alike
             failure = explained(error, action, name)
@@ -95,7 +95,7 @@ def explained(error: Exception, action: str, name: str) -> UcformatError:
     elif status:
         why = f"the answer was {status[1]}"
     else:
-        why = _QUERY.sub("?…", _QUOTED.sub("…", text.partition("\n")[0]))[:300]
+        why = _QUERY.sub("?…", _QUOTED.sub("…", text.partition("\n")[0]))[:300] or type(error).__name__
     if isinstance(error, PermissionDeniedError | UnauthenticatedError) or (status and status[1] in ("401", "403")):
         return Refused(
             f"cannot {action} {name}: {why}",

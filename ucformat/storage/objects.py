@@ -64,6 +64,8 @@ class ObjectStore:
             if self._connected is None:
                 try:
                     self._connected = connect(self._place, self._options)
+                except MemoryError:
+                    raise
                 except Exception as error:  # noqa: BLE001 - a configuration that obstore does not take
                     failure = error if isinstance(error, UcformatError) else explained(error, "open", self.url)
                 if self._connected is None:

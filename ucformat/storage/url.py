@@ -90,6 +90,8 @@ def _open_fsspec(url: str, scheme: str) -> Store:
         if "rotocol not known" in str(error):
             hint = "write a path, file://, s3://, gs://, abfs://, …"
             failure = UsageError(f"{url}: nobody knows the scheme {scheme!r}", hint=hint)
+    except MemoryError:
+        raise
     except Exception as error:  # noqa: BLE001 - each library behind fsspec has errors of its own
         failure = UcformatError(f"{url} cannot be opened: {type(error).__name__}: {redacted(str(error))}")
     raise failure from None

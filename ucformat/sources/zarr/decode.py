@@ -136,7 +136,7 @@ def _read(
         part = out.reshape(array.chunk)[index]
         ts.array(part, copy=False, write=True).write(stored).result()
     except MemoryError:
-        raise Refused(f"{where}: there is no memory for its {array.chunk_nbytes} bytes") from None
+        raise MemoryError(f"{where}: there is no memory for its {array.chunk_nbytes} bytes") from None
     except (ValueError, TypeError, RuntimeError, OverflowError, KeyError, NotImplementedError) as error:
         reason = str(error).partition(" [")[0][:300]
         raise IntegrityError(f"{where} cannot be decoded: {reason}") from None
