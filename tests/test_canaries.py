@@ -12,6 +12,7 @@ import subprocess
 import sys
 import traceback
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -28,7 +29,6 @@ from ucformat.storage.clouds import boto_session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 C = "CANARY"  # stands for the secret in what follows
 
@@ -322,6 +322,69 @@ def test_of_whatever_writes_to_the_streams_of_a_process(watch: Watch) -> None:
     assert "it was …" in done.stderr
     assert done.stdout == "…\n"
     watch.texts += [done.stdout, done.stderr]
+    watch.check()
+
+
+def _save_behind(watch: Watch, *places: str) -> None:
+    """Save with a writer of its own; what it says, and what anybody sees of it, is looked at too."""
+    import torch
+
+    from ucformat.torch import async_save, background
+
+    for place in (*places, watch.new()):
+        watch.act(lambda place=place: async_save({"w": torch.zeros(4)}, place, run="r", step=1).wait())  # type: ignore[misc]
+    (mine,) = background._backgrounds.values()
+    process = Path(f"/proc/{mine._process.pid}")
+    watch.texts.append((process / "cmdline").read_text())
+    own = {os.fsencode(f"{name}={value}") for name, value in os.environ.items()}
+    assert {*(process / "environ").read_bytes().split(b"\0")} - own <= {b"", b"CUDA_VISIBLE_DEVICES="}
+    background._close_all()
+
+
+def test_of_the_writers_of_async_save(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FSSPEC_CONFIG_DIR", str(watch.folder / "fsspec"))
+    for variables, _ in VARIABLES[:1] + VARIABLES[5:8]:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, watch.put(value))
+    monkeypatch.setenv("UCP_CATALOG", watch.put(CATALOGS[3]))
+    file = watch.folder / "fsspec" / "ftp.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"ftp": {"username": "me", "password": watch.canary}}))
+    fsspec.config.set_conf_files(str(file.parent), fsspec.config.conf)
+    given = [watch.put(PLACES[i]) for i in (0, 2, 7, 9, 11, 15, 20)]
+    _save_behind(watch, "s3://bucket/run", "az://container/run", "gs://bucket/run", "ftp://127.0.0.1:1/run", *given)
+    file.unlink()
+    out, err = capfd.readouterr()
+    assert "postgresql+psycopg://me@127.0.0.1:1/db" in err
+    watch.texts += [out, err]
+    watch.check()
+
+
+def test_of_whatever_the_writer_of_async_save_writes_to_its_streams(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = (
+        "import os, sys, threading, warnings; import ucformat.torch.worker as worker\n"
+        "begin = worker._do\n"
+        "def fail(*_):\n"
+        "    raise RuntimeError('with ' + os.environ['SOME_TOKEN']) from KeyError(os.environ['SOME_TOKEN'])\n"
+        "def do(*args):\n"
+        "    warnings.warn('it was ' + os.environ['SOME_TOKEN'])\n"
+        "    print(os.environ['SOME_TOKEN'], flush=True)\n"
+        "    thread = threading.Thread(target=fail); thread.start(); thread.join()\n"
+        "    return begin(*args)\n"
+        "worker._do = do\n"
+    )
+    monkeypatch.setattr("ucformat.torch.background._SERVE", f"{code}worker.main()")
+    monkeypatch.setenv("SOME_TOKEN", watch.canary)
+    _save_behind(watch)
+    out, err = capfd.readouterr()
+    assert "RuntimeError: with …" in err
+    assert "it was …" in err
+    assert "…\n" in out
+    watch.texts += [out, err]
     watch.check()
 
 

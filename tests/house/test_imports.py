@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "torch": {
         *("schema", "errors", "geometry", "storage", "facts", "format", "sources", "planning", "tensor", "checkpoint"),
-        *("_version", "catalog", "references", "settings", "jobs"),
+        *("_version", "catalog", "references", "redacted", "settings", "jobs"),
     },
     "settings": {"errors", "lasting"},
     "catalog": {"schema", "errors", "redacted", "settings", "migrations", "written"},
@@ -58,7 +58,7 @@ OUTSIDE: dict[str, set[str]] = {
     "schema": {"pydantic", "pydantic_core"},
     "geometry": {"pydantic"},
     "written": {"yaml"},
-    "storage": {"boto3", "fsspec", "obstore"},
+    "storage": {"aiohttp", "boto3", "fsspec", "obstore"},
     "format": {"numpy", "ml_dtypes", "crc32c", "xxhash", "pydantic", "safetensors", "zarr"},
     "sources": {"crc32c", "numpy", "ml_dtypes", "numcodecs", "tensorstore"},
     "planning": {"numpy"},

@@ -19,6 +19,7 @@ from multiprocessing.reduction import recv_handle
 from typing import TYPE_CHECKING
 
 from ucformat.errors import UcformatError
+from ucformat.redacted import Hiding
 from ucformat.torch.agree import Terms
 from ucformat.torch.group import Group
 from ucformat.torch.links import Links
@@ -128,6 +129,7 @@ def main() -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):  # whoever ends the job: what was staged is written first
         signal.signal(number, signal.SIG_IGN)
+    sys.stdout, sys.stderr = Hiding(sys.stdout), Hiding(sys.stderr)  # what libraries say goes to the training's logs
     record_commits()
     connection = Connection(int(sys.argv[1]))
     start: Start = decode(connection.recv_bytes(), Start)
