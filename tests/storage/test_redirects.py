@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import fsspec
 import obstore
@@ -149,10 +151,133 @@ def test_amazon_itself_is_reached_without_the_proxy_that_is_not_there(monkeypatc
 
 
 def test_a_proxy_of_the_user_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in PROXIES:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
     monkeypatch.setenv("no_proxy", "inside.example")
-    options = [_only_to("http://inside.example:9000"), _only_to("http://outside.example")]
-    assert [sorted(o) for o in options] == [["proxy_excludes", "proxy_url"], []]
+    urls = ["http://inside.example:9000", "https://outside.example", "http://outside.example"]
+    assert [sorted(_only_to([url])) for url in urls] == [["proxy_excludes", "proxy_url"]] * 2 + [[]]
+
+
+@pytest.mark.parametrize(
+    ("no_proxy", "guarded"), [(".amazonaws.com", True), ("s3.eu-west-1.amazonaws.com", True), ("", False)]
+)
+def test_what_of_amazon_the_user_reaches_without_a_proxy(
+    no_proxy: str, guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (*PROXIES, "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
+    monkeypatch.setenv("no_proxy", no_proxy)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAUCFORMATTESTS")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", CANARY)
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr("obstore.store.S3Store", lambda *_, **options: made.append(options))
+    connect(parse("s3://bucket/run"), Options())
+    assert ("proxy_url" in made[0]["client_options"]) is guarded
+
+
+@dataclass
+class Proxy:
+    """A proxy of the user's, which alone knows where the hosts of some names are; and what it was asked for."""
+
+    knows: dict[str, Host]
+    url: str = ""
+    asked: list[str] = field(default_factory=list)
+
+
+@pytest.fixture
+def proxy(hosts: tuple[Host, Host]) -> Iterator[Proxy]:
+    first, other = hosts
+    first.leads_to = "http://other.test"
+    found = Proxy({"endpoint.test": first, "other.test": other, "localhost": first})
+
+    class Handler(BaseHTTPRequestHandler):
+        def forward(self) -> None:
+            url = urlsplit(self.path)
+            found.asked.append(url.hostname or "")
+            body = self.rfile.read(int(self.headers.get("content-length") or 0))
+            there = HTTPConnection("127.0.0.1", found.knows[found.asked[-1]].port)
+            there.request(self.command, url._replace(scheme="", netloc="").geturl(), body, dict(self.headers))
+            answer = there.getresponse()
+            data = answer.read()
+            self.send_response(answer.status)
+            for name, value in answer.getheaders():
+                if name not in ("Server", "Date"):
+                    self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(data)
+            there.close()
+
+        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = forward  # noqa: N815 - as the library calls them
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        found.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield found
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "ALL_PROXY"])
+def test_what_is_behind_a_proxy_is_read(
+    variable: str, proxy: Proxy, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts[0].leads_to = ""
+    place = _s3(hosts[0], monkeypatch)
+    monkeypatch.setenv("UCP_ENDPOINT", "http://endpoint.test")
+    monkeypatch.setenv(variable, proxy.url)
+    assert open_store(place).read("f") == b"abc"
+    assert {*proxy.asked} == {"endpoint.test"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"http_proxy": "", "no_proxy": "localhost"}, {"ALL_PROXY": "", "no_proxy": "localhost"}, {"https_proxy": ""}],
+)
+def test_a_proxy_that_does_not_stand_before_the_endpoint_takes_nothing_on(
+    settings: dict[str, str], proxy: Proxy, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = hosts
+    first.leads_to = f"http://127.0.0.1:{other.port}"
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value or proxy.url)
+    store = open_store(_s3(first, monkeypatch))
+    for act in ACTS:
+        with pytest.raises(UcformatError):
+            act(store)
+    with pytest.raises(Refused, match="redirect to another host"):
+        store.read("f")
+    assert not other.requests
+    assert not proxy.asked
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        pytest.param(TOKEN, marks=pytest.mark.xfail(strict=True, reason="obstore cannot: docs/security.md, rule 10")),
+        "AKIAUCFORMATTESTS",
+    ],
+)
+def test_what_follows_a_redirect_behind_a_proxy(
+    secret: str, proxy: Proxy, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = hosts
+    place = _s3(first, monkeypatch)
+    monkeypatch.setenv("UCP_ENDPOINT", "http://endpoint.test")
+    monkeypatch.setenv("http_proxy", proxy.url)
+    with suppress(UcformatError):
+        open_store(place).read("f")
+    assert any(secret in r for r in first.requests)
+    assert other.requests
+    assert not any(secret in r for r in other.requests)
 
 
 @pytest.mark.parametrize("kind", ["http", "hf"])
@@ -173,3 +298,36 @@ def test_what_fsspec_reaches_sends_no_token_after_a_redirect(kind: str, hosts: t
     assert any(TOKEN in r for r in first.requests)
     assert other.requests
     assert not any(TOKEN in r for r in other.requests)
+
+
+@pytest.mark.parametrize(
+    "configured",
+    [
+        {"client_kwargs": {"headers": {"X-Api-Key": TOKEN, "User-Agent": "me"}}},
+        {"headers": {"PRIVATE-TOKEN": TOKEN, "User-Agent": "me"}},
+        {"cookies": {"session": TOKEN}, "headers": {"User-Agent": "me"}},
+    ],
+)
+@pytest.mark.parametrize("url", ["simplecache::http://localhost:{}/run", "http://localhost:{}/run"])
+def test_what_configures_fsspec_sends_no_header_after_a_redirect(
+    configured: dict[str, Any], url: str, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = hosts
+    monkeypatch.setitem(fsspec.config.conf, "http", configured)
+    store = FsspecStore(url.format(first.port))
+    for act in ACTS[:3]:
+        with suppress(UcformatError):
+            act(store)
+    assert any(TOKEN in r for r in first.requests)
+    assert any("User-Agent: me" in r for r in other.requests)
+    assert not any(TOKEN in r for r in other.requests)
+
+
+def test_what_configures_fsspec_is_sent_to_another_path_of_the_host(
+    hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = hosts
+    first.leads_to = f"http://localhost:{other.port}"
+    monkeypatch.setitem(fsspec.config.conf, "http", {"headers": {"PRIVATE-TOKEN": TOKEN}})
+    assert FsspecStore(f"http://localhost:{first.port}/run").read("f") == b"abc"
+    assert any(TOKEN in r for r in other.requests)

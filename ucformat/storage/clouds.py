@@ -20,6 +20,8 @@ from ucformat.redacted import has_users, learn_url
 from ucformat.storage.base import check_key
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from obstore.store import ObjectStore as Client
 
 __all__ = [
@@ -49,7 +51,8 @@ _SIGNED = re.compile(
 )
 #: The proxy of what is not to be reached; nothing ever listens at port 0.
 NOWHERE = "http://127.0.0.1:0"
-_AMAZON = ("amazonaws.com", "amazonaws.com.cn", "api.aws", "169.254.0.0/16", "fd00:ec2::/32")  # and its metadata
+_AMAZON = ("amazonaws.com", "amazonaws.com.cn", "api.aws")
+_METADATA = ("169.254.0.0/16", "fd00:ec2::/32")  # of Amazon's machines; no proxy leads there
 _AWS_URLS = ("AWS_ENDPOINT_URL_STS", "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_METADATA_ENDPOINT")
 _SAS = ("AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN")
 _CONNECT, _STALL, _WHOLE = "10s", "30s", "300s"  # to connect; between two parts of a body; for all of a request
@@ -134,7 +137,8 @@ def connect(place: Place, options: Options) -> Client:
     if place.cloud == "az":
         account: dict[str, Any] = {"account_name": place.account} if place.account else {}
         if any(os.environ.get(name) for name in _SAS):
-            common["client_options"] |= _only_to("core.windows.net", os.environ.get("AZURE_STORAGE_ENDPOINT", ""))
+            endpoint = os.environ.get("AZURE_STORAGE_ENDPOINT", "")
+            common["client_options"] |= _only_to([endpoint or "https://core.windows.net"], "core.windows.net")
         return store.AzureStore(place.bucket, prefix=prefix, **account, **common)
     if place.cloud == "http":
         common["client_options"]["allow_http"] = place.root.startswith("http://")
@@ -147,28 +151,41 @@ def connect(place: Place, options: Options) -> Client:
         common["client_options"]["allow_http"] = endpoint.startswith("http://")
     if region:
         common["region"] = region
-    hosts = [endpoint] if endpoint else [*_AMAZON]
+    reached = [endpoint or _service("s3", region)]
+    hosts: list[str] = [] if endpoint else [*_AMAZON]
     if session is not None and session.get_credentials() is not None:
         from obstore.auth.boto3 import Boto3CredentialProvider
 
         common["credential_provider"] = Boto3CredentialProvider(session)
     elif not keys_in_environment():  # obstore itself asks for credentials, and elsewhere
-        hosts += [*_AMAZON, *(os.environ.get(name, "") for name in _AWS_URLS)]
-    common["client_options"] |= _only_to(*hosts)
+        hosts += [*_AMAZON, *_METADATA]
+        reached += [_service("sts", region), *filter(None, map(os.environ.get, _AWS_URLS))]
+    common["client_options"] |= _only_to(reached, *hosts)
     return store.S3Store(place.bucket, prefix=prefix, **common)
 
 
-def _only_to(*places: str) -> dict[str, Any]:
-    """Options by which a client reaches these hosts, and is led to no other by a redirect, with a token or signature.
+def _service(name: str, region: str | None) -> str:
+    """Where a service of Amazon's is."""
+    china = ".cn" if region and region.startswith("cn-") else ""
+    return f"https://{name}.{region or 'us-east-1'}.amazonaws.com{china}"
+
+
+def _only_to(reached: Sequence[str], *hosts: str) -> dict[str, Any]:
+    """Options by which a client is led to no other host by a redirect, with a token or a signature.
 
     obstore follows redirects, and takes only the header `Authorization` off on the way: not S3's session token, nor the
-    signature in a url of Azure, which the next request names as its referrer. It cannot be told not to. So all else is
-    behind a proxy that is not there. Where the user has a proxy for these hosts, that has to be used.
+    signature in a url of Azure, which the next request names as its referrer. It cannot be told not to, and knows one
+    proxy for all hosts. So all else is behind one that is not there; where one of the user's has to be used, that one.
+
+    Args:
+        reached: the urls that it has to reach.
+        hosts: what else it may, with all that is below these.
     """
-    hosts = [host for place in places if (host := urlsplit(place).hostname if "://" in place else place)]
-    if getproxies().keys() & {"http", "https", "all"} and not all(map(proxy_bypass, hosts)):
+    proxies = getproxies()
+    places = [(url.scheme, url.hostname) for url in map(urlsplit, reached) if url.hostname]
+    if any((scheme in proxies or "all" in proxies) and not proxy_bypass(host) for scheme, host in places):
         return {}
-    return {"proxy_url": NOWHERE, "proxy_excludes": ",".join(hosts)}
+    return {"proxy_url": NOWHERE, "proxy_excludes": ",".join([*hosts, *(host for _, host in places)])}
 
 
 def s3_terms(options: Options) -> tuple[str, str | None, Any]:

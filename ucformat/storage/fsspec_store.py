@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import urljoin, urlsplit
 
 from ucformat.errors import IntegrityError, NotFound, Refused, UcformatError
 from ucformat.redacted import learn, named_secrets, redacted, secrets_in
@@ -16,6 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["FsspecStore"]
 
 _NAME = "\ue000"  # stands for the file's own name, which the user gave and no secret is in
+
+_PLAIN = (
+    "accept",
+    "accept-encoding",
+    "if-match",
+    "if-none-match",
+    "range",
+    "user-agent",
+)  # headers that hold no secret
 
 _MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")  # as each library calls it
 _VERSION = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime", "created", "ino", "size")
@@ -33,7 +43,7 @@ class FsspecStore:
         import fsspec
 
         if filesystem is None:
-            filesystem, path = fsspec.core.url_to_fs(url, **options)
+            filesystem, path = fsspec.core.url_to_fs(url, **_over_http(url, options))
         else:
             path = filesystem._strip_protocol(url)  # noqa: SLF001 - as url_to_fs does
         learn(*named_secrets(getattr(filesystem, "storage_options", {})))
@@ -175,6 +185,32 @@ class FsspecStore:
         if len(data) != nbytes:
             raise IntegrityError(f"{name}: {nbytes} bytes were asked for and {len(data)} came")
         return data
+
+
+def _over_http(url: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options with which what fsspec reaches over HTTP, in a chain too, has clients of ours."""
+    schemes = {scheme for part in url.split("::") if (scheme := part.partition("://")[0].lower()) in ("http", "https")}
+    return {**options, **{s: {"get_client": _client, **options.get(s, {})} for s in schemes}}
+
+
+async def _client(**options: Any) -> Any:
+    """A client of HTTP that, when it is led to another host, takes all headers off that may be secret.
+
+    aiohttp does so with `Authorization` and cookies, not with others that a user's configuration of fsspec names.
+    """
+    import aiohttp
+
+    async def leave(_session: object, _context: object, led: aiohttp.TraceRequestRedirectParams) -> None:
+        answer, here = led.response.headers, str(led.url)
+        there = urljoin(here, answer.get("Location") or answer.get("URI") or "")
+        if urlsplit(there).hostname != urlsplit(here).hostname:
+            for name in {*led.headers.keys()}:
+                if name.lower() not in _PLAIN:
+                    led.headers.popall(name)
+
+    watch = aiohttp.TraceConfig()
+    watch.on_request_redirect.append(leave)
+    return aiohttp.ClientSession(**options, trace_configs=[watch])
 
 
 def _info_of(fs: Any, path: str) -> dict[str, Any]:
