@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from ucformat.catalog.entries import Entry
 
 CHECKPOINT = [
-    "id", "name", "kind", "state", "run", "step", "created", "recorded", "deleted", "purge_after", "tensors", "bytes",
-    "files", "files_bytes", "format_version", "engine", "topology", "config", "urls", "metrics", "tags", "aliases",
-    "holds", "notes", "from_documents", "verified",
+    "id", "name", "kind", "state", "run", "step", "commits", "created", "recorded", "deleted", "purge_after", "tensors",
+    "bytes", "files", "files_bytes", "format_version", "engine", "topology", "config", "urls", "metrics", "tags",
+    "aliases", "holds", "notes", "from_documents", "verified",
 ]  # fmt: skip
 
 

@@ -15,12 +15,15 @@ from tests.fakes import manifest_file
 from tests.torch.runs import data_file, fill, folders, manager_of, names, restored, state_at
 from ucformat.errors import IntegrityError, Refused, UcformatError
 from ucformat.format.commit import MANIFEST
+from ucformat.schema.manifest import MOST_COMMITS
 from ucformat.storage.url import open_store
 from ucformat.torch import Manager
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from ucformat.schema.manifest import LineageDoc, Manifest
 
 
 def test_nothing_is_restored_where_there_is_nothing(tmp_path: Path) -> None:
@@ -134,6 +137,38 @@ def skew(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
             return super().now(tz) + timedelta(hours=hours)
 
     monkeypatch.setattr("ucformat.torch.writing.datetime", Clock)
+
+
+def test_a_training_that_went_back_goes_on_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a clock that is behind, and where what it went on from counts less than what it left."""
+    fill(tmp_path, 10, 20, 30)
+    skew(monkeypatch, -1)
+    manager = manager_of(tmp_path)
+    manager.load(state_at(0), tmp_path / "step-00000010")
+    manager.save(15, state_at(15))
+    counts = {step: ucformat.open(tmp_path / names(step)[0]).manifest.commits for step in (10, 15, 20, 30)}
+    assert counts == {10: 1, 20: 2, 30: 3, 15: 4}
+    assert restored(tmp_path)[0] == 15
+
+
+def test_commits_are_counted_as_far_as_they_are_known(tmp_path: Path) -> None:
+    def saved(name: str, **more: Any) -> Manifest:
+        ucformat.torch.save(state_at(1), tmp_path / name, **more)
+        return ucformat.open(tmp_path / name).manifest
+
+    def edge(name: str) -> LineageDoc:
+        return ucformat.torch.load(state_at(0), tmp_path / name).lineage
+
+    assert saved("nothing").commits is None
+    assert saved("from nothing", lineage=[edge("nothing")]).commits is None
+    assert saved("first", after=0).commits == 1
+    assert saved("second", lineage=[edge("first"), edge("nothing")]).commits == 2
+    assert saved("seventh", after=6, lineage=[edge("second")]).commits == 7
+    ucformat.convert(tmp_path / "second", tmp_path / "converted")
+    made = ucformat.open(tmp_path / "converted").manifest
+    assert (made.commits, made.lineage[0].commits) == (None, 2)
+    assert saved("third", lineage=[edge("converted")]).commits == 3
+    assert saved("last", after=MOST_COMMITS).commits == MOST_COMMITS
 
 
 def test_what_is_whole_is_not_replaced_when_training_went_back(tmp_path: Path) -> None:

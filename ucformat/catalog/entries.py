@@ -80,6 +80,7 @@ class Entry:
     state: str
     run: str | None
     step: int | None
+    commits: int | None
     created: datetime
     recorded: datetime
     deleted: datetime | None
@@ -165,6 +166,7 @@ def _load_page(connection: Connection, serials: Sequence[int], now: datetime) ->
             state=r.state,
             run=r.run,
             step=r.step,
+            commits=r.commits,
             created=r.created,
             recorded=r.recorded,
             deleted=r.deleted,

@@ -125,6 +125,7 @@ class Checkpoint(Base):
     state = column(PlainText)
     run_id = column(Integer, ForeignKey("run.id"), nullable=True)
     step = column(BigInteger, nullable=True)
+    commits = column(BigInteger, nullable=True)
     created = column(UtcDateTime)
     recorded = column(UtcDateTime)
     deleted = column(UtcDateTime, nullable=True)

@@ -94,6 +94,7 @@ def record(
                 "state": "committed",
                 "run_id": None if run is None else one_id(connection, Run, {"name": run}, {"created": now}),
                 "step": manifest.step,
+                "commits": manifest.commits,
                 "created": _created(manifest),
                 "recorded": now,
                 "tensors": len(manifest.tensors),

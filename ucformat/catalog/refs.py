@@ -2,7 +2,7 @@
 
 a place        a path or a url: anything with `://`, or that begins with `/`, `./`, `../` or `~`
 run7@1000      the checkpoint of a run at a step
-run7@latest    the one of its last step
+run7@latest    its newest (`catalog.newest`)
 run7@best      where the alias `run7/best` points to, else the alias `best` if that is a checkpoint of this run
 alias:best     where an alias points to
 d829318292     an id, or the beginning of one, at least four characters
@@ -10,6 +10,7 @@ d829318292     an id, or the beginning of one, at least four characters
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from urllib.parse import unquote
 import sqlalchemy as sa
 
 from ucformat.catalog.models import Alias, Checkpoint, Location, Run
+from ucformat.catalog.newest import contradiction, select_newest_first
 from ucformat.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Ref", "is_place", "parse_ref", "resolve", "same_url"]
 
+_log = logging.getLogger("ucformat")
 _ID = re.compile(r"[0-9a-f]{4,64}", re.ASCII)
 
 
@@ -140,11 +143,12 @@ def _of_run(connection: Connection, ref: Ref, run: str) -> int:
         return _one(ref, found)
     if ref.at == "latest":
         there = (Checkpoint.run_id == run_id, Checkpoint.state == "committed")
-        last = sa.select(sa.func.max(Checkpoint.step)).where(*there).scalar_subquery()
-        found = _rows(connection, here.where(Checkpoint.step == last, *there))
-        if not found:
+        ranked = connection.execute(select_newest_first(*there, Checkpoint.step.is_not(None)).limit(100)).all()
+        if not ranked:
             raise NotFound(f"the run {run!r} has no checkpoint with a step")
-        return _one(ref, found)
+        newest = ranked[0]
+        _warn_of_clocks(connection, there, newest)
+        return _one(ref, [r for r in ranked if (r.place, r.step) == (newest.place, newest.step)])
     scoped = connection.scalar(sa.select(Alias.checkpoint).where(Alias.name == f"{run}/{ref.at}"))
     if scoped is not None:
         return scoped
@@ -155,6 +159,16 @@ def _of_run(connection: Connection, ref: Ref, run: str) -> int:
             hint=f"write alias:{ref.at}, or give the run an alias of its own: ucp alias set {run}/{ref.at} REF",
         )
     return serial
+
+
+def _warn_of_clocks(connection: Connection, there: tuple[Any, ...], newest: Any) -> None:
+    """Tell if a checkpoint that counts less has a later time than the newest."""
+    older = (Checkpoint.commits < newest.place, Checkpoint.created > newest.created)
+    other = connection.execute(
+        sa.select(Checkpoint.id, Checkpoint.created).where(*there, *older).order_by(Checkpoint.created.desc()).limit(1)
+    ).first()
+    if newest.commits is not None and other is not None:
+        _log.warning("%s", contradiction(newest.id[:12], newest.created, other.id[:12], other.created))
 
 
 def _one(ref: Ref, found: Sequence[Any]) -> int:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from heapq import nlargest, nsmallest
 from typing import TYPE_CHECKING
+
+from ucformat.catalog.newest import contradictions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -52,6 +54,7 @@ class Row:
     step: int | None
     created: datetime
     nbytes: int
+    commits: int | None = None
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     claims: tuple[str, ...] = ()
@@ -61,6 +64,11 @@ class Row:
     matches: frozenset[int] = frozenset()
     deleted: datetime | None = None
     purge_after: datetime | None = None
+
+    @property
+    def name(self) -> str:
+        """How people call it: `run7@1000`, else the beginning of its id."""
+        return self.id[:12] if self.run is None or self.step is None else f"{self.run}@{self.step}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +84,8 @@ class RetentionPlan:
     """What a policy does: each row is in one of `keep`, `delete` and `untouched`.
 
     Two plans have the same `id` if the same policy deletes the same checkpoints. `untouched` are those that were not
-    judged, and why. `idle` are the rules of the policy that keep nothing, which may be misspelled.
+    judged, and why. `idle` are the rules of the policy that keep nothing, which may be misspelled; `contradictions`
+    say of which checkpoints a clock was wrong.
     """
 
     id: str
@@ -84,6 +93,7 @@ class RetentionPlan:
     delete: tuple[Row, ...]
     untouched: tuple[Kept, ...]
     idle: tuple[str, ...]
+    contradictions: tuple[str, ...]
     grace: timedelta
 
     @property
@@ -115,7 +125,8 @@ def plan_retention(policy: Policy, rows: Iterable[Row], now: datetime) -> Retent
             delete.append(row)
     idle = tuple(text for text, serials in rules if not serials)
     identity = digest(policy.model_dump(mode="json"), delete)
-    return RetentionPlan(identity, tuple(keep), tuple(delete), tuple(untouched), idle, policy.grace)
+    wrong = tuple(contradictions(judged, lambda row: row.name))
+    return RetentionPlan(identity, tuple(keep), tuple(delete), tuple(untouched), idle, wrong, policy.grace)
 
 
 def order(row: Row) -> tuple[object, ...]:
@@ -201,14 +212,26 @@ def _groups(rule: Last | Best, rows: Sequence[Row]) -> Iterable[Sequence[Row]]:
 
 
 def _last(rule: Last, rows: Sequence[Row]) -> Iterator[Row]:
-    """By step and by time: of a run taken back to an earlier step, the newest checkpoints have not the highest steps.
+    """By count and by step: of a run taken back to an earlier step, the newest checkpoints have not the highest steps.
 
-    Steps of different runs are not compared, so that over all of them only the time counts.
+    Of what nobody counted, those that were created last besides. Runs are compared by time alone, and of each as many
+    are kept by count as by time.
     """
     for group in _groups(rule, rows):
-        yield from nlargest(rule.count, group, key=_by_time)
         if rule.group == "run":
+            yield from nlargest(rule.count, [row for row in group if row.commits is not None], key=_by_count)
+            yield from nlargest(rule.count, [row for row in group if row.commits is None], key=_by_time)
             yield from nlargest(rule.count, [row for row in group if row.step is not None], key=_by_step)
+            continue
+        newest = nlargest(rule.count, group, key=_by_time)
+        yield from newest
+        for run, many in Counter(row.run for row in newest if row.run is not None).items():
+            counted = [row for row in group if row.run == run and row.commits is not None]
+            yield from nlargest(many, counted, key=_by_count)
+
+
+def _by_count(row: Row) -> tuple[object, ...]:
+    return (row.commits, *_by_step(row))
 
 
 def _by_time(row: Row) -> tuple[object, ...]:

@@ -56,6 +56,7 @@ def entry_data(entry: Entry) -> dict[str, Any]:
         "state": entry.state,
         "run": entry.run,
         "step": entry.step,
+        "commits": entry.commits,
         "created": instant(entry.created),
         "recorded": instant(entry.recorded),
         "deleted": instant(entry.deleted),

@@ -28,9 +28,10 @@ _MOST = 50
 @click.argument("where", metavar="[FILTER]", default="")
 @click.option(
     "--sort",
-    default="-created",
+    default="newest",
     metavar="KEYS",
-    help="By these keys, a minus sign for descending: '-metric.val_loss,step'.  [default: -created]",
+    help="By these keys, a minus sign for descending: '-metric.val_loss,step'; `newest` is the newest first, of a run "
+    "by its count of commits.  [default: newest]",
 )
 @click.option(
     "-n",
@@ -56,6 +57,8 @@ def ls(
 
     For one: ucp ls "run = 'run7' and step > 1000 and metric.val_loss < 2.1". docs/filters.md describes the language.
     """
+    from ucformat.catalog.newest import contradictions
+    from ucformat.catalog.query import NEWEST
     from ucformat.cli.columns import parse_columns
 
     chosen = None if columns is None else parse_columns(columns)
@@ -73,6 +76,9 @@ def ls(
         lambda: {"checkpoints": [entry_data(e) for e in found], "total": total},
         lambda: (e.id for e in found),
     )
+    if sort == NEWEST:
+        for text in contradictions(found, lambda entry: entry.name):
+            out.warn(text)
     if full and total > offset + len(found):
         out.note(f"{count(len(found))} of {plural(total, 'checkpoint')}; -n {total} shows more, or a narrower filter")
 

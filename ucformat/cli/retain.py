@@ -56,6 +56,8 @@ def retain(
             out.result(lambda: _lines(plan), dict)
         for rule in plan.idle:
             out.note(f"the rule keeps nothing: {rule}")
+        for text in plan.contradictions:
+            out.warn(text)
         amount = f"{plural(len(plan.delete), 'checkpoint')}, {bytes_text(plan.bytes_deleted)}"
         if apply and plan.delete:
             if not agreed(f"delete {amount}?", out, yes=yes):

@@ -42,7 +42,7 @@ def row_data(row: Row, **more: Any) -> dict[str, Any]:
     """A checkpoint of a plan as JSON has it."""
     return {
         "id": row.id,
-        "name": _name(row),
+        "name": row.name,
         "run": row.run,
         "step": row.step,
         "created": instant(row.created),
@@ -51,17 +51,13 @@ def row_data(row: Row, **more: Any) -> dict[str, Any]:
     }
 
 
-def _name(row: Row) -> str:
-    return row.id[:12] if row.run is None or row.step is None else f"{row.run}@{row.step}"
-
-
 def row_table(rows: Iterable[tuple[Row, Sequence[str]]], why: str = "") -> Iterator[str]:
     """A line for each checkpoint, with the reasons for what happens to it in a column `why`."""
     width = terminal_width()
     cut = None if width is None else 12
     head = ["name", "id", "size", "age", *([why] if why else [])]
     body = [
-        [_name(r), r.id[:cut], bytes_text(r.nbytes), ago(r.created), *(["; ".join(reasons)] if why else [])]
+        [r.name, r.id[:cut], bytes_text(r.nbytes), ago(r.created), *(["; ".join(reasons)] if why else [])]
         for r, reasons in rows
     ]
     return table(head, body, left=(0, 1, 4), shrink=(0, 4) if why else (0,), width=width)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
+from ucformat.format.universal import Universal
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.manifest import LineageDoc
 from ucformat.viewed import Viewed
@@ -38,5 +39,7 @@ def edges_from(source: Checkpoint, keys: Iterable[Key]) -> tuple[LineageDoc, ...
                     ITEMSIZE[formula.info.dtype] < ITEMSIZE[view.info.dtype] for view in formula.inputs
                 ):
                     kinds.add("quantize")
-    about = {"url": source.home, "id": Checkpoint(source.origin).id, "engine": dict(source.facts.engine)}
+    commits = source.origin.manifest.known_commits if isinstance(source.origin, Universal) else None
+    about: dict[str, Any] = {"url": source.home, "id": Checkpoint(source.origin).id, "commits": commits}
+    about["engine"] = dict(source.facts.engine)
     return tuple(LineageDoc.model_validate({"kind": kind, **about}) for kind in sorted(kinds) or ("convert",))

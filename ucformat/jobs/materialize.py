@@ -83,7 +83,7 @@ def materialize(
     plan = {**plan_document(source, list(source.tensors.values()), how), "materialize": source.id}
     attempt = begin(store, plan, overwrite=overwrite)
     manifest, made = _write(source, store, attempt, how)
-    new = {"id": made.id, "created": made.created, "lineage": (*manifest.lineage, *made.lineage)}
+    new = {"id": made.id, "created": made.created, "commits": None, "lineage": (*manifest.lineage, *made.lineage)}
     done = commit(store, attempt, manifest.model_copy(update=new))
     return Checkpoint(Universal(store, manifest=done.as_read()))
 

@@ -33,11 +33,15 @@ MANIFEST = "manifest.json"
 #: The names of attempts, as a regular expression: no folder that somebody else made is called so by chance.
 ATTEMPT = "[0-9a-f]{20}"
 
+#: What a count of commits stays at: no database and no reader of JSON counts wrong up to here.
+MOST_COMMITS = 2**53 - 1
+
 Size = Annotated[int, Field(ge=0)]
 Edge = Annotated[int, Field(ge=1)]
 Digest = Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64}|xxh3:[0-9a-f]{32})$")]
 Folder = Annotated[str, Field(pattern=r"^[A-Za-z0-9._~%/-]+$")]
 DType = Annotated[str, Field(json_schema_extra={"enum": list(ITEMSIZE)})]
+Commits = Annotated[int, Field(ge=1, le=MOST_COMMITS)]
 StatePath = tuple[str | int, ...]
 
 
@@ -109,12 +113,13 @@ class GroupDoc(_Document):
 
 
 class LineageDoc(_Document):
-    """What this checkpoint was made from."""
+    """What this checkpoint was made from; `commits` is what that one counts, as far as is known."""
 
     kind: Literal["resume", "finetune", "convert", "reshard", "merge", "average", "quantize"]
     url: str
     id: str | None = None
     engine: dict[str, str] = {}
+    commits: Commits | None = None
 
 
 class VerifiedDoc(_Document):
@@ -140,7 +145,9 @@ class WriterDoc(_Document):
 class Manifest(_Document):
     """A committed checkpoint.
 
-    `digest` is that of its file, at whose end it stands (docs/spec.md, "Digests"); None before it has one.
+    `commits` counts the commits of its training up to this one, as far as its writer knew them; without, it was not
+    saved by a training, or nothing was known. `digest` is that of its file, at whose end it stands (docs/spec.md,
+    "Digests"); None before it has one.
     """
 
     format: Literal["ucformat"] = "ucformat"
@@ -151,6 +158,7 @@ class Manifest(_Document):
     producer: dict[str, str] = {}
     run: str | None = None
     step: int | None = None
+    commits: Commits | None = None
     metrics: dict[str, float] = {}
     config: dict[str, Any] = {}
     layout: dict[str, Any] = {}
@@ -164,6 +172,11 @@ class Manifest(_Document):
     verified: VerifiedDoc | None = None
     tensors: tuple[TensorDoc, ...]
     digest: Digest | None = None
+
+    @property
+    def known_commits(self) -> int | None:
+        """The greatest count of commits that this tells of: its own, else that of what it was made from."""
+        return self.commits or max((edge.commits for edge in self.lineage if edge.commits is not None), default=None)
 
     def as_read(self) -> Manifest:
         """This manifest as it comes back from its file."""

@@ -64,6 +64,7 @@ def async_save(
     form: Literal["zarr", "packed"] = "zarr",
     overwrite: bool = False,
     lineage: Sequence[LineageDoc] = (),
+    after: int | None = None,
     replicas: Literal["equal", "first"] = "equal",
     chunk_bytes: int | None = None,
     shard_bytes: int | None = None,
@@ -84,7 +85,7 @@ def async_save(
     with meeting(group, timeout, "async_save", url) as ranks:
         with ranks.telling():
             terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
-            note = Note.of(step, run, metrics, config, lineage)
+            note = Note.of(step, run, metrics, config, lineage, after)
             held = local_state(state)
         with turn(ranks):
             return _background(ranks, in_flight).save(held, terms, note, begun)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
+from ucformat.format.universal import Universal
 from ucformat.schema.manifest import LineageDoc
 from ucformat.torch.match import PARAMETER
 
@@ -35,7 +36,8 @@ def edge_of(ck: Checkpoint, now: Mapping[str, Any], *, continues: bool) -> Linea
     else:  # by an engine's own files
         other = any(before[k] != now.get(k, _unsaid(k, now)) for k in before.keys() & {*_DEGREES, "dp"})
     kind = ("reshard" if other else "resume") if continues else "finetune"
-    about = {"url": ck.home, "id": Checkpoint(ck.origin).id, "engine": dict(ck.facts.engine)}
+    commits = ck.origin.manifest.known_commits if isinstance(ck.origin, Universal) else None
+    about = {"url": ck.home, "id": Checkpoint(ck.origin).id, "engine": dict(ck.facts.engine), "commits": commits}
     return LineageDoc.model_validate({"kind": kind, **about})
 
 

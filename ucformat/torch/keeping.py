@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from itertools import chain, count
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ucformat.catalog.newest import contradictions
 from ucformat.catalog.policy import load_policy
 from ucformat.catalog.refs import same_url
 from ucformat.catalog.retention import OURS, Row, plan_retention
@@ -33,7 +35,7 @@ from ucformat.jobs.removal import read_tombstone, remove
 from ucformat.schema.policy import Last, Policy
 from ucformat.settings import load_settings, source_of
 from ucformat.storage.url import open_store
-from ucformat.torch.steps import folder_of, in_order, list_steps, read_step
+from ucformat.torch.steps import folder_of, list_steps, read_step
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -141,6 +143,7 @@ class Keeper:
             policy = self.policy.model_copy(update={"scope": scope})
             plan = catalog.retain(policy)
             self._tell(f"the rule keeps nothing: {rule}" for rule in plan.idle)
+            self._tell(plan.contradictions)
             self._tell(f"{i[:12]} is not judged, because it lies elsewhere too" for i in copied)
             if plan.delete:
                 try:
@@ -167,14 +170,13 @@ class Keeper:
         return gone
 
     def _in_folder(self, known: dict[str, Step]) -> list[str]:
-        steps = in_order(known.values())
-        known.update({s.url: s for s in steps})  # which is told of once
-        newest = steps[0]
+        steps = list(known.values())
         plan = plan_retention(self.policy, [_row(s, n, self.root) for n, s in enumerate(steps)], now())
         self._tell(f"the rule keeps nothing: {rule}" for rule in plan.idle)
+        self._tell(contradictions(steps, attrgetter("url")))
         gone = []
         for step in (steps[row.serial] for row in plan.delete):
-            if step.created >= newest.created or protections_of(step.url, step.id, known=False):
+            if protections_of(step.url, step.id, known=False):
                 continue
             if remove(open_store(step.url), step.id):  # somebody began to need it at this instant
                 continue
@@ -205,7 +207,8 @@ def _literal(text: str) -> str:
 
 
 def _row(step: Step, serial: int = 0, run: str = "", **said: Any) -> Row:
-    return Row(serial, step.id, OURS, "committed", run, step.step, step.created, step.nbytes, step.metrics, **said)
+    about = {"commits": step.commits, "metrics": step.metrics, **said}
+    return Row(serial, step.id, OURS, "committed", run, step.step, step.created, step.nbytes, **about)
 
 
 def deleted_ids(root: str) -> frozenset[str]:

@@ -11,14 +11,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ucformat.errors import UcformatError, UsageError
-from ucformat.schema.manifest import LineageDoc
+from ucformat.schema.manifest import MOST_COMMITS, LineageDoc
 from ucformat.storage.url import open_store
 from ucformat.torch.background import SaveHandle, async_save
 from ucformat.torch.group import TIMEOUT, group_of
 from ucformat.torch.loading import load
 from ucformat.torch.restoring import restore_newest
 from ucformat.torch.saving import save
-from ucformat.torch.steps import folder_of
+from ucformat.torch.steps import folder_of, list_steps
 from ucformat.torch.stopping import Signals, together
 
 if TYPE_CHECKING:
@@ -117,6 +117,7 @@ class Manager:
         self._asked: tuple[int, bool] | None = None  # what `should_save` answered last
         self._at: int | None = None  # the step that was saved or restored last
         self._parent: LineageDoc | None = None
+        self._commits: int | None = None  # the greatest count in this folder, once it was looked at
         self._last: Saved | None = None
         self._flying: _Flying | None = None
         self._beyond: set[int] = set()  # steps that lie there and were left behind by going back
@@ -171,11 +172,16 @@ class Manager:
         if step == self._at and (ending or not self._overwrite):
             self._ended = self._ended or ending
             return self._last
+        ranks = self._ranks()
+        if self._commits is None:
+            self._commits = ranks.meet(None, lambda _: [list_steps(self.url).commits] * ranks.size, None, int)
         url, overwrite = self._place(step)
-        first = not self._ranks().rank
+        first = not ranks.rank
         lineage = () if self._parent is None else (self._parent,)
+        self._commits = max(self._commits, *(edge.commits or 0 for edge in lineage), 0)
         options = {**self._options, "group": self._group, "timeout": self._timeout}
         options |= {"step": step, "metrics": metrics, "lineage": lineage, "overwrite": overwrite}
+        options["after"] = self._commits
         self._begun = time.monotonic()
         if self._asynchronous and not ending:
             handle = async_save(state, url, **options)
@@ -189,9 +195,9 @@ class Manager:
     def restore_latest(self, state: Mapping[str, Any], *, verify: Mode = "full", **options: Any) -> LoadReport | None:
         """Load the newest checkpoint that is whole, on all ranks the same; None if there is no checkpoint.
 
-        What was made from another checkpoint is newer than that, whatever clocks said; else newest is what was created
-        last. What was deleted in the catalog is not seen. What is damaged is skipped with a
-        warning that names it; a place that cannot be read is an error, and no reason to go back.
+        Newest is what was committed last, by the count that checkpoints have, whatever clocks said; where training went
+        back, that need not be the highest step. What was deleted in the catalog is not seen. What is damaged is skipped
+        with a warning that names it; a place that cannot be read is an error, and no reason to go back.
 
         `verify="full"` reads every byte once before anything is loaded, each rank an equal part of it, and finds every
         flipped bit: it costs about as much as loading on all ranks together without replicas. `verify="quick"` reads
@@ -215,7 +221,7 @@ class Manager:
         if found is None:
             return None
         self._at, self._beyond, self._damaged = found.step.step, set(found.beyond), found.damaged
-        self._parent = found.report.lineage
+        self._parent, self._commits = found.report.lineage, found.commits
         return found.report
 
     def load(self, state: Mapping[str, Any], url: str | PathLike[str] | Checkpoint, **options: Any) -> LoadReport:
@@ -342,7 +348,8 @@ class Manager:
     def _committed(self, saved: Saved, step: int, *, first: bool) -> None:
         """Take note of a commit, and begin to delete what need not stay."""
         self._last = saved
-        self._parent = LineageDoc(kind="resume", url=saved.url, id=saved.id)
+        self._commits = min((self._commits or 0) + 1, MOST_COMMITS)
+        self._parent = LineageDoc(kind="resume", url=saved.url, id=saved.id, commits=self._commits)
         self._beyond.discard(step)
         if self._keeper is not None and first:
             self._kept = self._pool.submit(self._keeper.apply, saved.url, step)

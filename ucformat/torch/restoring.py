@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from ucformat.catalog.newest import contradictions
 from ucformat.errors import IntegrityError
 from ucformat.jobs.record import record_verification
 from ucformat.torch.edges import edge_of, holds_training
@@ -28,12 +30,17 @@ _log = logging.getLogger("ucformat")
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What was loaded, the steps beyond it that hold a checkpoint, whole or not, and the places of the damaged."""
+    """What was loaded, and what else lies there.
+
+    `beyond` are the steps beyond it that hold a checkpoint, whole or not, `damaged` the places of the damaged, and
+    `commits` is the greatest count of all.
+    """
 
     step: Step
     report: LoadReport
     beyond: frozenset[int]
     damaged: frozenset[str]
+    commits: int
 
 
 def restore_newest(
@@ -48,6 +55,9 @@ def restore_newest(
     """
     listed: Listed = ranks.meet(None, lambda _: [_list(root)] * ranks.size, None, Listed)
     damaged: dict[str, str] = {}
+    if not ranks.rank:
+        for text in contradictions(listed.steps, attrgetter("url")):
+            _log.warning("%s", text)
 
     def skip(url: str, why: str) -> None:
         damaged[url] = why
@@ -72,7 +82,7 @@ def restore_newest(
         if not holds_training(ck):  # and so nothing of the run was left out
             report = replace(report, lineage=edge_of(ck, report.layout, continues=True))
         steps = [s.step for s in listed.steps] + [s for _, s, _ in listed.unreadable]
-        return Restored(step, report, frozenset(s for s in steps if s > step.step), frozenset(damaged))
+        return Restored(step, report, frozenset(s for s in steps if s > step.step), frozenset(damaged), listed.commits)
     if damaged:
         raise IntegrityError(
             f"there are checkpoints below {root}, but none is whole:\n  "
@@ -88,4 +98,4 @@ def _list(root: str) -> Listed:
 
     listed = list_steps(root)
     gone = deleted_ids(root) if listed.steps else frozenset()
-    return Listed(tuple(s for s in listed.steps if s.id not in gone), listed.unreadable)
+    return replace(listed, steps=tuple(s for s in listed.steps if s.id not in gone))

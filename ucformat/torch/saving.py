@@ -38,6 +38,7 @@ def save(
     form: Literal["zarr", "packed"] = "zarr",
     overwrite: bool = False,
     lineage: Sequence[LineageDoc] = (),
+    after: int | None = None,
     replicas: Literal["equal", "first"] = "equal",
     chunk_bytes: int | None = None,
     shard_bytes: int | None = None,
@@ -58,6 +59,9 @@ def save(
             rank without any sending, which opens the same, and which `ucp materialize` makes arrays of.
         overwrite: replace a checkpoint that is committed there; it stays whole until this one is.
         lineage: what this checkpoint comes from.
+        after: the greatest count of commits (`Manifest.commits`) among the run's checkpoints, 0 if there are none; as
+            `Manager` says it. This one counts one more than that, and than those in `lineage`. Without both it has no
+            count, and its step says how new it is.
         replicas: what ranks hold in common must be `equal` (objects and tensors of at most 64 KiB are compared, of
             larger ones that ranks hold whole a few places), or that of the `first` rank is taken.
         chunk_bytes: the most bytes of a chunk of the Zarr form (default 1 MiB).
@@ -75,7 +79,7 @@ def save(
         with ranks.telling():
             held = local_state(state)
             terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
-            note = Note.of(step, run, metrics, config, lineage)
+            note = Note.of(step, run, metrics, config, lineage, after)
         return save_held(held, terms, note, ranks)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import field, replace
+from collections.abc import Mapping
+from dataclasses import field
 from datetime import datetime
 
+from ucformat.catalog.newest import newest_first
 from ucformat.errors import IntegrityError, NotACheckpoint, UpgradeNeeded, UsageError
 from ucformat.format.commit import MANIFEST, read_manifest
 from ucformat.schema.tombstone import TOMBSTONE
@@ -15,19 +15,14 @@ from ucformat.storage.url import open_store
 from ucformat.storage.waiting import map_waiting
 from ucformat.torch.wire import message
 
-__all__ = ["Listed", "Step", "folder_of", "in_order", "list_steps", "read_step"]
-
-_log = logging.getLogger("ucformat")
+__all__ = ["Listed", "Step", "folder_of", "list_steps", "read_step"]
 
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?", re.ASCII)
 
 
 @message
 class Step:
-    """A committed checkpoint in the folder of its step: what its manifest says, without its tensors.
-
-    `parent` is the id of the checkpoint that training went on from.
-    """
+    """A committed checkpoint in the folder of its step: what its manifest says, without its tensors."""
 
     url: str
     step: int
@@ -35,12 +30,17 @@ class Step:
     created: datetime
     nbytes: int
     metrics: Mapping[str, float] = field(default_factory=dict)
-    parent: str | None = None
+    commits: int | None = None
+
+    @property
+    def run(self) -> str:
+        """What lies in one folder is of one run."""
+        return ""
 
 
 @message
 class Listed:
-    """The checkpoints of a run, the newest first.
+    """The checkpoints of a run, the newest first, of which the greatest count of commits is `commits`.
 
     `unreadable` are those whose manifests cannot be read: url, step and why. Of the places `buried` something is left
     that a purge has begun to remove.
@@ -49,6 +49,7 @@ class Listed:
     steps: tuple[Step, ...]
     unreadable: tuple[tuple[str, int, str], ...]
     buried: tuple[str, ...] = ()
+    commits: int = 0
 
 
 def folder_of(step: int, again: int = 0) -> str:
@@ -89,39 +90,14 @@ def list_steps(root: str) -> Listed:
             return error.message
 
     answers = dict(zip(found, map_waiting(read, found), strict=True))
-    steps = in_order(s for s in answers.values() if isinstance(s, Step))
+    steps = newest_first(s for s in answers.values() if isinstance(s, Step))
     unreadable = tuple((u, found[u], why) for u, why in answers.items() if isinstance(why, str))
-    return Listed(tuple(steps), unreadable, tuple(buried))
-
-
-def in_order(steps: Iterable[Step]) -> list[Step]:
-    """Steps, the newest first: what was made from another one is newer than that, whatever clocks said.
-
-    Where a clock was behind, `created` becomes that of the one it was made from, with a warning. Of steps of which
-    neither was made from the other, the one that was created last is the newest.
-    """
-    found = list(steps)
-    known = {step.id: step for step in found}
-    ages: dict[str, tuple[datetime, int]] = {}  # when at the earliest, and how many it was made from
-    for step in found:
-        line = [] if step.id in ages else [step]
-        while line and (parent := line[-1].parent) in known and parent not in ages and len(line) <= len(known):
-            line.append(known[parent])
-        for child in reversed(line):
-            after, depth = ages.get(child.parent or "", (child.created, 0))
-            if child.created < after:
-                _log.warning(
-                    "%s was made from %s, and by a clock that was wrong is older (%s and %s)",
-                    *(child.url, known[child.parent or ""].url, child.created.isoformat(), after.isoformat()),
-                )
-            ages[child.id] = max(child.created, after), depth + 1
-    found.sort(key=lambda s: (*ages[s.id], s.step, s.url), reverse=True)
-    return [replace(step, created=ages[step.id][0]) for step in found]
+    commits = max((s.commits for s in steps if s.commits is not None), default=0)
+    return Listed(tuple(steps), unreadable, tuple(buried), commits)
 
 
 def read_step(url: str, step: int) -> Step:
     """The checkpoint of a step that lies there; NotACheckpoint where there is none."""
     manifest, _ = read_manifest(open_store(url))
     nbytes = sum(t.nbytes for t in manifest.tensors)
-    parent = next((e.id for e in manifest.lineage if e.kind == "resume"), None)
-    return Step(url, step, manifest.id, manifest.created, nbytes, manifest.metrics, parent)
+    return Step(url, step, manifest.id, manifest.created, nbytes, manifest.metrics, manifest.commits)

@@ -19,7 +19,7 @@ from ucformat.format.commit import commit, discard, new_id
 from ucformat.format.digest import bytes_digest
 from ucformat.format.places import group_doc
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
-from ucformat.schema.manifest import GroupDoc, LineageDoc, Manifest, SidecarDoc, TensorDoc, WriterDoc
+from ucformat.schema.manifest import MOST_COMMITS, GroupDoc, LineageDoc, Manifest, SidecarDoc, TensorDoc, WriterDoc
 from ucformat.sources.dcp.names import Path
 from ucformat.storage.url import open_store
 from ucformat.torch.agree import Terms, agree
@@ -43,13 +43,23 @@ __all__ = ["Listing", "Note", "Saved", "save_listed"]
 
 @message
 class Note:
-    """What is written in the manifest about a checkpoint, the same on all ranks."""
+    """What is written in the manifest about a checkpoint, the same on all ranks.
+
+    `after` is the greatest count of commits in its run, as far as is known besides what `lineage` tells.
+    """
 
     step: int | None = None
     run: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     lineage: tuple[LineageDoc, ...] = ()
+    after: int | None = None
+
+    @property
+    def commits(self) -> int | None:
+        """What the checkpoint counts: one more than all that are known; None if none are known of, not even none."""
+        known = [n for n in (self.after, *(edge.commits for edge in self.lineage)) if n is not None]
+        return min(max(known) + 1, MOST_COMMITS) if known else None
 
     @classmethod
     def of(
@@ -59,9 +69,10 @@ class Note:
         metrics: Mapping[str, float] | None,
         config: Mapping[str, Any] | None,
         lineage: Sequence[LineageDoc],
+        after: int | None = None,
     ) -> Note:
         """The note that the arguments of `save` make."""
-        return cls(step, run, dict(metrics or {}), dict(config or {}), tuple(lineage))
+        return cls(step, run, dict(metrics or {}), dict(config or {}), tuple(lineage), after)
 
 
 @message
@@ -255,6 +266,7 @@ def _manifest(
         },
         run=note.run,
         step=note.step,
+        commits=note.commits,
         metrics=dict(note.metrics),
         config=dict(note.config),
         layout={"world": len(written), **{k: v for w in written for k, v in w.listing.layout.items()}},
