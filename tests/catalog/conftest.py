@@ -65,4 +65,5 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr("ucformat.catalog.stamp.now", made)
+    monkeypatch.setattr("ucformat.catalog.stamp.CLOCKS", [])
     return made

@@ -22,7 +22,7 @@ def dead(serial: int, **change: Any) -> Row:
 
 
 def waits(*rows: Row) -> list[tuple[int, tuple[str, ...], datetime | None]]:
-    return [(w.row.serial, w.reasons, w.until) for w in plan_purge(rows, NOW, GRACE).wait]
+    return [(w.row.serial, w.reasons, w.until) for w in plan_purge(rows, NOW, GRACE, {}).wait]
 
 
 def purged(plan: PurgePlan) -> list[int]:
@@ -41,7 +41,7 @@ def test_a_checkpoint_is_purged_after_its_grace() -> None:
         row(8),
         row(9, state="purged"),
     ]
-    plan = plan_purge(rows, NOW, GRACE)
+    plan = plan_purge(rows, NOW, GRACE, {})
     assert purged(plan) == [1, 2, 4, 7]
     assert plan.bytes_purged == 101 + 102 + 104 + 107
     assert waits(*rows) == [
@@ -70,7 +70,7 @@ def test_what_is_protected_since_waits() -> None:
 
 def test_what_is_needed_waits_for_a_later_run_than_what_needs_it() -> None:
     base, middle, top = dead(1, dependents=("c2",)), dead(2, dependents=("c3",)), dead(3)
-    assert purged(plan_purge([base, middle, top], NOW, GRACE)) == [3]
+    assert purged(plan_purge([base, middle, top], NOW, GRACE, {})) == [3]
     assert waits(base, middle, top) == [(1, ("needed by c2",), NOW), (2, ("needed by c3",), NOW)]
     late = replace(top, purge_after=NOW + HOUR)
     assert waits(base, middle, late)[0] == (1, ("needed by c2",), NOW + HOUR)
@@ -79,20 +79,20 @@ def test_what_is_needed_waits_for_a_later_run_than_what_needs_it() -> None:
 
 def test_a_circle_is_never_purged() -> None:
     rows = [dead(1, dependents=("c2",)), dead(2, dependents=("c1",)), dead(3)]
-    assert purged(plan_purge(rows, NOW, GRACE)) == [3]
+    assert purged(plan_purge(rows, NOW, GRACE, {})) == [3]
     assert waits(*rows) == [(1, ("needed by c2",), None), (2, ("needed by c1",), None)]
 
 
 def test_the_id_stands_for_what_is_purged() -> None:
-    plan = plan_purge([dead(1), dead(2)], NOW, GRACE)
-    assert plan.id == plan_purge([dead(2), row(3), dead(1), dead(4, tags=("x",))], NOW + HOUR, GRACE).id
-    assert plan.id != plan_purge([dead(1)], NOW, GRACE).id
+    plan = plan_purge([dead(1), dead(2)], NOW, GRACE, {})
+    assert plan.id == plan_purge([dead(2), row(3), dead(1), dead(4, tags=("x",))], NOW + HOUR, GRACE, {}).id
+    assert plan.id != plan_purge([dead(1)], NOW, GRACE, {}).id
 
 
 def everything_until(rows: list[Row], now: datetime) -> set[str]:
     """The ids that are gone once `gc` was run as often as it does anything."""
     gone: set[str] = set()
-    while plan := plan_purge(rows, now, GRACE).purge:
+    while plan := plan_purge(rows, now, GRACE, {}).purge:
         gone |= {r.id for r in plan}
         rows = [replace(r, dependents=tuple(set(r.dependents) - gone)) for r in rows if r.id not in gone]
     return gone
@@ -100,7 +100,7 @@ def everything_until(rows: list[Row], now: datetime) -> set[str]:
 
 @given(row_lists(), instants)
 def test_nothing_is_purged_early_or_while_protected(rows: list[Row], now: datetime) -> None:
-    plan = plan_purge(rows, now, GRACE)
+    plan = plan_purge(rows, now, GRACE, {})
     for r in plan.purge:
         end = r.purge_after or (r.deleted and r.deleted + GRACE)
         assert end is not None
@@ -111,12 +111,12 @@ def test_nothing_is_purged_early_or_while_protected(rows: list[Row], now: dateti
         [*purged(plan), *(w.row.serial for w in plan.wait)]
     )
     assert all(w.reasons for w in plan.wait)
-    assert plan == plan_purge(rows[::-1], now, GRACE)
+    assert plan == plan_purge(rows[::-1], now, GRACE, {})
 
 
 @given(row_lists())
 def test_what_waits_is_purged_at_the_time_that_the_plan_names(rows: list[Row]) -> None:
-    for w in plan_purge(rows, NOW, GRACE).wait:
+    for w in plan_purge(rows, NOW, GRACE, {}).wait:
         if w.until is None:
             assert w.row.id not in everything_until(rows, FAR)
         else:

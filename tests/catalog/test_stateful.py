@@ -70,6 +70,8 @@ class Catalogs(RuleBasedStateMachine):
         self.now = BEGIN + timedelta(days=100)
         self.clock = patch("ucformat.catalog.stamp.now", lambda: self.now)
         self.clock.start()
+        self.others: Any = patch("ucformat.catalog.stamp.CLOCKS", [])
+        self.others.start()
         with self.catalog.database.writing() as c:
             for table in reversed(Base.metadata.sorted_tables):
                 if table.name != Identity.__tablename__:
@@ -81,6 +83,7 @@ class Catalogs(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.clock.stop()
+        self.others.stop()
 
     # The model
 

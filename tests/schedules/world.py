@@ -602,6 +602,7 @@ def _patches(world: World) -> Iterator[Any]:
         lambda url, *, read_only, upgrade: _Database(world, url, read_only=read_only),
     )
     yield mock.patch("ucformat.torch.group.Group.alone", nullcontext)  # of another process each
+    yield mock.patch("ucformat.catalog.stamp.CLOCKS", [lambda _: iter([("the boot", world.time.timestamp())])])
     yield mock.patch("ucformat.torch.writing.time", SimpleNamespace(monotonic=lambda: 0.0))
     yield mock.patch("ucformat.jobs.run.default_workers", return_value=1)
     replaced = {"datetime": (dt.datetime, Time), "uuid4": (None, world.uuid), "ThreadPoolExecutor": (None, Inline)}

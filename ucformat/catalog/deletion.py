@@ -10,6 +10,7 @@ of an alias and a deletion that come at once, the later one sees the earlier.
 from __future__ import annotations
 
 from bisect import bisect_left
+from datetime import timedelta
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,15 @@ import sqlalchemy as sa
 from ucformat.catalog.content import remove_digests
 from ucformat.catalog.locks import PAGE, lock
 from ucformat.catalog.models import Alias, AliasClaim, Checkpoint, Edge, Hold, Location, Metric, Run, Tag
+from ucformat.catalog.purge import end_of_grace
 from ucformat.catalog.retention import Held, Row, needed_by, protections
 from ucformat.catalog.rows import event, events, touch, update
+from ucformat.catalog.stamp import clocks
 from ucformat.errors import Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-    from datetime import datetime, timedelta
+    from datetime import datetime
 
     from sqlalchemy import ColumnElement, Connection
 
@@ -56,6 +59,7 @@ _NEEDED = (
     Checkpoint.nbytes,
     Checkpoint.deleted,
     Checkpoint.purge_after,
+    Checkpoint.deleted_clocks,
 )
 
 
@@ -112,6 +116,7 @@ def retention_rows(
             matches=frozenset(i for i, found in enumerate(matches) if r.serial in found),
             deleted=r.deleted,
             purge_after=r.purge_after,
+            deleted_clocks=r.deleted_clocks or {},
         )
         for r in rows
     ]
@@ -267,7 +272,8 @@ def delete(
                 hint="nothing was deleted; docs/retention.md says what protects",
             )
     over = stamp.now + grace
-    update(connection, serials, state="deleted", deleted=stamp.now, purge_after=over)
+    shown = clocks(connection)
+    update(connection, serials, state="deleted", deleted=stamp.now, purge_after=over, deleted_clocks=shown)
     _forget_said(connection, serials)
     events(connection, "delete", stamp.who, stamp.now, serials, purge_after=over.isoformat(), **why)
     touch(connection, serials)
@@ -311,7 +317,8 @@ def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] 
         return None
     row = retention_rows(connection, stamp.now, serials=[serial])[0]
     if state == "deleted":
-        over = row.purge_after is None or row.purge_after <= stamp.now
+        end = end_of_grace(row, timedelta(0), stamp.now, clocks(connection))
+        over = end is None or end <= stamp.now
         if row.kind != "ucformat" or not over or protections(row, stamp.now):
             return None
         connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(state="purging"))

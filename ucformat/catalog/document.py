@@ -37,6 +37,7 @@ from ucformat.catalog.reader import GRACE
 from ucformat.catalog.recording import insert_edge, set_run, stored_metric
 from ucformat.catalog.retention import protections
 from ucformat.catalog.rows import event, insert_if_absent, touch
+from ucformat.catalog.stamp import clocks
 from ucformat.schema.catalog_document import (
     AliasDoc,
     CatalogDoc,
@@ -242,6 +243,7 @@ def _absorb_deletion(said: _Said, row: Any, doc: CatalogDoc, *, unsaid: bool) ->
             return
         over = doc.purge_after if said.trust else stamp.now + GRACE
         values = {"state": "deleted", "deleted": doc.deleted if said.trust else stamp.now, "purge_after": over}
+        values["deleted_clocks"] = {} if said.trust else clocks(connection)
     connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == row.serial).values(**values))
 
 

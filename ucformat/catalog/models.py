@@ -111,7 +111,8 @@ class Checkpoint(Base):
     """A checkpoint, whether it is still there or not (`state`: committed, deleted, purged or replaced).
 
     `deleted` ones are still in storage and can be restored; of `purged` and `replaced` ones only this row is left, with
-    what lineage needs. A foreign one's extents lie in so many `files`, `files_nbytes` large. Digests are in the block
+    what lineage needs. `deleted_clocks` are what other clocks than the host's showed at the deletion. A foreign one's
+    extents lie in so many `files`, `files_nbytes` large. Digests are in the block
     `digest_block`. `document_revision` counts the changes that the document beside the checkpoint has to hold,
     `document_written` is the last that it does hold. `content` is the hash of what every form of it says (see
     `manifest_content`), by which another checkpoint of the same id is told apart; empty of foreign ones.
@@ -130,6 +131,7 @@ class Checkpoint(Base):
     recorded = column(UtcDateTime)
     deleted = column(UtcDateTime, nullable=True)
     purge_after = column(UtcDateTime, nullable=True)
+    deleted_clocks = column(Json, nullable=True)
     tensors = column(Integer)
     nbytes = column(BigInteger)
     files = column(Integer, nullable=True)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from ucformat.catalog.retention import OURS, Row, digest, order, protections
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from datetime import timedelta
 
-__all__ = ["PurgePlan", "Waiting", "plan_purge"]
+__all__ = ["PurgePlan", "Waiting", "end_of_grace", "plan_purge"]
 
 
 _LAST = datetime.max.replace(tzinfo=UTC)
+_SECOND, _DISAGREE = timedelta(seconds=1), timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,23 @@ class PurgePlan:
         return sum(row.nbytes for row in self.purge)
 
 
-def plan_purge(rows: Iterable[Row], now: datetime, default_grace: timedelta) -> PurgePlan:
+def plan_purge(rows: Iterable[Row], now: datetime, default_grace: timedelta, clocks: Mapping[str, float]) -> PurgePlan:
     """Which of the deleted checkpoints may be purged; rows in other states are passed over.
 
     What another one needs is not purged in the same plan, so that a crash between the two leaves no broken checkpoint.
+
+    Args:
+        rows: the checkpoints.
+        now: the time by the clock of this host.
+        default_grace: of those that have none of their own.
+        clocks: what other clocks show, in seconds. A grace is over when it is by all that saw it begin.
     """
     deleted = sorted((row for row in rows if row.state == "deleted"), key=order)
-    ends = {row.id: _end_of_grace(row, default_grace) for row in deleted}
+    ends = {row.id: end_of_grace(row, default_grace, now, clocks) for row in deleted}
     times = _times(deleted, ends, now)
     purge, wait = [], []
     for row in deleted:
-        reasons = _reasons(row, ends[row.id], now)
+        reasons = _reasons(row, ends[row.id], now, clocks)
         if reasons:
             wait.append(Waiting(row, reasons, times.get(row.id)))
         else:
@@ -64,20 +70,33 @@ def plan_purge(rows: Iterable[Row], now: datetime, default_grace: timedelta) -> 
     return PurgePlan(digest("purge", purge), tuple(purge), tuple(wait))
 
 
-def _end_of_grace(row: Row, default: timedelta) -> datetime | None:
-    if row.purge_after is not None:
-        return row.purge_after
-    if row.deleted is None:
-        return None
-    return row.deleted + min(default, _LAST - row.deleted)
+def end_of_grace(row: Row, default: timedelta, now: datetime, clocks: Mapping[str, float]) -> datetime | None:
+    """When a deleted checkpoint may be purged, by this host's clock: when that is over by all clocks at hand."""
+    end = row.purge_after
+    if end is None and row.deleted is not None:
+        end = row.deleted + min(default, _LAST - row.deleted)
+    if end is None or row.deleted is None:
+        return end
+    grace = end - row.deleted
+    left = (grace - age for age in _ages(row, clocks).values())
+    return max((end, *(now + min(t, _LAST - now) for t in left)))
 
 
-def _reasons(row: Row, end: datetime | None, now: datetime) -> tuple[str, ...]:
+def _ages(row: Row, clocks: Mapping[str, float]) -> dict[str, timedelta]:
+    """How long ago a checkpoint was deleted, by each clock that saw it."""
+    return {name: timedelta(seconds=clocks[name] - then) for name, then in row.deleted_clocks.items() if name in clocks}
+
+
+def _reasons(row: Row, end: datetime | None, now: datetime, clocks: Mapping[str, float]) -> tuple[str, ...]:
     found = [] if row.kind == OURS else [f"not ours: written by {row.kind}"]
     if end is None:
         found.append("it is not known when it was deleted")
     elif now < end:
         found.append("can be restored")
+        ages = {"this host's clock": now - row.deleted, **_ages(row, clocks)} if row.deleted is not None else {}
+        if ages and max(ages.values()) - min(ages.values()) > _DISAGREE:
+            each = (f"{timedelta(seconds=max(0, age // _SECOND))} ago by {name}" for name, age in ages.items())
+            found.append(f"clocks disagree: it was deleted {', '.join(each)}")
     return (*found, *protections(row, now))
 
 

@@ -209,10 +209,11 @@ class Reader:
         from ucformat.catalog.purge import plan_purge
 
         with self._database.reading() as c:
-            plan = plan_purge(deletion.retention_rows(c, stamp.now()), stamp.now(), grace)
+            plan = plan_purge(deletion.retention_rows(c, stamp.now()), stamp.now(), grace, stamp.clocks(c))
             places = deletion.places_of(c, [r.serial for r in plan.purge])
         needed = ask_who_needs(places)
         if not needed:
             return plan
         with self._database.reading() as c:
-            return plan_purge(deletion.retention_rows(c, stamp.now(), needed=needed), stamp.now(), grace)
+            rows = deletion.retention_rows(c, stamp.now(), needed=needed)
+            return plan_purge(rows, stamp.now(), grace, stamp.clocks(c))

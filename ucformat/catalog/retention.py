@@ -44,6 +44,7 @@ class Row:
     ids of the checkpoints whose bytes lie in this one's files, deleted ones too, but no purged ones. `claims` are
     aliases that the document beside it names and that point elsewhere here. `matches` are the indexes, in
     `policy.filters()`, of the filters that it satisfies; of `metrics`, those in `policy.metrics()` suffice.
+    `deleted_clocks` are what other clocks than the host's showed, in seconds, when it was deleted.
     """
 
     serial: int
@@ -64,6 +65,7 @@ class Row:
     matches: frozenset[int] = frozenset()
     deleted: datetime | None = None
     purge_after: datetime | None = None
+    deleted_clocks: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import getpass
 import socket
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["Stamp", "make_stamp", "now"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sqlalchemy import Connection
+
+__all__ = ["Stamp", "clocks", "make_stamp", "now"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +30,28 @@ class Stamp:
 def now() -> datetime:
     """The time, with its zone."""
     return datetime.now(UTC)
+
+
+def clocks(connection: Connection) -> dict[str, float]:
+    """What other clocks than this host's show, by name, in seconds: only what passes between two looks counts."""
+    return dict(shown for clock in CLOCKS for shown in clock(connection))
+
+
+def _database(connection: Connection) -> Iterator[tuple[str, float]]:
+    """That of PostgreSQL's server."""
+    if connection.dialect.name == "postgresql":
+        shown = connection.exec_driver_sql("select extract(epoch from clock_timestamp())")
+        yield "the database's clock", float(shown.scalar_one())
+
+
+def _boot(_: Connection) -> Iterator[tuple[str, float]]:
+    """Linux's since the boot, which nobody can set; named by its boot, for it tells nothing of the time before."""
+    with suppress(OSError, AttributeError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        yield f"the time since boot {boot}", time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+CLOCKS: list[Callable[[Connection], Iterator[tuple[str, float]]]] = [_database, _boot]
 
 
 def make_stamp() -> Stamp:

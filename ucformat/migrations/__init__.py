@@ -8,5 +8,5 @@ models, which change under them.
 __all__ = ["HEAD", "KNOWN"]
 
 #: The revisions, oldest first, and the last of them: what this version of ucformat works with.
-KNOWN = ("0001", "0002", "0003", "0004", "0005", "0006")
+KNOWN = ("0001", "0002", "0003", "0004", "0005", "0006", "0007")
 HEAD = KNOWN[-1]
