@@ -111,7 +111,15 @@ def add_digests(connection: Connection, serial: int, tensors: Sequence[TensorDoc
 
 
 def tensor_digests(connection: Connection, serial: int) -> dict[int, str]:
-    """The digests of a checkpoint's tensors that have one, by their position in the structure."""
+    """The digests of a checkpoint's tensors that have one.
+
+    Args:
+        connection: of the transaction.
+        serial: the checkpoint.
+
+    Returns:
+        the digests, by the tensors' positions in the structure.
+    """
     block = sa.select(Checkpoint.digest_block).where(Checkpoint.serial == serial).scalar_subquery()
     rows = sa.select(Digest.position, Digest.digest).where(Digest.block == block, Digest.checkpoint == serial)
     return {row.position: row.digest for row in connection.execute(rows)}

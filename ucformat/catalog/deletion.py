@@ -210,7 +210,15 @@ def protections_at(
 
 
 def places_of(connection: Connection, serials: Sequence[int]) -> dict[str, list[str]]:
-    """Where these checkpoints lie, by id."""
+    """Where these checkpoints lie.
+
+    Args:
+        connection: of the transaction.
+        serials: the checkpoints.
+
+    Returns:
+        the urls, sorted, by id; one that lies nowhere is left out.
+    """
     found: dict[str, list[str]] = {}
     for at in range(0, len(serials), PAGE):
         some = Location.checkpoint.in_(serials[at : at + PAGE])
@@ -328,7 +336,15 @@ def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] 
 
 
 def stop_purge(connection: Connection, serial: int, gone: Sequence[str], needed: Sequence[str], stamp: Stamp) -> None:
-    """Note that a checkpoint, whose purge was begun, is needed and stays, deleted as before; but it is `gone` there."""
+    """Note that a checkpoint whose purge was begun is needed and stays, deleted as before.
+
+    Args:
+        connection: of the transaction, which writes.
+        serial: the checkpoint.
+        gone: the urls of places where it was removed all the same.
+        needed: the ids of those who need it, for the log.
+        stamp: who notes it, and when.
+    """
     lock(connection, [serial])
     connection.execute(sa.delete(Location).where(Location.checkpoint == serial, Location.url.in_(gone)))
     connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(state="deleted"))

@@ -197,8 +197,13 @@ class Reader:
     def contradiction(self, manifest: Manifest, url: str) -> str | None:
         """Why what lies at a place, by its manifest, is not the checkpoint that is recorded there under its id.
 
-        None where nothing says so: the catalog does not know it, or not there, or it is that one, perhaps in another
-        form, as `materialize` makes it.
+        Args:
+            manifest: what was read there.
+            url: the place.
+
+        Returns:
+            the reason; None where nothing says so: the catalog does not know it, or not there, or it is that one,
+            perhaps in another form, as `materialize` makes it.
         """
         with self._database.reading() as c:
             return recording.contradiction(c, manifest, same_url(url))

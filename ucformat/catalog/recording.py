@@ -152,9 +152,12 @@ def _must_be_same(connection: Connection, serial: int, url: str, content: str, m
 
 
 def contradiction(connection: Connection, manifest: Manifest, url: str) -> str | None:
-    """Why what lies in a place is not the checkpoint that is recorded there by its id; None where nothing says so.
+    """As `Catalog.contradiction`, in a transaction.
 
-    In its own place a checkpoint may take another form: `materialize` gives it one.
+    Args:
+        connection: of the transaction.
+        manifest: as there.
+        url: the place, as the catalog holds it.
     """
     serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == manifest.id))
     if serial is None or url not in _places_of(connection, serial) or manifest.digest in _forms_of(connection, serial):

@@ -126,7 +126,14 @@ IGNORE = click.option(
 
 
 def ignore(ignored: Sequence[str], urls: Sequence[str], out: Output, name: str) -> None:
-    """Do what `--ignore-dependent` says of these places, for the command of this name."""
+    """Do what `--ignore-dependent` says.
+
+    Args:
+        ignored: the ids of dependents that were given.
+        urls: the places beside which these may be said to need files.
+        out: is told of ids that nothing is said of.
+        name: the command, for the log.
+    """
     if not ignored:
         return
     from ucformat.jobs.dependents import ignore_dependents

@@ -316,7 +316,12 @@ def discard(store: Store, attempt: str) -> None:
 
 
 def give_up(store: Store, attempt: Attempt) -> None:
-    """As `discard`, of an attempt that was not committed, if nobody else has continued it or is going to."""
+    """As `discard`, of an attempt that was not committed, if nobody else has continued it or is going to.
+
+    Args:
+        store: the place.
+        attempt: what `begin` gave; one that was begun before stays, and so does one that cannot be removed.
+    """
     key = record_key(attempt.id)
     try:
         record = parse_record(store.read(key))

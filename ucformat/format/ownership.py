@@ -87,6 +87,14 @@ def refuse_others(store: Store, attempt: str, standing: Manifest | None) -> None
 
     Another checkpoint may lie in them, or an attempt at one, or what a catalog knows of one; and the checkpoint that
     stands at the place, whoever wrote it, may lie in the folders of another attempt than its manifest says.
+
+    Args:
+        store: the place.
+        attempt: whose folders are looked through.
+        standing: the manifest of what stands at the place.
+
+    Raises:
+        Refused: it says which folder, and what is in it.
     """
     folders = folders_of(attempt)
     if standing is not None:
@@ -120,7 +128,13 @@ def _is_ours(store: Store, key: str) -> bool:
 
 
 def names_below(store: Store, manifest: Manifest, folder: str) -> bool:
-    """Whether a checkpoint has files below a folder, or an array around it."""
+    """Whether a checkpoint has files below a folder, or an array around it.
+
+    Args:
+        store: the checkpoint's place.
+        manifest: the checkpoint's.
+        folder: the folder's key in the place.
+    """
     return any(f"{path}/".startswith(f"{folder}/") or folder.startswith(f"{path}/") for path in _paths(store, manifest))
 
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Store
 
-__all__ = ["mark_replacing", "parse_record", "put_record", "record_bytes", "removed"]
+__all__ = ["TRIES", "contended", "mark_replacing", "parse_record", "put_record", "record_bytes", "removed"]
 
-_TRIES = 10
+TRIES = 10  # to replace what others replace, too
 
 
 def put_record(
@@ -32,14 +32,24 @@ def put_record(
     Whoever takes it for one that was left, and is about to remove it, then finds another record than he judged. What
     others go by stays in it. Of one that needs files elsewhere it has an id: `checkpoint`, or that of who began it.
 
+    Args:
+        store: the place.
+        attempt: the attempt's name.
+        plan: the digest of what it is to write; who has the same continues it.
+        needs: the urls of places whose files it needs.
+        checkpoint: the id of what is to be committed.
+
     Returns:
         the id in the record, and the version of the record if nobody had put it before.
+
+    Raises:
+        Conflict: the attempt is being removed, or others changed its record again and again.
     """
     key, owner = record_key(attempt), f"{socket.gethostname()}:{os.getpid()}"
     doc = AttemptDoc(attempt=attempt, plan=plan, owner=owner, started=datetime.now(UTC), needs=tuple(needs))
     if needs:
         doc = doc.model_copy(update={"id": checkpoint})
-    for _ in range(_TRIES):
+    for _ in range(TRIES):
         with suppress(Conflict):
             return doc.id, store.put_if_absent(key, record_bytes(doc))
         try:
@@ -53,7 +63,7 @@ def put_record(
             doc = doc.model_copy(update={**kept, "needs": tuple(dict.fromkeys((*there.needs, *needs)))})
         if _replaced(store, key, doc, version):
             return doc.id, None
-    raise _contended(store, key)
+    raise contended(store, key)
 
 
 def parse_record(data: bytes) -> AttemptDoc | None:
@@ -70,7 +80,12 @@ def record_bytes(doc: AttemptDoc) -> bytes:
 
 
 def removed(store: Store, attempt: str) -> Conflict:
-    """The error of who writes to an attempt that is being removed."""
+    """The error of who writes to an attempt that is being removed.
+
+    Args:
+        store: the place.
+        attempt: the attempt's name.
+    """
     return Conflict(
         f"what was written at {store.url} for this attempt ({attempt}) is taken for left over, and is being removed",
         hint="run it again when that is done; if it was interrupted, `ucp gc PLACE --apply --grace 0s` ends it",
@@ -81,9 +96,16 @@ def mark_replacing(store: Store, attempt: str) -> None:
     """Say in the attempt's record that it is about to replace what is there, for who begins to need files of that.
 
     It is never taken back, for others may run the same plan at once.
+
+    Args:
+        store: the place.
+        attempt: the attempt's name.
+
+    Raises:
+        Conflict: others changed the record again and again.
     """
     key = record_key(attempt)
-    for _ in range(_TRIES):
+    for _ in range(TRIES):
         try:
             data, version = store.read_versioned(key)
         except NotFound:
@@ -93,7 +115,7 @@ def mark_replacing(store: Store, attempt: str) -> None:
             return
         if _replaced(store, key, record.model_copy(update={"replacing": datetime.now(UTC)}), version):
             return
-    raise _contended(store, key)
+    raise contended(store, key)
 
 
 def _replaced(store: Store, key: str, doc: AttemptDoc, version: str) -> bool:
@@ -107,5 +129,6 @@ def _replaced(store: Store, key: str, doc: AttemptDoc, version: str) -> bool:
     return True
 
 
-def _contended(store: Store, key: str) -> Conflict:
+def contended(store: Store, key: str) -> Conflict:
+    """The error of who read a file and was to replace it so many times, and somebody else was quicker each time."""
     return Conflict(f"{store.url}/{key} was changed again and again by others", hint="try again later")

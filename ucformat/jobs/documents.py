@@ -11,6 +11,7 @@ from ucformat.catalog.document import FAR, compose, stale, written
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import Conflict, IntegrityError, NotFound, Refused, UcformatError
 from ucformat.format.commit import settle
+from ucformat.format.records import TRIES, contended
 from ucformat.jobs.absence import check_removed, is_empty
 from ucformat.schema.catalog_document import CATALOG_DOCUMENT, CatalogDoc
 from ucformat.storage.url import open_store
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["copy_document", "find_document", "read_document", "write_documents"]
 
-_TRIES = 10
 _AT_ONCE = 20  # documents that are brought up to date along with those of a change
 _log = logging.getLogger("ucformat")
 
@@ -109,7 +109,7 @@ def _composed(catalog: Catalog, serial: int, url: str) -> CatalogDoc:
 def _write(catalog: Catalog, serial: int, url: str) -> int:
     """Write a document at one place, whoever else writes it at the same time; the revision that is there now."""
     store = open_store(url)
-    for _ in range(_TRIES):
+    for _ in range(TRIES):
         there, version = _versioned(store)
         doc = _composed(catalog, serial, url)
         if there is None:
@@ -131,7 +131,7 @@ def _write(catalog: Catalog, serial: int, url: str) -> int:
         except Conflict:
             continue
         return doc.revision
-    raise Conflict(f"{store.url}/{CATALOG_DOCUMENT} was changed again and again by others", hint="try again later")
+    raise contended(store, CATALOG_DOCUMENT)
 
 
 def _versioned(store: Store) -> tuple[CatalogDoc | None, str | None]:

@@ -18,6 +18,7 @@ from ucformat.catalog.stamp import make_stamp
 from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, Refused, UcformatError
 from ucformat.format.commit import MANIFEST, abandon, read_manifest, standing
 from ucformat.format.ownership import refuse_others
+from ucformat.format.records import TRIES, contended
 from ucformat.jobs.absence import check_removed
 from ucformat.jobs.dependents import dependents_at, forget_dependents
 from ucformat.jobs.documents import read_document
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 __all__ = ["bury", "read_tombstone", "remove"]
-
-_TRIES = 10  # to mark what others mark, too
 
 
 def remove(store: Store, checkpoint: str) -> tuple[str, ...]:
@@ -92,7 +91,7 @@ def _settle(store: Store, tombstone: TombstoneDoc) -> tuple[str, ...]:
     Whoever begins to need them now sees the tombstone. It goes only as long as nothing is settled: nobody takes it away
     from one who has asked before, and is about to remove the files.
     """
-    for _ in range(_TRIES):
+    for _ in range(TRIES):
         there, version = _put(store, tombstone)
         if there.stage == "settled":
             return ()
@@ -109,7 +108,7 @@ def _settle(store: Store, tombstone: TombstoneDoc) -> tuple[str, ...]:
             store.delete(TOMBSTONE)
         if stage == "settled" or needed:
             return needed
-    raise Conflict(f"{store.url}/{TOMBSTONE} was changed again and again by others", hint="try again later")
+    raise contended(store, TOMBSTONE)
 
 
 def _dependents(store: Store, tombstone: TombstoneDoc) -> tuple[str, ...]:
