@@ -94,7 +94,7 @@ def _run(target: str, runs: int, seconds: int, out: Path | None) -> bool:
     done = subprocess.run(
         _command(
             *(target, str(found / "corpus"), str(HERE / "corpus" / target), f"-runs={runs}"),
-            *(f"-max_total_time={seconds}", f"-max_len={_LONGEST}", f"-artifact_prefix={found}/", "-timeout=10"),
+            *(f"-max_total_time={seconds}", f"-max_len={_LONGEST}", f"-artifact_prefix={found}/", "-timeout=60"),
             *(
                 "-rss_limit_mb=3000",
                 "-print_final_stats=1",
