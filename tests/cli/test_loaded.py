@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-import sqlalchemy as sa
 from safetensors.numpy import save_file
-
-from ucformat.catalog.filter import compile_sort, parse_sort
-from ucformat.catalog.models import Checkpoint
-from ucformat.catalog.query import NEWEST
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,9 +91,3 @@ def modules_of(args: list[str]) -> set[str]:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(json.loads(done.stderr.splitlines()[-1]))
-
-
-def test_the_order_without_the_filter_language_is_the_same() -> None:
-    found = sa.select(Checkpoint.serial).order_by(*compile_sort(parse_sort(NEWEST)))
-    here = sa.select(Checkpoint.serial).order_by(Checkpoint.created.desc().nulls_last(), Checkpoint.serial.desc())
-    assert str(found) == str(here)
