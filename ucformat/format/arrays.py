@@ -21,7 +21,17 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
-__all__ = ["MOST_DIMS", "Array", "array_doc", "documents", "lay_out", "put_array", "put_file", "put_groups"]
+__all__ = [
+    "MOST_DIMS",
+    "MOST_SHARDS",
+    "Array",
+    "array_doc",
+    "documents",
+    "lay_out",
+    "put_array",
+    "put_file",
+    "put_groups",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +46,9 @@ class Array:
 #: How many dims an array has at most: TensorStore opens none of more.
 MOST_DIMS = 32
 
+#: How many shards an array has at most: readers count them before they look at files.
+MOST_SHARDS = 10_000_000
+
 
 def lay_out(
     infos: Sequence[TensorInfo], folder: str, chunk_bytes: int | None = None, shard_bytes: int | None = None
@@ -43,7 +56,8 @@ def lay_out(
     """The arrays of these tensors below the `data` folder of an attempt; targets in bytes, None for the defaults.
 
     Raises:
-        Refused: a tensor has more than 32 dims, which readers of Zarr do not take (TensorStore's limit).
+        Refused: a tensor has more than 32 dims, which readers of Zarr do not take (TensorStore's limit), or would be
+            cut into more shards than an array may have.
     """
     for info in infos:
         if len(info.shape) > MOST_DIMS:
@@ -53,7 +67,7 @@ def lay_out(
             )
     states = folder_names(dict.fromkeys(i.state for i in infos))
     folders = {s: folder_names(i.name for i in infos if i.state == s) for s in states}
-    return [
+    arrays = [
         Array(
             i,
             Grid.of(i.shape, i.itemsize, chunk_bytes, shard_bytes),
@@ -61,6 +75,14 @@ def lay_out(
         )
         for i in infos
     ]
+    for info, grid in ((a.info, a.grid) for a in arrays):
+        if grid.count > MOST_SHARDS:
+            raise Refused(
+                f"{info.name} ({info.state}) has {info.nbytes:,} bytes, and would be cut into {grid.count:,} shards; "
+                f"an array has at most {MOST_SHARDS:,}",
+                hint="take larger shards, or leave this tensor out",
+            )
+    return arrays
 
 
 def put_groups(store: Store, arrays: Iterable[Array]) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import product
 from typing import TYPE_CHECKING
 
-from ucformat.geometry.box import Box
+from ucformat.geometry.box import Box, each_index
 from ucformat.geometry.tensor import Tiles
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ class Grid:
         """Coordinates of the shards that meet a box (None: all), in C order; none of a tensor without elements."""
         near = within or Box.whole(self.shape)
         bounds = zip(near.start, near.stop, self.shard, strict=True)
-        return product(*(range(first // s, -(-last // s)) for first, last, s in bounds))
+        return each_index([range(first // s, -(-last // s)) for first, last, s in bounds])
 
     def box(self, shard: tuple[int, ...]) -> Box:
         """What a shard holds of the tensor."""

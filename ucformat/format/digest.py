@@ -91,7 +91,7 @@ def tensor_digest(dtype: str, grid: Grid, leaves: Mapping[tuple[int, ...], bytes
     import numpy as np  # not for the digest of a document, which is all that many commands need
 
     head = json.dumps({"dtype": dtype, "shape": grid.shape, "chunk": grid.chunk}, separators=(",", ":"))
-    ordered: NDArray[np.uint8] = np.empty((*grid.chunks, LEAF_BYTES), np.uint8)
+    ordered: NDArray[np.uint8] = np.empty((*grid.chunks, LEAF_BYTES) if all(grid.shape) else 0, np.uint8)
     per_shard = grid.chunks_in_shard
     for shard in grid.shards():
         held = grid.tiles(shard, "").grid

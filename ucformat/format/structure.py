@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ucformat.errors import Inconsistent
-from ucformat.format.arrays import MOST_DIMS
+from ucformat.format.arrays import MOST_DIMS, MOST_SHARDS
 from ucformat.format.chunking import Grid
 from ucformat.format.commit import MANIFEST
 from ucformat.geometry.tensor import Key
@@ -32,7 +32,6 @@ MOUNT = "roots/"
 LARGEST = 1 << 62
 
 _MOST_DIMS = 64  # torch's own limit
-_MOST_SHARDS = 10_000_000
 _NAMED = 5  # problems of one kind of thing that an error names
 
 
@@ -108,7 +107,7 @@ def _tensor(doc: TensorDoc, manifest: Manifest) -> str | None:
     if doc.digest is None:
         return "the manifest gives it no digest"
     count = Grid(doc.shape, chunk, shard, ITEMSIZE[doc.dtype]).count
-    return f"the manifest gives it an impossible number of shards ({count})" if count > _MOST_SHARDS else None
+    return f"the manifest gives it an impossible number of shards ({count})" if count > MOST_SHARDS else None
 
 
 def _sources(doc: SidecarDoc) -> Iterator[Problem]:

@@ -76,6 +76,7 @@ class Universal:
         )
         self._numbers = {key: n for n, key in enumerate(self.docs)}
         self._sidecar: Sidecar | None = None
+        self._missing: dict[str, int] = {}
 
     def objects(self) -> dict[str, Any]:
         """The non-tensor values."""
@@ -117,10 +118,21 @@ class Universal:
         for shard in grid.shards(within):
             yield grid.tiles(shard, shard_key(doc.path, shard))
 
+    def missing_shards(self, doc: TensorDoc) -> int:
+        """How many files an array of very many shards lacks at least; they are counted once, and not looked at."""
+        path, count = str(doc.path), grid_of(doc).count
+        if count < _MANY:
+            return 0
+        if path not in self._missing:
+            self._missing[path] = max(0, count - sum(1 for _ in self.store.list(f"{path}/c")))
+        return self._missing[path]
+
     def _check_large(self, doc: TensorDoc, grid: Grid) -> None:
         """IntegrityError where a manifest gives a large size to small files: before anything is planned for it."""
         if doc.nbytes < _LARGE and grid.count < _MANY:
             return
+        if (missing := self.missing_shards(doc)) > grid.count // 2:  # the work is no more than what is there justifies
+            raise MissingData(f"{doc.name} ({doc.state}): {missing:,} of its {grid.count:,} shards are not there")
         last = tuple((n - 1) // s for n, s in zip(doc.shape, grid.shard, strict=True))
         for shard in (last, (0,) * len(last)):
             key = shard_key(str(doc.path), shard)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Box", "hull", "is_apart", "row_major"]
+__all__ = ["Box", "each_index", "hull", "is_apart", "row_major"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -93,3 +93,15 @@ def is_apart(shape: tuple[int, ...], strides: tuple[int, ...], unit: int = 1) ->
             return False
         span += (n - 1) * step
     return True
+
+
+def each_index(ranges: Sequence[range]) -> Iterator[tuple[int, ...]]:
+    """Every index of a grid, in C order; `itertools.product` would first make lists, of lengths that a file says."""
+    if not all(ranges):
+        return
+    if not ranges:
+        yield ()
+        return
+    for outer in each_index(ranges[:-1]):
+        for i in ranges[-1]:
+            yield (*outer, i)

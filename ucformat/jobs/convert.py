@@ -7,6 +7,7 @@ import platform
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import chain, islice
 from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
 
@@ -301,10 +302,11 @@ def _write_all(
     how: How,
     passing: Passing | None,
 ) -> dict[Key, dict[tuple[int, ...], bytes]]:
-    """Write all metadata, as one task, and every shard, the large ones first; the digests of the shards' chunks."""
-    tasks = [_Task(a, s) for a in arrays for s in a.grid.shards()]
-    tasks.sort(key=lambda t: -t.nbytes)
-    total, done = sum(t.nbytes for t in tasks), 0
+    """Write all metadata, as one task, and every shard, large ones first; the digests of the shards' chunks."""
+    large = sorted(arrays, key=lambda a: -_Task(a, (0,) * len(a.grid.shape)).nbytes)
+    shards = (_Task(a, s) for a in large for s in a.grid.shards())  # one by one: files claim more than memory holds
+    tasks = chain(islice(shards, 1), [None], shards)
+    total, done = sum(a.info.nbytes for a in arrays), 0
     leaves: dict[Key, dict[tuple[int, ...], bytes]] = {a.info.key: {} for a in arrays}
 
     def work(task: _Task | None) -> bytes:
@@ -313,7 +315,7 @@ def _write_all(
         _write_metadata(store, arrays)
         return b""
 
-    for task, found in run_tasks(work, [*tasks[:1], None, *tasks[1:]], how.workers or workers_for(source.store, store)):
+    for task, found in run_tasks(work, tasks, how.workers or workers_for(source.store, store)):
         if task is None:
             continue
         leaves[task.array.info.key][task.shard] = found

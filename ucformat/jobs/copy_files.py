@@ -75,7 +75,7 @@ def items(source: Universal) -> list[Item]:
     """All files that a manifest names but itself, the large ones first.
 
     Raises:
-        MissingData: a packed file is not there.
+        MissingData: a packed file is not there, or many shards are not.
     """
     m = source.manifest
     found: list[Item] = [_File(doc) for doc in (m.objects, m.sidecar, *m.assets.values()) if doc is not None]
@@ -83,6 +83,8 @@ def items(source: Universal) -> list[Item]:
     for key, doc in source.docs.items():
         if doc.path is not None:
             grid = grid_of(doc)
+            if missing := source.missing_shards(doc):
+                raise MissingData(f"{missing:,} of the {grid.count:,} shards of {key} are missing", hint=_HINT)
             found += [Shard(key, grid, shard, shard_key(doc.path, shard)) for shard in grid.shards()]
     if m.sidecar is not None:
         found += _packed(source)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["Problem", "Report", "damaged_block", "document_problems", "verify", "verify_shard", "wrong_digests"]
 
 _BLOCK = 4 << 20  # bytes of a record that are held at once
+_FEW = 1000  # of the missing shards of one array, so many are named
 _NAMED = 5  # of the tensors in a damaged record, so many are named
 
 
@@ -172,6 +173,10 @@ def _universal(source: Universal) -> Iterator[_Check]:
                 yield _extents(store, info, 0 if {e.file for e in extents} <= compared else tensor.nbytes, extents)
             continue
         grid = grid_of(tensor)
+        if (missing := source.missing_shards(tensor)) > _FEW:
+            lost = Problem(tensor.path, f"{missing:,} of its {grid.count:,} shards are missing", *key)
+            yield _Check(None, (), 0, 0, lambda p=lost: (b"", [p]))  # type: ignore[misc]
+            continue
         for shard in grid.shards():
             yield _Check(
                 key,

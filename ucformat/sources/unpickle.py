@@ -59,6 +59,7 @@ _NUMBERS = {form: struct.Struct("<" + form) for form in "HiIQ"}
 _NAME = 1000  # characters of the name of a global
 _COPIES, _LEAST = 8, 1 << 20  # parts of values that calls may copy: so many for each byte of the file, but some always
 _MEETINGS, _FEW = 64, 1 << 24  # of keys that may meet in a table: so many for each byte of the file, but some always
+_VIEWS, _SOME = 64, 1 << 30  # bytes that tensors may have: so many for each byte of the storages, but some always
 _SMALL = 1024
 _KEYED = {"set", "frozenset", "dict", "OrderedDict", "Counter", "defaultdict"}
 _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, PurePosixPath)
@@ -73,6 +74,8 @@ class _Machine:
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
         self.storage_nbytes, self.allow = storage_nbytes, allow
+        self.storages: set[str] = set()
+        self.views = _SOME
         self.copies = max(_LEAST, _COPIES * self.end)
         self.meetings = max(_FEW, _MEETINGS * self.end)
 
@@ -133,7 +136,14 @@ class _Machine:
                     self.count_meetings([k[0] if type(k) in (list, tuple) and k else k for k in a], 0)
                 elif isinstance(a, set | frozenset) or (isinstance(a, dict) and kind in ("set", "frozenset")):
                     self.count_meetings(a, 0)  # a dict that is copied to a dict compares no keys
-        return maker.make(*args)
+        made = maker.make(*args)
+        if isinstance(made, StoredTensor) and not any(a is made for a in args):
+            self.views -= made.nbytes
+            if self.views < 0:
+                raise Refused(
+                    "its tensors share storages, or repeat elements, so that they have far more than it holds"
+                )
+        return made
 
     def count_meetings(self, keys: Iterable[Any], held: int) -> None:
         """Refuse keys that may all have the same hash: then each meets all `held` ones before it.
@@ -262,6 +272,9 @@ class _Machine:
             raise IntegrityError(
                 f"the storage {key!r} should have {numel} elements of {kind.dtype}, but has {nbytes} bytes"
             )
+        if key not in self.storages:
+            self.storages.add(key)
+            self.views += _VIEWS * nbytes
         self.push(Storage(key, kind.dtype, nbytes))
 
     def recall(self, index: int) -> None:

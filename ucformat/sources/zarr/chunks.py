@@ -9,7 +9,7 @@ import numpy as np
 from crc32c import crc32c
 
 from ucformat.errors import IntegrityError, MissingData, NotFound, Refused
-from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.box import Box, each_index, row_major
 from ucformat.geometry.tensor import Block, Extent
 from ucformat.sources.decoded import DECODED, Cache
 from ucformat.sources.zarr.codecs import has_crc32c
@@ -28,6 +28,7 @@ __all__ = ["Chunks"]
 _MOST = 1 << 22  # chunks, read at once, of an array of which some may be missing
 _FEW, _EACH = 1 << 14, 16  # so many anyhow, and one for so many stored bytes: that is an entry in the index of a shard
 _INDEXES = 64 << 20  # bytes of the indexes of shards that are kept
+_MOST_INDEX = 256 << 20  # and of one: of 16 million chunks
 
 
 class Chunks:
@@ -57,15 +58,14 @@ class Chunks:
         whole = Box.whole(array.shape)
         near = within or whole
         firsts = tuple(a // c for a, c in zip(near.start, array.chunk, strict=True))
-        grid = tuple(-(-b // c) - f for b, c, f in zip(near.stop, array.chunk, firsts, strict=True))
-        count = math.prod(grid)
+        grid = [range(f, -(-b // c)) for b, c, f in zip(near.stop, array.chunk, firsts, strict=True)]
+        count = math.prod(map(len, grid))
         if array.path in self._filled and count > self._most:
             raise Refused(
                 f"{self._label(array)} would have {count:,} chunks here, and what is stored may hold {self._most:,}",
                 hint="read less of it at once; or, if most of its chunks are missing, write it anew",
             )
-        for inner in _each(grid):
-            at = tuple(f + i for f, i in zip(firsts, inner, strict=True))
+        for at in each_index(grid):
             box = Box(tuple(a * c for a, c in zip(at, array.chunk, strict=True)), array.chunk).intersect(whole)
             yield self._extent(array, at, box or whole, self._find(array, at))
 
@@ -121,6 +121,12 @@ class Chunks:
         nbytes = entries + 4 * form.index_checked
         if shard.nbytes < nbytes:
             raise IntegrityError(f"{self._label(array)}: {shard.file} is too short for the index of a shard")
+        if nbytes > _MOST_INDEX:
+            raise Refused(
+                f"{self._label(array)}: the shard in {shard.file} has an index of {nbytes:,} bytes, more than "
+                f"{_MOST_INDEX:,}",
+                hint="write the array anew with larger chunks, or smaller shards",
+            )
         offset = 0 if form.index_first else shard.nbytes - nbytes
         if shard.data is not None:
             data = shard.data[offset : offset + nbytes]
@@ -165,10 +171,3 @@ class Chunks:
         if array is None or len(at) != len(array.shape):
             raise NotFound(f"{self._store.url} has no decoded chunk {name}")
         return array, at
-
-
-def _each(grid: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Every index of a grid, in C order; `itertools.product` would first make lists, of a length that a file says."""
-    steps = row_major(grid)
-    for number in range(math.prod(grid)):
-        yield tuple(number // s % n for s, n in zip(steps, grid, strict=True))
