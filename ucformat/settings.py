@@ -37,6 +37,7 @@ __all__ = [
     "allowed_roots",
     "load_settings",
     "local_path",
+    "roots_with",
     "source_of",
     "using",
 ]
@@ -100,7 +101,7 @@ def load_settings(**given: str | None) -> Settings:
     for path, of_project in ((_user_file(), False), (_project_file(), True)):
         if (file := _opened(path)) is None:
             continue
-        trusted = (found | above).get("trusted", ()) if of_project else ()
+        trusted = (found | above).get("trusted", ())
         for key, value in _read(file).items():
             reason = (_not_of_a_project(file, key, value) if of_project else None) or _not_ours(file, key, trusted)
             refused.pop(key, None)
@@ -132,13 +133,28 @@ def allowed_roots() -> tuple[str, ...]:
     Raises:
         Refused: the list of what was registered is not this user's alone.
     """
-    return (*load_settings().roots, *_registered_roots())
+    settings = load_settings()
+    return (*settings.roots, *_registered_roots(settings.trusted))
 
 
-def _registered_roots() -> list[str]:
+def roots_with(url: str) -> str:
+    """What to put before a command in a shell, for files in this place to be read, too: `UCP_ROOTS=…`."""
+    return _assigned("roots", (*load_settings().roots, url))
+
+
+def _assigned(key: str, places: tuple[str, ...]) -> str:
+    """A list of places as the environment sets it: with commas between, or as JSON where that would not be read so."""
+    from shlex import quote  # few commands say so
+
+    plain = ",".join(places)
+    odd = plain.startswith("[") or not plain.isprintable() or any("," in place for place in places)
+    return f"UCP_{key.upper()}={quote(json.dumps(places) if odd else plain)}"
+
+
+def _registered_roots(trusted: tuple[str, ...]) -> list[str]:
     file = _opened(_registered())
     lines = [] if file is None else file.text.splitlines()
-    if file is not None and lines and (why := _not_ours(file, "roots")):
+    if file is not None and lines and (why := _not_ours(file, "roots", trusted)):
         raise why
     found = []
     for line in lines:
@@ -149,9 +165,10 @@ def _registered_roots() -> list[str]:
 
 def allow_root(url: str) -> None:
     """Let this user's virtual checkpoints have their files in this place, too."""
-    if url in load_settings().roots:
+    settings = load_settings()
+    if url in settings.roots:
         return
-    path, known = _registered(), _registered_roots()
+    path, known = _registered(), _registered_roots(settings.trusted)
     try:
         make_folder(path.parent)
         out = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)  # whatever the umask, nobody else writes
@@ -165,7 +182,7 @@ def allow_root(url: str) -> None:
     except OSError as error:
         raise Refused(
             f"{path} cannot be written: {error.strerror}",
-            hint=f"say yourself that files may be read there: UCP_ROOTS={url}",
+            hint=f"say yourself that files may be read there: {roots_with(url)}",
         ) from error
 
 
@@ -191,10 +208,10 @@ def _checked(key: str, value: Any) -> Any:
     if key not in _FIELDS:
         raise ValueError("there is no such setting")
     if key in ("roots", "trusted"):
-        listed = [part for part in value.split(",") if part] if isinstance(value, str) else value
+        listed = _listed(value) if isinstance(value, str) else value
         if not isinstance(listed, list | tuple) or not all(isinstance(part, str) for part in listed):
             raise ValueError("it is a list of places")
-        return tuple(listed)
+        return tuple(part for part in listed if part)
     if key in ("requests", "in_flight"):
         return _number(value, int, "a whole number, 1 or more")
     if key == "deadline":
@@ -202,6 +219,16 @@ def _checked(key: str, value: Any) -> Any:
     if not isinstance(value, str):
         raise ValueError("it is text")  # noqa: TRY004 - whatever is wrong with a value
     return value
+
+
+def _listed(text: str) -> Any:
+    """What a text lists: places with commas between, or JSON, for names with commas in them."""
+    if not text.startswith("["):
+        return text.split(",")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError("it is a list of places: with commas between, or in JSON if it begins with [") from None
 
 
 def _number(value: Any, kind: type[int | float], means: str) -> int | float:
@@ -243,7 +270,7 @@ def _opened(path: Path | None) -> _File | None:
     return _File(path, text, frozenset({link.st_uid, found.st_uid}), found.st_mode)
 
 
-def _not_ours(file: _File, key: str, trusted: tuple[str, ...] = ()) -> Refused | None:
+def _not_ours(file: _File, key: str, trusted: tuple[str, ...]) -> Refused | None:
     """Why a file does not count; None where it does."""
     from shlex import quote  # most files count
 
@@ -255,11 +282,11 @@ def _not_ours(file: _File, key: str, trusted: tuple[str, ...] = ()) -> Refused |
     if file.owners <= {os.geteuid(), 0} or str(file.path) in trusted:
         return None
     owner = ", ".join(_name_of(uid) for uid in sorted(file.owners - {os.geteuid(), 0}))
-    line = f"trusted = {json.dumps([str(file.path)])}"
+    places = (*trusted, str(file.path))
     return Refused(
         f"{file.path} sets {key!r}, and does not count: it belongs to {owner}",
-        hint=f"if it is to be trusted: UCP_TRUSTED={quote(str(file.path))}, or `{line}` in {_user_place()}"
-        f"{_instead(key)}",
+        hint=f"if it is to be trusted: {_assigned('trusted', places)}, or `trusted = {json.dumps(places)}` in "
+        f"{_user_place()}{_instead(key)}",
     )
 
 

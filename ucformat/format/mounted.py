@@ -15,6 +15,7 @@ from urllib.parse import unquote
 from ucformat.errors import IntegrityError, MissingData, NotFound, Refused
 from ucformat.format.structure import MOUNT
 from ucformat.storage.lending import lend
+from ucformat.storage.roots import roots_hint
 from ucformat.storage.url import open_store, split_url
 from ucformat.storage.wrapped import WrappedStore
 
@@ -84,7 +85,7 @@ class MountedStore(WrappedStore):
             if not is_below(url, self._allowed()):
                 raise Refused(
                     f"{self.url} has its files in {url}, where nothing says that they may be read",
-                    hint=f"if they may: UCP_ROOTS={url}, `roots` in config.toml, or open(place, roots=[…])",
+                    hint=roots_hint(url),
                 )
             self._open[root] = open_store(url)
         return self._open[root], name

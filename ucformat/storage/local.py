@@ -18,6 +18,7 @@ from ucformat.storage.durable import Durability, start_writeback, sync_folder
 from ucformat.storage.folders import Folders
 from ucformat.storage.handles import Descriptor, Handles, OpenFile, read_scattered
 from ucformat.storage.oserrors import explaining
+from ucformat.storage.roots import led_to, roots_hint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -250,11 +251,9 @@ class LocalStore:
             place = file.place(path)
             root = os.path.realpath(self._root).rstrip("/")  # a string: pathlib takes three times as long
             if not place.startswith(f"{root}/") and not self._allows(place):
-                folder = os.path.dirname(place)  # noqa: PTH120
                 raise Refused(
                     f"{path} is {place}, by a symbolic link that leads out of {self._root}",
-                    hint=f"if files may be read there: UCP_ROOTS={folder}, `roots` in config.toml, or "
-                    "open(place, roots=[…])",
+                    hint=roots_hint(led_to(self._root, key)),
                 )
         return file
 
