@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["make_folder", "sync_folder"]
+__all__ = ["make_folder", "sync_folder", "sync_open_folder"]
 
 
 def sync_folder(folder: Path) -> None:
@@ -20,12 +20,18 @@ def sync_folder(folder: Path) -> None:
     except FileNotFoundError:
         return
     try:
+        sync_open_folder(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_open_folder(fd: int) -> None:
+    """Make the names in a folder that is open durable."""
+    try:
         os.fsync(fd)
     except OSError as error:
         if error.errno != errno.EINVAL:  # some file systems have no fsync of folders, and need none
             raise
-    finally:
-        os.close(fd)
 
 
 def make_folder(folder: Path) -> None:

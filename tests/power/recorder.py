@@ -134,10 +134,7 @@ class Recorder:
 
     def _name(self, path: Any, folder: int | None = None) -> Name | None:
         """The name that a path is; None where it lies elsewhere."""
-        path = os.fspath(path)
-        if folder is not None:
-            path = f"{Path(f'/proc/self/fd/{folder}').readlink()}/{path}"
-        path = os.path.abspath(path)  # noqa: PTH100
+        path = self._path(path, folder)
         if not path.startswith(f"{self.disk.root}/"):
             return None
         *folders, name = path.removeprefix(f"{self.disk.root}/").split("/")
@@ -150,8 +147,13 @@ class Recorder:
         found = os.fstat(fd)
         return self.disk.numbers.get((found.st_dev, found.st_ino), -1)
 
-    def _short(self, path: Any) -> str:
-        return str(os.fspath(path)).removeprefix(f"{self.disk.root}/")
+    def _path(self, path: Any, folder: int | None = None) -> str:
+        """A path, which may be relative to a folder that is open, as an absolute one."""
+        above = "" if folder is None else f"{Path(f'/proc/self/fd/{folder}').readlink()}/"
+        return os.path.abspath(f"{above}{os.fspath(path)}")  # noqa: PTH100
+
+    def _short(self, path: Any, folder: int | None = None) -> str:
+        return self._path(path, folder).removeprefix(f"{self.disk.root}/")
 
     def _open(
         self, do: Callable[..., int], path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
@@ -165,9 +167,9 @@ class Recorder:
             if name not in self._names:
                 found, number = os.fstat(fd), self.disk.new()
                 self.disk.numbers[found.st_dev, found.st_ino] = number
-                self._called(Call(f"create {self._short(path)}", {name: number}))
+                self._called(Call(f"create {self._short(path, dir_fd)}", {name: number}))
             elif flags & os.O_TRUNC:
-                self._called(Call(f"truncate {self._short(path)}", node=self._names[name]))
+                self._called(Call(f"truncate {self._short(path, dir_fd)}", node=self._names[name]))
             return fd
 
     def _write(self, do: Callable[..., int], fd: int, data: Any, *offset: int) -> int:
@@ -214,7 +216,8 @@ class Recorder:
         change: Callable[[Name, Name], Mapping[Name, int | None]],
         more: dict[str, Any],
     ) -> None:
-        one, other = self._name(src), self._name(dst)
+        folders = more.get("src_dir_fd"), more.get("dst_dir_fd")
+        one, other = self._name(src, folders[0]), self._name(dst, folders[1])
         if one is None and other is None:
             return do(src, dst, **more)
         with self._lock:
@@ -222,7 +225,8 @@ class Recorder:
             do(src, dst, **more)
             assert one is not None, src
             assert other is not None, dst
-            self._called(Call(f"{what} {self._short(src)} {self._short(dst)}", change(one, other)))
+            said = f"{what} {self._short(src, folders[0])} {self._short(dst, folders[1])}"
+            self._called(Call(said, change(one, other)))
         return None
 
     def _remove(self, do: Callable[..., None], path: Any, *, dir_fd: int | None = None) -> None:
@@ -232,7 +236,7 @@ class Recorder:
         with self._lock:
             self._may_call()
             do(path, dir_fd=dir_fd)
-            self._called(Call(f"remove {self._short(path)}", {name: None}))
+            self._called(Call(f"remove {self._short(path, dir_fd)}", {name: None}))
         return None
 
     def _mkdir(self, do: Callable[..., None], path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
@@ -242,10 +246,10 @@ class Recorder:
         with self._lock:
             self._may_call()
             do(path, mode, dir_fd=dir_fd)
-            found, number = Path(os.fspath(path)).stat(), self.disk.new()
+            found, number = os.stat(path, dir_fd=dir_fd), self.disk.new()
             self.disk.numbers[found.st_dev, found.st_ino] = number
             self.disk.folders.add(number)
-            self._called(Call(f"mkdir {self._short(path)}", {name: number}))
+            self._called(Call(f"mkdir {self._short(path, dir_fd)}", {name: number}))
         return None
 
     def _unknown(self, name: str, *_: Any, **__: Any) -> Any:

@@ -15,7 +15,6 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
-from ucformat import lasting
 from ucformat.storage.oserrors import explaining
 
 if TYPE_CHECKING:
@@ -24,37 +23,39 @@ if TYPE_CHECKING:
 
     from ucformat.storage.handles import Descriptor
 
-__all__ = ["Durability", "start_writeback", "sync_folder"]
+__all__ = ["Durability", "start_writeback"]
 
 _THREADS = 4
 _SMALL = 64 << 10  # bytes; smaller files are better written all at once, by their fsync
 
 
 class Durability:
-    """The files and folders one store has written and not yet made durable."""
+    """The files and folders one store has written and not yet made durable; `sync` is given a folder to sync."""
 
-    def __init__(self) -> None:
+    def __init__(self, sync: Callable[[str], None]) -> None:
+        self._sync = sync
         self._lock = threading.Lock()
         self._flushing = threading.Lock()
         self._most = max(
             16, min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         )  # files kept open before some are synced
         self._pool: ThreadPoolExecutor | None = None
-        self._open: list[tuple[Path, Descriptor, Future[None]]] = []
+        self._open: list[tuple[Path, Descriptor, list[Future[None]]]] = []
         self._files: dict[Path, Future[None]] = {}
-        self._folders: set[Path] = set()
+        self._folders: set[str] = set()
 
-    def add(self, file: Path, open_file: Descriptor, folders: Iterable[Path]) -> None:
+    def add(self, file: Path, open_file: Descriptor, folders: Iterable[str]) -> None:
         """Begin to write back a file; `flush` syncs it and `folders`, and closes it."""
+        small = os.fstat(open_file.fd).st_size < _SMALL
         with self._lock:
             self._pool = self._pool or ThreadPoolExecutor(_THREADS, "ucformat-fsync")
-            self._open.append((file, open_file, self._pool.submit(_start, open_file)))
+            self._open.append((file, open_file, [] if small else [self._pool.submit(_start, open_file)]))
             self._folders.update(folders)
             if len(self._open) >= self._most:
                 wait(self._files.values())  # no more than twice as many are ever open
                 self._sync_open()
 
-    def changed(self, folder: Path) -> None:
+    def changed(self, folder: str) -> None:
         """Have `flush` sync this folder, too."""
         with self._lock:
             self._folders.add(folder)
@@ -75,7 +76,7 @@ class Durability:
         """Let `flush` say nothing of files that were deleted, those for which `gone` is true."""
         with self._lock:
             for _, open_file, started in (o for o in self._open if gone(o[0])):
-                wait([started])
+                wait(started)
                 open_file.close()
             self._open = [o for o in self._open if not gone(o[0])]
             self._files = {file: done for file, done in self._files.items() if not gone(file)}
@@ -92,7 +93,7 @@ class Durability:
                 for file, done in files.items():
                     with explaining("make durable", str(file)):
                         done.result()
-                list((map if self._pool is None else self._pool.map)(sync_folder, folders))
+                list((map if self._pool is None else self._pool.map)(self._sync, folders))
             except BaseException:  # a file that failed stays, so that no later flush says all is well
                 with self._lock:
                     self._files = files | self._files
@@ -100,16 +101,10 @@ class Durability:
                 raise
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable; a folder that is gone has none."""
-    with explaining("make durable", str(folder)):
-        lasting.sync_folder(folder)
-
-
 def start_writeback(fd: int) -> None:
     """Ask the kernel to begin writing a file to its disk; a hint, and only on Linux. Waits for room in its queue."""
     start = _sync_file_range()
-    if start is not None and os.fstat(fd).st_size >= _SMALL:
+    if start is not None:
         start(fd, 0, 0, 2)  # SYNC_FILE_RANGE_WRITE, to the end of the file
 
 
@@ -127,8 +122,8 @@ def _start(file: Descriptor) -> None:
     start_writeback(file.fd)
 
 
-def _sync_and_close(file: Descriptor, started: Future[None]) -> None:
-    wait([started])
+def _sync_and_close(file: Descriptor, started: list[Future[None]]) -> None:
+    wait(started)
     try:
         os.fsync(file.fd)
     finally:

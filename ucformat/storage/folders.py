@@ -1,67 +1,142 @@
-"""The folders below a local root: made once, checked once, and remembered with what must be synced for them to last."""
+"""The folders below a local root, each opened by its name in the one above it, so that no link leads anywhere else.
+
+What is done to names in a folder that is open is done in that folder, whatever stands in its place by then. So whoever
+exchanges folders for symbolic links, at whatever moment, has nothing written, renamed or removed elsewhere.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
+from contextlib import suppress
 from pathlib import Path
 
 from ucformat.errors import Refused
-from ucformat.lasting import make_folder
+from ucformat.lasting import make_folder, sync_open_folder
+from ucformat.storage.handles import Descriptor
 from ucformat.storage.oserrors import explaining
 
-__all__ = ["Folders"]
+__all__ = ["Folders", "is_folder", "refuse_broken_link", "remove", "upwards"]
+
+_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class Folders:
-    """Makes folders below `root` and never leaves it through a symbolic link."""
+    """Opens, makes and syncs folders below `root`, known by their keys; `""` is the root, whose path may hold links."""
 
     def __init__(self, root: Path) -> None:
         self._root = str(root)
-        self._made: dict[str, tuple[Path, ...]] = {}
+        self._made = False
 
-    def make(self, folder: str) -> tuple[Path, ...]:
-        """Make a folder and those above it; the folders to sync so that the name of a file in it lasts."""
-        known = self._made.get(folder)
-        if known is not None:
-            if os.path.isdir(folder):  # noqa: PTH112
-                return known
-            self._made.clear()  # somebody deleted it
-        if folder == self._root:
-            with explaining("write", folder):
-                make_folder(Path(folder))
-            self._made[folder] = (Path(folder),)
-            return self._made[folder]
-        up = self.make(os.path.dirname(folder))  # noqa: PTH120
-        with explaining("write", folder):
+    def open(self, folder: str) -> Descriptor:
+        """Open a folder.
+
+        Raises:
+            Refused: a symbolic link stands on the way to it.
+        """
+        return Descriptor(self._opened(folder))
+
+    def make(self, folder: str) -> Descriptor:
+        """Open a folder, after it and those above it were made where they are missing; Refused as `open`."""
+        with explaining("write", self._path(folder)):
+            while True:
+                if not self._made:
+                    make_folder(Path(self._root))
+                    self._made = True
+                try:
+                    return Descriptor(self._opened(folder, make=True))
+                except FileNotFoundError:  # one of them was removed meanwhile
+                    self._made = False
+
+    def must_be(self, folder: str, opened: Descriptor) -> None:
+        """Raise an error if something else, a symbolic link for one, stands where the folder stood that was opened."""
+        with suppress(OSError):
+            if os.path.samestat(os.stat(self._path(folder)), os.fstat(opened.fd)):  # noqa: PTH116
+                return
+        self.open(folder)  # which says what it is
+        raise FileNotFoundError(errno.ENOENT, "another folder stands there by now")
+
+    def sync(self, folder: str) -> None:
+        """Make the names in a folder durable; a folder that is gone has none."""
+        with explaining("make durable", self._path(folder)), suppress(FileNotFoundError):
+            opened = self.open(folder)
+            sync_open_folder(opened.fd)
+
+    def settle(self, folder: str, opened: Descriptor) -> None:
+        """Make durable the names in a folder that is open, and its own and those above it, if it still stands there."""
+        with explaining("make durable", self._path(folder)):
+            sync_open_folder(opened.fd)
+        for above in upwards(folder)[1:]:
+            self.sync(above)
+        with explaining("make durable", self._path(folder)):
+            self.must_be(folder, opened)
+
+    def _path(self, folder: str) -> str:
+        return f"{self._root}/{folder}" if folder else self._root
+
+    def _opened(self, folder: str, *, make: bool = False) -> int:
+        """Open the root, and each folder in the one above it; with `make`, make those that are missing."""
+        fd = os.open(self._root, _FLAGS)
+        names = folder.split("/") if folder else []
+        for number, name in enumerate(names, 1):
+            above = fd
             try:
-                os.mkdir(folder)  # noqa: PTH102
-            except FileExistsError:
-                self.stay_inside(folder)
-                if not os.path.isdir(folder):  # noqa: PTH112
-                    raise NotADirectoryError from None
-            except FileNotFoundError:  # one above it was deleted meanwhile
-                self._made.clear()
-                return self.make(folder)
-        self._made[folder] = (Path(folder), *up)
-        return self._made[folder]
+                fd = _made(name, above) if make else os.open(name, _FLAGS | os.O_NOFOLLOW, dir_fd=above)
+            except NotADirectoryError:  # so it is said of a link, too
+                _refuse_link("/".join((self._root, *names[:number])), name, above)
+                raise
+            finally:
+                os.close(above)
+        return fd
 
-    def stay_inside(self, folder: str) -> None:
-        """Refused if the folder leads out of the root through a symbolic link."""
-        if not Path(folder).resolve().is_relative_to(Path(self._root).resolve()):
-            raise Refused(
-                f"{folder} leads out of {self._root} through a symbolic link",
-                hint="ucformat reads through such links and never writes or deletes through them",
-            )
 
-    def has_no_links(self, folder: str) -> None:
-        """Refused if the way from the root to the folder leads through a symbolic link: what it holds is another's."""
-        below = os.path.relpath(folder, self._root)
-        if os.path.realpath(folder) != os.path.normpath(os.path.join(os.path.realpath(self._root), below)):  # noqa: PTH118
-            raise Refused(
-                f"{folder} lies behind a symbolic link",
-                hint="ucformat reads through such links and never deletes through them",
-            )
+def upwards(folder: str) -> list[str]:
+    """A folder and those above it, up to the root."""
+    found = [folder]
+    while folder:
+        folder = folder.rpartition("/")[0]
+        found.append(folder)
+    return found
 
-    def forget(self) -> None:
-        """Folders were deleted: look again."""
-        self._made.clear()
+
+def is_folder(name: str, above: Descriptor, *, follow: bool = True) -> bool:
+    """Whether a folder, or with `follow` a link to one, has this name."""
+    try:
+        return stat.S_ISDIR(os.stat(name, dir_fd=above.fd, follow_symlinks=follow).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def remove(name: str, folder: Descriptor) -> None:
+    """Remove a file, if it is there."""
+    with suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder.fd)
+
+
+def refuse_broken_link(path: Path, folder: Descriptor) -> None:
+    """Refused where a link that leads nowhere has a file's name, so that there is none and none can be put there."""
+    try:
+        os.stat(path.name, dir_fd=folder.fd)
+    except FileNotFoundError:
+        _refuse_link(str(path), path.name, folder.fd)
+
+
+def _made(name: str, above: int) -> int:
+    while True:
+        with suppress(FileNotFoundError):
+            return os.open(name, _FLAGS | os.O_NOFOLLOW, dir_fd=above)
+        with suppress(FileExistsError):
+            os.mkdir(name, dir_fd=above)
+
+
+def _refuse_link(path: str, name: str, above: int) -> None:
+    try:
+        leads = os.readlink(name, dir_fd=above)
+    except OSError:  # it is none
+        return
+    raise Refused(
+        f"{path} is a symbolic link, to {leads}",
+        hint="ucformat reads through such links and never writes or deletes through them: put what they lead to in "
+        "their place, or give the place where that is",
+    ) from None

@@ -38,16 +38,26 @@ class Descriptor:
 
 
 class OpenFile(Descriptor):
-    """A descriptor for reading; a pipe or a device is no file, and not waited for."""
+    """A descriptor for reading; a pipe or a device is no file, and not waited for.
+
+    With `folder`, which is open, the file is that of its name there, whatever stands in the folder's place by then.
+    """
 
     __slots__ = ()
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, folder: Descriptor | None = None) -> None:
         self.fd = -1
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        name, above = (path, None) if folder is None else (path.name, folder.fd)
+        self.fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=above)
         mode = os.fstat(self.fd).st_mode
         if not stat.S_ISREG(mode):
             raise IsADirectoryError if stat.S_ISDIR(mode) else NotFound(f"{path} is not a file")
+
+    def whole(self) -> bytes:
+        """All that it holds."""
+        data = bytearray(os.fstat(self.fd).st_size)
+        read_scattered(self.fd, 0, [memoryview(data)])
+        return bytes(data)
 
     def place(self, path: Path) -> str:
         """Where it lies, whatever links led there; `path` is what was opened."""

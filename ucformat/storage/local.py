@@ -8,20 +8,20 @@ import secrets
 import shutil
 import stat
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucformat.errors import Conflict, NotFound, Refused, UcformatError, Uncertain
 from ucformat.settings import local_path
 from ucformat.storage.base import HIDDEN, Costs, Info, Writer, check_key, check_range, content_version
-from ucformat.storage.durable import Durability, start_writeback, sync_folder
-from ucformat.storage.folders import Folders
+from ucformat.storage.durable import Durability, start_writeback
+from ucformat.storage.folders import Folders, is_folder, refuse_broken_link, remove, upwards
 from ucformat.storage.handles import Descriptor, Handles, OpenFile, read_scattered
 from ucformat.storage.oserrors import explaining
 from ucformat.storage.roots import led_to, roots_hint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from ucformat.storage.base import Bytes
 
@@ -37,8 +37,9 @@ class LocalStore:
 
     Symbolic links are followed when reading, also out of the root, because foreign checkpoints are made of them
     (Hugging Face's cache), unless the store is `confined`; `list` shows linked files, not what is in linked folders.
-    Writing through a link that leaves the root is Refused. What a killed writer leaves are hidden files, which `sweep`
-    and `delete_prefix` remove. Open files are closed when the store is garbage-collected.
+    Nothing is written or deleted through a link below the root, even if it comes there meanwhile: that is Refused. What
+    a killed writer leaves are hidden files, which `sweep` and `delete_prefix` remove. Open files are closed when the
+    store is garbage-collected.
     """
 
     costs = Costs()
@@ -47,8 +48,8 @@ class LocalStore:
         self._root = local_path(root)
         self._allows = allows
         self._handles = Handles()
-        self._durability = Durability()
         self._folders = Folders(self._root)
+        self._durability = Durability(self._folders.sync)
 
     def __reduce__(self) -> tuple[type[LocalStore], tuple[Path, Callable[[str], bool] | None]]:
         return LocalStore, (self._root, self._allows and _nowhere)  # what another process allows is its own to say
@@ -133,38 +134,43 @@ class LocalStore:
         path = self._path(key)
         self.info(key)
         if not self._durability.knows(path):
+            folder = _folder(key)
+            opened = self._folders.make(folder)
             with explaining("read", str(path)):
-                self._durability.add(path, self._open(key), self._make_folder(path))
+                self._durability.add(path, self._open(key, opened), upwards(folder))
 
     def put_if_absent(self, key: str, data: bytes) -> str:
         """Write a whole file by a hard link to a hidden one, which fails where a file is."""
         path = self._path(key)
-        folders = self._make_folder(path)
-        with _hidden(path, data) as temporary:
+        folder = self._folders.make(_folder(key))
+        with _hidden(folder, path, data) as temporary:
             try:
                 with explaining("create", str(path)):
-                    os.link(temporary, path)
+                    os.link(temporary, path.name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd, follow_symlinks=False)
             except Conflict:
-                if temporary.stat().st_nlink != 2:  # else the link was made, and its answer lost, as happens over NFS
+                if os.stat(temporary, dir_fd=folder.fd).st_nlink != 2:  # else it was made, and NFS lost its answer
+                    refuse_broken_link(path, folder)
                     raise
             except Refused as error:
                 hint = "commit to a place with hard links, or to an object store"
                 raise Refused(f"{path} cannot be put if absent: {error.message}", hint=hint) from error
-        self._settled(key, folders)
+        self._settled(key, folder)
         return content_version(data)
 
     def replace(self, key: str, data: bytes, version: str) -> str:
         """Write a whole file in place of one with this content version, under a lock on its folder."""
         path = self._path(key)
-        folders = self._make_folder(path)
-        lock = path.with_name(_LOCK)
-        with explaining("lock", str(lock)):
-            fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        folder = self._folders.make(_folder(key))
+        lock = str(path.with_name(_LOCK))
+        with explaining("lock", lock):
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            held = Descriptor(os.open(_LOCK, flags, 0o666, dir_fd=folder.fd))
         try:
-            with explaining("lock", str(lock)):
-                fcntl.flock(fd, fcntl.LOCK_EX)
+            with explaining("lock", lock):
+                fcntl.flock(held.fd, fcntl.LOCK_EX)
             try:
-                found = self.read_versioned(key)[1]
+                with explaining("read", str(path)):
+                    found = content_version(self._open(key, folder).whole())
             except NotFound:
                 found = "gone"
             if found != version:
@@ -172,11 +178,11 @@ class LocalStore:
                     f"{path} was changed by somebody else since it was read",
                     hint="read it again, and decide anew what to write",
                 )
-            with _hidden(path, data) as temporary, explaining("write", str(path)):
-                temporary.rename(path)
-            self._settled(key, folders)
+            with _hidden(folder, path, data) as temporary, explaining("write", str(path)):
+                os.rename(temporary, path.name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+            self._settled(key, folder)
         finally:
-            os.close(fd)
+            held.close()
         return content_version(data)
 
     def list(self, prefix: str = "") -> Iterator[Info]:
@@ -186,67 +192,77 @@ class LocalStore:
 
     def delete(self, key: str) -> None:
         """Remove a file."""
-        path = self._path(key)
-        self._folders.has_no_links(str(path.parent))
+        path, above = self._path(key), _folder(key)
         with suppress(NotFound), explaining("delete", str(path)):
-            if path.is_dir() and not path.is_symlink():
+            folder = self._folders.open(above)
+            if is_folder(path.name, folder, follow=False):
                 raise IsADirectoryError  # unlink would say EISDIR or EPERM, as the system likes
-            path.unlink()
-        self._durability.changed(path.parent)  # also where it was gone: whoever removed it may not have synced that
+            os.unlink(path.name, dir_fd=folder.fd)
+            self._folders.must_be(above, folder)
+        self._durability.changed(above)  # also where it was gone: whoever removed it may not have synced that
         self._handles.drop(key)
         self._durability.forget(path.__eq__)
 
     def delete_prefix(self, prefix: str) -> None:
         """Remove a folder and all in it, hidden files too; a linked folder loses only its link."""
-        path = self._path(prefix)
-        self._folders.has_no_links(str(path.parent))
-        with explaining("delete", str(path)):
-            if path.is_symlink() and path.is_dir():
-                path.unlink(missing_ok=True)
-            while path.is_dir():
-                try:
-                    shutil.rmtree(path)
-                except FileNotFoundError:  # somebody else deletes here too
-                    continue
-        self._durability.changed(path.parent)
+        path, above = self._path(prefix), _folder(prefix)
+        with suppress(NotFound), explaining("delete", str(path)):
+            folder = self._folders.open(above)
+            if is_folder(path.name, folder) and not is_folder(path.name, folder, follow=False):
+                os.unlink(path.name, dir_fd=folder.fd)
+            while is_folder(path.name, folder, follow=False):
+                with suppress(FileNotFoundError):  # somebody else deletes here too
+                    shutil.rmtree(path.name, dir_fd=folder.fd)
+            self._folders.must_be(above, folder)
+        self._durability.changed(above)
         self._handles.clear()
-        self._folders.forget()
         self._durability.forget(lambda file: path in file.parents)
 
     def sweep(self) -> None:
         """Remove hidden files on which nobody holds the lock that a writer holds as long as it lives."""
-        for folder, _, names in os.walk(self._root):
+        try:
+            root = self._folders.open("")
+        except OSError:
+            return
+        for _, _, names, folder in os.fwalk(".", dir_fd=root.fd):
             for name in names:
                 if not (name.startswith(HIDDEN) and name.endswith(".tmp")):
                     continue
-                path = Path(folder, name)
                 with suppress(OSError):  # gone, or its writer lives
-                    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+                    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=folder)
                     try:
                         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        path.unlink()
+                        os.unlink(name, dir_fd=folder)
                     finally:
                         os.close(fd)
 
     def prune(self, folder: str) -> None:
         """Remove a folder that holds nothing, or nothing but the lock of `replace`, which goes with the last file."""
         path = self._path(folder) if folder else self._root
-        self._folders.has_no_links(str(path))
-        with suppress(OSError):  # it is not there, or holds something
-            with os.scandir(path) as found:
+        try:
+            opened = self._folders.open(folder)
+        except Refused:
+            raise
+        except OSError:  # it is not there, or not ours to look into
+            return
+        with suppress(OSError):  # it holds something
+            with os.scandir(opened.fd) as found:
                 files = [e.name for e in found if not e.is_dir(follow_symlinks=False)]
             if files == [_LOCK]:
-                (path / _LOCK).unlink()
-            path.rmdir()
-        self._folders.forget()
+                os.unlink(_LOCK, dir_fd=opened.fd)
+            if not folder:
+                path.rmdir()
+                return
+            above = self._folders.open(_folder(folder))
+            os.rmdir(path.name, dir_fd=above.fd)
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
 
-    def _open(self, key: str) -> OpenFile:
-        """Open a file to read from it; what was opened is what is checked."""
+    def _open(self, key: str, folder: Descriptor | None = None) -> OpenFile:
+        """Open a file to read from it, in its folder, if that is open; what was opened is what is checked."""
         path = self._path(key)
-        file = OpenFile(path)
+        file = OpenFile(path, folder)
         if self._allows is not None:
             place = file.place(path)
             root = os.path.realpath(self._root).rstrip("/")  # a string: pathlib takes three times as long
@@ -257,16 +273,11 @@ class LocalStore:
                 )
         return file
 
-    def _make_folder(self, path: Path) -> tuple[Path, ...]:
-        """Make the file's folder; the folders to sync so that its name lasts."""
-        return self._folders.make(os.path.dirname(path))  # noqa: PTH120 - a string, see Folders
-
-    def _settled(self, key: str, folders: Iterable[Path]) -> None:
+    def _settled(self, key: str, folder: Descriptor) -> None:
         """What is done when a whole file has its name; where that fails the file stays, perhaps not durable."""
         self._handles.drop(key)
         try:
-            for folder in folders:
-                sync_folder(folder)
+            self._folders.settle(_folder(key), folder)
         except UcformatError as error:
             raise Uncertain(f"{self._path(key)} was written, but may not last: {error.message}") from error
 
@@ -278,8 +289,8 @@ class LocalWriter(Writer):
 
     def __init__(self, store: LocalStore, key: str) -> None:
         self._store, self._key, self._path = store, key, store._path(key)  # noqa: SLF001 - one thing in two classes
-        self._folders = store._make_folder(self._path)  # noqa: SLF001
-        self._temporary, self._file = _open_hidden(self._path)
+        self._folder = store._folders.make(_folder(key))  # noqa: SLF001
+        self._temporary, self._file = _open_hidden(self._folder, self._path)
         self._behind = 0  # bytes whose write-back was not begun
 
     def write(self, data: Bytes) -> None:
@@ -298,20 +309,24 @@ class LocalWriter(Writer):
             return
         try:
             with explaining("write", str(self._path)):
-                self._temporary.rename(self._path)
+                here = self._folder.fd
+                os.rename(self._temporary, self._path.name, src_dir_fd=here, dst_dir_fd=here)
+                self._store._folders.must_be(_folder(self._key), self._folder)  # noqa: SLF001
         except BaseException:
             self.abort()
             raise
         written = self._file
         del self._file
         self._store._handles.drop(self._key)  # noqa: SLF001
-        self._store._durability.add(self._path, written, self._folders)  # noqa: SLF001
+        self._store._durability.add(self._path, written, upwards(_folder(self._key)))  # noqa: SLF001
+        self._folder.close()
 
     def abort(self) -> None:
         """Remove what was written."""
         if self._file.fd >= 0:
-            self._temporary.unlink(missing_ok=True)
+            remove(self._temporary, self._folder)
             self._file.close()
+            self._folder.close()
 
     def __del__(self) -> None:
         self.abort()
@@ -322,26 +337,31 @@ def _nowhere(_path: str) -> bool:
     return False
 
 
+def _folder(key: str) -> str:
+    return key.rpartition("/")[0]
+
+
 @contextmanager
-def _hidden(path: Path, data: bytes) -> Iterator[Path]:
+def _hidden(folder: Descriptor, path: Path, data: bytes) -> Iterator[str]:
     """A durable hidden file with this content beside `path`, there and locked until the block ends."""
-    temporary, file = _open_hidden(path)
+    temporary, file = _open_hidden(folder, path)
     try:
         with explaining("write", str(path)):
             _write_all(file.fd, memoryview(data))
             os.fsync(file.fd)
         yield temporary
     finally:
-        temporary.unlink(missing_ok=True)
+        remove(temporary, folder)
         file.close()
 
 
-def _open_hidden(path: Path) -> tuple[Path, Descriptor]:
-    """A hidden file beside `path`, locked as long as it is open."""
+def _open_hidden(folder: Descriptor, path: Path) -> tuple[str, Descriptor]:
+    """A hidden file beside `path`, in its folder, which is open; locked as long as it is open."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     while True:
-        temporary = path.with_name(f"{HIDDEN}{secrets.token_hex(8)}.tmp")
+        temporary = f"{HIDDEN}{secrets.token_hex(8)}.tmp"
         with explaining("write", str(path)):
-            file = Descriptor(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+            file = Descriptor(os.open(temporary, flags, 0o666, dir_fd=folder.fd))
             fcntl.flock(file.fd, fcntl.LOCK_EX)
             if os.fstat(file.fd).st_nlink:  # else somebody swept it before it was locked
                 return temporary, file

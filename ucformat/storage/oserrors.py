@@ -46,6 +46,8 @@ def _explained(error: OSError, action: str, name: str) -> UcformatError:
         return Refused(what, hint="a file stands where a folder should go; remove it or choose another place")
     if isinstance(error, PermissionError) or error.errno == errno.EROFS:
         return Refused(what, hint="look at the owner and the mode of the file and of its folder")
+    if error.errno == errno.ELOOP:
+        return Refused(what, hint="a symbolic link stands there, which is not followed; remove it")
     if error.errno in _FULL:
         return UcformatError(what, hint="free some space or choose another place, then try again")
     if error.errno in _CANNOT:
