@@ -36,7 +36,7 @@ for what is wrong:
     python -m tests.schedules play 'virtual materialize'              every call, and what is wrong
     python -m tests.schedules pairs 'resume gc' 'gc resume'           or of all commands, without any named
     python -m tests.schedules pairs --part 3/20 --out pairs.jsonl     a part of it; what is noted is not done again
-    python -m tests.schedules three 0 100000 --out three.jsonl
+    python -m tests.schedules three 0 100000 --part 1/2 --out three-1.jsonl
     python -m tests.schedules faults resume gc                        or of all commands
 
 The shortest schedule of a fault becomes a line of `test_schedules.py`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -29,7 +30,6 @@ def main() -> int:
     play.add_argument("schedule")
     pairs = commands.add_parser("pairs", help="all of one actor, and of pairs: of these, or of all")
     pairs.add_argument("actors", nargs="*", metavar="'A B'")
-    pairs.add_argument("--part", default="1/1", metavar="K/N")
     three = commands.add_parser("three", help="schedules of three actors, by seed")
     three.add_argument("first", type=int)
     three.add_argument("count", type=int)
@@ -37,6 +37,7 @@ def main() -> int:
     faults.add_argument("actors", nargs="*", metavar="COMMAND")
     for sub in (pairs, three, faults):
         sub.add_argument("--out", type=Path, help="where to note what was done; what is noted there is not done again")
+        sub.add_argument("--part", default="1/1", metavar="K/N", help="this part of so many, each with an --out")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as data:
         os.environ |= {"UCP_CATALOG": "none", "XDG_DATA_HOME": data}  # the user's own are none of our business
@@ -44,7 +45,9 @@ def main() -> int:
         from tests.schedules.world import World
 
         with World() as world:
-            return _do(given, Player(world))
+            player = Player(world)
+            gc.freeze()  # what lasts as long as the process need not be looked through again and again
+            return _do(given, player)
 
 
 def _do(given: argparse.Namespace, player: Player) -> int:
@@ -62,8 +65,6 @@ def _do(given: argparse.Namespace, player: Player) -> int:
             words = names.split()
             act = pair if len(words) == 2 else single
             units[names] = lambda act=act, words=words: act(player, *words)  # type: ignore[misc]
-        k, n = map(int, given.part.split("/"))
-        units = {name: unit for at, (name, unit) in enumerate(units.items(), 1) if at % n == k % n}
     elif given.command == "faults":
         for name in given.actors or COMMANDS:
             units[f"faults {name}"] = lambda name=name: faults(player, name)  # type: ignore[misc]
@@ -71,7 +72,8 @@ def _do(given: argparse.Namespace, player: Player) -> int:
         for first in range(given.first, given.first + given.count, _BLOCK):
             seeds = range(first, min(first + _BLOCK, given.first + given.count))
             units[f"three {seeds.start} {len(seeds)}"] = lambda seeds=seeds: (player.play(three(s)) for s in seeds)  # type: ignore[misc]
-    return _run(units, player, given.out)
+    k, n = map(int, given.part.split("/"))
+    return _run({name: unit for at, (name, unit) in enumerate(units.items(), 1) if at % n == k % n}, player, given.out)
 
 
 def _all_pairs() -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,11 +23,15 @@ from ucformat.settings import using
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from tests.schedules.world import Actor, Snapshot
+    from tests.schedules.world import Actor, Outcome, Snapshot
 
 __all__ = ["Played", "Player", "Step", "parse", "text_of"]
+
+
+_OUTCOMES = 10_000  # that are remembered at once
+_ASKED = 300_000  # calls of looking at checkpoints that are
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +85,20 @@ class Played:
         return f"{text_of(self.steps)}\n  " + "\n  ".join(self.complaints)
 
 
+class _Asked:
+    """What is asked of the store next, by who was answered all this before; or, at the end, what he found."""
+
+    def __init__(self) -> None:
+        self.call: tuple[str, str] | None = None
+        self.then: dict[bytes, _Asked] = {}
+        self.problem: Exception | None = None
+
+
 class Player:
     """Plays schedules in one world, each from the same beginning.
 
-    What is wrong is looked up where a schedule ended in a state in which another one ended before.
+    What is wrong is looked up where a schedule ended in a state in which another one ended before; so is what comes of
+    settling an end, and what a checkpoint holds, where all that is asked for it is answered as before.
     """
 
     def __init__(self, world: World) -> None:
@@ -92,6 +107,9 @@ class Player:
         self._contents = dict(self._first_contents)
         self._first_commits = tuple(world.commits)
         self._known: dict[bytes, tuple[str, ...]] = {}
+        self._outcomes: dict[object, Outcome] = {}  # of what was done to settle an end
+        self._problems: dict[object, _Asked] = {}  # of what was looked at of a checkpoint
+        self._asked = 0  # calls that these hold
         self._whole: dict[str, object] = {}  # what a command does that nothing befalls
         self.played = 0
 
@@ -179,20 +197,43 @@ class Player:
         return tuple(map(self.world.digest, (None, *CATALOGS)))
 
     def _repeat(self, names: Sequence[str], of: int) -> Iterator[str]:
-        for name in names:
+        def repeat(name: str) -> Iterator[str]:
             actor = self._actor(name)
             actor.advance()
             if not _is_fine(actor.error, alone=of == 1):
                 yield f"repeat {name}: {type(actor.error).__name__}: {actor.error}"
 
+        for name in names:
+            yield from self._settled(parse_actor(name)[1], name, of == 1, partial(repeat, name))
+
     def _collect(self, _names: Sequence[str], _of: int) -> Iterator[str]:
         """Let gc of our catalogs run when all grace is over."""
         self.world.time += 3 * LONG  # also after what an actor began whose clock is ahead
-        for name in CATALOGS[:2]:
+
+        def gc(name: str) -> Iterator[str]:
             with Catalog(name) as catalog:
                 found = collect(catalog, TREES, apply=True)
             for failure in found.failures:
                 yield f"gc of catalog {name}: {failure}"
+
+        for name in CATALOGS[:2]:
+            yield from self._settled(name, "", False, partial(gc, name))
+
+    def _settled(self, catalog: str, who: str, alone: bool, act: Callable[[], Iterable[str]]) -> tuple[str, ...]:
+        """Do this, or what it did to the same world before: to all that it asks, and it is asked that it asks no more.
+
+        What comes of it is known by what the store and its catalog hold, the time, and the ids that it takes.
+        """
+        key = (alone, self.world.about(catalog, who))
+        found = self._outcomes.get(key)
+        if found is None:
+            found = self.world.outcome(catalog, who, act)
+            if len(self._outcomes) >= _OUTCOMES:
+                del self._outcomes[next(iter(self._outcomes))]
+            self._outcomes[key] = found
+        else:
+            self.world.come_out(catalog, who, found)
+        return found.said
 
     def _broken(self, names: Sequence[str]) -> Iterator[str]:
         """What was committed, and nobody was to take away, and is not there bit for bit."""
@@ -224,7 +265,28 @@ class Player:
                     yield f"held {urls}: the checkpoint {made} in catalog {name}"
 
     def _problem(self, url: str, checkpoint: str) -> Exception | None:
-        """Why a checkpoint is not there bit for bit."""
+        """Why a checkpoint is not there bit for bit; not looked at again where the store answers as before."""
+        world, contents = self.world, self._contents[checkpoint]
+        if self._asked >= _ASKED:
+            self._problems.clear()
+            self._asked = 0
+        known = self._problems.setdefault((url, checkpoint, contents), _Asked())
+        at: _Asked | None = known
+        while at is not None and at.call is not None:
+            at = at.then.get(world.answer(*at.call))
+        if at is not None and at is not known:
+            return at.problem
+        world.asked = []
+        problem = self._look(url, checkpoint)
+        for what, key, answer in world.asked:
+            assert known.call in (None, (what, key)), "who is answered the same asks the same"
+            known.call = (what, key)
+            known = known.then.setdefault(answer, _Asked())
+        self._asked += len(world.asked)
+        known.problem, world.asked = problem, None
+        return problem
+
+    def _look(self, url: str, checkpoint: str) -> Exception | None:
         try:
             found = read_manifest(open_store(url))[0]
             if found.id != checkpoint:
@@ -235,7 +297,8 @@ class Player:
                 return AssertionError("its tensors have other bits")
             assert isinstance(ck.objects, dict)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
-            return error
+            error.__context__ = error.__cause__ = None  # of which it would keep all frames
+            return error.with_traceback(None)
         return None
 
     def _left(self) -> Iterator[str]:

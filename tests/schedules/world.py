@@ -18,6 +18,7 @@ import sqlite3
 import sys
 import threading
 import traceback
+import zlib
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -44,12 +45,12 @@ from ucformat.storage.memory import MemoryStore, MemoryWriter
 from ucformat.storage.oserrors import explaining
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import TracebackType
 
     from ucformat.storage.base import Bytes, Info
 
-__all__ = ["CATALOGS", "FAULTS", "ROOTS", "Actor", "Call", "Killed", "Snapshot", "World"]
+__all__ = ["CATALOGS", "FAULTS", "ROOTS", "Actor", "Call", "Killed", "Outcome", "Snapshot", "World"]
 
 CATALOGS = ("one", "two", "three")
 _HANGS = 300  # seconds without any call after which an actor is taken to wait for another one
@@ -195,6 +196,20 @@ class Snapshot:
     time: dt.datetime
     ids: dict[str, int]
     versions: int
+    digests: dict[str, bytes]  # of those databases that are known
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of the work of one who ran alone: what was wrong, and what the world, of his, held then."""
+
+    said: tuple[str, ...]
+    files: dict[str, Any]
+    database: bytes
+    digest: bytes
+    ids: int
+    versions: int
+    commits: tuple[tuple[str, str, str], ...]
 
 
 @dataclass
@@ -214,8 +229,11 @@ class World:
         self._versions = 0
         self._digests: dict[str, bytes] = {}  # of catalogs that did not change since
         self._engines = {name: _memory_engine() for name in CATALOGS}
+        self._raw = {name: _raw(engine) for name, engine in self._engines.items()}  # the one connection of each
         self._saw: dict[str, bytes] = {}  # of each actor all that it was answered: after the same it does the same
         self._busy = ""
+        self.asked: list[tuple[str, str, bytes]] | None = None  # what was asked of the store by no actor, and answered
+        self.used: set[str] = set()  # catalogs that somebody asked, or wrote to
         self.room: int | None = None  # bytes that can be written before the store is full
         self.full: set[str] = set()  # catalogs that are
         self._patches = [*_patches(self)]
@@ -240,22 +258,47 @@ class World:
 
     def save(self) -> Snapshot:
         """What it holds now."""
-        databases = {name: _raw(e).serialize() for name, e in self._engines.items()}
-        return Snapshot(dict(self.files), databases, self.time, dict(self._ids), self._versions)
+        databases = {name: raw.serialize() for name, raw in self._raw.items()}
+        return Snapshot(dict(self.files), databases, self.time, dict(self._ids), self._versions, dict(self._digests))
 
     def restore(self, found: Snapshot) -> None:
         """Hold again what it held then, with no calls made."""
         self.files.clear()
         self.files.update(found.files)
         for name, data in found.databases.items():
-            _raw(self._engines[name]).deserialize(data)
+            self._raw[name].deserialize(data)
         self.time, self._ids, self._versions = found.time, dict(found.ids), found.versions
-        self._digests.clear()
+        self._digests = dict(found.digests)
         self._saw.clear()
         self.room = None
         self.full.clear()
         self.trace.clear()
         self.commits.clear()
+
+    def about(self, catalog: str, who: str) -> object:
+        """What tells apart all that somebody finds who runs alone, with this catalog and no other."""
+        return who, self._ids.get(who, 0), self.time, self.digest(), catalog, self.digest(catalog)
+
+    def outcome(self, catalog: str, who: str, act: Callable[[], Iterable[str]]) -> Outcome:
+        """Let somebody run alone, with this catalog and no other, and note what comes of it."""
+        self.used.clear()
+        commits = len(self.commits)
+        said = tuple(act())
+        if not self.used <= {catalog}:
+            raise AssertionError(f"{who or 'gc'} was to use the catalog {catalog} alone, and used {self.used}")
+        database = zlib.compress(self._raw[catalog].serialize(), 1)
+        ids, made = self._ids.get(who, 0), tuple(self.commits[commits:])
+        return Outcome(said, dict(self.files), database, self.digest(catalog), ids, self._versions, made)
+
+    def come_out(self, catalog: str, who: str, found: Outcome) -> None:
+        """Hold what it held when the same was done to the same before."""
+        self.files.clear()
+        self.files.update(found.files)
+        self._raw[catalog].deserialize(zlib.decompress(found.database))
+        self._digests[catalog] = found.digest
+        self._ids[who] = found.ids
+        self._versions = max(self._versions, found.versions)
+        self.commits += found.commits
 
     def actor(self, name: str, work: Callable[[], Any], catalog: str, skew: dt.timedelta) -> Actor:
         """A command that is to run here, with this catalog and a clock that is wrong by `skew`."""
@@ -271,7 +314,11 @@ class World:
     def stop(self, what: str, key: str) -> Call | None:
         """Wait until the actor that runs may make this call."""
         actor = Actor.running
+        if key.startswith("catalog "):
+            self.used.add(key.removeprefix("catalog "))
         if actor is None:
+            if self.asked is not None:
+                self.asked.append((what, key, self.answer(what, key)))
             return None
         if self._busy:
             raise AssertionError(f"{actor.name} calls the store ({what} {key}) inside of a transaction of {self._busy}")
@@ -280,7 +327,7 @@ class World:
         if call.changes:
             others = sorted((name, saw) for name, saw in self._saw.items() if name != actor.name)
             call.state = _digest(self.digest(), *map(self.digest, CATALOGS), others)
-        self._saw[actor.name] = _digest(self._saw.get(actor.name, b""), what, key, self._seen(call))
+        self._saw[actor.name] = _digest(self._saw.get(actor.name, b""), what, key, self.answer(what, key))
         self.trace.append(call)
         return call
 
@@ -315,13 +362,14 @@ class World:
                 raise _os_error(errno.ENOSPC)
             self.room -= nbytes
 
-    def _seen(self, call: Call) -> object:
+    def answer(self, what: str, key: str) -> bytes:
         """What tells apart the answers that a call can get."""
-        if call.key.startswith("catalog "):
-            return self.digest(call.key.removeprefix("catalog "))
-        if call.what != "list":
-            return _content(self.files.get(call.key))
-        return [(key, _content(f)) for key, f in sorted(self.files.items()) if key.startswith(f"{call.key}/")]
+        if key.startswith("catalog "):
+            return self.digest(key.removeprefix("catalog "))
+        if what != "list":
+            return _digest(_content(self.files.get(key)))
+        below = f"{key}/"
+        return _digest(*((k, _content(f)) for k, f in sorted(self.files.items()) if k.startswith(below)))
 
     def now(self) -> dt.datetime:
         """What the clock of the actor of this thread shows."""
@@ -352,7 +400,7 @@ class World:
     def transaction(self, what: str, name: str) -> Iterator[None]:
         """Stop before it, and let nobody stop in it: SQLite runs them one after another."""
         call = self.stop(what, f"catalog {name}")
-        raw = _raw(self._engines[name])
+        raw = self._raw[name]
         before = raw.total_changes
         self._busy = name
         try:
@@ -366,7 +414,7 @@ class World:
 
     def rows(self, name: str, query: str) -> list[Any]:
         """What a catalog holds, asked in SQL."""
-        return list(_raw(self._engines[name]).execute(query))
+        return list(self._raw[name].execute(query))
 
     def engine(self, name: str) -> sa.Engine:
         """The database of a catalog."""

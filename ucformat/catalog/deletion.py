@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from datetime import timedelta
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from datetime import datetime
 
-    from sqlalchemy import ColumnElement, Connection
+    from sqlalchemy import BindParameter, ColumnElement, Connection, Executable
 
     from ucformat.catalog.stamp import Stamp
 
@@ -48,6 +49,15 @@ __all__ = [
 _LIVE = ("committed", "deleted", "purging")
 _AFTER = "0"  # the character after the slash: all that begins with `a/` lies from `a/` to `a0`
 _FEW = 100  # checkpoints and places of which edges are looked up by index
+_SERIALS: BindParameter[Any] = sa.bindparam("serials", expanding=True)
+_PLACES = sa.select(Location.url, Location.checkpoint)
+_PLACES_OF = _PLACES.where(Location.checkpoint.in_(_SERIALS))
+_CHILD = Checkpoint.__table__.alias()
+_EDGES = (  # without a condition on the state, by which SQLite would begin, with nearly all
+    sa.select(Edge.parent, Edge.parent_url, Edge.child, _CHILD.c.id, _CHILD.c.state)
+    .join(_CHILD, _CHILD.c.serial == Edge.child)
+    .where(Edge.depends)
+)
 _NEEDED = (
     Checkpoint.serial,
     Checkpoint.id,
@@ -76,26 +86,21 @@ def retention_rows(
 
     `needed` are the ids of those who need some of them, by what is said beside these.
     """
-    these = sa.true() if serials is None else Checkpoint.serial.in_(serials)
-    live = sa.select(Checkpoint.serial).where(Checkpoint.state.in_(_LIVE), these)
+    given = {} if serials is None else {"serials": serials}
 
-    def many(table: Any, value: Callable[[Any], Any], *where: Any) -> dict[int, list[Any]]:
+    def many(table: Any, value: Callable[[Any], Any], **more: Any) -> dict[int, list[Any]]:
         grouped: dict[int, list[Any]] = {}
-        for r in connection.execute(sa.select(table.__table__).where(table.checkpoint.in_(live), *where)):
+        for r in connection.execute(_live_rows(table, some=serials is not None), {**given, **more}):
             grouped.setdefault(r.checkpoint, []).append(value(r))
         return grouped
 
     aliases, tags = many(Alias, lambda r: r.name), many(Tag, lambda r: r.name)
     claims = many(AliasClaim, lambda r: r.name)
-    holds = many(Hold, lambda r: Held(r.reason, r.until), Hold.released.is_(None))
-    measured = many(Metric, lambda r: (r.name, r.value), Metric.name.in_(sorted(metrics)))
+    holds = many(Hold, lambda r: Held(r.reason, r.until))
+    measured = many(Metric, lambda r: (r.name, r.value), metrics=sorted(metrics)) if metrics else {}
     dependents = _dependents(connection, serials)
     matches = [_matching(connection, text, now) for text in filters]
-    rows = connection.execute(
-        sa.select(*_NEEDED, Run.name.label("run"))
-        .outerjoin(Run, Run.id == Checkpoint.run_id)
-        .where(Checkpoint.serial.in_(live))
-    )
+    rows = connection.execute(_live_rows(Checkpoint, some=serials is not None), given)
     return [
         Row(
             serial=r.serial,
@@ -122,6 +127,22 @@ def retention_rows(
     ]
 
 
+@cache
+def _live_rows(table: Any, *, some: bool) -> Executable:
+    """What is said in a table of all checkpoints that are not purged, or of those of `serials`; made once."""
+    these = (Checkpoint.serial.in_(_SERIALS),) if some else ()
+    live = sa.select(Checkpoint.serial).where(Checkpoint.state.in_(_LIVE), *these)
+    if table is Checkpoint:
+        with_run = sa.select(*_NEEDED, Run.name.label("run")).outerjoin(Run, Run.id == Checkpoint.run_id)
+        return with_run.where(Checkpoint.serial.in_(live))
+    found = sa.select(table.__table__).where(table.checkpoint.in_(live))
+    if table is Hold:
+        found = found.where(Hold.released.is_(None))
+    if table is Metric:
+        found = found.where(Metric.name.in_(sa.bindparam("metrics", expanding=True)))
+    return found
+
+
 def _matching(connection: Connection, text: str, now: datetime) -> set[int]:
     from ucformat.catalog.filter import check_names, compile_filter, parse
 
@@ -136,16 +157,9 @@ def _dependents(connection: Connection, serials: Sequence[int] | None) -> dict[i
     Also where only the place tells: the child names a folder that the checkpoint lies in, or that lies in it. Two
     queries, however many edges there are.
     """
-    at = sa.select(Location.url, Location.checkpoint)
-    if serials is not None:
-        at = at.where(Location.checkpoint.in_(serials))
-    places: dict[str, int] = dict(connection.execute(at).all())
-    child = Checkpoint.__table__.alias()
-    edges = (  # without a condition on the state, by which SQLite would begin, with nearly all
-        sa.select(Edge.parent, Edge.parent_url, Edge.child, child.c.id, child.c.state)
-        .join(child, child.c.serial == Edge.child)
-        .where(Edge.depends)
-    )
+    at = connection.execute(_PLACES) if serials is None else connection.execute(_PLACES_OF, {"serials": serials})
+    places: dict[str, int] = dict(at.all())
+    edges = _EDGES
     if serials is not None and len(serials) + len(places) <= _FEW:  # of more, it is quicker to look through all
         edges = edges.where(sa.or_(Edge.parent.in_(serials), *(_near(connection, url) for url in places)))
     chosen = None if serials is None else set(serials)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -25,11 +24,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from datetime import datetime
 
-    from sqlalchemy import Connection, Row
+    from sqlalchemy import BindParameter, Connection, Row
 
 __all__ = ["Entry", "HoldEntry", "NoteEntry", "VerificationEntry", "load", "load_ids"]
 
 _PAGE = 5000  # serials in one IN list
+_SERIALS: BindParameter[Any] = sa.bindparam("serials", expanding=True)
+_ORDER: dict[Any, Any] = {
+    Alias: Alias.name,
+    Hold: Hold.id,
+    Location: Location.id,
+    Metric: Metric.name,
+    Note: Note.id,
+    Tag: Tag.name,
+    Verification: Verification.id,
+}
+#: What is made once: to put a query together takes SQLAlchemy longer than the database takes to answer it.
+_ROWS = {t: sa.select(t.__table__).where(t.checkpoint.in_(_SERIALS)).order_by(o) for t, o in _ORDER.items()}
+_CHECKPOINTS = (
+    sa.select(Checkpoint.__table__, Run.name.label("run"), Config.document.label("config"))
+    .outerjoin(Run, Run.id == Checkpoint.run_id)
+    .outerjoin(Config, Config.id == Checkpoint.config_id)
+    .where(Checkpoint.serial.in_(_SERIALS))
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,33 +149,24 @@ def load_ids(connection: Connection, ids: Sequence[str], now: datetime) -> list[
 
 
 def _load_page(connection: Connection, serials: Sequence[int], now: datetime) -> dict[int, Entry]:
-    def many(table: Any, order: Any, value: Callable[[Row[Any]], Any], *where: Any) -> dict[int, list[Any]]:
-        rows = connection.execute(
-            sa.select(table.__table__).where(table.checkpoint.in_(serials), *where).order_by(order)
-        )
+    said: dict[int, list[str]] = {}
+
+    def many(table: Any, name: str | None, value: Callable[[Row[Any]], Any]) -> dict[int, list[Any]]:
         grouped: dict[int, list[Any]] = {}
-        for row in rows:
+        for row in connection.execute(_ROWS[table], {"serials": serials}):
             grouped.setdefault(row.checkpoint, []).append(value(row))
+            if name is not None and row.said_at is not None:
+                said.setdefault(row.checkpoint, []).append(f"{table.__tablename__} {getattr(row, name)}")
         return grouped
 
-    metrics = many(Metric, Metric.name, lambda r: (r.name, float("nan") if r.value is None else r.value))
-    tags = many(Tag, Tag.name, lambda r: r.name)
-    aliases = many(Alias, Alias.name, lambda r: r.name)
-    urls = many(Location, Location.id, lambda r: r.url)
-    in_force = (Hold.released.is_(None), sa.or_(Hold.until.is_(None), Hold.until > now))
-    holds = many(Hold, Hold.id, lambda r: HoldEntry(r.id, r.reason, r.until, r.created, r.who), *in_force)
-    notes = many(Note, Note.id, lambda r: NoteEntry(r.text, r.created, r.who))
-    verified = many(Verification, Verification.id, _verification)
-    said: dict[int, list[str]] = {}
-    for table, name in ((Alias, "name"), (Hold, "id"), (Metric, "name"), (Note, "text"), (Tag, "name")):
-        for serial, found in many(table, name, attrgetter(name), table.said_at.is_not(None)).items():
-            said.setdefault(serial, []).extend(f"{table.__tablename__} {what}" for what in found)
-    rows = connection.execute(
-        sa.select(Checkpoint.__table__, Run.name.label("run"), Config.document.label("config"))
-        .outerjoin(Run, Run.id == Checkpoint.run_id)
-        .outerjoin(Config, Config.id == Checkpoint.config_id)
-        .where(Checkpoint.serial.in_(serials))
-    )
+    metrics = many(Metric, "name", lambda r: (r.name, float("nan") if r.value is None else r.value))
+    tags = many(Tag, "name", lambda r: r.name)
+    aliases = many(Alias, "name", lambda r: r.name)
+    urls = many(Location, None, lambda r: r.url)
+    holds = many(Hold, "id", lambda r: r)
+    notes = many(Note, "text", lambda r: NoteEntry(r.text, r.created, r.who))
+    verified = many(Verification, None, _verification)
+    rows = connection.execute(_CHECKPOINTS, {"serials": serials})
     return {
         r.serial: Entry(
             id=r.id,
@@ -184,7 +192,11 @@ def _load_page(connection: Connection, serials: Sequence[int], now: datetime) ->
             metrics=dict(metrics.get(r.serial, ())),
             tags=_tuple(tags.get(r.serial)),
             aliases=_tuple(aliases.get(r.serial)),
-            holds=_tuple(holds.get(r.serial)),
+            holds=tuple(
+                HoldEntry(h.id, h.reason, h.until, h.created, h.who)
+                for h in holds.get(r.serial, ())
+                if h.released is None and (h.until is None or h.until > now)
+            ),
             notes=_tuple(notes.get(r.serial)),
             verified=verified[r.serial][-1] if r.serial in verified else None,
             from_documents=tuple(sorted(said.get(r.serial, ()))),

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from ucformat.catalog.deletion import begin_purge, end_purge, stop_purge
-from ucformat.catalog.entries import load
+from ucformat.catalog.deletion import begin_purge, end_purge, places_of, stop_purge
 from ucformat.catalog.reader import GRACE
 from ucformat.catalog.refs import Ref, resolve
 from ucformat.catalog.stamp import make_stamp
@@ -128,7 +127,7 @@ def _places(catalog: Catalog, checkpoint: str) -> tuple[int, tuple[str, ...]]:
     """The serial of the checkpoint of an id, and where it lies."""
     with catalog.database.reading() as c:
         serial = resolve(c, Ref(checkpoint, id=checkpoint))
-        return serial, load(c, [serial], make_stamp().now)[0].urls
+        return serial, tuple(places_of(c, [serial]).get(checkpoint, ()))
 
 
 def consult(catalog: Catalog, ids: Sequence[str]) -> dict[str, str]:
