@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -17,11 +18,12 @@ from ucformat.errors import UcformatError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: What was a fault once.
+#: What was a fault once. Where one stops is said by the first such call that he makes, since their numbers change.
 MENDED = (
-    "resume:38 gc",
-    "gc:46 resume:45 gc resume",
-    "convert:40 gc+30",
+    "resume:[write weight/w/zarr.json] gc",
+    "gc:[write new/attempts/]-1 resume:[write objects.json] gc resume",
+    "gc:[write new/attempts/] resume:[write objects.json] gc resume",
+    "convert:[write weight/w/zarr.json] gc+30",
     "register-copies gc",
     "register@3 gc@3",
     "hold overwrite",
@@ -37,9 +39,24 @@ def player() -> Iterator[Player]:
         yield Player(world)
 
 
+_UNTIL = re.compile(r"(\w+):\[(\w+) (\S+)\](-1)?")
+
+
+def numbered(player: Player, schedule: str) -> str:
+    """A schedule of `MENDED`, with the number of each call in place of what it does."""
+
+    def number(found: re.Match[str]) -> str:
+        actor, what, part, before = found.groups()
+        calls = player.play(parse(actor)).trace
+        at = next(n for n, call in enumerate(calls, 1) if call.what == what and part in call.key)
+        return f"{actor}:{at - 1 if before else at}"
+
+    return _UNTIL.sub(number, schedule)
+
+
 @pytest.mark.parametrize("schedule", MENDED)
 def test_what_was_mended_stays_so(player: Player, schedule: str) -> None:
-    assert player.play(parse(schedule)).complaints == ()
+    assert player.play(parse(numbered(player, schedule))).complaints == ()
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))

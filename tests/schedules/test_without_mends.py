@@ -1,0 +1,32 @@
+"""What is found without a mend: that lines of `test_schedules` can fail. Apart, for two worlds cannot be at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.schedules.schedule import Player, parse
+from tests.schedules.test_schedules import numbered
+from tests.schedules.world import World
+from ucformat.format.records import parse_record
+
+if TYPE_CHECKING:
+    import pytest
+
+    from ucformat.schema.manifest import AttemptDoc
+
+
+def test_what_was_mended_is_found_again_without_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is refused who goes on with an attempt that is being removed."""
+
+    def unmarked(data: bytes) -> AttemptDoc | None:
+        doc = parse_record(data)
+        return doc and doc.model_copy(update={"removed": None})
+
+    monkeypatch.setattr("ucformat.format.records.parse_record", unmarked)
+    monkeypatch.setattr("ucformat.format.commit._refuse_removed", lambda *_: None)
+    with World() as world:
+        player = Player(world)
+        (lost,) = player.play(
+            parse(numbered(player, "gc:[write new/attempts/] resume:[write objects.json] gc resume"))
+        ).complaints
+    assert lost.startswith("lost memory://w/t/new: MissingData")
