@@ -40,7 +40,7 @@ def main() -> int:
         sub.add_argument("--part", default="1/1", metavar="K/N", help="this part of so many, each with an --out")
     given = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # by which sets are ordered, and so some calls
-        os.execve(
+        os.execve(  # noqa: S606 - itself
             sys.executable,
             [sys.executable, "-m", "tests.schedules", *sys.argv[1:]],
             os.environ | {"PYTHONHASHSEED": "0"},
