@@ -177,7 +177,7 @@ class FsspecStore:
             data: bytes = self._ask("read", key, lambda: self._fs.cat_file(path, start=offset, end=offset + nbytes))
         except NotFound:
             raise
-        except UcformatError:  # some places fail for a range past the end, others send less
+        except (UcformatError, MemoryError):  # some places fail for a range past the end, others send less
             check_range(name, offset, nbytes, self.info(key).size)
             raise
         if len(data) < nbytes:
