@@ -98,10 +98,12 @@ def collect(
             "what can be removed has changed since the plan was made: nothing was removed",
             hint="look at the new plan, and apply that",
         )
-    unclear = consult(catalog, [r.id for r in plan.purge])
+    asked = [r.id for r in plan.purge]
+    unclear = consult(catalog, asked)
     failures += unclear.values()
-    plan = catalog.purgeable(grace)  # of which others protect some, perhaps
-    ids = [*resumed, *(r.id for r in plan.purge if r.id not in unclear)]
+    plan = catalog.purgeable(grace)  # of which others protect some, perhaps; whose grace ends now is for the next time
+    clear = {*asked} - {*unclear}
+    ids = [*resumed, *(r.id for r in plan.purge if r.id in clear)]
     purged = []
     for done, checkpoint in enumerate(ids, 1):
         try:
