@@ -21,6 +21,7 @@ from ucformat.jobs import documents
 from ucformat.jobs.documents import find_document, read_document, write_documents
 from ucformat.jobs.register import register
 from ucformat.schema.catalog_document import CATALOG_DOCUMENT, CatalogDoc, NoteDoc
+from ucformat.settings import using
 from ucformat.storage.local import LocalStore
 from ucformat.storage.url import open_store
 from ucformat.storage.wrapped import WrappedStore
@@ -648,3 +649,15 @@ def test_a_permanent_tag_wins_over_a_removal(
     assert catalog.get(entry.id).tags == ("good",)
     with pytest.raises(Refused, match="permanent"):
         catalog.untag(entry.id, "good", reason="x")
+
+
+def test_whoever_holds_what_was_replaced_elsewhere_is_warned(
+    catalog: Catalog, recorded: Recorded, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = recorded()
+    with using(catalog="none"):
+        universal(str(old.url), 2, overwrite=True)
+    (Path(str(old.url)) / CATALOG_DOCUMENT).unlink(missing_ok=True)
+    catalog.hold(old.id, "ours")
+    assert "another checkpoint lies there" in caplog.text
+    assert not (Path(str(old.url)) / CATALOG_DOCUMENT).exists()

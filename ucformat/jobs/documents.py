@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from ucformat.catalog.document import FAR, compose, stale, written
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import Conflict, IntegrityError, NotFound, Refused, UcformatError
-from ucformat.format.commit import settle
+from ucformat.errors import Conflict, IntegrityError, NotFound, Refused, UcformatError, UpgradeNeeded
+from ucformat.format.commit import settle, standing
 from ucformat.format.records import TRIES, contended
 from ucformat.jobs.absence import check_removed, is_empty
 from ucformat.schema.catalog_document import CATALOG_DOCUMENT, CatalogDoc
@@ -116,9 +117,13 @@ def _write(catalog: Catalog, serial: int, url: str) -> int:
             if is_empty(store):
                 check_removed(store, begun=False)
                 return doc.revision  # the checkpoint is gone: nothing to keep a document for
+            with suppress(IntegrityError, UpgradeNeeded):
+                found = standing(store)
+                if found is not None and found.id != doc.id:
+                    raise _replaced()
         elif there.id != doc.id:
             if open_checkpoint(store).id != doc.id:
-                raise Conflict("another checkpoint lies there by now", hint="`ucp reindex` makes the catalog know it")
+                raise _replaced()
         else:
             if there.catalog != doc.catalog or there.revision > doc.revision:
                 catalog.absorb(doc.id, there, url)
@@ -132,6 +137,10 @@ def _write(catalog: Catalog, serial: int, url: str) -> int:
             continue
         return doc.revision
     raise contended(store, CATALOG_DOCUMENT)
+
+
+def _replaced() -> Conflict:
+    return Conflict("another checkpoint lies there by now", hint="`ucp reindex` makes the catalog know it")
 
 
 def _versioned(store: Store) -> tuple[CatalogDoc | None, str | None]:
