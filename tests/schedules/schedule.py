@@ -344,7 +344,7 @@ _HELD = """
     where c.serial in (
         select checkpoint from alias union select checkpoint from tag
         union select checkpoint from hold where released is null)
-    and (c.state <> 'committed' or c.document_written = c.document_revision)
+    and c.document_written = c.document_revision
     group by c.id
 """
 
