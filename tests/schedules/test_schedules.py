@@ -59,6 +59,17 @@ def test_what_was_mended_stays_so(player: Player, schedule: str) -> None:
     assert player.play(parse(numbered(player, schedule))).complaints == ()
 
 
+@pytest.mark.xfail(strict=True, reason="who says something of a checkpoint must see that it is being replaced")
+def test_a_hold_at_the_instant_of_a_commit(player: Player) -> None:
+    schedule = numbered(player, "overwrite:[write p/manifest.json]-1 hold")
+    assert player.play(parse(schedule)).complaints == ()
+
+
+@pytest.mark.xfail(strict=True, reason="a document that is written when its checkpoint has just been purged stays")
+def test_a_document_beside_what_is_being_purged(player: Player) -> None:
+    assert player.play(parse("delete:5 delete:1 register:17 gc+30 register delete")).complaints == ()
+
+
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_a_command_is_killed_before_each_call(player: Player, command: str) -> None:
     for played in single(player, command):
