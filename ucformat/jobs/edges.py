@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.format.universal import Universal
@@ -15,7 +15,19 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.tensor import Key
 
-__all__ = ["edges_from"]
+__all__ = ["edge_to", "edges_from"]
+
+
+def edge_to(source: Checkpoint, kind: str) -> LineageDoc:
+    """The edge of lineage from what is made of a checkpoint to it.
+
+    Args:
+        source: the checkpoint, perhaps through a view.
+        kind: what it is to the new one, as in `LineageDoc.kind`.
+    """
+    commits = source.origin.manifest.known_commits if isinstance(source.origin, Universal) else None
+    about = {"url": source.home, "id": Checkpoint(source.origin).id, "engine": dict(source.facts.engine)}
+    return LineageDoc.model_validate({"kind": kind, "commits": commits, **about})
 
 
 def edges_from(source: Checkpoint, keys: Iterable[Key]) -> tuple[LineageDoc, ...]:
@@ -39,7 +51,4 @@ def edges_from(source: Checkpoint, keys: Iterable[Key]) -> tuple[LineageDoc, ...
                     ITEMSIZE[formula.info.dtype] < ITEMSIZE[view.info.dtype] for view in formula.inputs
                 ):
                     kinds.add("quantize")
-    commits = source.origin.manifest.known_commits if isinstance(source.origin, Universal) else None
-    about: dict[str, Any] = {"url": source.home, "id": Checkpoint(source.origin).id, "commits": commits}
-    about["engine"] = dict(source.facts.engine)
-    return tuple(LineageDoc.model_validate({"kind": kind, **about}) for kind in sorted(kinds) or ("convert",))
+    return tuple(edge_to(source, kind) for kind in sorted(kinds) or ("convert",))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucformat.checkpoint import Checkpoint
-from ucformat.format.universal import Universal
-from ucformat.schema.manifest import LineageDoc
+from ucformat.jobs.edges import edge_to
 from ucformat.torch.match import PARAMETER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.schema.manifest import LineageDoc
 
 __all__ = ["edge_of", "holds_training"]
 
@@ -36,9 +37,7 @@ def edge_of(ck: Checkpoint, now: Mapping[str, Any], *, continues: bool) -> Linea
     else:  # by an engine's own files
         other = any(before[k] != now.get(k, _unsaid(k, now)) for k in before.keys() & {*_DEGREES, "dp"})
     kind = ("reshard" if other else "resume") if continues else "finetune"
-    commits = ck.origin.manifest.known_commits if isinstance(ck.origin, Universal) else None
-    about = {"url": ck.home, "id": Checkpoint(ck.origin).id, "engine": dict(ck.facts.engine), "commits": commits}
-    return LineageDoc.model_validate({"kind": kind, **about})
+    return edge_to(ck, kind)
 
 
 def _unsaid(degree: str, now: Mapping[str, Any]) -> int:
