@@ -58,7 +58,6 @@ _PARAMETER = re.compile(
 _OPTION = re.compile(r"token|secret|pass|key|credential|signature|sig$|auth|cookie", re.IGNORECASE)
 _LONG = 32  # letters of what is a key in the text of a key file
 
-_seen: dict[str, str] = {}  # variables of the environment
 _scanned: dict[Any, Any] = {}  # the environment as it was when it was last looked through
 _known: dict[str, None] = {}  # every spelling
 _learned: set[str] = set()
@@ -205,13 +204,11 @@ def _learn_environment() -> None:
     if current == _scanned:
         return
     for name, value in os.environ.items():
-        if _seen.get(name) != value:
-            _seen[name] = value
-            if _VARIABLE.fullmatch(name):
-                learn(value)
-            if "KEY" in name.upper():  # the text of a key file
-                learn(*(word for word in re.split(r"[\s\"']+|\\n", value) if len(word) >= _LONG))
-            learn_url(value)
+        if _VARIABLE.fullmatch(name):
+            learn(value)
+        if "KEY" in name.upper():  # the text of a key file
+            learn(*(word for word in re.split(r"[\s\"']+|\\n", value) if len(word) >= _LONG))
+        learn_url(value)
     _scanned.clear()
     _scanned.update(current)
 
