@@ -86,7 +86,7 @@ class TestClocks:
     def test_a_manager_with_this_catalog_keeps_and_restores_it(
         self, catalog: Catalog, hours: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        pytest.importorskip("torch")
+        pytest.importorskip("torch", reason="torch is missing: pip install 'ucformat[torch]'")
         from tests.torch.runs import fill, folders, manager_of, names, restored, state_at
         from tests.torch.test_restoring import skew
 

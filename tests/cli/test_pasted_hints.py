@@ -72,7 +72,7 @@ def test_where_a_virtual_checkpoint_has_its_files(
     assert "/was set" in said.partition("UCP_ROOTS=")[2]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who alone gives files away: run it as root")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_of_a_colleague(tmp_path: Path, run: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / name).mkdir()

@@ -30,7 +30,7 @@ def test_an_upload_that_ends_so_says_so() -> None:
 
 
 def test_what_fsspec_reads(tmp_path: Path) -> None:
-    pytest.importorskip("fsspec")
+    pytest.importorskip("fsspec", reason="fsspec is missing: pip install fsspec")
     (tmp_path / "x").write_bytes(b"x")
     store = open_store(f"local://{tmp_path}")
     with mock.patch.object(type(store._fs), "info", end), pytest.raises(MemoryError):  # type: ignore[attr-defined]
