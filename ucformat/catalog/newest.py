@@ -112,7 +112,12 @@ def select_newest_first(*where: ColumnElement[bool], first: int | None = None) -
 
 
 def contradictions(items: Iterable[T], name: Callable[[T], str]) -> list[str]:
-    """What to warn of: of each run, the newest checkpoint that is older by its time than one that counts less."""
+    """What to warn of: of each run, the newest checkpoint that is older by its time than one that counts less.
+
+    Args:
+        items: checkpoints, in any order.
+        name: how one is called in the warning.
+    """
     last: dict[str | None, T] = {}
     found: dict[str | None, str] = {}
     for item in sorted((i for i in items if i.commits is not None), key=attrgetter("commits")):
@@ -124,6 +129,13 @@ def contradictions(items: Iterable[T], name: Callable[[T], str]) -> list[str]:
 
 
 def contradiction(newer: str, created: datetime, older: str, before: datetime) -> str:
-    """What to say of two checkpoints of which the one was committed later, and created earlier."""
+    """What to say of two checkpoints of which the one was committed later, and created earlier.
+
+    Args:
+        newer: what the one is called that counts more.
+        created: when, by its writer's clock.
+        older: what the other is called.
+        before: when that one was created, which is later.
+    """
     times = f"{created.isoformat()} and {before.isoformat()}"
     return f"{newer} was committed after {older}, and by a clock that was wrong is older ({times}): its count decides"

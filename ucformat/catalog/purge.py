@@ -71,7 +71,17 @@ def plan_purge(rows: Iterable[Row], now: datetime, default_grace: timedelta, clo
 
 
 def end_of_grace(row: Row, default: timedelta, now: datetime, clocks: Mapping[str, float]) -> datetime | None:
-    """When a deleted checkpoint may be purged, by this host's clock: when that is over by all clocks at hand."""
+    """When a deleted checkpoint may be purged, by this host's clock: when its grace is over by all clocks at hand.
+
+    Args:
+        row: the checkpoint.
+        default: the grace of one that has none of its own.
+        now: the time by the clock of this host.
+        clocks: what other clocks show, in seconds.
+
+    Returns:
+        the time; None if it is not known when the checkpoint was deleted.
+    """
     end = row.purge_after
     if end is None and row.deleted is not None:
         end = row.deleted + min(default, _LAST - row.deleted)

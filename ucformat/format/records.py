@@ -130,5 +130,10 @@ def _replaced(store: Store, key: str, doc: AttemptDoc, version: str) -> bool:
 
 
 def contended(store: Store, key: str) -> Conflict:
-    """The error of who read a file and was to replace it so many times, and somebody else was quicker each time."""
+    """The error of who read a file and was to replace it so many times, and somebody else was quicker each time.
+
+    Args:
+        store: the place.
+        key: the file's.
+    """
     return Conflict(f"{store.url}/{key} was changed again and again by others", hint="try again later")

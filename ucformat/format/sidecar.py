@@ -128,7 +128,13 @@ class Sidecar:
 
 
 def block_of(offset: int, nbytes: int, crc32c: int) -> Block:
-    """The block of a row, which has one."""
+    """The block of a row, which has one.
+
+    Args:
+        offset: the byte at which it begins.
+        nbytes: how many bytes it has.
+        crc32c: the checksum, FOLLOWS or PLACED.
+    """
     return Block(offset, nbytes, None if crc32c < 0 else crc32c, placed=crc32c == PLACED)
 
 

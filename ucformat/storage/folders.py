@@ -50,7 +50,16 @@ class Folders:
                     self._made = False
 
     def must_be(self, folder: str, opened: Descriptor) -> None:
-        """Raise an error if something else, a symbolic link for one, stands where the folder stood that was opened."""
+        """Raise an error if something else, a symbolic link for one, stands where the folder stood that was opened.
+
+        Args:
+            folder: its key.
+            opened: what was opened by that.
+
+        Raises:
+            Refused: a symbolic link stands on the way to it.
+            OSError: it is gone, or another folder stands there.
+        """
         with suppress(OSError):
             if os.path.samestat(os.stat(self._path(folder)), os.fstat(opened.fd)):  # noqa: PTH116
                 return
@@ -64,7 +73,15 @@ class Folders:
             sync_open_folder(opened.fd)
 
     def settle(self, folder: str, opened: Descriptor) -> None:
-        """Make durable the names in a folder that is open, and its own and those above it, if it still stands there."""
+        """Make durable the names in a folder that is open, and its own and those above it, if it still stands there.
+
+        Args:
+            folder: its key.
+            opened: what was opened by that.
+
+        Raises:
+            UcformatError: they may not last, or something else stands there by now.
+        """
         with explaining("make durable", self._path(folder)):
             sync_open_folder(opened.fd)
         for above in upwards(folder)[1:]:
@@ -101,7 +118,13 @@ def upwards(folder: str) -> list[str]:
 
 
 def is_folder(name: str, above: Descriptor, *, follow: bool = True) -> bool:
-    """Whether a folder, or with `follow` a link to one, has this name."""
+    """Whether a folder has this name.
+
+    Args:
+        name: what is looked for.
+        above: where, which is open.
+        follow: a link to a folder is one, too (default: yes).
+    """
     try:
         return stat.S_ISDIR(os.stat(name, dir_fd=above.fd, follow_symlinks=follow).st_mode)
     except FileNotFoundError:
@@ -109,13 +132,26 @@ def is_folder(name: str, above: Descriptor, *, follow: bool = True) -> bool:
 
 
 def remove(name: str, folder: Descriptor) -> None:
-    """Remove a file, if it is there."""
+    """Remove a file, if it is there.
+
+    Args:
+        name: the file's.
+        folder: where it is, which is open.
+    """
     with suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder.fd)
 
 
 def refuse_broken_link(path: Path, folder: Descriptor) -> None:
-    """Refused where a link that leads nowhere has a file's name, so that there is none and none can be put there."""
+    """See that no link that leads nowhere has a file's name, so that there is none and none can be put there.
+
+    Args:
+        path: the file's.
+        folder: where it is, which is open.
+
+    Raises:
+        Refused: it names the link.
+    """
     try:
         os.stat(path.name, dir_fd=folder.fd)
     except FileNotFoundError:

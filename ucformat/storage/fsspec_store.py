@@ -18,14 +18,8 @@ __all__ = ["FsspecStore"]
 
 _NAME = "\ue000"  # stands for the file's own name, which the user gave and no secret is in
 
-_PLAIN = (
-    "accept",
-    "accept-encoding",
-    "if-match",
-    "if-none-match",
-    "range",
-    "user-agent",
-)  # headers that hold no secret
+#: Headers that hold no secret.
+_PLAIN = frozenset({"accept", "accept-encoding", "if-match", "if-none-match", "range", "user-agent"})
 
 _MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")  # as each library calls it
 _VERSION = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime", "created", "ino", "size")

@@ -15,7 +15,12 @@ def roots_hint(folder: str) -> str:
 
 
 def led_to(root: str | os.PathLike[str], key: str) -> str:
-    """The folder that the last link on the way from a root to a file leads to, or in which the file is that it is."""
+    """The folder that the last link on the way from a root to a file leads to, or in which the file is that it is.
+
+    Args:
+        root: a local place.
+        key: the file's.
+    """
     at = led = os.path.realpath(root)
     for name in key.split("/"):
         at = os.path.realpath(f"{at}/{name}")
