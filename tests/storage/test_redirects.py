@@ -37,9 +37,37 @@ class Host:
     requests: list[str] = field(default_factory=list)
 
 
+class Answers(BaseHTTPRequestHandler):
+    """Answers every request with `answer`, and logs nothing."""
+
+    def answer(self) -> None:
+        raise NotImplementedError
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815 - as the library calls them
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def answering(handler: type[Answers]) -> Iterator[int]:
+    """The port at which it answers until the block ends."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 @contextmanager
 def serving(host: Host) -> Iterator[Host]:
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Answers):
         def answer(self) -> None:
             self.rfile.read(int(self.headers.get("content-length") or 0))
             host.requests.append(f"{self.command} {self.path}\n{self.headers}")
@@ -54,20 +82,8 @@ def serving(host: Host) -> Iterator[Host]:
             if self.command != "HEAD":
                 self.wfile.write(body)
 
-        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer  # noqa: N815 - as the library calls them
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        host.port = server.server_port
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield host
-        finally:
-            server.shutdown()
-            thread.join()
+    with answering(Handler) as host.port:
+        yield host
 
 
 @pytest.fixture
@@ -193,8 +209,8 @@ def proxy(hosts: tuple[Host, Host]) -> Iterator[Proxy]:
     first.leads_to = "http://other.test"
     found = Proxy({"endpoint.test": first, "other.test": other, "localhost": first})
 
-    class Handler(BaseHTTPRequestHandler):
-        def forward(self) -> None:
+    class Handler(Answers):
+        def answer(self) -> None:
             url = urlsplit(self.path)
             found.asked.append(url.hostname or "")
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
@@ -210,20 +226,9 @@ def proxy(hosts: tuple[Host, Host]) -> Iterator[Proxy]:
             self.wfile.write(data)
             there.close()
 
-        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = forward  # noqa: N815 - as the library calls them
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        found.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield found
-        finally:
-            server.shutdown()
-            thread.join()
+    with answering(Handler) as port:
+        found.url = f"http://127.0.0.1:{port}"
+        yield found
 
 
 @pytest.mark.parametrize("variable", ["http_proxy", "ALL_PROXY"])
