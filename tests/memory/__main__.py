@@ -11,6 +11,8 @@ from pathlib import Path
 
 import click
 
+from tests.same_hashes import with_same_hashes
+
 
 def main() -> int:
     """Print the counts, and what is wrong; 1 where anything was."""
@@ -46,7 +48,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if os.environ.get("PYTHONHASHSEED") != "0":  # or the n-th allocation is another one each time
-        os.environ["PYTHONHASHSEED"] = "0"
-        os.execv(sys.executable, [sys.executable, "-m", "tests.memory", *sys.argv[1:]])  # noqa: S606
+    with_same_hashes("tests.memory")  # or the n-th allocation is another one each time
     sys.exit(main())
