@@ -10,7 +10,7 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ucformat.errors import IntegrityError
+from ucformat.errors import IntegrityError, MissingData
 from ucformat.format import execute as module
 from ucformat.format.execute import execute
 from ucformat.geometry.box import Box, row_major
@@ -91,3 +91,10 @@ def test_parts_are_what_the_whole_is(extent: Extent, row: int, column: int, veri
         assert inside
         for box, data in zip(boxes, found, strict=True):
             assert (data == truth[tuple(map(slice, box.start, box.stop))]).all()
+
+
+def test_a_block_that_is_larger_than_its_file() -> None:
+    """No memory is taken for what it claims to have."""
+    extent = Extent(Box.whole(SHAPE), "f", 0, row_major(SHAPE), Block(0, 1 << 51, 0))
+    with pytest.raises(MissingData, match="but the file has 120"):
+        read(extent, [Box.whole(SHAPE)], "whole")

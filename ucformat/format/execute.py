@@ -15,6 +15,7 @@ from ucformat.format.checksum import checksum, place_checksum
 from ucformat.format.dtypes import numpy_dtype
 from ucformat.geometry.box import is_apart
 from ucformat.geometry.plan import Limits
+from ucformat.storage.base import check_range
 from ucformat.storage.lending import lend
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ __all__ = ["check_out", "default_threads", "execute", "is_direct", "limits_of", 
 
 #: Rows at least this long are handed to the kernel one by one; shorter ones go through a scratch buffer.
 _LONG_ROW = 8 << 10
+
+#: Bytes: before memory is taken for more of a file, it is looked at whether that has them (docs/security.md, rule 15).
+_LARGE = 64 << 20
 
 
 def default_threads() -> int:
@@ -201,6 +205,8 @@ def _serve(store: Store, r: Request, memories: Sequence[Memory], labels: Sequenc
                 _check(r, part, (bytes(s) for s in sums), direct[::2] if sums else direct, labels)
             return scratch
     if scratch.size < r.nbytes:
+        if r.nbytes > _LARGE:
+            check_range(f"{store.url}/{r.file}", r.offset, r.nbytes, store.info(r.file).size)
         scratch = np.empty(r.nbytes, np.uint8)
     found = scratch.data[: r.nbytes]  # what is behind was read before, for others
     store.read_into(r.file, r.offset, [found])
