@@ -181,6 +181,22 @@ def test_arrays_that_were_made_in_place_are_the_same_checkpoint(
     assert len(catalog.get(packed.id).urls) == 3
 
 
+@pytest.mark.parametrize("first", ["packed copy", "mine"])
+def test_a_copy_in_a_form_that_this_catalog_never_saw(
+    catalog: Catalog, other: Catalog, tmp_path: Path, first: str
+) -> None:
+    """It may hold anything: so it is a conflict, which says that it is not another checkpoint, and what to do."""
+    packed = ucformat.convert(universal(tmp_path / "source", 1), tmp_path / "mine", virtual=True)
+    shutil.copytree(packed.url, tmp_path / "packed copy")
+    ucformat.materialize(packed)
+    then = "mine" if first == "packed copy" else "packed copy"
+    register([str(tmp_path / first)], other)
+    with pytest.raises(Conflict, match="in another form than") as error:
+        register([str(tmp_path / then)], other)
+    assert "ucp copy" in str(error.value.hint)
+    assert other.get(packed.id).urls == (str(tmp_path / first),)
+
+
 # --- names
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, Self
 
-from ucformat.catalog import names, query, recording, stamp
+from ucformat.catalog import identity, names, query, recording, stamp
 from ucformat.catalog.changes import ask_who_needs
 from ucformat.catalog.engine import Database
 from ucformat.catalog.entries import load
@@ -206,7 +206,7 @@ class Reader:
             perhaps in another form, as `materialize` makes it.
         """
         with self._database.reading() as c:
-            return recording.contradiction(c, manifest, same_url(url))
+            return identity.contradiction(c, manifest, same_url(url))
 
     def purgeable(self, grace: timedelta = GRACE) -> PurgePlan:
         """Which deleted checkpoints `gc` may remove from storage now; `grace` is for those without one of their own."""

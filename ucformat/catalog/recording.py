@@ -16,18 +16,18 @@ from ucformat.catalog.content import (
     digest_block,
     manifest_content,
     remove_digests,
-    tensor_digests,
     tensor_set,
 )
+from ucformat.catalog.identity import must_be_same
 from ucformat.catalog.locks import lock, take_turns
 from ucformat.catalog.models import Checkpoint, Config, Edge, Form, Location, Metric, Run
 from ucformat.catalog.plain import plain, storable
 from ucformat.catalog.refs import same_url
 from ucformat.catalog.rows import begins_with, event, insert_if_absent, one_id, touch
-from ucformat.errors import Conflict, UsageError
+from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
     from datetime import datetime
 
     from sqlalchemy import Connection
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Place",
     "canonical_hash",
-    "contradiction",
     "forget",
     "insert_edge",
     "listings",
@@ -85,7 +84,7 @@ def record(
     content = manifest_content(manifest) if kind == "ucformat" else None
     serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == manifest.id))
     if serial is not None and content is not None:
-        _must_be_same(connection, serial, url, content, manifest)
+        must_be_same(connection, serial, url, content, manifest)
     elif serial is None:
         made = sa.insert(Checkpoint).values(
             {
@@ -127,64 +126,6 @@ def record(
         _told(connection, serial, manifest, said=said)
     _adopt_children(connection, serial, manifest.id, url)
     return serial
-
-
-def _must_be_same(connection: Connection, serial: int, url: str, content: str, manifest: Manifest) -> None:
-    """Refuse what bears a known id and is another checkpoint, or one in a form that no known place has.
-
-    Raises:
-        Conflict: it is not the one that is known.
-    """
-    places, forms = _places_of(connection, serial), _forms_of(connection, serial)
-    if manifest.digest in forms:
-        return
-    if _is_other(connection, serial, content, manifest):
-        where = f"the one at {places[0]}" if places else "one that the catalog knew"
-        raise Conflict(
-            f"{url} holds another checkpoint than {where}, and has its id {manifest.id}",
-            hint="nothing was recorded; see which of them is the true one, and move the other away",
-        )
-    if places and url not in places and forms:
-        raise Conflict(
-            f"{url} holds the checkpoint {manifest.id} in another form than {places[0]}: its manifest differs",
-            hint="nothing was recorded; `ucp copy` makes a copy that is the same to the byte",
-        )
-
-
-def contradiction(connection: Connection, manifest: Manifest, url: str) -> str | None:
-    """As `Catalog.contradiction`, in a transaction.
-
-    Args:
-        connection: of the transaction.
-        manifest: as there.
-        url: the place, as the catalog holds it.
-    """
-    serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == manifest.id))
-    if serial is None or url not in _places_of(connection, serial) or manifest.digest in _forms_of(connection, serial):
-        return None
-    content = manifest_content(manifest)
-    if content is not None and not _is_other(connection, serial, content, manifest):
-        return None
-    return f"the manifest at {url} is not the one that the catalog recorded there"
-
-
-def _places_of(connection: Connection, serial: int) -> Sequence[str]:
-    here = sa.select(Location.url).where(Location.checkpoint == serial).order_by(Location.id)
-    return connection.scalars(here).all()
-
-
-def _forms_of(connection: Connection, serial: int) -> Sequence[str]:
-    """The digests of the manifests that a checkpoint has had."""
-    return connection.scalars(sa.select(Form.manifest).where(Form.checkpoint == serial)).all()
-
-
-def _is_other(connection: Connection, serial: int, content: str, manifest: Manifest) -> bool:
-    """Whether a manifest is of another checkpoint: it says other things, or that an array holds other bytes."""
-    known = connection.scalar(sa.select(Checkpoint.content).where(Checkpoint.serial == serial))
-    if known != content:
-        return True
-    digests = tensor_digests(connection, serial)
-    return any(manifest.tensors[n].digest != digest for n, digest in digests.items())
 
 
 def _told(connection: Connection, serial: int, manifest: Manifest, *, said: bool) -> None:
