@@ -25,6 +25,8 @@ from ucformat.format.commit import begin, manifest_bytes
 from ucformat.jobs import gc
 from ucformat.jobs.gc import collect
 from ucformat.jobs.register import register, reindex
+from ucformat.jobs.removal import remove_lone_document
+from ucformat.schema.catalog_document import CATALOG_DOCUMENT
 from ucformat.schema.tombstone import TombstoneDoc, is_tombstone
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
@@ -666,3 +668,68 @@ def test_a_place_is_free_again(catalog: Catalog, recorded: Recorded, tmp_path: P
     assert isinstance(LocalStore(new.url), LocalStore)
     catalog.note(new.id, "x")
     assert document(new.url).id == new.id
+
+
+# --- a document without its checkpoint
+
+
+def alone(catalog: Catalog, recorded: Recorded, tmp_path: Path) -> tuple[Path, Path]:
+    """A tree, and the document in it of a checkpoint that was removed while it was written."""
+    entry = recorded(9, str(tmp_path / "tree" / "alone"))
+    catalog.metric(entry.id, {"a": 1})
+    (tmp_path / "tree" / "README").write_text("so that it is no disk that is not mounted")
+    for path in [*mine(entry).iterdir()]:
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != CATALOG_DOCUMENT:
+            path.unlink()
+    doc = mine(entry) / CATALOG_DOCUMENT
+    os.utime(doc, times=(doc.stat().st_mtime - 60,) * 2)
+    return tmp_path / "tree", doc
+
+
+def test_a_document_that_lies_alone_goes(catalog: Catalog, other: Catalog, recorded: Recorded, tmp_path: Path) -> None:
+    tree, doc = alone(catalog, recorded, tmp_path)
+    assert collect(other, [str(tree)], apply=True).leftovers == ()  # it is too young
+    [left] = collect(other, [str(tree)], grace=NOW).leftovers
+    assert (left.url, left.attempt, left.nbytes) == (str(doc.parent), None, doc.stat().st_size)
+    assert doc.exists()
+    done = collect(other, [str(tree)], grace=NOW, apply=True)
+    assert (done.leftovers, done.failures) == ((left,), ())
+    assert not doc.parent.exists()
+    assert tree.exists()
+
+
+def test_a_document_beside_anything_else_stays(catalog: Catalog, recorded: Recorded, tmp_path: Path) -> None:
+    tree, doc = alone(catalog, recorded, tmp_path)
+    (doc.parent / "weights").mkdir()
+    (doc.parent / "weights" / "of somebody").write_text("x")
+    assert collect(catalog, [str(tree)], grace=NOW, apply=True).leftovers == ()
+    shutil.rmtree(doc.parent / "weights")
+    doc.write_text('{"format": "of somebody"}')
+    done = collect(catalog, [str(tree)], grace=NOW, apply=True)
+    assert (done.leftovers, done.failures) == ((), ())
+    assert doc.exists()
+
+
+@pytest.mark.parametrize("when", ["planned", "looked at"])
+def test_a_document_beside_which_somebody_begins_stays(
+    catalog: Catalog, recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    tree, doc = alone(catalog, recorded, tmp_path)
+
+    class Begun(WrappedStore):
+        def put_if_absent(self, key: str, data: bytes) -> str:
+            attempt(doc.parent)
+            return super().put_if_absent(key, data)
+
+    def looked_at(store: Store) -> None:
+        if when == "planned":
+            attempt(doc.parent)
+        remove_lone_document(store if when == "planned" else Begun(store))
+
+    monkeypatch.setattr(gc, "remove_lone_document", looked_at)
+    done = collect(catalog, [str(tree)], grace=NOW, apply=True)
+    assert (len(done.leftovers), done.failures) == (1, ())
+    assert doc.exists()
+    assert len(content(doc.parent)) == 1 + 4

@@ -113,7 +113,7 @@ def _why(waiting: Waiting) -> tuple[str, ...]:
 
 
 def _leftovers(found: Collected) -> Iterator[str]:
-    rows = [(left.url, left.attempt, bytes_text(left.nbytes), moment(left.started)) for left in found.leftovers]
+    rows = [(left.url, left.attempt or "", bytes_text(left.nbytes), moment(left.started)) for left in found.leftovers]
     return table(("left by a writer in", "attempt", "size", "begun"), rows, left=(0, 1, 3), width=terminal_width())
 
 

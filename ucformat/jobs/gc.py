@@ -8,7 +8,9 @@ next `collect` goes on.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
@@ -17,13 +19,14 @@ from ucformat.catalog.deletion import begin_purge, end_purge, places_of, stop_pu
 from ucformat.catalog.reader import GRACE
 from ucformat.catalog.refs import Ref, resolve
 from ucformat.catalog.stamp import make_stamp
-from ucformat.errors import Conflict, NotFound, UcformatError
+from ucformat.errors import Conflict, IntegrityError, NotFound, UcformatError
 from ucformat.format.commit import MANIFEST, abandon, standing
 from ucformat.format.ownership import attempt_of, folders_of, is_inside_attempt, names_below, record_key, refuse_others
 from ucformat.jobs.absence import check_listed, check_removed, is_empty
 from ucformat.jobs.documents import read_document
 from ucformat.jobs.faults import naming
-from ucformat.jobs.removal import bury, read_tombstone, remove
+from ucformat.jobs.removal import bury, lone_document, read_tombstone, remove, remove_lone_document
+from ucformat.schema.catalog_document import CATALOG_DOCUMENT
 from ucformat.schema.manifest import AttemptDoc
 from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.storage.base import exists
@@ -31,7 +34,7 @@ from ucformat.storage.url import each, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-    from datetime import datetime, timedelta
+    from datetime import timedelta
     from os import PathLike
 
     from ucformat.catalog.catalog import Catalog
@@ -44,10 +47,13 @@ __all__ = ["Collected", "Leftover", "collect", "consult", "purge"]
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What an interrupted writer or purge left at a place: an attempt that nobody committed, or a tombstone."""
+    """What an interrupted writer or purge left at a place: an attempt that nobody committed, or a tombstone.
+
+    `attempt` is None for a document of a catalog that lies there alone, written while its checkpoint was removed.
+    """
 
     url: str
-    attempt: str
+    attempt: str | None
     nbytes: int
     started: datetime
 
@@ -182,9 +188,9 @@ def purge(catalog: Catalog, checkpoint: str) -> bool:
 def _leftovers(
     catalog: Catalog, place: str, before: datetime, resumed: Sequence[str], failures: list[str]
 ) -> Iterator[Leftover]:
-    """What is left below a place, and nobody wrote to since: attempts, and tombstones of purges that we do not resume.
+    """What is left below a place, and nobody wrote to since; places where that cannot be told are failures.
 
-    Places where that cannot be told are failures.
+    Attempts, tombstones of purges that we do not resume, and documents of catalogs without a checkpoint.
     """
     store = open_store(place)
     if is_empty(store):
@@ -193,17 +199,7 @@ def _leftovers(
         except NotFound as error:
             failures.append(error.message)
         return
-    homes: dict[str, list[str]] = {}
-    committed: set[str] = set()
-    for info in store.list():
-        *folder, name = info.key.split("/")
-        if folder[-1:] == ["attempts"]:
-            if (attempt := attempt_of(name)) is not None:
-                homes.setdefault("/".join(folder[:-1]), []).append(attempt)
-        elif name == TOMBSTONE:
-            homes.setdefault("/".join(folder), [])
-        elif name == MANIFEST:
-            committed.add("/".join(folder))
+    homes, committed = _homes(store)
     for root, attempts in homes.items():
         home = open_store(f"{store.url}/{root}" if root else store.url)
         try:
@@ -213,6 +209,27 @@ def _leftovers(
             failures.append(f"{home.url}: {error.message}")
         else:
             yield from found
+
+
+def _homes(store: Store) -> tuple[dict[str, list[str]], set[str]]:
+    """The folders in which something may be left, with the attempts there, and those that have a manifest."""
+    homes: dict[str, list[str]] = {}
+    committed: set[str] = set()
+    documented: set[str] = set()
+    for info in store.list():
+        *folder, name = info.key.split("/")
+        if folder[-1:] == ["attempts"]:
+            if (attempt := attempt_of(name)) is not None:
+                homes.setdefault("/".join(folder[:-1]), []).append(attempt)
+        elif name == TOMBSTONE:
+            homes.setdefault("/".join(folder), [])
+        elif name == MANIFEST:
+            committed.add("/".join(folder))
+        elif name == CATALOG_DOCUMENT:
+            documented.add("/".join(folder))
+    for root in sorted(documented - committed):
+        homes.setdefault(root, [])
+    return homes, committed
 
 
 def _is_of_another(store: Store, root: str, committed: Collection[str]) -> bool:
@@ -236,6 +253,8 @@ def _left_at(home: Store, attempts: Sequence[str], before: datetime, resumed: Se
     found = [_leftover(home, a, before) for a in attempts if whose is None or a != whose.attempt]
     if tombstone is not None and manifest is None and tombstone.id not in resumed:
         found.append(_grave(home, tombstone, before))
+    if whose is None and not attempts:
+        found.append(_alone(home, before))
     return [left for left in found if left is not None]
 
 
@@ -285,9 +304,23 @@ def _grave(store: Store, tombstone: TombstoneDoc, before: datetime) -> Leftover 
     return Leftover(store.url, tombstone.attempt, sum(i.size for i in infos), tombstone.created)
 
 
+def _alone(store: Store, before: datetime) -> Leftover | None:
+    """The document of a catalog, if it was written before this time and is all that a place has."""
+    with suppress(IntegrityError):  # none of ours
+        if lone_document(store) is not None:
+            info = store.info(CATALOG_DOCUMENT)
+            if info.modified is not None and info.modified <= before.timestamp():
+                return Leftover(store.url, None, info.size, datetime.fromtimestamp(info.modified, UTC))
+    return None
+
+
 def _remove_leftover(left: Leftover, before: datetime, grace: timedelta) -> None:
     """Remove what is left, if it still is what it was."""
     store = open_store(left.url)
+    if left.attempt is None:
+        if _alone(store, before) is not None:
+            remove_lone_document(store)
+        return
     tombstone, manifest = read_tombstone(store), standing(store)
     if tombstone is not None and manifest is None and tombstone.attempt == left.attempt:
         bury(store, tombstone)

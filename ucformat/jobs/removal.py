@@ -9,7 +9,9 @@ tombstone's stage.
 from __future__ import annotations
 
 import errno
+import hashlib
 from contextlib import suppress
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
@@ -27,10 +29,11 @@ from ucformat.schema.needed_by import NEEDED_BY
 from ucformat.schema.tombstone import TOMBSTONE, TombstoneDoc, is_tombstone
 
 if TYPE_CHECKING:
+    from ucformat.schema.catalog_document import CatalogDoc
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
-__all__ = ["bury", "read_tombstone", "remove"]
+__all__ = ["bury", "lone_document", "read_tombstone", "remove", "remove_lone_document"]
 
 
 def remove(store: Store, checkpoint: str) -> tuple[str, ...]:
@@ -191,6 +194,35 @@ def bury(store: Store, tombstone: TombstoneDoc) -> None:
     store.delete(TOMBSTONE)
     store.flush()
     store.sweep()
+
+
+def lone_document(store: Store) -> CatalogDoc | None:
+    """The document of a catalog, if it is all that a place has: it was written when its checkpoint had just gone.
+
+    Raises:
+        IntegrityError: it is none of ours.
+    """
+    return read_document(store) if _keys(store) == {CATALOG_DOCUMENT} else None
+
+
+def remove_lone_document(store: Store) -> None:
+    """Remove it, as the rest of a purge, unless somebody begins to write a checkpoint at this place."""
+    doc = lone_document(store)
+    if doc is None:
+        return
+    nobody = hashlib.sha256(doc.id.encode()).hexdigest()[:20]  # an attempt that has no files
+    tombstone = TombstoneDoc(id=doc.id, attempt=nobody, created=make_stamp().now)
+    store.put_if_absent(TOMBSTONE, _dump(tombstone))
+    if _keys(store) == {CATALOG_DOCUMENT, TOMBSTONE}:  # who begins from now on sees the tombstone
+        bury(store, tombstone)
+        store.prune("")
+    else:
+        store.delete(TOMBSTONE)
+
+
+def _keys(store: Store) -> set[str]:
+    """The keys of a place, no more than three."""
+    return {info.key for info in islice(store.list(), 3)}
 
 
 def read_tombstone(store: Store) -> TombstoneDoc | None:
