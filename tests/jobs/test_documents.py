@@ -16,7 +16,9 @@ from ucformat.catalog.catalog import GRACE, Catalog
 from ucformat.catalog.document import compose, stale
 from ucformat.catalog.refs import parse_ref, resolve
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import IntegrityError, Refused
+from ucformat.errors import Conflict, IntegrityError, Refused
+from ucformat.format.commit import abandon, begin
+from ucformat.format.records import mark_replacing
 from ucformat.jobs import documents
 from ucformat.jobs.documents import find_document, read_document, write_documents
 from ucformat.jobs.register import register
@@ -661,3 +663,39 @@ def test_whoever_holds_what_was_replaced_elsewhere_is_warned(
     catalog.hold(old.id, "ours")
     assert "another checkpoint lies there" in caplog.text
     assert not (Path(str(old.url)) / CATALOG_DOCUMENT).exists()
+
+
+@pytest.mark.parametrize("said_before", [False, True])
+def test_whoever_holds_what_is_being_replaced_is_warned(
+    catalog: Catalog, recorded: Recorded, caplog: pytest.LogCaptureFixture, said_before: bool
+) -> None:
+    """The document may be written after who replaces the checkpoint has read it for the last time."""
+    entry = recorded()
+    store = open_store(str(entry.url))
+    attempt = begin(store, {"what": "another"}, overwrite=True)
+    if said_before:
+        catalog.metric(entry.id, {"a": 1})
+    mark_replacing(store, attempt.id)
+    catalog.metric(entry.id, {"a": 2})  # which keeps nothing
+    assert not caplog.records
+    catalog.hold(entry.id, "ours")
+    assert "is being replaced" in caplog.text
+    abandon(store, attempt.id)
+    caplog.clear()
+    with catalog.database.reading() as c:
+        assert stale(c, None, ())  # so that it is written once more
+    catalog.metric(entry.id, {"a": 3})
+    assert not caplog.records
+    with pytest.raises(Conflict, match="held: ours"):
+        begin(store, {"what": "another"}, overwrite=True)
+
+
+def test_a_document_of_one_that_replaced_another(
+    catalog: Catalog, recorded: Recorded, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own attempt stays marked."""
+    new = universal(str(recorded().url), 2, overwrite=True)
+    register([new.url], catalog)
+    catalog.hold(new.id, "ours")
+    assert not caplog.records
+    assert document(new.url).holds

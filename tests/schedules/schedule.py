@@ -335,6 +335,9 @@ class Player:
             return False
 
 
+#: What a catalog says of a copy of a checkpoint that it saw in one form only (docs/security.md, rule 1a).
+_OTHER_FORM = "in another form than"
+
 #: What a command that is repeated says where its work is done already.
 _DONE = ("already holds the committed checkpoint", "is not deleted: it is deleted", "knows no checkpoint")
 
@@ -359,4 +362,4 @@ def _is_fine(error: BaseException | None, *, alone: bool) -> bool:
         return True
     if alone:
         return any(said in str(error) for said in _DONE)
-    return isinstance(error, Conflict | NotFound | NotACheckpoint | Refused)
+    return isinstance(error, Conflict | NotFound | NotACheckpoint | Refused) or _OTHER_FORM in str(error)

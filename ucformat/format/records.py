@@ -19,7 +19,16 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Store
 
-__all__ = ["TRIES", "contended", "mark_replacing", "parse_record", "put_record", "record_bytes", "removed"]
+__all__ = [
+    "TRIES",
+    "contended",
+    "mark_replacing",
+    "parse_record",
+    "put_record",
+    "record_bytes",
+    "removed",
+    "replacing_attempts",
+]
 
 TRIES = 10  # to replace what others replace, too
 
@@ -93,7 +102,7 @@ def removed(store: Store, attempt: str) -> Conflict:
 
 
 def mark_replacing(store: Store, attempt: str) -> None:
-    """Say in the attempt's record that it is about to replace what is there, for who begins to need files of that.
+    """Say in the attempt's record that it is about to replace what is there, for who begins to need or to protect that.
 
     It is never taken back, for others may run the same plan at once.
 
@@ -116,6 +125,21 @@ def mark_replacing(store: Store, attempt: str) -> None:
         if _replaced(store, key, record.model_copy(update={"replacing": datetime.now(UTC)}), version):
             return
     raise contended(store, key)
+
+
+def replacing_attempts(store: Store) -> frozenset[str]:
+    """The attempts at a place that are marked as about to replace what is there; one that has done so is among them.
+
+    Args:
+        store: the place.
+    """
+    found = set()
+    for info in store.list("attempts"):
+        with suppress(NotFound):  # removed at this instant
+            record = parse_record(store.read(info.key))
+            if record is not None and record.replacing is not None:
+                found.add(record.attempt)
+    return frozenset(found)
 
 
 def _replaced(store: Store, key: str, doc: AttemptDoc, version: str) -> bool:

@@ -19,7 +19,7 @@ from ucformat.errors import Conflict, NotFound, Refused, UcformatError
 from ucformat.format.commit import read_manifest
 from ucformat.format.mounted import is_below
 from ucformat.format.ownership import KINDS
-from ucformat.format.records import parse_record
+from ucformat.format.records import replacing_attempts
 from ucformat.format.universal import Universal
 from ucformat.schema.needed_by import NEEDED_BY, NeededByDoc
 from ucformat.schema.tombstone import TOMBSTONE
@@ -133,17 +133,12 @@ def _refuse_dying(store: Store, attempts: frozenset[str]) -> None:
         raise Conflict(
             f"the checkpoint at {store.url} was replaced or deleted since it was opened", hint="open it again"
         )
-    for info in store.list("attempts"):
-        try:
-            record = parse_record(store.read(info.key))
-        except NotFound:
-            continue
-        if record is not None and record.attempt != standing and record.replacing is not None:
-            raise Conflict(
-                f"the checkpoint at {store.url} is being replaced",
-                hint="run it again when that is done; if it was interrupted, end it, or remove what it left: "
-                "`ucp gc PLACE --apply`",
-            )
+    if replacing_attempts(store) - {standing}:
+        raise Conflict(
+            f"the checkpoint at {store.url} is being replaced",
+            hint="run it again when that is done; if it was interrupted, end it, or remove what it left: "
+            "`ucp gc PLACE --apply`",
+        )
 
 
 def release(store: Store, record: AttemptDoc) -> None:

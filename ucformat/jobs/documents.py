@@ -12,7 +12,7 @@ from ucformat.catalog.document import FAR, compose, stale, written
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import Conflict, IntegrityError, NotFound, Refused, UcformatError, UpgradeNeeded
 from ucformat.format.commit import settle, standing
-from ucformat.format.records import TRIES, contended
+from ucformat.format.records import TRIES, contended, replacing_attempts
 from ucformat.jobs.absence import check_removed, is_empty
 from ucformat.schema.catalog_document import CATALOG_DOCUMENT, CatalogDoc
 from ucformat.storage.url import open_store
@@ -130,13 +130,28 @@ def _write(catalog: Catalog, serial: int, url: str) -> int:
                 doc = _composed(catalog, serial, url)
             if doc.revision <= there.revision <= FAR:
                 settle(store, CATALOG_DOCUMENT)  # who wrote it may have been killed before it lasts
+                _refuse_replacing(store, doc)
                 return there.revision
         try:
             _put(store, doc.model_dump_json(indent=1).encode(), version)
         except Conflict:
             continue
+        _refuse_replacing(store, doc)
         return doc.revision
     raise contended(store, CATALOG_DOCUMENT)
+
+
+def _refuse_replacing(store: Store, doc: CatalogDoc) -> None:
+    """Conflict where somebody replaces the checkpoint that a document protects, who may have read it before that.
+
+    Whoever replaces it marks his attempt before he reads the document: so he sees what it says, or this sees the mark.
+    """
+    if not (doc.holds or doc.tags or doc.aliases):
+        return
+    if others := replacing_attempts(store):
+        found = standing(store)
+        if found is None or found.id != doc.id or others - {found.attempt}:
+            raise Conflict("the checkpoint there is being replaced, and it is not sure that this keeps it")
 
 
 def _replaced() -> Conflict:
