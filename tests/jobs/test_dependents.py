@@ -196,12 +196,19 @@ def test_a_copy_of_what_is_needed_is_not(ck: Checkpoint, parent: Checkpoint, tmp
     assert needing(copied.url) == ()
 
 
-def test_where_nothing_can_be_written_it_is_refused(parent: Checkpoint, tmp_path: Path) -> None:
-    (Path(parent.url) / "needed-by").write_text("in the way")
+@pytest.mark.parametrize("link", [False, True])
+def test_where_nothing_can_be_written_it_is_refused(
+    parent: Checkpoint, tmp_path: Path, link: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    if link:
+        (Path(parent.url) / "needed-by").symlink_to(tmp_path)
+    else:
+        (Path(parent.url) / "needed-by").write_text("in the way")
     with pytest.raises(Refused, match=r"cannot be said in .*run/1(.|\n)*--unprotected"):
         ucformat.convert(parent, tmp_path / "v", virtual=True)
     assert not exists(open_store(tmp_path / "v"), "manifest.json")
     assert list(open_store(tmp_path / "v").list("attempts")) == []
+    assert not caplog.records  # nothing says that it is needed
     ck = ucformat.convert(parent, tmp_path / "v", virtual=True, unprotected=True)
     assert ucformat.verify(ck).unprotected == (parent.url,)
 

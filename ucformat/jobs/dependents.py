@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
@@ -151,11 +152,12 @@ def release(store: Store, record: AttemptDoc) -> None:
         try:
             if record.id is None or not _may_ask(place):
                 raise Refused("nothing says that this user's checkpoints have files there")
-            other = open_store(place)
-            doc = _read(other, record.id)
-            if not exists(other, _key(record.id)) or (doc is not None and _is_same(doc.url, store.url)):
-                other.delete(_key(record.id))
-                other.flush()  # before the record goes, which alone says that it was needed
+            other, key = open_store(place), _key(record.id)
+            there, doc = exists(other, key), _read(other, record.id)
+            if not there or (doc is not None and _is_same(doc.url, store.url)):
+                with suppress(*() if there else (Refused,)):  # where nothing can be removed, nothing was put
+                    other.delete(key)
+                    other.flush()  # before the record goes, which alone says that it was needed
         except UcformatError as error:
             _log.warning(
                 "%s still says that it is needed by %s: %s; --ignore-dependent ends that",
