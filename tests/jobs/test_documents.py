@@ -214,10 +214,12 @@ def test_nothing_is_made_again_for_one_that_is_gone(
 ) -> None:
     entry, _ = recorded(1), recorded(2)
     shutil.rmtree(str(entry.url))
-    catalog.tag(entry.id, "good")
+    catalog.metric(entry.id, {"a": 1})
+    assert (caplog.records, due(catalog)) == ([], 0)
+    catalog.tag(entry.id, "good")  # whoever wants to keep it is told
+    assert "the checkpoint is gone from there" in caplog.text
+    assert due(catalog) == 1
     assert not Path(str(entry.url)).exists()
-    assert caplog.records == []
-    assert due(catalog) == 0
 
 
 def test_what_is_said_while_a_disk_is_not_mounted_is_written_when_it_is(

@@ -116,7 +116,9 @@ def _write(catalog: Catalog, serial: int, url: str) -> int:
         if there is None:
             if is_empty(store):
                 check_removed(store, begun=False)
-                return doc.revision  # the checkpoint is gone: nothing to keep a document for
+                if _protects(doc):
+                    raise Conflict("the checkpoint is gone from there", hint="`ucp reindex` makes the catalog know it")
+                return doc.revision  # nothing to keep a document for
             with suppress(IntegrityError, UpgradeNeeded):
                 found = standing(store)
                 if found is not None and found.id != doc.id:
@@ -146,12 +148,16 @@ def _refuse_replacing(store: Store, doc: CatalogDoc) -> None:
 
     Whoever replaces it marks his attempt before he reads the document: so he sees what it says, or this sees the mark.
     """
-    if not (doc.holds or doc.tags or doc.aliases):
+    if not _protects(doc):
         return
     if others := replacing_attempts(store):
         found = standing(store)
         if found is None or found.id != doc.id or others - {found.attempt}:
             raise Conflict("the checkpoint there is being replaced, and it is not sure that this keeps it")
+
+
+def _protects(doc: CatalogDoc) -> bool:
+    return bool(doc.holds or doc.tags or doc.aliases)
 
 
 def _replaced() -> Conflict:
