@@ -59,3 +59,11 @@ def test_the_list(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> Non
         (["alias", "id", "name", "version", "moved"], "run7/best", "run7@1000"),
     ]
     assert run("alias", "list", "-q").stdout == "best\nrun7/best\n"
+
+
+def test_who_names_an_alias_as_a_checkpoint_is_told_how_it_is_written(
+    run: Run, catalog: Path, entry: Callable[[str], Entry]
+) -> None:
+    run("alias", "set", "best", entry("run7@1000").id)
+    assert "alias:best" in run("release", "best", code=3).stderr
+    assert "alias:" not in run("release", "worst", code=3).stderr

@@ -104,9 +104,12 @@ def resolve(connection: Connection, ref: Ref) -> int:
     if serial is None:  # the ids that other writers give need not look like ours
         serial = connection.scalar(by_id)
     if serial is None:
+        named = connection.scalar(sa.select(Alias.name).where(Alias.name == ref.text)) is not None
         raise NotFound(
             f"the catalog knows no checkpoint {ref.text!r}",
-            hint="`ucp ls` lists those it knows; `ucp register PLACE` makes one known",
+            hint=f"there is an alias of this name: alias:{ref.text}"
+            if named
+            else "`ucp ls` lists those it knows; `ucp register PLACE` makes one known",
         )
     return serial
 
