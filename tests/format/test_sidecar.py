@@ -1,4 +1,4 @@
-"""The sidecar of extents: round trip in both versions, and nothing believed that does not fit."""
+"""The sidecar of extents: round trips, and nothing believed that does not fit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
 
 N = st.integers(0, 2**40)
 
@@ -67,7 +66,7 @@ def ndims_of(tensors: list[list[Extent]]) -> list[int]:
 
 
 def plain(rows: list[tuple[int, Extent]]) -> tuple[dict[str, list[int]], list[str]]:
-    """The columns of version 1 and the files of these extents, each with the number of its tensor."""
+    """The columns and the files of these extents, each with the number of its tensor."""
     columns: dict[str, list[int]] = {name: [] for name in (*ROWS, *DIMS)}
     files = sorted({e.file for _, e in rows})
     for number, e in rows:
@@ -80,12 +79,6 @@ def plain(rows: list[tuple[int, Extent]]) -> tuple[dict[str, list[int]], list[st
     return columns, files
 
 
-def version_1(columns: dict[str, list[int]], files: object = ("f",)) -> bytes:
-    arrays = {name: np.asarray(column, "<i8") for name, column in columns.items()}
-    data: bytes = save(arrays, {**META, "version": "1", "files": json.dumps(files)})
-    return data
-
-
 def packed_column(name: str, values: list[int]) -> bytes:
     """As docs/spec.md says, and in another way than the code does it."""
     if name in GROWING:
@@ -94,21 +87,21 @@ def packed_column(name: str, values: list[int]) -> bytes:
     return zlib.compress(b"".join(bytes(w[k] for w in words) for k in range(8)))
 
 
-def version_2(columns: dict[str, list[int]], files: object = ("f",), **changed: bytes | str) -> bytes:
-    """The same columns as version 2; `changed` are packed columns, or the number of extents."""
+def sidecar_of(columns: dict[str, list[int]], files: object = ("f",), **changed: bytes | str) -> bytes:
+    """A sidecar of these columns; `changed` are packed columns, or the number of extents."""
     packed = {name: packed_column(name, values) for name, values in columns.items()}
     n = changed.pop("extents", str(len(columns["tensor"])))
     arrays = {name: np.frombuffer(data, np.uint8) for name, data in {**packed, **changed}.items()}  # type: ignore[arg-type]
-    data: bytes = save(arrays, {**META, "version": "2", "files": json.dumps(files), "extents": n})
+    data: bytes = save(arrays, {**META, "version": "1", "files": json.dumps(files), "extents": n})
     return data
 
 
 def unpacked(data: bytes) -> tuple[dict[str, list[int]], list[str]]:
-    """The columns and the files of a sidecar of version 2, by docs/spec.md and nothing else."""
+    """The columns and the files of a sidecar, by docs/spec.md and nothing else."""
     end = 8 + struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8:end])
     meta = header.pop("__metadata__")
-    assert (meta["format"], meta["version"]) == ("ucformat-extents", "2")
+    assert (meta["format"], meta["version"]) == ("ucformat-extents", "1")
     out = {}
     for name, entry in header.items():
         a, b = entry["data_offsets"]
@@ -158,12 +151,12 @@ def test_a_reader_made_from_the_specification_reads_it(tensors: list[list[Extent
 
 
 @given(extents(), st.randoms())
-def test_rows_in_any_order_in_both_versions(tensors: list[list[Extent]], chance: random.Random) -> None:
+def test_rows_in_any_order(tensors: list[list[Extent]], chance: random.Random) -> None:
     rows = [(number, e) for number, t in enumerate(tensors) for e in t]
     chance.shuffle(rows)
     columns, files = plain(rows)
     ndims = ndims_of(tensors)
-    first = decode(version_1(columns, files), ndims, "sidecar")
+    first = decode(sidecar_of(columns, files), ndims, "sidecar")
     second = decode(encode_columns(first.columns, files), ndims, "sidecar")
     for found in (first, second):
         for number in range(len(ndims)):
@@ -230,7 +223,6 @@ def columns(**changed: list[int]) -> dict[str, list[int]]:
     return {**{name: [0] for name in (*ROWS, *DIMS)}, **changed}
 
 
-@pytest.mark.parametrize("written", [version_1, version_2])
 @pytest.mark.parametrize(
     "changed",
     [
@@ -252,10 +244,10 @@ def columns(**changed: list[int]) -> dict[str, list[int]]:
         {"tensor": [], "file": []},
     ],
 )
-def test_columns_that_do_not_fit_are_refused(written: Callable[..., bytes], changed: dict[str, list[int]]) -> None:
+def test_columns_that_do_not_fit_are_refused(changed: dict[str, list[int]]) -> None:
     with pytest.raises(IntegrityError):
-        decode(written(columns(**changed)), [1], "sidecar")
-    assert decode(written(columns()), [1], "sidecar").extents(0)
+        decode(sidecar_of(columns(**changed)), [1], "sidecar")
+    assert decode(sidecar_of(columns()), [1], "sidecar").extents(0)
 
 
 def tiled(**changed: list[int]) -> dict[str, list[int]]:
@@ -265,7 +257,7 @@ def tiled(**changed: list[int]) -> dict[str, list[int]]:
 
 
 def test_tiles_lie_where_the_specification_says() -> None:
-    found = single_extents(decode(version_2(tiled()), [2], "sidecar").extents(0))
+    found = single_extents(decode(sidecar_of(tiled()), [2], "sidecar").extents(0))
     at, expected = 64, {}
     for r, rows in ((1, 1), (2, 2), (4, 1)):
         for c, wide in ((0, 4), (4, 2)):
@@ -287,9 +279,9 @@ def test_tiles_lie_where_the_specification_says() -> None:
     ],
 )
 def test_impossible_tiles_are_refused(changed: dict[str, list[int]]) -> None:
-    assert decode(version_2(tiled()), [2], "sidecar").extents(0)
+    assert decode(sidecar_of(tiled()), [2], "sidecar").extents(0)
     with pytest.raises(IntegrityError):
-        decode(version_2(tiled(**changed)), [2], "sidecar")
+        decode(sidecar_of(tiled(**changed)), [2], "sidecar")
 
 
 @pytest.mark.parametrize(
@@ -309,28 +301,26 @@ def test_tiles_that_cannot_be_are_refused(changed: dict[str, list[int]], reason:
         tensors=(TensorDoc(name="t", state="weight", dtype="float32", shape=(5, 6), nbytes=120),),
         sidecar=SidecarDoc(path="data/x", nbytes=1, digest="sha256:" + "0" * 64),
     )
-    assert not list(extent_problems(manifest, decode(version_2(tiled()), [2], "sidecar")))
-    (problem,) = extent_problems(manifest, decode(version_2(tiled(**changed)), [2], "sidecar"))
+    assert not list(extent_problems(manifest, decode(sidecar_of(tiled()), [2], "sidecar")))
+    (problem,) = extent_problems(manifest, decode(sidecar_of(tiled(**changed)), [2], "sidecar"))
     assert reason in problem.reason
 
 
-@pytest.mark.parametrize("written", [version_1, version_2])
-def test_the_error_names_the_tensor_of_an_impossible_extent(written: Callable[..., bytes]) -> None:
+def test_the_error_names_the_tensor_of_an_impossible_extent() -> None:
     rows = {name: [0, 0, 0] for name in ROWS}
     dims = {name: [0] * 4 for name in DIMS}
     for changed in ({"tensor": [0, 1, 2], "offset": [0, 0, -1]}, {"tensor": [1, 0, 2], "shape": [0, 0, 0, -1]}):
         with pytest.raises(IntegrityError, match="an extent of tensor 2 is impossible"):
-            decode(written({**rows, **dims, **changed}), [0, 2, 2], "sidecar")
+            decode(sidecar_of({**rows, **dims, **changed}), [0, 2, 2], "sidecar")
 
 
-@pytest.mark.parametrize("written", [version_1, version_2])
 @pytest.mark.parametrize("file", ["/etc/passwd", "s3://other/file", "file:///etc/passwd", 7])
-def test_files_outside_the_checkpoint_are_refused(written: Callable[..., bytes], file: object) -> None:
+def test_files_outside_the_checkpoint_are_refused(file: object) -> None:
     with pytest.raises(Refused, match="outside its checkpoint"):
-        decode(written(columns(), [file]), [1], "sidecar")
+        decode(sidecar_of(columns(), [file]), [1], "sidecar")
     for files in ("f", {"f": 1}, 3, None):
         with pytest.raises(IntegrityError, match="in which files"):
-            decode(written(columns(), files), [1], "sidecar")
+            decode(sidecar_of(columns(), files), [1], "sidecar")
 
 
 STREAM = packed_column("offset", [0])
@@ -353,15 +343,15 @@ STREAM = packed_column("offset", [0])
 )
 def test_a_stream_that_is_not_one_column_is_refused(name: str, stream: bytes) -> None:
     with pytest.raises(IntegrityError, match=f"column {name}"):
-        decode(version_2(columns(), **{name: stream}), [1], "sidecar")
+        decode(sidecar_of(columns(), **{name: stream}), [1], "sidecar")
 
 
 @pytest.mark.parametrize("extents", ["-1", "0", "2", str(1 << 27), str(1 << 40), "9" * 5000, "x", ""])
 def test_a_wrong_number_of_extents_is_refused(extents: str) -> None:
     with pytest.raises(IntegrityError):
-        decode(version_2(columns(), extents=extents), [1], "sidecar")
+        decode(sidecar_of(columns(), extents=extents), [1], "sidecar")
     arrays = {name: np.frombuffer(packed_column(name, [0]), np.uint8) for name in (*ROWS, *DIMS)}
-    unsaid = save(arrays, {**META, "version": "2"})
+    unsaid = save(arrays, {**META, "version": "1"})
     with pytest.raises(IntegrityError, match="how many extents"):
         decode(unsaid, [1], "sidecar")
 
@@ -371,11 +361,11 @@ def test_bombs_are_not_inflated() -> None:
     bomb = zlib.compress(bytes(64 << 20), 9)
     dims = zlib.compress(bytes(8 * 1000), 9)
     hostile = [
-        (version_2(columns(), offset=bomb), 1),
-        (version_2(columns(), start=bomb), 1),
-        (version_2(columns(), extents=str(16 << 20)), 1),
-        (version_2({**columns(), "tensor": [0] * 1000}), 1 << 40),
-        (version_2({**{name: [0] * 1000 for name in ROWS}, **{name: [] for name in DIMS}}, start=dims), 1 << 20),
+        (sidecar_of(columns(), offset=bomb), 1),
+        (sidecar_of(columns(), start=bomb), 1),
+        (sidecar_of(columns(), extents=str(16 << 20)), 1),
+        (sidecar_of({**columns(), "tensor": [0] * 1000}), 1 << 40),
+        (sidecar_of({**{name: [0] * 1000 for name in ROWS}, **{name: [] for name in DIMS}}, start=dims), 1 << 20),
     ]
     tracemalloc.start()
     try:
@@ -389,15 +379,14 @@ def test_bombs_are_not_inflated() -> None:
 
 
 def test_a_newer_version_and_other_files_are_told_apart() -> None:
-    arrays = {name: np.zeros(1, "<i8") for name in (*ROWS, *DIMS)}
-    with pytest.raises(UpgradeNeeded, match="version 3"):
-        decode(save(arrays, {**META, "version": "3"}), [1], "sidecar")
+    arrays = {name: np.zeros(1, np.uint8) for name in (*ROWS, *DIMS)}
+    with pytest.raises(UpgradeNeeded, match="version 2"):
+        decode(save(arrays, {**META, "version": "2"}), [1], "sidecar")
     with pytest.raises(IntegrityError, match="is not a ucformat sidecar"):
         decode(save(arrays, {**META, "version": "1", "format": "other"}), [1], "sidecar")
-    for wrong in ({**arrays, "more": arrays["file"]}, {**arrays, "file": np.zeros(1, "<i4")}, {"file": arrays["file"]}):
-        for version in "12":
-            with pytest.raises(IntegrityError, match="other columns"):
-                decode(save(wrong, {**META, "version": version, "extents": "1"}), [1], "sidecar")
+    for wrong in ({**arrays, "more": arrays["file"]}, {**arrays, "file": np.zeros(1, "<i8")}, {"file": arrays["file"]}):
+        with pytest.raises(IntegrityError, match="other columns"):
+            decode(save(wrong, {**META, "version": "1", "extents": "1"}), [1], "sidecar")
 
 
 def packed(name: str, ranks: int = 3) -> MemoryStore:

@@ -123,12 +123,12 @@ def manifest(data: bytes) -> None:
     data = with_own_digest(data)
     found = parse_manifest(data, MANIFEST)
     assert Manifest.model_validate_json(found.model_dump_json()) == found
-    compare(_golden("packed-sidecar-2" if found.sidecar else "arrays"), {MANIFEST: data})
+    compare(_golden("packed" if found.sidecar else "arrays"), {MANIFEST: data})
 
 
 def sidecar(data: bytes) -> None:
     """A sidecar whose columns are not compressed yet; the manifest has the digest of what is made of it."""
-    files = _golden("packed-sidecar-2")
+    files = _golden("packed")
     document = json.loads(files[MANIFEST])
     made = _compressed(data)
     document["sidecar"] |= {"digest": bytes_digest(made), "nbytes": len(made)}

@@ -21,7 +21,7 @@ from ucformat.format.mounted import is_below
 from ucformat.format.sidecar import Sidecar, decode
 from ucformat.jobs.verify import verify
 
-ARRAYS, PACKED = (files_below(HERE / "v1" / name) for name in ("arrays", "packed-sidecar-2"))
+ARRAYS, PACKED = (files_below(HERE / "v1" / name) for name in ("arrays", "packed"))
 SIDECAR = next(data for key, data in PACKED.items() if key.endswith("extents.safetensors"))
 NDIMS = [len(t["shape"]) for t in json.loads(PACKED["manifest.json"])["tensors"]]
 

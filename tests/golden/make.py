@@ -227,11 +227,11 @@ def expected(ck: Checkpoint, form: str) -> dict[str, Any]:
     }
 
 
-#: What is written today. `packed`, whose sidecar is of version 1, is only kept.
+#: What is written today.
 FORMS = {
     "arrays": make_arrays,
     "default-sizes": make_default,
-    "packed-sidecar-2": make_packed,
+    "packed": make_packed,
     "packed-tiles": make_tiles,
 }
 

@@ -48,7 +48,6 @@ def test_every_version_of_the_format_has_its_own() -> None:
         "arrays",
         "default-sizes",
         "packed",
-        "packed-sidecar-2",
         "packed-tiles",
     }
     for place in GOLDEN:
@@ -162,14 +161,8 @@ def test_the_default_grids_of_large_tensors() -> None:
     assert {key: (grid.chunk, grid.shard) for key, grid in found.items()} == GRIDS
 
 
-def test_both_versions_of_the_sidecar_are_kept() -> None:
-    for name, version in (("packed", "1"), ("packed-sidecar-2", "2")):
-        (file,) = (HERE / "v1" / name).rglob("extents.safetensors")
-        assert f'"version":"{version}"'.encode() in file.read_bytes()
-
-
 def test_the_writer_of_today_makes_the_same_packed_form() -> None:
-    place = HERE / f"v{FORMAT_VERSION}" / "packed-sidecar-2"
+    place = HERE / f"v{FORMAT_VERSION}" / "packed"
     old, new = ucformat.open(place), make.make_packed(MemoryStore("golden-packed-today"))
     assert new.manifest.attempt == old.manifest.attempt
     files = [info.key for info in old.store.list("data")]

@@ -1,8 +1,5 @@
 """The sidecar: extents of a packed checkpoint as columns of one safetensors file (docs/spec.md, "Sidecar").
 
-    version 1   columns of int64, as they are. Read for ever, written no more.
-    version 2   the same columns, each packed: about a tenth of the bytes, quicker to read; `tile` where it is needed.
-
 All columns are checked at once when a sidecar is decoded; `Extent` objects are made for the tensors that are asked for.
 """
 
@@ -46,6 +43,7 @@ _DIMS = ("start", "shape", "strides")  # one for each dim of each extent
 _TILE = "tile"  # likewise, where some extent is tiled
 _STEPS = {"tensor", "file", "offset", "block_offset"}  # what grows from row to row: packed as differences
 
+_VERSION = "1"
 _MOST = 1 << 27  # rows of a column: what a reader has to hold is bounded
 _TILES = 1 << 20  # of one extent, likewise
 _INFLATION = 1032  # no byte of a deflate stream makes more
@@ -177,7 +175,7 @@ def encode_columns(columns: Columns, files: Sequence[str]) -> bytes:
     if max(n, dims) > _MOST:
         raise Refused(f"{n} extents of {dims} dims in all are too many for one sidecar", hint=f"at most {_MOST} dims")
     packed = {name: _pack(getattr(columns, name), name) for name in (*_ROWS, *by_dim)}
-    meta = {"format": "ucformat-extents", "version": "2", "extents": str(n), "files": json.dumps(list(files))}
+    meta = {"format": "ucformat-extents", "version": _VERSION, "extents": str(n), "files": json.dumps(list(files))}
     return _safetensors(packed, meta)
 
 
@@ -191,13 +189,13 @@ def decode(data: bytes, ndims: Sequence[int], where: str) -> Sidecar:
     """
     arrays, meta = _parse(data, where)
     files, of_tensor = _files(meta, where), np.array(ndims, np.int64)
-    columns = Columns(**arrays) if meta["version"] == "1" else _packed(arrays, meta, of_tensor, where)
+    columns = _packed(arrays, meta, of_tensor, where)
     _check(columns, of_tensor, len(files), where)
     return Sidecar(columns, files, of_tensor)
 
 
-def _parse(data: bytes, where: str) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    """What the safetensors file holds: columns under their names, plain or packed, and the metadata."""
+def _parse(data: bytes, where: str) -> tuple[dict[str, NDArray[np.uint8]], dict[str, str]]:
+    """What the safetensors file holds: packed columns under their names, and the metadata."""
     try:
         arrays = load(data)
         size = int.from_bytes(data[:8], "little")
@@ -207,20 +205,19 @@ def _parse(data: bytes, where: str) -> tuple[dict[str, NDArray[Any]], dict[str, 
         raise IntegrityError(f"{where} is not a ucformat sidecar: {error}") from None
     if form != "ucformat-extents":
         raise IntegrityError(f"{where} is not a ucformat sidecar")
-    if version not in ("1", "2"):
+    if version != _VERSION:
         raise UpgradeNeeded(
-            f"{where} is a sidecar of version {version}; this ucformat reads 1 and 2",
+            f"{where} is a sidecar of version {version}; this ucformat reads {_VERSION}",
             hint="pip install --upgrade ucformat",
         )
-    dtype = np.dtype("<i8" if version == "1" else "u1")
-    known = set(arrays) - ({_TILE} if version == "2" else set())
-    if known != {*_ROWS, *_DIMS} or any(a.ndim != 1 or a.dtype != dtype for a in arrays.values()):
-        raise IntegrityError(f"{where} is not a ucformat sidecar of version {version}: it has other columns")
+    known = set(arrays) - {_TILE}
+    if known != {*_ROWS, *_DIMS} or any(a.ndim != 1 or a.dtype != np.uint8 for a in arrays.values()):
+        raise IntegrityError(f"{where} is not a ucformat sidecar: it has other columns")
     return arrays, meta
 
 
 def _packed(arrays: Mapping[str, NDArray[np.uint8]], meta: Mapping[str, str], ndims: Column, where: str) -> Columns:
-    """Version 2. Nothing is inflated before it is known how long it is to be, and that this is possible."""
+    """The columns. Nothing is inflated before it is known how long it is to be, and that this is possible."""
     try:
         n = int(meta["extents"])
     except (KeyError, ValueError):
