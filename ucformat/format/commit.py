@@ -7,7 +7,8 @@
 
 Whoever removes an attempt that nobody committed first marks its record, on condition that it is still the one that he
 judged: so either the writer who continues it is refused, or he is. Whoever replaces a checkpoint marks his own, before
-he asks who needs that one's files: so either he sees who does, or that one sees the mark (`jobs/dependents.py`).
+he asks who needs or protects that one: so either he sees who does, or that one sees the mark (`jobs/dependents.py`,
+`jobs/documents.py`).
 
 The name of an attempt is made from the digest of its plan, so whoever runs the same plan again continues it, and
 every file is put whole under its name: two writers of one attempt write the same bytes.
