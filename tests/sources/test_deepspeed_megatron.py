@@ -16,6 +16,7 @@ from ucformat.errors import AmbiguousLayout, IntegrityError, LayoutError, Missin
 from ucformat.geometry.tensor import Key
 from ucformat.sources.deepspeed import DeepSpeed
 from ucformat.storage.local import LocalStore
+from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -184,6 +185,24 @@ def test_averaged_parameters_are_kept_as_their_contributions(tmp_path: Path) -> 
         with pytest.raises(Refused, match="mean of 2 values"):
             source.extents(key)
     assert Key(name, "step") not in source.facts.means
+
+
+def test_averaged_parameters_are_read_as_their_mean(tmp_path: Path) -> None:
+    model = gpt(**SMALL)
+    name = "language_model.embedding.position_embeddings.weight"
+    model.cuts[name] = "mean"
+    model.info["parameter_to_average_patterns"] = [name]
+    model.info["tp_replicated_parameter_patterns"].remove(name)
+    write(tmp_path / "ckpt", model, tp=2, dp=2)
+    ck = ucformat.open(tmp_path / "ckpt")
+    assert not [key for key in ck.tensors if "partial" in key.state]
+    for state in FLAT:
+        value = model.arrays[name, state]
+        assert (ck[name, state].read() == (value + (value + np.float32(1))) / np.float32(2)).all()
+    out = ucformat.convert(ck, MemoryStore("averaged"))
+    assert {s["values"] for s in out.objects["spread"][name].values()} == {2}
+    with pytest.raises(Refused, match="computed"):
+        ucformat.convert(ck, tmp_path / "virtual", virtual=True)
 
 
 def _as(source: OpenSource, key: Key) -> OpenSource:
