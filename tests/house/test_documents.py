@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import re
 import subprocess
@@ -105,3 +107,31 @@ def test_every_rule_of_security_names_the_tests_that_prove_it() -> None:
             file = where or file
             assert f"def {name}(" in (ROOT / "tests" / file).read_text(), f"{file}::{name}"
     assert sorted(set(rules_seen)) == list(range(1, 16))
+
+
+def arguments(call: str) -> list[tuple[str, bool]]:
+    """Each parameter of a call as documented, and whether it must be given by name."""
+    (function,) = ast.parse(f"def f({re.sub(r'=(?=[,)]|$)', '=...', call).replace('…', '...')}): ...").body
+    assert isinstance(function, ast.FunctionDef)
+    a = function.args
+    return [(x.arg, False) for x in (*a.posonlyargs, *a.args)] + [(x.arg, True) for x in a.kwonlyargs]
+
+
+def test_every_public_function_is_documented_with_its_parameters() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    calls = re.findall(r"`ucformat\.([A-Za-z]+)\(([^`]*?)\)(?: ->[^`]*)?`", text)
+    documented = dict(reversed(calls))  # the first call of each; examples come after
+    functions = [n for n in ucformat.__all__ if inspect.isfunction(getattr(ucformat, n))]
+    assert set(functions) - documented.keys() == {"register_zarr_dtypes"} - documented.keys()
+    for name in {*functions, "Catalog"} & documented.keys():
+        parameters = inspect.signature(getattr(ucformat, name)).parameters.values()
+        expected = [(p.name, p.kind is p.KEYWORD_ONLY) for p in parameters]
+        assert arguments(documented[name]) == expected, name
+
+
+def test_every_form_of_a_value_is_documented() -> None:
+    code = (ROOT / "ucformat" / "sources" / "values.py").read_text()
+    forms = set(re.findall(r'"(\$[a-z]+)"', code.split('"""', 2)[2]))
+    listed = (ROOT / "docs" / "sources" / "README.md").read_text().split("## Values as JSON")[1].split("\n## ")[0]
+    assert forms
+    assert forms <= set(re.findall(r'"(\$[a-z]+)"', listed))
