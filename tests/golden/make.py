@@ -75,7 +75,7 @@ PERIOD = 251  # elements of a large tensor that are repeated, so that the reposi
 FACTS: dict[str, Any] = {
     "groups": (
         {"params": ["embed.weight", "square"], "lr": 0.1, "betas": [0.9, 0.95], "foreach": None},
-        {"params": ["norm.bias"], "lr": float("inf"), "state": {"step": 3}},
+        {"params": ["norm.bias"], "lr": {"$float": "inf"}, "state": {"step": 3}},
     ),
     "aliases": {"head.weight": "embed.weight"},
     "objects": {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import sys
@@ -102,22 +101,9 @@ def _indent(stream: Any) -> int | None:
 
 def dumps(data: dict[str, Any], indent: int | None = None) -> str:
     """As JSON; a number that JSON has no word for is `{"$float": "nan"}`, as in a checkpoint's objects."""
-    import json
+    from ucformat.schema import finite
 
-    try:
-        return json.dumps(data, indent=indent, allow_nan=False)
-    except ValueError:
-        return json.dumps(_finite(data), indent=indent, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"$float": str(value)}
-    return value
+    return finite.dumps(data, indent)
 
 
 def clean(text: str, keep: str = "\n") -> str:

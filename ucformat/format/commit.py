@@ -39,6 +39,7 @@ from ucformat.format.digest import document_digest, own_digest, with_own_digest
 from ucformat.format.guards import may_replace, on_abandon
 from ucformat.format.ownership import FOLDERS, folders_of, record_key, refuse_others
 from ucformat.format.records import mark_replacing, parse_record, put_record, record_bytes, removed
+from ucformat.schema.finite import loads
 from ucformat.schema.manifest import FORMAT_VERSION, MANIFEST, Manifest
 from ucformat.schema.tombstone import TOMBSTONE, is_tombstone
 
@@ -126,8 +127,12 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     """The manifest in these bytes; `where` names them in errors."""
     try:
         head = _Head.model_validate_json(data)
+        if b"NaN" in data or b"Infinity" in data:  # pydantic takes them as numbers, JSON does not
+            loads(data)
     except ValidationError as error:
         raise IntegrityError(f"{where} is not a ucformat manifest: {error.errors()[0]['msg']}") from None
+    except ValueError as error:
+        raise IntegrityError(f"{where} is not a ucformat manifest: {error}") from None
     if own_digest(data) is None:  # of every version: a newer one is not told from a damaged one without it
         raise IntegrityError(
             f"{where} is damaged: it is not what the digest at its end says", hint="restore it from another copy"

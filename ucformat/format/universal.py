@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, NotFound
@@ -15,6 +14,7 @@ from ucformat.format.structure import manifest_problems, refuse
 from ucformat.format.zarr_json import shard_key
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
 from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.schema.finite import loads
 from ucformat.storage.local import LocalStore
 from ucformat.storage.watched import Watched
 
@@ -84,7 +84,7 @@ class Universal:
         if doc is None:
             return {}
         try:
-            found = json.loads(self.read_file(doc))
+            found = loads(self.read_file(doc))
         except (ValueError, RecursionError) as error:
             raise IntegrityError(f"{self.store.url}/{doc.path} is no JSON document: {str(error)[:200]}") from error
         if not isinstance(found, dict):

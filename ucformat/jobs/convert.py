@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from ucformat.jobs.run import workers_for
 from ucformat.jobs.spread import spread_of
 from ucformat.jobs.virtual import place_all, put_sidecar
 from ucformat.references import open_reference
+from ucformat.schema.finite import dumps
 from ucformat.schema.manifest import Manifest, VerifiedDoc
 from ucformat.settings import allowed_roots
 from ucformat.sources.configuration import with_config
@@ -284,7 +284,7 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
         groups=group_docs(source.facts),
         lineage=edges_from(source, keys),
         aliases={a: n for a, n in source.aliases.items() if n in names},
-        objects=put_file(store, f"{objects}/objects.json", json.dumps(values, indent=1).encode()),
+        objects=put_file(store, f"{objects}/objects.json", dumps(values, indent=1).encode()),
         assets={
             name: put_file(store, f"{assets}/{folder}", source.assets[name])
             for name, folder in folder_names(source.assets).items()

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.schema.finite import Finite, Number, Values  # noqa: TC001 - pydantic reads them at run time
 from ucformat.schema.times import Instant, Time  # noqa: TC001 - pydantic reads it at run time
 
 __all__ = [
@@ -46,7 +47,7 @@ StatePath = tuple[str | int, ...]
 
 
 class _Document(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants")
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class TensorDoc(_Document):
@@ -83,7 +84,7 @@ class SourceFileDoc(_Document):
 
     path: str
     nbytes: Size
-    modified: float | None = None
+    modified: Finite | None = None
     etag: str | None = None
     digest: Digest | None = None
 
@@ -106,7 +107,7 @@ class GroupDoc(_Document):
     """
 
     params: tuple[str, ...]
-    options: dict[str, Any] = {}
+    options: Values = {}
     at: StatePath | None = None
     names: tuple[str, ...] | None = None
     flattened: bool = False
@@ -138,8 +139,8 @@ class WriterDoc(_Document):
     """What one of the ranks that saved did: bytes written, seconds for that, seconds for which training stood still."""
 
     nbytes: Size
-    seconds: float
-    stall: float
+    seconds: Finite
+    stall: Finite
 
 
 class Manifest(_Document):
@@ -159,9 +160,9 @@ class Manifest(_Document):
     run: str | None = None
     step: int | None = None
     commits: Commits | None = None
-    metrics: dict[str, float] = {}
-    config: dict[str, Any] = {}
-    layout: dict[str, Any] = {}
+    metrics: dict[str, Number] = {}
+    config: Values = {}
+    layout: Values = {}
     groups: tuple[GroupDoc, ...] = ()
     lineage: tuple[LineageDoc, ...] = ()
     aliases: dict[str, str] = {}

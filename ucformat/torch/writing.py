@@ -19,6 +19,7 @@ from ucformat.format.commit import commit, discard, new_id
 from ucformat.format.digest import bytes_digest
 from ucformat.format.places import group_doc
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
+from ucformat.schema.finite import dumps
 from ucformat.schema.manifest import MOST_COMMITS, GroupDoc, LineageDoc, Manifest, SidecarDoc, TensorDoc, WriterDoc
 from ucformat.sources.dcp.names import Path
 from ucformat.storage.url import open_store
@@ -273,7 +274,7 @@ def _manifest(
         groups=_groups([w.listing for w in written]),
         lineage=note.lineage,
         aliases={a: n for w in written for a, n in w.listing.aliases.items()},
-        objects=put_file(store, f"objects/{attempt.id}/objects.json", json.dumps(_objects(written), indent=1).encode()),
+        objects=put_file(store, f"objects/{attempt.id}/objects.json", dumps(_objects(written), indent=1).encode()),
         sidecar=sidecar,
         writers=tuple(WriterDoc(nbytes=w.nbytes, seconds=w.seconds, stall=w.listing.stall) for w in written),
         tensors=tuple(docs),
