@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.s3_model import DTYPE, RANK, WAYS, check, cut, dim_of, layout_of, local_shape, shapes
 from tests.s3_files import BUCKET, Served
-from ucformat.format.dtypes import numpy_dtype
+from ucformat.reading.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable

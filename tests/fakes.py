@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ucformat.facts import Facts
 from ucformat.format.digest import with_own_digest
-from ucformat.format.dtypes import dtype_name, numpy_dtype
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.flat import flat_boxes
 from ucformat.geometry.tensor import Extent, Key, Roster, TensorInfo
+from ucformat.reading.dtypes import dtype_name, numpy_dtype
+from ucformat.reading.facts import Facts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from ucformat.sources.base import Record
+    from ucformat.reading.readable import Record
     from ucformat.storage.base import Store
 
 Arrays = dict[tuple[str, str], Any]

@@ -12,10 +12,10 @@ import ucformat
 import ucformat.torch
 from tests.fakes import ODD, Arrays, FakeSource, random_array, same
 from tests.packed import OBJECTS, write_packed
+from tests.reading.test_rank import ARRAYS as MODEL
+from tests.reading.test_rank import GROUPS, layout, reference
 from tests.s3 import set_environment
 from tests.s3_files import serving_files
-from tests.test_planning import ARRAYS as MODEL
-from tests.test_planning import GROUPS, layout, reference
 from tests.zero_files import FLAT, write_zero3
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from ucformat.jobs.materialize import materialize
     from ucformat.jobs.register import register, reindex
     from ucformat.jobs.verify import Report, verify
-    from ucformat.planning import ReadPlan
+    from ucformat.reading.lazy import Tensor
+    from ucformat.reading.rank import ReadPlan
     from ucformat.references import open_reference as open  # noqa: A004
     from ucformat.schema.manifest import AttemptDoc, Manifest
     from ucformat.storage.base import Store
-    from ucformat.tensor import Tensor
 
 __all__ = [
     "Catalog",
@@ -65,9 +65,9 @@ _HOMES = {
     "Diagnosis": "jobs.doctor:Diagnosis",
     "Fit": "jobs.fits:Fit",
     "Layout": "geometry.layout:Layout",
-    "ReadPlan": "planning:ReadPlan",
+    "ReadPlan": "reading.rank:ReadPlan",
     "Report": "jobs.verify:Report",
-    "Tensor": "tensor:Tensor",
+    "Tensor": "reading.lazy:Tensor",
     "collect": "jobs.gc:collect",
     "convert": "jobs.convert:convert",
     "copy": "jobs.copy:copy",

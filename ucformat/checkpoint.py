@@ -27,18 +27,19 @@ from ucformat.storage.watched import Watched
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from ucformat.facts import Facts
     from ucformat.geometry.layout import Layout
-    from ucformat.geometry.plan import Verify
-    from ucformat.geometry.steps import Taken
     from ucformat.geometry.tensor import TensorInfo
-    from ucformat.geometry.view_document import Steps
-    from ucformat.planning import Bound, ReadPlan
-    from ucformat.sources.base import OpenSource, Readable
+    from ucformat.reading.facts import Facts
+    from ucformat.reading.lazy import Tensor
+    from ucformat.reading.plan import Verify
+    from ucformat.reading.rank import Bound, ReadPlan
+    from ucformat.reading.readable import Readable
+    from ucformat.sources.base import OpenSource
     from ucformat.sources.configuration import Told
     from ucformat.storage.base import Info, Store
-    from ucformat.tensor import Tensor
-    from ucformat.viewed import Viewed
+    from ucformat.views.document import Steps
+    from ucformat.views.steps import Taken
+    from ucformat.views.viewed import Viewed
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
@@ -133,7 +134,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     def __init__(self, source: Readable) -> None:
         if source.facts.means:
-            from ucformat.viewed import Viewed
+            from ucformat.views.viewed import Viewed
 
             source = Viewed(source, ())
         self.source = source  # how it is read: for the rooms above, not for users
@@ -302,7 +303,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         if state not in states:
             said = f"{self.url} has no {name!r} in state {state or 'weight or master'!r}"
             raise TensorNotFound(said, hint=f"it is stored in: {', '.join(states)}")
-        from ucformat.tensor import Tensor
+        from ucformat.reading.lazy import Tensor
 
         return Tensor(self._infos[Key(stored, state)], self.source)
 
@@ -335,7 +336,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
             states: one of `weight`, `master`, `exp_avg`, …, or several.
             verify: which checksums to check: of chunks that are read `whole`, `always` (reads whole chunks), `never`.
         """
-        from ucformat.planning import Bound, plan_rank
+        from ucformat.reading.rank import Bound, plan_rank
 
         chosen = None if states is None else each(states)
         if self._bound is None or self._bound[0] is not layout or self._bound[1] != chosen:
@@ -353,8 +354,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
         Raises:
             LayoutError: a step cannot be done; it names the step and the tensor.
         """
-        from ucformat.geometry.view_document import expand, read_steps
-        from ucformat.viewed import Viewed
+        from ucformat.views.document import expand, read_steps
+        from ucformat.views.viewed import Viewed
 
         return Checkpoint(
             Viewed(self.source, expand(read_steps(steps), lambda: (self.objects, self.assets, self.names())))

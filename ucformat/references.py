@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.entries import Entry
     from ucformat.checkpoint import Checkpoint
-    from ucformat.geometry.view_document import Steps
     from ucformat.storage.base import Store
+    from ucformat.views.document import Steps
 
 __all__ = ["open_reference"]
 

@@ -32,11 +32,11 @@ HEAVY = {
     *(CATALOG | FILTER | DELETION | FILES | ARRAYS | FOREIGN),
     *("alembic", "sqlalchemy.orm", "sqlalchemy.dialects.postgresql", "torch", "zarr", "tensorstore"),
     *("numcodecs", "safetensors", "obstore", "fsspec", "boto3", "rich", "yaml", "tomllib"),
-    *("ucformat.planning", "ucformat.viewed", "ucformat.geometry.layout", "ucformat.geometry.view_document"),
+    *("ucformat.reading.rank", "ucformat.views.viewed", "ucformat.geometry.layout", "ucformat.views.document"),
 }
 #: The modules of sources that read a checkpoint, which recognising it does not need.
 READERS = (".opened", ".classic", ".dist", ".universal", ".engines", ".unpickle", ".contents")
-PLANS = {"ucformat.planning"}
+PLANS = {"ucformat.reading.rank"}
 
 #: Command -> what it loads of these. `U` is a universal checkpoint in the catalog, `F` a safetensors file.
 COMMANDS: dict[str, set[str]] = {
@@ -50,7 +50,7 @@ COMMANDS: dict[str, set[str]] = {
     "verify U": CATALOG | FILES | ARRAYS | {"safetensors"},
     "show F": CATALOG | FILES | FOREIGN,
     "get F a": FILES | ARRAYS | PLANS | FOREIGN,
-    "convert F N": CATALOG | FILES | ARRAYS | FOREIGN | {"safetensors", "ucformat.viewed"},
+    "convert F N": CATALOG | FILES | ARRAYS | FOREIGN | {"safetensors", "ucformat.views.viewed"},
     "layout schema": {"pydantic"},
 }
 

@@ -9,10 +9,10 @@ import pytest
 import ucformat
 from tests.fakes import ODD, FakeSource
 from tests.golden.make import make_packed
-from ucformat import planning
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import IntegrityError, MissingData
 from ucformat.format import universal
+from ucformat.reading import rank as planning
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:

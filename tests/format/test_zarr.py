@@ -13,10 +13,10 @@ import ucformat
 from tests.fakes import random_array, same
 from ucformat.errors import UsageError
 from ucformat.format.chunking import Grid
-from ucformat.format.dtypes import dtype_name, fill_value, numpy_dtype
 from ucformat.format.shard import Band, check_shard, write_shard
 from ucformat.format.zarr_json import array_json, shard_key
 from ucformat.geometry.tensor import Key
+from ucformat.reading.dtypes import dtype_name, fill_value, numpy_dtype
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.storage.local import LocalStore
 

@@ -15,10 +15,10 @@ from tests.fuzz.fuzzing import bounded, changed, harmless, mutated
 from ucformat.errors import LayoutError, UcformatError
 from ucformat.geometry.layout import Layout
 from ucformat.geometry.rules import compile_match
-from ucformat.geometry.steps import apply
-from ucformat.geometry.table import Table
 from ucformat.geometry.tensor import Roster, TensorInfo
-from ucformat.geometry.view_document import read_steps
+from ucformat.views.document import read_steps
+from ucformat.views.steps import apply
+from ucformat.views.table import Table
 
 if TYPE_CHECKING:
     from pathlib import Path

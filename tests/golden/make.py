@@ -25,11 +25,11 @@ from tests.fakes import FakeSource, random_array
 from ucformat.checkpoint import Checkpoint
 from ucformat.format.commit import begin, commit, new_id
 from ucformat.format.digest import bytes_digest
-from ucformat.format.dtypes import dtype_name
 from ucformat.format.sidecar import Columns, encode, encode_columns
 from ucformat.geometry.box import row_major
 from ucformat.geometry.flat import flat_boxes
 from ucformat.geometry.tensor import Block, Extent
+from ucformat.reading.dtypes import dtype_name
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.manifest import FORMAT_VERSION, GroupDoc, Manifest, SidecarDoc, TensorDoc
 from ucformat.storage.local import LocalStore

@@ -15,12 +15,12 @@ import ucformat
 from tests.fakes import ODD, Arrays, FakeSource, random_array
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import ChecksumError, NotFound, TensorNotFound, UsageError
-from ucformat.facts import Facts
-from ucformat.format.dtypes import numpy_dtype
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
 from ucformat.jobs import compare as module
 from ucformat.jobs.compare import TensorDifference, compare
 from ucformat.jobs.values import compare_values
+from ucformat.reading.dtypes import numpy_dtype
+from ucformat.reading.facts import Facts
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore

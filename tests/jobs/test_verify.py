@@ -20,11 +20,11 @@ from tests.packed import write_packed
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import Inconsistent, IntegrityError, UcformatError
 from ucformat.format.digest import bytes_digest
-from ucformat.format.dtypes import numpy_dtype
 from ucformat.format.sidecar import encode
 from ucformat.format.universal import Universal
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Block, Extent, Key, single_extents
+from ucformat.reading.dtypes import numpy_dtype
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:

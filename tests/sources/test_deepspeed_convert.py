@@ -11,7 +11,7 @@ import pytest
 import ucformat
 from tests.fakes import same
 from tests.sources.conftest import CHOSEN, RANKS, pairs_that_never_meet
-from ucformat.format.dtypes import numpy_dtype
+from ucformat.reading.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -23,9 +23,9 @@ import ucformat
 from tests.sources.suite import Sample, SourceSuite, read_whole
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import IntegrityError, MissingData, NotACheckpoint, Refused, UcformatError
-from ucformat.format.dtypes import dtype_name
 from ucformat.format.zarr_types import register_zarr_dtypes
 from ucformat.geometry.box import Box
+from ucformat.reading.dtypes import dtype_name
 from ucformat.sources.decoded import DECODED, Cache
 from ucformat.sources.zarr import Zarr
 from ucformat.storage.local import LocalStore

@@ -20,9 +20,9 @@ from ucformat.errors import ChecksumError
 from ucformat.format import tiling
 from ucformat.format.tiling import Tiling
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.plan import make_plan
 from ucformat.geometry.tensor import Piece, TensorInfo, single_extents
-from ucformat.planning import wanted_of
+from ucformat.reading.plan import make_plan
+from ucformat.reading.rank import wanted_of
 from ucformat.torch import reading
 from ucformat.torch.deal import Claim
 from ucformat.torch.local import Local
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.geometry.plan import Plan
+    from ucformat.reading.plan import Plan
     from ucformat.storage.memory import MemoryStore
 
 SHAPES = {

@@ -10,8 +10,8 @@ import torch
 
 from tests.packed import write_packed
 from ucformat.errors import StateMismatch, UsageError
-from ucformat.format.dtypes import numpy_dtype
 from ucformat.geometry.tensor import Key
+from ucformat.reading.dtypes import numpy_dtype
 from ucformat.storage.memory import MemoryStore
 from ucformat.torch import save
 from ucformat.torch.dtensor import local_of

@@ -10,9 +10,9 @@ import pytest
 from tests.torch.attack import Attack
 from tests.torch.test_wire import BOX, INFO, comes_back, tried
 from ucformat.errors import Conflict, IntegrityError
-from ucformat.facts import IntKey, Place
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Piece, TensorInfo
+from ucformat.reading.facts import IntKey, Place
 from ucformat.schema.manifest import LineageDoc
 from ucformat.torch.agree import Part, Terms
 from ucformat.torch.deal import Bundle, Claim, Fragment, Message, Shard

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from tests.torch.attack import Attack
 from ucformat import errors
 from ucformat.errors import Conflict, Inconsistent, IntegrityError, UcformatError, UsageError
-from ucformat.facts import IntKey, Place, StatePath
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
+from ucformat.reading.facts import IntKey, Place, StatePath
 from ucformat.schema.manifest import LineageDoc
 from ucformat.torch.wire import decode, encode, message
 

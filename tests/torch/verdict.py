@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ucformat.format.dtypes import dtype_name
+from ucformat.reading.dtypes import dtype_name
 
 if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.cli.output import Output
-    from ucformat.tensor import Index, Tensor
+    from ucformat.reading.lazy import Index, Tensor
 
 __all__ = ["get"]
 

@@ -35,7 +35,7 @@ def check(file: str, against: str | None, options: dict[str, Any] | None, out: O
     """
     import ucformat
     from ucformat.cli.fits import data
-    from ucformat.geometry.view_document import load
+    from ucformat.views.document import load
 
     if against is None and options:
         raise click.UsageError("--source says what the files of --against do not")

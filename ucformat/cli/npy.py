@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ucformat.errors import Conflict, NotFound, UsageError
-from ucformat.format.dtypes import dtype_name, numpy_dtype
+from ucformat.reading.dtypes import dtype_name, numpy_dtype
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ucformat.cli.output import Output
-    from ucformat.planning import ReadPlan
+    from ucformat.reading.rank import ReadPlan
 
 __all__ = ["plan"]
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucformat.errors import NotFound
-from ucformat.format.checksum import checksum
 from ucformat.format.digest import leaf
 from ucformat.geometry.box import Box, row_major
+from ucformat.reading.checksum import checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

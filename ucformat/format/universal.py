@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, NotFound
-from ucformat.facts import Facts, Place, path_from_json
 from ucformat.format.chunking import Grid
 from ucformat.format.commit import MANIFEST, read_manifest
 from ucformat.format.digest import bytes_digest
@@ -13,6 +12,7 @@ from ucformat.format.mounted import MountedStore, is_below
 from ucformat.format.structure import manifest_problems, refuse
 from ucformat.format.zarr_json import shard_key
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
+from ucformat.reading.facts import Facts, Place, path_from_json
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.finite import loads
 from ucformat.storage.local import LocalStore

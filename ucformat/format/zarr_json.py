@@ -34,7 +34,7 @@ def array_json(key: Key, dtype: str, grid: Grid) -> bytes:
         "index_codecs": index_codecs,
         "index_location": "end",
     }
-    from ucformat.format.dtypes import fill_value  # NumPy, which whoever reads a manifest does without
+    from ucformat.reading.dtypes import fill_value  # NumPy, which whoever reads a manifest does without
 
     return _encode(
         {

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from ucformat.geometry.patterns import Pattern
-    from ucformat.geometry.steps import Labelled
     from ucformat.geometry.tensor import Key, Roster
-    from ucformat.schema.view import Step
+    from ucformat.schema.view import Labelled, Step
 
 __all__ = ["Layout"]
 

@@ -12,13 +12,13 @@ import numpy as np
 
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import UsageError
-from ucformat.format.dtypes import numpy_dtype
-from ucformat.format.execute import execute, limits_of
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.jobs.run import default_workers, run
 from ucformat.jobs.values import Found, compare_values
+from ucformat.reading.dtypes import numpy_dtype
+from ucformat.reading.execute import execute, limits_of
+from ucformat.reading.plan import Wanted, make_plan
 from ucformat.schema.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:

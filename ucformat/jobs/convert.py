@@ -13,17 +13,14 @@ from typing import TYPE_CHECKING, Any, cast
 from ucformat._version import __version__
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import NotFound, UcformatError, Uncertain, UsageError
-from ucformat.facts import TRACKERS
 from ucformat.format.arrays import array_doc, lay_out, put_array, put_file, put_groups
 from ucformat.format.commit import begin, commit, give_up, new_id
-from ucformat.format.execute import execute, limits_of
 from ucformat.format.names import folder_names
 from ucformat.format.places import at_of, group_docs
 from ucformat.format.shard import check_shard, write_shard
 from ucformat.format.universal import Universal
 from ucformat.format.zarr_json import shard_key
 from ucformat.geometry.box import row_major
-from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.jobs.edges import edges_from
 from ucformat.jobs.passing import Passing
@@ -32,6 +29,9 @@ from ucformat.jobs.run import run as run_tasks
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.spread import spread_of
 from ucformat.jobs.virtual import place_all, put_sidecar
+from ucformat.reading.execute import execute, limits_of
+from ucformat.reading.facts import TRACKERS
+from ucformat.reading.plan import Wanted, make_plan
 from ucformat.references import open_reference
 from ucformat.schema.finite import dumps
 from ucformat.schema.manifest import Manifest, VerifiedDoc
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from ucformat.format.arrays import Array
     from ucformat.format.commit import Attempt
     from ucformat.format.shard import Band
-    from ucformat.geometry.plan import Verify
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.jobs.virtual import Placed
+    from ucformat.reading.plan import Verify
     from ucformat.schema.manifest import TensorDoc
     from ucformat.storage.base import Bytes, Store
 

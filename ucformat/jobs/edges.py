@@ -8,7 +8,7 @@ from ucformat.checkpoint import Checkpoint
 from ucformat.format.universal import Universal
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.manifest import LineageDoc
-from ucformat.viewed import Viewed
+from ucformat.views.viewed import Viewed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

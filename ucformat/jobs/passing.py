@@ -14,21 +14,22 @@ from bisect import bisect_right, insort
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ucformat.computed import inputs_of
 from ucformat.errors import ChecksumError
-from ucformat.format.checksum import checksum, place_checksum
 from ucformat.format.combine import CRC32, CRC32C
 from ucformat.format.universal import Universal
 from ucformat.geometry.tensor import Extent, Tiles, single_extents
+from ucformat.reading.checksum import checksum, place_checksum
 from ucformat.schema.manifest import VerifiedDoc
 from ucformat.sources.decoded import is_checked
+from ucformat.views.computed import inputs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Block, Key, TensorInfo
-    from ucformat.sources.base import OpenSource, Readable, Record
+    from ucformat.reading.readable import Readable, Record
+    from ucformat.sources.base import OpenSource
 
 __all__ = ["Passing"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ucformat.computed import read_flat
 from ucformat.errors import IntegrityError, NotFound
 from ucformat.format.structure import Problem
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Extent, TensorInfo
+from ucformat.views.computed import read_flat
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

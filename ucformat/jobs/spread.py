@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ucformat.computed import read_flat
 from ucformat.sources.values import to_json
-from ucformat.viewed import Viewed
+from ucformat.views.computed import read_flat
+from ucformat.views.viewed import Viewed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ucformat.computed import ComputedFile
     from ucformat.geometry.tensor import Key
-    from ucformat.sources.base import Readable
+    from ucformat.reading.readable import Readable
     from ucformat.storage.base import Store
+    from ucformat.views.computed import ComputedFile
 
 __all__ = ["spread_of"]
 

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from ucformat.format.chunking import Grid
     from ucformat.format.sidecar import Sidecar
     from ucformat.geometry.tensor import Block, Extent
+    from ucformat.reading.readable import Record
     from ucformat.schema.manifest import FileDoc, SourceFileDoc
-    from ucformat.sources.base import OpenSource, Record
+    from ucformat.sources.base import OpenSource
     from ucformat.storage.base import Store
 
 __all__ = ["Problem", "Report", "damaged_block", "document_problems", "verify", "verify_shard", "wrong_digests"]

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from ucformat.schema.dtypes import ITEMSIZE
 
-__all__ = ["STEPS", "Count", "Index", "Names", "Step", "Text", "Written"]
+__all__ = ["STEPS", "Count", "Index", "Labelled", "Names", "Step", "Text", "Written"]
 
 Text = Annotated[str, Field(min_length=1)]
 Names = Text | Annotated[list[Text], Field(min_length=1)]
@@ -180,3 +180,6 @@ Step = Annotated[
         custom_error_message=f"a step is a mapping with one of the keys {', '.join(STEPS)}",
     ),
 ]
+
+#: A step, and the label that errors give it.
+Labelled = tuple[str, Step]

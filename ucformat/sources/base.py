@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from ucformat.facts import Facts
     from ucformat.geometry.box import Box
-    from ucformat.geometry.tensor import Extent, Key, Tiles
+    from ucformat.geometry.tensor import Extent, Key
+    from ucformat.reading.facts import Facts
+    from ucformat.reading.readable import Record
     from ucformat.storage.base import Store
 
-__all__ = ["Folders", "OpenSource", "Readable", "Record", "Source"]
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Bytes of a file that stand under one checksum; `crc32` is None where the writer computed none.
-
-    They begin at `offset()`, after `near` and before any other record's `near`.
-    """
-
-    file: str
-    name: str
-    nbytes: int
-    crc32: int | None
-    offset: Callable[[], int]  # it may have to be read
-    near: int = 0
-
-
-class Readable(Protocol):
-    """What tensors are read from: an opened checkpoint, whoever wrote it, or a view of one."""
-
-    kind: str
-    store: Store
-    facts: Facts
-
-    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent | Tiles]:
-        """Where the bytes of one tensor lie: at least those extents that meet the box `within` (None: all).
-
-        Together they cover it; else MissingData or CoverageError. Of a source that says more than it must, the callers
-        take what they need.
-        """
+__all__ = ["Folders", "OpenSource", "Source"]
 
 
 class OpenSource(Protocol):

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
-    from ucformat.sources.base import OpenSource, Record
+    from ucformat.reading.readable import Record
+    from ucformat.sources.base import OpenSource
     from ucformat.storage.base import Store
 
 __all__ = ["Inside"]

@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ucformat.errors import IntegrityError, MissingData, Refused
-from ucformat.sources.base import Record
+from ucformat.reading.readable import Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

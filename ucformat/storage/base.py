@@ -67,7 +67,7 @@ class Info:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """How requests are best made to a place, in bytes: see `geometry.plan.Limits`, whose fields these are.
+    """How requests are best made to a place, in bytes: see `reading.plan.Limits`, whose fields these are.
 
     `parallel` is how many at once; None stands for one or two for each core. `together` is how many ranges of one file
     are best asked for in one call. `in_flight` is of how many bytes at once; None where nothing is held in memory but

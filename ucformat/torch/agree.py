@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ucformat.errors import UsageError
-from ucformat.facts import path_to_json
 from ucformat.format.arrays import lay_out
-from ucformat.format.checksum import checksum
 from ucformat.format.commit import begin
 from ucformat.format.digest import document_digest
 from ucformat.geometry.flat import flat_boxes
 from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.reading.checksum import checksum
+from ucformat.reading.facts import path_to_json
 from ucformat.sources.dcp.names import dotted
 from ucformat.torch.deal import Bundle, Claim, Held, Message, deal_pieces, deal_shards, merge
 from ucformat.torch.wire import decode, encode, message

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ucformat.facts import IntKey
 from ucformat.geometry.tensor import Key
+from ucformat.reading.facts import IntKey
 from ucformat.sources.dcp.names import GROUPS, dotted, key_of_dotted
 from ucformat.torch.memory import torch_dtype
 from ucformat.torch.recorded import ABSENT, Recorded, value_at

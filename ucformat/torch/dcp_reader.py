@@ -15,10 +15,10 @@ from torch.futures import Future
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import StateMismatch, UsageError
-from ucformat.facts import TRACKERS
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece, TensorInfo
-from ucformat.planning import LOADED
+from ucformat.reading.facts import TRACKERS
+from ucformat.reading.rank import LOADED
 from ucformat.references import open_reference
 from ucformat.storage.watched import must_be_unchanged
 from ucformat.torch.dcp_entries import Entries, Weight
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-    from ucformat.geometry.plan import Verify
+    from ucformat.reading.plan import Verify
     from ucformat.torch.match import Rename
 
 __all__ = ["Reader"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.facts import TRACKERS
-from ucformat.planning import LOADED
+from ucformat.reading.facts import TRACKERS
+from ucformat.reading.rank import LOADED
 from ucformat.references import open_reference
 from ucformat.sources.dcp.names import dotted
 from ucformat.storage.watched import must_be_unchanged
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from ucformat.geometry.plan import Verify
+    from ucformat.reading.plan import Verify
     from ucformat.schema.manifest import LineageDoc
     from ucformat.torch.group import Group
     from ucformat.torch.local import Local

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ucformat.facts import Place
     from ucformat.geometry.cut import Dim
     from ucformat.geometry.tensor import Key, TensorInfo
+    from ucformat.reading.facts import Place
     from ucformat.sources.dcp.names import Path
 
 __all__ = ["Local", "LocalState", "pieces_in"]

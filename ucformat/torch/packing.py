@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucformat.format.blocks import ALIGNED
-from ucformat.format.checksum import checksum, place_checksum
 from ucformat.format.sidecar import NO_BLOCK, PLACED, Columns, encode_columns
 from ucformat.format.tiling import CHECKSUM_BYTES, Tiling, tile_shape
 from ucformat.geometry.box import row_major
+from ucformat.reading.checksum import checksum, place_checksum
 from ucformat.storage.upload import unit_for
 
 if TYPE_CHECKING:

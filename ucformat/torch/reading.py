@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ucformat.errors import UsageError
-from ucformat.format.execute import execute, limits_of
 from ucformat.geometry.box import Box, is_apart, row_major
-from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Piece, Tiles
-from ucformat.planning import check_sizes, wanted_of
+from ucformat.reading.execute import execute, limits_of
+from ucformat.reading.plan import Wanted, make_plan
+from ucformat.reading.rank import check_sizes, wanted_of
 from ucformat.torch.devices import devices_of, marks, on, synchronize
 from ucformat.torch.fragments import blocks_of
 from ucformat.torch.memory import check_fillable, host_memory, torch_dtype
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.geometry.plan import Verify
     from ucformat.geometry.tensor import Extent
+    from ucformat.reading.plan import Verify
     from ucformat.torch.match import Matched
 
 __all__ = ["STAGED_BYTES", "Amount", "read"]

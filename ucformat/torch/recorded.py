@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ucformat.facts import IntKey, json_key
+from ucformat.reading.facts import IntKey, json_key
 from ucformat.sources.dcp.names import GROUPS, dotted
 from ucformat.sources.values import from_json
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.facts import Place
     from ucformat.geometry.tensor import Key
+    from ucformat.reading.facts import Place
     from ucformat.schema.manifest import GroupDoc
     from ucformat.sources.dcp.names import Path
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.geometry.plan import Verify
+    from ucformat.reading.plan import Verify
     from ucformat.torch.group import Group
     from ucformat.torch.match import Matched
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ucformat.facts import Place
 from ucformat.geometry.tensor import Key
+from ucformat.reading.facts import Place
 from ucformat.sources.dcp.names import dotted
 from ucformat.sources.values import json_key
 from ucformat.torch.collect import collect

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat._version import __version__
 from ucformat.errors import Uncertain, UsageError
-from ucformat.facts import Place, path_to_json
 from ucformat.format.arrays import array_doc, put_array, put_file, put_groups
 from ucformat.format.commit import commit, discard, new_id
 from ucformat.format.digest import bytes_digest
 from ucformat.format.places import group_doc
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
+from ucformat.reading.facts import Place, path_to_json
 from ucformat.schema.finite import dumps
 from ucformat.schema.manifest import MOST_COMMITS, GroupDoc, LineageDoc, Manifest, SidecarDoc, TensorDoc, WriterDoc
 from ucformat.sources.dcp.names import Path

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import TensorInfo
-    from ucformat.sources.base import Record
+    from ucformat.reading.readable import Record
     from ucformat.sources.bytecheckpoint.folder import Folder
     from ucformat.sources.dcp.metadata import Stretch
     from ucformat.sources.dcp.state import Named

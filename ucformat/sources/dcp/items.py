@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from ucformat.geometry.box import Box
-    from ucformat.sources.base import Record
+    from ucformat.reading.readable import Record
     from ucformat.sources.dcp.metadata import Metadata, Stretch
     from ucformat.storage.base import Store
 

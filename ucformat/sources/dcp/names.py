@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ucformat.errors import UsageError
-from ucformat.facts import StatePath as Path
 from ucformat.geometry.tensor import Key
+from ucformat.reading.facts import StatePath as Path
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

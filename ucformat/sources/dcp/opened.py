@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ucformat.facts import Facts, Place
 from ucformat.geometry.tensor import Roster, TensorInfo
+from ucformat.reading.facts import Facts, Place
 from ucformat.sources.contents import unknown_tensor
 from ucformat.sources.dcp.names import dotted
 from ucformat.sources.dcp.state import name_entries
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
-    from ucformat.sources.base import Record
+    from ucformat.reading.readable import Record
     from ucformat.sources.dcp.items import Items
     from ucformat.sources.dcp.metadata import Metadata
     from ucformat.sources.dcp.names import Path

@@ -11,10 +11,10 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData
-from ucformat.facts import Facts
 from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Extent, TensorInfo
+from ucformat.reading.facts import Facts
 from ucformat.sources.contents import Contents
 from ucformat.sources.dcp.folder import INFO, SHARD
 from ucformat.sources.safetensors.header import read_header
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ucformat.geometry.tensor import Key
-    from ucformat.sources.base import Record
+    from ucformat.reading.readable import Record
     from ucformat.sources.safetensors.header import Header
     from ucformat.storage.base import Store
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import Refused
-from ucformat.facts import Facts
+from ucformat.reading.facts import Facts
 from ucformat.sources.deepspeed.contents import load_all
 from ucformat.sources.deepspeed.degrees import Degrees
 from ucformat.sources.deepspeed.experts import adopt_experts, check_degree, expert_model
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
-    from ucformat.sources.base import Record
+    from ucformat.reading.readable import Record
     from ucformat.sources.deepspeed.experts import Experts
     from ucformat.sources.deepspeed.folder import Files
     from ucformat.sources.deepspeed.source import DeepSpeed

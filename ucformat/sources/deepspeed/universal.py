@@ -15,8 +15,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData
-from ucformat.facts import Facts
 from ucformat.geometry.tensor import Key
+from ucformat.reading.facts import Facts
 from ucformat.sources.contents import Contents, Group
 from ucformat.sources.deepspeed.atoms import Atom, atom_names, read_atoms
 from ucformat.sources.deepspeed.contents import hyper_parameters, load_all, need, stage_of, state_of
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
-    from ucformat.sources.base import Record
+    from ucformat.reading.readable import Record
     from ucformat.sources.deepspeed.source import DeepSpeed
     from ucformat.storage.base import Store
 

@@ -9,9 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import AmbiguousLayout, IntegrityError, option_text
-from ucformat.facts import Facts
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key
+from ucformat.reading.facts import Facts
 from ucformat.sources.contents import Contents, Group
 from ucformat.sources.cuts import layout_of_cuts
 from ucformat.sources.deepspeed.readings import Reading, replicate
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.local import Region
     from ucformat.geometry.tensor import Extent
-    from ucformat.sources.base import Record
+    from ucformat.reading.readable import Record
     from ucformat.sources.deepspeed.replicas import Verdict
     from ucformat.sources.megatron.folder import Place
     from ucformat.sources.megatron.rank_files import At

@@ -11,8 +11,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, Refused
-from ucformat.facts import Facts
 from ucformat.geometry.tensor import Key, Roster
+from ucformat.reading.facts import Facts
 from ucformat.sources.contents import Contents, Group
 from ucformat.sources.dcp.items import Items
 from ucformat.sources.dcp.metadata import read_metadata
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
-    from ucformat.sources.base import Record
+    from ucformat.reading.readable import Record
     from ucformat.sources.megatron.folder import Place
     from ucformat.sources.megatron.source import Megatron
     from ucformat.storage.base import Store

@@ -6,8 +6,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData
-from ucformat.facts import Facts
 from ucformat.geometry.tensor import Roster, TensorInfo
+from ucformat.reading.facts import Facts
 from ucformat.sources.contents import unknown_tensor
 from ucformat.sources.decoded import DecodedStore
 from ucformat.sources.orbax.folder import CHECKPOINT, Step
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
-    from ucformat.sources.base import Record
+    from ucformat.reading.readable import Record
     from ucformat.sources.zarr.array import Array
     from ucformat.storage.base import Store
 

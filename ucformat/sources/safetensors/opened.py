@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused
-from ucformat.facts import Facts
+from ucformat.reading.facts import Facts
 from ucformat.sources.contents import Contents
 from ucformat.sources.model_files import present, read_weight_map
 from ucformat.sources.safetensors.header import Header, read_header
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
-    from ucformat.sources.base import Record
+    from ucformat.reading.readable import Record
     from ucformat.sources.safetensors.folder import Chosen
     from ucformat.storage.base import Store
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused, UsageError
-from ucformat.facts import Facts
+from ucformat.reading.facts import Facts
 from ucformat.sources.contents import Contents
 from ucformat.sources.model_files import present, read_weight_map
 from ucformat.sources.shards import check_index, check_shards
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
-    from ucformat.sources.base import Record
+    from ucformat.reading.readable import Record
     from ucformat.storage.base import Store
 
 __all__ = ["OpenTorchSave"]

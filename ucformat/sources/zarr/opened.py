@@ -6,8 +6,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UsageError, option_text
-from ucformat.facts import Facts
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
+from ucformat.reading.facts import Facts
 from ucformat.sources.contents import unknown_tensor
 from ucformat.sources.decoded import DecodedStore
 from ucformat.sources.values import to_json
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
-    from ucformat.sources.base import Record
+    from ucformat.reading.readable import Record
     from ucformat.storage.base import Store
 
 __all__ = ["OpenZarr"]

@@ -21,7 +21,7 @@ from ucformat.torch.match import stored_names
 if TYPE_CHECKING:
     from os import PathLike
 
-    from ucformat.geometry.plan import Verify
+    from ucformat.reading.plan import Verify
     from ucformat.torch.deepspeed.engine import Trainer
     from ucformat.torch.group import Group
     from ucformat.torch.local import Local

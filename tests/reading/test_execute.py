@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from ucformat.errors import ChecksumError, MissingData
 from ucformat.format.chunking import Grid
-from ucformat.format.execute import execute, memory_of
 from ucformat.format.shard import write_shard
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.plan import Limits, Verify, Wanted, make_plan
 from ucformat.geometry.tensor import Block, Extent, Piece, TensorInfo, Tiles
+from ucformat.reading.execute import execute, memory_of
+from ucformat.reading.plan import Limits, Verify, Wanted, make_plan
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.recording import RecordingStore
 

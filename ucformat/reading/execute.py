@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucformat.errors import ChecksumError, MissingData, NotFound, UsageError
-from ucformat.format.checksum import checksum, place_checksum
-from ucformat.format.dtypes import numpy_dtype
 from ucformat.geometry.box import is_apart
-from ucformat.geometry.plan import Limits
+from ucformat.reading.checksum import checksum, place_checksum
+from ucformat.reading.dtypes import numpy_dtype
+from ucformat.reading.plan import Limits
 from ucformat.storage.base import check_range
 from ucformat.storage.lending import lend
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ucformat.geometry.plan import Part, Plan, Request
+    from ucformat.reading.plan import Part, Plan, Request
     from ucformat.storage.base import Costs, Store
 
     Memory = NDArray[np.uint8]

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucformat.geometry.presets import llama
+from ucformat.views.presets import llama
 
 if TYPE_CHECKING:
-    from ucformat.geometry.presets.numbers import Numbers
+    from ucformat.views.presets.numbers import Numbers
 
 __all__ = ["FROM", "TO", "from_megatron", "to_megatron"]
 

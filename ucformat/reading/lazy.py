@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ucformat.errors import OutOfBounds, UsageError
-from ucformat.format.dtypes import numpy_dtype
-from ucformat.format.execute import check_out, execute, is_direct, limits_of, memory_of
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.plan import make_plan
 from ucformat.geometry.tensor import Piece
-from ucformat.planning import check_sizes, wanted_of
+from ucformat.reading.dtypes import numpy_dtype
+from ucformat.reading.execute import check_out, execute, is_direct, limits_of, memory_of
+from ucformat.reading.plan import make_plan
+from ucformat.reading.rank import check_sizes, wanted_of
 
 if TYPE_CHECKING:
     from types import EllipsisType
 
     from numpy.typing import DTypeLike, NDArray
 
-    from ucformat.geometry.plan import Plan, Verify
     from ucformat.geometry.tensor import TensorInfo
-    from ucformat.sources.base import Readable
+    from ucformat.reading.plan import Plan, Verify
+    from ucformat.reading.readable import Readable
 
     Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 

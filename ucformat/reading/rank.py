@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucformat.errors import IntegrityError, MissingData, NotFound, UsageError
-from ucformat.facts import TRACKERS
-from ucformat.format.dtypes import numpy_dtype
-from ucformat.format.execute import check_out, execute, limits_of, memory_of
 from ucformat.geometry.box import hull
-from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
+from ucformat.reading.dtypes import numpy_dtype
+from ucformat.reading.execute import check_out, execute, limits_of, memory_of
+from ucformat.reading.facts import TRACKERS
+from ucformat.reading.plan import Wanted, make_plan
 from ucformat.storage.watched import must_be_unchanged
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.bound import BoundLayout, Local
     from ucformat.geometry.layout import Layout
-    from ucformat.geometry.plan import Plan, Verify
     from ucformat.geometry.tensor import Piece
-    from ucformat.sources.base import Readable
+    from ucformat.reading.plan import Plan, Verify
+    from ucformat.reading.readable import Readable
     from ucformat.storage.base import Store
 
 __all__ = ["LOADED", "Bound", "Buffer", "Held", "ReadPlan", "check_sizes", "plan_rank", "wanted_of"]

@@ -5,22 +5,22 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ucformat.computed import ComputedFile, ComputedStore, computed_extent, file_name
-from ucformat.geometry.steps import apply
-from ucformat.geometry.table import Table
 from ucformat.geometry.tensor import Key, Roster, single_extents
+from ucformat.views.computed import ComputedFile, ComputedStore, computed_extent, file_name
+from ucformat.views.steps import apply
+from ucformat.views.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from ucformat.facts import Facts
     from ucformat.geometry.box import Box
-    from ucformat.geometry.steps import Labelled
-    from ucformat.geometry.table import Entry
     from ucformat.geometry.tensor import Extent, Tiles
     from ucformat.geometry.view import View
-    from ucformat.sources.base import Readable, Record
+    from ucformat.reading.facts import Facts
+    from ucformat.reading.readable import Readable, Record
+    from ucformat.schema.view import Labelled
     from ucformat.storage.base import Store
+    from ucformat.views.table import Entry
 
 __all__ = ["Viewed"]
 

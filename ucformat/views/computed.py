@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucformat.errors import UsageError
-from ucformat.format.dtypes import numpy_dtype
-from ucformat.format.execute import execute, limits_of
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.flat import flat_boxes
-from ucformat.geometry.plan import Wanted, make_plan
 from ucformat.geometry.tensor import Extent, Piece
+from ucformat.reading.dtypes import numpy_dtype
+from ucformat.reading.execute import execute, limits_of
+from ucformat.reading.plan import Wanted, make_plan
 from ucformat.storage.base import HIDDEN, Info, check_range
 from ucformat.storage.virtual import VirtualStore
 from ucformat.storage.wrapped import WrappedStore
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ucformat.geometry.table import Formula
     from ucformat.geometry.tensor import TensorInfo, Tiles
     from ucformat.storage.base import Store
+    from ucformat.views.table import Formula
 
 __all__ = ["ComputedFile", "ComputedStore", "computed_extent", "file_name", "inputs_of", "read_flat"]
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Literal
 
 from ucformat.errors import IntegrityError, MissingData
 from ucformat.geometry.coverage import prove
-from ucformat.geometry.moves import Check, Strided, moves
 from ucformat.geometry.tensor import Tiles
+from ucformat.reading.moves import Check, Strided, moves
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from ucformat.geometry.moves import Move
     from ucformat.geometry.tensor import Extent, Piece, TensorInfo
+    from ucformat.reading.moves import Move
 
 __all__ = ["Limits", "Part", "Plan", "Request", "Verify", "make_plan", "read_tensor"]
 

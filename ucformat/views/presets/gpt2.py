@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ucformat.geometry.presets.numbers import Numbers
+    from ucformat.views.presets.numbers import Numbers
 
 __all__ = ["FROM", "TO", "from_megatron", "to_megatron"]
 

@@ -12,20 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import LayoutError
 from ucformat.geometry.patterns import expand
-from ucformat.geometry.reshape import cast, fused, meaned, split, stacked, transposed, trimmed, unstacked
 from ucformat.geometry.rules import compile_match
-from ucformat.geometry.table import Entry, renamed
 from ucformat.schema import view as schema
+from ucformat.views.reshape import cast, fused, meaned, split, stacked, transposed, trimmed, unstacked
+from ucformat.views.table import Entry, renamed
 
 if TYPE_CHECKING:
     import re
     from collections.abc import Callable, Iterator, Sequence
 
-    from ucformat.geometry.table import Table
+    from ucformat.schema.view import Labelled
+    from ucformat.views.table import Table
 
-__all__ = ["Labelled", "Taken", "apply"]
-
-Labelled = tuple[str, schema.Step]  # a step, and the label that errors give it
+__all__ = ["Taken", "apply"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ucformat.errors import IntegrityError, MissingData
-from ucformat.format import execute as module
-from ucformat.format.execute import execute
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.plan import Verify, Wanted, make_plan
 from ucformat.geometry.tensor import Block, Extent, Piece, TensorInfo
+from ucformat.reading import execute as module
+from ucformat.reading.execute import execute
+from ucformat.reading.plan import Verify, Wanted, make_plan
 from ucformat.storage.memory import MemoryStore
 
 CANARY, UNFILLED = 0xA5, 0xF0

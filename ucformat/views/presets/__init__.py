@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import LayoutError
-from ucformat.geometry.presets import gpt2, llama, mixtral, stacks
-from ucformat.geometry.presets.numbers import Numbers
+from ucformat.views.presets import gpt2, llama, mixtral, stacks
+from ucformat.views.presets.numbers import Numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

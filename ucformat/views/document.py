@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import LayoutError
 from ucformat.geometry.document import lower, lower_step, read_document
 from ucformat.geometry.layout import Layout
-from ucformat.geometry.presets import PRESETS, preset_steps
 from ucformat.schema.view import Preset, Step
+from ucformat.views.presets import PRESETS, preset_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ucformat.geometry.steps import Labelled
+    from ucformat.schema.view import Labelled
 
 __all__ = ["Steps", "expand", "load", "read_steps"]
 

@@ -13,8 +13,8 @@ from tests.fakes import Arrays, FakeSource
 from tests.sources.suite import DATA
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import LayoutError
-from ucformat.geometry.presets import PRESETS, preset_steps
 from ucformat.storage.memory import MemoryStore
+from ucformat.views.presets import PRESETS, preset_steps
 
 if TYPE_CHECKING:
     from pathlib import Path

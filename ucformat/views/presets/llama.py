@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ucformat.geometry.presets.numbers import Numbers
+    from ucformat.views.presets.numbers import Numbers
 
 __all__ = ["FROM", "TO", "attention_from_megatron", "attention_to_megatron", "from_megatron", "to_megatron"]
 

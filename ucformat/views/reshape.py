@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 from ucformat.errors import LayoutError
 from ucformat.geometry.box import Box
-from ucformat.geometry.table import Entry, Formula, Piece, compose, renamed
 from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.views.table import Entry, Formula, Piece, compose, renamed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from ucformat.geometry.table import Table
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.geometry.view import View
+    from ucformat.views.table import Table
 
 __all__ = ["cast", "fused", "meaned", "split", "stacked", "transposed", "trimmed", "unstacked"]
 
