@@ -60,6 +60,7 @@ def test_links_in_the_documents_lead_somewhere() -> None:
     for page in [
         ROOT / "README.md",
         ROOT / "CHANGELOG.md",
+        ROOT / "CONTRIBUTING.md",
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "bench").glob("*.md"),
     ]:
