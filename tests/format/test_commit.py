@@ -222,10 +222,11 @@ def edit_tensor(checkpoint: Path, **changed: Any) -> None:
         {"chunk": [3, 3]},
         {"chunk": [0, 1]},
         {"shape": [-1, 4]},
-        {"dtype": "float7"},
         {"path": "/etc/passwd\n"},
         {"nbytes": 7},
-        {"digest": "md5:0"},
+        {"digest": "sha256:0"},
+        {"digest": "nothing"},
+        {"digest": "md5:0", "nbytes": -1},
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused_before_anything_is_allocated(
@@ -235,6 +236,20 @@ def test_a_manifest_that_contradicts_itself_is_refused_before_anything_is_alloca
     with pytest.raises(ucformat.errors.UcformatError) as caught:
         ucformat.open(checkpoint)["table"][...]
     assert caught.value.exit_code in (2, 5, 6)
+
+
+@pytest.mark.parametrize("changed", [{"dtype": "float7"}, {"digest": "md5:0"}])
+def test_what_a_later_version_may_write_is_not_called_damaged(checkpoint: Path, changed: dict[str, Any]) -> None:
+    edit_tensor(checkpoint, **changed)
+    with pytest.raises(UpgradeNeeded, match=changed.get("dtype", "md5:0")):
+        ucformat.open(checkpoint)
+    lineage = [{"kind": "distill", "url": "x"}]
+    change(checkpoint, tensors=[], lineage=lineage)
+    with pytest.raises(UpgradeNeeded, match="distill"):
+        ucformat.open(checkpoint)
+    change(checkpoint, lineage=[{"kind": "distill"}])
+    with pytest.raises(IntegrityError, match="damaged"):
+        ucformat.open(checkpoint)
 
 
 def test_paths_that_leave_the_checkpoint_are_refused(checkpoint: Path) -> None:

@@ -39,8 +39,9 @@ from ucformat.format.digest import document_digest, own_digest, with_own_digest
 from ucformat.format.guards import may_replace, on_abandon
 from ucformat.format.ownership import FOLDERS, folders_of, record_key, refuse_others
 from ucformat.format.records import mark_replacing, parse_record, put_record, record_bytes, removed
+from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.finite import loads
-from ucformat.schema.manifest import FORMAT_VERSION, MANIFEST, Manifest
+from ucformat.schema.manifest import FORMAT_VERSION, MANIFEST, Manifest, is_of_unknown_kind
 from ucformat.schema.tombstone import TOMBSTONE, is_tombstone
 
 if TYPE_CHECKING:
@@ -70,6 +71,9 @@ _log = logging.getLogger("ucformat")
 
 #: Called with the url and the manifest of every checkpoint that this process commits (the catalog listens here).
 on_commit: list[Callable[[str, Manifest], None]] = []
+
+
+_UPGRADE = "pip install --upgrade ucformat"
 
 
 class _Head(BaseModel):
@@ -138,16 +142,21 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
             f"{where} is damaged: it is not what the digest at its end says", hint="restore it from another copy"
         )
     if head.version > FORMAT_VERSION:
-        raise UpgradeNeeded(
-            f"{where} has format version {head.version}; this ucformat {__version__} reads up to {FORMAT_VERSION}",
-            hint="pip install --upgrade ucformat",
-        )
+        said = f"has format version {head.version}; this ucformat {__version__} reads up to {FORMAT_VERSION}"
+        raise UpgradeNeeded(f"{where} {said}", hint=_UPGRADE)
     try:
-        return Manifest.model_validate_json(data)
+        manifest = Manifest.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise IntegrityError(f"{where} is damaged: {place}: {first['msg']}") from None
+        found = error.errors()
+        place = ".".join(map(str, found[0]["loc"]))
+        if all(is_of_unknown_kind(fault["type"], fault["loc"], fault["input"]) for fault in found):
+            said = f"is of a kind that this ucformat {__version__} does not know: {str(found[0]['input'])[:100]!r}"
+            raise UpgradeNeeded(f"{where}: {place} {said}", hint=_UPGRADE) from None
+        raise IntegrityError(f"{where} is damaged: {place}: {found[0]['msg']}") from None
+    if unknown := {doc.dtype for doc in manifest.tensors} - set(ITEMSIZE):
+        said = f"has tensors of the unknown dtype {min(unknown)[:100]!r}, which this ucformat {__version__} cannot read"
+        raise UpgradeNeeded(f"{where} {said}", hint=_UPGRADE)
+    return manifest
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:

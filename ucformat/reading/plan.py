@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Literal
 
-from ucformat.errors import IntegrityError, MissingData
+from ucformat.errors import CoverageError, Inconsistent, IntegrityError, MissingData
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Tiles
 from ucformat.reading.moves import Check, Strided, moves
@@ -200,7 +200,12 @@ def _must_cover(info: TensorInfo, piece: Piece, extents: list[Extent | Tiles]) -
             hint="a file of the checkpoint is missing or was written by another run",
         )
     shift = tuple(-s for s in piece.box.start)
-    prove(_like(info, piece), [(file, box.shift(shift)) for file, box in common])
+    try:
+        prove(_like(info, piece), [(file, box.shift(shift)) for file, box in common])
+    except CoverageError as error:  # nobody asked for it: the files are at fault
+        raise Inconsistent(
+            error.message, hint="restore what lists the parts of this tensor from another copy"
+        ) from None
 
 
 def _like(info: TensorInfo, piece: Piece) -> TensorInfo:

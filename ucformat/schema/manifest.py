@@ -23,6 +23,7 @@ __all__ = [
     "SourceFileDoc",
     "TensorDoc",
     "WriterDoc",
+    "is_of_unknown_kind",
     "manifest_json_schema",
 ]
 
@@ -202,6 +203,24 @@ class AttemptDoc(_Document):
     needs: tuple[str, ...] = ()
     replacing: Instant | None = None
     removed: Instant | None = None
+
+
+_DIGESTS = ("sha256", "xxh3")
+
+
+def is_of_unknown_kind(fault: str, place: tuple[str | int, ...], value: object) -> bool:
+    """Whether what is wrong with a member is that a later ucformat may have written it: nothing of it is damaged.
+
+    Args:
+        fault: the type of pydantic's error.
+        place: where the member is.
+        value: what it holds.
+    """
+    if not isinstance(value, str) or not place:
+        return False
+    if place[-1] == "digest":
+        return fault == "string_pattern_mismatch" and value.partition(":")[0] not in _DIGESTS and ":" in value
+    return fault == "literal_error" and place[0] == "lineage" and place[-1] == "kind"
 
 
 def manifest_json_schema() -> dict[str, Any]:
