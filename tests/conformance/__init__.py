@@ -1,0 +1,1 @@
+"""Checkpoints, good and bad, with what a reader must make of them: see README.md."""

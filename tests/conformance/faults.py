@@ -1,0 +1,176 @@
+"""What is wrong with the invalid checkpoints of the corpus: small edits of valid ones."""
+
+# ruff: noqa: E501 - tables
+
+from __future__ import annotations
+
+import json
+import zlib
+from typing import TYPE_CHECKING, Any
+
+from crc32c import crc32c
+
+from tests.conformance.make import ATTEMPT, CREATED, DATA, SHAPES, changed, edited, flipped, objects_of, packed_files
+from ucformat.format.digest import with_own_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.conformance.make import Columns, Files
+
+    Faults = dict[str, tuple[str, str, Files]]
+
+
+def of_arrays(flat: Files) -> Faults:
+    """Of a manifest, and of arrays."""
+
+    def edit(change: Callable[[Any], object]) -> Files:
+        return edited(flat, change)
+
+    def tensor(**values: Any) -> Files:
+        return edit(lambda m: m["tensors"][0].update(values))
+
+    manifest, objects = "manifest.json", f"objects/{ATTEMPT}/objects.json"
+    first = next(k for k in flat if k.endswith("/weight/a/c/0/0"))
+    second = next(k for k in flat if k.endswith("/exp_avg/a/c/0/0"))
+    third = next(k for k in flat if k.startswith(second.rpartition("/c/")[0]) and k != second and "/c/" in k)
+    zarr = first.replace("c/0/0", "zarr.json")
+    tomb = json.dumps(
+        {"format": "ucformat-tombstone", "version": 1, "id": "0" * 32, "attempt": ATTEMPT, "created": CREATED}
+    )
+    number = json.dumps({"a": 1})
+    return {
+        "no-manifest": ("absent", "manifest.json is missing", changed(flat, manifest, lambda _: b"")),
+        "manifest-tombstone": ("absent", "manifest.json is a tombstone", {**flat, manifest: tomb.encode()}),
+        "manifest-flipped": ("damaged", "a bit of the manifest is flipped", flipped(flat, manifest, 600)),
+        "manifest-flipped-digest": ("damaged", "a bit of the manifest's own digest is flipped", flipped(flat, manifest, -10)),
+        "manifest-truncated": ("damaged", "the manifest is cut off", changed(flat, manifest, lambda d: d[:-200])),
+        "manifest-no-digest": ("damaged", "the manifest does not end with a digest", changed(flat, manifest, lambda d: d[:-88] + b"\n}")),
+        "manifest-line-feed": ("damaged", "a line feed follows the manifest", changed(flat, manifest, lambda d: d + b"\n")),
+        "manifest-format": ("damaged", "another format", edit(lambda m: m.update(format="other"))),
+        "manifest-bare-nan": ("damaged", "NaN, which is no JSON", {**flat, manifest: with_own_digest(
+            flat[manifest].replace(b'{\n   "$float": "nan"\n  }', b"NaN").replace(b'{"$float":"nan"}', b"NaN")[:-88] + b"\n}")}),
+        "manifest-no-tensors": ("damaged", "`tensors` is missing", edit(lambda m: m.pop("tensors"))),
+        "manifest-attempt": ("damaged", "an attempt that is not 20 digits", edit(lambda m: m.update(attempt="0123"))),
+        "newer-version": ("upgrade", "version 2", edit(lambda m: m.update(version=2))),
+        "newer-version-other-members": ("upgrade", "version 2, in which nothing else need be as it was",
+                                        edit(lambda m: (m.clear(), m.update(format="ucformat", version=2, tensors=5)))),
+        "newer-dtype": ("upgrade", "a dtype that version 1 has not", tensor(dtype="float6")),
+        "newer-lineage": ("upgrade", "a kind of lineage that version 1 has not", edit(lambda m: m.update(lineage=[{"kind": "distill", "url": "x"}]))),
+        "newer-digest": ("upgrade", "a kind of digest that version 1 has not", tensor(digest="blake3:" + "0" * 64)),
+        "digest-spelled-wrong": ("damaged", "a digest of too few digits", tensor(digest="xxh3:00")),
+        "tensor-twice": ("damaged", "a name and state is listed twice", edit(lambda m: m["tensors"].append(m["tensors"][0]))),
+        "tensor-nbytes": ("damaged", "nbytes is not the shape's", tensor(nbytes=61)),
+        "tensor-dims": ("damaged", "65 dims", tensor(shape=[1] * 65, nbytes=2)),
+        "tensor-edge": ("damaged", "an edge above 2^62", tensor(shape=[2**62 + 1, 0], nbytes=0)),
+        "tensor-no-place": ("damaged", "neither a path nor a sidecar", tensor(path=None)),
+        "array-no-digest": ("damaged", "an array without a digest", tensor(digest=None)),
+        "array-no-chunk": ("damaged", "an array without a chunk", tensor(chunk=None)),
+        "array-shard": ("damaged", "a shard that is not a multiple of its chunk", tensor(shard=[3, 3], chunk=[2, 3])),
+        "array-wrong-digest": ("damaged:verify", "a digest that is not the array's", tensor(digest="xxh3:" + "0" * 32)),
+        "array-path-out": ("refused", "an array outside of the checkpoint", tensor(path=f"../{DATA}/weight/a")),
+        "alias-of-nothing": ("damaged", "an alias of no tensor", edit(lambda m: m.update(aliases={"x": "y"}))),
+        "alias-of-alias": ("damaged", "an alias of an alias", edit(lambda m: m["aliases"].update(x="tied"))),
+        "alias-of-tensor": ("damaged", "an alias that is a tensor's name", edit(lambda m: m.update(aliases={"none": "a"}))),
+        "shard-missing": ("damaged", "a shard is missing", changed(flat, first, lambda _: b"")),
+        "shard-truncated": ("damaged", "a shard is cut off", changed(flat, first, lambda d: d[:10])),
+        "shard-index-truncated": ("damaged:verify", "the index of a shard is cut off", changed(flat, first, lambda d: d[:-1])),
+        "shard-longer": ("damaged:verify", "a byte follows a shard's index", changed(flat, first, lambda d: d + b"\0")),
+        "shard-flipped": ("damaged", "a bit of a chunk is flipped", flipped(flat, first, 3)),
+        "shard-flipped-checksum": ("damaged", "a bit of a chunk's checksum is flipped", flipped(flat, first, 17)),
+        "shard-flipped-index": ("damaged:verify", "a bit of the index is flipped", flipped(flat, first, -6)),
+        "shard-of-another": ("damaged:verify", "a shard has another shard's place", {**flat, second: flat[third]}),
+        "zarr-json": ("damaged:verify", "a zarr.json is not what the manifest says", changed(flat, zarr, lambda d: d.replace(b"bfloat16", b"float16"))),
+        "objects-missing": ("damaged", "objects.json is missing", changed(flat, objects, lambda _: b"")),
+        "objects-flipped": ("damaged", "a bit of objects.json is flipped", flipped(flat, objects, 30)),
+        "objects-bare-nan": ("damaged", "NaN in objects.json", objects_of(flat, b'{"x": NaN}')),
+        "objects-no-object": ("damaged", "objects.json is an array", objects_of(flat, f"[{number}]".encode())),
+        "objects-path-out": ("refused", "objects outside of the checkpoint", edit(lambda m: m["objects"].update(path="../x"))),
+        "asset-flipped": ("damaged", "a bit of an asset is flipped", flipped(flat, f"assets/{ATTEMPT}/vocab.txt", 0)),
+    }  # fmt: skip
+
+
+def of_packed(columns: Columns, files: Files) -> Faults:
+    """Of a sidecar, and of packed files."""
+    good = packed_files(columns, files)
+    path, rank0, rank1 = f"{DATA}/extents.safetensors", f"{DATA}/rank0.bin", f"{DATA}/rank1.bin"
+    n = len(columns["tensor"])
+
+    def row(name: str, at: int, value: int, **more: Any) -> Files:
+        values = [*columns[name]]
+        values[at] = value
+        return packed_files({**columns, name: values}, files, **more)
+
+    without = {k: v for k, v in columns.items() if k != "strides"}
+    no_first = {
+        k: v[1:] if k in ("tensor", "file", "offset", "block_offset", "block_nbytes", "crc32c") else v[2:]
+        for k, v in columns.items()
+    }
+    assert n == 7
+    assert len(SHAPES) == 5
+    swapped = {**files, rank0: files[rank1], rank1: files[rank0]}
+    bomb = zlib.compress(bytes(8 * n + 1), 0)
+    other = bytearray(files[rank1])
+    other[-1] ^= 1
+    short = bytearray(files[rank0])
+    at = columns["block_offset"][0]
+    short[at] ^= 1
+    stale = columns["crc32c"][:]
+    stale[0] = crc32c(b"other")
+    return {
+        "sidecar-flipped": ("damaged", "a bit of the sidecar is flipped", flipped(good, path, -3)),
+        "sidecar-missing": ("damaged", "the sidecar is missing", changed(good, path, lambda _: b"")),
+        "sidecar-newer": ("upgrade", "version 2 of the sidecar", packed_files(columns, files, version="2")),
+        "sidecar-newer-column": ("upgrade", "a column that version 1 has not", packed_files({**columns, "scale": [1]}, files)),
+        "sidecar-newer-checksum": ("upgrade", "a kind of checksum that version 1 has not", row("crc32c", 0, -3)),
+        "sidecar-no-column": ("damaged", "a column is missing", packed_files(without, files)),
+        "sidecar-too-long": ("damaged", "a column becomes longer than its rows", packed_files(columns, files, offset=bomb)),
+        "sidecar-too-short": ("damaged", "a column becomes shorter than its rows", packed_files(columns, files, offset=zlib.compress(bytes(8), 0))),
+        "sidecar-trailing": ("damaged", "bytes follow a column's stream", packed_files(columns, files, file=zlib.compress(bytes(8 * n), 0) + b"x")),
+        "sidecar-extents": ("damaged", "more extents than any stream could have", packed_files(columns, files, extents=str(1 << 40))),
+        "extent-of-no-tensor": ("damaged", "the number of no tensor", row("tensor", n - 1, 5)),
+        "extent-of-no-file": ("damaged", "the number of no file", row("file", 0, 2)),
+        "extent-negative": ("damaged", "a negative offset", row("offset", 0, -4)),
+        "extent-leaves-tensor": ("damaged", "an extent leaves its tensor", row("start", 0, 4)),
+        "extent-leaves-block": ("damaged", "an extent leaves its block", row("block_nbytes", 0, columns["block_nbytes"][0] - 1)),
+        "extent-leaves-file": ("damaged:verify", "an extent leaves its file", row("offset", n - 1, len(files[rank1]) - 2)),
+        "extent-too-far": ("damaged", "an offset above 2^60", row("offset", n - 1, 2**61)),
+        "extent-hole": ("damaged", "extents do not cover their tensor", packed_files(no_first, files)),
+        "extent-overlap": ("damaged", "extents overlap that are no replicas", row("start", 2, 1)),
+        "extent-replicas": ("damaged:verify", "replicas differ", packed_files(columns, {**files, rank1: bytes(other)})),
+        "tile-zero": ("damaged", "a tile has an edge of 0", row("tile", 5, 0)),
+        "tile-strides": ("damaged", "tiles with strides", row("strides", 4, 24)),
+        "tile-block": ("damaged", "tiles with a block", row("block_offset", 2, 0)),
+        "tile-flipped": ("damaged", "a bit of a tile is flipped", flipped(good, rank0, columns["offset"][2] + 1)),
+        "block-flipped": ("damaged", "a bit under a checksum in the sidecar is flipped", packed_files(columns, {**files, rank0: bytes(short)})),
+        "block-stale": ("damaged", "a checksum in the sidecar is another one", packed_files({**columns, "crc32c": stale}, files)),
+        "block-flipped-behind": ("damaged:verify", "a bit of a checksum behind its block is flipped", flipped(good, rank0, -1)),
+        "packed-swapped": ("damaged", "each file has the other's place", packed_files(columns, swapped)),
+        "packed-missing": ("damaged", "a file is missing", changed(good, rank1, lambda _: b"")),
+        "packed-truncated": ("damaged", "a file is cut off", changed(good, rank1, lambda d: d[:100])),
+        "packed-path-absolute": ("refused", "a file outside of the checkpoint", packed_files(columns, files, ["/etc/hosts", rank1])),
+        "packed-path-out": ("refused", "a file outside of the checkpoint", packed_files(columns, files, ["../x", rank1])),
+        "packed-gap": ("damaged:verify", "bytes that only align are not zero", flipped(good, rank1, columns["block_nbytes"][1] + 2)),
+    }  # fmt: skip
+
+
+def of_virtual(virtual: Files) -> Faults:
+    """Of files elsewhere."""
+    source = f"sources/{ATTEMPT}/rank1.bin"
+
+    def sidecar(**values: Any) -> Files:
+        return edited(virtual, lambda m: m["sidecar"].update(values))
+
+    def first(**values: Any) -> Files:
+        return edited(virtual, lambda m: m["sidecar"]["sources"][0].update(values))
+
+    return {
+        "virtual-root": ("refused", "a root that the user did not allow", sidecar(roots=["@PLACE@/elsewhere"])),
+        "virtual-no-root": ("damaged", "a source below a root that is not listed", sidecar(roots=[])),
+        "virtual-twice": ("damaged", "a source is listed twice", edited(virtual, lambda m: m["sidecar"]["sources"].append(m["sidecar"]["sources"][0]))),
+        "virtual-unlisted": ("damaged", "a file that no source names", edited(virtual, lambda m: m["sidecar"]["sources"].pop())),
+        "virtual-missing": ("damaged", "a source is missing", changed(virtual, source, lambda _: b"")),
+        "virtual-size": ("damaged", "a source of another size", first(nbytes=1)),
+        "virtual-time": ("damaged", "a source of another time", first(modified=1.0)),
+        "virtual-etag": ("damaged", "a source that had an etag, and has none", first(etag="x")),
+    }  # fmt: skip

@@ -1,0 +1,412 @@
+"""Make the conformance corpus: `python -m tests.conformance.make [FOLDER]`, by default `tests/conformance/cases`.
+
+Valid checkpoints are written with the package, invalid ones are edits of these. All is the same every time.
+"""
+
+# ruff: noqa: E501 - tables
+
+from __future__ import annotations
+
+import base64
+import copy
+import hashlib
+import json
+import math
+import os
+import struct
+import sys
+import zlib
+from itertools import product
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from crc32c import crc32c
+
+import ucformat
+from tests.fakes import FakeSource, random_array
+from ucformat.checkpoint import Checkpoint
+from ucformat.format.chunking import Grid, chunk_shape
+from ucformat.format.commit import manifest_bytes
+from ucformat.format.digest import bytes_digest, own_digest, tensor_digest, with_own_digest
+from ucformat.format.names import folder_names
+from ucformat.format.tiling import tile_shape
+from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.schema.manifest import Manifest, SidecarDoc, TensorDoc
+from ucformat.storage.memory import MemoryStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.fakes import Arrays
+
+    Files = dict[str, bytes]
+    Columns = dict[str, list[int]]
+    Edit = Callable[[Any], object]
+
+CASES = Path(__file__).parent / "cases"
+ATTEMPT = "0123456789abcdef0123"
+DATA = f"data/{ATTEMPT}"
+CREATED = "2026-01-01T00:00:00Z"
+MODIFIED = 1_700_000_000.25
+
+SHAPES: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {
+    ("a", "weight"): ("bfloat16", (5, 6)),
+    ("a", "exp_avg"): ("float32", (5, 6)),
+    ("a", "step"): ("float32", ()),
+    ("ü/.b", "weight"): ("int8", (7,)),
+    ("none", "weight"): ("int64", (0, 3)),
+}
+OBJECTS: dict[str, Any] = {
+    "plain": [None, True, 1, 2.5, "text ü", {}],
+    "$int:5": {"$$dollar": 1, "$int:-1": 2},
+    "floats": [{"$float": "nan"}, {"$float": "inf"}, {"$float": "-inf"}],
+    "bytes": {"$bytes": "AAEC"},
+    "stream": {"$stream": "AAEC"},
+    "complex": {"$complex": [0.5, {"$float": "nan"}]},
+    "set": {"$set": [1, 2]},
+    "tuple": {"$tuple": [1, [2]]},
+    "slice": {"$slice": [1, None, 2]},
+    "time": {"$datetime": "2026-01-01T00:00:00"},
+    "path": {"$path": "/a/b"},
+    "dtype": {"$dtype": "bfloat16"},
+    "tensor": {"$tensor": {"dtype": "uint16", "shape": [2], "data": "AAECAw=="}},
+    "ref": {"$ref": "a"},
+    "object": {"$class": "module.Class", "$args": [1], "$state": {"x": 1}},
+    "opaque": {"$opaque": "gAROLg=="},
+    "dict": {"$dict": [[1.5, "a"], [{"$tuple": [1, 2]}, "b"]]},
+}
+ROWS = ("tensor", "file", "offset", "block_offset", "block_nbytes", "crc32c")
+DIMS = ("start", "shape", "strides", "tile")
+
+
+def arrays() -> Arrays:
+    """The elements, which are random bits."""
+    return {key: random_array(shape, dtype, seed) for seed, (key, (dtype, shape)) in enumerate(SHAPES.items())}
+
+
+def facts(**more: Any) -> dict[str, Any]:
+    """What a manifest says besides its tensors."""
+    return {"id": "0" * 32, "attempt": ATTEMPT, "created": CREATED, "aliases": {"tied": "a"}, "step": 3, **more}
+
+
+def made_of_arrays() -> Files:
+    """Arrays, in several shards of several chunks, some of them padded."""
+    source, store = (MemoryStore(f"conformance-{uuid4().hex}") for _ in range(2))
+    with source.create("vocab.txt") as out:
+        out.write(b"a\nb\n")
+    opened = Checkpoint(FakeSource.write(source, arrays(), objects=OBJECTS, assets=("vocab.txt",)))
+    ck = ucformat.convert(opened, store, chunk_bytes=16, shard_bytes=64)
+    files = {i.key: store.read(i.key) for i in store.list() if i.key.split("/")[0] in ("data", "objects", "assets")}
+    text = ck.manifest.model_dump_json().replace(ck.manifest.attempt, ATTEMPT)
+    made = Manifest.model_validate_json(text).model_copy(
+        update={
+            **facts(),
+            "created": Manifest.model_validate(facts(tensors=())).created,
+            "lineage": (),
+            "verified": None,
+            "producer": {"engine.name": "conformance"},
+            "metrics": {"loss": math.nan, "accuracy": 0.5},
+        }
+    )
+    out_files = {key.replace(ck.manifest.attempt, ATTEMPT): data for key, data in files.items()}
+    return out_files | {f"attempts/{ATTEMPT}.json": record(), "manifest.json": manifest_bytes(made)}
+
+
+def record() -> bytes:
+    """The record of an attempt."""
+    head = {"format": "ucformat-attempt", "version": 1, "attempt": ATTEMPT, "plan": bytes_digest(b"")}
+    return json.dumps({**head, "owner": "conformance", "started": CREATED}, indent=1).encode()
+
+
+def rows() -> tuple[Columns, Files]:
+    """Extents of every kind, as the sidecar lists them, and the files in which they lie."""
+    columns: Columns = {name: [] for name in (*ROWS, *DIMS)}
+    files = [bytearray(64), bytearray()]
+
+    def add(tensor: int, file: int, offset: int, block: tuple[int, int, int], **dims: tuple[int, ...]) -> None:
+        for name, value in zip(ROWS, (tensor, file, offset, *block), strict=True):
+            columns[name].append(value)
+        for name in DIMS:
+            columns[name] += dims.get(name, (0,) * len(dims["start"]))
+
+    weight, average, step, vector, _ = arrays().values()
+    for k, (low, high) in enumerate(((0, 2), (2, 5))):  # by rows over both files: checksums in the sidecar
+        data, at = weight[low:high].tobytes(), len(files[k])
+        files[k] += data
+        add(0, k, at, (at, len(data), crc32c(data)), start=(low, 0), shape=(high - low, 6), strides=(12, 2))
+        files[k] += bytes(-len(files[k]) % 64)
+    for k, (low, high) in enumerate(((0, 3), (3, 5))):  # tiles of 2 by 4, each with a placed checksum
+        at = len(files[k])
+        bounds = ([(max(low, r), min(high, r + 2)) for r in range(low // 2 * 2, high, 2)], [(0, 4), (4, 6)])
+        for (r, s), (c, d) in product(*bounds):
+            data = average[r:s, c:d].tobytes()
+            files[k] += data + placed(k, len(files[k]), data)
+        add(1, k, at, (-1, 0, 0), start=(low, 0), shape=(high - low, 6), strides=(0, 4), tile=(2, 4))
+        files[k] += bytes(-len(files[k]) % 64)
+    at, data = len(files[0]), step.tobytes()  # without dims: one block with a placed checksum
+    files[0] += data + placed(0, at, data)
+    add(2, 0, at, (at, 4, -2), start=(), shape=(), strides=())
+    for k in range(2):  # replicas: one with a checksum behind it, one with a stride and without a checksum
+        files[k] += bytes(-len(files[k]) % 64)
+        at, data = len(files[k]), vector.tobytes()
+        if k == 0:
+            files[k] += data + crc32c(data).to_bytes(4, "little")
+            add(3, k, at, (at, 7, -1), start=(0,), shape=(7,), strides=(1,))
+        else:
+            files[k] += b"".join(bytes([b, 0xEE]) for b in data)[:-1]
+            add(3, k, at, (-1, 0, 0), start=(0,), shape=(7,), strides=(2,))
+    return columns, {f"{DATA}/rank{k}.bin": bytes(file) for k, file in enumerate(files)}
+
+
+def placed(file: int, offset: int, data: bytes) -> bytes:
+    """The checksum of a tile, and of the place where it lies."""
+    return crc32c(f"{ATTEMPT}/rank{file}.bin".encode() + struct.pack("<Q", offset) + data).to_bytes(4, "little")
+
+
+def sidecar(columns: Columns, files: list[str], **changed: Any) -> bytes:
+    """The sidecar of these columns; `changed` are packed columns, or metadata."""
+    n = str(len(columns["tensor"]))
+    meta = {"format": "ucformat-extents", "version": "1", "extents": n, "files": json.dumps(files)}
+    meta |= {k: v for k, v in changed.items() if isinstance(v, str)}
+    packed = {name: pack(name, values) for name, values in columns.items()}
+    packed |= {k: v for k, v in changed.items() if isinstance(v, bytes)}
+    header: dict[str, Any] = {"__metadata__": meta}
+    end = 0
+    for name, data in packed.items():
+        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [end, end := end + len(data)]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text + b"".join(packed.values())
+
+
+def pack(name: str, values: list[int]) -> bytes:
+    """A column as it is stored; compressed at level 0, which every zlib does alike."""
+    if name in ("tensor", "file", "offset", "block_offset"):
+        values = [b - a for a, b in zip([0, *values], values, strict=False)]
+    words = [(v % 2**64).to_bytes(8, "little") for v in values]
+    return zlib.compress(b"".join(bytes(w[k] for w in words) for k in range(8)), 0)
+
+
+def packed_files(columns: Columns, files: Files, names: list[str] | None = None, **changed: Any) -> Files:
+    """A packed checkpoint of these extents."""
+    data = sidecar(columns, names or list(files), **changed)
+    path = f"{DATA}/extents.safetensors"
+    tensors = [
+        TensorDoc(name=n, state=s, dtype=dtype, shape=shape, nbytes=math.prod(shape) * ITEMSIZE[dtype])
+        for (n, s), (dtype, shape) in SHAPES.items()
+    ]
+    doc = SidecarDoc(path=path, nbytes=len(data), digest=bytes_digest(data))
+    made = manifest_bytes(Manifest.model_validate(facts(tensors=tensors, sidecar=doc)))
+    return {**files, path: data, "manifest.json": made}
+
+
+def virtual_files() -> Files:
+    """One whose files lie elsewhere; `manifest.json.in` still lacks its place and its digest."""
+    columns, files = rows()
+    inside = {k.replace(DATA, "sources/0123456789abcdef0123"): v for k, v in files.items()}
+    names = [f"roots/0/{ATTEMPT}/rank{k}.bin" for k in range(2)]
+    found = packed_files(columns, {}, names)
+    m = json.loads(found.pop("manifest.json"))
+    del m["digest"]
+    m["sidecar"]["roots"] = ["@PLACE@/sources"]
+    sizes = [len(data) for data in files.values()]
+    m["sidecar"]["sources"] = [
+        {"path": p, "nbytes": n, "modified": MODIFIED} for p, n in zip(names, sizes, strict=True)
+    ]
+    return {**found, **inside, "manifest.json.in": json.dumps(m, indent=1).encode()}
+
+
+def edited(files: Files, change: Edit) -> Files:
+    """The same with another manifest, under the right digest."""
+    name = next(n for n in ("manifest.json", "manifest.json.in") if n in files)
+    m = json.loads(files[name])
+    m.pop("digest", None)
+    change(m)
+    data = json.dumps(m, indent=1).encode()
+    return {**files, name: data if name.endswith(".in") else with_own_digest(data)}
+
+
+def flipped(files: Files, name: str, at: int) -> Files:
+    """The same with one bit of a file changed."""
+    data = bytearray(files[name])
+    data[at] ^= 1
+    return {**files, name: bytes(data)}
+
+
+def changed(files: Files, name: str, change: Callable[[bytes], bytes]) -> Files:
+    """The same with a file changed, or without it if that makes it empty."""
+    data = change(files[name])
+    return {k: data if k == name else v for k, v in files.items() if k != name or data}
+
+
+def objects_of(files: Files, data: bytes) -> Files:
+    """The same with other objects, under the right digest."""
+    name = f"objects/{ATTEMPT}/objects.json"
+    return edited({**files, name: data}, lambda m: m["objects"].update(nbytes=len(data), digest=bytes_digest(data)))
+
+
+def expected(**more: Any) -> dict[str, Any]:
+    """What a reader must give."""
+    listed = [
+        {"name": n, "state": s, "dtype": d, "shape": shape, "sha256": hashlib.sha256(a.tobytes()).hexdigest()}
+        for ((n, s), (d, shape)), a in zip(SHAPES.items(), arrays().values(), strict=True)
+    ]
+    return {"tensors": listed, "aliases": {"tied": "a"}, "objects": {}, "assets": {}, **more}
+
+
+def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
+    """Of each valid checkpoint what is special, its files, and what a reader must give."""
+    flat, (columns, files) = made_of_arrays(), rows()
+    vocabulary = {"vocab.txt": hashlib.sha256(b"a\nb\n").hexdigest()}
+    all_of_it = expected(objects=OBJECTS, assets=vocabulary)
+    few = {"format", "version", "id", "attempt", "created", "tensors", "aliases"}
+    strays = {
+        "tombstone.json": b'{"format": "ucformat-tombstone"}',
+        "needed-by/x.json": b"{}",
+        "data/ffffffffffffffffffff/rank0.bin": b"of another attempt",
+        "ucformat-catalog.json": b"no JSON",
+    }
+
+    def unknown(m: Any) -> None:
+        m.update(new={"a": 1}, lineage=[{"kind": "resume", "url": "x", "new": 1}])
+        for t in m["tensors"]:
+            t.update(new=[1])
+        m["tensors"][1]["state"] = "state of tomorrow"
+
+    document = f"{DATA}/exp_avg/a/zarr.json"
+    renamed = changed(flat, document, lambda d: d.replace(b'"exp_avg"', b'"state of tomorrow"'))
+    tomorrow = copy.deepcopy(all_of_it)
+    tomorrow["tensors"][1]["state"] = "state of tomorrow"
+    permuted = {name: [v for at in (6, 5, 4, 3, 2, 1, 0) for v in by_row(columns, name, at)] for name in (*ROWS, *DIMS)}
+    nothing = manifest_bytes(Manifest.model_validate({**facts(tensors=()), "aliases": {}}))
+    return {
+        "arrays": ("arrays, objects in every spelling, an asset, an alias, a NaN metric", flat, all_of_it),
+        "packed": ("blocks of all four kinds of checksum, tiles, replicas, a stride", packed_files(columns, files), expected()),
+        "packed-permuted": ("the rows of the sidecar in another order", packed_files(permuted, files), expected()),
+        "required": ("no member of the manifest but those that are required", edited(flat, lambda m: [m.pop(k) for k in [*m] if k not in few]), expected()),
+        "unknown": ("unknown members, an unknown state", edited(renamed, unknown), tomorrow),
+        "strays": ("files that a reader ignores, a tombstone beside a manifest among them", {**flat, **strays}, all_of_it),
+        "nothing": ("no tensors", {"manifest.json": nothing}, {"tensors": [], "aliases": {}, "objects": {}, "assets": {}}),
+        "virtual": ("files elsewhere", virtual_files(), expected(roots=["sources"], modified=MODIFIED)),
+    }  # fmt: skip
+
+
+def by_row(columns: Columns, name: str, row: int) -> list[int]:
+    """What a column has of one extent."""
+    ndims = [len(list(SHAPES.values())[t][1]) for t in columns["tensor"]]
+    return columns[name][row : row + 1] if name in ROWS else columns[name][sum(ndims[:row]) : sum(ndims[: row + 1])]
+
+
+def invalid() -> dict[str, tuple[str, str, Files]]:
+    """Of each invalid checkpoint the class of error, what is wrong, and its files."""
+    from tests.conformance.faults import of_arrays, of_packed, of_virtual
+
+    columns, files = rows()
+    return {**of_arrays(made_of_arrays()), **of_packed(columns, files), **of_virtual(virtual_files())}
+
+
+def vectors() -> dict[str, Any]:
+    """Grids, folder names and digests."""
+    shapes: list[tuple[tuple[int, ...], str]] = [
+        ((), "float64"), ((0,), "int8"), ((7,), "bool"), ((16384,), "float32"), ((700_000_001,), "float32"),
+        ((4096, 14336), "bfloat16"), ((16384, 53248), "float32"), ((128256, 4096), "bfloat16"), ((50257, 1600), "float32"),
+        ((256, 7168, 2048), "bfloat16"), ((256, 256, 8, 8), "float32"), ((3, 100_000_000), "uint8"), ((0, 5_000_000), "int64"),
+        ((151936, 896), "float8_e5m2"), ((600, 1103), "complex128"), ((1009, 1013), "float64"),
+    ]  # fmt: skip
+    grids: list[Any] = []
+    for (shape, dtype), target in product(shapes, (None, 1 << 16)):
+        grid = Grid.of(shape, ITEMSIZE[dtype], target)
+        tile = tile_shape(shape, ITEMSIZE[dtype])
+        assert grid.chunk == chunk_shape(shape, ITEMSIZE[dtype], target or 1 << 20)
+        row: dict[str, Any] = {"dtype": dtype, "shape": shape, "target": target or 1 << 20, "limit": 128 << 20}
+        grids.append({**row, "chunk": grid.chunk, "shard": grid.shard, **({} if target else {"tile": tile})})
+    folders = [
+        ["a", "a.weight", "a/b", "ü", ".hidden", "..", "", "c", "C", "zarr.json", "__x", "_x", "~", "a\0b", "a b"],
+        ["Case", "case", "other"], ["n" * 200], ["n" * 201], ["ü" * 40], ["__" + "ü" * 40], ["a%2Fb", "a/b"], ["é", "É"],
+    ]  # fmt: skip
+    digests = []
+    for (dtype, shape), chunk, shard in (
+        (("float32", (4, 5)), (4, 5), (4, 5)), (("float32", (4, 5)), (2, 2), (4, 4)), (("int8", ()), (), ()),
+        (("int64", (0, 3)), (1, 3), (1, 3)), (("bfloat16", (7,)), (3,), (6,)),
+    ):  # fmt: skip
+        grid = Grid(shape, chunk, shard, ITEMSIZE[dtype])
+        elements = bytes(k % 251 for k in range(math.prod(shape) * grid.itemsize))
+        digests.append(
+            {"dtype": dtype, "shape": shape, "chunk": chunk, "shard": shard, **written(grid, dtype, elements)}
+        )
+    document = b'{\n "format": "x"\n}'
+    whole = with_own_digest(document)
+    own = {"document": document.decode(), "with_digest": whole.decode(), "digest": own_digest(whole)}
+    checks = [
+        {"bytes": data.hex(), "crc32c": crc32c(data), "sha256": bytes_digest(data)}
+        for data in (b"", b"123456789", bytes(32))
+    ]
+    return {
+        "grids": grids,
+        "folders": [{"names": names, "folders": list(folder_names(names).values())} for names in folders],
+        "tensors": digests,
+        "document": own,
+        "checksums": checks,
+    }
+
+
+def written(grid: Grid, dtype: str, elements: bytes) -> dict[str, Any]:
+    """The digest and the files of an array."""
+    import numpy as np
+
+    from ucformat.format.dtypes import numpy_dtype
+    from ucformat.format.shard import write_shard
+
+    store, leaves = MemoryStore(f"conformance-{uuid4().hex}"), {}
+    array = np.frombuffer(elements, numpy_dtype(dtype)).reshape(grid.shape)
+    for shard in grid.shards():
+
+        def fill(band: Any, out: Any) -> None:
+            box = tuple(slice(a, a + n) for a, n in zip(band.box.start, band.box.shape, strict=True))
+            whole = np.zeros(band.padded, array.dtype)
+            whole[tuple(slice(0, n) for n in band.box.shape)] = array[box]
+            out[:] = np.frombuffer(whole.tobytes(), np.uint8)
+
+        leaves[shard] = write_shard(store, "/".join(["c", *map(str, shard)]), grid, shard, fill)
+    files = {info.key: base64.b64encode(store.read(info.key)).decode() for info in store.list()}
+    return {
+        "elements": base64.b64encode(elements).decode(),
+        "digest": tensor_digest(dtype, grid, leaves),
+        "files": files,
+    }
+
+
+def main(folder: Path = CASES) -> None:
+    """Write all of it to a folder that is empty, or absent."""
+    bases: dict[str, Files] = {}
+    for name, (says, files, want) in valid().items():
+        put(folder, name, files, {"says": says, **want}, bases)
+        if name in ("arrays", "packed", "virtual"):
+            bases[name] = files
+    for name, (fault, says, files) in invalid().items():
+        error, _, stage = fault.partition(":")
+        virtual = {"roots": ["sources"], "modified": MODIFIED} if "manifest.json.in" in files else {}
+        put(folder, name, files, {"says": says, "error": error, "found": stage or "read", **virtual}, bases)
+    (folder / "vectors.json").write_text(json.dumps(vectors(), indent=1) + "\n")
+
+
+def put(folder: Path, name: str, files: Files, want: dict[str, Any], bases: dict[str, Files]) -> None:
+    """Write what one checkpoint has and its base has not, and beside it what a reader must make of it."""
+    alike = {base: sum(there.get(k) == data for k, data in files.items()) for base, there in bases.items()}
+    base = max(alike, key=lambda n: alike[n], default="")
+    there = bases[base] if base and alike[base] else {}
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    for path, data in files.items():
+        if there.get(path) != data:
+            (folder / name / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name / path).write_bytes(data)
+    if there:
+        want = {**want, "base": base, "removed": [path for path in there if path not in files]}
+    (folder / f"{name}.json").write_text(json.dumps(want, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    os.environ["UCP_CATALOG"] = f"sqlite:///{mkdtemp()}/catalog.db"  # what is made here is nobody's checkpoint
+    main(*map(Path, sys.argv[1:]))

@@ -1,0 +1,398 @@
+"""A reader of universal checkpoints that shares no code with the package: it was written from docs/spec.md alone.
+
+`python reader.py CHECKPOINT [ROOT …]` lists the tensors of a checkpoint in a local folder. It holds them whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import sys
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+from crc32c import crc32c
+from xxhash import xxh3_128_digest, xxh3_128_hexdigest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.uint8]
+
+
+class Absent(Exception):
+    """There is no committed checkpoint."""
+
+
+class Damaged(Exception):
+    """Bytes are missing, wrong or contradictory."""
+
+
+class Upgrade(Exception):
+    """Written by a later revision of the format."""
+
+
+class Refused(Exception):
+    """It leads out of the checkpoint."""
+
+
+SIZES = {"bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "bfloat16": 2, "complex64": 8, "complex128": 16}
+SIZES |= {f"{kind}{n}": n // 8 for kind in ("int", "uint") for n in (8, 16, 32, 64)}
+SIZES |= {f"float{n}": n // 8 for n in (16, 32, 64)}
+KINDS = ("resume", "finetune", "convert", "reshard", "merge", "average", "quantize")
+FARTHEST, NONE = 1 << 60, "xxh3:" + 32 * "0"
+
+
+def need(truth: object, reason: str, error: type[Exception] = Damaged) -> None:
+    """Raise the error unless something is true."""
+    if not truth:
+        raise error(reason)
+
+
+def strict(data: bytes) -> Any:
+    """JSON as RFC 8259 has it."""
+    try:
+        return json.loads(data.decode(), parse_constant=lambda word: need(None, f"{word} is no JSON"))
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"no JSON: {error}") from None
+
+
+def of_type(document: Any, required: Any, nullable: Any = (), optional: Any = ()) -> None:
+    """The types of an object's members. Optional ones may be absent, nullable ones may be null, too."""
+    need(isinstance(document, dict), "not an object")
+    required = {**required, **{name: kind for name, kind in dict(optional).items() if name in document}}
+    for name, kind in required.items():
+        need(isinstance(document.get(name), kind) and document[name] is not True, f"{name} is missing or no {kind}")
+    for name, kind in dict(nullable).items():
+        need(document.get(name) is None or isinstance(document[name], kind), f"{name} is no {kind}")
+
+
+def check_digest(digest: str) -> None:
+    kind, _, digits = digest.partition(":")
+    need(kind in ("sha256", "xxh3"), f"the digest {digest} is of an unknown kind", Upgrade)
+    need(re.fullmatch("[0-9a-f]{64}" if kind == "sha256" else "[0-9a-f]{32}", digits), f"{digest} is no digest")
+
+
+@dataclass
+class Extent:
+    """A row of the sidecar; its block is offset, bytes and checksum."""
+
+    file: str
+    offset: int
+    block: tuple[int, int, int] | None
+    start: list[int]
+    shape: list[int]
+    strides: list[int]
+    tile: list[int]
+
+
+class Checkpoint:
+    """An opened checkpoint; `roots` are the folders in which files of others may be read."""
+
+    def __init__(self, place: str | Path, roots: Sequence[str | Path] = ()) -> None:
+        self.place, self.roots = Path(place), [Path(r).resolve() for r in roots]
+        self.manifest = self._open()
+        self.tensors = self.manifest["tensors"]
+        for tensor in self.tensors:
+            self._check_tensor(tensor)
+        names = {(t["name"], t["state"]) for t in self.tensors}
+        need(len(names) == len(self.tensors), "a name and state is listed twice")
+        self.aliases: dict[str, str] = self.manifest["aliases"]
+        stored = {name for name, _ in names}
+        need(all(n not in stored and of in stored for n, of in self.aliases.items()), "an alias of nothing, or a name")
+        self.sources = {s["path"]: s for s in (self.manifest.get("sidecar") or {}).get("sources", ())}
+        self._extents: list[list[Extent]] | None = None
+
+    def _open(self) -> Any:
+        try:
+            data = (self.place / "manifest.json").read_bytes()
+        except FileNotFoundError:
+            raise Absent("no manifest.json") from None
+        ending = b',\n "digest": "sha256:%s"\n}' % hashlib.sha256(data[:-88]).hexdigest().encode()
+        if data[-88:] != ending:
+            with suppress(TypeError, KeyError):
+                need(strict(data)["format"] != "ucformat-tombstone", "it is being removed", Absent)
+            raise Damaged("the manifest is not what its digest says")
+        m: Any = strict(data)
+        need(isinstance(m, dict) and m.get("format") == "ucformat" and type(m.get("version")) is int, "no manifest")
+        need(m["version"] <= 1, f"version {m['version']}", Upgrade)
+        need(m["version"] == 1, "there is no such version")
+        nullable = {"run": str, "step": int, "commits": int, "objects": dict, "sidecar": dict, "verified": dict}
+        optional = dict.fromkeys(("producer", "metrics", "config", "layout", "aliases", "assets"), dict)
+        lists = dict.fromkeys(("groups", "lineage", "writers"), list)
+        m = {name: kind() for name, kind in [*optional.items(), *lists.items()]} | m
+        of_type(m, {"id": str, "attempt": str, "created": str, "tensors": list}, nullable, {**optional, **lists})
+        need(re.fullmatch("[0-9a-f]{20}", m["attempt"]), "no attempt has this name")
+        for file in (*m["assets"].values(), *(m[k] for k in ("objects", "sidecar") if m.get(k))):
+            of_type(file, {"path": str, "nbytes": int, "digest": str})
+            need(file["nbytes"] >= 0, "a negative size")
+            check_digest(file["digest"])
+        for edge in m["lineage"]:
+            of_type(edge, {"kind": str, "url": str}, {"id": str, "commits": int}, {"engine": dict})
+            need(edge["kind"] in KINDS, f"lineage of the unknown kind {edge['kind']}", Upgrade)
+        for group in m["groups"]:
+            of_type(group, {"params": list}, {"at": list, "names": list}, {"options": dict, "flattened": int})
+        self._check_sources(m.get("sidecar") or {})
+        return m
+
+    def _check_sources(self, sidecar: Any) -> None:
+        seen = set()
+        for source in sidecar.get("sources", ()):
+            of_type(source, {"path": str, "nbytes": int}, {"modified": int | float, "etag": str, "digest": str})
+            check_digest(source.get("digest") or NONE)
+            path = re.fullmatch("roots/([0-9]{1,9})/(.+)", source["path"], re.DOTALL)
+            need(path and int(path[1]) < len(sidecar.get("roots", ())), f"{source['path']} lies below no root")
+            need(source["path"] not in seen, f"{source['path']} is listed twice")
+            seen.add(source["path"])
+
+    def _check_tensor(self, t: Any) -> None:
+        nullable = {"chunk": list, "shard": list, "digest": str, "path": str}
+        required = {"name": str, "state": str, "dtype": str, "shape": list, "nbytes": int}
+        of_type(t, required, nullable, {"at": list})
+        need(t["dtype"] in SIZES, f"the dtype {t['dtype']}", Upgrade)
+        shape = t["shape"]
+        need(
+            all(type(n) is int and n >= 0 for n in shape) and len(shape) <= 64 and max(shape, default=0) <= 1 << 62,
+            "shape",
+        )
+        need(t["nbytes"] == math.prod(shape) * SIZES[t["dtype"]], f"nbytes of {t['name']} is not its shape's")
+        check_digest(t.get("digest") or NONE)
+        if t.get("path") is None:
+            need(self.manifest.get("sidecar"), "no path and no sidecar")
+            return
+        need(re.fullmatch("[A-Za-z0-9._~%/-]+", t["path"]), "path")
+        chunk, shard = t.get("chunk"), t.get("shard")
+        need(chunk is not None and shard is not None and t.get("digest"), "an array without chunk, shard or digest")
+        need(len(shape) <= 32 and len(chunk) == len(shard) == len(shape), "dims")
+        need(all(type(n) is int and n >= 1 for n in (*chunk, *shard)), "edges of a chunk or shard")
+        need(all(s % c == 0 for s, c in zip(shard, chunk, strict=True)), "a shard is not a multiple of its chunk")
+        need(math.prod(-(-n // s) for n, s in zip(shape, shard, strict=True)) <= 10**7, "too many shards")
+
+    def _path(self, path: str) -> Path:
+        parts = path.split("/")
+        bad = any(p in ("", ".", "..") or p.startswith(".ucf-") for p in parts) or "\\" in path or "\0" in path
+        need(not bad, f"{path!r} leads out of the checkpoint", Refused)
+        if not path.startswith("roots/"):
+            found = (self.place / path).resolve()
+            need(found.is_relative_to(self.place.resolve()), f"{path!r} is a link that leads out", Refused)
+            return found
+        source: Any = self.sources.get(path)
+        need(source is not None, f"{path!r} is not listed")
+        url = self.manifest["sidecar"]["roots"][int(parts[1])]
+        need("://" not in url or url.startswith("file://"), f"{url} is not local", Refused)
+        root = Path(unquote(urlsplit(url).path) if "://" in url else url).resolve()
+        need(any(root.is_relative_to(r) for r in self.roots), f"{root} is not allowed", Refused)
+        found = root.joinpath(*parts[2:])
+        need(found.is_file(), f"{found} is missing")
+        info = found.stat()
+        same = (info.st_size, info.st_mtime, None) == (source["nbytes"], source.get("modified"), source.get("etag"))
+        need(same, f"{found} has changed")
+        return found
+
+    def read(self, path: str) -> bytes:
+        """A whole file."""
+        try:
+            return self._path(path).read_bytes()
+        except OSError:
+            raise Damaged(f"{path} is missing") from None
+
+    def _file(self, doc: Any) -> bytes:
+        data = self.read(doc["path"])
+        need(len(data) == doc["nbytes"] and "sha256:" + hashlib.sha256(data).hexdigest() == doc["digest"], doc["path"])
+        return data
+
+    def objects(self) -> dict[str, Any]:
+        """The objects, as they are spelled."""
+        doc = self.manifest.get("objects")
+        found: Any = {} if doc is None else strict(self._file(doc))
+        need(isinstance(found, dict), "objects.json holds no object")
+        return dict(found)
+
+    def assets(self) -> dict[str, bytes]:
+        """The assets."""
+        return {name: self._file(doc) for name, doc in self.manifest["assets"].items()}
+
+    def __iter__(self) -> Iterator[tuple[Any, bytes]]:
+        """Every tensor: what the manifest says of it, and its elements in row-major order."""
+        for number, t in enumerate(self.tensors):
+            a = self._packed(number, t) if t.get("path") is None else self._array(t)
+            yield t, a.tobytes()
+
+    def _array(self, t: Any) -> Bytes:
+        shape, chunk, shard, size = t["shape"], t["chunk"], t["shard"], SIZES[t["dtype"]]
+        nbytes = math.prod(chunk) * size
+        out = np.zeros((*shape, size), np.uint8)
+        leaves: dict[tuple[int, ...], bytes] = {}
+        per_shard = [s // c for s, c in zip(shard, chunk, strict=True)]
+        for at in product(*(range(-(-n // s)) for n, s in zip(shape, shard, strict=True))):
+            data = self.read("/".join([t["path"], "c", *map(str, at)]))
+            index, offset = b"", 0
+            for inner in product(*map(range, per_shard)):
+                where = [a * s + i * c for a, s, i, c in zip(at, shard, inner, chunk, strict=True)]
+                if any(w >= n for w, n in zip(where, shape, strict=True)):
+                    index += b"\xff" * 16
+                    continue
+                body, crc = data[offset : offset + nbytes], data[offset + nbytes : offset + nbytes + 4]
+                need(len(crc) == 4 and int.from_bytes(crc, "little") == crc32c(body), f"a chunk of {t['name']}")
+                index += offset.to_bytes(8, "little") + (nbytes + 4).to_bytes(8, "little")
+                offset += nbytes + 4
+                box = [min(c, n - w) for c, n, w in zip(chunk, shape, where, strict=True)]
+                held = np.frombuffer(body, np.uint8).reshape(*chunk, size)[tuple(map(slice, box))]
+                out[tuple(slice(w, w + b) for w, b in zip(where, box, strict=True))] = held
+                leaves[tuple(w // c for w, c in zip(where, chunk, strict=True))] = xxh3_128_digest(body)
+            need(data[offset:] == index + crc32c(index).to_bytes(4, "little"), f"the index of a shard of {t['name']}")
+        need(t["digest"] == digest_of(t["dtype"], shape, chunk, leaves), f"the digest of {t['name']}")
+        return out
+
+    def extents(self) -> list[list[Extent]]:
+        """The extents of each tensor."""
+        if self._extents is None:
+            self._extents = self._sidecar(self._file(self.manifest["sidecar"]))
+        return self._extents
+
+    def _sidecar(self, data: bytes) -> list[list[Extent]]:
+        end = 8 + int.from_bytes(data[:8], "little")
+        header: dict[str, Any] = dict(strict(data[8:end]))
+        meta = header.pop("__metadata__", {})
+        need(meta.get("format") == "ucformat-extents" and "version" in meta and "files" in meta, "no sidecar")
+        need(meta["version"] == "1", "a newer sidecar", Upgrade)
+        rows = ("tensor", "file", "offset", "block_offset", "block_nbytes", "crc32c")
+        dims = ("start", "shape", "strides")
+        need({*rows, *dims} <= set(header), "columns are missing")
+        need(set(header) <= {*rows, *dims, "tile"}, "unknown columns", Upgrade)
+        files = strict(meta["files"].encode())
+        need(isinstance(files, list), "files")
+        for file in files:
+            outside = not isinstance(file, str) or "://" in file or file.startswith("/")
+            need(not outside, f"{file!r} lies outside", Refused)
+        need(re.fullmatch("[0-9]{1,10}", meta.get("extents", "")), "it does not say how many extents it has")
+
+        def column(name: str, count: int) -> list[int]:
+            entry = header[name]
+            need(entry["dtype"] == "U8" and len(entry["shape"]) == 1, f"the column {name}")
+            packed = data[end + entry["data_offsets"][0] : end + entry["data_offsets"][1]]
+            need(len(packed) == entry["shape"][0], f"the column {name}")
+            need(count <= 1 << 27 and 8 * count <= 1032 * len(packed), f"the column {name} cannot be so long")
+            stream = zlib.decompressobj()
+            try:
+                raw = stream.decompress(packed, 8 * count + 1)
+            except zlib.error as error:
+                raise Damaged(f"the column {name}: {error}") from None
+            need(len(raw) == 8 * count and stream.eof and not stream.unused_data, f"the column {name}")
+            values = np.ascontiguousarray(np.frombuffer(raw, np.uint8).reshape(8, count).T).view("<u8").reshape(count)
+            if name in ("tensor", "file", "offset", "block_offset"):
+                values = np.cumsum(values, dtype=np.uint64)  # modulo 2^64
+            return list(values.astype(np.int64).tolist())
+
+        n = int(meta["extents"])
+        by_row = {name: column(name, n) for name in rows}
+        need(all(0 <= k < len(self.tensors) for k in by_row["tensor"]), "a tensor that is none")
+        ndims = [len(self.tensors[k]["shape"]) for k in by_row["tensor"]]
+        by_dim = {name: column(name, sum(ndims)) for name in (*dims, "tile") if name in header}
+        by_dim.setdefault("tile", [0] * sum(ndims))
+        out: list[list[Extent]] = [[] for _ in self.tensors]
+        first = 0
+        for k, ndim in enumerate(ndims):
+            row = {name: values[k] for name, values in by_row.items()}
+            box = {name: values[first : first + ndim] for name, values in by_dim.items()}
+            first += ndim
+            need(row["crc32c"] >= -2, "an unknown kind of checksum", Upgrade)
+            need(0 <= row["file"] < len(files) and row["offset"] >= 0 and row["block_offset"] >= -1, "a row")
+            need(row["block_nbytes"] >= 0 and row["crc32c"] < 1 << 32, "a row")
+            need(min((v for values in box.values() for v in values), default=0) >= 0, "a negative number")
+            block = (row["block_offset"], row["block_nbytes"], row["crc32c"]) if row["block_offset"] >= 0 else None
+            e = Extent(files[row["file"]], row["offset"], block, **box)
+            self._check_extent(e, self.tensors[row["tensor"]])
+            out[row["tensor"]].append(e)
+        return out
+
+    def _check_extent(self, e: Extent, t: Any) -> None:
+        size = SIZES[t["dtype"]]
+        fits = all(s + n <= edge for s, n, edge in zip(e.start, e.shape, t["shape"], strict=True))
+        need(fits, "an extent leaves its tensor")
+        if any(e.tile):
+            need(all(e.tile) and e.block is None, "impossible tiles")
+            need(e.strides == [0] * (len(e.shape) - 1) + [size], "strides of tiles")
+            need(math.prod(max(1, len(cuts(e, d))) for d in range(len(e.tile))) <= 1 << 20, "too many tiles")
+            need(math.prod(e.shape) * size <= FARTHEST and e.offset <= FARTHEST, "an impossible offset")
+        elif math.prod(e.shape):
+            span = sum((n - 1) * s for n, s in zip(e.shape, e.strides, strict=True))
+            need(max(span, e.offset, *(e.block or ())[:2]) <= FARTHEST, "an impossible offset")
+            if e.block is not None:
+                begin, nbytes, _ = e.block
+                need(begin <= e.offset and e.offset + span + size <= begin + nbytes, "an extent leaves its block")
+
+    def _packed(self, number: int, t: Any) -> Bytes:
+        size = SIZES[t["dtype"]]
+        out, seen = np.zeros((*t["shape"], size), np.uint8), np.zeros(t["shape"], bool)
+        boxes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+        for e in self.extents()[number]:
+            where = tuple(slice(s, s + n) for s, n in zip(e.start, e.shape, strict=True))
+            if not math.prod(e.shape):
+                continue
+            held = self._tiles(e, size) if any(e.tile) else self._strided(e, size)
+            box = (tuple(e.start), tuple(e.shape))
+            if box in boxes:
+                need((out[where] == held).all(), f"replicas of {t['name']} differ")
+                continue
+            need(not seen[where].any(), f"extents of {t['name']} overlap")
+            boxes.add(box)
+            out[where], seen[where] = held, True
+        need(seen.all(), f"extents do not cover {t['name']}")
+        return out
+
+    def _strided(self, e: Extent, size: int) -> Bytes:
+        data = self.read(e.file)
+        last = e.offset + sum((n - 1) * s for n, s in zip(e.shape, e.strides, strict=True)) + size
+        need(last <= len(data), f"{e.file} ends before an extent does")
+        if e.block is not None:
+            check_block(e.file, data, *e.block)
+        return np.ndarray((*e.shape, size), np.uint8, data, e.offset, (*e.strides, 1))
+
+    def _tiles(self, e: Extent, size: int) -> Bytes:
+        data, offset, out = self.read(e.file), e.offset, np.zeros((*e.shape, size), np.uint8)
+        for tile in product(*(cuts(e, d) for d in range(len(e.tile)))):
+            nbytes = math.prod(b - a for a, b in tile) * size
+            check_block(e.file, data, offset, nbytes, -2)
+            held = np.frombuffer(data, np.uint8, nbytes, offset).reshape(*(b - a for a, b in tile), size)
+            out[tuple(slice(a - s, b - s) for (a, b), s in zip(tile, e.start, strict=True))] = held
+            offset += nbytes + 4
+        return out
+
+
+def cuts(e: Extent, d: int) -> list[tuple[int, int]]:
+    """The tiles along a dim, cut by the box."""
+    start, stop, edge = e.start[d], e.start[d] + e.shape[d], e.tile[d]
+    first, last = start // edge, -(-stop // edge)
+    need(last - first <= 1 << 20, "too many tiles")
+    return [(max(start, k * edge), min(stop, (k + 1) * edge)) for k in range(first, last)]
+
+
+def check_block(file: str, data: bytes, begin: int, nbytes: int, crc: int) -> None:
+    """Compare the bytes of a block with their checksum."""
+    body, stored = data[begin : begin + nbytes], data[begin + nbytes : begin + nbytes + 4]
+    need(len(body) == nbytes and (crc >= 0 or len(stored) == 4), f"{file} ends before a block does")
+    place = "/".join(file.split("/")[-2:]).encode() + begin.to_bytes(8, "little") if crc == -2 else b""
+    expected = crc if crc >= 0 else int.from_bytes(stored, "little")
+    need(crc32c(place + body) == expected, f"the checksum of the block at {begin} of {file}")
+
+
+def digest_of(dtype: str, shape: Sequence[int], chunk: Sequence[int], leaves: dict[tuple[int, ...], bytes]) -> str:
+    """The digest of a tensor from those of its chunks."""
+    head = json.dumps({"dtype": dtype, "shape": list(shape), "chunk": list(chunk)}, separators=(",", ":"))
+    return "xxh3:" + xxh3_128_hexdigest(head.encode() + b"\n" + b"".join(leaves[at] for at in sorted(leaves)))
+
+
+if __name__ == "__main__":
+    for tensor, elements in Checkpoint(sys.argv[1], sys.argv[2:]):
+        sys.stdout.write(f"{tensor['name']} {tensor['state']} {hashlib.sha256(elements).hexdigest()}\n")
