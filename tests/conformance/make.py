@@ -22,6 +22,7 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+import numpy as np
 from crc32c import crc32c
 
 import ucformat
@@ -30,7 +31,9 @@ from ucformat.checkpoint import Checkpoint
 from ucformat.format.chunking import Grid, chunk_shape
 from ucformat.format.commit import manifest_bytes
 from ucformat.format.digest import bytes_digest, own_digest, tensor_digest, with_own_digest
+from ucformat.format.dtypes import numpy_dtype
 from ucformat.format.names import folder_names
+from ucformat.format.shard import write_shard
 from ucformat.format.tiling import tile_shape
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.manifest import Manifest, SidecarDoc, TensorDoc
@@ -354,11 +357,6 @@ def vectors() -> dict[str, Any]:
 
 def written(grid: Grid, dtype: str, elements: bytes) -> dict[str, Any]:
     """The digest and the files of an array."""
-    import numpy as np
-
-    from ucformat.format.dtypes import numpy_dtype
-    from ucformat.format.shard import write_shard
-
     store, leaves = MemoryStore(f"conformance-{uuid4().hex}"), {}
     array = np.frombuffer(elements, numpy_dtype(dtype)).reshape(grid.shape)
     for shard in grid.shards():
