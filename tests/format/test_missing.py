@@ -12,7 +12,7 @@ from tests.golden.make import make_packed
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import IntegrityError, MissingData
 from ucformat.format import universal
-from ucformat.reading import rank as planning
+from ucformat.reading import read as reading
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def test_a_shard_that_reading_needs(store: Store) -> None:
 
 
 def test_a_shard_that_a_large_plan_asks_the_size_of(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "_SMALL", 0)
+    monkeypatch.setattr(reading, "_SMALL", 0)
     lose(store, "weight/table/c/")
     with pytest.raises(MissingData, match="weight/table/c/"):
         ucformat.open(store)["table"].read()

@@ -17,8 +17,8 @@ from ucformat.geometry.tensor import Key, Piece
 from ucformat.jobs.run import default_workers, run
 from ucformat.jobs.values import Found, compare_values
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.reading.execute import execute, limits_of
-from ucformat.reading.plan import Wanted, make_plan
+from ucformat.reading.plan import Wanted
+from ucformat.reading.read import read_wanted
 from ucformat.schema.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:
@@ -189,8 +189,7 @@ class _Side:
         """The elements of a box, one after another, in the memory that is given."""
         raw = memory[: box.size * self.info.itemsize]
         piece = Piece(box, 0, row_major(box.shape))
-        plan = make_plan([Wanted(self.info, self.extents, [(0, piece)])], limits=limits_of(self.store))
-        execute(plan, self.store, [raw], [str(self.info.key)], threads=1)
+        read_wanted(self.store, [Wanted(self.info, self.extents, [(0, piece)])], [raw], [str(self.info.key)], threads=1)
         return raw.view(numpy_dtype(self.info.dtype))
 
 

@@ -29,9 +29,10 @@ from ucformat.jobs.run import run as run_tasks
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.spread import spread_of
 from ucformat.jobs.virtual import place_all, put_sidecar
-from ucformat.reading.execute import execute, limits_of
+from ucformat.reading.execute import limits_of
 from ucformat.reading.facts import TRACKERS
-from ucformat.reading.plan import Wanted, make_plan
+from ucformat.reading.plan import Wanted
+from ucformat.reading.read import read_wanted
 from ucformat.references import open_reference
 from ucformat.schema.finite import dumps
 from ucformat.schema.manifest import Manifest, VerifiedDoc
@@ -339,8 +340,8 @@ def _write_shard(source: Checkpoint, store: Store, task: _Task, passing: Passing
         if passing is not None:
             passing.expect(info, extents, band.box)
         piece = Piece(band.box, 0, row_major(band.padded))
-        plan = make_plan([Wanted(info, planned, [(0, piece)])], verify, limits)
-        execute(plan, source.store, [raw], [str(info.key)], threads=1)
+        wanted = [Wanted(info, planned, [(0, piece)])]
+        read_wanted(source.store, wanted, [raw], [str(info.key)], verify=verify, limits=limits, threads=1)
 
     kept = _kept(store, key, task)
     if kept is not None:  # written by this plan before it was interrupted

@@ -8,7 +8,7 @@ from ucformat.errors import IntegrityError, NotFound
 from ucformat.format.structure import Problem
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Extent, TensorInfo
-from ucformat.views.computed import read_flat
+from ucformat.reading.read import read_flat
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ucformat.reading.read import read_flat
 from ucformat.sources.values import to_json
-from ucformat.views.computed import read_flat
 from ucformat.views.viewed import Viewed
 
 if TYPE_CHECKING:

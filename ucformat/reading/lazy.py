@@ -10,9 +10,10 @@ from ucformat.errors import OutOfBounds, UsageError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.reading.execute import check_out, execute, is_direct, limits_of, memory_of
+from ucformat.reading.execute import check_out, is_direct, limits_of, memory_of
 from ucformat.reading.plan import make_plan
-from ucformat.reading.rank import check_sizes, wanted_of
+from ucformat.reading.rank import wanted_of
+from ucformat.reading.read import read_planned
 
 if TYPE_CHECKING:
     from types import EllipsisType
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from ucformat.geometry.tensor import TensorInfo
+    from ucformat.reading.execute import Memory
     from ucformat.reading.plan import Plan, Verify
     from ucformat.reading.readable import Readable
 
@@ -141,12 +143,15 @@ class Tensor:
             strides = tuple(
                 s // self.info.itemsize if n > 1 else 0 for n, s in zip(out.shape, out.strides, strict=True)
             )
-        plan = self._plan(box, strides, verify)
-        check_sizes(plan, self._source.store)
-        if out is None:
-            out = np.empty(box.shape, self.dtype)
-        execute(plan, self._source.store, [memory_of(out)], [str(self.info.key)], threads)
-        return out
+        made: list[NDArray[Any]] = [] if out is None else [out]
+
+        def memories() -> list[Memory]:
+            if not made:
+                made.append(np.empty(box.shape, self.dtype))
+            return [memory_of(made[0])]
+
+        read_planned(self._plan(box, strides, verify), self._source.store, memories, [str(self.info.key)], threads)
+        return made[0]
 
 
 def _parse(index: Index, shape: tuple[int, ...], label: str) -> tuple[Box, tuple[int | slice, ...]]:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ucformat.errors import IntegrityError, MissingData, NotFound, UsageError
+from ucformat.errors import UsageError
 from ucformat.geometry.box import hull
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.reading.execute import check_out, execute, limits_of, memory_of
+from ucformat.reading.execute import check_out, limits_of, memory_of
 from ucformat.reading.facts import TRACKERS
 from ucformat.reading.plan import Wanted, make_plan
+from ucformat.reading.read import read_planned
 from ucformat.storage.watched import must_be_unchanged
 
 if TYPE_CHECKING:
@@ -25,16 +26,15 @@ if TYPE_CHECKING:
     from ucformat.geometry.bound import BoundLayout, Local
     from ucformat.geometry.layout import Layout
     from ucformat.geometry.tensor import Piece
+    from ucformat.reading.execute import Memory
     from ucformat.reading.plan import Plan, Verify
     from ucformat.reading.readable import Readable
     from ucformat.storage.base import Store
 
-__all__ = ["LOADED", "Bound", "Buffer", "Held", "ReadPlan", "check_sizes", "plan_rank", "wanted_of"]
+__all__ = ["LOADED", "Bound", "Buffer", "Held", "ReadPlan", "plan_rank", "wanted_of"]
 
 #: What is said of tensors that were loaded while their files were changed.
 LOADED = "what was loaded is of no use"
-
-_SMALL = 256 << 20  # plans of less are run without asking for the sizes of files first
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +143,14 @@ class ReadPlan:
         """
         given = dict(into or {})
         _check_given(given, self.buffers, self.rank)
-        check_sizes(self.plan, self.store)
-        arrays = [_array(b, given.get(b.key)) for b in self.buffers]
+        arrays: list[NDArray[np.generic]] = []
+
+        def memories() -> list[Memory]:
+            arrays.extend(_array(b, given.get(b.key)) for b in self.buffers)
+            return [memory_of(a) for a in arrays]
+
         labels = [" ".join(b.key) for b in self.buffers]
-        execute(self.plan, self.store, [memory_of(a) for a in arrays], labels, threads, progress)
+        read_planned(self.plan, self.store, memories, labels, threads, progress)
         must_be_unchanged(self.store, LOADED, TRACKERS)
         out: dict[tuple[str, str], NDArray[np.generic]] = {}
         for b, a in zip(self.buffers, arrays, strict=True):
@@ -189,25 +193,6 @@ def _array(b: Buffer, given: NDArray[np.generic] | None) -> NDArray[np.generic]:
     if b.padded:
         given[...] = np.zeros((), dtype)
     return given
-
-
-def check_sizes(plan: Plan, store: Store) -> None:
-    """IntegrityError if a large plan reaches past the end of a file, or one is missing: before memory is allocated."""
-    if plan.bytes_needed < _SMALL:
-        return
-    ends: dict[str, int] = {}
-    for r in plan.requests:
-        ends[r.file] = max(ends.get(r.file, 0), r.end)
-    for file, end in ends.items():
-        try:
-            size = store.info(file).size
-        except NotFound as error:
-            raise MissingData(error.message) from error
-        if size < end:
-            raise IntegrityError(
-                f"{store.url}/{file} has {size} bytes, but tensors of the checkpoint reach to byte {end}",
-                hint="the file is truncated: restore it from another copy",
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ import torch
 from ucformat.errors import UsageError
 from ucformat.geometry.box import Box, is_apart, row_major
 from ucformat.geometry.tensor import Piece, Tiles
-from ucformat.reading.execute import execute, limits_of
-from ucformat.reading.plan import Wanted, make_plan
-from ucformat.reading.rank import check_sizes, wanted_of
+from ucformat.reading.plan import Wanted
+from ucformat.reading.rank import wanted_of
+from ucformat.reading.read import read_wanted
 from ucformat.torch.devices import devices_of, marks, on, synchronize
 from ucformat.torch.fragments import blocks_of
 from ucformat.torch.memory import check_fillable, host_memory, torch_dtype
@@ -74,10 +74,9 @@ def read(
         for n, m in enumerate(direct)
         if m.target.pieces
     ]
-    plan = make_plan(wanted, verify, limits_of(ck.store))
-    check_sizes(plan, ck.store)
     memories = [host_memory(m.target.tensor) for m in direct]
-    execute(plan, ck.store, memories, [str(m.target.key) for m in direct], threads, progress)
+    labels = [str(m.target.key) for m in direct]
+    plan = read_wanted(ck.store, wanted, memories, labels, verify=verify, threads=threads, progress=progress)
     staged = [m for m in matched if not _is_direct(m)]
     done = Amount(plan.bytes_read, plan.bytes_unverified)
     return done.plus(_staged(ck, staged, verify, threads, progress)) if staged else done
@@ -196,9 +195,8 @@ def _fill(
         wanted.append(Wanted(u.m.stored, u.extents, [(n, Piece(u.box, 0, row_major(u.box.shape)))]))
         views.append((memory[at : at + u.nbytes], buffer[at : at + u.nbytes]))
         at += u.room
-    plan = make_plan(wanted, verify, limits_of(ck.store))
-    check_sizes(plan, ck.store)
-    execute(plan, ck.store, [v for v, _ in views], [str(u.m.target.key) for u in batch], threads, progress)
+    memories, labels = [v for v, _ in views], [str(u.m.target.key) for u in batch]
+    plan = read_wanted(ck.store, wanted, memories, labels, verify=verify, threads=threads, progress=progress)
     for u, (_, held) in zip(batch, views, strict=True):
         data = held.view(torch_dtype(u.m.stored.dtype)).view(u.box.shape)
         target = _region(u.m, u.box)

@@ -14,11 +14,9 @@ import numpy as np
 
 from ucformat.errors import UsageError
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.flat import flat_boxes
-from ucformat.geometry.tensor import Extent, Piece
+from ucformat.geometry.tensor import Extent
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.reading.execute import execute, limits_of
-from ucformat.reading.plan import Wanted, make_plan
+from ucformat.reading.read import read_flat
 from ucformat.storage.base import HIDDEN, Info, check_range
 from ucformat.storage.virtual import VirtualStore
 from ucformat.storage.wrapped import WrappedStore
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
     from ucformat.views.table import Formula
 
-__all__ = ["ComputedFile", "ComputedStore", "computed_extent", "file_name", "inputs_of", "read_flat"]
+__all__ = ["ComputedFile", "ComputedStore", "computed_extent", "file_name", "inputs_of"]
 
 _PREFIX = f"{HIDDEN}computed/"  # no file of a checkpoint can be called so
 
@@ -49,20 +47,6 @@ class ComputedFile:
 def file_name(level: int, number: int) -> str:
     """The key of a computed tensor's file; views of views, which share a store, are of different levels."""
     return f"{_PREFIX}{level}/{number}"
-
-
-def read_flat(store: Store, info: TensorInfo, extents: Iterable[Extent | Tiles], first: int, last: int) -> NDArray[Any]:
-    """Elements `first … last` of a tensor, counted row-major."""
-    strides = row_major(info.shape)
-    pieces = [
-        (0, Piece(box, sum(i * s for i, s in zip(box.start, strides, strict=True)) - first, strides))
-        for box in flat_boxes(info.shape, first, last)
-    ]
-    raw = np.empty((last - first) * info.itemsize, np.uint8)
-    execute(
-        make_plan([Wanted(info, extents, pieces)], limits=limits_of(store)), store, [raw], [str(info.key)], threads=1
-    )
-    return raw.view(numpy_dtype(info.dtype))
 
 
 def computed_extent(info: TensorInfo, file: str) -> Extent:

@@ -177,25 +177,7 @@ def _ranges(copy: Copy, *, short: bool) -> Iterable[tuple[int, int]]:
 
 def _read(store: Store, copy: Copy, start: int, stop: int) -> bytes:
     """The bytes of a flat range of a copy."""
-    import numpy as np
+    from ucformat.reading.read import read_extents
 
-    out = []
-    for part in flat_boxes(copy.box.shape, start, stop):
-        box = part.shift(copy.box.start)
-        into = np.zeros(box.shape, f"V{copy.itemsize}")
-        left = box.size
-        for extent in copy.locate(box):
-            clip = extent.box.intersect(box)
-            if clip is None:
-                continue
-            at = extent.offset + sum(
-                (a - b) * s for a, b, s in zip(clip.start, extent.box.start, extent.strides, strict=True)
-            )
-            span = copy.itemsize + sum((n - 1) * s for n, s in zip(clip.shape, extent.strides, strict=True))
-            where = tuple(slice(a - b, a - b + n) for a, b, n in zip(clip.start, box.start, clip.shape, strict=True))
-            into[where] = np.ndarray(clip.shape, into.dtype, store.read(extent.file, at, span), 0, extent.strides)
-            left -= math.prod(clip.shape)
-        if left:
-            raise IntegrityError(f"{copy.box} of a tensor is not all there: {left} elements are stored in no file")
-        out.append(into.tobytes())
-    return b"".join(out)
+    boxes = (part.shift(copy.box.start) for part in flat_boxes(copy.box.shape, start, stop))
+    return read_extents(store, copy.locate, boxes, copy.itemsize, f"{copy.box} of a tensor")

@@ -10,6 +10,7 @@ several orders of the module are possible).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucformat.errors import IntegrityError
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Store
 
-__all__ = ["Flat", "Param", "Slot", "in_local", "place", "read_flat", "same_values"]
+__all__ = ["Flat", "Param", "Slot", "in_local", "place", "same_values"]
 
 _ALIGN = (64, 1)  # elements; older versions did not align
 _SAMPLE = 64
@@ -119,19 +120,29 @@ def same_values(store: Store, param: Param, master: Flat, start: int) -> bool:
     import ml_dtypes
     import numpy as np
 
+    from ucformat.reading.read import read_extents
+
     if param.dtype not in ("float32", "bfloat16", "float16") or master.dtype != "float32":
         return False
     weight = list(param.weight())
     low = np.dtype(getattr(ml_dtypes, param.dtype, param.dtype))
     n = min(param.size, _SAMPLE)
     for begin in dict.fromkeys((0, param.size - n)):
-        one = read_flat(store, weight, param.shape, begin, begin + n, low.itemsize)
-        flat = list(master.locate(start + begin, start + begin + n))
-        other = read_flat(store, flat, (n,), 0, n, 4)
+        one = read_extents(
+            store, lambda _: weight, flat_boxes(param.shape, begin, begin + n), low.itemsize, "a parameter"
+        )
+        other = read_extents(
+            store, partial(_located, master, start + begin), [Box((0,), (n,))], ITEMSIZE["float32"], "a flat buffer"
+        )
         with np.errstate(all="ignore"):
             if np.frombuffer(other, "<f4").astype(low).tobytes() != one:
                 return False
     return True
+
+
+def _located(flat: Flat, start: int, box: Box) -> Iterable[Extent]:
+    """The extents of what begins at `start` in a flat buffer, all of which `box` is."""
+    return flat.locate(start, start + box.size)
 
 
 def in_local(flat: Flat, start: int, shape: tuple[int, ...], within: Box | None) -> Iterator[Extent]:
@@ -146,27 +157,3 @@ def in_local(flat: Flat, start: int, shape: tuple[int, ...], within: Box | None)
         for box in flat_boxes(shape, begin, begin + count):
             at = sum(i * s for i, s in zip(box.start, strides, strict=True))
             yield Extent(box, extent.file, extent.offset - begin * unit + at, strides)
-
-
-def read_flat(
-    store: Store, extents: Sequence[Extent], shape: tuple[int, ...], start: int, stop: int, unit: int
-) -> bytes:
-    """The bytes of a flat range of a tensor; IntegrityError where they are not all stored."""
-    import numpy as np
-
-    out = []
-    for box in flat_boxes(shape, start, stop):
-        into, left = np.zeros(box.shape, f"V{unit}"), box.size
-        for e in extents:
-            clip = e.box.intersect(box)
-            if clip is None:
-                continue
-            at = e.offset + sum((a - b) * s for a, b, s in zip(clip.start, e.box.start, e.strides, strict=True))
-            span = unit + sum((n - 1) * s for n, s in zip(clip.shape, e.strides, strict=True))
-            where = tuple(slice(a - b, a - b + n) for a, b, n in zip(clip.start, box.start, clip.shape, strict=True))
-            into[where] = np.ndarray(clip.shape, into.dtype, store.read(e.file, at, span), 0, e.strides)
-            left -= clip.size
-        if left:
-            raise IntegrityError(f"{left} elements of a parameter are stored in no file")
-        out.append(into.tobytes())
-    return b"".join(out)
