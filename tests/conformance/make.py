@@ -31,10 +31,10 @@ from ucformat.checkpoint import Checkpoint
 from ucformat.format.chunking import Grid, chunk_shape
 from ucformat.format.commit import manifest_bytes
 from ucformat.format.digest import bytes_digest, own_digest, tensor_digest, with_own_digest
-from ucformat.format.dtypes import numpy_dtype
 from ucformat.format.names import folder_names
 from ucformat.format.shard import write_shard
 from ucformat.format.tiling import tile_shape
+from ucformat.reading.dtypes import numpy_dtype
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.manifest import Manifest, SidecarDoc, TensorDoc
 from ucformat.storage.memory import MemoryStore
