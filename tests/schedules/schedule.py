@@ -203,8 +203,14 @@ class Player:
             if not _is_fine(actor.error, alone=of == 1):
                 yield f"repeat {name}: {type(actor.error).__name__}: {actor.error}"
 
-        for name in names:
-            yield from self._settled(parse_actor(name)[1], name, of == 1, partial(repeat, name))
+        def settled(name: str) -> tuple[str, ...]:
+            return self._settled(parse_actor(name)[1], name, of == 1, partial(repeat, name))
+
+        if len(names) == 1:
+            yield from settled(names[0])
+            return
+        for name in [n for n in names if settled(n)]:  # once more, when what another one had begun is done
+            yield from settled(name)
 
     def _collect(self, _names: Sequence[str], _of: int) -> Iterator[str]:
         """Let gc of our catalogs run when all grace is over."""
