@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from ucformat.jobs.gc import collect
     from ucformat.jobs.materialize import materialize
     from ucformat.jobs.register import register, reindex
-    from ucformat.jobs.verify import Report, verify
+    from ucformat.jobs.report import Report
+    from ucformat.jobs.verify import verify
     from ucformat.reading.lazy import Tensor
     from ucformat.reading.rank import ReadPlan
     from ucformat.references import open_reference as open  # noqa: A004
@@ -66,7 +67,7 @@ _HOMES = {
     "Fit": "jobs.fits:Fit",
     "Layout": "geometry.layout:Layout",
     "ReadPlan": "reading.rank:ReadPlan",
-    "Report": "jobs.verify:Report",
+    "Report": "jobs.report:Report",
     "Tensor": "reading.lazy:Tensor",
     "collect": "jobs.gc:collect",
     "convert": "jobs.convert:convert",

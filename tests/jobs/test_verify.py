@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.fakes import Arrays
-    from ucformat.jobs.verify import Report
+    from ucformat.jobs.report import Report
     from ucformat.storage.base import Store
 
     Extents = list[list[Extent]]

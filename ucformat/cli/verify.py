@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ucformat.cli.output import Output
-    from ucformat.jobs.verify import Report
+    from ucformat.jobs.report import Report
 
 __all__ = ["verify"]
 

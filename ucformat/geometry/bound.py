@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from ucformat.geometry.box import Box
-    from ucformat.geometry.layout import Layout
     from ucformat.geometry.mesh import Mesh
     from ucformat.geometry.rules import Placed, Rule
 
@@ -84,8 +83,8 @@ class _Group:
 class BoundLayout:
     """A layout applied to the tensors of a roster. Made by `Layout.bind`, which raises LayoutError."""
 
-    def __init__(self, layout: Layout, roster: Roster, placed: Mapping[Key, Placed]) -> None:
-        self.layout = layout
+    def __init__(self, meshes: Mapping[str, Mesh], roster: Roster, placed: Mapping[Key, Placed]) -> None:
+        self._meshes = meshes
         self.roster = roster
         self._placed = placed
         self._infos = {info.key: info for info in roster.tensors}
@@ -112,11 +111,11 @@ class BoundLayout:
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return self.layout.mesh.size
+        return next(iter(self._meshes.values())).size
 
     def keys(self, rank: int) -> Iterator[Key]:
         """The tensors of which this rank holds something, be it an empty shard, in the order of the roster."""
-        at = {mesh: mesh.coordinate(rank) for mesh in self.layout.meshes.values()}
+        at = {mesh: mesh.coordinate(rank) for mesh in self._meshes.values()}
         return (key for key, placed in self._placed.items() if placed.holds(at[placed.mesh]))
 
     def pieces(self, key: Key, rank: int) -> tuple[Piece, ...]:
@@ -217,8 +216,8 @@ class BoundLayout:
 
     def _buffer_name(self, info: TensorInfo, placed: Placed, flat: Flat) -> str:
         """`flat:<group>`, and the mesh's name between where there are several."""
-        prefix = next(f"flat:{n}:" for n, m in self.layout.meshes.items() if m is placed.mesh)
-        prefix = prefix if len(self.layout.meshes) > 1 else "flat:"
+        prefix = next(f"flat:{n}:" for n, m in self._meshes.items() if m is placed.mesh)
+        prefix = prefix if len(self._meshes) > 1 else "flat:"
         match flat.group:
             case "all":
                 return prefix + "all"

@@ -157,7 +157,7 @@ class Layout:
         for section, keys in missing.items():
             names = ", ".join(map(str, keys[:4])) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
             raise LayoutError(f"no rule of the section {section} matches {names}", hint=_CATCH_ALL.format(section))
-        return BoundLayout(self, roster, placed)
+        return BoundLayout(self.meshes, roster, placed)
 
     def _matches(self, name: str) -> dict[str, list[tuple[Rule, re.Match[str]]]]:
         """The rules of each section that a name matches, whatever the state."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.checkpoint import Checkpoint
-    from ucformat.jobs.verify import Report
+    from ucformat.jobs.report import Report
     from ucformat.schema.manifest import Manifest
 
 __all__ = ["contradiction", "record_commit", "record_commits", "record_verification"]

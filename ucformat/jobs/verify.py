@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import ChecksumError, CoverageError, Inconsistent, IntegrityError, NotFound, Refused, UcformatError
+from ucformat.errors import CoverageError, Inconsistent, IntegrityError, NotFound, Refused, UcformatError
 from ucformat.format.arrays import documents
 from ucformat.format.blocks import ALIGNED, is_whole
 from ucformat.format.commit import MANIFEST
@@ -24,6 +24,7 @@ from ucformat.geometry.tensor import Key, TensorInfo, single_extents
 from ucformat.jobs.dependents import unprotected
 from ucformat.jobs.record import contradiction, record_verification
 from ucformat.jobs.replicas import unequal_replicas
+from ucformat.jobs.report import Report
 from ucformat.jobs.run import run, workers_for
 from ucformat.references import open_reference
 from ucformat.schema.dtypes import ITEMSIZE
@@ -40,39 +41,11 @@ if TYPE_CHECKING:
     from ucformat.sources.base import OpenSource
     from ucformat.storage.base import Store
 
-__all__ = ["Problem", "Report", "damaged_block", "document_problems", "verify", "verify_shard", "wrong_digests"]
+__all__ = ["Problem", "damaged_block", "document_problems", "verify", "verify_shard", "wrong_digests"]
 
 _BLOCK = 4 << 20  # bytes of a record that are held at once
 _FEW = 1000  # of the missing shards of one array, so many are named
 _NAMED = 5  # of the tensors in a damaged record, so many are named
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What was verified, and what is wrong with it; true where nothing is.
-
-    `bytes_verified` were compared with a checksum; of `bytes_unverified` it is only known that they are there. In the
-    places `unprotected` lie files of a virtual checkpoint, and nothing there says that they are needed.
-    """
-
-    url: str
-    kind: str
-    tensors: int
-    bytes_verified: int
-    bytes_unverified: int
-    problems: tuple[Problem, ...]
-    unprotected: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return not self.problems
-
-    def raise_if_damaged(self) -> None:
-        """ChecksumError that names every problem, if there is one."""
-        if self.problems:
-            raise ChecksumError(
-                f"{self.url} is damaged:\n  " + "\n  ".join(map(str, self.problems)),
-                hint="restore these files from another copy of the checkpoint",
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,10 +56,11 @@ class Group:
     """
 
     def __init__(self, links: Links) -> None:
-        self._on(links, "", 0)
+        self._on(links, "", 0, {})
 
-    def _on(self, links: Links, what: str, number: int) -> Group:
+    def _on(self, links: Links, what: str, number: int, channels: dict[str, Group]) -> Group:
         self.links, self.what, self._number = links, what, number
+        self._channels = channels  # by name; the same of all groups that share the connections
         self.rank, self.size, self.timeout = links.rank, links.size, links.timeout
         self.memory = links.memory  # what users remember from one act to the next, and forget with the connections
         self._turn = threading.Lock()
@@ -78,7 +79,7 @@ class Group:
 
     def calling(self, what: str) -> Group:
         """This channel, for a call of this kind."""
-        return Group.__new__(Group)._on(self.links, what, self._number)  # noqa: SLF001 - one of us
+        return Group.__new__(Group)._on(self.links, what, self._number, self._channels)  # noqa: SLF001 - one of us
 
     def channel(self, what: str, name: str) -> Group:
         """The channel of this name, for a call of this kind, whichever rank asks for it first."""
@@ -86,11 +87,12 @@ class Group:
             return self
         links = self.links
         with links.opening:
-            if name not in links.channels:
+            if name not in self._channels:
                 with links.waiting("to open a channel at the store of", 0):
                     number = links.number_of(name)
-                links.channels[name] = Group.__new__(Group)._on(links, what, number)  # noqa: SLF001
-            return links.channels[name]
+                made = Group.__new__(Group)._on(links, what, number, self._channels)  # noqa: SLF001 - one of us
+                self._channels[name] = made
+            return self._channels[name]
 
     @contextmanager
     def alone(self) -> Iterator[Group]:

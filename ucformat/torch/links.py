@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from ucformat.torch.group import Group
     from ucformat.torch.peers import Peer
 
 __all__ = ["Links"]
@@ -96,7 +95,6 @@ class Links:
         self.breaking = threading.Lock()
         self.notes = store
         self.memory: dict[str, Any] = {}
-        self.channels: dict[str, Group] = {}
         self.opening = threading.Lock()
         self.waits = 0  # threads that wait for another rank now, none longer than the time-out
         self._counting = threading.Lock()

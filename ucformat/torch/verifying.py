@@ -13,8 +13,9 @@ from ucformat.format.commit import MANIFEST
 from ucformat.format.universal import Universal, grid_of
 from ucformat.format.zarr_json import shard_key
 from ucformat.geometry.tensor import Key, single_extents
+from ucformat.jobs.report import Report
 from ucformat.jobs.run import run
-from ucformat.jobs.verify import Problem, Report, damaged_block, document_problems, verify_shard, wrong_digests
+from ucformat.jobs.verify import Problem, damaged_block, document_problems, verify_shard, wrong_digests
 from ucformat.torch.wire import message
 
 if TYPE_CHECKING:
