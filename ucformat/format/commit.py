@@ -345,10 +345,13 @@ def give_up(store: Store, attempt: Attempt) -> None:
         dying = record_bytes(record.model_copy(update={"removed": datetime.now(UTC)}))
         version = store.replace(key, dying, attempt.began)
         there = standing(store)
-        if there is not None and there.attempt == attempt.id:
-            store.replace(key, record_bytes(record), version)
-        else:
-            abandon(store, attempt.id)
+        try:
+            if there is None or there.attempt != attempt.id:
+                abandon(store, attempt.id)
+                return
+        except UcformatError as error:
+            _log.debug("the attempt %s could not be removed: %s", attempt.id, error.message)
+        store.replace(key, record_bytes(record), version)  # so that the same command continues it
     except UcformatError as error:
         _log.debug("the attempt %s stays: %s", attempt.id, error.message)
 
