@@ -15,10 +15,10 @@ from ucformat.catalog.locks import lock
 from ucformat.catalog.models import Checkpoint, Verification
 from ucformat.catalog.names import ANY
 from ucformat.catalog.plain import storable
-from ucformat.catalog.reader import GRACE, Reader
+from ucformat.catalog.reader import Reader
 from ucformat.catalog.refs import parse_ref, resolve, same_url
 from ucformat.catalog.rows import TOUCHED, event, touch
-from ucformat.catalog.stamp import Stamp, make_stamp
+from ucformat.catalog.stamp import GRACE, Stamp, make_stamp
 from ucformat.errors import Conflict, Refused, UsageError
 
 if TYPE_CHECKING:

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ucformat.catalog.catalog import Catalog
-
 __all__ = ["ask_who_needs", "on_change", "who_needs"]
 
-#: Called after every change that the documents beside checkpoints have to hold, with the serials of these checkpoints.
+#: Called after every change that the documents beside checkpoints have to hold, with the catalog (whose type would lead
+#: back to who imports this) and the serials of these checkpoints, a frozenset.
 #: `ucformat` itself subscribes who writes them, so that no import leads to a catalog that nobody listens to.
-on_change: list[Callable[[Catalog, frozenset[int]], object]] = []
+on_change: list[Callable[..., object]] = []
 
 #: Asked before checkpoints are deleted, with their ids and the places where they lie: who needs their files, as what
 #: lies beside these says. The catalog knows nothing of storage, so `ucformat` itself subscribes who looks there.

@@ -33,11 +33,10 @@ from ucformat.catalog.models import (
     Untag,
 )
 from ucformat.catalog.names import alias_here, put_tag, take_off
-from ucformat.catalog.reader import GRACE
 from ucformat.catalog.recording import insert_edge, set_run, stored_metric
 from ucformat.catalog.retention import protections
 from ucformat.catalog.rows import event, insert_if_absent, touch
-from ucformat.catalog.stamp import clocks
+from ucformat.catalog.stamp import GRACE, clocks
 from ucformat.schema.catalog_document import (
     AliasDoc,
     CatalogDoc,

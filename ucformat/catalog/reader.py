@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, Self
 
 from ucformat.catalog import identity, names, query, recording, stamp
@@ -10,9 +9,11 @@ from ucformat.catalog.changes import ask_who_needs
 from ucformat.catalog.engine import Database
 from ucformat.catalog.entries import load
 from ucformat.catalog.refs import parse_ref, resolve, same_url
+from ucformat.catalog.stamp import GRACE
 from ucformat.errors import Refused
 
 if TYPE_CHECKING:
+    from datetime import timedelta
     from types import TracebackType
 
     from ucformat.catalog.diff import Diff
@@ -25,10 +26,7 @@ if TYPE_CHECKING:
     from ucformat.catalog.sql import Table
     from ucformat.schema.manifest import Manifest
 
-__all__ = ["GRACE", "Reader"]
-
-#: How long a deleted checkpoint can be restored, where nobody says.
-GRACE = timedelta(days=7)
+__all__ = ["Reader"]
 
 
 class Reader:

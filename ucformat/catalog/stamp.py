@@ -1,4 +1,4 @@
-"""Who does something, and when; apart from what needs a database."""
+"""Who does something, when, and how long it can be taken back; apart from what needs a database."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-__all__ = ["Stamp", "clocks", "make_stamp", "now"]
+__all__ = ["GRACE", "Stamp", "clocks", "make_stamp", "now"]
+
+#: How long a deleted checkpoint can be restored, where nobody says.
+GRACE = timedelta(days=7)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from ucformat.catalog.deletion import begin_purge, end_purge, places_of, stop_purge
-from ucformat.catalog.reader import GRACE
 from ucformat.catalog.refs import Ref, resolve
-from ucformat.catalog.stamp import make_stamp
+from ucformat.catalog.stamp import GRACE, make_stamp
 from ucformat.errors import Conflict, IntegrityError, NotFound, UcformatError
 from ucformat.format.commit import MANIFEST, abandon, standing
 from ucformat.format.ownership import attempt_of, folders_of, is_inside_attempt, names_below, record_key, refuse_others
