@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, Refused, UsageError
-from ucformat.sources import open_source
 from ucformat.sources.contents import Contents, Group
+from ucformat.sources.dcp import Dcp
 from ucformat.sources.deepspeed import DeepSpeed
 from ucformat.sources.huggingface.order import module_order
 from ucformat.sources.inside import Inside
@@ -125,12 +125,13 @@ def _sharded(store: Store, found: Contained, engine: Engine, contents: Contents,
             options = told.of(_optimizer(number))
             if folders is found.fsdp_models:  # which are without optimizers
                 options = {k: v for k, v in options.items() if k not in ("groups", "owners")}
-            source = open_source(Below(store, folder), options=options)
-            if source is None:
+            below = Below(store, folder)
+            if not Dcp().find(below):
                 raise MissingData(
                     f"{folder} holds no checkpoint of PyTorch DCP",
                     hint="the save did not finish, or its `.metadata` was not copied; copy the whole folder again",
                 )
+            source = with_options(Dcp(), options).open(below)
             _add(Inside(source, store, folder), _prefix(number) if several else "", engine, contents)
     engine.described = {"engine": "fsdp"}
 
