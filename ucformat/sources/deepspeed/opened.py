@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import Record
     from ucformat.sources.deepspeed.experts import Experts
     from ucformat.sources.deepspeed.folder import Files
-    from ucformat.sources.deepspeed.source import DeepSpeed
+    from ucformat.sources.deepspeed.options import DeepSpeedOptions
     from ucformat.storage.base import Store
 
 __all__ = ["OpenDeepSpeed"]
@@ -40,7 +40,7 @@ class OpenDeepSpeed:
 
     kind = "deepspeed"
 
-    def __init__(self, store: Store, files: Files, how: DeepSpeed) -> None:
+    def __init__(self, store: Store, files: Files, how: DeepSpeedOptions) -> None:
         self.store = store
         self._files = files
         degrees, stages = _read(store, files, how)
@@ -83,7 +83,7 @@ class OpenDeepSpeed:
                 yield from TorchZip(self.store, key).records()
 
 
-def _read(store: Store, files: Files, how: DeepSpeed) -> tuple[Degrees, list[list[Slice]]]:
+def _read(store: Store, files: Files, how: DeepSpeedOptions) -> tuple[Degrees, list[list[Slice]]]:
     """The checkpoint's slices by pipeline stage and tensor-parallel rank."""
 
     def load(key: str) -> TorchFile:
@@ -141,7 +141,7 @@ def _read(store: Store, files: Files, how: DeepSpeed) -> tuple[Degrees, list[lis
 
 
 def _expert_stages(
-    files: Files, load: Callable[[str], TorchFile], experts: Experts, first: ModelStates, how: DeepSpeed
+    files: Files, load: Callable[[str], TorchFile], experts: Experts, first: ModelStates, how: DeepSpeedOptions
 ) -> list[list[Slice]]:
     """Under ZeRO 0 each expert-parallel rank as a slice of its own; what all hold must agree, as in pipeline stages."""
     degree = len(files.expert_optims)

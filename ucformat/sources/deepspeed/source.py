@@ -12,6 +12,7 @@ from ucformat.sources.deepspeed.folder import (
     list_files,
     looks_like_deepspeed,
 )
+from ucformat.sources.deepspeed.options import DeepSpeedOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,8 +52,7 @@ class DeepSpeed(Folders):
         vocab: int | None = None,
         cuts: Mapping[str, str | int] | None = None,
     ) -> None:
-        self.allow, self.groups, self.layout, self.vocab = tuple(allow), groups, layout, vocab
-        self.cuts = cuts
+        self._options = DeepSpeedOptions(tuple(allow), groups, layout, vocab, cuts)
 
     def marks(self, name: str) -> bool:
         """Whether a folder with a file of this name is a tag folder."""
@@ -72,7 +72,7 @@ class DeepSpeed(Folders):
         if is_universal(store, tag):
             from ucformat.sources.deepspeed.universal import OpenUniversal
 
-            return OpenUniversal(store, tag, self)
+            return OpenUniversal(store, tag, self._options)
         from ucformat.sources.deepspeed.opened import OpenDeepSpeed
 
-        return OpenDeepSpeed(store, list_files(store, tag), self)
+        return OpenDeepSpeed(store, list_files(store, tag), self._options)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
     from ucformat.reading.readable import Record
-    from ucformat.sources.deepspeed.source import DeepSpeed
+    from ucformat.sources.deepspeed.options import DeepSpeedOptions
     from ucformat.storage.base import Store
 
 __all__ = ["OpenUniversal"]
@@ -56,7 +56,7 @@ class OpenUniversal:
 
     kind = "deepspeed"
 
-    def __init__(self, store: Store, tag: str, how: DeepSpeed) -> None:
+    def __init__(self, store: Store, tag: str, how: DeepSpeedOptions) -> None:
         self.store = store
         prefix = f"{tag}/" if tag else ""
         names = [info.key.removeprefix(prefix) for info in store.list(tag)]
@@ -118,7 +118,7 @@ class OpenUniversal:
                 hint="run ds_to_universal.py again, or convert the original checkpoint with ucformat",
             )
 
-    def _add_weights(self, how: DeepSpeed, keys: dict[str, dict[str, str]]) -> Contents:
+    def _add_weights(self, how: DeepSpeedOptions, keys: dict[str, dict[str, str]]) -> Contents:
         """What the model states hold, over all model-parallel ranks, and atoms that the converter joined unasked."""
         self._means: Mapping[Key, tuple[Key, ...]] = {}
         self._contents = Contents()
@@ -131,7 +131,7 @@ class OpenUniversal:
             self._contents, self._means = merged.contents, merged.means
         return self._contents
 
-    def _add_atoms(self, keys: dict[str, dict[str, str]], how: DeepSpeed, contents: Contents) -> None:
+    def _add_atoms(self, keys: dict[str, dict[str, str]], how: DeepSpeedOptions, contents: Contents) -> None:
         """The atoms, with the groups that their parameters were in."""
         groups: list[dict[str, tuple[int, ...]]] = [
             shapes for slices in self._stages for shapes in slices[0].model.param_shapes or []
@@ -240,7 +240,7 @@ class OpenUniversal:
         return out
 
 
-def _read_models(store: Store, files: Files, how: DeepSpeed) -> tuple[Degrees, list[list[Slice]], list[str]]:
+def _read_models(store: Store, files: Files, how: DeepSpeedOptions) -> tuple[Degrees, list[list[Slice]], list[str]]:
     """The weights by pipeline stage and tensor-parallel rank, and the names of those that are empty placeholders."""
     if not files.models:
         return Degrees(1, 1, 1), [], []

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import Record
     from ucformat.sources.deepspeed.replicas import Verdict
     from ucformat.sources.megatron.folder import Place
+    from ucformat.sources.megatron.options import MegatronOptions
     from ucformat.sources.megatron.rank_files import At
-    from ucformat.sources.megatron.source import Megatron
     from ucformat.storage.base import Store
 
 __all__ = ["OpenClassic"]
@@ -65,7 +65,7 @@ class OpenClassic:
 
     kind = "megatron"
 
-    def __init__(self, store: Store, place: Place, how: Megatron) -> None:
+    def __init__(self, store: Store, place: Place, how: MegatronOptions) -> None:
         self.store = store
         files, self.args = read_ranks(store, place, how.allow, how.vocab_size)
         self._ranks = {at: _Rank(at, f, LocalContents()) for at, f in files.items()}
@@ -108,7 +108,7 @@ class OpenClassic:
             if rank.file.distrib:
                 yield from TorchZip(self.store, rank.file.distrib.key).records()
 
-    def _join(self, how: Megatron) -> None:
+    def _join(self, how: MegatronOptions) -> None:
         """All tensors: of each parameter its parts by tensor-parallel rank, and who else has a copy of them."""
         holders: dict[Key, dict[int, list[_Rank]]] = {}
         for (t, _, _), rank in sorted(self._ranks.items(), key=lambda item: (item[0][1], item[0][2], item[0][0])):

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.tensor import Extent
     from ucformat.sources.dcp.items import Items
-    from ucformat.sources.megatron.dist import OpenDist
     from ucformat.sources.megatron.keys import Bucket
-    from ucformat.sources.megatron.pieces import Held
+    from ucformat.sources.megatron.pieces import Held, Opened
 
 __all__ = ["add_flat_states"]
 
@@ -52,7 +51,7 @@ _Buffer = dict[int, dict[str, str]]
 class _Model:
     """What is known of the model: its parameters, the ranks' parts of each, and the stages."""
 
-    of: OpenDist
+    of: Opened
     items: Items
     tp: int
     pp: int
@@ -99,7 +98,7 @@ class _Model:
         return Param(name, shape, held.dtype, weight)
 
 
-def add_flat_states(of: OpenDist, items: Items, entries: Sequence[tuple[Bucket, str]], *, stacked: bool) -> None:
+def add_flat_states(of: Opened, items: Items, entries: Sequence[tuple[Bucket, str]], *, stacked: bool) -> None:
     """Name what the buckets hold, and add it to the contents; AmbiguousLayout where that cannot be proved."""
     if stacked:
         raise AmbiguousLayout(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ucformat.errors import IntegrityError
 from ucformat.geometry.box import Box
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from ucformat.geometry.local import Region
     from ucformat.geometry.tensor import Extent
     from ucformat.sources.contents import Contents, Locate
+    from ucformat.sources.megatron.arguments import Arguments
     from ucformat.sources.megatron.stored import StoredKey
+    from ucformat.storage.base import Store
 
-__all__ = ["Held", "Slab", "add_held", "joined", "unstacked"]
+__all__ = ["Held", "Opened", "Slab", "add_held", "joined", "unstacked"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,15 @@ class Slab:
         axes = tuple(range(n, n + len(box.shape)))
         view = View(info, (Part(Box.whole(box.shape), info.key, inside, axes),))
         return view.extents(lambda _, box: self.stored.extents(box))
+
+
+class Opened(Protocol):
+    """What must be known of an opened checkpoint to find the parameters in the flat buckets of its optimizer."""
+
+    store: Store
+    args: Arguments
+    contents: Contents
+    weights: dict[str, list[Slab]]
 
 
 def unstacked(key: Key, slabs: Sequence[Slab]) -> Held:

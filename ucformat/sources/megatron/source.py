@@ -8,6 +8,7 @@ from ucformat.errors import NotACheckpoint, Refused, UcformatError
 from ucformat.sources.base import Folders
 from ucformat.sources.megatron.folder import backend_of, find_place, is_mark
 from ucformat.sources.megatron.guard import built_by_megatron
+from ucformat.sources.megatron.options import MegatronOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,9 +50,7 @@ class Megatron(Folders):
         layout: Layout | None = None,
         cuts: Mapping[str, str | int] | None = None,
     ) -> None:
-        self.allow = tuple(allow)
-        self.stacked, self.vocab_size, self.optimizer, self.layout = stacked, vocab_size, optimizer, layout
-        self.cuts = cuts
+        self._options = MegatronOptions(tuple(allow), stacked, vocab_size, optimizer, layout, cuts)
 
     def marks(self, name: str) -> bool:
         """Whether a folder with a file of this name is one of Megatron's."""
@@ -74,7 +73,7 @@ class Megatron(Folders):
             from ucformat.sources.megatron.classic import OpenClassic
 
             with built_by_megatron(where):
-                return OpenClassic(store, place, self)
+                return OpenClassic(store, place, self._options)
         backend = backend_of(store, place.folder)
         if backend != _DIST:
             raise Refused(
@@ -84,4 +83,4 @@ class Megatron(Folders):
         from ucformat.sources.megatron.dist import OpenDist
 
         with built_by_megatron(where):
-            return OpenDist(store, place, self)
+            return OpenDist(store, place, self._options)
