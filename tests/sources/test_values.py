@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ucformat.errors import Refused, UsageError
+from ucformat.errors import Refused, UpgradeNeeded
 from ucformat.sources.stand_ins import Dtype, Inert, InertClass, NdArray, StoredTensor
 from ucformat.sources.values import from_json, to_json
 
@@ -98,5 +98,5 @@ def test_values_that_hold_themselves_or_share_too_much(monkeypatch: pytest.Monke
 
 
 def test_an_unknown_form_is_not_guessed() -> None:
-    with pytest.raises(UsageError, match="newer"):
+    with pytest.raises(UpgradeNeeded, match="later"):
         from_json({"$later": 1})

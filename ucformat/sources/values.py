@@ -34,7 +34,7 @@ import reprlib
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, Refused, UsageError
+from ucformat.errors import IntegrityError, Refused, UpgradeNeeded
 from ucformat.reading.facts import json_key
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.sources.stand_ins import Dtype, Inert, InertClass, Maker, NdArray, Opaque, StoredTensor, Stream
@@ -239,8 +239,8 @@ def _unkey(key: str) -> str | int:
     if key.startswith("$int:"):
         return int(key[5:])
     if key.startswith("$") and not key.startswith("$$"):
-        raise UsageError(
-            f"{key!r} is not a key that ucformat writes", hint="the object was written by a newer ucformat"
+        raise UpgradeNeeded(
+            f"{key[:100]!r} spells a value that this ucformat does not know", hint="pip install --upgrade ucformat"
         )
     return key.removeprefix("$")
 
