@@ -61,7 +61,6 @@ def test_what_was_mended_stays_so(player: Player, schedule: str) -> None:
     assert player.play(parse(numbered(player, schedule))).complaints == ()
 
 
-@pytest.mark.xfail(strict=True, reason="files of an attempt whose record is gone belong to nobody")
 def test_one_of_two_twins_fails_later(player: Player) -> None:
     schedule = "copy:12 resume@1:5 copy@1-30:10 copy@1-30:11 resume@1 copy copy@1-30"
     assert player.play(parse(schedule)).complaints == ()

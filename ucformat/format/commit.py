@@ -43,6 +43,7 @@ from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.finite import loads
 from ucformat.schema.manifest import FORMAT_VERSION, MANIFEST, Manifest, is_of_unknown_kind
 from ucformat.schema.tombstone import TOMBSTONE, is_tombstone
+from ucformat.storage.base import content_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -279,12 +280,10 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest, data: bytes | Non
         ) from error
     except Conflict as error:
         winner = standing(store)
-        if (
-            winner is not None and winner.attempt == attempt.id
-        ):  # somebody ran the same plan; its checkpoint is this one
+        if winner is not None and winner.attempt == attempt.id:  # somebody ran the same plan: it is this checkpoint
             settle(store)
             return winner
-        discard(store, attempt.id)
+        discard(store, attempt.id, keep_record=_is_shared(store, attempt))
         if winner is None:
             raise Conflict(
                 f"the checkpoint at {store.url} that was to be replaced was deleted meanwhile",
@@ -322,10 +321,20 @@ def standing(store: Store) -> Manifest | None:
         return None
 
 
-def discard(store: Store, attempt: str) -> None:
+def _is_shared(store: Store, attempt: Attempt) -> bool:
+    """Whether others began this attempt before, or continue it, and may write on after this one has ended."""
+    try:
+        record = parse_record(store.read(record_key(attempt.id)))
+    except NotFound:
+        return True
+    own = record and record.model_copy(update={"replacing": None})  # as it was put
+    return own is None or content_version(record_bytes(own)) != attempt.began
+
+
+def discard(store: Store, attempt: str, *, keep_record: bool = False) -> None:
     """As `abandon`, where a failure to do so must not hide what happened before."""
     try:
-        abandon(store, attempt)
+        abandon(store, attempt, keep_record=keep_record)
     except UcformatError as error:
         _log.warning("the attempt %s could not be removed: %s; `ucp gc` ends that", attempt, error.message)
 
@@ -356,10 +365,15 @@ def give_up(store: Store, attempt: Attempt) -> None:
         _log.debug("the attempt %s stays: %s", attempt.id, error.message)
 
 
-def abandon(store: Store, attempt: str) -> None:
+def abandon(store: Store, attempt: str, *, keep_record: bool = False) -> None:
     """Delete all that an attempt wrote, its record last, and the folders that a writer makes, if they are empty then.
 
     What it needed elsewhere it needs no more.
+
+    Args:
+        store: the place.
+        attempt: the attempt's name.
+        keep_record: leave the record, by which `gc` finds what others who run the same plan write yet.
 
     Raises:
         Refused: it cannot be told that all of it is this attempt's.
@@ -370,6 +384,8 @@ def abandon(store: Store, attempt: str) -> None:
         record = parse_record(store.read(record_key(attempt)))
     for folder in folders_of(attempt):
         store.delete_prefix(folder)
+    if keep_record:
+        return
     store.flush()  # for after a power failure, nobody would know whose files they are without the record
     if record is not None and record.needs:
         for tell in on_abandon:
