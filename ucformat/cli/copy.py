@@ -29,7 +29,7 @@ __all__ = ["copy"]
     "--workers",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Files copied at once.  [default: one a core; for object stores 8 at least]",
+    help="Files copied at once.  [default: one for each core, at most 16; at least 8 for object stores]",
 )
 @IGNORE
 @CATALOG

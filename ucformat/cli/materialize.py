@@ -23,7 +23,11 @@ __all__ = ["materialize"]
 @click.option("--shard-bytes", type=SIZE, help="Most bytes of a shard, the unit of writing.  [default: 128MiB]")
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST; it stays whole until the new one is.")
 @click.option(
-    "-w", "--workers", type=click.IntRange(min=1), metavar="N", help="Shards written at once.  [default: one a core]"
+    "-w",
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Shards written at once.  [default: one for each core, at most 16]",
 )
 @click.option(
     "--no-verify", is_flag=True, help="Do not compare what is read with the checksums that the files of SRC carry."

@@ -23,7 +23,11 @@ __all__ = ["verify"]
 @command
 @SRC
 @click.option(
-    "-w", "--workers", type=click.IntRange(min=1), metavar="N", help="Files read at once.  [default: one a core]"
+    "-w",
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Files read at once.  [default: one for each core, at most 16]",
 )
 @SOURCE
 @CATALOG
