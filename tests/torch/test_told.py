@@ -10,8 +10,10 @@ import pytest
 from tests.torch.attack import Attack
 from tests.torch.test_wire import BOX, INFO, comes_back, tried
 from ucformat.errors import Conflict, IntegrityError
+from ucformat.format.structure import Problem
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Piece, TensorInfo
+from ucformat.jobs.report import Report
 from ucformat.reading.facts import IntKey, Place
 from ucformat.schema.manifest import LineageDoc
 from ucformat.torch.agree import Part, Terms
@@ -50,6 +52,7 @@ TOLD: list[tuple[Any, Any]] = [
     *((order, Order) for order in (Buffer(0, 4096), Forget(3), Failed(2, "no memory"))),
     *((answer, Answer) for answer in (Beat(), Done(1, Saved("u", "id", 3, 0.5, 1.5), whole=True))),
     (Note(lineage=(LineageDoc(kind="resume", url="u"),)), Note),
+    (Report("u", "ucformat", 1, 2, 3, (Problem("c/0", "damaged", "w (weight)"),), ("v",)), Report),
 ]
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ucformat.errors import ChecksumError
-
-if TYPE_CHECKING:
-    from ucformat.format.structure import Problem
+from ucformat.format.structure import Problem  # noqa: TC001 - ranks tell each other reports, by their annotations
 
 __all__ = ["Report"]
 
