@@ -22,10 +22,9 @@ from ucformat.catalog.stamp import Stamp, make_stamp
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import Conflict, NotACheckpoint, NotFound, Refused, UcformatError
 from ucformat.format.commit import begin, manifest_bytes
-from ucformat.jobs import gc
+from ucformat.jobs import gc, removal
 from ucformat.jobs.gc import collect
 from ucformat.jobs.register import register, reindex
-from ucformat.jobs.removal import remove_lone_document
 from ucformat.schema.catalog_document import CATALOG_DOCUMENT
 from ucformat.schema.tombstone import TombstoneDoc, is_tombstone
 from ucformat.storage.local import LocalStore
@@ -471,6 +470,23 @@ def test_a_tombstone_that_no_catalog_remembers_is_found_below_its_place(
     assert not mine(entry).exists()
 
 
+def test_a_tombstone_that_somebody_put_meanwhile_is_heeded(
+    catalog: Catalog, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One looked for a tombstone before another one put it, and for the manifest after that one was killed."""
+    entry = recorded()
+    deleted(catalog, entry)
+    with monkeypatch.context() as patch:
+        patch.setattr(gc, "open_store", lambda p: FaultyStore(open_store(p), fail_write=4, dead=True))
+        assert len(collect(catalog, apply=True).failures) == 1
+    assert is_tombstone((mine(entry) / "manifest.json").read_bytes())
+    looked = iter([None])
+    read = removal.read_tombstone
+    monkeypatch.setattr(removal, "read_tombstone", lambda store: next(looked, read(store)))
+    assert removal.remove(LocalStore(mine(entry)), entry.id) == ()
+    assert not mine(entry).exists()
+
+
 def test_a_tombstone_beside_a_manifest_is_only_for_its_catalog(catalog: Catalog, recorded: Recorded) -> None:
     entry = recorded()
     ck = open_checkpoint(str(entry.url))
@@ -726,7 +742,7 @@ def test_a_document_beside_which_somebody_begins_stays(
     def looked_at(store: Store) -> None:
         if when == "planned":
             attempt(doc.parent)
-        remove_lone_document(store if when == "planned" else Begun(store))
+        removal.remove_lone_document(store if when == "planned" else Begun(store))
 
     monkeypatch.setattr(gc, "remove_lone_document", looked_at)
     done = collect(catalog, [str(tree)], grace=NOW, apply=True)

@@ -52,6 +52,7 @@ def _remove(store: Store, checkpoint: str) -> tuple[str, ...]:
     try:
         manifest, version = read_manifest(store)
     except NotACheckpoint:
+        tombstone = tombstone or read_tombstone(store)  # somebody else may have put it since, and the manifest gone
         if tombstone is None:
             check_removed(store, begun=True)
             store.delete(TOMBSTONE)  # an interrupted purge ended here, or somebody else removed it: that it lasts
