@@ -164,13 +164,19 @@ def test_what_the_files_say_can_be_overridden(tmp_path: Path) -> None:
     check(opened(tmp_path / "ckpt", layout="megatron-deepspeed"), truth)
 
 
-def test_averaged_parameters_are_kept_as_their_contributions(tmp_path: Path) -> None:
+def averaged(tmp_path: Path) -> tuple[Model, str]:
+    """A checkpoint of two tensor-parallel ranks, whose position embeddings are to be averaged; the name of these."""
     model = gpt(**SMALL)
     name = "language_model.embedding.position_embeddings.weight"
     model.cuts[name] = "mean"
     model.info["parameter_to_average_patterns"] = [name]
     model.info["tp_replicated_parameter_patterns"].remove(name)
     write(tmp_path / "ckpt", model, tp=2, dp=2)
+    return model, name
+
+
+def test_averaged_parameters_are_kept_as_their_contributions(tmp_path: Path) -> None:
+    model, name = averaged(tmp_path)
     source = opened(tmp_path / "ckpt")
     for state in FLAT:
         key = Key(name, state)
@@ -188,12 +194,7 @@ def test_averaged_parameters_are_kept_as_their_contributions(tmp_path: Path) -> 
 
 
 def test_averaged_parameters_are_read_as_their_mean(tmp_path: Path) -> None:
-    model = gpt(**SMALL)
-    name = "language_model.embedding.position_embeddings.weight"
-    model.cuts[name] = "mean"
-    model.info["parameter_to_average_patterns"] = [name]
-    model.info["tp_replicated_parameter_patterns"].remove(name)
-    write(tmp_path / "ckpt", model, tp=2, dp=2)
+    model, name = averaged(tmp_path)
     ck = ucformat.open(tmp_path / "ckpt")
     assert not [key for key in ck.tensors if "partial" in key.state]
     for state in FLAT:

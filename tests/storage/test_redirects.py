@@ -37,25 +37,20 @@ class Host:
     requests: list[str] = field(default_factory=list)
 
 
-class Answers(BaseHTTPRequestHandler):
-    """Answers every request with `answer`, and logs nothing."""
-
-    def answer(self) -> None:
-        raise NotImplementedError
-
-    def do_GET(self) -> None:
-        self.answer()
-
-    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815 - as the library calls them
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @contextmanager
-def answering(handler: type[Answers]) -> Iterator[int]:
-    """The port at which it answers until the block ends."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+def answering(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[int]:
+    """The port at which every request is answered so until the block ends."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answer(self)
+
+        do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815 - as the library calls them
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -67,22 +62,21 @@ def answering(handler: type[Answers]) -> Iterator[int]:
 
 @contextmanager
 def serving(host: Host) -> Iterator[Host]:
-    class Handler(Answers):
-        def answer(self) -> None:
-            self.rfile.read(int(self.headers.get("content-length") or 0))
-            host.requests.append(f"{self.command} {self.path}\n{self.headers}")
-            body = b"" if host.leads_to else b"abc"
-            self.send_response(host.status if host.leads_to else 200)
-            if host.leads_to:
-                self.send_header("Location", f"{host.leads_to}/f")
-            self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
-            self.send_header("ETag", '"x"')
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        request.rfile.read(int(request.headers.get("content-length") or 0))
+        host.requests.append(f"{request.command} {request.path}\n{request.headers}")
+        body = b"" if host.leads_to else b"abc"
+        request.send_response(host.status if host.leads_to else 200)
+        if host.leads_to:
+            request.send_header("Location", f"{host.leads_to}/f")
+        request.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
+        request.send_header("ETag", '"x"')
+        request.send_header("Content-Length", str(len(body)))
+        request.end_headers()
+        if request.command != "HEAD":
+            request.wfile.write(body)
 
-    with answering(Handler) as host.port:
+    with answering(answer) as host.port:
         yield host
 
 
@@ -209,24 +203,23 @@ def proxy(hosts: tuple[Host, Host]) -> Iterator[Proxy]:
     first.leads_to = "http://other.test"
     found = Proxy({"endpoint.test": first, "other.test": other, "localhost": first})
 
-    class Handler(Answers):
-        def answer(self) -> None:
-            url = urlsplit(self.path)
-            found.asked.append(url.hostname or "")
-            body = self.rfile.read(int(self.headers.get("content-length") or 0))
-            there = HTTPConnection("127.0.0.1", found.knows[found.asked[-1]].port)
-            there.request(self.command, url._replace(scheme="", netloc="").geturl(), body, dict(self.headers))
-            answer = there.getresponse()
-            data = answer.read()
-            self.send_response(answer.status)
-            for name, value in answer.getheaders():
-                if name not in ("Server", "Date"):
-                    self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(data)
-            there.close()
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        url = urlsplit(request.path)
+        found.asked.append(url.hostname or "")
+        body = request.rfile.read(int(request.headers.get("content-length") or 0))
+        there = HTTPConnection("127.0.0.1", found.knows[found.asked[-1]].port)
+        there.request(request.command, url._replace(scheme="", netloc="").geturl(), body, dict(request.headers))
+        answer = there.getresponse()
+        data = answer.read()
+        request.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name not in ("Server", "Date"):
+                request.send_header(name, value)
+        request.end_headers()
+        request.wfile.write(data)
+        there.close()
 
-    with answering(Handler) as port:
+    with answering(answer) as port:
         found.url = f"http://127.0.0.1:{port}"
         yield found
 
