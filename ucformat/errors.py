@@ -169,6 +169,7 @@ class UpgradeNeeded(UcformatError):
     """Written by a newer ucformat than this one."""
 
     exit_code = 7
+    usual_hint = "pip install --upgrade ucformat"
 
 
 def _python(name: str, value: str, _text: str) -> str:

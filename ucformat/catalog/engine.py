@@ -143,8 +143,7 @@ class Database:
         """A transaction that writes, committed at the end of the block; on SQLite one at a time."""
         if self.newer is not None:
             raise UpgradeNeeded(
-                f"the catalog {self.url} was made by a newer ucformat (revision {self.newer}): it can only be read",
-                hint="pip install --upgrade ucformat",
+                f"the catalog {self.url} was made by a newer ucformat (revision {self.newer}): it can only be read"
             )
         if self.read_only:
             raise Refused(f"the catalog {self.url} was opened to be read only")

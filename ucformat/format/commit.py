@@ -74,9 +74,6 @@ _log = logging.getLogger("ucformat")
 on_commit: list[Callable[[str, Manifest], None]] = []
 
 
-_UPGRADE = "pip install --upgrade ucformat"
-
-
 class _Head(BaseModel):
     """What every version of the manifest begins with."""
 
@@ -144,7 +141,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         )
     if head.version > FORMAT_VERSION:
         said = f"has format version {head.version}; this ucformat {__version__} reads up to {FORMAT_VERSION}"
-        raise UpgradeNeeded(f"{where} {said}", hint=_UPGRADE)
+        raise UpgradeNeeded(f"{where} {said}")
     try:
         manifest = Manifest.model_validate_json(data)
     except ValidationError as error:
@@ -152,11 +149,11 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         place = ".".join(map(str, found[0]["loc"]))
         if all(is_of_unknown_kind(fault["type"], fault["loc"], fault["input"]) for fault in found):
             said = f"is of a kind that this ucformat {__version__} does not know: {str(found[0]['input'])[:100]!r}"
-            raise UpgradeNeeded(f"{where}: {place} {said}", hint=_UPGRADE) from None
+            raise UpgradeNeeded(f"{where}: {place} {said}") from None
         raise IntegrityError(f"{where} is damaged: {place}: {found[0]['msg']}") from None
     if unknown := {doc.dtype for doc in manifest.tensors} - set(ITEMSIZE):
         said = f"has tensors of the unknown dtype {min(unknown)[:100]!r}, which this ucformat {__version__} cannot read"
-        raise UpgradeNeeded(f"{where} {said}", hint=_UPGRADE)
+        raise UpgradeNeeded(f"{where} {said}")
     return manifest
 
 

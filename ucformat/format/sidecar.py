@@ -206,9 +206,9 @@ def _parse(data: bytes, where: str) -> tuple[dict[str, NDArray[np.uint8]], dict[
     if form != "ucformat-extents":
         raise IntegrityError(f"{where} is not a ucformat sidecar")
     if version != _VERSION:
-        raise _newer(f"{where} is a sidecar of version {version}; this ucformat reads {_VERSION}")
+        raise UpgradeNeeded(f"{where} is a sidecar of version {version}; this ucformat reads {_VERSION}")
     if more := set(arrays) - {*_ROWS, *_DIMS, _TILE}:
-        raise _newer(f"{where} has the column {min(more)[:100]!r}, which this ucformat does not know")
+        raise UpgradeNeeded(f"{where} has the column {min(more)[:100]!r}, which this ucformat does not know")
     if not {*_ROWS, *_DIMS} <= set(arrays) or any(a.ndim != 1 or a.dtype != np.uint8 for a in arrays.values()):
         raise IntegrityError(f"{where} is not a ucformat sidecar: columns are missing, or of another form")
     return arrays, meta
@@ -288,10 +288,6 @@ def _tile_counts(c: Columns, ndims: Column) -> NDArray[np.float64]:
     return np.exp2(np.bincount(owner, np.log2(np.maximum(counts, 1)), len(c)))
 
 
-def _newer(message: str) -> UpgradeNeeded:
-    return UpgradeNeeded(message, hint="pip install --upgrade ucformat")
-
-
 def _unfit(where: str) -> IntegrityError:
     return IntegrityError(f"{where}: its columns do not fit the manifest", hint="restore it from another copy")
 
@@ -320,7 +316,7 @@ def _check(c: Columns, ndims: Column, files: int, where: str) -> None:
     if any(len(getattr(c, name)) != (ends[-1] if len(c) else 0) for name in (*_DIMS, _TILE)):
         raise _unfit(where)
     if len(c) and c.crc32c.min() < PLACED:
-        raise _newer(f"{where} has checksums of the kind {c.crc32c.min()}, which this ucformat does not know")
+        raise UpgradeNeeded(f"{where} has checksums of the kind {c.crc32c.min()}, which this ucformat does not know")
     wrong = (c.file < 0) | (c.file >= files) | (c.offset < 0) | (c.block_offset < NO_BLOCK) | (c.block_nbytes < 0)
     wrong |= c.crc32c >> 32 > 0
     wrong |= _any((c.start < 0) | (c.shape < 0) | (c.strides < 0) | (c.tile < 0), c.tensor, ndims)

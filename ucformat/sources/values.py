@@ -239,9 +239,7 @@ def _unkey(key: str) -> str | int:
     if key.startswith("$int:"):
         return int(key[5:])
     if key.startswith("$") and not key.startswith("$$"):
-        raise UpgradeNeeded(
-            f"{key[:100]!r} spells a value that this ucformat does not know", hint="pip install --upgrade ucformat"
-        )
+        raise UpgradeNeeded(f"{key[:100]!r} spells a value that this ucformat does not know")
     return key.removeprefix("$")
 
 
