@@ -23,6 +23,13 @@ __all__ = ["contradiction", "must_be_same"]
 def must_be_same(connection: Connection, serial: int, url: str, content: str, manifest: Manifest) -> None:
     """Refuse what bears a known id and is another checkpoint, or one in a form that no known place has.
 
+    Args:
+        connection: of the transaction.
+        serial: the checkpoint that is known by the manifest's id.
+        url: the place, as the catalog holds it.
+        content: `manifest_content` of the manifest.
+        manifest: what was found at the place.
+
     Raises:
         Conflict: it is not the one that is known.
     """

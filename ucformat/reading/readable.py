@@ -41,6 +41,13 @@ class Readable(Protocol):
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent | Tiles]:
         """Where the bytes of one tensor lie: at least those extents that meet the box `within` (None: all).
 
-        Together they cover it; else MissingData or CoverageError. Of a source that says more than it must, the callers
-        take what they need.
+        Together they cover it. Of a source that says more than it must, the callers take what they need.
+
+        Args:
+            key: the tensor's.
+            within: the box, in elements of the tensor.
+
+        Raises:
+            MissingData: a part of the tensor is stored in no file.
+            CoverageError: the extents leave a hole.
         """
