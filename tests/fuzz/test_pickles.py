@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.fuzz.fuzzing import DATA, bounded, harmless, mutated
 from tests.sources.torch_files import call, dictionary, glob, integer, pickled, storage, tensor, text, tuple_of
 from ucformat.errors import IntegrityError, Refused, UcformatError
-from ucformat.sources.stand_ins import Inert, StoredTensor
-from ucformat.sources.unpickle import unpickle
+from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
+from ucformat.sources.pickle.unpickler import unpickle
 from ucformat.sources.values import to_json
 
 CONSTANT = 48 << 20

@@ -23,7 +23,7 @@ from ucformat.cli.main import ucp
 from ucformat.errors import ChecksumError, IntegrityError, NotACheckpoint, NotFound
 from ucformat.format.combine import CRC32, CRC32C
 from ucformat.jobs.materialize import materialize
-from ucformat.sources.torch_zip import TorchZip
+from ucformat.sources.pickle.file import TorchZip
 from ucformat.storage.local import LocalStore
 from ucformat.storage.recording import RecordingStore
 

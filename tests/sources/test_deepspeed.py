@@ -15,7 +15,7 @@ from ucformat.errors import IntegrityError, MissingData, NotFound, Refused, Tens
 from ucformat.geometry.tensor import Key
 from ucformat.sources import open_source
 from ucformat.sources.deepspeed import DeepSpeed
-from ucformat.sources.torch_file import TorchFile
+from ucformat.sources.pickle.file import TorchFile
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:

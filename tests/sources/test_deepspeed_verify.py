@@ -16,7 +16,7 @@ from tests.fakes import Arrays, random_array
 from tests.zero_files import FLAT, write_zero3
 from ucformat.errors import ChecksumError, IntegrityError, UcformatError
 from ucformat.jobs import verify as job
-from ucformat.sources.torch_zip import TorchZip
+from ucformat.sources.pickle.file import TorchZip
 from ucformat.storage.local import LocalStore
 from ucformat.storage.wrapped import WrappedStore
 

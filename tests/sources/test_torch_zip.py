@@ -10,8 +10,7 @@ import pytest
 from tests.sources.reading import Counting
 from tests.sources.torch_files import dictionary, giant, integer, save, storage, tensor
 from ucformat.errors import IntegrityError, MissingData, Refused
-from ucformat.sources.torch_file import TorchFile
-from ucformat.sources.torch_zip import TorchZip
+from ucformat.sources.pickle.file import TorchFile, TorchZip
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ucformat.errors import Refused, UpgradeNeeded
-from ucformat.sources.stand_ins import Dtype, Inert, InertClass, NdArray, StoredTensor
+from ucformat.sources.pickle.stand_ins import Dtype, Inert, InertClass, NdArray, StoredTensor
 from ucformat.sources.values import from_json, to_json
 
 SMALL = StoredTensor("0", "bfloat16", (2,), (1,), 0, 2)

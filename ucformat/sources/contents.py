@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
-    from ucformat.sources.stand_ins import StoredTensor
-    from ucformat.sources.torch_file import TorchFile
+    from ucformat.sources.pickle.file import TorchFile
+    from ucformat.sources.pickle.stand_ins import StoredTensor
 
     #: Finds the extents of a tensor: at least those that meet a box of it (None: all).
     Locate = Callable[[Box | None], Iterator[Extent]]

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, Refused, UpgradeNeeded
 from ucformat.reading.facts import json_key
 from ucformat.schema.dtypes import ITEMSIZE
-from ucformat.sources.stand_ins import Dtype, Inert, InertClass, Maker, NdArray, Opaque, StoredTensor, Stream
+from ucformat.sources.pickle.stand_ins import Dtype, Inert, InertClass, Maker, NdArray, Opaque, StoredTensor, Stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ucformat.errors import Refused
 from ucformat.schema.dtypes import ITEMSIZE
-from ucformat.sources.stand_ins import Dtype, NdArray, Opaque, Stream
+from ucformat.sources.pickle.stand_ins import Dtype, NdArray, Opaque, Stream
 from ucformat.sources.values import from_json, to_json
 from ucformat.torch.memory import dtype_name, host_memory
 

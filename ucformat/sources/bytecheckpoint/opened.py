@@ -13,9 +13,9 @@ from ucformat.sources.dcp.items import Items
 from ucformat.sources.dcp.metadata import Metadata, read_metadata
 from ucformat.sources.dcp.opened import LazyFacts, OpenDcp
 from ucformat.sources.dcp.values import plain_value
-from ucformat.sources.stand_ins import Inert, StoredTensor
-from ucformat.sources.torch_file import TorchFile
-from ucformat.sources.unpickle import unpickle
+from ucformat.sources.pickle.file import TorchFile
+from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
+from ucformat.sources.pickle.unpickler import unpickle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, cast
 from ucformat.errors import IntegrityError, MissingData
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Extent, TensorInfo
-from ucformat.sources.stand_ins import StoredTensor
-from ucformat.sources.torch_file import ShutFile, TorchFile, open_file
-from ucformat.sources.torch_zip import TorchZip, Window
+from ucformat.sources.pickle.file import ShutFile, TorchFile, TorchZip, Window, open_file
+from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:

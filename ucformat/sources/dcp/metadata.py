@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, Refused
 from ucformat.geometry.box import Box
 from ucformat.sources.dcp.folder import FILE
-from ucformat.sources.stand_ins import Dtype, Inert
-from ucformat.sources.unpickle import unpickle
+from ucformat.sources.pickle.stand_ins import Dtype, Inert
+from ucformat.sources.pickle.unpickler import unpickle
 from ucformat.storage.base import check_key
 
 if TYPE_CHECKING:

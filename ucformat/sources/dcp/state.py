@@ -9,9 +9,8 @@ from ucformat.errors import IntegrityError, UsageError, option_text
 from ucformat.geometry.box import row_major
 from ucformat.geometry.tensor import Key
 from ucformat.sources.dcp.names import GROUPS, Naming, dotted, name_state, optimizer_roots, split_option, split_state
-from ucformat.sources.naming import Entry, shape_of_states
-from ucformat.sources.stand_ins import StoredTensor
-from ucformat.sources.torch_optimizer import Module
+from ucformat.sources.pickle.optimizer import Entry, Module, shape_of_states
+from ucformat.sources.pickle.stand_ins import StoredTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -9,7 +9,7 @@ from ucformat.errors import IntegrityError, Refused
 from ucformat.reading.facts import Place
 from ucformat.sources.contents import Group
 from ucformat.sources.dcp.names import GROUPS, split_state
-from ucformat.sources.torch_file import ShutFile
+from ucformat.sources.pickle.file import ShutFile
 from ucformat.sources.values import json_key, to_json
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from ucformat.sources.dcp.names import Path
     from ucformat.sources.dcp.state import Optimizer
-    from ucformat.sources.stand_ins import StoredTensor
-    from ucformat.sources.torch_file import TorchFile
+    from ucformat.sources.pickle.file import TorchFile
+    from ucformat.sources.pickle.stand_ins import StoredTensor
 
     Files = Mapping[str, TorchFile | ShutFile]
 

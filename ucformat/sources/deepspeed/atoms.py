@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, Refused
 from ucformat.geometry.box import row_major
-from ucformat.sources.stand_ins import StoredTensor
-from ucformat.sources.torch_file import TorchFile
+from ucformat.sources.pickle.file import TorchFile
+from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ucformat.errors import IntegrityError, Refused
 from ucformat.sources.contents import Contents, Group
-from ucformat.sources.stand_ins import Inert, StoredTensor
-from ucformat.sources.torch_file import TorchFile
+from ucformat.sources.pickle.file import TorchFile
+from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
 from ucformat.sources.values import to_json
 from ucformat.storage.waiting import map_waiting
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.geometry.box import Box
 from ucformat.geometry.local import Region
 from ucformat.sources.deepspeed.readings import Reading, replicate
-from ucformat.sources.stand_ins import Inert
+from ucformat.sources.pickle.stand_ins import Inert
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, MissingData, Refused
 from ucformat.sources.deepspeed.contents import need
 from ucformat.sources.deepspeed.model import ModelStates
-from ucformat.sources.stand_ins import StoredTensor
+from ucformat.sources.pickle.stand_ins import StoredTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from ucformat.sources.torch_file import TorchFile
+    from ucformat.sources.pickle.file import TorchFile
 
 __all__ = ["Experts", "adopt_experts", "check_degree", "expert_model", "is_expert"]
 

@@ -14,7 +14,7 @@ from ucformat.sources.deepspeed.inference import EQUAL, MEAN, Doubt, ambiguous, 
 from ucformat.sources.deepspeed.patterns import Info
 from ucformat.sources.deepspeed.presets import PRESETS, family_of
 from ucformat.sources.deepspeed.readings import TP, Reading, Shapes, mean, replicate, shard
-from ucformat.sources.stand_ins import Inert
+from ucformat.sources.pickle.stand_ins import Inert
 from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:

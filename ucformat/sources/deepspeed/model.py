@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused
 from ucformat.sources.deepspeed.contents import need
-from ucformat.sources.stand_ins import StoredTensor
+from ucformat.sources.pickle.stand_ins import StoredTensor
 
 if TYPE_CHECKING:
-    from ucformat.sources.torch_file import TorchFile
+    from ucformat.sources.pickle.file import TorchFile
 
 __all__ = ["ENGINE_KEYS", "ModelStates"]
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from ucformat.errors import UsageError, option_text
 from ucformat.sources.deepspeed.pipeline import Layer, same_bytes
 from ucformat.sources.deepspeed.zero0 import entries_of
-from ucformat.sources.naming import Candidate, Entry, match
-from ucformat.sources.stand_ins import StoredTensor
+from ucformat.sources.pickle.optimizer import Candidate, Entry, match
+from ucformat.sources.pickle.stand_ins import StoredTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

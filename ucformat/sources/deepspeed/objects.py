@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ucformat.sources.deepspeed.contents import Contents
     from ucformat.sources.deepspeed.model import ModelStates
-    from ucformat.sources.stand_ins import StoredTensor
+    from ucformat.sources.pickle.stand_ins import StoredTensor
 
 __all__ = ["Objects"]
 

@@ -17,8 +17,7 @@ from ucformat.sources.deepspeed.numbered import names_of_stages
 from ucformat.sources.deepspeed.objects import Objects
 from ucformat.sources.deepspeed.pipeline import adopt_layers, layers_of
 from ucformat.sources.deepspeed.slices import Slice, read_slice
-from ucformat.sources.torch_file import TorchFile
-from ucformat.sources.torch_zip import TorchZip
+from ucformat.sources.pickle.file import TorchFile, TorchZip
 from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ucformat.errors import IntegrityError, MissingData
-from ucformat.sources.stand_ins import StoredTensor
+from ucformat.sources.pickle.stand_ins import StoredTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ucformat.sources.deepspeed.model import ModelStates
-    from ucformat.sources.torch_file import TorchFile
+    from ucformat.sources.pickle.file import TorchFile
 
 __all__ = ["Layer", "adopt_layers", "layers_of", "same_bytes"]
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Key
     from ucformat.sources.contents import Locate
-    from ucformat.sources.stand_ins import StoredTensor
-    from ucformat.sources.torch_file import TorchFile
+    from ucformat.sources.pickle.file import TorchFile
+    from ucformat.sources.pickle.stand_ins import StoredTensor
     from ucformat.storage.base import Store
 
 __all__ = ["Copy", "LocalContents", "Verdict", "compare", "must_agree"]

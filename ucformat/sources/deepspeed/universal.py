@@ -28,9 +28,8 @@ from ucformat.sources.deepspeed.merge import Merged, roster
 from ucformat.sources.deepspeed.model import ModelStates
 from ucformat.sources.deepspeed.objects import Objects
 from ucformat.sources.deepspeed.slices import Slice, read_weights
-from ucformat.sources.stand_ins import StoredTensor
-from ucformat.sources.torch_file import TorchFile
-from ucformat.sources.torch_zip import TorchZip
+from ucformat.sources.pickle.file import TorchFile, TorchZip
+from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:

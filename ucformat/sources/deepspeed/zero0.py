@@ -25,8 +25,8 @@ from ucformat.sources.deepspeed.contents import (
     stored,
 )
 from ucformat.sources.deepspeed.experts import is_expert
-from ucformat.sources.naming import Candidate, Entry, match, shape_of_states
-from ucformat.sources.stand_ins import StoredTensor
+from ucformat.sources.pickle.optimizer import Candidate, Entry, match, shape_of_states
+from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.sources.values import to_json
 from ucformat.storage.waiting import map_waiting
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from ucformat.sources.contents import Locate
     from ucformat.sources.deepspeed.model import ModelStates
-    from ucformat.sources.torch_file import TorchFile
+    from ucformat.sources.pickle.file import TorchFile
 
 __all__ = ["entries_of", "read_zero0", "sample"]
 

@@ -29,7 +29,7 @@ from ucformat.sources.deepspeed.contents import (
     state_of,
     stored,
 )
-from ucformat.sources.stand_ins import StoredTensor
+from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
     from ucformat.sources.deepspeed.model import ModelStates
-    from ucformat.sources.torch_file import TorchFile
+    from ucformat.sources.pickle.file import TorchFile
 
 __all__ = ["Zero3", "add_frozen"]
 

@@ -18,10 +18,10 @@ from ucformat.sources.deepspeed import DeepSpeed
 from ucformat.sources.huggingface.order import module_order
 from ucformat.sources.inside import Inside
 from ucformat.sources.options import with_options
+from ucformat.sources.pickle.file import TorchFile
+from ucformat.sources.pickle.optimizer import Module, Optimizer, add_optimizer, is_optimizer
 from ucformat.sources.safetensors.folder import choose
 from ucformat.sources.safetensors.opened import OpenSafetensors
-from ucformat.sources.torch_file import TorchFile
-from ucformat.sources.torch_optimizer import Module, Optimizer, add_optimizer, is_optimizer
 from ucformat.sources.torch_save.folder import choose_files
 from ucformat.sources.torch_save.opened import OpenTorchSave
 from ucformat.storage.below import Below

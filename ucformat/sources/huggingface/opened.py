@@ -11,7 +11,7 @@ from ucformat.sources.contents import Contents
 from ucformat.sources.huggingface.engines import Engine, Told, open_engine
 from ucformat.sources.huggingface.values import read_values
 from ucformat.sources.model_files import find_assets, read_json
-from ucformat.sources.torch_zip import TorchZip
+from ucformat.sources.pickle.file import TorchZip
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucformat.sources.model_files import read_json
-from ucformat.sources.torch_file import ShutFile, TorchFile, open_file
+from ucformat.sources.pickle.file import ShutFile, TorchFile, open_file
 from ucformat.sources.values import to_json
 from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:
     from ucformat.sources.contents import Contents
     from ucformat.sources.huggingface.folder import Contained
-    from ucformat.sources.stand_ins import StoredTensor
+    from ucformat.sources.pickle.stand_ins import StoredTensor
     from ucformat.storage.base import Store
 
 __all__ = ["read_values"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError
-from ucformat.sources.stand_ins import Inert
+from ucformat.sources.pickle.stand_ins import Inert
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -21,7 +21,7 @@ from ucformat.sources.megatron.groups import is_expert
 from ucformat.sources.megatron.pieces import add_held, joined
 from ucformat.sources.megatron.rank_files import RankFile, read_ranks
 from ucformat.sources.megatron.rank_states import read_states
-from ucformat.sources.torch_zip import TorchZip
+from ucformat.sources.pickle.file import TorchZip
 from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:

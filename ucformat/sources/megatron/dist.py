@@ -25,9 +25,8 @@ from ucformat.sources.megatron.guard import built_by_megatron
 from ucformat.sources.megatron.keys import Bucket, StateKey, name_of, split_state_key
 from ucformat.sources.megatron.pieces import Slab, add_held, unstacked
 from ucformat.sources.megatron.stored import StoredKey, original_shapes
-from ucformat.sources.stand_ins import StoredTensor
-from ucformat.sources.torch_file import TorchFile
-from ucformat.sources.torch_zip import TorchZip
+from ucformat.sources.pickle.file import TorchFile, TorchZip
+from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.sources.values import to_json
 from ucformat.storage.base import exists
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, MissingData, Refused
 from ucformat.sources.megatron.arguments import Arguments
 from ucformat.sources.megatron.folder import MODEL
-from ucformat.sources.stand_ins import StoredTensor
-from ucformat.sources.torch_file import TorchFile
+from ucformat.sources.pickle.file import TorchFile
+from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:

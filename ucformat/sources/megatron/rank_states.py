@@ -16,8 +16,8 @@ from ucformat.errors import AmbiguousLayout, IntegrityError, MissingData, Refuse
 from ucformat.sources.contents import Group
 from ucformat.sources.megatron.buffers import Flat, Param, in_local, place, same_values
 from ucformat.sources.megatron.groups import Member, groups_by_rule, is_expert
-from ucformat.sources.naming import Candidate, Entry, match, shape_of_states
-from ucformat.sources.stand_ins import Dtype, StoredTensor
+from ucformat.sources.pickle.optimizer import Candidate, Entry, match, shape_of_states
+from ucformat.sources.pickle.stand_ins import Dtype, StoredTensor
 from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ucformat.sources.deepspeed.replicas import LocalContents
     from ucformat.sources.megatron.buffers import Slot
     from ucformat.sources.megatron.rank_files import RankFile
-    from ucformat.sources.torch_file import TorchFile
+    from ucformat.sources.pickle.file import TorchFile
 
 __all__ = ["read_states"]
 

@@ -9,7 +9,7 @@ from ucformat.errors import IntegrityError, MissingData
 from ucformat.sources.orbax.folder import MANIFEST, TREE
 from ucformat.sources.orbax.ocdbt import read_ocdbt
 from ucformat.sources.orbax.tree import Leaf, parse_tree
-from ucformat.sources.stand_ins import NdArray
+from ucformat.sources.pickle.stand_ins import NdArray
 from ucformat.sources.values import to_json
 from ucformat.sources.zarr.array import Array, parse_v2, parse_v3
 from ucformat.sources.zarr.values import Stored, Values, read_json

@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
 from ucformat.errors import Refused, UsageError
-from ucformat.sources.shards import complete, numbered
+from ucformat.sources.model_files import complete, numbered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

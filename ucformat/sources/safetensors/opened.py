@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, Refused
 from ucformat.reading.facts import Facts
 from ucformat.sources.contents import Contents
-from ucformat.sources.model_files import present, read_weight_map
+from ucformat.sources.model_files import check_index, check_shards, present, read_weight_map
 from ucformat.sources.safetensors.header import Header, read_header
-from ucformat.sources.shards import check_index, check_shards
 from ucformat.sources.values import to_json
 from ucformat.storage.waiting import map_waiting
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import Refused, UsageError
 from ucformat.sources.deepspeed.folder import is_model_or_optimizer
-from ucformat.sources.model_files import root_files
-from ucformat.sources.shards import complete, numbered
+from ucformat.sources.model_files import complete, numbered, root_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

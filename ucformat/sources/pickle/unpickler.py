@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused, UcformatError
 from ucformat.schema.dtypes import ITEMSIZE
-from ucformat.sources.allowed import plain_key, resolve, sizes, spelling
-from ucformat.sources.stand_ins import (
+from ucformat.sources.pickle.allowed import plain_key, resolve, sizes, spelling
+from ucformat.sources.pickle.stand_ins import (
     Inert,
     InertClass,
     Maker,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused, option_text
 from ucformat.schema.dtypes import ITEMSIZE
-from ucformat.sources.stand_ins import (
+from ucformat.sources.pickle.stand_ins import (
     Dtype,
     Inert,
     InertClass,
