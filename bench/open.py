@@ -11,7 +11,7 @@ import time
 import ucformat
 from bench.common import median, real_checkpoint, table, targets
 from ucformat.storage.local import LocalStore
-from ucformat.storage.recording import RecordingStore
+from ucformat.storage.wrappers import RecordingStore
 
 
 def main() -> None:

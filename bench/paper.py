@@ -21,7 +21,7 @@ from bench.paper_model import SOURCES, TARGETS, expected, layout, needed, to_gpt
 from bench.paper_ranks import many_ranks
 from ucformat.checkpoint import open_checkpoint
 from ucformat.storage.local import LocalStore
-from ucformat.storage.recording import RecordingStore
+from ucformat.storage.wrappers import RecordingStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

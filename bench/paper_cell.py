@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.layout import Layout
-    from ucformat.storage.recording import RecordingStore
+    from ucformat.storage.wrappers import RecordingStore
 
 __all__ = ["Cell", "Expected", "read_all"]
 

@@ -12,7 +12,7 @@ from tests.zero_files import FLAT, write_zero3
 from ucformat.checkpoint import open_checkpoint
 from ucformat.geometry.layout import Layout
 from ucformat.storage.local import LocalStore
-from ucformat.storage.recording import RecordingStore
+from ucformat.storage.wrappers import RecordingStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -23,8 +23,8 @@ from ucformat.storage.clouds import Options
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.objects import BUDGET, ObjectStore
-from ucformat.storage.recording import RecordingStore
 from ucformat.storage.url import open_store
+from ucformat.storage.wrappers import RecordingStore
 
 if TYPE_CHECKING:
     from pathlib import Path

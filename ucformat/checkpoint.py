@@ -20,9 +20,9 @@ from ucformat.geometry.tensor import Key
 from ucformat.schema.manifest import Manifest, TensorDoc
 from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.storage.base import exists
-from ucformat.storage.remembered import Remembered
 from ucformat.storage.url import each, open_store
-from ucformat.storage.watched import Watched
+from ucformat.storage.watched import WatchedStore
+from ucformat.storage.wrappers import CachedListingStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -63,9 +63,9 @@ def open_checkpoint(
         NotFound: there is nothing at that place.
         NotACheckpoint: what is there is not a checkpoint, or not a committed one.
     """
-    store = Watched(open_store(place) if isinstance(place, str | PathLike) else place)
+    store = WatchedStore(open_store(place) if isinstance(place, str | PathLike) else place)
     if not exists(store, MANIFEST):
-        with Remembered(store) as seen:
+        with CachedListingStore(store) as seen:
             try:
                 missing: UcformatError | None = None
                 if next(iter(seen.list()), None) is None:
@@ -112,7 +112,7 @@ def _open_file(place: str | PathLike[str], options: Mapping[str, Any] | None) ->
         return None
     if folder.lower() in ("file://", "file://localhost") or fspath(place).rfind("/") == 0:
         folder += "/"
-    store = Watched(open_store(folder or "."))
+    store = WatchedStore(open_store(folder or "."))
     if not exists(store, name):
         return None
     from ucformat.sources import open_source_file

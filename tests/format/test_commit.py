@@ -19,7 +19,7 @@ from ucformat.schema.manifest import Manifest, manifest_json_schema
 from ucformat.schema.tombstone import TombstoneDoc
 from ucformat.storage.base import content_version
 from ucformat.storage.memory import MemoryStore
-from ucformat.storage.wrapped import WrappedStore
+from ucformat.storage.wrappers import WrappedStore
 
 ROOT = Path(__file__).parents[2]
 

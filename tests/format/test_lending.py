@@ -13,12 +13,9 @@ import ucformat
 from tests.fakes import FakeSource, random_array, same
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import ChecksumError
-from ucformat.storage.base import Costs
-from ucformat.storage.below import Below
-from ucformat.storage.lending import lend
+from ucformat.storage.base import Costs, read_ranges
 from ucformat.storage.memory import MemoryStore
-from ucformat.storage.remembered import Remembered
-from ucformat.storage.wrapped import WrappedStore
+from ucformat.storage.wrappers import CachedListingStore, PrefixStore, WrappedStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,7 +37,7 @@ class Lender(WrappedStore):
         self.asked: list[Sequence[tuple[int, int]]] = []
 
     @contextmanager
-    def lend(self, key: str, ranges: Sequence[tuple[int, int]]) -> Iterator[Sequence[memoryview]]:
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Iterator[Sequence[memoryview]]:
         self.lent += 1
         self.ranges += len(ranges)
         self.several += len(ranges) > 1
@@ -91,8 +88,8 @@ def test_requests_of_one_file_are_made_together(place: MemoryStore) -> None:
 def test_a_damaged_chunk_is_found_in_what_is_lent(place: MemoryStore) -> None:
     class Damaging(Lender):
         @contextmanager
-        def lend(self, key: str, ranges: Sequence[tuple[int, int]]) -> Iterator[Sequence[memoryview]]:
-            with super().lend(key, ranges) as found:
+        def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Iterator[Sequence[memoryview]]:
+            with super().read_ranges(key, ranges) as found:
                 copies = [bytearray(f) for f in found]
                 copies[0][7] ^= 1
                 yield [memoryview(c) for c in copies]
@@ -103,14 +100,14 @@ def test_a_damaged_chunk_is_found_in_what_is_lent(place: MemoryStore) -> None:
 
 def test_stores_around_it_lend_too_and_others_do_not(place: MemoryStore) -> None:
     manifest = place.read("manifest.json")
-    for store in (Remembered(Lender(place)), Below(Lender(MemoryStore("x")), "y")):
+    for store in (CachedListingStore(Lender(place)), PrefixStore(Lender(MemoryStore("x")), "y")):
         place_of = "manifest.json"
-        if isinstance(store, Below):
+        if isinstance(store, PrefixStore):
             with store.create(place_of) as out:
                 out.write(manifest)
-        found = lend(store, place_of, [(0, 5), (3, 4)])
+        found = read_ranges(store, place_of, [(0, 5), (3, 4)])
         assert found is not None
         with found as views:
             assert [bytes(v) for v in views] == [manifest[:5], manifest[3:7]]
-    assert lend(Remembered(place), "manifest.json", [(0, 5)]) is None
-    assert lend(WrappedStore(Lender(place)), "manifest.json", [(0, 5)]) is None
+    assert read_ranges(CachedListingStore(place), "manifest.json", [(0, 5)]) is None
+    assert read_ranges(WrappedStore(Lender(place)), "manifest.json", [(0, 5)]) is None

@@ -20,7 +20,7 @@ from ucformat.jobs.gc import collect
 from ucformat.jobs.register import register, reindex
 from ucformat.storage.fsspec_store import FsspecStore
 from ucformat.storage.local import LocalStore
-from ucformat.storage.wrapped import WrappedStore
+from ucformat.storage.wrappers import WrappedStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

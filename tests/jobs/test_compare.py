@@ -24,7 +24,7 @@ from ucformat.reading.facts import Facts
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
-from ucformat.storage.recording import RecordingStore
+from ucformat.storage.wrappers import RecordingStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

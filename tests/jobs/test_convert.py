@@ -16,7 +16,7 @@ from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, NotACheckpoint, Refused, UsageError
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
-from ucformat.storage.recording import RecordingStore
+from ucformat.storage.wrappers import RecordingStore
 
 if TYPE_CHECKING:
     from pathlib import Path

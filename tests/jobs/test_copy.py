@@ -32,9 +32,8 @@ from ucformat.format.commit import manifest_bytes
 from ucformat.format.digest import with_own_digest
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
-from ucformat.storage.recording import RecordingStore
 from ucformat.storage.url import open_store
-from ucformat.storage.wrapped import WrappedStore
+from ucformat.storage.wrappers import RecordingStore, WrappedStore
 
 if TYPE_CHECKING:
     from pathlib import Path

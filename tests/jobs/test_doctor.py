@@ -26,7 +26,7 @@ from ucformat.storage.base import content_version
 from ucformat.storage.fsspec_store import FsspecStore
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
-from ucformat.storage.wrapped import WrappedStore
+from ucformat.storage.wrappers import WrappedStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

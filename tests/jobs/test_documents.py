@@ -26,7 +26,7 @@ from ucformat.schema.catalog_document import CATALOG_DOCUMENT, CatalogDoc, NoteD
 from ucformat.settings import using
 from ucformat.storage.local import LocalStore
 from ucformat.storage.url import open_store
-from ucformat.storage.wrapped import WrappedStore
+from ucformat.storage.wrappers import WrappedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable

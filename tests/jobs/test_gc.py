@@ -30,7 +30,7 @@ from ucformat.schema.tombstone import TombstoneDoc, is_tombstone
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.url import open_store
-from ucformat.storage.wrapped import WrappedStore
+from ucformat.storage.wrappers import WrappedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable

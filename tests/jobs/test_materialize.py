@@ -29,8 +29,7 @@ from ucformat.geometry.tensor import Key, single_extents
 from ucformat.jobs.materialize import is_packed
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
-from ucformat.storage.recording import RecordingStore
-from ucformat.storage.wrapped import WrappedStore
+from ucformat.storage.wrappers import RecordingStore, WrappedStore
 
 if TYPE_CHECKING:
     from pathlib import Path

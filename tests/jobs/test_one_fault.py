@@ -24,7 +24,7 @@ from ucformat.jobs.gc import collect
 from ucformat.jobs.register import register, reindex
 from ucformat.schema.catalog_document import CATALOG_DOCUMENT
 from ucformat.storage.url import open_store
-from ucformat.storage.wrapped import WrappedStore
+from ucformat.storage.wrappers import WrappedStore
 
 if TYPE_CHECKING:
     from tests.jobs.conftest import Recorded

@@ -25,7 +25,7 @@ from ucformat.format.combine import CRC32, CRC32C
 from ucformat.jobs.materialize import materialize
 from ucformat.sources.pickle.file import TorchZip
 from ucformat.storage.local import LocalStore
-from ucformat.storage.recording import RecordingStore
+from ucformat.storage.wrappers import RecordingStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable

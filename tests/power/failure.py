@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["Bench", "Found"]
 
 _DONE = "already holds the committed checkpoint"
-_MODULES = ("ucformat.storage.durable", "ucformat.storage.waiting", "ucformat.jobs.run")
+_MODULES = ("ucformat.storage.local_files", "ucformat.storage.concurrency", "ucformat.jobs.run")
 
 
 @dataclass

@@ -17,9 +17,10 @@ from ucformat.format.shard import write_shard
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Block, Extent, Piece, TensorInfo, Tiles
 from ucformat.reading.execute import execute, memory_of
-from ucformat.reading.plan import Limits, Verify, Wanted, make_plan
+from ucformat.reading.plan import Verify, Wanted, make_plan
+from ucformat.storage.base import Costs
 from ucformat.storage.memory import MemoryStore
-from ucformat.storage.recording import RecordingStore
+from ucformat.storage.wrappers import RecordingStore
 
 DTYPES = {1: "uint8", 2: "uint16", 4: "float32", 8: "float64", 16: "complex128"}
 VERIFY: list[Verify] = ["whole", "always", "never"]
@@ -72,7 +73,7 @@ def check_reads(
     extents: list[Extent] | list[Tiles],
     boxes: list[Box],
     verify: Verify,
-    limits: Limits,
+    costs: Costs,
 ) -> None:
     """Each box is read exactly into a strided buffer, and the bytes read are those of the plan."""
     info = TensorInfo("t", "weight", DTYPES[a.dtype.itemsize], a.shape)
@@ -83,7 +84,7 @@ def check_reads(
         (k, Piece(b, 0, tuple(s // a.dtype.itemsize for s in o.strides)))
         for k, (b, o) in enumerate(zip(boxes, outs, strict=True))
     ]
-    plan = make_plan([Wanted(info, extents, pieces)], verify, limits)
+    plan = make_plan([Wanted(info, extents, pieces)], verify, costs)
     recorder = RecordingStore(store)
     execute(plan, recorder, [memory_of(o) for o in outs], ["t"] * len(outs), threads=2)
     for b, o, space in zip(boxes, outs, spaces, strict=True):
@@ -101,16 +102,16 @@ def check_reads(
     case=cases(),
     target=st.sampled_from([8, 64, 300]),
     verify=st.sampled_from(VERIFY),
-    limits=st.sampled_from([Limits(), Limits(0, 50, 20), Limits(7, 1 << 20, 0)]),
+    costs=st.sampled_from([Costs(), Costs(0, 50, 20), Costs(7, 1 << 20, 0)]),
 )
 def test_chunked_tensors_read_exactly(
-    case: tuple[tuple[int, ...], int, list[Box]], target: int, verify: Verify, limits: Limits
+    case: tuple[tuple[int, ...], int, list[Box]], target: int, verify: Verify, costs: Costs
 ) -> None:
     shape, itemsize, boxes = case
     a = random_tensor(shape, itemsize)
     store = MemoryStore("tiles")
     extents = store_tiles(store, a, Grid.of(shape, itemsize, target, 4 * target))
-    check_reads(store, a, extents, boxes, verify, limits)
+    check_reads(store, a, extents, boxes, verify, costs)
 
 
 @settings(max_examples=150)
@@ -119,7 +120,7 @@ def test_chunked_tensors_read_exactly(
     cuts=st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1)), max_size=4),
     verify=st.sampled_from(VERIFY),
     order=st.permutations(range(4)),
-    limits=st.sampled_from([Limits(), Limits(0, 50, 20), Limits(7, 1 << 20, 0)]),
+    costs=st.sampled_from([Costs(), Costs(0, 50, 20), Costs(7, 1 << 20, 0)]),
     seal=st.booleans(),
 )
 def test_raw_extents_read_exactly(
@@ -127,7 +128,7 @@ def test_raw_extents_read_exactly(
     cuts: list[tuple[int, float]],
     verify: Verify,
     order: list[int],
-    limits: Limits,
+    costs: Costs,
     seal: bool,
 ) -> None:
     """Extents in any cut of the tensor, at odd offsets, their dims in any order in the file."""
@@ -148,7 +149,7 @@ def test_raw_extents_read_exactly(
         data += block + b"gap"
     store = MemoryStore("raw")
     put(store, "f", bytes(data))
-    check_reads(store, a, extents, boxes, verify, limits)
+    check_reads(store, a, extents, boxes, verify, costs)
 
 
 def cut(p: Box, dim: int, at: int) -> list[Box]:

@@ -16,7 +16,7 @@ from tests.fakes import FakeSource, random_array, same
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import TensorNotFound, UsageError
 from ucformat.storage.memory import MemoryStore
-from ucformat.storage.recording import RecordingStore
+from ucformat.storage.wrappers import RecordingStore
 
 if TYPE_CHECKING:
     from pathlib import Path

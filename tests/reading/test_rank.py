@@ -15,7 +15,7 @@ from tests.fakes import Arrays, FakeSource, random_array, same
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import LayoutError, UsageError
 from ucformat.storage.memory import MemoryStore
-from ucformat.storage.recording import RecordingStore
+from ucformat.storage.wrappers import RecordingStore
 
 TARGETS = [
     (1, 1, 1, 1, 1),

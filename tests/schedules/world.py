@@ -41,8 +41,8 @@ from ucformat.format.commit import MANIFEST, parse_manifest
 from ucformat.schema.tombstone import is_tombstone
 from ucformat.settings import using
 from ucformat.storage import memory
+from ucformat.storage.error_mapping import mapping_os_errors
 from ucformat.storage.memory import MemoryStore, MemoryWriter
-from ucformat.storage.oserrors import explaining
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -341,7 +341,7 @@ class World:
         call = self.stop(what, key)
         lasting = () if what in _ANSWERED else ("lost", "full") if what == "write" else ("lost",)
         fault = self.strike("eio", "denied", *lasting)
-        with explaining(what, f"memory://{key}"):
+        with mapping_os_errors(what, f"memory://{key}"):
             if fault in ("eio", "denied"):
                 raise _os_error(errno.EIO if fault == "eio" else errno.EACCES)
             if fault == "full":
@@ -495,14 +495,14 @@ class _Store(MemoryStore):
 
     def create(self, key: str, unit: int = 1) -> MemoryWriter:
         if self._world.strike("create"):
-            with explaining("write", f"{self.url}/{key}"):
+            with mapping_os_errors("write", f"{self.url}/{key}"):
                 raise _os_error(errno.ENOSPC)
         return _Writer(self, key, super().create(key, unit)._path)
 
     def flush(self) -> None:
         self._lost = self._lost or bool(self._world.strike("flush"))
         if self._lost:
-            with explaining("write", self.url):
+            with mapping_os_errors("write", self.url):
                 raise _os_error(errno.EIO)
         super().flush()
 
@@ -556,7 +556,7 @@ class _Writer(MemoryWriter):
     def write(self, data: Bytes) -> None:
         if self._store._world.strike("short"):
             super().write(memoryview(data).cast("B")[: memoryview(data).nbytes // 2])
-            with explaining("write", f"{self._store.url}/{self._key}"):
+            with mapping_os_errors("write", f"{self._store.url}/{self._key}"):
                 raise _os_error(errno.ENOSPC)
         super().write(data)
 

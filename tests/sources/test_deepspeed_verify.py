@@ -18,7 +18,7 @@ from ucformat.errors import ChecksumError, IntegrityError, UcformatError
 from ucformat.jobs import verify as job
 from ucformat.sources.pickle.file import TorchZip
 from ucformat.storage.local import LocalStore
-from ucformat.storage.wrapped import WrappedStore
+from ucformat.storage.wrappers import WrappedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

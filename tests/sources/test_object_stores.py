@@ -13,9 +13,9 @@ from tests.fakes import random_array
 from tests.sources.suite import DATA, read_whole
 from tests.zero_files import FLAT, write_zero3
 from ucformat.checkpoint import open_checkpoint
+from ucformat.storage.concurrency import map_io
 from ucformat.storage.objects import ObjectStore
-from ucformat.storage.waiting import map_waiting
-from ucformat.storage.wrapped import WrappedStore
+from ucformat.storage.wrappers import WrappedStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,7 +78,7 @@ def uploaded(folder: Path, bucket: Bucket) -> Asked:
         with store.create(file.relative_to(folder).as_posix()) as out:
             out.write(file.read_bytes())
 
-    map_waiting(put, [f for f in folder.rglob("*") if f.is_file()])
+    map_io(put, [f for f in folder.rglob("*") if f.is_file()])
     return store
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ucformat.errors import UcformatError
 from ucformat.storage.base import Writer
-from ucformat.storage.wrapped import WrappedStore
+from ucformat.storage.wrappers import WrappedStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,8 +6,8 @@ import pytest
 
 from tests.storage.behaviour import StoreBehaviour
 from ucformat.errors import Refused
-from ucformat.storage.below import Below
 from ucformat.storage.local import LocalStore
+from ucformat.storage.wrappers import PrefixStore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 class TestBelow(StoreBehaviour):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
-        return Below(LocalStore(tmp_path), "a/b")
+        return PrefixStore(LocalStore(tmp_path), "a/b")
 
 
 def test_its_keys_are_those_of_the_folder(tmp_path: Path) -> None:
     around = LocalStore(tmp_path)
     for key in ("x", "a/x", "ab/x", "a/deep/y"):
         around.put_if_absent(key, key.encode())
-    below = Below(around, "a")
+    below = PrefixStore(around, "a")
     assert below.url == f"{around.url}/a"
     assert [i.key for i in below.list()] == ["deep/y", "x"]
     assert [i.key for i in below.list("deep")] == ["deep/y"]
@@ -34,4 +34,4 @@ def test_its_keys_are_those_of_the_folder(tmp_path: Path) -> None:
         with pytest.raises(Refused, match="does not stay inside"):
             below.read(key)
     with pytest.raises(Refused, match="does not stay inside"):
-        Below(around, "../a")
+        PrefixStore(around, "../a")

@@ -17,7 +17,7 @@ import ucformat
 from tests.patience import PATIENCE
 from tests.storage.behaviour import keys, put
 from ucformat.errors import Conflict, NotFound, Refused, UcformatError
-from ucformat.storage import handles, local
+from ucformat.storage import local, local_files
 from ucformat.storage.base import content_version
 from ucformat.storage.local import LocalStore
 
@@ -129,9 +129,9 @@ def test_a_file_replaced_while_it_is_opened_is_not_kept(
 ) -> None:
     put(store, "f", b"old")
     buffer = memoryview(bytearray(3))
-    opened = handles.OpenFile
+    opened = local_files.OpenFile
 
-    def slowly(path: Path, folder: handles.Descriptor | None) -> handles.OpenFile:
+    def slowly(path: Path, folder: local_files.Descriptor | None) -> local_files.OpenFile:
         file = opened(path, folder)
         put(store, "f", b"new")
         return file

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from ucformat.errors import UcformatError
-from ucformat.storage.object_errors import explained, persist
+from ucformat.storage.error_mapping import map_object_error, retry
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
@@ -22,11 +22,11 @@ def end(*_: object, **__: object) -> None:
 
 def test_a_request_to_an_object_store_is_not_repeated() -> None:
     with pytest.raises(MemoryError), mock.patch.object(time, "sleep", side_effect=AssertionError):
-        persist("read", "s3://b/k", end, 60)
+        retry("read", "s3://b/k", end, 60)
 
 
 def test_an_upload_that_ends_so_says_so() -> None:
-    assert "MemoryError" in explained(MemoryError(), "write", "s3://b/k").message
+    assert "MemoryError" in map_object_error(MemoryError(), "write", "s3://b/k").message
 
 
 def test_what_fsspec_reads(tmp_path: Path) -> None:

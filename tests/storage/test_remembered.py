@@ -8,11 +8,10 @@ import pytest
 
 from tests.storage.behaviour import keys, put
 from ucformat.errors import NotFound, Refused
-from ucformat.storage import remembered
+from ucformat.storage import wrappers
 from ucformat.storage.base import Costs
 from ucformat.storage.local import LocalStore
-from ucformat.storage.remembered import Remembered
-from ucformat.storage.wrapped import WrappedStore
+from ucformat.storage.wrappers import CachedListingStore, WrappedStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +47,7 @@ def far(tmp_path: Path) -> Far:
 
 
 def test_one_list_answers_all(far: Far) -> None:
-    with Remembered(far) as store:
+    with CachedListingStore(far) as store:
         assert keys(store) == ["a/b", "a/c/d", "ab", "z"]
         assert keys(store, "a") == ["a/b", "a/c/d"]
         assert keys(store, "none") == []
@@ -62,7 +61,7 @@ def test_one_list_answers_all(far: Far) -> None:
 
 
 def test_afterwards_nothing_is_remembered(far: Far) -> None:
-    with Remembered(far) as store:
+    with CachedListingStore(far) as store:
         assert keys(store, "y") == []
     put(far, "y/new")
     assert keys(store, "y") == ["y/new"]
@@ -70,15 +69,15 @@ def test_afterwards_nothing_is_remembered(far: Far) -> None:
 
 
 def test_a_place_of_too_many_files_is_asked_each_time(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "_MOST", 3)
-    with Remembered(far) as store:
+    monkeypatch.setattr(wrappers, "_MAX_FILES", 3)
+    with CachedListingStore(far) as store:
         assert keys(store, "a") == ["a/b", "a/c/d"]
         assert store.info("z").size == 1
     assert far.asked == 3
 
 
 def test_a_local_folder_is_asked_each_time(tmp_path: Path) -> None:
-    with Remembered(LocalStore(tmp_path)) as store:
+    with CachedListingStore(LocalStore(tmp_path)) as store:
         assert keys(store) == []
         put(store, "new")
         assert keys(store) == ["new"]

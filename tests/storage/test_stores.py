@@ -12,9 +12,8 @@ from ucformat.errors import NotFound, Refused, UcformatError
 from ucformat.storage.fsspec_store import FsspecStore
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
-from ucformat.storage.recording import Read, RecordingStore
 from ucformat.storage.url import open_store
-from ucformat.storage.wrapped import WrappedStore
+from ucformat.storage.wrappers import Read, RecordingStore, WrappedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

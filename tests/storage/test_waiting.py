@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from tests.patience import PATIENCE
-from ucformat.storage import waiting
-from ucformat.storage.waiting import map_waiting
+from ucformat.storage import concurrency
+from ucformat.storage.concurrency import map_io
 
 
 class Clock:
@@ -27,7 +27,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(waiting, "time", clock)
+    monkeypatch.setattr(concurrency, "time", clock)
     return clock
 
 
@@ -38,7 +38,7 @@ def test_what_does_not_wait_is_read_in_this_thread(clock: Clock) -> None:
         seen.add(threading.get_ident())
         return n * n
 
-    assert map_waiting(read, range(1000)) == [n * n for n in range(1000)]
+    assert map_io(read, range(1000)) == [n * n for n in range(1000)]
     assert seen == {threading.get_ident()}
 
 
@@ -51,7 +51,7 @@ def test_what_waits_is_read_at_once(clock: Clock) -> None:
             meeting.wait()
         return n
 
-    assert map_waiting(read, range(16)) == list(range(16))
+    assert map_io(read, range(16)) == list(range(16))
 
 
 @pytest.mark.parametrize("wait", [0, 0.01])
@@ -66,9 +66,9 @@ def test_the_first_error_ends_it(wait: float, clock: Clock) -> None:
         return n
 
     with pytest.raises(ValueError, match="5"):
-        map_waiting(fail, range(500))
+        map_io(fail, range(500))
     assert len(read) < 500
 
 
 def test_nothing_to_read() -> None:
-    assert map_waiting(str, []) == []
+    assert map_io(str, []) == []

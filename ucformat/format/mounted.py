@@ -14,17 +14,16 @@ from urllib.parse import unquote
 
 from ucformat.errors import IntegrityError, MissingData, NotFound, Refused
 from ucformat.format.structure import MOUNT
-from ucformat.storage.lending import lend
-from ucformat.storage.roots import roots_hint
+from ucformat.storage.base import read_ranges
+from ucformat.storage.folders import roots_hint
 from ucformat.storage.url import open_store, split_url
-from ucformat.storage.wrapped import WrappedStore
+from ucformat.storage.wrappers import WrappedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ucformat.schema.manifest import SidecarDoc, SourceFileDoc
-    from ucformat.storage.base import Costs, Info, Store
-    from ucformat.storage.lending import Lent
+    from ucformat.storage.base import Costs, Info, Ranges, Store
 
 __all__ = ["MOUNT", "MountedStore", "is_below", "mounted"]
 
@@ -128,10 +127,10 @@ class MountedStore(WrappedStore):
         store, name = self._checked(key)
         store.read_into(name, offset, buffers)
 
-    def lend(self, key: str, ranges: Sequence[tuple[int, int]]) -> Lent | None:
-        """See Lends."""
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Ranges | None:
+        """See RangeReader."""
         store, name = self._checked(key)
-        return lend(store, name, ranges)
+        return read_ranges(store, name, ranges)
 
     def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
         """See Store."""

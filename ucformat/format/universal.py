@@ -16,7 +16,7 @@ from ucformat.reading.facts import Facts, Place, path_from_json
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.finite import loads
 from ucformat.storage.local import LocalStore
-from ucformat.storage.watched import Watched
+from ucformat.storage.watched import WatchedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ class Universal:
 
         `roots` are the places in which files of others may be read.
         """
-        watching = store if isinstance(store, Watched) else Watched(store)
+        watching = store if isinstance(store, WatchedStore) else WatchedStore(store)
         self.store: Store = watching
         if isinstance(watching.inner, LocalStore):
             watching.inner = watching.inner.confined(lambda path: is_below(path, roots()))

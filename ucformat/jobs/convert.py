@@ -29,7 +29,6 @@ from ucformat.jobs.run import run as run_tasks
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.spread import spread_of
 from ucformat.jobs.virtual import place_all, put_sidecar
-from ucformat.reading.execute import limits_of
 from ucformat.reading.facts import TRACKERS
 from ucformat.reading.plan import Wanted
 from ucformat.reading.read import read_wanted
@@ -39,9 +38,9 @@ from ucformat.schema.manifest import Manifest, VerifiedDoc
 from ucformat.settings import allowed_roots
 from ucformat.sources.configuration import with_config
 from ucformat.storage.base import Writer
+from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import each, open_store
-from ucformat.storage.waiting import map_waiting
-from ucformat.storage.watched import must_be_unchanged, watched
+from ucformat.storage.watched import check_unchanged, find_watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -176,7 +175,7 @@ def _write_virtual(
 ) -> Manifest:
     """Write the extents; where the files are read for their checksums, these are compared with what they carry."""
     infos = placed.infos
-    watching = watched(source.store)
+    watching = find_watched(source.store)
     passing = Passing(source.source, source.origin) if checksums and how.verify and watching is not None else None
     with nullcontext() if passing is None or watching is None else watching.tapped(passing.see):
         if passing is not None:
@@ -216,7 +215,7 @@ def _chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo
 
 def plan_document(source: Checkpoint, infos: Sequence[TensorInfo], how: How) -> dict[str, Any]:
     """All that tells this conversion apart from another: the source's files as they are now, tensors and grids."""
-    files = map_waiting(source.store.info, source.facts.files)
+    files = map_io(source.store.info, source.facts.files)
     return {
         "convert": source.store.url,
         "files": [(f.key, f.size, f.version) for f in files],
@@ -243,7 +242,7 @@ def write(
     """
     _list_files(source)
     arrays = lay_out(infos, attempt.folder("data"), how.chunk_bytes, how.shard_bytes)
-    watching = watched(source.store)
+    watching = find_watched(source.store)
     passing = Passing(source.source, source.origin, compared) if how.verify and watching is not None else None
     with nullcontext() if passing is None or watching is None else watching.tapped(passing.see):
         leaves = _write_all(source, store, arrays, how, passing)
@@ -292,7 +291,7 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
         },
         tensors=tuple(t.model_copy(update={"at": at_of(source.facts, Key(t.name, t.state))}) for t in tensors),
     )
-    must_be_unchanged(source.store, "nothing was committed", TRACKERS)
+    check_unchanged(source.store, "nothing was committed", TRACKERS)
     return made
 
 
@@ -332,16 +331,16 @@ def _write_shard(source: Checkpoint, store: Store, task: _Task, passing: Passing
     whole = grid.box(task.shard)  # of many extents few meet a shard, and each band looks at all of them
     extents = [e for e in source.source.extents(info.key, whole) if e.box.intersect(whole)]
     planned = extents if passing is None else [passing.planned(info, e) for e in extents]
-    limits = limits_of(source.store)
+    costs = source.store.costs
     if passing is not None:  # puts the checksums of blocks that are read in parts together
-        limits = replace(limits, block=0)
+        costs = replace(costs, block=0)
 
     def fill(band: Band, raw: NDArray[np.uint8]) -> None:
         if passing is not None:
             passing.expect(info, extents, band.box)
         piece = Piece(band.box, 0, row_major(band.padded))
         wanted = [Wanted(info, planned, [(0, piece)])]
-        read_wanted(source.store, wanted, [raw], [str(info.key)], verify=verify, limits=limits, threads=1)
+        read_wanted(source.store, wanted, [raw], [str(info.key)], verify=verify, costs=costs, threads=1)
 
     kept = _kept(store, key, task)
     if kept is not None:  # written by this plan before it was interrupted
@@ -384,7 +383,7 @@ def _kept(store: Store, key: str, task: _Task) -> bytes | None:
 def _write_metadata(store: Store, arrays: Sequence[Array]) -> None:
     """Put every `zarr.json`: of the group, of each state, of each array."""
     put_groups(store, arrays)
-    map_waiting(lambda array: put_array(store, array), arrays)
+    map_io(lambda array: put_array(store, array), arrays)
 
 
 def _producer(source: Checkpoint) -> dict[str, str]:

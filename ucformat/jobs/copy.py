@@ -22,7 +22,7 @@ from ucformat.jobs.record import record_commits
 from ucformat.jobs.run import run, workers_for
 from ucformat.references import open_reference
 from ucformat.storage.url import open_store
-from ucformat.storage.watched import must_be_unchanged
+from ucformat.storage.watched import check_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -190,7 +190,7 @@ def _copy(
     listed = items(source)
     found = _transfer_all(source, store, listed, workers, progress)
     _must_be_there(store, manifest, listed)
-    must_be_unchanged(source.store, "nothing was committed")
+    check_unchanged(source.store, "nothing was committed")
     if before is not None and _is_same(before, manifest):
         _already(source, store)
     else:

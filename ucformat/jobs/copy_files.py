@@ -18,8 +18,8 @@ from ucformat.format.sidecar import NO_BLOCK
 from ucformat.format.universal import grid_of
 from ucformat.format.zarr_json import shard_key
 from ucformat.jobs.sums import Sums, read_through
+from ucformat.storage.concurrency import map_io
 from ucformat.storage.upload import unit_for
-from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -107,7 +107,7 @@ def _packed(source: Universal) -> list[_Packed]:
             raise MissingData(f"{error.message}{names}", hint=_HINT) from error
         return _Packed(file, size, tuple(blocks[file]), file not in bare)
 
-    return map_waiting(made, sidecar.files)
+    return map_io(made, sidecar.files)
 
 
 @dataclass(frozen=True, slots=True)

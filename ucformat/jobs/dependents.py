@@ -26,8 +26,8 @@ from ucformat.schema.needed_by import NEEDED_BY, NeededByDoc
 from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.settings import allowed_roots, load_settings
 from ucformat.storage.base import exists
+from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import open_store
-from ucformat.storage.waiting import map_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -198,7 +198,7 @@ def dependents_of(places: Mapping[str, Sequence[str]]) -> dict[str, frozenset[st
 
     asked = [(checkpoint, url) for checkpoint, urls in places.items() for url in urls]
     found: dict[str, frozenset[str]] = {}
-    for (checkpoint, _), ids in zip(asked, map_waiting(lambda of: ask(of[1]), asked), strict=True):
+    for (checkpoint, _), ids in zip(asked, map_io(lambda of: ask(of[1]), asked), strict=True):
         others = frozenset(ids) - {checkpoint}
         if others:
             found[checkpoint] = found.get(checkpoint, frozenset()) | others

@@ -23,7 +23,7 @@ from ucformat.jobs.run import run as run_tasks
 from ucformat.jobs.verify import source_file
 from ucformat.references import open_reference
 from ucformat.storage.url import open_store
-from ucformat.storage.watched import watched
+from ucformat.storage.watched import find_watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,7 +94,7 @@ def is_packed(ck: Checkpoint) -> bool:
 
 
 def _in_place(source: Checkpoint, how: How) -> Checkpoint:
-    found = watched(source.store)
+    found = find_watched(source.store)
     store = source.store if found is None else found.inner  # files that are written are not to stay what they were
     before = source.manifest
     if not isinstance(source.source, Universal):

@@ -19,7 +19,7 @@ from ucformat.jobs.dependents import find_homes, need
 from ucformat.schema.manifest import SidecarDoc, SourceFileDoc, TensorDoc
 from ucformat.settings import allow_root
 from ucformat.storage.base import HIDDEN
-from ucformat.storage.watched import watched
+from ucformat.storage.watched import find_watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -88,7 +88,7 @@ def put_sidecar(
     need(placed.homes, str(attempt.keeps), store.url, unprotected=unprotected)
     doc = put_file(store, f"{attempt.folder('data')}/extents.safetensors", encode(extents))
     sources = _sources(places, progress, checksums=checksums)  # of files that are there although they are needed
-    if (watching := watched(source.store)) is not None:
+    if (watching := find_watched(source.store)) is not None:
         for file in places.files:  # of many, sizes alone were read
             watching.note(file)
     sidecar = SidecarDoc(**doc.model_dump(), roots=tuple(places.roots), sources=sources)

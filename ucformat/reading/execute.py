@@ -14,9 +14,7 @@ from ucformat.errors import ChecksumError, MissingData, NotFound, UsageError
 from ucformat.geometry.box import is_apart
 from ucformat.reading.checksum import checksum, place_checksum
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.reading.plan import Limits
-from ucformat.storage.base import check_range
-from ucformat.storage.lending import lend
+from ucformat.storage.base import check_range, read_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     Memory = NDArray[np.uint8]
     Progress = Callable[[int], None]
 
-__all__ = ["check_out", "default_threads", "execute", "is_direct", "limits_of", "memory_of"]
+__all__ = ["check_out", "default_threads", "execute", "is_direct", "memory_of"]
 
 #: Rows at least this long are handed to the kernel one by one; shorter ones go through a scratch buffer.
 _LONG_ROW = 8 << 10
@@ -41,12 +39,6 @@ _LARGE = 64 << 20
 def default_threads() -> int:
     """Threads that read unless told otherwise: one for each core, 2 at least and 16 at most."""
     return min(16, max(2, len(os.sched_getaffinity(0))))
-
-
-def limits_of(store: Store) -> Limits:
-    """How requests to a store are merged and cut."""
-    costs = store.costs
-    return Limits(costs.gap, costs.short, costs.request, costs.join)
 
 
 def _batches(plan: Plan, costs: Costs) -> list[list[Request]]:
@@ -150,7 +142,7 @@ def execute(
         try:
             while (batch := next_batch()) is not None:
                 try:
-                    if costs.in_flight is None or not _serve_lent(store, batch, memories, labels):
+                    if costs.in_flight is None or not _serve_ranges(store, batch, memories, labels):
                         for r in batch:
                             scratch = _serve(store, r, memories, labels, scratch)
                 except NotFound as error:  # the checkpoint speaks of this file: it is not the caller who erred
@@ -172,9 +164,9 @@ def execute(
             job.result()
 
 
-def _serve_lent(store: Store, batch: Sequence[Request], memories: Sequence[Memory], labels: Sequence[str]) -> bool:
+def _serve_ranges(store: Store, batch: Sequence[Request], memories: Sequence[Memory], labels: Sequence[str]) -> bool:
     """A few requests of one file, from the memory in which the store got them; False if it lends nothing."""
-    lent = lend(store, batch[0].file, [(r.offset + k * r.step, r.nbytes) for r in batch for k in range(r.count)])
+    lent = read_ranges(store, batch[0].file, [(r.offset + k * r.step, r.nbytes) for r in batch for k in range(r.count)])
     if lent is None:
         return False
     with lent as found:

@@ -10,7 +10,7 @@ from ucformat.errors import OutOfBounds, UsageError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.reading.execute import check_out, is_direct, limits_of, memory_of
+from ucformat.reading.execute import check_out, is_direct, memory_of
 from ucformat.reading.plan import make_plan
 from ucformat.reading.rank import wanted_of
 from ucformat.reading.read import read_planned
@@ -133,7 +133,7 @@ class Tensor:
 
     def _plan(self, box: Box, strides: tuple[int, ...], verify: Verify) -> Plan:
         wanted = wanted_of(self._source, self.info, [(0, Piece(box, 0, strides))])
-        return make_plan([wanted], verify, limits_of(self._source.store))
+        return make_plan([wanted], verify, self._source.store.costs)
 
     def _read(
         self, box: Box, out: NDArray[Any] | None, verify: Verify = "whole", threads: int | None = None

@@ -11,6 +11,7 @@ from ucformat.errors import CoverageError, Inconsistent, IntegrityError, Missing
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Tiles
 from ucformat.reading.moves import Check, Strided, moves
+from ucformat.storage.base import Costs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Extent, Piece, TensorInfo
     from ucformat.reading.moves import Move
 
-__all__ = ["Limits", "Part", "Plan", "Request", "Verify", "make_plan", "read_tensor"]
+__all__ = ["Part", "Plan", "Request", "Verify", "make_plan", "read_tensor"]
 
 #: Which checksums to check: of the chunks of arrays that are read whole and of all blocks of packed files (which are
 #: read whole for it), of all chunks too, of none.
@@ -26,24 +27,6 @@ Verify = Literal["whole", "always", "never"]
 
 
 _TRIFLE = 16  # bytes of gaps that are never worth another request: checksums, alignment
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How byte ranges are merged and cut, in bytes.
-
-    Rows of one tensor whose gap is at most `gap` are read as one, where the gap is at most a twentieth of them, or they
-    are shorter than `short`, so that asking for each would cost more. Neighbouring requests are joined, to at most
-    `join`, where the gap between them is at most a hundredth of them. No request is longer than `request` unless a
-    single chunk is. Where chunks that are wanted whole are to be checked, so is every block of at most `block` bytes:
-    it is read whole for that. The defaults are for local files; a store says its own (`Store.costs`).
-    """
-
-    gap: int = 4 << 10
-    short: int = 1 << 10
-    request: int = 4 << 20
-    join: int = 1 << 20
-    block: int = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +108,7 @@ class Wanted:
     pieces: Sequence[tuple[int, Piece]]
 
 
-def make_plan(wanted: Iterable[Wanted], verify: Verify = "whole", limits: Limits = Limits()) -> Plan:
+def make_plan(wanted: Iterable[Wanted], verify: Verify = "whole", costs: Costs | None = None) -> Plan:
     """How to fill all the pieces of all the tensors.
 
     Raises:
@@ -133,19 +116,20 @@ def make_plan(wanted: Iterable[Wanted], verify: Verify = "whole", limits: Limits
         CoverageError: two extents overlap and are not replicas of one box.
         IntegrityError: an extent leaves the block that has its checksum.
     """
+    costs = costs or Costs()
     requests: list[Request] = []
     needed = unverified = besides = 0
     for w in wanted:
-        found, exposed, more = read_tensor(w, verify, limits)
+        found, exposed, more = read_tensor(w, verify, costs)
         requests += found
         unverified += exposed
         besides += more
         needed += sum(p.box.size for _, p in w.pieces) * w.info.itemsize
     requests.sort(key=lambda r: (r.file, r.offset))
-    return Plan(tuple(_join(requests, limits)), needed, unverified, besides)
+    return Plan(tuple(_join(requests, costs)), needed, unverified, besides)
 
 
-def read_tensor(w: Wanted, verify: Verify, limits: Limits) -> tuple[list[Request], int, int]:
+def read_tensor(w: Wanted, verify: Verify, costs: Costs) -> tuple[list[Request], int, int]:
     """The requests for one tensor's pieces, how many bytes of it go unchecked, and how many more are read to check."""
     requests: list[Request] = []
     unverified = besides = 0
@@ -163,20 +147,20 @@ def read_tensor(w: Wanted, verify: Verify, limits: Limits) -> tuple[list[Request
                     hint="restore what lists them, the sidecar or the file's own header, from another copy",
                 )
             for move in moves(extent, piece, w.info.itemsize):
-                if move.check is None or not _is_checked(move, extent, verify, limits):
+                if move.check is None or not _is_checked(move, extent, verify, costs):
                     unverified += move.nbytes
-                    requests += _ranges(buffer, move, limits)
+                    requests += _ranges(buffer, move, costs)
                     continue
                 besides += move.outer.nbytes * move.check.stored - move.nbytes
-                requests += _whole_chunks(buffer, move, limits)
+                requests += _whole_chunks(buffer, move, costs)
     return requests, unverified, besides
 
 
-def _is_checked(move: Move, extent: Extent | Tiles, verify: Verify, limits: Limits) -> bool:
+def _is_checked(move: Move, extent: Extent | Tiles, verify: Verify, costs: Costs) -> bool:
     if verify == "whole" and not move.whole:
         assert move.check is not None  # noqa: S101
         of_array = isinstance(extent, Tiles) and not extent.placed
-        return not of_array and move.check.nbytes <= limits.block
+        return not of_array and move.check.nbytes <= costs.block
     return verify != "never"
 
 
@@ -212,13 +196,13 @@ def _like(info: TensorInfo, piece: Piece) -> TensorInfo:
     return type(info)(f"{info.name}{piece.box}", info.state, info.dtype, piece.box.shape)
 
 
-def _whole_chunks(buffer: int, move: Move, limits: Limits) -> Iterator[Request]:
+def _whole_chunks(buffer: int, move: Move, costs: Costs) -> Iterator[Request]:
     """Requests for chunks that are read whole and checked; neighbours along the last dim of the grid together."""
     check, inner, outer = move.check, move.inner, move.outer
     assert check is not None  # noqa: S101
     step = outer.src_strides[-1] if outer.shape else 0
     adjacent = step == check.stored
-    most = max(1, limits.request // check.stored) if adjacent else 1
+    most = max(1, costs.request // check.stored) if adjacent else 1
     *leading, last = outer.shape or (1,)
     for at in product(*map(range, leading)):
         src = sum(i * s for i, s in zip(at, outer.src_strides, strict=False))
@@ -238,21 +222,21 @@ def _whole_chunks(buffer: int, move: Move, limits: Limits) -> Iterator[Request]:
             yield Request(move.file, begin, (count - 1) * step + check.stored, (part,))
 
 
-def _ranges(buffer: int, move: Move, limits: Limits) -> Iterator[Request]:
+def _ranges(buffer: int, move: Move, costs: Costs) -> Iterator[Request]:
     """Requests for exactly the wanted bytes, save that small gaps are read over."""
     whole = move.inner.within(move.outer)
     n = len(whole.shape)
     span = 1  # bytes of the file that the innermost dims from `n` on reach over
-    while n and _merges(whole.src_strides[n - 1] - span, span, limits):
+    while n and _merges(whole.src_strides[n - 1] - span, span, costs):
         size, step = whole.shape[n - 1], whole.src_strides[n - 1]
-        if (size - 1) * step + span > limits.request:
+        if (size - 1) * step + span > costs.request:
             break
         span += (size - 1) * step
         n -= 1
     src_step = whole.src_strides[n - 1] if n else 0
     dst_step = whole.dst_strides[n - 1] if n else 0
-    cut = bool(n) and _merges(src_step - span, span, limits)  # the request would be too long
-    most = max(1, (limits.request - span) // src_step + 1 if cut else limits.request // span)
+    cut = bool(n) and _merges(src_step - span, span, costs)  # the request would be too long
+    most = max(1, (costs.request - span) // src_step + 1 if cut else costs.request // span)
     *leading, last = whole.shape[:n] or (1,)
     for at in product(*map(range, leading)):
         src = whole.src + sum(i * s for i, s in zip(at, whole.src_strides, strict=False))
@@ -269,12 +253,12 @@ def _ranges(buffer: int, move: Move, limits: Limits) -> Iterator[Request]:
                 yield Request(move.file, begin, span, (part,), count, src_step)
 
 
-def _merges(gap: int, span: int, limits: Limits) -> bool:
+def _merges(gap: int, span: int, costs: Costs) -> bool:
     """Whether a gap between ranges of `span` bytes is read over."""
-    return gap <= limits.gap and (gap * 20 <= span or span < limits.short)
+    return gap <= costs.gap and (gap * 20 <= span or span < costs.short)
 
 
-def _join(requests: list[Request], limits: Limits) -> Iterator[Request]:
+def _join(requests: list[Request], costs: Costs) -> Iterator[Request]:
     """Join sorted requests that are small and near each other."""
     group: list[Request] = []
     gaps = 0
@@ -282,9 +266,9 @@ def _join(requests: list[Request], limits: Limits) -> Iterator[Request]:
         if group:
             gap = r.offset - (group[-1].offset + group[-1].nbytes)
             joined = r.offset + r.nbytes - group[0].offset
-            near = 0 <= gap <= limits.gap and gaps + gap <= max(_TRIFLE, joined // 100)
+            near = 0 <= gap <= costs.gap and gaps + gap <= max(_TRIFLE, joined // 100)
             single = r.count == group[-1].count == 1
-            if r.file == group[0].file and single and near and joined <= limits.join:
+            if r.file == group[0].file and single and near and joined <= costs.join:
                 gaps += gap
             else:
                 yield _joined(group)

@@ -12,11 +12,11 @@ from ucformat.errors import UsageError
 from ucformat.geometry.box import hull
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.reading.execute import check_out, limits_of, memory_of
+from ucformat.reading.execute import check_out, memory_of
 from ucformat.reading.facts import TRACKERS
 from ucformat.reading.plan import Wanted, make_plan
 from ucformat.reading.read import read_planned
-from ucformat.storage.watched import must_be_unchanged
+from ucformat.storage.watched import check_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -151,7 +151,7 @@ class ReadPlan:
 
         labels = [" ".join(b.key) for b in self.buffers]
         read_planned(self.plan, self.store, memories, labels, threads, progress)
-        must_be_unchanged(self.store, LOADED, TRACKERS)
+        check_unchanged(self.store, LOADED, TRACKERS)
         out: dict[tuple[str, str], NDArray[np.generic]] = {}
         for b, a in zip(self.buffers, arrays, strict=True):
             out[b.key] = a
@@ -260,7 +260,7 @@ class _Planner:
 
     def plan(self, verify: Verify) -> ReadPlan:
         wanted = [w for key in self.bound.keys(self.rank) for w in self._wanted(key)]
-        plan = make_plan(wanted, verify, limits_of(self.source.store))
+        plan = make_plan(wanted, verify, self.source.store.costs)
         return ReadPlan(plan, self.source.store, tuple(self.buffers), self.held, self.zero_filled, self.rank)
 
     def _wanted(self, key: Key) -> list[Wanted]:

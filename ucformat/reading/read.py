@@ -11,7 +11,7 @@ from ucformat.geometry.box import row_major
 from ucformat.geometry.flat import flat_boxes
 from ucformat.geometry.tensor import Piece
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.reading.execute import execute, limits_of
+from ucformat.reading.execute import execute
 from ucformat.reading.plan import Wanted, make_plan
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, TensorInfo, Tiles
     from ucformat.reading.execute import Memory, Progress
-    from ucformat.reading.plan import Limits, Plan, Verify
-    from ucformat.storage.base import Store
+    from ucformat.reading.plan import Plan, Verify
+    from ucformat.storage.base import Costs, Store
 
 __all__ = ["read_extents", "read_flat", "read_planned", "read_wanted"]
 
@@ -64,7 +64,7 @@ def read_wanted(
     labels: Sequence[str],
     *,
     verify: Verify = "whole",
-    limits: Limits | None = None,
+    costs: Costs | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -76,7 +76,7 @@ def read_wanted(
         memories: the memory of each buffer that the pieces name.
         labels: what errors call each buffer.
         verify: which checksums to check.
-        limits: of the plan's requests; by default those that the store is best read with.
+        costs: how requests are merged and cut (default: as the store is best read).
         threads: as of `read_planned`.
         progress: as of `read_planned`.
 
@@ -86,7 +86,7 @@ def read_wanted(
     Raises:
         IntegrityError: as of `read_planned`.
     """
-    plan = make_plan(wanted, verify, limits or limits_of(store))
+    plan = make_plan(wanted, verify, costs or store.costs)
     read_planned(plan, store, lambda: memories, labels, threads, progress)
     return plan
 

@@ -11,8 +11,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
 from ucformat.storage.base import HIDDEN, check_range
-from ucformat.storage.virtual import VirtualStore
-from ucformat.storage.wrapped import WrappedStore
+from ucformat.storage.wrappers import SyntheticStore, WrappedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,7 +80,7 @@ class Cache:
         return value
 
 
-class DecodedStore(VirtualStore):
+class DecodedStore(SyntheticStore):
     """A store in which the keys below `DECODED` are virtual files; all else is in the store inside."""
 
     def __init__(self, inner: Store, decoder: Decoder) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData
 from ucformat.storage.base import check_key, exists
-from ucformat.storage.waiting import map_waiting
+from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -45,7 +45,7 @@ _OF_THE_ENGINE = re.compile(r".*\.index\.json|trainer_state\.json|model_index\.j
 def present(store: Store, weight_map: Mapping[str, str]) -> set[str]:
     """Those shards that an index names which are there."""
     shards = sorted({check_key(shard) for shard in weight_map.values()})
-    return set(compress(shards, map_waiting(lambda shard: exists(store, shard), shards)))
+    return set(compress(shards, map_io(lambda shard: exists(store, shard), shards)))
 
 
 def root_files(store: Store) -> dict[str, Info]:

@@ -14,13 +14,15 @@ A store pickles as its url, so that a worker process opens its own; it is not ca
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 from ucformat.errors import MissingData, NotFound, Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from types import TracebackType
 
 __all__ = [
@@ -28,12 +30,15 @@ __all__ = [
     "Bytes",
     "Costs",
     "Info",
+    "RangeReader",
+    "Ranges",
     "Store",
     "Writer",
     "check_key",
     "check_range",
     "content_version",
     "exists",
+    "read_ranges",
 ]
 
 #: What reads fill and writes take: any contiguous buffer.
@@ -67,17 +72,26 @@ class Info:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """How requests are best made to a place, in bytes: see `reading.plan.Limits`, whose fields these are.
+    """How requests are best made to a place, in bytes; the defaults are for local files.
 
-    `parallel` is how many at once; None stands for one or two for each core. `together` is how many ranges of one file
-    are best asked for in one call. `in_flight` is of how many bytes at once; None where nothing is held in memory but
-    what was asked for.
+    Attributes:
+        gap: rows of one tensor are read as one where the gap between them is at most this, and at most a twentieth of
+            them, or they are shorter than `short`.
+        short: rows so short that asking for each would cost more.
+        request: no request is longer, unless a single chunk is.
+        join: neighbouring requests are joined, to at most this, where the gap between them is at most a hundredth of
+            them.
+        block: where chunks that are read whole are checked, so is every block of at most this: it is read whole.
+        parallel: requests at once (None: one or two for each core).
+        together: how many ranges of one file are best asked for in one call.
+        in_flight: bytes in flight at once; None where nothing is held in memory but what was asked for.
     """
 
     gap: int = 4 << 10
     short: int = 1 << 10
     request: int = 4 << 20
     join: int = 1 << 20
+    block: int = 1 << 20
     parallel: int | None = None
     together: int = 1
     in_flight: int | None = None
@@ -235,3 +249,23 @@ def exists(store: Store, key: str) -> bool:
 def content_version(data: bytes) -> str:
     """The version of a file with this content."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+#: Ranges of a file in memory of the store's, which counts towards its budget until the `with` block ends.
+Ranges = AbstractContextManager[Sequence[memoryview]]
+
+
+@runtime_checkable
+class RangeReader(Protocol):
+    """A store that gives out the memory in which it got bytes, or a wrapper that may be around one.
+
+    It saves a copy of bytes that cannot go straight into the destination's memory, and memory that no budget counts.
+    """
+
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Ranges | None:
+        """Read ranges of a file, (offset, bytes), for a `with` block; None where the store inside cannot."""
+
+
+def read_ranges(store: Store, key: str, ranges: Sequence[tuple[int, int]]) -> Ranges | None:
+    """Read ranges of a file, (offset, bytes), for a `with` block; None where this store only fills buffers."""
+    return store.read_ranges(key, ranges) if isinstance(store, RangeReader) else None

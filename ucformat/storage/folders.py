@@ -14,10 +14,11 @@ from pathlib import Path
 
 from ucformat.errors import Refused
 from ucformat.lasting import make_folder, sync_open_folder
-from ucformat.storage.handles import Descriptor
-from ucformat.storage.oserrors import explaining
+from ucformat.settings import roots_with
+from ucformat.storage.error_mapping import mapping_os_errors
+from ucformat.storage.local_files import Descriptor
 
-__all__ = ["Folders", "is_folder", "refuse_broken_link", "remove", "upwards"]
+__all__ = ["Folders", "is_folder", "link_target", "refuse_broken_link", "remove", "roots_hint", "upwards"]
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -39,7 +40,7 @@ class Folders:
 
     def make(self, folder: str) -> Descriptor:
         """Open a folder, after it and those above it were made where they are missing; Refused as `open`."""
-        with explaining("write", self._path(folder)):
+        with mapping_os_errors("write", self._path(folder)):
             while True:
                 if not self._made:
                     make_folder(Path(self._root))
@@ -68,7 +69,7 @@ class Folders:
 
     def sync(self, folder: str) -> None:
         """Make the names in a folder durable; a folder that is gone has none."""
-        with explaining("make durable", self._path(folder)), suppress(FileNotFoundError):
+        with mapping_os_errors("make durable", self._path(folder)), suppress(FileNotFoundError):
             opened = self.open(folder)
             sync_open_folder(opened.fd)
 
@@ -82,11 +83,11 @@ class Folders:
         Raises:
             UcformatError: they may not last, or something else stands there by now.
         """
-        with explaining("make durable", self._path(folder)):
+        with mapping_os_errors("make durable", self._path(folder)):
             sync_open_folder(opened.fd)
         for above in upwards(folder)[1:]:
             self.sync(above)
-        with explaining("make durable", self._path(folder)):
+        with mapping_os_errors("make durable", self._path(folder)):
             self.must_be(folder, opened)
 
     def _path(self, folder: str) -> str:
@@ -176,3 +177,23 @@ def _refuse_link(path: str, name: str, above: int) -> None:
         hint="ucformat reads through such links and never writes or deletes through them: put what they lead to in "
         "their place, or give the place where that is",
     ) from None
+
+
+def roots_hint(folder: str) -> str:
+    """How to say that files in this folder, or place, may be read."""
+    return f"if files may be read there: {roots_with(folder)}, `roots` in config.toml, or open(place, roots=[…])"
+
+
+def link_target(root: str | os.PathLike[str], key: str) -> str:
+    """The folder that the last link on the way from a root to a file leads to, or in which the file is that it is.
+
+    Args:
+        root: a local place.
+        key: the file's.
+    """
+    at = led = os.path.realpath(root)
+    for name in key.split("/"):
+        at = os.path.realpath(f"{at}/{name}")
+        if not at.startswith(f"{led}/"):
+            led = at
+    return led if os.path.isdir(led) else os.path.dirname(led)  # noqa: PTH112, PTH120 - texts, as they are shown

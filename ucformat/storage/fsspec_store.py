@@ -9,7 +9,7 @@ from urllib.parse import urljoin, urlsplit
 from ucformat.errors import IntegrityError, NotFound, Refused, UcformatError
 from ucformat.redacted import learn, named_secrets, redacted, secrets_in
 from ucformat.storage.base import HIDDEN, Costs, Info, check_key, check_range, content_version
-from ucformat.storage.oserrors import explaining
+from ucformat.storage.error_mapping import mapping_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -151,7 +151,7 @@ class FsspecStore:
         """What `call` gives; its error is not chained to ours: what a library says may hold secrets."""
         name = f"{self._url}/{key}"
         try:
-            with explaining(action, name):
+            with mapping_os_errors(action, name):
                 return call()
         except UcformatError as error:
             kind, message, hint = type(error), error.message, error.hint

@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING
 from ucformat.errors import Conflict, NotFound, Refused, UcformatError, Uncertain
 from ucformat.settings import local_path
 from ucformat.storage.base import HIDDEN, Costs, Info, Writer, check_key, check_range, content_version
-from ucformat.storage.durable import Durability, start_writeback
-from ucformat.storage.folders import Folders, is_folder, refuse_broken_link, remove, upwards
-from ucformat.storage.handles import Descriptor, Handles, OpenFile, read_scattered
-from ucformat.storage.oserrors import explaining
-from ucformat.storage.roots import led_to, roots_hint
+from ucformat.storage.error_mapping import mapping_os_errors
+from ucformat.storage.folders import Folders, is_folder, link_target, refuse_broken_link, remove, roots_hint, upwards
+from ucformat.storage.local_files import Descriptor, OpenFile, OpenFiles, PendingSyncs, read_scattered, start_writeback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -47,9 +45,9 @@ class LocalStore:
     def __init__(self, root: str | os.PathLike[str], allows: Callable[[str], bool] | None = None) -> None:
         self._root = local_path(root)
         self._allows = allows
-        self._handles = Handles()
+        self._handles = OpenFiles()
         self._folders = Folders(self._root)
-        self._durability = Durability(self._folders.sync)
+        self._durability = PendingSyncs(self._folders.sync)
 
     def __reduce__(self) -> tuple[type[LocalStore], tuple[Path, Callable[[str], bool] | None]]:
         return LocalStore, (self._root, self._allows and _nowhere)  # what another process allows is its own to say
@@ -69,7 +67,7 @@ class LocalStore:
     def info(self, key: str) -> Info:
         """Size and version of the file that stands there now; it is also the one that is read from then on."""
         path = self._path(key)
-        with explaining("read", str(path)):
+        with mapping_os_errors("read", str(path)):
             found = path.stat()
         if not stat.S_ISREG(found.st_mode):
             raise NotFound(f"{path} is not a file")
@@ -79,7 +77,7 @@ class LocalStore:
     def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """Bytes of a file, always of the one that stands there now."""
         path = self._path(key)
-        with explaining("read", str(path)):
+        with mapping_os_errors("read", str(path)):
             file = self._open(key)
             size = os.fstat(file.fd).st_size
             nbytes = size - offset if nbytes is None else nbytes
@@ -95,7 +93,7 @@ class LocalStore:
         wanted = sum(b.nbytes for b in buffers)
         if offset < 0:
             check_range(name, offset, wanted, 0)
-        with explaining("read", name):
+        with mapping_os_errors("read", name):
             file = self._handles.get(key) or self._handles.open(key, self._open)
             got = read_scattered(file.fd, offset, buffers)
             if got < wanted:
@@ -106,7 +104,7 @@ class LocalStore:
         name = f"{self._root}/{key}"
         if offset < 0 or step < 0:
             check_range(name, min(offset, step), 1, 0)
-        with explaining("read", name):
+        with mapping_os_errors("read", name):
             file = self._handles.get(key) or self._handles.open(key, self._open)
             fd, at = file.fd, offset
             for row in rows:
@@ -136,7 +134,7 @@ class LocalStore:
         if not self._durability.knows(path):
             folder = _folder(key)
             opened = self._folders.make(folder)
-            with explaining("read", str(path)):
+            with mapping_os_errors("read", str(path)):
                 self._durability.add(path, self._open(key, opened), upwards(folder))
 
     def put_if_absent(self, key: str, data: bytes) -> str:
@@ -145,7 +143,7 @@ class LocalStore:
         folder = self._folders.make(_folder(key))
         with _hidden(folder, path, data) as temporary:
             try:
-                with explaining("create", str(path)):
+                with mapping_os_errors("create", str(path)):
                     os.link(temporary, path.name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd, follow_symlinks=False)
             except Conflict:
                 if os.stat(temporary, dir_fd=folder.fd).st_nlink != 2:  # else it was made, and NFS lost its answer
@@ -162,14 +160,14 @@ class LocalStore:
         path = self._path(key)
         folder = self._folders.make(_folder(key))
         lock = str(path.with_name(_LOCK))
-        with explaining("lock", lock):
+        with mapping_os_errors("lock", lock):
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             held = Descriptor(os.open(_LOCK, flags, 0o666, dir_fd=folder.fd))
         try:
-            with explaining("lock", lock):
+            with mapping_os_errors("lock", lock):
                 fcntl.flock(held.fd, fcntl.LOCK_EX)
             try:
-                with explaining("read", str(path)):
+                with mapping_os_errors("read", str(path)):
                     found = content_version(self._open(key, folder).whole())
             except NotFound:
                 found = "gone"
@@ -178,7 +176,7 @@ class LocalStore:
                     f"{path} was changed by somebody else since it was read",
                     hint="read it again, and decide anew what to write",
                 )
-            with _hidden(folder, path, data) as temporary, explaining("write", str(path)):
+            with _hidden(folder, path, data) as temporary, mapping_os_errors("write", str(path)):
                 os.rename(temporary, path.name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
             self._settled(key, folder)
         finally:
@@ -193,7 +191,7 @@ class LocalStore:
     def delete(self, key: str) -> None:
         """Remove a file."""
         path, above = self._path(key), _folder(key)
-        with suppress(NotFound), explaining("delete", str(path)):
+        with suppress(NotFound), mapping_os_errors("delete", str(path)):
             folder = self._folders.open(above)
             if is_folder(path.name, folder, follow=False):
                 raise IsADirectoryError  # unlink would say EISDIR or EPERM, as the system likes
@@ -206,7 +204,7 @@ class LocalStore:
     def delete_prefix(self, prefix: str) -> None:
         """Remove a folder and all in it, hidden files too; a linked folder loses only its link."""
         path, above = self._path(prefix), _folder(prefix)
-        with suppress(NotFound), explaining("delete", str(path)):
+        with suppress(NotFound), mapping_os_errors("delete", str(path)):
             folder = self._folders.open(above)
             if is_folder(path.name, folder) and not is_folder(path.name, folder, follow=False):
                 os.unlink(path.name, dir_fd=folder.fd)
@@ -269,7 +267,7 @@ class LocalStore:
             if not place.startswith(f"{root}/") and not self._allows(place):
                 raise Refused(
                     f"{path} is {place}, by a symbolic link that leads out of {self._root}",
-                    hint=roots_hint(led_to(self._root, key)),
+                    hint=roots_hint(link_target(self._root, key)),
                 )
         return file
 
@@ -296,7 +294,7 @@ class LocalWriter(Writer):
     def write(self, data: Bytes) -> None:
         """Append bytes."""
         view = memoryview(data)
-        with explaining("write", str(self._path)):
+        with mapping_os_errors("write", str(self._path)):
             _write_all(self._file.fd, view)
         self._behind += view.nbytes
         if self._behind >= _BEHIND:
@@ -308,7 +306,7 @@ class LocalWriter(Writer):
         if self._file.fd < 0:
             return
         try:
-            with explaining("write", str(self._path)):
+            with mapping_os_errors("write", str(self._path)):
                 here = self._folder.fd
                 os.rename(self._temporary, self._path.name, src_dir_fd=here, dst_dir_fd=here)
                 self._store._folders.must_be(_folder(self._key), self._folder)  # noqa: SLF001
@@ -346,7 +344,7 @@ def _hidden(folder: Descriptor, path: Path, data: bytes) -> Iterator[str]:
     """A durable hidden file with this content beside `path`, there and locked until the block ends."""
     temporary, file = _open_hidden(folder, path)
     try:
-        with explaining("write", str(path)):
+        with mapping_os_errors("write", str(path)):
             _write_all(file.fd, memoryview(data))
             os.fsync(file.fd)
         yield temporary
@@ -360,7 +358,7 @@ def _open_hidden(folder: Descriptor, path: Path) -> tuple[str, Descriptor]:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     while True:
         temporary = f"{HIDDEN}{secrets.token_hex(8)}.tmp"
-        with explaining("write", str(path)):
+        with mapping_os_errors("write", str(path)):
             file = Descriptor(os.open(temporary, flags, 0o666, dir_fd=folder.fd))
             fcntl.flock(file.fd, fcntl.LOCK_EX)
             if os.fstat(file.fd).st_nlink:  # else somebody swept it before it was locked
@@ -382,7 +380,7 @@ def _info(key: str, s: os.stat_result) -> Info:
 def _walk(folder: Path, prefix: str) -> Iterator[Info]:
     entries: list[os.DirEntry[str]] = []
     folders: set[str] = set()
-    with suppress(NotFound), explaining("list", str(folder)), os.scandir(folder) as scan:
+    with suppress(NotFound), mapping_os_errors("list", str(folder)), os.scandir(folder) as scan:
         entries = [e for e in scan if not e.name.startswith(HIDDEN)]
         folders = {e.name for e in entries if e.is_dir(follow_symlinks=False)}
     for e in sorted(entries, key=lambda e: e.name + "/" * (e.name in folders)):
@@ -394,7 +392,9 @@ def _walk(folder: Path, prefix: str) -> Iterator[Info]:
         except OSError as error:
             if e.is_symlink() or isinstance(error, FileNotFoundError):  # a link to nowhere, or deleted meanwhile
                 continue
-            with explaining("list", str(folder / e.name)):  # to leave it out would be to say that it is not there
+            with mapping_os_errors(
+                "list", str(folder / e.name)
+            ):  # to leave it out would be to say that it is not there
                 raise
         if stat.S_ISREG(found.st_mode):
             yield _info(prefix + e.name, found)

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import Conflict, IntegrityError, NotFound, Refused, UcformatError
 from ucformat.storage.base import HIDDEN, Costs, Info, check_key, check_range, content_version
-from ucformat.storage.budget import Budget
 from ucformat.storage.clouds import Options, connect, parse
-from ucformat.storage.conditional import put_on_condition
-from ucformat.storage.object_errors import explained, persist
-from ucformat.storage.upload import ObjectWriter
+from ucformat.storage.concurrency import RequestBudget
+from ucformat.storage.error_mapping import map_object_error, retry
+from ucformat.storage.upload import ObjectWriter, put_on_condition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["BUDGET", "ObjectStore"]
 
 #: What the reads of all object stores of this process share.
-BUDGET = Budget(requests=128, nbytes=256 << 20)
+BUDGET = RequestBudget(requests=128, nbytes=256 << 20)
 
 _COSTS = Costs(gap=256 << 10, short=32 << 10, request=8 << 20, join=8 << 20, together=10)
 _THREADS = 32  # that wait for answers: more cost more than they bring
@@ -67,7 +66,7 @@ class ObjectStore:
                 except MemoryError:
                     raise
                 except Exception as error:  # noqa: BLE001 - a configuration that obstore does not take
-                    failure = error if isinstance(error, UcformatError) else explained(error, "open", self.url)
+                    failure = error if isinstance(error, UcformatError) else map_object_error(error, "open", self.url)
                 if self._connected is None:
                     raise failure from None  # here, for above it would have the library's error with it
             return self._connected
@@ -105,7 +104,7 @@ class ObjectStore:
         check_range(self._name(key), offset, end - offset, end)
         while offset < end:
             nbytes = min(_COSTS.request, end - offset)
-            with self.lend(key, [(offset, nbytes)]) as (found,):
+            with self.read_ranges(key, [(offset, nbytes)]) as (found,):
                 _scatter(found, todo)
             offset += nbytes
 
@@ -114,13 +113,13 @@ class ObjectStore:
         check_key(key)
         wanted = [(offset + k * step, row.cast("B")) for k, row in enumerate(rows) if row.nbytes]
         for group in _groups(wanted, _COSTS.request):
-            with self.lend(key, [(begin, row.nbytes) for begin, row in group]) as found:
+            with self.read_ranges(key, [(begin, row.nbytes) for begin, row in group]) as found:
                 for (_, row), data in zip(group, found, strict=True):
                     row[:] = data
 
     @contextmanager
-    def lend(self, key: str, ranges: Sequence[tuple[int, int]]) -> Iterator[Sequence[memoryview]]:
-        """See Lends; as many bytes as ranges have are in flight until the block ends."""
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Iterator[Sequence[memoryview]]:
+        """See RangeReader; as many bytes as ranges have are in flight until the block ends."""
         import obstore
 
         check_key(key)
@@ -286,7 +285,7 @@ class ObjectStore:
     def _ask(self, action: str, key: str, call: Callable[[Client], Any]) -> Any:
         """What a request gives that may be repeated."""
         client = self._client
-        return persist(action, self._name(key), lambda: call(client), self._options.deadline)
+        return retry(action, self._name(key), lambda: call(client), self._options.deadline)
 
 
 def _info(meta: Any) -> Info:

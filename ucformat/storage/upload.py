@@ -1,4 +1,7 @@
-"""An object being written: a small one by one request when it is closed, a large one in parts meanwhile."""
+"""Writing objects: conditional puts, one request for a small object, and an upload in parts for a large one.
+
+The write id in an object's metadata tells whether a put was carried out whose answer was lost.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,11 @@ import queue
 import threading
 import time
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import UcformatError
+from ucformat.errors import Conflict, NotFound, Refused, UcformatError, Uncertain
 from ucformat.storage.base import Writer
-from ucformat.storage.conditional import WRITE_ID, write_id
-from ucformat.storage.object_errors import explained, may_pass
+from ucformat.storage.error_mapping import is_failed_precondition, is_transient, map_object_error, retry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +22,67 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Bytes
 
-__all__ = ["ObjectWriter", "part_size", "unit_for"]
+__all__ = ["WRITE_ID", "ObjectWriter", "part_size", "put_on_condition", "unit_for", "write_id"]
+
+WRITE_ID = "ucfwriteid"  # metadata of an object: which request wrote it; Azure wants the name of an identifier
+
+_TRIES = 5  # at a put that others disturb
+
+
+def write_id(client: Client, key: str, name: str, deadline: float) -> str | None:
+    """The write id of an object; nothing for one without, None where there is no object."""
+    import obstore
+
+    def ask() -> Any:
+        return obstore.get(client, key, options={"head": True}).attributes
+
+    try:
+        return str(retry("read", name, ask, deadline).get(WRITE_ID, ""))
+    except NotFound:
+        return None
+
+
+def put_on_condition(
+    client: Client, key: str, name: str, data: bytes, mode: Any, conflict: Conflict, deadline: float
+) -> None:
+    """Put an object; `conflict` where the condition does not hold, unless our own object stands there.
+
+    An answer may be lost, and the request is then repeated, by obstore or here: what stands there tells whether it was
+    carried out. Uncertain where that cannot be learnt either.
+    """
+    import obstore
+
+    own, tries, doubt = uuid.uuid4().hex, 0, False
+
+    def put() -> None:
+        nonlocal tries, doubt
+        try:
+            obstore.put(client, key, data, mode=mode, attributes={WRITE_ID: own}, use_multipart=False)
+        except Exception as error:
+            if not is_failed_precondition(error) and not is_transient(error):
+                raise
+            doubt = doubt or not is_failed_precondition(error)
+            stands = write_id(client, key, name, deadline)
+            if stands == own:
+                return
+            if mode == "create" and stands is not None:
+                raise conflict from None
+            if not is_failed_precondition(error):
+                raise
+            tries += 1
+            if mode != "create" or tries == _TRIES:
+                raise conflict from None
+            raise TimeoutError("somebody else puts and deletes it meanwhile") from None
+
+    try:
+        retry("write", name, put, deadline)
+    except (Conflict, NotFound, Refused):
+        raise
+    except UcformatError as error:
+        if doubt:
+            raise Uncertain(f"nothing told whether {name} was written: {error.message}", hint=error.hint) from None
+        raise
+
 
 _PART = 8 << 20  # bytes, at least; S3 takes no part below 5 MiB but the last
 _AT_ONCE = 3  # parts on their way
@@ -100,7 +162,7 @@ class ObjectWriter(Writer):
 
     def _is_there(self, error: Exception) -> bool:
         """Whether this error means only that the last answer was lost."""
-        if not (may_pass(error) or isinstance(error, FileNotFoundError)):
+        if not (is_transient(error) or isinstance(error, FileNotFoundError)):
             return False
         try:
             return write_id(self._client, self._key, self._name, self._deadline) == self._id
@@ -117,7 +179,7 @@ class ObjectWriter(Writer):
 
     def _failed(self, error: Exception) -> UcformatError:
         self.abort()
-        return explained(error, "write", self._name)
+        return map_object_error(error, "write", self._name)
 
     def __del__(self) -> None:
         if getattr(self, "_open", False):
@@ -156,7 +218,7 @@ class _Upload:
                         max_concurrency=_AT_ONCE,
                     )
                 except Exception as error:
-                    if self._begun or time.monotonic() + wait > until or not may_pass(error):
+                    if self._begun or time.monotonic() + wait > until or not is_transient(error):
                         raise
                     time.sleep(wait)  # the answer that names the upload broke off: obstore does not ask again
                     wait *= 2

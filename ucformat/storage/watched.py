@@ -7,29 +7,29 @@ when all is read: before a commit, or before what was loaded is used.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from ucformat.errors import Conflict, IntegrityError, NotFound
-from ucformat.storage.lending import lend
-from ucformat.storage.waiting import map_waiting
-from ucformat.storage.wrapped import WrappedStore
+from ucformat.storage.base import read_ranges
+from ucformat.storage.concurrency import map_io
+from ucformat.storage.wrappers import WrappedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
-    from ucformat.storage.base import Info, Store
-    from ucformat.storage.lending import Lent
+    from ucformat.storage.base import Info, Ranges, Store
 
-    Tap = Callable[[str, int, memoryview], None]
+__all__ = ["WatchedStore", "check_unchanged", "find_watched"]
 
-__all__ = ["Watched", "must_be_unchanged", "watched"]
+Tap = Callable[[str, int, memoryview], None]
 
 _NAMED = 5  # of the files that changed, so many are named
 
 
-class Watched(WrappedStore):
+class WatchedStore(WrappedStore):
     """A store that remembers which files were read through it, and what they were before.
 
     On a disk a file's version is asked for before it is first read. In a place that answers over a network that would
@@ -78,7 +78,7 @@ class Watched(WrappedStore):
         """
         marked = (key for key in list(self._read) if key.rpartition("/")[2] not in but)
         known = [key for key in marked if key in self._seen]
-        return [key for key, same in zip(known, map_waiting(self._is_same, known), strict=True) if not same]
+        return [key for key, same in zip(known, map_io(self._is_same, known), strict=True) if not same]
 
     def _is_same(self, key: str) -> bool:
         try:
@@ -118,14 +118,14 @@ class Watched(WrappedStore):
         if self._taps:
             self._show(key, [(offset + k * step, row) for k, row in enumerate(rows) if row.nbytes])
 
-    def lend(self, key: str, ranges: Sequence[tuple[int, int]]) -> Lent | None:
-        """See Lends."""
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Ranges | None:
+        """See RangeReader."""
         self.note(key)
-        lent = lend(self.inner, key, ranges)
+        lent = read_ranges(self.inner, key, ranges)
         return lent if lent is None or not self._taps else self._lent(key, ranges, lent)
 
     @contextmanager
-    def _lent(self, key: str, ranges: Sequence[tuple[int, int]], lent: Lent) -> Iterator[Sequence[memoryview]]:
+    def _lent(self, key: str, ranges: Sequence[tuple[int, int]], lent: Ranges) -> Iterator[Sequence[memoryview]]:
         with lent as found:
             self._show(key, [(at, data) for (at, _), data in zip(ranges, found, strict=True) if data.nbytes])
             yield found
@@ -136,16 +136,16 @@ class Watched(WrappedStore):
         return self.inner.read_versioned(key)
 
 
-def watched(store: Store) -> Watched | None:
+def find_watched(store: Store) -> WatchedStore | None:
     """What watches the files of a store, at the bottom of all that is around it; None where nothing does."""
     while isinstance(store, WrappedStore):
-        if isinstance(store, Watched):
+        if isinstance(store, WatchedStore):
             return store
         store = store.inner
     return None
 
 
-def must_be_unchanged(store: Store, outcome: str, but: Collection[str] = ()) -> None:
+def check_unchanged(store: Store, outcome: str, but: Collection[str] = ()) -> None:
     """Compare every file that was read through a store with what it was before the first of its bytes was read.
 
     Args:
@@ -156,7 +156,7 @@ def must_be_unchanged(store: Store, outcome: str, but: Collection[str] = ()) -> 
     Raises:
         Conflict: files were changed; the message names them.
     """
-    found = watched(store)
+    found = find_watched(store)
     names = sorted(found.changed(but)) if found else []
     if names:
         more = f" and {len(names) - _NAMED} more files" if len(names) > _NAMED else ""

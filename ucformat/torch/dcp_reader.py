@@ -20,7 +20,7 @@ from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.reading.facts import TRACKERS
 from ucformat.reading.rank import LOADED
 from ucformat.references import open_reference
-from ucformat.storage.watched import must_be_unchanged
+from ucformat.storage.watched import check_unchanged
 from ucformat.torch.dcp_entries import Entries, Weight
 from ucformat.torch.dcp_values import fit_values
 from ucformat.torch.local import Local
@@ -143,7 +143,7 @@ class Reader(StorageReader):
             tensor_problems | value_problems, entries.ck.url, partial=getattr(planner, "allow_partial_load", False)
         )
         self.nbytes, self.bytes_unverified = read(entries.ck, matched, self._verify, self._threads)
-        must_be_unchanged(entries.ck.store, LOADED, TRACKERS)
+        check_unchanged(entries.ck.store, LOADED, TRACKERS)
         for item, tensor in wanted:
             planner.commit_tensor(item, tensor)
         for item in plan.items:

@@ -12,7 +12,7 @@ from ucformat.reading.facts import TRACKERS
 from ucformat.reading.rank import LOADED
 from ucformat.references import open_reference
 from ucformat.sources.dcp.names import dotted
-from ucformat.storage.watched import must_be_unchanged
+from ucformat.storage.watched import check_unchanged
 from ucformat.torch.collect import collect
 from ucformat.torch.dtensor import mesh_of
 from ucformat.torch.edges import edge_of
@@ -228,7 +228,7 @@ def _read(
         amount = read(ck, matched, verify, threads, progress)
     else:
         amount = read_shared(ck, matched, broadcast_group, timeout, verify, threads, progress)
-    must_be_unchanged(ck.store, LOADED, TRACKERS)
+    check_unchanged(ck.store, LOADED, TRACKERS)
     return amount
 
 

@@ -11,8 +11,8 @@ from ucformat.catalog.newest import newest_first
 from ucformat.errors import IntegrityError, NotACheckpoint, UpgradeNeeded, UsageError
 from ucformat.format.commit import MANIFEST, read_manifest
 from ucformat.schema.tombstone import TOMBSTONE
+from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import open_store
-from ucformat.storage.waiting import map_waiting
 from ucformat.torch.wire import message
 
 __all__ = ["Listed", "Step", "folder_of", "list_steps", "read_step"]
@@ -89,7 +89,7 @@ def list_steps(root: str) -> Listed:
         except (IntegrityError, UpgradeNeeded) as error:
             return error.message
 
-    answers = dict(zip(found, map_waiting(read, found), strict=True))
+    answers = dict(zip(found, map_io(read, found), strict=True))
     steps = newest_first(s for s in answers.values() if isinstance(s, Step))
     unreadable = tuple((u, found[u], why) for u, why in answers.items() if isinstance(why, str))
     commits = max((s.commits for s in steps if s.commits is not None), default=0)

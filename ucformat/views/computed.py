@@ -18,8 +18,7 @@ from ucformat.geometry.tensor import Extent
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.read import read_flat
 from ucformat.storage.base import HIDDEN, Info, check_range
-from ucformat.storage.virtual import VirtualStore
-from ucformat.storage.wrapped import WrappedStore
+from ucformat.storage.wrappers import SyntheticStore, WrappedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -64,7 +63,7 @@ def inputs_of(store: Store, key: str) -> Iterator[tuple[TensorInfo, Iterable[Ext
     return None
 
 
-class ComputedStore(VirtualStore):
+class ComputedStore(SyntheticStore):
     """A store with computed files besides its own."""
 
     def __init__(self, inner: Store, files: Mapping[str, ComputedFile]) -> None:

@@ -15,7 +15,7 @@ from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Extent, TensorInfo
 from ucformat.sources.pickle.file import ShutFile, TorchFile, TorchZip, Window, open_file
 from ucformat.sources.pickle.stand_ins import StoredTensor
-from ucformat.storage.waiting import map_waiting
+from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -80,7 +80,7 @@ class Items:
             prove(info, [(stretch.file, box) for box, stretch in at.items()])
         missing = [box for box in boxes if (fqn, box) not in self._extents]
 
-        found = map_waiting(lambda box: self.chunk(fqn, box, at[box], info), missing)
+        found = map_io(lambda box: self.chunk(fqn, box, at[box], info), missing)
         self._extents |= {(fqn, box): extents for box, extents in zip(missing, found, strict=True)}
         return (e for box in boxes for e in self._extents[fqn, box])
 
@@ -155,7 +155,7 @@ class Items:
             self._files.check(stretch, name)
             return list(TorchZip(self.store, stretch.file, Window(stretch.offset, stretch.nbytes, name)).records())
 
-        for some in map_waiting(of, self.meta.stored.items()):
+        for some in map_io(of, self.meta.stored.items()):
             yield from some
 
 

@@ -19,7 +19,7 @@ from ucformat.errors import IntegrityError, MissingData, Refused
 from ucformat.geometry.box import row_major
 from ucformat.sources.pickle.file import TorchFile
 from ucformat.sources.pickle.stand_ins import StoredTensor
-from ucformat.storage.waiting import map_waiting
+from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -84,7 +84,7 @@ def read_atoms(
 
     items = [(name, state, key) for name, states in keys.items() for state, key in _ordered(states)]
     out: dict[str, list[Atom]] = {name: [] for name in keys}
-    for (name, _, _), atom in zip(items, map_waiting(read, items), strict=True):
+    for (name, _, _), atom in zip(items, map_io(read, items), strict=True):
         out[name].append(atom)
     return out
 

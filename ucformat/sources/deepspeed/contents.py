@@ -10,7 +10,7 @@ from ucformat.sources.contents import Contents, Group
 from ucformat.sources.pickle.file import TorchFile
 from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
 from ucformat.sources.values import to_json
-from ucformat.storage.waiting import map_waiting
+from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -74,14 +74,14 @@ class Ranks(Generic[T]):
         def load(rank: int) -> T:
             return self._parse(rank, TorchFile(self._store, self.keys[rank], allow=self._allow))
 
-        self._open |= zip(ranks, map_waiting(load, ranks), strict=True)
+        self._open |= zip(ranks, map_io(load, ranks), strict=True)
 
 
 def load_all(load: Callable[[str], TorchFile], rows: Iterable[Sequence[str]]) -> list[list[TorchFile]]:
     """The files of a grid of keys, opened several at a time."""
     rows = list(rows)
     keys = [key for row in rows for key in row]
-    opened = iter(map_waiting(load, keys))
+    opened = iter(map_io(load, keys))
     return [[next(opened) for _ in row] for row in rows]
 
 

@@ -15,7 +15,7 @@ from ucformat.sources.deepspeed.patterns import Info
 from ucformat.sources.deepspeed.presets import PRESETS, family_of
 from ucformat.sources.deepspeed.readings import TP, Reading, Shapes, mean, replicate, shard
 from ucformat.sources.pickle.stand_ins import Inert
-from ucformat.storage.waiting import map_waiting
+from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -107,7 +107,7 @@ class Guide:
         known: dict[str, Verdict] = {}
         if self.info and self._ranks > 1:
             asked = [n for n, s in shapes.items() if len(set(s)) == 1 and s[0] and self.info.is_default(n)]
-            known.update(zip(asked, map_waiting(verdict, asked), strict=True))
+            known.update(zip(asked, map_io(verdict, asked), strict=True))
 
         def compared(name: str) -> Verdict:
             if name not in known:

@@ -18,7 +18,7 @@ from ucformat.sources.deepspeed.objects import Objects
 from ucformat.sources.deepspeed.pipeline import adopt_layers, layers_of
 from ucformat.sources.deepspeed.slices import Slice, read_slice
 from ucformat.sources.pickle.file import TorchFile, TorchZip
-from ucformat.storage.waiting import map_waiting
+from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -134,7 +134,7 @@ def _read(store: Store, files: Files, how: DeepSpeedOptions) -> tuple[Degrees, l
         one = read((p, 0))
         if one.stage == 0 and one.contents.groups:
             names[p] = [group.names for group in one.contents.groups]
-        stages.append([one, *map_waiting(read, [(p, t) for t in range(1, degrees.tp)])])
+        stages.append([one, *map_io(read, [(p, t) for t in range(1, degrees.tp)])])
     stages[0][0].aliases.update(ties)
     return degrees, stages
 

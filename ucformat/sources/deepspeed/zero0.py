@@ -28,7 +28,7 @@ from ucformat.sources.deepspeed.experts import is_expert
 from ucformat.sources.pickle.optimizer import Candidate, Entry, match, shape_of_states
 from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.sources.values import to_json
-from ucformat.storage.waiting import map_waiting
+from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -203,8 +203,8 @@ def _samples(
 ) -> tuple[list[bytes], list[bytes]]:
     """The first elements of masters, rounded to the weights' dtype, and of weights."""
     low = {t.dtype for t in weights.values()} & {"bfloat16", "float16"} or {"float32"}
-    rounded = map_waiting(lambda t: sample(model.file, t, min(low)), masters)
-    return rounded, map_waiting(lambda item: sample(model.home(item[0]), item[1], min(low)), weights.items())
+    rounded = map_io(lambda t: sample(model.file, t, min(low)), masters)
+    return rounded, map_io(lambda item: sample(model.home(item[0]), item[1], min(low)), weights.items())
 
 
 def sample(file: TorchFile, tensor: StoredTensor, dtype: str) -> bytes:

@@ -24,7 +24,7 @@ from ucformat.sources.safetensors.folder import choose
 from ucformat.sources.safetensors.opened import OpenSafetensors
 from ucformat.sources.torch_save.folder import choose_files
 from ucformat.sources.torch_save.opened import OpenTorchSave
-from ucformat.storage.below import Below
+from ucformat.storage.wrappers import PrefixStore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -125,7 +125,7 @@ def _sharded(store: Store, found: Contained, engine: Engine, contents: Contents,
             options = told.of(_optimizer(number))
             if folders is found.fsdp_models:  # which are without optimizers
                 options = {k: v for k, v in options.items() if k not in ("groups", "owners")}
-            below = Below(store, folder)
+            below = PrefixStore(store, folder)
             if not Dcp().find(below):
                 raise MissingData(
                     f"{folder} holds no checkpoint of PyTorch DCP",

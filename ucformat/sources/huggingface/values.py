@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.sources.model_files import read_json
 from ucformat.sources.pickle.file import ShutFile, TorchFile, open_file
 from ucformat.sources.values import to_json
-from ucformat.storage.waiting import map_waiting
+from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
     from ucformat.sources.contents import Contents
@@ -27,7 +27,7 @@ def read_values(store: Store, found: Contained, contents: Contents, allow: tuple
     objects: dict[str, Any] = {}
     if found.trainer_state:
         objects["trainer_state"] = to_json(read_json(store, "trainer_state.json"))
-    opened = map_waiting(lambda item: open_file(store, item[2], allow=allow), wanted)
+    opened = map_io(lambda item: open_file(store, item[2], allow=allow), wanted)
     for (name, path, _), file in zip(wanted, opened, strict=True):
         value = _json(file, path, contents)
         if name == path:

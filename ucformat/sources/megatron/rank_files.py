@@ -16,7 +16,7 @@ from ucformat.sources.megatron.arguments import Arguments
 from ucformat.sources.megatron.folder import MODEL
 from ucformat.sources.pickle.file import TorchFile
 from ucformat.sources.pickle.stand_ins import StoredTensor
-from ucformat.storage.waiting import map_waiting
+from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -78,7 +78,7 @@ def read_ranks(
         distrib = TorchFile(store, beside, allow=allow) if beside in there else None
         return _parse(at, TorchFile(store, key, allow=allow), distrib)
 
-    ranks = {rank.at: rank for rank in map_waiting(load, sorted(grid.items()))}
+    ranks = {rank.at: rank for rank in map_io(load, sorted(grid.items()))}
     _number(ranks)
     return ranks, args
 

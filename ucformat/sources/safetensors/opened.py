@@ -11,7 +11,7 @@ from ucformat.sources.contents import Contents
 from ucformat.sources.model_files import check_index, check_shards, present, read_weight_map
 from ucformat.sources.safetensors.header import Header, read_header
 from ucformat.sources.values import to_json
-from ucformat.storage.waiting import map_waiting
+from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -69,7 +69,7 @@ class OpenSafetensors:
 
 
 def _read_all(store: Store, keys: Sequence[str]) -> list[Header]:
-    return map_waiting(lambda key: read_header(store, key), keys)
+    return map_io(lambda key: read_header(store, key), keys)
 
 
 def _add(header: Header, contents: Contents) -> None:

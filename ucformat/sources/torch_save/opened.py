@@ -18,7 +18,7 @@ from ucformat.sources.pickle.file import TorchFile, TorchZip
 from ucformat.sources.pickle.optimizer import Module, Optimizer, add_optimizer, is_optimizer
 from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
 from ucformat.sources.values import to_json
-from ucformat.storage.waiting import map_waiting
+from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -212,7 +212,7 @@ def _open_shards(
     if index is not None:
         weight_map, metadata = read_weight_map(store, index)
         keys = check_index(weight_map, index, present(store, weight_map))
-    files = map_waiting(lambda key: TorchFile(store, key, allow=allow), keys)
+    files = map_io(lambda key: TorchFile(store, key, allow=allow), keys)
     if index is not None:
         check_shards(weight_map, index, {f.key: _flat(f) for f in files})
     return files, metadata

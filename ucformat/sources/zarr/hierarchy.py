@@ -10,7 +10,7 @@ from ucformat.errors import IntegrityError, MissingData, Refused
 from ucformat.sources.zarr.array import Array, parse_v2, parse_v3
 from ucformat.sources.zarr.folder import V2, V3
 from ucformat.sources.zarr.values import read_json
-from ucformat.storage.waiting import map_waiting
+from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +44,7 @@ def read_hierarchy(store: Store, values: Values) -> Hierarchy:
     """
     names = {".zarray", ".zattrs", ".zgroup", ".zmetadata", V3}
     keys = [key for key in values if key.rpartition("/")[2] in names]
-    documents = dict(zip(keys, map_waiting(lambda key: read_json(store, values, key), keys), strict=True))
+    documents = dict(zip(keys, map_io(lambda key: read_json(store, values, key), keys), strict=True))
     out = Hierarchy(3 if V3 in documents else 2)
     for key in documents:
         if key.rpartition("/")[2] == V3:

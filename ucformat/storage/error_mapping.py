@@ -1,23 +1,25 @@
-"""What goes wrong with object stores: what is tried again, and errors of ours that repeat nothing secret.
+"""Errors of the operating system and of object stores as errors of ucformat; and retries.
 
-What a store answers may hold signatures and tokens (S3 returns the request that it could not verify), so only its code
-and its message are shown, and the library's error is not chained to ours.
+What an object store answers may hold signatures and tokens (S3 returns the request that it could not verify), so only
+its code and its message are shown, and the library's error is not chained to ours.
 """
 
 from __future__ import annotations
 
+import errno
 import random
 import re
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-from ucformat.errors import NotFound, Refused, UcformatError
+from ucformat.errors import Conflict, NotFound, Refused, UcformatError
 from ucformat.storage.clouds import NOWHERE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-__all__ = ["explained", "is_condition", "may_pass", "persist"]
+__all__ = ["is_failed_precondition", "is_transient", "map_object_error", "mapping_os_errors", "retry"]
 
 T = TypeVar("T")
 
@@ -31,7 +33,7 @@ _BUSY = {"408", "409", "429"}  # worth another try, as all 5xx are
 _NO_BUCKET = "NoSuchBucket"
 
 
-def persist(action: str, name: str, call: Callable[[], T], deadline: float) -> T:
+def retry(action: str, name: str, call: Callable[[], T], deadline: float) -> T:
     """What `call` gives: a request that may be repeated, tried until it does not fail as networks do.
 
     obstore has tried each request several times already, but not the whole of a body that broke off. Waits grow, and
@@ -47,15 +49,15 @@ def persist(action: str, name: str, call: Callable[[], T], deadline: float) -> T
         except (UcformatError, MemoryError):
             raise
         except Exception as error:  # noqa: BLE001 - obstore raises its own, ValueError and OSError alike
-            failure = explained(error, action, name)
-            final = not may_pass(error) or time.monotonic() - begun + wait > deadline
+            failure = map_object_error(error, action, name)
+            final = not is_transient(error) or time.monotonic() - begun + wait > deadline
         if final:
             raise failure from None  # here, for in the block above it would have the library's error with it
         time.sleep(random.uniform(wait / 2, wait))  # noqa: S311 - no secret
         wait = min(2 * wait, _LONGEST)
 
 
-def may_pass(error: Exception) -> bool:
+def is_transient(error: Exception) -> bool:
     """Whether a request that failed so may succeed later; of one that writes, it may even have been done."""
     from obstore.exceptions import GenericError, JoinError
 
@@ -67,14 +69,14 @@ def may_pass(error: Exception) -> bool:
     return status is None or status[1] in _BUSY or status[1].startswith("5")
 
 
-def is_condition(error: Exception) -> bool:
+def is_failed_precondition(error: Exception) -> bool:
     """Whether it says that the condition of a put does not hold."""
     from obstore.exceptions import AlreadyExistsError, PreconditionError
 
     return isinstance(error, AlreadyExistsError | PreconditionError | FileExistsError)
 
 
-def explained(error: Exception, action: str, name: str) -> UcformatError:
+def map_object_error(error: Exception, action: str, name: str) -> UcformatError:
     """The error of ours for what came up when doing `action` (read, write, list, …) to `name`."""
     from obstore.exceptions import NotSupportedError, PermissionDeniedError, UnauthenticatedError
 
@@ -104,3 +106,47 @@ def explained(error: Exception, action: str, name: str) -> UcformatError:
     if isinstance(error, NotSupportedError) or (status and status[1] in ("405", "501")):
         return Refused(f"cannot {action} {name}: this place does not do that ({why})")
     return UcformatError(f"cannot {action} {name}: {why}", hint="`ucp doctor URL` tells what this place can do")
+
+
+_SEEK = {"read", "list", "delete"}  # a file in the place of a folder has nothing below it
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_CANNOT = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EMLINK, errno.EXDEV}
+
+
+@contextmanager
+def mapping_os_errors(action: str, name: str) -> Iterator[None]:
+    """Raise an OSError from inside as the error of ucformat that fits; `action` is a verb (read, list, create, …)."""
+    try:
+        yield
+    except UcformatError:  # some are builtin OSErrors too
+        raise
+    except OSError as error:
+        raise _map_os_error(error, action, name) from error
+
+
+def _map_os_error(error: OSError, action: str, name: str) -> UcformatError:
+    """The error of ucformat for an OSError that came up when doing `action` to `name`."""
+    what = f"cannot {action} {name}: {error.strerror or str(error) or type(error).__name__}"
+    if action in _SEEK and isinstance(error, FileNotFoundError | NotADirectoryError):
+        return NotFound(f"{name} does not exist")
+    if isinstance(error, FileNotFoundError):
+        return NotFound(what, hint="its folder was removed meanwhile; is somebody deleting this checkpoint?")
+    if isinstance(error, IsADirectoryError):
+        if action == "read":
+            return NotFound(f"{name} is a folder, not a file")
+        return Refused(what, hint="a folder stands where the file should go; remove it or choose another place")
+    if isinstance(error, NotADirectoryError | FileExistsError):
+        if action == "create":
+            return Conflict(f"{name} exists already")
+        return Refused(what, hint="a file stands where a folder should go; remove it or choose another place")
+    if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+        return Refused(what, hint="look at the owner and the mode of the file and of its folder")
+    if error.errno == errno.ELOOP:
+        return Refused(what, hint="a symbolic link stands there, which is not followed; remove it")
+    if error.errno in _FULL:
+        return UcformatError(what, hint="free some space or choose another place, then try again")
+    if error.errno in _CANNOT:
+        return Refused(what, hint="this file system cannot do that; write to another place, a local disk for one")
+    if error.errno == errno.ENAMETOOLONG:
+        return Refused(what, hint="one part of the path is too long for this file system")
+    return UcformatError(what)

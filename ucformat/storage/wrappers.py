@@ -1,0 +1,327 @@
+"""Stores around another store: a prefix of its keys, a cached listing, computed files, a record of what was read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from ucformat.errors import NotFound, UcformatError
+from ucformat.storage.base import check_key, read_ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import TracebackType
+    from typing import Self
+
+    from ucformat.storage.base import Costs, Info, Ranges, Store, Writer
+
+__all__ = ["CachedListingStore", "PrefixStore", "Read", "RecordingStore", "SyntheticStore", "WrappedStore"]
+
+
+class WrappedStore:
+    """Hands every call to the store inside."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+
+    @property
+    def url(self) -> str:
+        """The url of the store inside."""
+        return self.inner.url
+
+    @property
+    def costs(self) -> Costs:
+        """Those of the store inside."""
+        return self.inner.costs
+
+    def info(self, key: str) -> Info:
+        """See Store."""
+        return self.inner.info(key)
+
+    def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """See Store."""
+        return self.inner.read(key, offset, nbytes)
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See Store."""
+        self.inner.read_into(key, offset, buffers)
+
+    def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
+        """See Store."""
+        self.inner.read_rows(key, offset, step, rows)
+
+    def read_versioned(self, key: str) -> tuple[bytes, str]:
+        """See Store."""
+        return self.inner.read_versioned(key)
+
+    def create(self, key: str, unit: int = 1) -> Writer:
+        """See Store."""
+        return self.inner.create(key, unit)
+
+    def flush(self) -> None:
+        """See Store."""
+        self.inner.flush()
+
+    def adopt(self, key: str) -> None:
+        """See Store."""
+        self.inner.adopt(key)
+
+    def put_if_absent(self, key: str, data: bytes) -> str:
+        """See Store."""
+        return self.inner.put_if_absent(key, data)
+
+    def replace(self, key: str, data: bytes, version: str) -> str:
+        """See Store."""
+        return self.inner.replace(key, data, version)
+
+    def list(self, prefix: str = "") -> Iterator[Info]:
+        """See Store."""
+        return self.inner.list(prefix)
+
+    def delete(self, key: str) -> None:
+        """See Store."""
+        self.inner.delete(key)
+
+    def delete_prefix(self, prefix: str) -> None:
+        """See Store."""
+        self.inner.delete_prefix(prefix)
+
+    def sweep(self) -> None:
+        """See Store."""
+        self.inner.sweep()
+
+    def prune(self, folder: str) -> None:
+        """See Store."""
+        self.inner.prune(folder)
+
+
+class SyntheticStore(WrappedStore, ABC):
+    """A store with files besides those of the store inside, whose bytes are made when they are read.
+
+    Their keys begin with `HIDDEN`, so that no file of a checkpoint can have such a name.
+    """
+
+    @abstractmethod
+    def _holds(self, key: str) -> bool:
+        """Whether a key is that of a synthetic file."""
+
+    @abstractmethod
+    def _info(self, key: str) -> Info:
+        """Size and version of a synthetic file."""
+
+    @abstractmethod
+    def _content(self, key: str, offset: int, nbytes: int) -> memoryview:
+        """These bytes of a synthetic file; MissingData where the file is shorter."""
+
+    def info(self, key: str) -> Info:
+        """See Store."""
+        return self._info(key) if self._holds(key) else self.inner.info(key)
+
+    def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """See Store."""
+        if not self._holds(key):
+            return self.inner.read(key, offset, nbytes)
+        return bytes(self._content(key, offset, self._info(key).size - offset if nbytes is None else nbytes))
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See Store."""
+        if not self._holds(key):
+            self.inner.read_into(key, offset, buffers)
+            return
+        data = self._content(key, offset, sum(b.nbytes for b in buffers))
+        for b in buffers:
+            if b.nbytes:
+                b.cast("B")[:] = data[: b.nbytes]
+                data = data[b.nbytes :]
+
+    def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
+        """See Store."""
+        if not self._holds(key):
+            self.inner.read_rows(key, offset, step, rows)
+            return
+        for number, row in enumerate(rows):
+            self.read_into(key, offset + number * step, [row])
+
+
+class PrefixStore(WrappedStore):
+    """The files below a folder, under keys that begin there."""
+
+    def __init__(self, inner: Store, folder: str) -> None:
+        super().__init__(inner)
+        self.folder = check_key(folder)
+
+    @property
+    def url(self) -> str:
+        """The url of the folder."""
+        return f"{self.inner.url}/{self.folder}"
+
+    def _key(self, key: str) -> str:
+        return f"{self.folder}/{check_key(key)}"
+
+    def _here(self, info: Info) -> Info:
+        return replace(info, key=info.key.removeprefix(f"{self.folder}/"))
+
+    def info(self, key: str) -> Info:
+        """See Store."""
+        return self._here(self.inner.info(self._key(key)))
+
+    def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """See Store."""
+        return self.inner.read(self._key(key), offset, nbytes)
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See Store."""
+        self.inner.read_into(self._key(key), offset, buffers)
+
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Ranges | None:
+        """See RangeReader."""
+        return read_ranges(self.inner, self._key(key), ranges)
+
+    def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
+        """See Store."""
+        self.inner.read_rows(self._key(key), offset, step, rows)
+
+    def read_versioned(self, key: str) -> tuple[bytes, str]:
+        """See Store."""
+        return self.inner.read_versioned(self._key(key))
+
+    def create(self, key: str, unit: int = 1) -> Writer:
+        """See Store."""
+        return self.inner.create(self._key(key), unit)
+
+    def adopt(self, key: str) -> None:
+        """See Store."""
+        self.inner.adopt(self._key(key))
+
+    def put_if_absent(self, key: str, data: bytes) -> str:
+        """See Store."""
+        return self.inner.put_if_absent(self._key(key), data)
+
+    def replace(self, key: str, data: bytes, version: str) -> str:
+        """See Store."""
+        return self.inner.replace(self._key(key), data, version)
+
+    def list(self, prefix: str = "") -> Iterator[Info]:
+        """See Store."""
+        return map(self._here, self.inner.list(self._key(prefix) if prefix else self.folder))
+
+    def delete(self, key: str) -> None:
+        """See Store."""
+        self.inner.delete(self._key(key))
+
+    def delete_prefix(self, prefix: str) -> None:
+        """See Store."""
+        self.inner.delete_prefix(self._key(prefix) if prefix else prefix)
+
+    def sweep(self) -> None:
+        """Nothing: what killed writers left is the whole store's."""
+
+    def prune(self, folder: str) -> None:
+        """See Store."""
+        self.inner.prune(self._key(folder) if folder else self.folder)
+
+
+_MAX_FILES = 10_000  # a place with more is not cached
+
+
+class CachedListingStore(WrappedStore):
+    """A store that is listed once inside its `with` block; after that it is the store inside.
+
+    For recognising and opening a foreign checkpoint: many kinds are tried, each looks for files of its own, and in an
+    object store every look is a request.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self._known: dict[str, Info] | None = None
+        self._asked = True
+
+    def __enter__(self) -> Self:
+        self._asked = self.inner.costs.parallel is None  # on a local disk a look costs nothing
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._known, self._asked = None, True
+
+    def _files(self) -> dict[str, Info] | None:
+        """All files by key; None where that is not known."""
+        if not self._asked:
+            self._asked = True
+            try:
+                found = {info.key: info for info in islice(self.inner.list(), _MAX_FILES + 1)}
+            except UcformatError:  # a place that cannot be listed
+                return None
+            self._known = found if len(found) <= _MAX_FILES else None
+        return self._known
+
+    def info(self, key: str) -> Info:
+        """See Store."""
+        files = self._files()
+        if files is None:
+            return self.inner.info(key)
+        if check_key(key) not in files:
+            raise NotFound(f"{self.url}/{key} does not exist")
+        return files[key]
+
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Ranges | None:
+        """See RangeReader."""
+        return read_ranges(self.inner, key, ranges)
+
+    def list(self, prefix: str = "") -> Iterator[Info]:
+        """See Store."""
+        files = self._files()
+        if files is None:
+            return self.inner.list(prefix)
+        below = f"{check_key(prefix)}/" if prefix else ""
+        return (info for key, info in files.items() if key.startswith(below))
+
+
+class Read(NamedTuple):
+    """One read that succeeded: the file, and the range in bytes."""
+
+    key: str
+    offset: int
+    nbytes: int
+
+
+class RecordingStore(WrappedStore):
+    """Keeps in `reads` every read of the store inside, in the order in which they end; for tests and benchmarks."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.reads: list[Read] = []  # appending is one step, so threads need no lock
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all reads, twice those read twice."""
+        return sum(r.nbytes for r in self.reads)
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.reads.clear()
+
+    def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """See Store."""
+        data = self.inner.read(key, offset, nbytes)
+        self.reads.append(Read(key, offset, len(data)))
+        return data
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See Store."""
+        self.inner.read_into(key, offset, buffers)
+        self.reads.append(Read(key, offset, sum(b.nbytes for b in buffers)))
+
+    def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
+        """See Store."""
+        self.inner.read_rows(key, offset, step, rows)
+        self.reads.extend(Read(key, offset + k * step, row.nbytes) for k, row in enumerate(rows))
+
+    def read_versioned(self, key: str) -> tuple[bytes, str]:
+        """See Store."""
+        data, version = self.inner.read_versioned(key)
+        self.reads.append(Read(key, 0, len(data)))
+        return data, version
