@@ -55,6 +55,7 @@ def of_arrays(flat: Files) -> Faults:
         "newer-version": ("upgrade", "version 2", edit(lambda m: m.update(version=2))),
         "newer-version-other-members": ("upgrade", "version 2, in which nothing else need be as it was",
                                         edit(lambda m: (m.clear(), m.update(format="ucformat", version=2, tensors=5)))),
+        "newer-feature": ("upgrade", "a feature that version 1 has not, with members of another type", edit(lambda m: m.update(requires=["delta"], tensors=5))),
         "newer-dtype": ("upgrade", "a dtype that version 1 has not", tensor(dtype="float6")),
         "newer-lineage": ("upgrade", "a kind of lineage that version 1 has not", edit(lambda m: m.update(lineage=[{"kind": "distill", "url": "x"}]))),
         "newer-digest": ("upgrade", "a kind of digest that version 1 has not", tensor(digest="blake3:" + "0" * 64)),

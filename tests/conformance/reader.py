@@ -125,11 +125,12 @@ class Checkpoint:
             raise Damaged("the manifest is not what its digest says")
         m: Any = strict(data)
         need(isinstance(m, dict) and m.get("format") == "ucformat" and type(m.get("version")) is int, "no manifest")
-        need(m["version"] <= 1, f"version {m['version']}", Upgrade)
+        need(m["version"] <= 1 and not m.get("requires"), f"version {m['version']}, {m.get('requires')}", Upgrade)
         need(m["version"] == 1, "there is no such version")
-        nullable = {"run": str, "step": int, "commits": int, "objects": dict, "sidecar": dict, "verified": dict}
+        files = dict.fromkeys(("objects", "sidecar", "verified", "grid"), dict)
+        nullable = {"run": str, "step": int, "commits": int, **files}
         optional = dict.fromkeys(("producer", "metrics", "config", "layout", "aliases", "assets"), dict)
-        lists = dict.fromkeys(("groups", "lineage", "writers"), list)
+        lists = dict.fromkeys(("requires", "groups", "lineage", "writers"), list)
         m = {name: kind() for name, kind in [*optional.items(), *lists.items()]} | m
         of_type(m, {"id": str, "attempt": str, "created": str, "tensors": list}, nullable, {**optional, **lists})
         need(re.fullmatch("[0-9a-f]{20}", m["attempt"]), "no attempt has this name")

@@ -13,8 +13,10 @@ import ucformat
 from tests.fakes import ODD, FakeSource, manifest_file
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, IntegrityError, MissingData, NotACheckpoint, UpgradeNeeded
+from ucformat.format.chunking import Grid
 from ucformat.format.commit import begin, commit, new_id, on_commit, read_manifest
 from ucformat.format.ownership import record_key
+from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.manifest import Manifest, manifest_json_schema
 from ucformat.schema.tombstone import TombstoneDoc
 from ucformat.storage.base import content_version
@@ -199,6 +201,22 @@ def test_a_newer_version_asks_for_an_upgrade(checkpoint: Path) -> None:
 def test_unknown_keys_are_ignored(checkpoint: Path) -> None:
     change(checkpoint, something_new={"a": 1})
     assert len(ucformat.open(checkpoint)) == 7
+
+
+def test_a_feature_that_must_be_understood_asks_for_an_upgrade(checkpoint: Path) -> None:
+    change(checkpoint, requires=["delta"], tensors="something else")
+    with pytest.raises(UpgradeNeeded, match=r"requires \['delta'\]"):
+        ucformat.open(checkpoint)
+
+
+@pytest.mark.parametrize("targets", [{}, {"chunk_bytes": 16, "shard_bytes": 64}])
+def test_grids_can_be_computed_again_from_what_the_manifest_records(targets: dict[str, int]) -> None:
+    source = Checkpoint(FakeSource.write(MemoryStore("b3"), ODD))
+    made = ucformat.convert(source, MemoryStore("b4"), overwrite=True, **targets).manifest
+    assert made.grid is not None
+    for doc in made.tensors:
+        grid = Grid.of(doc.shape, ITEMSIZE[doc.dtype], made.grid.chunk_bytes, made.grid.shard_bytes)
+        assert (grid.chunk, grid.shard) == (doc.chunk, doc.shard)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other", "version": 1}', '{"format": "ucformat"}'])

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ucformat.errors import Refused
-from ucformat.format.chunking import Grid
+from ucformat.format.chunking import CHUNK_BYTES, SHARD_BYTES, Grid
 from ucformat.format.digest import bytes_digest, tensor_digest
 from ucformat.format.names import folder_names
 from ucformat.format.zarr_json import array_json, group_json
 from ucformat.geometry.tensor import Key
 from ucformat.schema.dtypes import ITEMSIZE
-from ucformat.schema.manifest import FileDoc, TensorDoc
+from ucformat.schema.manifest import FileDoc, GridDoc, TensorDoc
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,6 +27,7 @@ __all__ = [
     "Array",
     "array_doc",
     "documents",
+    "grid_doc",
     "lay_out",
     "put_array",
     "put_file",
@@ -83,6 +84,11 @@ def lay_out(
                 hint="take larger shards, or leave this tensor out",
             )
     return arrays
+
+
+def grid_doc(chunk_bytes: int | None, shard_bytes: int | None) -> GridDoc:
+    """The targets of `lay_out`, as the manifest records them."""
+    return GridDoc(chunk_bytes=chunk_bytes or CHUNK_BYTES, shard_bytes=shard_bytes or SHARD_BYTES)
 
 
 def put_groups(store: Store, arrays: Iterable[Array]) -> None:

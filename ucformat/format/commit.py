@@ -79,6 +79,7 @@ class _Head(BaseModel):
 
     format: Literal["ucformat"]
     version: int
+    requires: object = ()  # of a later version it may be anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,9 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         )
     if head.version > FORMAT_VERSION:
         said = f"has format version {head.version}; this ucformat {__version__} reads up to {FORMAT_VERSION}"
+        raise UpgradeNeeded(f"{where} {said}")
+    if isinstance(head.requires, list) and head.requires:
+        said = f"requires {str(head.requires)[:200]}, which this ucformat {__version__} does not implement"
         raise UpgradeNeeded(f"{where} {said}")
     try:
         manifest = Manifest.model_validate_json(data)

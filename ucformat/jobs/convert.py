@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ucformat._version import __version__
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import NotFound, UcformatError, Uncertain, UsageError
-from ucformat.format.arrays import array_doc, lay_out, put_array, put_file, put_groups
+from ucformat.format.arrays import array_doc, grid_doc, lay_out, put_array, put_file, put_groups
 from ucformat.format.commit import begin, commit, give_up, new_id
 from ucformat.format.names import folder_names
 from ucformat.format.places import at_of, group_docs
@@ -251,7 +251,7 @@ def write(
                 pass
     verified = VerifiedDoc(default=False) if passing is None else passing.described(infos)
     made = _described(source, store, attempt, tuple(array_doc(a, leaves[a.info.key]) for a in arrays))
-    return made.model_copy(update={"verified": verified})
+    return made.model_copy(update={"verified": verified, "grid": grid_doc(how.chunk_bytes, how.shard_bytes)})
 
 
 def _list_files(source: Checkpoint) -> None:

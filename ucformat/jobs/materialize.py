@@ -162,7 +162,7 @@ def _standing(store: Store) -> Manifest | None:
 
 
 #: What a manifest says of the files of its attempt; all else is of the checkpoint, whatever its form.
-_OF_FILES = ("attempt", "objects", "assets", "sidecar", "tensors", "verified")
+_OF_FILES = ("attempt", "objects", "assets", "sidecar", "grid", "tensors", "verified")
 
 
 def _write(source: Checkpoint, store: Store, attempt: Attempt, how: How) -> tuple[Manifest, Manifest]:

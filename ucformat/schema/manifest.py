@@ -16,6 +16,7 @@ __all__ = [
     "MANIFEST",
     "AttemptDoc",
     "FileDoc",
+    "GridDoc",
     "GroupDoc",
     "LineageDoc",
     "Manifest",
@@ -67,6 +68,13 @@ class TensorDoc(_Document):
     digest: Digest | None = None
     path: Folder | None = None
     at: tuple[StatePath, ...] = ()
+
+
+class GridDoc(_Document):
+    """The targets, in bytes, from which the writer computed the chunk and shard shapes of the arrays."""
+
+    chunk_bytes: Edge
+    shard_bytes: Edge
 
 
 class FileDoc(_Document):
@@ -147,6 +155,9 @@ class WriterDoc(_Document):
 class Manifest(_Document):
     """A committed checkpoint.
 
+    `requires` names the features that a reader must implement to read it correctly; this version defines none. `grid`
+    is None where no array was written.
+
     `commits` counts the commits of its training up to this one, as far as its writer knew them; without, it was not
     saved by a training, or nothing was known. `digest` is that of its file, at whose end it stands (docs/spec.md,
     "Digests"); None before it has one.
@@ -154,6 +165,7 @@ class Manifest(_Document):
 
     format: Literal["ucformat"] = "ucformat"
     version: Literal[1] = 1
+    requires: tuple[str, ...] = ()
     id: str
     attempt: Annotated[str, Field(pattern=f"^({ATTEMPT})?$")]  # without a name it is of a foreign checkpoint
     created: Time
@@ -170,6 +182,7 @@ class Manifest(_Document):
     objects: FileDoc | None = None
     assets: dict[str, FileDoc] = {}
     sidecar: SidecarDoc | None = None
+    grid: GridDoc | None = None
     writers: tuple[WriterDoc, ...] = ()
     verified: VerifiedDoc | None = None
     tensors: tuple[TensorDoc, ...]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat._version import __version__
 from ucformat.errors import Uncertain, UsageError
-from ucformat.format.arrays import array_doc, put_array, put_file, put_groups
+from ucformat.format.arrays import array_doc, grid_doc, put_array, put_file, put_groups
 from ucformat.format.commit import commit, discard, new_id
 from ucformat.format.digest import bytes_digest
 from ucformat.format.places import group_doc
@@ -241,7 +241,7 @@ def _manifest(
     written: Sequence[_Written],
 ) -> Manifest:
     """The manifest, when all that it names but its small files is durable; these are put now."""
-    data, sidecar = f"data/{attempt.id}", None
+    data, sidecar, grid = f"data/{attempt.id}", None, None
     if terms.form == "packed":
         encoded = sidecar_of(layout.tensors, layout.claims, layout.pieces, data)
         doc = put_file(store, f"{data}/extents.safetensors", encoded)
@@ -249,6 +249,7 @@ def _manifest(
         infos = (t.info for t in layout.tensors)
         docs = [TensorDoc(name=i.name, state=i.state, dtype=i.dtype, shape=i.shape, nbytes=i.nbytes) for i in infos]
     else:
+        grid = grid_doc(terms.chunk_bytes, terms.shard_bytes)
         leaves: list[dict[tuple[int, ...], bytes]] = [{} for _ in layout.tensors]
         for w in written:
             for tensor, at, found in w.found:
@@ -276,6 +277,7 @@ def _manifest(
         aliases={a: n for w in written for a, n in w.listing.aliases.items()},
         objects=put_file(store, f"objects/{attempt.id}/objects.json", dumps(_objects(written), indent=1).encode()),
         sidecar=sidecar,
+        grid=grid,
         writers=tuple(WriterDoc(nbytes=w.nbytes, seconds=w.seconds, stall=w.listing.stall) for w in written),
         tensors=tuple(docs),
     )
