@@ -20,8 +20,8 @@ from tests.sources.test_deepspeed_megatron import SMALL, check, opened
 from ucformat.cli.main import ucp
 from ucformat.errors import AmbiguousLayout, IntegrityError, UsageError
 from ucformat.geometry.tensor import Key
-from ucformat.sources.deepspeed.evidence import Sizes, as_its_weight
-from ucformat.sources.deepspeed.readings import concatenate, replicate
+from ucformat.sources.deepspeed.inference import ModelSizes, as_its_weight
+from ucformat.sources.tp_merge.sharding import concatenate, replicate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -203,7 +203,7 @@ class TestArguments:
         ],
     )
     def test_sizes_by_name(self, name: str, shape: tuple[int, ...], whole: bool | None) -> None:
-        assert Sizes.of({"args": ARGS}).whole(name, (shape, shape)) is whole
+        assert ModelSizes.of({"args": ARGS}).whole(name, (shape, shape)) is whole
 
 
 class TestRanksThatWereSeededAlike:

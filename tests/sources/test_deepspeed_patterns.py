@@ -12,20 +12,19 @@ import pytest
 from tests.geometry.reference import inside
 from ucformat.errors import IntegrityError, LayoutError, Refused, UcformatError, UpgradeNeeded
 from ucformat.sources.deepspeed.inference import Doubt, infer
-from ucformat.sources.deepspeed.patterns import Info
-from ucformat.sources.deepspeed.regexes import Patterns
+from ucformat.sources.deepspeed.patterns import Patterns, TensorParallelInfo
 
 if TYPE_CHECKING:
-    from ucformat.sources.deepspeed.readings import Reading
+    from ucformat.sources.tp_merge.sharding import TPSharding
 
 
 def numbered(*shape: int) -> Any:
     return np.arange(math.prod(shape)).reshape(shape)
 
 
-def read(info: dict[str, Any], name: str, parts: list[Any], padded: int | None = None) -> tuple[Reading, Any, Any]:
-    """The reading, the tensor that it makes of the parts, and its padding."""
-    found = Info(info, "file", padded).reading(name, tuple(p.shape for p in parts))
+def read(info: dict[str, Any], name: str, parts: list[Any], padded: int | None = None) -> tuple[TPSharding, Any, Any]:
+    """The sharding, the tensor that it makes of the parts, and its padding."""
+    found = TensorParallelInfo(info, "file", padded).sharding(name, tuple(p.shape for p in parts))
     assert found is not None
     whole, spare = np.full(found.shape, -1), np.full(found.padding_shape, -1)
     for into, regions in ((whole, found.regions), (spare, found.padding)):
@@ -183,10 +182,12 @@ class TestLists:
     )
     def test_nonsense_is_an_error(self, value: dict[str, Any]) -> None:
         with pytest.raises(IntegrityError):
-            Info(value, "file", None)
+            TensorParallelInfo(value, "file", None)
 
     def test_nothing_said_is_nothing(self) -> None:
-        assert Info({"universal_checkpoint_version": 0.4}, "file", None).reading("w", ((2,), (2,))) is None
+        assert (
+            TensorParallelInfo({"universal_checkpoint_version": 0.4}, "file", None).sharding("w", ((2,), (2,))) is None
+        )
 
 
 def piece(shape: list[int], source: Any, dest: Any, ranks: list[int], **more: Any) -> dict[str, Any]:
@@ -253,7 +254,7 @@ class TestAffineMaps:
 
     def test_a_newer_version_is_refused(self) -> None:
         with pytest.raises(UpgradeNeeded, match="version 2"):
-            Info(affine([3], {}, 2), "file", None)
+            TensorParallelInfo(affine([3], {}, 2), "file", None)
 
 
 class TestHostilePatterns:

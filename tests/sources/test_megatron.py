@@ -17,7 +17,7 @@ from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import AmbiguousLayout, IntegrityError, MissingData, NotFound, Refused, UcformatError, UsageError
 from ucformat.sources.megatron import Megatron
 from ucformat.sources.megatron.arguments import Arguments
-from ucformat.sources.megatron.cuts import Cuts
+from ucformat.sources.megatron.resolver import NameResolver
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:
@@ -430,9 +430,9 @@ class TestEvidence:
 
     def test_keys_and_values_that_several_ranks_hold(self) -> None:
         shapes = {"a.linear_qkv.weight": ((4, 3), (4, 3))}
-        assert Cuts(shapes, 3, [], 2).decide(lambda _: "different")["a.linear_qkv.weight"].shape == (8, 3)
+        assert NameResolver(shapes, 3, [], 2).decide(lambda _: "different")["a.linear_qkv.weight"].shape == (8, 3)
         with pytest.raises(AmbiguousLayout, match="linear_qkv"):
-            Cuts(shapes, 3, [], 1).decide(lambda _: "different")
+            NameResolver(shapes, 3, [], 1).decide(lambda _: "different")
 
     @pytest.mark.parametrize(
         ("args", "rows"),

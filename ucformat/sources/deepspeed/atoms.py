@@ -6,6 +6,10 @@ What an atom holds depends on who wrote it (DeepSpeed 0.19.8):
   `sub_param_shape`, `vocab_tensor`, … say how it was put together), with `sub_param_shape` in the shape of a view
 - ZeRO 3 else: a flat tensor; its shape is in the model states alone
 - `step.pt`: a number, or a tensor of no dims
+
+DeepSpeed's converter joins along dim 0 every parameter that no pattern matches, replicas too: to a tensor of twice
+their rows. Such atoms are split again. The model states have the shapes of the ranks' parts; each part then counts as
+one of the rank's tensors as in any checkpoint, and its sharding is inferred as there.
 """
 
 from __future__ import annotations
@@ -13,21 +17,28 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, Refused
-from ucformat.geometry.box import row_major
+from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.local import Region, parts_of
+from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.geometry.view import View
 from ucformat.sources.pickle.file import TorchFile
 from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ucformat.geometry.tensor import Extent
+    from ucformat.sources.deepspeed.patterns import TensorParallelInfo
+    from ucformat.sources.deepspeed.ranks import Slice
+    from ucformat.sources.tp_merge.sharding import Shapes
     from ucformat.storage.base import Store
 
-__all__ = ["Atom", "atom_names", "read_atoms"]
+__all__ = ["Atom", "atom_names", "read_atoms", "take_apart"]
 
 Shape = tuple[int, ...]
 
@@ -134,3 +145,47 @@ def _of_shape(file: TorchFile, tensor: StoredTensor, shape: Shape, *, view: bool
         "cut (--inject_missing_state), or files of different conversions are mixed; convert the original checkpoint "
         "with ucformat",
     )
+
+
+def take_apart(
+    store: Store,
+    stages: Sequence[Sequence[Slice]],
+    info: TensorParallelInfo,
+    keys: Mapping[str, Mapping[str, str]],
+    allow: tuple[str, ...],
+) -> dict[str, list[Atom]]:
+    """Give each rank its parts of the atoms that were joined for want of a pattern; returns these atoms by name."""
+    parts: dict[str, tuple[Sequence[Slice], Shapes]] = {}
+    for slices in stages if len(stages[0]) > 1 else ():
+        for name in slices[0].model.described:
+            held = tuple(of.model.described.get(name, ()) for of in slices)
+            if name in keys and name not in parts and info.is_default(name) and _joinable(held):
+                parts[name] = slices, held
+    atoms = read_atoms(store, {name: keys[name] for name in parts}, {}, allow)
+    taken: dict[str, list[Atom]] = {}
+    for name, found in atoms.items():
+        slices, held = parts[name]
+        whole = (sum(shape[0] for shape in held), *held[0][1:])
+        tensors = [atom for atom in found if atom.value is None and atom.shape]
+        if any(atom.shape != whole for atom in tensors):
+            continue  # not joined so: cut short, in the shape of a view, or out of the weights
+        taken[name] = found
+        for atom in tensors:
+            at = 0
+            for of, shape in zip(slices, held, strict=True):
+                box = Box((at, *[0] * (len(shape) - 1)), shape)
+                of.contents.add(name, atom.state, atom.dtype, shape, partial(_part, name, atom, box))
+                at += shape[0]
+    return taken
+
+
+def _joinable(shapes: Shapes) -> bool:
+    """Whether parts of these shapes can be joined along dim 0."""
+    return all(shapes) and len({shape[1:] for shape in shapes}) == 1
+
+
+def _part(name: str, atom: Atom, of: Box, within: Box | None) -> Iterator[Extent]:
+    """The extents of a box of an atom, as boxes of that box."""
+    info = TensorInfo(name, atom.state, atom.dtype, of.shape)
+    view = View(info, tuple(parts_of((Region(of, Box.whole(of.shape)),), Key(name, atom.state))))
+    return view.extents(lambda _key, _box: atom.extents, within)

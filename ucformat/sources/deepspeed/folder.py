@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ucformat.errors import IntegrityError, MissingData, NotFound, Refused, UsageError
 from ucformat.storage.base import check_key, exists
@@ -27,9 +27,11 @@ from ucformat.storage.base import check_key, exists
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ucformat.geometry.layout import Layout
     from ucformat.storage.base import Store
 
 __all__ = [
+    "DeepSpeedOptions",
     "Files",
     "check_world",
     "find_tag",
@@ -297,3 +299,13 @@ def _tag_in(store: Store, file: str) -> str | None:
         return None
     text = store.read(file).decode(errors="replace").strip()
     return text if text and "\n" not in text else None
+
+
+class DeepSpeedOptions(NamedTuple):
+    """The arguments of `DeepSpeed`, which says what they are."""
+
+    allow: tuple[str, ...]
+    groups: Sequence[Sequence[str]] | None
+    layout: Layout | str | None
+    vocab: int | None
+    cuts: Mapping[str, str | int] | None

@@ -1,25 +1,53 @@
-"""How a parameter lies over tensor-parallel ranks, where neither the caller nor the checkpoint says so.
+"""How a parameter is sharded across tensor-parallel ranks, where neither the caller nor the checkpoint says so.
 
 What counts as evidence: parts of unequal shape are cut along the dim in which they differ; equal bytes, not all of one
-value, are replicas; of a family that is known by its module names, the preset says it. What is left is not guessed: an
+value, are replicas; of a family that is known by its module names, the preset applies. What is left is not guessed: an
 error lists it, with the two ways in which it can be read.
+
+Where a checkpoint has patterns and none matches a parameter, DeepSpeed joins it along dim 0, replicas too, so that
+proves nothing. The evidence is then, in this order: the sizes in the checkpoint's own arguments; parts that differ,
+which are no replicas; and the other parameters: one whose parts are equal is a replica where the checkpoint calls
+others replicated and holds parts that differ (ranks that were seeded alike would have equal parts of everything). Parts
+of one repeated value prove nothing by themselves: a bias goes with its weight, a norm with the other norms.
+
+A preset is a set of layout rules over the axis `tp`. It applies where the caller names it, and by itself only where a
+checkpoint has no patterns and its module names are those of the family. Tables that engines cut in several ways (a
+vocabulary that may be cut, padded or replicated) are left out where the family does not settle it; the shapes of the
+parts then do, or the caller must.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucformat.errors import AmbiguousLayout, LayoutError, option_text
-from ucformat.sources.cuts import CUTS, how_to_say
-from ucformat.sources.deepspeed.readings import Reading, Shapes, concatenate, replicate
+from ucformat.geometry.box import Box
+from ucformat.geometry.local import Region
+from ucformat.sources.pickle.stand_ins import Inert
+from ucformat.sources.tp_merge.sharding import CUTS, Shapes, TPSharding, concatenate, how_to_say, replicate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from ucformat.sources.deepspeed.replicas import Verdict
+    from ucformat.sources.tp_merge.replicas import Verdict
 
-__all__ = ["EQUAL", "MEAN", "Doubt", "ambiguous", "cut", "infer"]
+__all__ = [
+    "EQUAL",
+    "FAMILIES",
+    "MEAN",
+    "PRESETS",
+    "Doubt",
+    "Family",
+    "ModelSizes",
+    "ambiguous",
+    "as_its_weight",
+    "as_other_norms",
+    "cut",
+    "family_of",
+    "infer",
+]
 
 MEAN = "{partial: mean, over: tp}"
 EQUAL = "equal bytes"  # why parts are read as replicas
@@ -42,8 +70,8 @@ class Doubt(NamedTuple):
 
 def infer(
     name: str, shapes: Shapes, verdict: Callable[[], Verdict], siblings: Mapping[str, Shapes], hidden: int | None
-) -> Reading | Doubt:
-    """The one reading that the evidence allows, or a doubt.
+) -> TPSharding | Doubt:
+    """The one sharding that the evidence allows, or a doubt.
 
     `verdict` compares the parts' bytes; `siblings` are all parameters; `hidden` is the model's width, if it is known.
     """
@@ -114,3 +142,203 @@ def _word(place: str) -> str:
 
 def _quoted(name: str) -> str:
     return "'" + name.replace("'", "''") + "'"
+
+
+_ARGUMENTS = ("args", "config", "model_config", "hf_config", "hparams")  # of the client state
+_WIDTH = ("hidden_size", "n_embd", "d_model", "dim_model")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+_VOCABULARY = ("original_vocab_size", "vocab_size")
+_HEAD = re.compile(r"(^|[._])(q|k|query|key)_?(layer)?_?norm", re.IGNORECASE)
+_NORM = re.compile(r"norm|(^|\.)ln_?\w*\.(weight|bias)$", re.IGNORECASE)
+_POSITION = re.compile(r"pos(ition)?_?emb|embed_pos|(^|\.)wpe\.", re.IGNORECASE)
+_KINDS = re.compile(r"token_?type", re.IGNORECASE)
+_WORDS = re.compile(r"(^|\.)((word|tok|token)_emb\w*|embed_tokens|wte|lm_head|output_layer|embed_out)\.(weight|bias)$")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """The sizes of the model that a checkpoint tells: `padded_vocab_size`, `hidden_size`, … by name."""
+
+    told: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> ModelSizes:
+        """Those in a model states file: in its arguments, and in what it says of its parameters."""
+        told: dict[str, int] = {}
+        for key in (*_ARGUMENTS, "universal_checkpoint_info"):
+            found = value.get(key)
+            found = found.state if isinstance(found, Inert) else found
+            for name, n in (found if isinstance(found, dict) else {}).items():
+                if isinstance(name, str) and type(n) is int and n > 0:
+                    told.setdefault(name, n)
+        return cls(told)
+
+    def whole(self, name: str, shapes: Shapes) -> bool | None:
+        """Whether each rank's part is the whole parameter (True) or a cut of its rows (False); None: not told."""
+        rows, total = shapes[0][0], sum(s[0] for s in shapes)
+        size = self._expected(name, len(shapes[0]))
+        if size is None and _WORDS.search(name) and (size := self._first(_VOCABULARY)) and rows < size <= total:
+            return False  # padded to a size that is not told
+        return size == rows if size in (rows, total) else None
+
+    def width(self, name: str, shapes: Shapes) -> bool | None:
+        """Whether the parts of a matrix, joined along dim 0, are of the model's width; None: not told.
+
+        False: joined along dim 1 they would be, and one of the two dims of such a matrix always is.
+        """
+        size = self._first(_WIDTH)
+        if size is None or len(shapes[0]) != 2:
+            return None
+        rows, columns = (sum(s[d] for s in shapes) for d in (0, 1))
+        if size in (rows, shapes[0][1]):
+            return True
+        return False if size in (columns, shapes[0][0]) and not _POSITION.search(name) else None
+
+    def _expected(self, name: str, ndim: int) -> int | None:
+        """The rows of a parameter of this name."""
+        if _WORDS.search(name) and not _NORM.search(name):
+            return self._first(("padded_vocab_size",))
+        if _POSITION.search(name):
+            return self._first(_POSITIONS) if ndim == 2 else None
+        if _KINDS.search(name):
+            return self._first(("num_tokentypes", "type_vocab_size"))
+        if ndim != 1 or not _NORM.search(name):
+            return None
+        if not _HEAD.search(name):
+            return self._first(_WIDTH)
+        width, heads = self._first(_WIDTH), self._first(("num_attention_heads", "n_head"))
+        return self._first(("kv_channels", "head_dim")) or (width // heads if width and heads else None)
+
+    def _first(self, names: Iterable[str]) -> int | None:
+        return next((self.told[name] for name in names if name in self.told), None)
+
+
+def as_its_weight(name: str, shapes: Shapes, shardings: Mapping[str, TPSharding]) -> TPSharding | None:
+    """A bias as the rows of its weight lie; None where it is no bias, or its weight's sharding does not tell."""
+    weight = shardings.get(f"{name.removesuffix('bias')}weight") if name.endswith("bias") else None
+    if weight is None or weight.mean or weight.scaled or len(weight.shape) < 2 or len(shapes[0]) != 1:
+        return None
+    regions, padding = _rows(weight.regions), _rows(weight.padding)
+    for t, shape in enumerate(shapes):
+        held = sum(r.local.size for r in (*regions[t], *(padding[t] if padding else ())))
+        if held != shape[0]:
+            return None
+    out = TPSharding(weight.shape[:1], regions, padding, weight.padding_rows)
+    return out.because("the rows of its weight")
+
+
+def as_other_norms(name: str, shapes: Shapes, shardings: Mapping[str, TPSharding]) -> TPSharding | None:
+    """A norm as long as the others, of which the sharding is known, is on every rank as they are."""
+    if not _NORM.search(name) or _HEAD.search(name) or len(shapes[0]) != 1:
+        return None
+    others = [r for n, r in shardings.items() if _NORM.search(n) and not _HEAD.search(n) and len(r.shape) == 1]
+    alike = {r.shape for r in others} == {shapes[0]} and all(r == replicate(shapes).because(r.why) for r in others)
+    return replicate(shapes).because("the other norms") if alike else None
+
+
+def _rows(regions: tuple[tuple[Region, ...], ...]) -> tuple[tuple[Region, ...], ...]:
+    """What regions of a matrix say of its rows alone."""
+    return tuple(tuple(dict.fromkeys(Region(_first(r.local), _first(r.box)) for r in held)) for held in regions)
+
+
+def _first(box: Box) -> Box:
+    return Box(box.start[:1], box.shape[:1])
+
+
+Rules = tuple[dict[str, Any], ...]
+
+_COLUMN = [{"shard": 0, "over": "tp"}]
+_ROW = [{"shard": 1, "over": "tp"}]
+_SWIGLU = [{"shard": 0, "over": "tp", "parts": [1, 1]}]
+_SAME = ["replicate"]
+
+
+def _rules(*pairs: tuple[str, list[Any]]) -> Rules:
+    return tuple({"match": f"/{pattern}/", "place": place} for pattern, place in pairs)
+
+
+_LLAMA_LAYER = r"(.*\.)?layers\.\d+\."
+_LLAMA = _rules(
+    (_LLAMA_LAYER + r"self_attn\.[qkv]_proj\.(weight|bias)", _COLUMN),
+    (_LLAMA_LAYER + r"self_attn\.o_proj\.weight", _ROW),
+    (_LLAMA_LAYER + r"(mlp|mlp\.experts\.\d+|mlp\.shared_expert)\.(gate|up)_proj\.(weight|bias)", _COLUMN),
+    (_LLAMA_LAYER + r"(mlp|mlp\.experts\.\d+|mlp\.shared_expert)\.down_proj\.weight", _ROW),
+    (_LLAMA_LAYER + r"block_sparse_moe\.experts\.\d+\.w[13]\.weight", _COLUMN),
+    (_LLAMA_LAYER + r"block_sparse_moe\.experts\.\d+\.w2\.weight", _ROW),
+    (_LLAMA_LAYER + r"(block_sparse_moe|mlp)\.gate\.weight", _SAME),
+    (_LLAMA_LAYER + r"(self_attn\.o_proj|mlp\.down_proj)\.bias", _SAME),
+    (r"(.*\.)?([a-z_]*norm|rotary_emb)\.(weight|bias|inv_freq)", _SAME),
+)
+
+_MEGATRON_LAYER = r"(language_model\.(encoder|transformer)\.layers\.)?\d+\."
+
+
+def _megatron(up: list[Any]) -> Rules:
+    return _rules(
+        (_MEGATRON_LAYER + r"self_attention\.query_key_value\.(weight|bias)", _COLUMN),
+        (_MEGATRON_LAYER + r"self_attention\.dense\.weight", _ROW),
+        (_MEGATRON_LAYER + r"mlp\.dense_h_to_4h\.(weight|bias)", up),
+        (_MEGATRON_LAYER + r"mlp\.dense_4h_to_h\.weight", _ROW),
+        (_MEGATRON_LAYER + r"(self_attention\.dense|mlp\.dense_4h_to_h)\.bias", _SAME),
+        (_MEGATRON_LAYER + r"(input|post_attention)_layernorm\.(weight|bias)", _SAME),
+        (r"\d+\.(weight|bias)", _SAME),  # the final norm of a pipeline
+        (r"language_model\.(encoder|transformer)\.final_layernorm\.(weight|bias)", _SAME),
+        (r"(.*\.)?position_embeddings\.weight", _SAME),
+        (r"(.*\.)?(word_embeddings|lm_head|output_layer)\.weight", _COLUMN),
+    )
+
+
+#: By the names that callers give.
+PRESETS: dict[str, Rules] = {
+    "llama": _LLAMA,
+    "megatron-deepspeed": _megatron(_COLUMN),
+    "megatron-deepspeed-swiglu": _megatron(_SWIGLU),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family that is known by its module names: all of `signs` must be found."""
+
+    preset: str
+    signs: tuple[str, ...]
+
+    def has(self, names: Iterable[str]) -> bool:
+        """Whether these are names of the family."""
+        names = list(names)
+        return all(any(re.fullmatch(sign, name[:1000]) for name in names) for sign in self.signs)
+
+
+FAMILIES = (
+    Family(
+        "llama",
+        (
+            r"model\.layers\.\d+\.self_attn\.q_proj\.weight",
+            r"model\.layers\.\d+\.self_attn\.o_proj\.weight",
+            r"model\.layers\.\d+\.input_layernorm\.weight",
+        ),
+    ),
+    Family(
+        "megatron-deepspeed",
+        (
+            _MEGATRON_LAYER + r"self_attention\.query_key_value\.weight",
+            _MEGATRON_LAYER + r"self_attention\.dense\.weight",
+            _MEGATRON_LAYER + r"mlp\.dense_4h_to_h\.weight",
+        ),
+    ),
+)
+
+
+def family_of(shapes: dict[str, tuple[tuple[int, ...], ...]]) -> str | None:
+    """The preset of the family that these parameters are of; `shapes`: those of the ranks' parts.
+
+    Megatron's SwiGLU is told by the shapes: what goes into the second matrix is half of what comes out of the first.
+    """
+    found = next((family.preset for family in FAMILIES if family.has(shapes)), None)
+    if found != "megatron-deepspeed":
+        return found
+    for name, (first, *_) in shapes.items():
+        down = shapes.get(name.replace("dense_h_to_4h", "dense_4h_to_h"))
+        if name.endswith("mlp.dense_h_to_4h.weight") and down:
+            return "megatron-deepspeed-swiglu" if first[0] == 2 * down[0][-1] else found
+    return found

@@ -1,18 +1,18 @@
-"""The tensors of a whole checkpoint, out of those of its model-parallel ranks."""
+"""The tensors and optimizer groups of a whole checkpoint, out of those of its model-parallel ranks."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused
 from ucformat.geometry.box import Box
 from ucformat.geometry.local import parts_of
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
 from ucformat.geometry.view import View
-from ucformat.sources.contents import Contents
-from ucformat.sources.deepspeed.readings import Reading, Shapes, replicate
-from ucformat.sources.deepspeed.replicas import Copy, Verdict, compare, must_agree
+from ucformat.sources.contents import Contents, Group
+from ucformat.sources.tp_merge.replicas import Copy, Verdict, compare, must_agree
+from ucformat.sources.tp_merge.sharding import Shapes, TPSharding, replicate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from ucformat.geometry.local import Region
     from ucformat.geometry.tensor import Extent
     from ucformat.sources.contents import Locate
-    from ucformat.sources.deepspeed.guide import Guide
-    from ucformat.sources.deepspeed.slices import Slice
+    from ucformat.sources.deepspeed.ranks import Slice
+    from ucformat.sources.deepspeed.resolver import ShardingResolver
     from ucformat.storage.base import Store
 
-__all__ = ["Merged", "roster"]
+__all__ = ["Merged", "merge_groups", "roster"]
 
 _MIXED = "files of different saves are mixed in one folder"
 
@@ -32,16 +32,16 @@ _MIXED = "files of different saves are mixed in one folder"
 class Merged:
     """All tensors of a checkpoint: `stages` are its slices, by pipeline stage and tensor-parallel rank."""
 
-    def __init__(self, store: Store, stages: Sequence[Sequence[Slice]], guide: Guide) -> None:
+    def __init__(self, store: Store, stages: Sequence[Sequence[Slice]], resolver: ShardingResolver) -> None:
         self.contents = Contents()
         self.means: dict[Key, tuple[Key, ...]] = {}
-        self._store, self._guide = store, guide
+        self._store, self._resolver = store, resolver
         self._copies: dict[Key, list[Copy]] = {}  # equal tensors of several stages
         self._agreed: set[Key] = set()
         self._homes: dict[str, Sequence[Slice]] = {}  # the first stage that holds a parameter
         shapes = [_shapes(stage) for stage in stages]
         described = (name for slices in stages for name in slices[0].model.described)
-        guide.recognise({name: parts for of in shapes for name, parts in of.items()}, described)
+        resolver.recognise({name: parts for of in shapes for name, parts in of.items()}, described)
         for stage, of in zip(stages, shapes, strict=True):
             self._homes.update((name, stage) for name in of if name not in self._homes)
         for stage, of in zip(stages, shapes, strict=True):
@@ -50,23 +50,27 @@ class Merged:
     def _add_stage(self, slices: Sequence[Slice], shapes: dict[str, Shapes]) -> None:
         first = slices[0].contents
         buffers = frozenset().union(*(s.model.buffers for s in slices))
-        readings = self._guide.decide(shapes, buffers, self._verdict)
+        shardings = self._resolver.decide(shapes, buffers, self._verdict)
         for key in first.infos:
             if key not in first.large:
-                self._add(key, slices, shapes[key.name], readings[key.name])
+                self._add(key, slices, shapes[key.name], shardings[key.name])
         for of in slices:
             for key in of.contents.large:
                 info = of.contents.infos[key]
                 self.contents.add(key.name, key.state, info.dtype, info.shape, of.contents.locate[key])
 
-    def _add(self, key: Key, slices: Sequence[Slice], shapes: tuple[tuple[int, ...], ...], reading: Reading) -> None:
+    def _add(
+        self, key: Key, slices: Sequence[Slice], shapes: tuple[tuple[int, ...], ...], sharding: TPSharding
+    ) -> None:
         """A tensor in one state, read as its parameter is; states without its shape must be whole on every rank."""
         infos = [s.contents.infos[key] for s in slices]
         found = tuple(info.shape for info in infos)
         if len({info.dtype for info in infos}) > 1:
             raise IntegrityError(f"{key} has the dtypes {', '.join(sorted({i.dtype for i in infos}))}", hint=_MIXED)
         if found != shapes:
-            whole = len(reading.regions[0]) == 1 and all(regions == reading.regions[0] for regions in reading.regions)
+            whole = len(sharding.regions[0]) == 1 and all(
+                regions == sharding.regions[0] for regions in sharding.regions
+            )
             if not whole and any(found):
                 raise Refused(
                     f"{key} of the parts {[list(s) for s in found]} belongs to a parameter of the parts "
@@ -74,26 +78,26 @@ class Merged:
                     "are not read under tensor parallelism",
                     hint="read the weights and masters alone",
                 )
-            reading = replicate(found)
-        info = TensorInfo(key.name, key.state, infos[0].dtype, reading.shape)
-        if reading.mean and found == shapes:
+            sharding = replicate(found)
+        info = TensorInfo(key.name, key.state, infos[0].dtype, sharding.shape)
+        if sharding.mean and found == shapes:
             parts = tuple(Key(key.name, f"{key.state}.partial{t}") for t in range(len(slices)))
             self._put(info, lambda _: _refuse_mean(key, parts))
             for part, of in zip(parts, slices, strict=True):
                 self.contents.locate.setdefault(part, of.contents.locate[key])
             self.means[key] = parts
             return
-        if reading.scaled:
+        if sharding.scaled:
             self._put(info, lambda _: _refuse_scaled(key))
             return
-        if len(slices) == 1 and not reading.padding_rows:
+        if len(slices) == 1 and not sharding.padding_rows:
             self._put(info, slices[0].contents.locate[key])
             return
-        tensor = _Tensor(self._store, info, slices, reading.regions)
+        tensor = _Tensor(self._store, info, slices, sharding.regions)
         self._put(info, tensor.extents)
-        if reading.padding_rows:
-            spare = TensorInfo(key.name, f"{key.state}.padding", info.dtype, reading.padding_shape)
-            self._put(spare, _Tensor(self._store, spare, slices, reading.padding, key).extents)
+        if sharding.padding_rows:
+            spare = TensorInfo(key.name, f"{key.state}.padding", info.dtype, sharding.padding_shape)
+            self._put(spare, _Tensor(self._store, spare, slices, sharding.padding, key).extents)
 
     def _put(self, info: TensorInfo, locate: Locate) -> None:
         """A tensor of a stage; a stage that holds one of another stage must hold the same."""
@@ -113,7 +117,7 @@ class Merged:
 
     def _locate(self, key: Key, within: Box | None) -> Iterator[Extent]:
         copies = self._copies[key]
-        if key not in self._agreed and len(copies) > 1 and not self._guide.may_differ(key.name):
+        if key not in self._agreed and len(copies) > 1 and not self._resolver.may_differ(key.name):
             must_agree(self._store, key, copies)
         self._agreed.add(key)
         return copies[0].locate(within)
@@ -225,3 +229,65 @@ def _refuse_scaled(key: Key) -> Iterator[Extent]:
         f"{key} is stored multiplied by a number, as the affine map of the checkpoint says, so it is not read in place",
         hint="DeepSpeed's own converter undoes it for weights; of optimizer states it refuses it, too",
     )
+
+
+def merge_groups(stages: Sequence[Sequence[Slice]]) -> list[Group]:
+    """Groups of tensor-parallel ranks must be the same; those of pipeline stages are joined.
+
+    By position, where all stages have equally many, with the same hyper-parameters. Else by hyper-parameters, where
+    these belong to one group of the stage alone; what is left stays a group of its own. Nothing is lost by that: each
+    parameter keeps its hyper-parameters.
+    """
+    merged: list[Group] = []
+    seen: set[str] = set()
+    for slices in stages:
+        groups = slices[0].contents.groups
+        for of in slices[1:]:
+            if [(g.names, g.hyper) for g in of.contents.groups] != [(g.names, g.hyper) for g in groups]:
+                raise IntegrityError(
+                    f"the optimizer groups of {slices[0].model.key} and {of.model.key} are not the same",
+                    hint="files of different saves are mixed in one folder",
+                )
+        for group, into in zip(groups, _partners(merged, groups), strict=True):
+            names = [name for name in group.names if name not in seen]  # a tied module's, in several stages
+            seen.update(names)
+            if into is None:
+                merged.append(Group(names, group.hyper, group.state))
+            else:
+                into.state = _joined(into, group)
+                into.names.extend(names)
+    return merged
+
+
+def _partners(merged: Sequence[Group], groups: Sequence[Group]) -> list[Group | None]:
+    """The group that each group of a stage is joined to."""
+    if len(merged) == len(groups) and all(_alike(a, b) for a, b in zip(merged, groups, strict=True)):
+        return list(merged)
+    found: list[Group | None] = []
+    for group in groups:
+        same = [other for other in merged if _alike(other, group)]
+        alone = sum(_alike(other, group) for other in groups) == 1
+        found.append(same[0] if alone and len(same) == 1 else None)
+    return found
+
+
+def _alike(one: Group, other: Group) -> bool:
+    return one.hyper == other.hyper and one.state.keys() == other.state.keys()
+
+
+def _joined(one: Group, other: Group) -> dict[str, Any]:
+    """Plain state: one value for all, or one for each name where they differ."""
+    out: dict[str, Any] = {}
+    for key, value in one.state.items():
+        theirs = other.state[key]
+        if type(value) is type(theirs) and value == theirs and not isinstance(value, dict):
+            out[key] = value
+        else:
+            out[key] = {**_by_name(value, one.names), **_by_name(theirs, other.names)}
+    return out
+
+
+def _by_name(value: Any, names: Sequence[str]) -> dict[str, Any]:
+    if isinstance(value, dict) and value.keys() <= set(names):
+        return value
+    return dict.fromkeys(names, value)

@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import Refused
 from ucformat.reading.facts import Facts
 from ucformat.sources.deepspeed.contents import load_all
-from ucformat.sources.deepspeed.degrees import Degrees
 from ucformat.sources.deepspeed.experts import adopt_experts, check_degree, expert_model
-from ucformat.sources.deepspeed.groups import merge_groups
-from ucformat.sources.deepspeed.guide import Guide
-from ucformat.sources.deepspeed.merge import Merged, roster
-from ucformat.sources.deepspeed.model import ModelStates
-from ucformat.sources.deepspeed.numbered import names_of_stages
-from ucformat.sources.deepspeed.objects import Objects
-from ucformat.sources.deepspeed.pipeline import adopt_layers, layers_of
-from ucformat.sources.deepspeed.slices import Slice, read_slice
+from ucformat.sources.deepspeed.merge import Merged, merge_groups, roster
+from ucformat.sources.deepspeed.model import ModelStates, Objects
+from ucformat.sources.deepspeed.pipeline import adopt_layers, layers_of, names_of_stages
+from ucformat.sources.deepspeed.ranks import ParallelDegrees, Slice, read_slice
+from ucformat.sources.deepspeed.resolver import ShardingResolver
 from ucformat.sources.pickle.file import TorchFile, TorchZip
 from ucformat.storage.concurrency import map_io
 
@@ -27,8 +23,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Extent, Key
     from ucformat.reading.readable import Record
     from ucformat.sources.deepspeed.experts import Experts
-    from ucformat.sources.deepspeed.folder import Files
-    from ucformat.sources.deepspeed.options import DeepSpeedOptions
+    from ucformat.sources.deepspeed.folder import DeepSpeedOptions, Files
     from ucformat.storage.base import Store
 
 __all__ = ["OpenDeepSpeed"]
@@ -44,8 +39,8 @@ class OpenDeepSpeed:
         self._files = files
         degrees, stages = _read(store, files, how)
         models = [m for slices in stages for of in slices for m in of.models]
-        guide = Guide(models, degrees.tp, how.layout, how.vocab, how.cuts)
-        merged = Merged(store, stages, guide)
+        resolver = ShardingResolver(models, degrees.tp, how.layout, how.vocab, how.cuts)
+        merged = Merged(store, stages, resolver)
         contents = self._contents = merged.contents
         contents.groups = merge_groups(stages)
         by_label = {
@@ -82,14 +77,14 @@ class OpenDeepSpeed:
                 yield from TorchZip(self.store, key).records()
 
 
-def _read(store: Store, files: Files, how: DeepSpeedOptions) -> tuple[Degrees, list[list[Slice]]]:
+def _read(store: Store, files: Files, how: DeepSpeedOptions) -> tuple[ParallelDegrees, list[list[Slice]]]:
     """The checkpoint's slices by pipeline stage and tensor-parallel rank."""
 
     def load(key: str) -> TorchFile:
         return TorchFile(store, key, allow=how.allow)
 
     first = ModelStates(load(files.models[0][0]))
-    degrees = Degrees.of(files, first)  # before others are opened that may not belong to it
+    degrees = ParallelDegrees.of(files, first)  # before others are opened that may not belong to it
     others = [row[not m :] for m, row in enumerate(files.models)]
     rows = [[ModelStates(file) for file in row] for row in load_all(load, others)]
     rows[0].insert(0, first)
@@ -160,7 +155,7 @@ def _expert_stages(
     return stages
 
 
-def _layout(degrees: Degrees, stages: list[list[Slice]], files: Files) -> dict[str, Any]:
+def _layout(degrees: ParallelDegrees, stages: list[list[Slice]], files: Files) -> dict[str, Any]:
     """Stage and ranks; under ZeRO 3 also the dtype of the weights, of which only the fp32 copy is stored."""
     first = stages[0][0]
     out: dict[str, Any] = {"zero": first.stage, "dp": degrees.dp}

@@ -1,32 +1,91 @@
-"""`universal_checkpoint_info`: what a checkpoint says of how its parameters lie over tensor-parallel ranks.
+"""`universal_checkpoint_info`: what a checkpoint says of how its parameters are sharded across tensor-parallel ranks.
 
 Megatron-DeepSpeed's models write it into the client state, AutoTP into the model states; its versions are 0.2, 0.3 and
 0.4. It lists patterns of names by what is to be done with the parts. As DeepSpeed does it: an affine map goes first,
 then replicated, averaged, two sub-parameters, sub-parameters, row parallelism (joined along dim 1); any other parameter
 is joined along dim 0. The vocabulary's padding is cut off after that.
+
+DeepSpeed applies its patterns with `re.match`, so a pattern need only match the beginning of a name. Those that AutoTP
+writes are exact names (`^name$`, escaped); they are looked up.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ucformat.errors import IntegrityError, LayoutError, Refused, UpgradeNeeded, option_text
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.local import Region, Strides, strided_regions
+from ucformat.geometry.patterns import Pattern, compile_pattern
 from ucformat.geometry.placement import Shard
 from ucformat.geometry.tensor import TensorInfo
-from ucformat.sources.deepspeed.readings import TP, Reading, Shapes, concatenate, mean, replicate, shard, sub_params
-from ucformat.sources.deepspeed.regexes import Patterns, is_exact
+from ucformat.sources.tp_merge.sharding import TP, Shapes, TPSharding, concatenate, mean, replicate, shard, sub_params
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["Info"]
+__all__ = ["Patterns", "TensorParallelInfo", "is_exact"]
+
+T = TypeVar("T")
+
+
+class Patterns(Generic[T]):
+    """Patterns, each with a value; the first that matches a name gives it."""
+
+    def __init__(self, pairs: Iterable[tuple[Any, T]], what: str) -> None:
+        self._exact: dict[str, tuple[str, T]] = {}
+        self._others: list[tuple[Pattern, str, T]] = []
+        for pattern, value in pairs:
+            if not isinstance(pattern, str):
+                raise IntegrityError(f"{what} has a pattern that is no text ({type(pattern).__name__})")
+            name = _literal(pattern)
+            if name is not None:
+                self._exact.setdefault(name, (pattern, value))
+            else:
+                self._others.append((_compiled(pattern, what), pattern, value))
+
+    def __bool__(self) -> bool:
+        return bool(self._exact or self._others)
+
+    def find(self, name: str) -> tuple[str, T] | None:
+        """The pattern that matches a name, and its value."""
+        if name in self._exact:
+            return self._exact[name]
+        try:
+            return next(((pattern, value) for regex, pattern, value in self._others if regex.match(name)), None)
+        except LayoutError as error:
+            raise Refused(error.message, hint=f"say how the tensors are cut: {option_text('layout')}") from error
+
+
+def is_exact(pattern: str) -> bool:
+    """Whether a pattern is a name, as AutoTP writes them."""
+    return _literal(pattern) is not None
+
+
+def _literal(pattern: str) -> str | None:
+    if not (pattern.startswith("^") and pattern.endswith("$")):
+        return None
+    name = re.sub(r"\\(.)", r"\1", pattern[1:-1])
+    return name if re.escape(name) == pattern[1:-1] else None
+
+
+def _compiled(pattern: str, what: str) -> Pattern:
+    try:
+        return compile_pattern(pattern)
+    except LayoutError as error:
+        if error.__cause__ is not None:
+            raise IntegrityError(f"{what} has a pattern that is none: {error.message}") from error
+        raise Refused(
+            f"of the patterns of {what}, {error.message}",
+            hint=f"say how the tensors are cut instead: {option_text('layout')}",
+        ) from error
+
 
 _KEY = "universal_checkpoint_info"
-_LISTS: dict[str, Callable[[Shapes], Reading]] = {
+_LISTS: dict[str, Callable[[Shapes], TPSharding]] = {
     "tp_replicated_parameter_patterns": replicate,
     "parameter_to_average_patterns": mean,
     "parameter_with_2_sub_params_cat_dim_0": lambda shapes: shard(shapes, Shard(0, TP, parts=(1, 1))),
@@ -38,7 +97,7 @@ _AFFINE_NEWEST = 1
 _PIECES = 4096
 
 
-class Info:
+class TensorParallelInfo:
     """What one checkpoint says, its patterns ready to be matched."""
 
     def __init__(self, value: Any, file: str, padded: int | None) -> None:
@@ -66,7 +125,7 @@ class Info:
         """Whether it says anything of how parameters are cut."""
         return any((*self._lists.values(), self._sub, self._affine))
 
-    def reading(self, name: str, shapes: Shapes) -> Reading | None:
+    def sharding(self, name: str, shapes: Shapes) -> TPSharding | None:
         """How a parameter is to be read; None where the checkpoint says nothing of any.
 
         LayoutError (without the name) where what is said does not fit the shapes of the parts.
@@ -89,7 +148,7 @@ class Info:
         """Whether it is a vocabulary table."""
         return self._vocabulary.find(name) is not None
 
-    def _find(self, name: str, shapes: Shapes) -> Reading:
+    def _find(self, name: str, shapes: Shapes) -> TPSharding:
         hit = self._affine.find(name)
         if hit:
             return _affine(hit[1], shapes).because("its affine map")
@@ -108,7 +167,7 @@ class Info:
             _ROW if self._lists[_ROW].find(name) else "no pattern, which means dim 0"
         )
 
-    def _sub_param(self, pattern: str, entry: dict[str, Any], shapes: Shapes) -> Reading:
+    def _sub_param(self, pattern: str, entry: dict[str, Any], shapes: Shapes) -> TPSharding:
         view: Any = entry.get("shape")
         dim = entry.get("partition_dim")
         sizes = isinstance(view, list | tuple) and all(_is_size(n) or _is_sizes(n) for n in view)
@@ -130,19 +189,19 @@ class Info:
             )
         return sub_params(shapes, view, dim, [[n // ranks] * ranks for n in parts])
 
-    def strip(self, name: str, reading: Reading) -> Reading:
+    def strip(self, name: str, sharding: TPSharding) -> TPSharding:
         """The same without the padding of a vocabulary. AutoTP, which writes exact names, pads none."""
         hit = self._vocabulary.find(name)
         rows = self._value.get("original_vocab_size")
-        if hit is None or is_exact(hit[0]) or not isinstance(rows, int) or rows < 1 or not reading.shape:
-            return reading
-        if self._padded and reading.shape[0] != self._padded:
-            if reading.shape[0] > rows:
+        if hit is None or is_exact(hit[0]) or not isinstance(rows, int) or rows < 1 or not sharding.shape:
+            return sharding
+        if self._padded and sharding.shape[0] != self._padded:
+            if sharding.shape[0] > rows:
                 raise LayoutError(
-                    f"it has {reading.shape[0]} rows, but the padded vocabulary {self._padded} and the original {rows}"
+                    f"it has {sharding.shape[0]} rows, but the padded vocabulary {self._padded} and the original {rows}"
                 )
-            return reading
-        return reading.strip(rows)
+            return sharding
+        return sharding.strip(rows)
 
     def _patterns(self, key: str) -> Patterns[None]:
         value = self._value.get(key) or []
@@ -185,8 +244,8 @@ def _count(count: int, dim: int, shapes: Shapes) -> list[int]:
     return [total // count] * count
 
 
-def _affine(entry: Any, shapes: Shapes) -> Reading:
-    """The reading that an affine map describes."""
+def _affine(entry: Any, shapes: Shapes) -> TPSharding:
+    """The sharding that an affine map describes."""
     try:
         shape = _sizes(entry["logical_shape"])
         ranks = {int(rank): held for rank, held in entry["ranks"].items()}
@@ -213,7 +272,7 @@ def _affine(entry: Any, shapes: Shapes) -> Reading:
         raise LayoutError(f"its affine map is not one ({type(error).__name__}: {error})") from error
     first = {r.box: None for held in regions for r in held}
     prove(TensorInfo("it", "weight", "uint8", shape), _numbered(Region(b, b) for b in first))
-    return replace(Reading(shape, tuple(regions)), scaled=scaled)
+    return replace(TPSharding(shape, tuple(regions)), scaled=scaled)
 
 
 def _numbered(regions: Any) -> Any:

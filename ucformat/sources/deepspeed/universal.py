@@ -18,16 +18,13 @@ from ucformat.errors import IntegrityError, MissingData
 from ucformat.geometry.tensor import Key
 from ucformat.reading.facts import Facts
 from ucformat.sources.contents import Contents, Group
-from ucformat.sources.deepspeed.atoms import Atom, atom_names, read_atoms
+from ucformat.sources.deepspeed.atoms import Atom, atom_names, read_atoms, take_apart
 from ucformat.sources.deepspeed.contents import hyper_parameters, load_all, need, stage_of, state_of
-from ucformat.sources.deepspeed.degrees import Degrees
 from ucformat.sources.deepspeed.folder import Files, list_files
-from ucformat.sources.deepspeed.guide import Guide
-from ucformat.sources.deepspeed.joins import take_apart
 from ucformat.sources.deepspeed.merge import Merged, roster
-from ucformat.sources.deepspeed.model import ModelStates
-from ucformat.sources.deepspeed.objects import Objects
-from ucformat.sources.deepspeed.slices import Slice, read_weights
+from ucformat.sources.deepspeed.model import ModelStates, Objects
+from ucformat.sources.deepspeed.ranks import ParallelDegrees, Slice, read_weights
+from ucformat.sources.deepspeed.resolver import ShardingResolver
 from ucformat.sources.pickle.file import TorchFile, TorchZip
 from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.sources.values import to_json
@@ -38,7 +35,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
     from ucformat.reading.readable import Record
-    from ucformat.sources.deepspeed.options import DeepSpeedOptions
+    from ucformat.sources.deepspeed.folder import DeepSpeedOptions
     from ucformat.storage.base import Store
 
 __all__ = ["OpenUniversal"]
@@ -124,9 +121,9 @@ class OpenUniversal:
         self._taken: dict[str, list[Atom]] = {}
         if self._stages:
             models = [m for slices in self._stages for of in slices for m in of.models]
-            guide = Guide(models, self._degrees.tp, how.layout, how.vocab, how.cuts)
-            self._taken = take_apart(self.store, self._stages, guide.info, keys, how.allow)
-            merged = Merged(self.store, self._stages, guide)
+            resolver = ShardingResolver(models, self._degrees.tp, how.layout, how.vocab, how.cuts)
+            self._taken = take_apart(self.store, self._stages, resolver.info, keys, how.allow)
+            merged = Merged(self.store, self._stages, resolver)
             self._contents, self._means = merged.contents, merged.means
         return self._contents
 
@@ -239,14 +236,16 @@ class OpenUniversal:
         return out
 
 
-def _read_models(store: Store, files: Files, how: DeepSpeedOptions) -> tuple[Degrees, list[list[Slice]], list[str]]:
+def _read_models(
+    store: Store, files: Files, how: DeepSpeedOptions
+) -> tuple[ParallelDegrees, list[list[Slice]], list[str]]:
     """The weights by pipeline stage and tensor-parallel rank, and the names of those that are empty placeholders."""
     if not files.models:
-        return Degrees(1, 1, 1), [], []
+        return ParallelDegrees(1, 1, 1), [], []
     rows = load_all(lambda key: TorchFile(store, key, allow=how.allow), files.models)
     models = [[ModelStates(file) for file in row] for row in rows]
     first = models[0][0]
-    degrees = Degrees.of(files, first, others=[row[0] for row in models])
+    degrees = ParallelDegrees.of(files, first, others=[row[0] for row in models])
     shared = first.aliases(zero3=files.zero3)
     stages: list[list[Slice]] = []
     lost: dict[str, None] = {}

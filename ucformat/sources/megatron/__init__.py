@@ -1,5 +1,85 @@
-"""Megatron-Core's and Megatron-LM's checkpoints as tensors and extents."""
+"""How Megatron's checkpoints are recognised and opened: distributed ones, and the classic files of each rank."""
 
-from ucformat.sources.megatron.source import Megatron
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ucformat.errors import NotACheckpoint, Refused, UcformatError
+from ucformat.sources.base import Folders
+from ucformat.sources.megatron.arguments import MegatronOptions
+from ucformat.sources.megatron.folder import backend_of, built_by_megatron, find_place, is_mark
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ucformat.geometry.layout import Layout
+    from ucformat.sources.megatron.classic import OpenClassic
+    from ucformat.sources.megatron.dist import OpenDist
+    from ucformat.storage.base import Store
 
 __all__ = ["Megatron"]
+
+_DIST = "torch_dist"
+
+
+class Megatron(Folders):
+    """How Megatron's checkpoints are recognised and opened.
+
+    Args:
+        allow: packages of your own whose pickled classes become inert stand-ins instead of being refused.
+        stacked: of distributed checkpoints, show the stacked tensors of all layers under their keys, as stored.
+        vocab_size: rows of the vocabulary without its padding, where the checkpoint does not tell.
+        optimizer: False leaves the optimizer's states out, where they cannot be named.
+        layout: of classic checkpoints, how parameters lie over tensor-parallel ranks where Megatron's own names do not
+            tell it: a layout whose rules are over the axis `tp`.
+        cuts: the same in a word for each pattern of names: `replicate`, `halves` (two tensors, one after the other, of
+            which each is cut), or the dim along which the ranks' parts are joined. It goes before `layout`.
+    """
+
+    kind = "megatron"
+    title = "Megatron"
+
+    def __init__(
+        self,
+        *,
+        allow: Sequence[str] = (),
+        stacked: bool = False,
+        vocab_size: int | None = None,
+        optimizer: bool = True,
+        layout: Layout | None = None,
+        cuts: Mapping[str, str | int] | None = None,
+    ) -> None:
+        self._options = MegatronOptions(tuple(allow), stacked, vocab_size, optimizer, layout, cuts)
+
+    def marks(self, name: str) -> bool:
+        """Whether a folder with a file of this name is one of Megatron's."""
+        return is_mark(name)
+
+    def find(self, store: Store) -> bool:
+        """Whether the folder has Megatron's tracker, its `metadata.json`, or files of its ranks."""
+        try:
+            return find_place(store) is not None
+        except UcformatError:
+            return True  # let opening tell what is wrong
+
+    def open(self, store: Store) -> OpenDist | OpenClassic:
+        """Open the checkpoint that the tracker names, or the one that the store is rooted at."""
+        place = find_place(store)
+        if place is None:
+            raise NotACheckpoint(f"{store.url} holds no checkpoint of Megatron's")
+        where = f"{store.url}/{place.folder}" if place.folder else store.url
+        if place.classic:
+            from ucformat.sources.megatron.classic import OpenClassic
+
+            with built_by_megatron(where):
+                return OpenClassic(store, place, self._options)
+        backend = backend_of(store, place.folder)
+        if backend != _DIST:
+            raise Refused(
+                f"{place.folder or store.url} is a distributed checkpoint in the format {backend!r}; {_DIST!r} is read",
+                hint="load it once with the Megatron that wrote it, and save it with --ckpt-format torch_dist",
+            )
+        from ucformat.sources.megatron.dist import OpenDist
+
+        with built_by_megatron(where):
+            return OpenDist(store, place, self._options)

@@ -1,9 +1,9 @@
-"""Megatron's own arguments, as a checkpoint has them (`args`): numbers of the model and of the ranks."""
+"""Numbers of the model and of its ranks: a checkpoint's own arguments (`args`), and the caller's options."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucformat.errors import IntegrityError
 from ucformat.sources.pickle.stand_ins import Inert
@@ -11,9 +11,11 @@ from ucformat.sources.pickle.stand_ins import Inert
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Arguments"]
+    from ucformat.geometry.layout import Layout
 
-_MOST = 1 << 20
+__all__ = ["Arguments", "MegatronOptions"]
+
+_MAX_RANKS = 1 << 20
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight", "lm_head.weight", "output_layer.bias", "lm_head.bias")
 
 
@@ -39,7 +41,7 @@ class Arguments:
             value = self.values.get(name)
             if value is None or isinstance(value, bool) or not isinstance(value, int):
                 continue
-            if not 0 <= value <= _MOST * 1024:
+            if not 0 <= value <= _MAX_RANKS * 1024:
                 raise IntegrityError(f"{self.file}: {name} is {value}")
             return value
         return None
@@ -47,7 +49,7 @@ class Arguments:
     def degree(self, *names: str) -> int | None:
         """A number of ranks."""
         value = self.number(*names)
-        if value is not None and not 1 <= value <= _MOST:
+        if value is not None and not 1 <= value <= _MAX_RANKS:
             raise IntegrityError(f"{self.file}: {names[0]} is {value}")
         return value
 
@@ -74,3 +76,14 @@ class Arguments:
                 padded = -(-size // unit) * unit
             told = size if padded == stored else None  # else what the rows beyond it are is not told
         return told if told is not None and 0 < told < stored else stored
+
+
+class MegatronOptions(NamedTuple):
+    """The arguments of `Megatron`, which says what they are."""
+
+    allow: tuple[str, ...]
+    stacked: bool
+    vocab_size: int | None
+    optimizer: bool
+    layout: Layout | None
+    cuts: Mapping[str, str | int] | None

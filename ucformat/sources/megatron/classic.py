@@ -13,15 +13,14 @@ from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key
 from ucformat.reading.facts import Facts
 from ucformat.sources.contents import Contents, Group
-from ucformat.sources.cuts import layout_of_cuts
-from ucformat.sources.deepspeed.readings import Reading, replicate
-from ucformat.sources.deepspeed.replicas import Copy, LocalContents, compare
-from ucformat.sources.megatron.cuts import Cuts
-from ucformat.sources.megatron.groups import is_expert
-from ucformat.sources.megatron.pieces import add_held, joined
+from ucformat.sources.megatron.names import is_expert
 from ucformat.sources.megatron.rank_files import RankFile, read_ranks
 from ucformat.sources.megatron.rank_states import read_states
+from ucformat.sources.megatron.resolver import NameResolver
+from ucformat.sources.megatron.stacked import add_tensor, joined
 from ucformat.sources.pickle.file import TorchZip
+from ucformat.sources.tp_merge.replicas import Copy, LocalContents, compare
+from ucformat.sources.tp_merge.sharding import TPSharding, layout_of_cuts, replicate
 from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
@@ -30,10 +29,10 @@ if TYPE_CHECKING:
     from ucformat.geometry.local import Region
     from ucformat.geometry.tensor import Extent
     from ucformat.reading.readable import Record
-    from ucformat.sources.deepspeed.replicas import Verdict
+    from ucformat.sources.megatron.arguments import MegatronOptions
     from ucformat.sources.megatron.folder import Place
-    from ucformat.sources.megatron.options import MegatronOptions
     from ucformat.sources.megatron.rank_files import At
+    from ucformat.sources.tp_merge.replicas import Verdict
     from ucformat.storage.base import Store
 
 __all__ = ["OpenClassic"]
@@ -135,17 +134,17 @@ class OpenClassic:
         given = (layout_of_cuts(how.cuts, self._degree), how.layout)
         queries = self.args.number("num_query_groups") if self.args.flag("group_query_attention") else None
         cut = {n: s for n, s in shapes.items() if n not in whole}
-        readings = Cuts(cut, self._version, [g for g in given if g is not None], queries).decide(
+        shardings = NameResolver(cut, self._version, [g for g in given if g is not None], queries).decide(
             lambda name: self._verdict(holders, states, name)
         )
-        readings |= {n: replicate(shapes[n]) for n in whole}
-        tied = self._tied(holders, readings)
+        shardings |= {n: replicate(shapes[n]) for n in whole}
+        tied = self._tied(holders, shardings)
         order = {k.name: i for i, k in enumerate(weights)}
         for key in sorted(holders, key=lambda k: order.get(k.name, len(order))):
-            if key.name not in readings:
+            if key.name not in shardings:
                 raise IntegrityError(f"{key} has no weight", hint=_MIXED)
             if key.name not in tied:
-                self._add(key, holders[key], readings[key.name])
+                self._add(key, holders[key], shardings[key.name])
         self.aliases = tied
 
     def _verdict(self, holders: Mapping[Key, dict[int, list[_Rank]]], states: Sequence[str], name: str) -> Verdict:
@@ -165,7 +164,7 @@ class OpenClassic:
         second = re.sub(r"linear_fc1\.(weight|bias)", "linear_fc2.weight", name)
         return self._degree > 1 and width is not None and second in shapes and shapes[second][0][-1] == width
 
-    def _add(self, key: Key, found: dict[int, list[_Rank]], reading: Reading) -> None:
+    def _add(self, key: Key, found: dict[int, list[_Rank]], sharding: TPSharding) -> None:
         infos = [found[t][0].contents.infos[key] for t in range(self._degree)]
         if len({i.dtype for ranks in found.values() for i in (r.contents.infos[key] for r in ranks)}) > 1:
             raise IntegrityError(f"{key} is of several dtypes in the files of the ranks", hint=_MIXED)
@@ -178,13 +177,13 @@ class OpenClassic:
                     "of factored optimizers are not read under tensor parallelism",
                     hint=f"leave the optimizer out: {option_text('optimizer')}",
                 )
-            reading = replicate(own)
+            sharding = replicate(own)
         parts = [
-            (partial(self._agreed, key, found, t, reading.regions), reading.regions[t]) for t in range(self._degree)
+            (partial(self._agreed, key, found, t, sharding.regions), sharding.regions[t]) for t in range(self._degree)
         ]
-        held = joined(key, infos[0].dtype, reading.shape, parts)
-        rows = self.args.rows(key.name, reading.shape[0]) if reading.shape else 0
-        add_held(self.contents, held, rows)
+        tensor = joined(key, infos[0].dtype, sharding.shape, parts)
+        rows = self.args.rows(key.name, sharding.shape[0]) if sharding.shape else 0
+        add_tensor(self.contents, tensor, rows)
 
     def _agreed(
         self,
@@ -214,17 +213,19 @@ class OpenClassic:
                 hint=f"{_MIXED}; if it is cut instead, say how: {option_text('layout')}",
             )
 
-    def _tied(self, holders: Mapping[Key, dict[int, list[_Rank]]], readings: Mapping[str, Reading]) -> dict[str, str]:
+    def _tied(
+        self, holders: Mapping[Key, dict[int, list[_Rank]]], shardings: Mapping[str, TPSharding]
+    ) -> dict[str, str]:
         """The last stage's copy of the input embedding, where the arguments or the bytes say that it is one."""
-        word = next((n for n in _WORD if n in readings), None)
+        word = next((n for n in _WORD if n in shardings), None)
         if word is None or self.args.tied is False:
             return {}
-        head = next((n for n in _HEAD if n in readings), None)
+        head = next((n for n in _HEAD if n in shardings), None)
         if head is None:
             return {_HEAD[0]: word} if self.args.tied and word == _WORD[0] else {}
         one, two = Key(word, "weight"), Key(head, "weight")
         copies = [(holders[one][t][0], holders[two][t][0]) for t in range(self._degree)]
-        same = readings[word].shape == readings[head].shape and all(
+        same = shardings[word].shape == shardings[head].shape and all(
             compare(self.store, [a.copy(one), b.copy(two)]) == "equal" for a, b in copies
         )
         if not same and self.args.tied:

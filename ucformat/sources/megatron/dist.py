@@ -19,12 +19,9 @@ from ucformat.sources.dcp.metadata import read_metadata
 from ucformat.sources.dcp.values import plain_value
 from ucformat.sources.megatron.arguments import Arguments
 from ucformat.sources.megatron.flat_states import add_flat_states
-from ucformat.sources.megatron.folder import CONFIG, backend_of
-from ucformat.sources.megatron.groups import Member, groups_by_rule
-from ucformat.sources.megatron.guard import built_by_megatron
-from ucformat.sources.megatron.keys import Bucket, StateKey, name_of, split_state_key
-from ucformat.sources.megatron.pieces import Slab, add_held, unstacked
-from ucformat.sources.megatron.stored import StoredKey, original_shapes
+from ucformat.sources.megatron.folder import CONFIG, backend_of, built_by_megatron
+from ucformat.sources.megatron.names import Bucket, Member, StateKey, groups_by_rule, name_of, split_state_key
+from ucformat.sources.megatron.stacked import StoredKey, UnstackedPart, add_tensor, original_shapes, unstacked
 from ucformat.sources.pickle.file import TorchFile, TorchZip
 from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.sources.values import to_json
@@ -36,8 +33,8 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
     from ucformat.reading.readable import Record
+    from ucformat.sources.megatron.arguments import MegatronOptions
     from ucformat.sources.megatron.folder import Place
-    from ucformat.sources.megatron.options import MegatronOptions
     from ucformat.storage.base import Store
 
 __all__ = ["COMMON", "OpenDist"]
@@ -73,7 +70,7 @@ class OpenDist:
         self.local = self._is_local()
         self.contents = Contents()
         self.buckets: list[tuple[Bucket, str]] = []
-        self.weights: dict[str, list[Slab]] = {}
+        self.weights: dict[str, list[UnstackedPart]] = {}
         self._fill(stacked=stacked)
         self._add_steps(stacked=stacked)
         backend = backend_of(store, folder) or ""
@@ -113,7 +110,7 @@ class OpenDist:
 
     def _fill(self, *, stacked: bool) -> None:
         meta, shapes = self._items.meta, original_shapes(self._items.meta)
-        found: dict[Key, dict[int | None, Slab]] = {}
+        found: dict[Key, dict[int | None, UnstackedPart]] = {}
         order: dict[str, None] = {}
         trained = []
         for fqn in meta.tensors:
@@ -128,10 +125,10 @@ class OpenDist:
                     f"{meta.file}: {fqn} is an optimizer's tensor that ucformat does not know",
                     hint="save with --dist-ckpt-optim-fully-reshardable, and report this checkpoint",
                 )
-            for key, half, slab in self._slabs(fqn, what, shapes.get(fqn), stacked=stacked):
+            for key, half, part in self._unstack(fqn, what, shapes.get(fqn), stacked=stacked):
                 if half in found.setdefault(key, {}):
                     raise IntegrityError(f"{meta.file}: {fqn} and another entry are both {key}")
-                found[key][half] = slab
+                found[key][half] = part
                 order.setdefault(key.name)
                 trained += [key] if key.state != "weight" else []
         lost = next((k for k in trained if Key(k.name, "weight") not in found), None)
@@ -145,24 +142,24 @@ class OpenDist:
         if self.buckets:
             add_flat_states(self, self._items, self.buckets, stacked=stacked)
 
-    def _slabs(
+    def _unstack(
         self, fqn: str, what: StateKey, original: tuple[int, ...] | None, *, stacked: bool
-    ) -> Iterator[tuple[Key, int | None, Slab]]:
+    ) -> Iterator[tuple[Key, int | None, UnstackedPart]]:
         name = name_of(what.key, local=self.local)
         leading = 0 if stacked else name.leading
         stored = StoredKey.of(self._items, fqn, Key(what.key, what.state), leading, original)
         if stacked:
-            yield Key(what.key, what.state), None, Slab(stored, ())
+            yield Key(what.key, what.state), None, UnstackedPart(stored, ())
             return
         for index in product(*map(range, stored.shape[:leading])):
-            yield Key(name.at(index), what.state), name.half, Slab(stored, index)
+            yield Key(name.at(index), what.state), name.half, UnstackedPart(stored, index)
 
-    def _add(self, key: Key, slabs: list[Slab]) -> None:
-        held = unstacked(key, slabs)
+    def _add(self, key: Key, parts: list[UnstackedPart]) -> None:
+        tensor = unstacked(key, parts)
         if key.state == "weight":
-            self.weights[key.name] = slabs
-        rows = self.args.rows(key.name, held.shape[0]) if held.shape else 0
-        add_held(self.contents, held, rows if held.shape else 0)
+            self.weights[key.name] = parts
+        rows = self.args.rows(key.name, tensor.shape[0]) if tensor.shape else 0
+        add_tensor(self.contents, tensor, rows if tensor.shape else 0)
 
     def _add_steps(self, *, stacked: bool) -> None:
         """The step that all parameters of a torch optimizer share, where it is a tensor."""

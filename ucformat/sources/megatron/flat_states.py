@@ -18,18 +18,16 @@ from ucformat.geometry.local import Region, parts_of
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.geometry.view import View
 from ucformat.sources.megatron.buffers import Flat, Param, Slot, in_local, place, same_values
-from ucformat.sources.megatron.groups import is_expert
-from ucformat.sources.megatron.order import LAYER, orders_of
-from ucformat.sources.megatron.pieces import add_held, joined, unstacked
-from ucformat.sources.megatron.stored import StoredKey
+from ucformat.sources.megatron.names import LAYER, is_expert, orders_of
+from ucformat.sources.megatron.stacked import StoredKey, add_tensor, joined, unstacked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ucformat.geometry.tensor import Extent
     from ucformat.sources.dcp.items import Items
-    from ucformat.sources.megatron.keys import Bucket
-    from ucformat.sources.megatron.pieces import Held, Opened
+    from ucformat.sources.megatron.names import Bucket
+    from ucformat.sources.megatron.stacked import Opened, ReadableTensor
 
 __all__ = ["add_flat_states"]
 
@@ -55,21 +53,21 @@ class _Model:
     items: Items
     tp: int
     pp: int
-    held: dict[str, Held] = field(default_factory=dict)
+    whole: dict[str, ReadableTensor] = field(default_factory=dict)
 
-    def weight(self, name: str) -> Held:
+    def weight(self, name: str) -> ReadableTensor:
         """The whole parameter."""
-        if name not in self.held:
-            self.held[name] = unstacked(Key(name, "weight"), self.of.weights[name])
-        return self.held[name]
+        if name not in self.whole:
+            self.whole[name] = unstacked(Key(name, "weight"), self.of.weights[name])
+        return self.whole[name]
 
     def regions(self, name: str, rank: int, degree: int) -> tuple[Region, ...]:
         """The regions of a parameter that a tensor-parallel rank holds, one after another along the dim that is cut."""
-        held = self.weight(name)
-        boxes = sorted({b for b in held.boxes() if b.size})
-        cut = [d for d, n in enumerate(held.shape) if any(b.shape[d] != n for b in boxes)]
+        tensor = self.weight(name)
+        boxes = sorted({b for b in tensor.boxes() if b.size})
+        cut = [d for d, n in enumerate(tensor.shape) if any(b.shape[d] != n for b in boxes)]
         if not cut or not boxes:
-            whole = Box.whole(held.shape)
+            whole = Box.whole(tensor.shape)
             return (Region(whole, whole),)
         if len(cut) > 1 or len(boxes) not in (degree, 2 * degree):
             raise AmbiguousLayout(
@@ -87,15 +85,15 @@ class _Model:
 
     def param(self, name: str, rank: int, degree: int) -> Param:
         """A parameter as one rank has it."""
-        regions, held = self.regions(name, rank, degree), self.weight(name)
-        shape = tuple(max(r.local.stop[d] for r in regions) for d in range(len(held.shape)))
+        regions, tensor = self.regions(name, rank, degree), self.weight(name)
+        shape = tuple(max(r.local.stop[d] for r in regions) for d in range(len(tensor.shape)))
 
         def weight() -> Iterator[Extent]:
             for region in regions:
-                for e in held.extents(region.box):
+                for e in tensor.extents(region.box):
                     yield replace(e, box=e.box.shift(region.local.start))
 
-        return Param(name, shape, held.dtype, weight)
+        return Param(name, shape, tensor.dtype, weight)
 
 
 def add_flat_states(of: Opened, items: Items, entries: Sequence[tuple[Bucket, str]], *, stacked: bool) -> None:
@@ -322,9 +320,9 @@ class _States:
                 if key in self.found:
                     pieces = self.found[key]
                     shape = self.model.weight(name).shape
-                    held = joined(key, pieces[0].flat.dtype, shape, [(p.extents, p.regions) for p in pieces])
+                    tensor = joined(key, pieces[0].flat.dtype, shape, [(p.extents, p.regions) for p in pieces])
                     rows = self.model.of.args.rows(name, shape[0]) if shape else 0
-                    add_held(self.model.of.contents, held, rows)
+                    add_tensor(self.model.of.contents, tensor, rows)
 
 
 def _add(

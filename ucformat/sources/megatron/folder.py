@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from ucformat.errors import NotFound, UsageError
+from ucformat.errors import IntegrityError, NotFound, UcformatError, UsageError
 from ucformat.storage.base import check_key, exists
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ucformat.storage.base import Store
 
-__all__ = ["CONFIG", "MODEL", "TRACKER", "Place", "backend_of", "find_place", "is_mark"]
+__all__ = ["CONFIG", "MODEL", "TRACKER", "Place", "backend_of", "built_by_megatron", "find_place", "is_mark"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "metadata.json"  # of a distributed checkpoint
 MODEL = re.compile(r"mp_rank_(\d{1,6})(?:_(\d{1,6}))?(?:_(\d{1,6}))?/(model_optim_rng|model_rng)\.pt")
 
 _ITERATION = re.compile(r"iter_\d{7,}|release")
-_LOOK = 10_000
-_MOST = 4096  # bytes of metadata.json
-_SHORT = 64  # bytes of the tracker
+_MAX_KEYS = 10_000
+_MAX_METADATA_BYTES = 4096  # bytes of metadata.json
+_MAX_TRACKER_BYTES = 64  # bytes of the tracker
 _NAMED = 10
 
 
@@ -58,7 +61,7 @@ def find_place(store: Store) -> Place | None:
                 hint="it was moved or deleted, or the save did not finish; open another iteration's folder itself",
             )
         return Place(named, TRACKER, classic=backend_of(store, named) is None)
-    keys = [info.key for info in islice(store.list(), _LOOK)]
+    keys = [info.key for info in islice(store.list(), _MAX_KEYS)]
     if any(MODEL.fullmatch(k) for k in keys):
         return Place("", None, classic=True)
     folders = sorted({k.split("/", 1)[0] for k in keys if _ITERATION.fullmatch(k.split("/", 1)[0]) and _inside(k)})
@@ -74,7 +77,7 @@ def find_place(store: Store) -> Place | None:
 def backend_of(store: Store, folder: str = "") -> str | None:
     """The format that `metadata.json` names; None where there is none of Megatron's."""
     key = f"{folder}/{CONFIG}" if folder else CONFIG
-    if not exists(store, key) or (size := store.info(key).size) > _MOST:
+    if not exists(store, key) or (size := store.info(key).size) > _MAX_METADATA_BYTES:
         return None
     try:
         found = json.loads(store.read(key, 0, size).decode())
@@ -91,9 +94,23 @@ def _inside(key: str) -> bool:
 
 def _named(store: Store) -> str | None:
     """The folder that the tracker names."""
-    if not exists(store, TRACKER) or (size := store.info(TRACKER).size) > _SHORT:
+    if not exists(store, TRACKER) or (size := store.info(TRACKER).size) > _MAX_TRACKER_BYTES:
         return None
     text = store.read(TRACKER, 0, size).decode(errors="replace").strip()
     if text == "release":
         return text
     return check_key(f"iter_{int(text):07d}") if text.isdecimal() and len(text) < 19 else None
+
+
+@contextmanager
+def built_by_megatron(where: str) -> Iterator[None]:
+    """Values of other kinds than Megatron's, at whatever place of a nested dictionary, are damage: IntegrityError."""
+    try:
+        yield
+    except UcformatError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise IntegrityError(
+            f"{where} holds something else than Megatron writes there ({type(error).__name__}: {error})",
+            hint="the files are damaged, or of a version that ucformat does not know; report it if Megatron reads them",
+        ) from error

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import AmbiguousLayout, IntegrityError, MissingData, Refused, option_text
 from ucformat.sources.contents import Group
 from ucformat.sources.megatron.buffers import Flat, Param, in_local, place, same_values
-from ucformat.sources.megatron.groups import Member, groups_by_rule, is_expert
+from ucformat.sources.megatron.names import Member, groups_by_rule, is_expert
 from ucformat.sources.pickle.optimizer import Candidate, Entry, match, shape_of_states
 from ucformat.sources.pickle.stand_ins import Dtype, StoredTensor
 from ucformat.sources.values import to_json
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
-    from ucformat.sources.deepspeed.replicas import LocalContents
     from ucformat.sources.megatron.buffers import Slot
     from ucformat.sources.megatron.rank_files import RankFile
     from ucformat.sources.pickle.file import TorchFile
+    from ucformat.sources.tp_merge.replicas import LocalContents
 
 __all__ = ["read_states"]
 

@@ -1,30 +1,46 @@
-"""How one parameter is read over the tensor-parallel ranks: its global shape, and what of it each rank holds."""
+"""How a parameter is sharded across the tensor-parallel ranks: its global shape, and the regions of each rank.
+
+A caller may give the same in a word for each pattern of names (`cuts`), which becomes a layout.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import LayoutError
+from ucformat.errors import LayoutError, UsageError, option_text
 from ucformat.geometry.box import Box
 from ucformat.geometry.cut import Cut, local_dims
+from ucformat.geometry.layout import Layout
 from ucformat.geometry.local import Region, keep_rows, regions_of
 from ucformat.geometry.placement import Shard
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-__all__ = ["TP", "Reading", "Shapes", "concatenate", "mean", "replicate", "shard", "sub_params"]
+__all__ = [
+    "CUTS",
+    "TP",
+    "Shapes",
+    "TPSharding",
+    "concatenate",
+    "how_to_say",
+    "layout_of_cuts",
+    "mean",
+    "replicate",
+    "shard",
+    "sub_params",
+]
 
-TP = "tp"  # the axis that rules for DeepSpeed checkpoints name
-_MOST_PARTS = 1 << 16
+TP = "tp"  # the axis of layouts
+_MAX_PARTS = 1 << 16
 
 Shapes = tuple[tuple[int, ...], ...]  # of the local tensors, by tensor-parallel rank
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class TPSharding:
     """A global tensor, and its regions in the local tensor of each tensor-parallel rank.
 
     Equal boxes of several ranks are replicas. `padding`: regions of rows that a file holds, but that are not of the
@@ -39,11 +55,11 @@ class Reading:
     scaled: bool = False
     why: str = ""
 
-    def because(self, why: str) -> Reading:
+    def because(self, why: str) -> TPSharding:
         """The same, for this reason."""
         return replace(self, why=why)
 
-    def strip(self, rows: int) -> Reading:
+    def strip(self, rows: int) -> TPSharding:
         """The same without the rows from this one on, which are kept as padding."""
         if not self.shape or rows >= self.shape[0]:
             return self
@@ -62,20 +78,20 @@ class Reading:
         return (self.padding_rows, *self.shape[1:])
 
 
-def replicate(shapes: Shapes) -> Reading:
+def replicate(shapes: Shapes) -> TPSharding:
     """Every rank holds all of it."""
     if len(set(shapes)) > 1:
         raise LayoutError(f"its parts have the shapes {_list(shapes)}, so they cannot be replicas")
     whole = Box.whole(shapes[0])
-    return Reading(shapes[0], ((Region(whole, whole),),) * len(shapes))
+    return TPSharding(shapes[0], ((Region(whole, whole),),) * len(shapes))
 
 
-def mean(shapes: Shapes) -> Reading:
+def mean(shapes: Shapes) -> TPSharding:
     """It is the mean of what the ranks hold."""
     return replace(replicate(shapes), mean=len(shapes) > 1)
 
 
-def concatenate(shapes: Shapes, dim: int) -> Reading:
+def concatenate(shapes: Shapes, dim: int) -> TPSharding:
     """The ranks' parts, one after another along a dim; they may be of different widths."""
     d = dim + len(shapes[0]) if dim < 0 else dim
     if not 0 <= d < len(shapes[0]):
@@ -83,7 +99,7 @@ def concatenate(shapes: Shapes, dim: int) -> Reading:
     return shard(shapes, Shard(d, TP, sizes=tuple(s[d] if d < len(s) else 0 for s in shapes)))
 
 
-def shard(shapes: Shapes, how: Shard, size: int | None = None) -> Reading:
+def shard(shapes: Shapes, how: Shard, size: int | None = None) -> TPSharding:
     """Cut by a shard; `size` is that of the whole dim where the ranks' parts together are longer (`pad_to`)."""
     ndim = len(shapes[0])
     d = how.dim + ndim if how.dim < 0 else how.dim
@@ -108,12 +124,12 @@ def shard(shapes: Shapes, how: Shard, size: int | None = None) -> Reading:
     rows = -total % how.pad_to if how.pad_to else 0
     if rows and d:
         raise LayoutError(f"{_say(how)} pads dim {d}; padding is read along dim 0 alone")
-    return Reading(whole, tuple(regions), tuple(padding) if rows else (), rows)
+    return TPSharding(whole, tuple(regions), tuple(padding) if rows else (), rows)
 
 
 def sub_params(
     shapes: Shapes, view: Sequence[int | Sequence[int]], dim: int, widths: Sequence[Sequence[int]]
-) -> Reading:
+) -> TPSharding:
     """Several tensors, concatenated along `dim` of a view, of which each is cut by itself.
 
     `view`: the shape of the whole tensor as it is seen for that, which may have more dims than the tensor; -1 is what
@@ -133,7 +149,7 @@ def sub_params(
     if len(free) > 1 or math.prod(sizes) != total:
         raise LayoutError(f"its parts of the shapes {_list(shapes)} are not {total} elements of the view {sizes}")
     of, outer, inner = _dim_of(shapes[0], sizes, dim)
-    if outer * len(widths) > _MOST_PARTS:
+    if outer * len(widths) > _MAX_PARTS:
         raise LayoutError(f"it would come apart into {outer * len(widths):,} parts")
     parts = tuple(tuple(w * inner for w in part) for part in widths) * outer
     return shard(shapes, Shard(of, TP, parts=parts))
@@ -168,3 +184,34 @@ def _say(how: Shard) -> str:
 
 def _list(shapes: Shapes) -> str:
     return ", ".join(str(list(s)) for s in shapes[:8]) + (", …" if len(shapes) > 8 else "")
+
+
+#: By the words that callers give; any number is a dim along which the ranks' parts are joined.
+CUTS: dict[str, list[Any]] = {
+    "replicate": ["replicate"],
+    "mean": [{"partial": "mean", "over": TP}],
+    "halves": [{"shard": 0, "over": TP, "parts": [1, 1]}],
+}
+
+
+def layout_of_cuts(cuts: Mapping[str, str | int] | None, ranks: int) -> Layout | None:
+    """The layout that says the same; UsageError where a word is none of those of `CUTS`."""
+    if not cuts:
+        return None
+    return Layout({TP: ranks}, [{"match": pattern, "place": _place(pattern, how)} for pattern, how in cuts.items()])
+
+
+def how_to_say(cuts: Mapping[str, str]) -> str:
+    """The option that says these cuts, as `option_text` spells it."""
+    return option_text("cuts", repr(dict(cuts)), ",".join(f"{pattern}={how}" for pattern, how in cuts.items()))
+
+
+def _place(pattern: str, how: str | int) -> list[Any]:
+    if str(how).isdecimal():
+        return [{"shard": int(how), "over": TP}]
+    if how not in CUTS:
+        raise UsageError(
+            f"{how!r}, said of {pattern!r}, is no way in which a tensor is cut",
+            hint=f"the ways are: {', '.join(CUTS)}, or the number of the dim along which the ranks' parts are joined",
+        )
+    return CUTS[str(how)]

@@ -1,4 +1,4 @@
-"""Who says how a parameter lies over tensor-parallel ranks, in this order: the caller, the checkpoint, the evidence."""
+"""The sharding of each parameter across tensor-parallel ranks: told by the caller or the checkpoint, else inferred."""
 
 from __future__ import annotations
 
@@ -8,26 +8,44 @@ from ucformat.errors import AmbiguousLayout, LayoutError, UsageError, option_tex
 from ucformat.geometry.layout import Layout
 from ucformat.geometry.placement import axes_of
 from ucformat.geometry.rules import place
-from ucformat.sources.cuts import how_to_say, layout_of_cuts
-from ucformat.sources.deepspeed.evidence import Sizes, as_its_weight, as_other_norms
-from ucformat.sources.deepspeed.inference import EQUAL, MEAN, Doubt, ambiguous, cut, infer
-from ucformat.sources.deepspeed.patterns import Info
-from ucformat.sources.deepspeed.presets import PRESETS, family_of
-from ucformat.sources.deepspeed.readings import TP, Reading, Shapes, mean, replicate, shard
+from ucformat.sources.deepspeed.inference import (
+    EQUAL,
+    MEAN,
+    PRESETS,
+    Doubt,
+    ModelSizes,
+    ambiguous,
+    as_its_weight,
+    as_other_norms,
+    cut,
+    family_of,
+    infer,
+)
+from ucformat.sources.deepspeed.patterns import TensorParallelInfo
 from ucformat.sources.pickle.stand_ins import Inert
+from ucformat.sources.tp_merge.sharding import (
+    TP,
+    Shapes,
+    TPSharding,
+    how_to_say,
+    layout_of_cuts,
+    mean,
+    replicate,
+    shard,
+)
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from ucformat.sources.deepspeed.model import ModelStates
-    from ucformat.sources.deepspeed.replicas import Verdict
+    from ucformat.sources.tp_merge.replicas import Verdict
 
-__all__ = ["Guide"]
+__all__ = ["ShardingResolver"]
 
 
-class Guide:
-    """Finds the reading of each parameter: `recognise` must be called with all of them, then `decide` with any."""
+class ShardingResolver:
+    """Finds the sharding of each parameter: `recognise` must be called with all of them, then `decide` with any."""
 
     def __init__(
         self,
@@ -41,11 +59,11 @@ class Guide:
         self._file = models[0].key
         told = next((m for m in models if m.value.get("universal_checkpoint_info")), models[0])
         info = told.value.get("universal_checkpoint_info")
-        self.info = Info(info, told.key, _padded(told, info))
+        self.info = TensorParallelInfo(info, told.key, _padded(told, info))
         if vocab is None and isinstance(info, dict) and isinstance(info.get("original_vocab_size"), int):
             self._vocab = info["original_vocab_size"]
         self._layouts = [given for given in (layout_of_cuts(cuts, ranks), _layout(layout, ranks)) if given is not None]
-        self._sizes = Sizes.of(told.value)
+        self._sizes = ModelSizes.of(told.value)
         self._shapes: Mapping[str, Shapes] = {}
         self._described: list[str] = []
         self._telling: dict[str, bool] = {}  # what the other parameters prove, once it was asked for
@@ -65,12 +83,12 @@ class Guide:
 
     def decide(
         self, shapes: Mapping[str, Shapes], buffers: frozenset[str], verdict: Callable[[str], Verdict]
-    ) -> dict[str, Reading]:
-        """The reading of every parameter; AmbiguousLayout lists those that can be read in two ways.
+    ) -> dict[str, TPSharding]:
+        """The sharding of every parameter; AmbiguousLayout lists those that can be read in two ways.
 
         `verdict` compares the bytes of the parts of any parameter. LayoutError names the one that does not fit.
         """
-        out: dict[str, Reading] = {}
+        out: dict[str, TPSharding] = {}
         doubts: dict[str, Doubt] = {}
         verdict = self._compared(shapes, verdict)
         for name, parts in shapes.items():
@@ -80,7 +98,7 @@ class Guide:
                     found = self._preset(self._family, name, parts, verdict)
                 if found is None:
                     found = infer(name, parts, lambda name=name: verdict(name), shapes, self._width)  # type: ignore[misc]
-                    if isinstance(found, Reading) and found.why == EQUAL and parts[0] and not self._differ(verdict):
+                    if isinstance(found, TPSharding) and found.why == EQUAL and parts[0] and not self._differ(verdict):
                         found = Doubt(name, parts, "replicate", cut(0))
             except LayoutError as error:
                 raise type(error)(
@@ -116,7 +134,9 @@ class Guide:
 
         return compared
 
-    def _weigh(self, name: str, shapes: Shapes, joined: Reading, verdict: Callable[[str], Verdict]) -> Reading | Doubt:
+    def _weigh(
+        self, name: str, shapes: Shapes, joined: TPSharding, verdict: Callable[[str], Verdict]
+    ) -> TPSharding | Doubt:
         """A parameter of which no pattern speaks, which DeepSpeed joins along dim 0: replicas, too."""
         whole, found = self._sizes.whole(name, shapes), verdict(name)
         if found == "different":
@@ -160,7 +180,7 @@ class Guide:
 
     def _told(
         self, name: str, shapes: Shapes, buffers: frozenset[str], verdict: Callable[[str], Verdict]
-    ) -> Reading | Doubt | None:
+    ) -> TPSharding | Doubt | None:
         """What the caller or the checkpoint says."""
         for layout in self._layouts:
             found = self._placed(layout, name, shapes)
@@ -170,14 +190,14 @@ class Guide:
             if len(set(shapes)) == 1 and verdict(name) != "different":  # patterns speak of parameters alone
                 return replicate(shapes).because("equal buffers")
             return None
-        found = self.info.reading(name, shapes)
+        found = self.info.sharding(name, shapes)
         if found is None or self._ranks == 1 or len(set(shapes)) > 1 or not self.info.is_default(name):
             return found
         return self._weigh(name, shapes, found, verdict)
 
     def _preset(
         self, family: Layout, name: str, shapes: Shapes, verdict: Callable[[str], Verdict]
-    ) -> Reading | Doubt | None:
+    ) -> TPSharding | Doubt | None:
         """What a preset that nobody asked for says, where the bytes do not contradict it."""
         found = self._placed(family, name, shapes)
         if found is None or len(set(shapes)) > 1:
@@ -188,7 +208,7 @@ class Guide:
             return Doubt(name, shapes, "replicate", cut(0))
         return found.because("its family")
 
-    def _placed(self, layout: Layout, name: str, shapes: Shapes) -> Reading | None:
+    def _placed(self, layout: Layout, name: str, shapes: Shapes) -> TPSharding | None:
         """What the rules of a layout say of a parameter; None where none is for it."""
         for rule in layout.rules:
             match = rule.find(name)
@@ -212,10 +232,10 @@ class Guide:
             return shard(shapes, how, self._vocab)
         return None
 
-    def _check_vocabulary(self, readings: Mapping[str, Reading]) -> None:
+    def _check_vocabulary(self, shardings: Mapping[str, TPSharding]) -> None:
         """Tables of one checkpoint are padded to one size; where there are several, which is padded is unclear."""
         padded = self._tables
-        padded.update({r.shape[0] + r.padding_rows: n for n, r in readings.items() if r.padding_rows})
+        padded.update({r.shape[0] + r.padding_rows: n for n, r in shardings.items() if r.padding_rows})
         if len(padded) > 1:
             names = " and ".join(padded.values())
             raise AmbiguousLayout(

@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING
 
 from ucformat.errors import AmbiguousLayout, LayoutError, option_text
 from ucformat.geometry.placement import Replicate, Shard
-from ucformat.sources.cuts import how_to_say
-from ucformat.sources.deepspeed.readings import TP, Reading, Shapes, concatenate, replicate, shard
+from ucformat.sources.tp_merge.sharding import TP, Shapes, TPSharding, concatenate, how_to_say, replicate, shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ucformat.geometry.layout import Layout
-    from ucformat.sources.deepspeed.replicas import Verdict
+    from ucformat.sources.tp_merge.replicas import Verdict
 
-__all__ = ["Cuts"]
+__all__ = ["NameResolver"]
 
 _QKV = re.compile(r"(.*\.)?(linear_qkv|query_key_value)\.(weight|bias)", re.DOTALL)
 _FIRST = re.compile(r"(.*\.)?(linear_fc1|dense_h_to_4h)\.(weight|bias)(\d*)", re.DOTALL)
@@ -46,8 +45,8 @@ _SECOND = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
 _LISTED = 20
 
 
-class Cuts:
-    """The readings of all parameters; `version` is the file's `checkpoint_version`, `layouts` the caller's.
+class NameResolver:
+    """The shardings of all parameters; `version` is the file's `checkpoint_version`, `layouts` the caller's.
 
     `queries`: the groups that heads of queries share keys and values in, where the arguments tell it.
     """
@@ -57,12 +56,12 @@ class Cuts:
     ) -> None:
         self._shapes, self._version, self._layouts, self._queries = shapes, version, layouts, queries
 
-    def decide(self, verdict: Callable[[str], Verdict]) -> dict[str, Reading]:
-        """The reading of each parameter; AmbiguousLayout lists those that nothing tells.
+    def decide(self, verdict: Callable[[str], Verdict]) -> dict[str, TPSharding]:
+        """The sharding of each parameter; AmbiguousLayout lists those that nothing tells.
 
         `verdict` compares the bytes of a parameter's parts.
         """
-        out: dict[str, Reading] = {}
+        out: dict[str, TPSharding] = {}
         doubts: list[str] = []
         for name, shapes in self._shapes.items():
             try:
@@ -79,12 +78,12 @@ class Cuts:
             raise self._ambiguous(doubts)
         return out
 
-    def _told(self, name: str, shapes: Shapes) -> Reading | None:
+    def _told(self, name: str, shapes: Shapes) -> TPSharding | None:
         if len(shapes) == 1:
             return replicate(shapes)
         return next((said for layout in self._layouts if (said := self._said(layout, name, shapes))), None)
 
-    def _by_name(self, name: str, shapes: Shapes, verdict: Callable[[str], Verdict]) -> Reading | None:
+    def _by_name(self, name: str, shapes: Shapes, verdict: Callable[[str], Verdict]) -> TPSharding | None:
         """What the name says, where the bytes do not contradict it; of other names, what the bytes say."""
         if _SAME.fullmatch(name):
             return replicate(shapes)  # which is proved when it is read
@@ -95,7 +94,7 @@ class Cuts:
             return replicate(shapes) if not shapes[0] or verdict(name) == "equal" else None
         return found if verdict(name) != "equal" else None
 
-    def _cut(self, name: str, shapes: Shapes) -> Reading | None:
+    def _cut(self, name: str, shapes: Shapes) -> TPSharding | None:
         """How a parameter of this name is cut; None where it is not told, or the name is none that is known."""
         if _QKV.fullmatch(name):
             if self._queries is not None and self._queries < len(shapes):
@@ -121,7 +120,7 @@ class Cuts:
             return None
         return rows == 2 * second[0][1]
 
-    def _said(self, layout: Layout, name: str, shapes: Shapes) -> Reading | None:
+    def _said(self, layout: Layout, name: str, shapes: Shapes) -> TPSharding | None:
         """What a caller's layout says of a parameter."""
         rule = next(iter(layout.rules_for(name, ["weight"])), None)
         if rule is None:

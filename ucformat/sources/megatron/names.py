@@ -1,0 +1,228 @@
+"""Names of Megatron's parameters: out of the keys of distributed checkpoints, in the order of the module, and by group.
+
+Layers and experts of one kind share a key, and are stacked along leading dims: `decoder.layers.mlp.linear_fc1.weight`
+is `decoder.layers.{i}.mlp.linear_fc1.weight` for every layer, and `….mlp.experts.experts.linear_fc2.weight` those of
+every expert. Where layers differ (`non_homogeneous_layers`), and with `singleton_local_shards`, keys have the numbers
+in them; the latter also stores both halves of a gated projection apart, under `…_w` and `…_v`.
+
+Optimizer states are `optimizer.state.<state>.<key>`, prefixed with `chained_N.` where there are several optimizers.
+
+Distributed checkpoints keep the hyper-parameters of the optimizer groups, but no group's parameters. Megatron's own
+rule gives them: biases and vectors have no weight decay (`wd_mult` 0), and experts under expert parallelism are groups
+of their own. Groups that were made by another rule stay as they are among the objects.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ucformat.sources.contents import Group
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = [
+    "LAYER",
+    "LOCAL",
+    "Bucket",
+    "Member",
+    "NameTemplate",
+    "StateKey",
+    "bucket_of",
+    "groups_by_rule",
+    "is_expert",
+    "local_name",
+    "name_of",
+    "orders_of",
+    "split_state_key",
+]
+
+_CHAINED = re.compile(r"(?:chained_(\d+)\.)?(optimizer\..+)", re.DOTALL)
+_STATE = re.compile(r"optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
+_BUCKET = re.compile(
+    r"optimizer\.distributed\.dp_group_idx_(\d{1,6})\.gbuf_idx_(\d{1,6})\.dtype_(.+)\.bucket_idx_(\d{1,6})\.(\w+)"
+)
+_STACKED_LAYERS = re.compile(r"(?P<before>(?:.*\.)?layers)\.(?!\d+\.)(?P<after>.+)", re.DOTALL)
+_EXPERTS = re.compile(r"(?P<before>.*\.experts)\.experts\.(?:(?P<number>\d+)\.)?(?P<after>.+)", re.DOTALL)
+_HALF = re.compile(r"(?P<whole>.*\.linear_fc1\.(?:weight|bias))_(?P<half>[wv])", re.DOTALL)
+
+#: What the optimizers call the fp32 copy.
+_MASTER = ("param", "fp32_param")
+
+#: How the layers of the local specification name what the keys call as Transformer Engine does.
+LOCAL = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StateKey:
+    """A model's key, the state of it that a tensor is, and the number of the optimizer that has it."""
+
+    key: str
+    state: str
+    chained: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One state of one flat bucket of a data-parallel group's optimizer."""
+
+    chained: int
+    group: int
+    buffer: int
+    dtype: str
+    number: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class NameTemplate:
+    """How a key names parameters: `{0}`, `{1}` in the template are indices of that many leading dims."""
+
+    template: str
+    leading: int
+    half: int | None = None  # of a gated projection: 0 the gate, 1 the other
+
+    def at(self, index: tuple[int, ...]) -> str:
+        """The name at these leading indices."""
+        name = self.template
+        for d, i in enumerate(index):
+            name = name.replace(f"{{{d}}}", str(i), 1)
+        return name
+
+
+def split_state_key(fqn: str) -> StateKey | Bucket | None:
+    """What a tensor's entry is; None where it is an optimizer's in some other way."""
+    match = _CHAINED.fullmatch(fqn)
+    if match is None:
+        return StateKey(fqn, "weight")
+    if found := _STATE.fullmatch(match[2]):
+        return StateKey(found[2], "master" if found[1] in _MASTER else found[1], int(match[1] or 0))
+    return bucket_of(match)
+
+
+def bucket_of(match: re.Match[str]) -> Bucket | None:
+    """The bucket whose entry has this name."""
+    found = _BUCKET.fullmatch(match[2])
+    if found is None:
+        return None
+    state = "master" if found[5] in _MASTER else found[5]
+    return Bucket(int(match[1] or 0), int(found[1]), int(found[2]), found[3], int(found[4]), state)
+
+
+def name_of(key: str, *, local: bool) -> NameTemplate:
+    """How a key names parameters; `local`: those of the local specification."""
+    half = None
+    if match := _HALF.fullmatch(key):
+        key, half = match["whole"], "wv".index(match["half"])
+    leading = 0
+    if match := _STACKED_LAYERS.fullmatch(key):
+        key, leading = f"{match['before']}.{{0}}.{match['after']}", 1
+    if match := _EXPERTS.fullmatch(key):
+        number = match["number"]
+        if number is None:
+            number, leading = f"{{{leading}}}", leading + 1
+        key = f"{match['before']}.local_experts.{number}.{match['after']}"
+    return NameTemplate(local_name(key) if local else key, leading, half)
+
+
+def local_name(name: str) -> str:
+    """The name of a parameter in a model of the local specification."""
+    for fused, own in LOCAL:
+        at = name.find("." + fused)
+        if at >= 0:
+            return f"{name[: at + 1]}{own}{name[at + 1 + len(fused) :]}"
+    return name
+
+
+#: A parameter of a layer: the stack, the number, and the name below it.
+LAYER = re.compile(r"((?:[^.]+\.)*?layers)\.(\d{1,6})\.(.+)", re.DOTALL)
+
+_TOP = ("embedding", "rotary_pos_emb", "encoder", "decoder", "mtp", "output_layer")
+_PARTS = {
+    part: rank
+    for rank, part in enumerate((
+        *("word_embeddings", "position_embeddings", "tokentype_embeddings"),
+        *("layers", "final_norm", "final_layernorm"),
+        *("input_layernorm", "self_attention", "pre_cross_attn_layernorm", "cross_attention"),
+        *("pre_mlp_layernorm", "mlp"),
+        *("core_attention", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm"),
+        *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
+        *("q_layernorm", "kv_layernorm", "linear_q", "linear_kv"),
+        *("router", "experts", "shared_experts", "local_experts", "linear_fc1", "linear_fc2"),
+        *("layer_norm_weight", "layer_norm_bias", "weight", "bias", "expert_bias", "gate_weight"),
+    ))
+}  # fmt: skip
+
+
+def _rank(name: str, *, grouped: bool) -> tuple[tuple[int, int, str], ...]:
+    """What to sort a name by; `grouped`: all experts' first projections come before their second ones."""
+    parts = name.split(".")
+    if grouped and "local_experts" in parts:
+        at = parts.index("local_experts")
+        number = parts.pop(at + 1)
+        parts = [*parts[:at], *parts[at + 1 :], number]
+    out = []
+    for depth, part in enumerate(parts):
+        if part.isdecimal() and len(part) < 10:
+            out.append((0, int(part), ""))
+        elif depth == 0 and part in _TOP:
+            out.append((0, _TOP.index(part), ""))
+        else:
+            out.append((1, _PARTS.get(part, len(_PARTS)), part))
+    return tuple(out)
+
+
+def orders_of(names: Sequence[str]) -> list[list[str]]:
+    """The orders in which a module may list these parameters, the likeliest first.
+
+    As Megatron's own modules do, with experts one after the other or grouped; or as the checkpoint lists them.
+    """
+    found = [
+        sorted(names, key=lambda n: _rank(n, grouped=False)),
+        sorted(names, key=lambda n: _rank(n, grouped=True)),
+        list(names),
+    ]
+    return [list(order) for order in dict.fromkeys(map(tuple, found))]
+
+
+class Member(NamedTuple):
+    """A trained parameter."""
+
+    name: str
+    ndim: int
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter is one expert's."""
+    return ".experts." in name
+
+
+def groups_by_rule(
+    raw: Sequence[dict[str, Any]], members: Sequence[Member], json: Callable[[Any], Any]
+) -> list[Group] | None:
+    """The groups with their parameters in the order of the module; None where Megatron's rule does not tell them."""
+    if any(g.get("lr_mult", 1.0) != 1.0 or g.get("is_decoupled_lr") for g in raw) or not raw:
+        return None
+    expert_groups = any(g.get("is_expert_parallel") for g in raw)
+    out: dict[int, Group] = {}
+    for experts in (False, True):
+        mine = [(i, g) for i, g in enumerate(raw) if bool(g.get("is_expert_parallel")) is experts]
+        theirs = [m for m in members if (expert_groups and is_expert(m.name)) is experts]
+        by_decay = {g.get("wd_mult", 1.0): i for i, g in mine}
+        if len(by_decay) < len(mine) or not by_decay.keys() <= {0.0, 1.0}:
+            return None
+        names: dict[int, list[str]] = {i: [] for i, _ in mine}
+        for m in theirs:
+            plain = m.ndim == 1 or m.name.endswith(".bias")
+            at = by_decay.get(0.0 if plain and 0.0 in by_decay else 1.0)
+            if at is None or (plain and 0.0 not in by_decay and len(by_decay) > 1):
+                return None
+            names[at].append(m.name)
+        for i, g in mine:
+            out[i] = Group(names[i], json({k: v for k, v in g.items() if k != "params"}))
+    return [out[i] for i in sorted(out)]

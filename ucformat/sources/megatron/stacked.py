@@ -1,0 +1,300 @@
+"""The tensors of a distributed checkpoint: stacked, as the files hold chunks of them, and as single parameters.
+
+Up to Megatron-Core 0.14 the optimizer's format `fully_sharded_model_space` stored flat ranges of the ranks' chunks: an
+entry then has the number of chunks along each dim as its shape, and the flattened chunk as a last dim; `mcore_data` in
+`.metadata` has the shape of the tensor itself.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
+
+from ucformat.errors import IntegrityError
+from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.coverage import prove
+from ucformat.geometry.flat import flat_boxes
+from ucformat.geometry.local import parts_of
+from ucformat.geometry.tensor import Extent, Key, TensorInfo
+from ucformat.geometry.view import Part, View
+from ucformat.schema.dtypes import ITEMSIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from ucformat.geometry.local import Region
+    from ucformat.sources.contents import Contents, Locate
+    from ucformat.sources.dcp.items import Items
+    from ucformat.sources.dcp.metadata import Metadata
+    from ucformat.sources.megatron.arguments import Arguments
+    from ucformat.storage.base import Store
+
+__all__ = [
+    "Opened",
+    "ReadableTensor",
+    "StoredChunk",
+    "StoredKey",
+    "UnstackedPart",
+    "add_tensor",
+    "joined",
+    "original_shapes",
+    "unstacked",
+]
+
+_SHAPE = "nd_reformulated_orig_global_shape"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A stored chunk: the boxes of the tensor that it is, in the order in which they lie in it, and its own box."""
+
+    boxes: tuple[Box, ...]
+    stored: Box
+
+
+def original_shapes(meta: Metadata) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors that are stored as flat ranges, by entry."""
+    found = meta.root.get("mcore_data")
+    out = {}
+    for fqn, told in found.items() if isinstance(found, dict) else ():
+        shape = told.get(_SHAPE) if isinstance(told, dict) else None
+        if shape is None:
+            continue
+        if not isinstance(shape, tuple | list) or not all(type(n) is int and n >= 0 for n in shape):
+            raise IntegrityError(f"{meta.file} gives {fqn} the impossible shape {shape!r}")
+        out[fqn] = tuple(shape)
+    return out
+
+
+@dataclass(slots=True)
+class StoredKey:
+    """One tensor entry, in the coordinates of the whole, stacked tensor."""
+
+    items: Items
+    fqn: str
+    key: Key  # what errors call it
+    dtype: str
+    shape: tuple[int, ...]
+    leading: int  # dims along which parameters are stacked
+    chunks: tuple[StoredChunk, ...]
+    _by_index: dict[tuple[int, ...], list[StoredChunk]] | None = None
+    _extents: dict[Box, list[Extent]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def of(cls, items: Items, fqn: str, key: Key, leading: int, original: tuple[int, ...] | None) -> StoredKey:
+        """The tensor of an entry; `original` is its shape where flat ranges of it are stored."""
+        entry = items.meta.tensors[fqn]
+        boxes = [b for b in dict.fromkeys(entry.boxes) if b.size]
+        if original is None:
+            chunks, shape = [StoredChunk((b,), b) for b in boxes], entry.shape
+        else:
+            chunks, shape = [_flat(fqn, b, entry.shape, original) for b in boxes], original
+        if leading > len(shape):
+            raise IntegrityError(
+                f"{items.meta.file}: {fqn} has the shape {list(shape)}, but its name says that {leading} dims are "
+                "those of layers and experts"
+            )
+        return cls(items, fqn, key, entry.dtype, shape, leading, tuple(chunks))
+
+    def boxes(self) -> Iterator[Box]:
+        """The boxes that ranks stored."""
+        return (b for chunk in self.chunks for b in chunk.boxes)
+
+    def extents(self, box: Box) -> Iterator[Extent]:
+        """The extents of a box of the whole tensor, with their own boxes; proved to cover it."""
+        near = [(chunk, clip) for chunk in self._near(box) for b in chunk.boxes if (clip := b.intersect(box))]
+        info = TensorInfo(*self.key, self.dtype, box.shape)
+        shift = tuple(-a for a in box.start)
+        prove(info, [(str(chunk.stored), clip.shift(shift)) for chunk, clip in near])
+        for chunk in dict.fromkeys(chunk for chunk, _ in near):
+            yield from self._read(chunk)
+
+    def _near(self, box: Box) -> Iterable[StoredChunk]:
+        """The chunks that may have a part of a box: of a stack those of the same layer and expert."""
+        n = self.leading
+        if self._by_index is None:
+            found: dict[tuple[int, ...], list[StoredChunk]] = {}
+            if all(b.shape[:n] == (1,) * n for b in self.boxes()):
+                for chunk in self.chunks:
+                    found.setdefault(chunk.boxes[0].start[:n], []).append(chunk)
+            self._by_index = found
+        if not self._by_index or box.shape[:n] != (1,) * n:
+            return self.chunks
+        return self._by_index.get(box.start[:n], [])
+
+    def _read(self, chunk: StoredChunk) -> list[Extent]:
+        with self._lock:
+            found = self._extents.get(chunk.stored)
+        if found is None:
+            shape = self.items.meta.tensors[self.fqn].shape
+            info = TensorInfo(*self.key, self.dtype, shape)
+            stretch = self.items.stretch(self.fqn, chunk.stored, info)
+            found = self.items.chunk(self.fqn, chunk.stored, stretch, info)
+            if chunk.boxes != (chunk.stored,):
+                found = list(_unflattened(self, chunk, found))
+            with self._lock:
+                self._extents[chunk.stored] = found
+        return found
+
+
+def _flat(fqn: str, stored: Box, counts: tuple[int, ...], shape: tuple[int, ...]) -> StoredChunk:
+    """A flat range of one chunk of a regular grid, as boxes of the tensor."""
+    numel = counts[-1] if counts else 0
+    grid = counts[:-1]
+    if len(grid) != len(shape) or any(g < 1 or n % g for n, g in zip(shape, grid, strict=True)):
+        raise IntegrityError(f"{fqn}: a grid of {list(grid)} chunks does not divide a tensor of {list(shape)}")
+    local = tuple(n // g for n, g in zip(shape, grid, strict=True))
+    start, stop = stored.start[-1], stored.start[-1] + stored.shape[-1]
+    outside = any(a >= g for a, g in zip(stored.start, grid, strict=False))
+    if math.prod(local) != numel or stop > numel or stored.shape[:-1] != (1,) * len(grid) or outside:
+        raise IntegrityError(f"{fqn}: {stored} is no range of a chunk of the shape {list(local)}")
+    corner = tuple(i * n for i, n in zip(stored.start, local, strict=False))
+    return StoredChunk(tuple(b.shift(corner) for b in flat_boxes(local, start, stop)), stored)
+
+
+def _unflattened(of: StoredKey, chunk: StoredChunk, found: list[Extent]) -> Iterator[Extent]:
+    """The extents of a flat range as boxes of the tensor."""
+    (flat,) = found
+    unit = ITEMSIZE[of.dtype]
+    if flat.strides[-1] != unit and flat.box.shape[-1] > 1:
+        raise IntegrityError(f"{flat.file}: the flat range {chunk.stored} of {of.fqn} is not contiguous")
+    counts = of.items.meta.tensors[of.fqn].shape
+    local = tuple(n // g for n, g in zip(of.shape, counts, strict=False))
+    sizes = [b.size for b in chunk.boxes]
+    starts = [0, *(sum(sizes[: i + 1]) for i, _ in enumerate(sizes))]
+    for box, (at, _) in zip(chunk.boxes, pairwise(starts), strict=True):
+        yield Extent(box, flat.file, flat.offset + at * unit, row_major(local, unit))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadableTensor:
+    """A whole tensor in one state, and how to find the extents of a box of it (in its own coordinates)."""
+
+    key: Key
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: Callable[[], Iterator[Box]]  # the boxes that ranks stored
+    extents: Callable[[Box], Iterator[Extent]]
+
+
+@dataclass(frozen=True, slots=True)
+class UnstackedPart:
+    """One parameter in a stored tensor, at an index of its leading dims."""
+
+    stored: StoredKey
+    index: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's own shape."""
+        return self.stored.shape[len(self.index) :]
+
+    def boxes(self) -> Iterator[Box]:
+        """The boxes of it that ranks stored."""
+        n = len(self.index)
+        whole = Box((*self.index, *[0] * len(self.shape)), (*[1] * n, *self.shape))
+        for box in self.stored.boxes():
+            if clip := box.intersect(whole):
+                yield Box(clip.start[n:], clip.shape[n:])
+
+    def extents(self, box: Box) -> Iterator[Extent]:
+        """The extents of a box of it, as boxes of that box."""
+        n = len(self.index)
+        inside = Box((*self.index, *box.start), (*[1] * n, *box.shape))
+        info = TensorInfo(*self.stored.key, self.stored.dtype, box.shape)
+        axes = tuple(range(n, n + len(box.shape)))
+        view = View(info, (Part(Box.whole(box.shape), info.key, inside, axes),))
+        return view.extents(lambda _, box: self.stored.extents(box))
+
+
+class Opened(Protocol):
+    """What must be known of an opened checkpoint to find the parameters in the flat buckets of its optimizer."""
+
+    store: Store
+    args: Arguments
+    contents: Contents
+    weights: dict[str, list[UnstackedPart]]
+
+
+def unstacked(key: Key, parts: Sequence[UnstackedPart]) -> ReadableTensor:
+    """The parameter that these parts are, one after another along the first dim."""
+    first = parts[0]
+    if len(parts) == 1:
+        return ReadableTensor(key, first.stored.dtype, first.shape, first.boxes, first.extents)
+    if len({(s.shape[1:], s.stored.dtype) for s in parts}) > 1 or not first.shape:
+        raise IntegrityError(f"{key}: its two halves have the shapes {[list(s.shape) for s in parts]}")
+    rows = sum(s.shape[0] for s in parts)
+    whole = Box.whole((rows, *first.shape[1:]))
+    starts = [sum(s.shape[0] for s in parts[:i]) for i in range(len(parts))]
+
+    def moved(box: Box, by: int) -> Box:
+        return box.shift((by, *[0] * (len(box.shape) - 1)))
+
+    def boxes() -> Iterator[Box]:
+        for part, at in zip(parts, starts, strict=True):
+            yield from (moved(b, at) for b in part.boxes())
+
+    def extents(box: Box) -> Iterator[Extent]:
+        for part, at in zip(parts, starts, strict=True):
+            clip = box.intersect(moved(Box.whole(part.shape), at))
+            if clip is not None:
+                shift = tuple(a - b for a, b in zip(clip.start, box.start, strict=True))
+                for e in part.extents(moved(clip, -at)):
+                    yield replace(e, box=e.box.shift(shift))
+
+    return ReadableTensor(key, first.stored.dtype, whole.shape, boxes, extents)
+
+
+def add_tensor(contents: Contents, tensor: ReadableTensor, rows: int) -> None:
+    """Add a tensor; the rows from this one on are padding, and kept apart."""
+    if not tensor.shape or rows >= tensor.shape[0]:
+        contents.add(*tensor.key, tensor.dtype, tensor.shape, partial(_part, tensor, Box.whole(tensor.shape)))
+        return
+    rest = tensor.shape[1:]
+    zeros = (0,) * len(rest)
+    kept, spare = Box((0, *zeros), (rows, *rest)), Box((rows, *zeros), (tensor.shape[0] - rows, *rest))
+    name, state = tensor.key
+    contents.add(name, state, tensor.dtype, kept.shape, partial(_part, tensor, kept))
+    contents.add(name, f"{state}.padding", tensor.dtype, spare.shape, partial(_part, tensor, spare))
+
+
+def _part(tensor: ReadableTensor, of: Box, within: Box | None) -> Iterator[Extent]:
+    """The extents of a box of a tensor, as boxes of that box: those of what lies in `within`, which counts from it."""
+    if within is None:
+        return tensor.extents(of)
+    return (replace(e, box=e.box.shift(within.start)) for e in tensor.extents(within.shift(of.start)))
+
+
+def joined(
+    key: Key,
+    dtype: str,
+    shape: tuple[int, ...],
+    parts: Sequence[tuple[Locate, Sequence[Region]]],
+) -> ReadableTensor:
+    """The tensor that ranks hold parts of: each its local extents, and the regions of the whole tensor in them."""
+    seen: dict[Box, int] = {}
+    views: list[Part] = []
+    for i, (_, regions) in enumerate(parts):
+        mine = [r for r in regions if seen.setdefault(r.box, i) == i]
+        views += parts_of(mine, Key(str(i), ""))
+    view = View(TensorInfo(*key, dtype, shape), tuple(views))
+
+    def extents(box: Box) -> Iterator[Extent]:
+        shift = tuple(-a for a in box.start)
+        info = TensorInfo(*key, dtype, box.shape)
+        inner = []
+        for part in view.parts:
+            clip = part.target.intersect(box)
+            if clip is not None:
+                move = tuple(a - b for a, b in zip(clip.start, part.target.start, strict=True))
+                inner.append(
+                    Part(clip.shift(shift), part.source, Box(part.box.shift(move).start, clip.shape), part.axes)
+                )
+        return View(info, tuple(inner)).extents(lambda source, near: parts[int(source.name)][0](near))
+
+    return ReadableTensor(key, dtype, shape, lambda: (p.target for p in view.parts), extents)
