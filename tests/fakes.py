@@ -11,7 +11,7 @@ import numpy as np
 
 from ucformat.format.digest import with_own_digest
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.flat import flat_boxes
+from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Extent, Key, Roster, TensorInfo
 from ucformat.reading.dtypes import dtype_name, numpy_dtype
 from ucformat.reading.facts import Facts

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.geometry.strategies import shapes
 from ucformat.errors import UsageError
 from ucformat.geometry.box import Box, hull
-from ucformat.geometry.flat import flat_boxes, flat_range
+from ucformat.geometry.flat_buffer import flat_boxes, flat_range
 
 
 @st.composite

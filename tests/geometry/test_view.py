@@ -15,7 +15,7 @@ from tests.geometry.reference import inside
 from tests.geometry.strategies import shapes
 from ucformat.errors import CoverageError, LayoutError
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.flat import flat_boxes
+from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Block, Extent, Key, TensorInfo
 from ucformat.geometry.view import Part, View
 

@@ -27,7 +27,7 @@ from ucformat.format.commit import begin, commit, new_id
 from ucformat.format.digest import bytes_digest
 from ucformat.format.sidecar import Columns, encode, encode_columns
 from ucformat.geometry.box import row_major
-from ucformat.geometry.flat import flat_boxes
+from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Block, Extent
 from ucformat.reading.dtypes import dtype_name
 from ucformat.schema.dtypes import ITEMSIZE

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ucformat.errors import CoverageError, UsageError
 from ucformat.format.chunking import Grid
 from ucformat.geometry.box import Box
-from ucformat.geometry.flat import flat_boxes
+from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.torch import deal
 from ucformat.torch.deal import Claim, deal_pieces, deal_shards, merge

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ucformat.errors import LayoutError, TensorNotFound
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.cut import Cut, Dim, local_dims, pieces_of
-from ucformat.geometry.join import Joined, join
+from ucformat.geometry.flat_buffer import Joined, join_flat
 from ucformat.geometry.patterns import compile_regex
 from ucformat.geometry.placement import Flat, axes_of
 from ucformat.geometry.tensor import Key, Piece, Roster, TensorInfo
@@ -76,7 +76,7 @@ class _Group:
                 for name, (info, placed) in self.members.items()
                 if placed.holds(coordinate)
             ]
-            self._joined[at] = join(self.flat, self.mesh.degree(axes_of(self.flat)), self.name, held)
+            self._joined[at] = join_flat(self.flat, self.mesh.degree(axes_of(self.flat)), self.name, held)
         return self._joined[at]
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ucformat.errors import LayoutError
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.flat import flat_boxes
+from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Piece
 
 if TYPE_CHECKING:

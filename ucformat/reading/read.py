@@ -8,7 +8,7 @@ import numpy as np
 
 from ucformat.errors import IntegrityError, MissingData, NotFound
 from ucformat.geometry.box import row_major
-from ucformat.geometry.flat import flat_boxes
+from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Piece
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.execute import execute

@@ -14,7 +14,7 @@ from ucformat.errors import UsageError
 from ucformat.format.arrays import lay_out
 from ucformat.format.commit import begin
 from ucformat.format.digest import document_digest
-from ucformat.geometry.flat import flat_boxes
+from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.reading.checksum import checksum
 from ucformat.reading.facts import path_to_json

@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused
-from ucformat.geometry.flat import flat_range
+from ucformat.geometry.flat_buffer import flat_range
 from ucformat.sources.deepspeed.contents import (
     Contents,
     Group,

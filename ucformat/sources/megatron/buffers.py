@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ucformat.errors import IntegrityError
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.flat import flat_boxes, flat_range
+from ucformat.geometry.flat_buffer import flat_boxes, flat_range
 from ucformat.geometry.tensor import Extent
 from ucformat.schema.dtypes import ITEMSIZE
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from ucformat.errors import IntegrityError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.coverage import prove
-from ucformat.geometry.flat import flat_boxes
+from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.local import parts_of
 from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.geometry.view import Part, View

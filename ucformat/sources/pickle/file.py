@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, Refused
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.flat import flat_boxes
+from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Extent
 from ucformat.reading.readable import Record
 from ucformat.schema.dtypes import ITEMSIZE

@@ -1,4 +1,4 @@
-"""Where each tensor lies in a flat buffer: the arithmetic of ZeRO, FSDP1 and Megatron's distributed optimizer."""
+"""Ranges of a flattened tensor, as boxes: how ZeRO and FSDP slices become boxes like all else."""
 
 from __future__ import annotations
 
@@ -6,12 +6,53 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ucformat.errors import UsageError
+from ucformat.geometry.box import Box, row_major
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ucformat.geometry.placement import Flat
 
-__all__ = ["Joined", "Slot", "join"]
+__all__ = ["Joined", "Slot", "flat_boxes", "flat_range", "join_flat"]
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
+    """Elements `[start, stop)` of the row-major flattened tensor, as at most `2 * ndim - 1` boxes in flat order.
+
+    One box for a 0-d tensor, none for an empty range. UsageError where the range leaves the tensor.
+    """
+    size = math.prod(shape)
+    if not 0 <= start <= stop <= size:
+        raise UsageError(f"the flat range {start}:{stop} is not within the {size} elements of shape {shape}")
+    return tuple(_flat_boxes((), shape, start, stop)) if start < stop else ()
+
+
+def flat_range(shape: tuple[int, ...], within: Box | None) -> tuple[int, int]:
+    """The smallest range `[start, stop)` of the row-major flattened tensor that has all of a box (None: the tensor)."""
+    if within is None:
+        return 0, math.prod(shape)
+    if not within.size:
+        return 0, 0
+    strides = row_major(shape)
+    first = sum(i * s for i, s in zip(within.start, strides, strict=True))
+    return first, first + 1 + sum((n - 1) * s for n, s in zip(within.shape, strides, strict=True))
+
+
+def _flat_boxes(at: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """The boxes of a non-empty range of the sub-tensor of this shape that lies at index `at`."""
+    lead = (1,) * len(at)
+    if not shape:
+        return [Box(at, lead)]
+    row = math.prod(shape[1:])
+    (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
+    if first == last:  # within one row
+        return _flat_boxes((*at, first), shape[1:], head, tail)
+    out = _flat_boxes((*at, first), shape[1:], head, row) if head else []
+    first += head > 0
+    if first < last:
+        out.append(Box((*at, first, *(0 for _ in shape[1:])), (*lead, last - first, *shape[1:])))
+    return out + (_flat_boxes((*at, last), shape[1:], 0, tail) if tail else [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +91,7 @@ class Joined:
     sizes: dict[str, int]
 
 
-def join(flat: Flat, degree: int, name: str, members: Sequence[tuple[str, int]]) -> Joined:
+def join_flat(flat: Flat, degree: int, name: str, members: Sequence[tuple[str, int]]) -> Joined:
     """Join the members, `(tensor, local elements)` in the order of the roster, into buffers called `name`.
 
     With `max_elements` there may be several buffers, `name.0`, `name.1`, …
@@ -63,11 +104,11 @@ def join(flat: Flat, degree: int, name: str, members: Sequence[tuple[str, int]])
             sizes[buffer] = _closed(flat, degree, at)
             at, buffer = 0, _sub(flat, name, len(sizes))
         if flat.cut == "before_join":
-            part = _up(-(-numel // degree), flat.tensor_align)
+            part = align_up(-(-numel // degree), flat.tensor_align)
             slots[tensor] = Slot(buffer, at, numel, part)
             at += part
         else:
-            at = _up(at, flat.tensor_align)
+            at = align_up(at, flat.tensor_align)
             slots[tensor] = Slot(buffer, at, numel, None)
             at += numel
     sizes[buffer] = _closed(flat, degree, at)
@@ -85,13 +126,13 @@ def _ordered(flat: Flat, degree: int, members: Sequence[tuple[str, int]]) -> Seq
 def _closed(flat: Flat, degree: int, at: int) -> int:
     """What one rank holds of a buffer that ends at `at`."""
     if flat.cut == "before_join":
-        return _up(at, math.lcm(flat.group_pad, flat.total_align))
-    return _up(at, math.lcm(flat.group_pad * degree, flat.total_align, degree)) // degree
+        return align_up(at, math.lcm(flat.group_pad, flat.total_align))
+    return align_up(at, math.lcm(flat.group_pad * degree, flat.total_align, degree)) // degree
 
 
 def _sub(flat: Flat, name: str, sub: int) -> str:
     return name if flat.max_elements is None else f"{name}.{sub}"
 
 
-def _up(n: int, to: int) -> int:
+def align_up(n: int, to: int) -> int:
     return -(-n // to) * to
