@@ -9,8 +9,24 @@ from functools import cmp_to_key
 from typing import TYPE_CHECKING, Any
 
 from tests.catalog.filter.world import NOW, Row
-from ucformat.catalog.filter.syntax import And, Compare, In, IsNull, Like, Node, Not, Or, Sort
-from ucformat.catalog.filter.values import Age, Key, Number, Size, Text, Truth, Value
+from ucformat.catalog.filter.syntax import (
+    Age,
+    And,
+    Boolean,
+    Compare,
+    In,
+    IsNull,
+    Key,
+    Like,
+    Node,
+    Not,
+    Number,
+    Or,
+    Size,
+    Sort,
+    Text,
+    Value,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,7 +102,7 @@ def holds(key: Key, value: Any, op: str, literal: Value) -> bool:
         case Text(bound):
             if not isinstance(value, str):
                 return False
-        case Truth(bound):
+        case Boolean(bound):
             if not isinstance(value, bool):
                 return False
         case Age(bound):

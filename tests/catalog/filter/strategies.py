@@ -9,9 +9,26 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import strategies as st
 
 from tests.catalog.filter.world import BIG, FLOATS, INTEGERS, METRICS, NAMES, NOW, TEXTS, TIMES, WORLDS
-from ucformat.catalog.filter.keys import DOCUMENTS, MANY, SCALARS, TENSOR, Kind
-from ucformat.catalog.filter.syntax import And, By, Compare, In, IsNull, Like, Node, Not, Or, Sort
-from ucformat.catalog.filter.values import Age, Key, Number, Size, Text, Truth, Value
+from ucformat.catalog.filter.check import DOCUMENTS, MANY, SCALARS, TENSOR, Kind
+from ucformat.catalog.filter.syntax import (
+    Age,
+    And,
+    Boolean,
+    Compare,
+    In,
+    IsNull,
+    Key,
+    Like,
+    Node,
+    Not,
+    Number,
+    Or,
+    Size,
+    Sort,
+    SortKey,
+    Text,
+    Value,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +39,7 @@ any_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="
 texts = (st.sampled_from(TEXTS) | any_text).map(Text)
 floats = st.floats(-(2.0**53), 2.0**53) | st.sampled_from(FLOATS)
 numbers = (st.sampled_from([*INTEGERS, *BIG]) | st.integers(-(2**70), 2**70) | floats).map(Number)
-truths = st.booleans().map(Truth)
+truths = st.booleans().map(Boolean)
 sizes = st.sampled_from([0, 1, 1000, 1024, 1536, 10**9, 2**62]).map(Size)
 times = st.sampled_from([written for t in TIMES for written in (f"{t}", f"{t.replace(tzinfo=None)}", f"{t.date()}")])
 ages = st.sampled_from([NOW - t for t in TIMES] + [timedelta(days=d) for d in (7, 1.5, -3, 10**6, -(10**8))])
@@ -36,7 +53,7 @@ LITERALS: dict[Kind, st.SearchStrategy[Any]] = {
     Kind.FLOAT: numbers,
     Kind.TIME: times.map(Text),
     Kind.AGE: ages.map(Age),
-    Kind.TRUTH: truths,
+    Kind.BOOLEAN: truths,
     Kind.JSON: texts | numbers | truths | sizes,
 }
 
@@ -54,7 +71,7 @@ def near(value: Any) -> list[Value]:
     """Literals that a value equals, or hardly does not."""
     match value:
         case bool():
-            return [Truth(value), Number(int(value)), Text(str(value).lower())]
+            return [Boolean(value), Number(int(value)), Text(str(value).lower())]
         case int():
             return [Number(value), Number(value + 1), Number(value - 1), Number(float(value)), Text(str(value))]
         case float():
@@ -112,7 +129,7 @@ def atoms_of(draw: st.DrawFn, subject: Subject) -> Compare | In | Like | IsNull:
         case "like":
             return Like(key, Text(draw(patterns)), draw(st.booleans()))
     value = draw(literals)
-    return Compare(key, draw(st.sampled_from(OPERATORS[:2] if isinstance(value, Truth) else OPERATORS)), value)
+    return Compare(key, draw(st.sampled_from(OPERATORS[:2] if isinstance(value, Boolean) else OPERATORS)), value)
 
 
 def joined(inner: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
@@ -123,6 +140,6 @@ def joined(inner: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
 atoms = st.sampled_from([*SUBJECTS.values(), *[SUBJECTS["found"], SUBJECTS["metric"]] * 6]).flatmap(atoms_of)
 filters: st.SearchStrategy[Node] = st.recursive(atoms, joined, max_leaves=8)
 
-scalars = st.sampled_from([Key((name,)) for name, kind in SCALARS.items() if kind is not Kind.TRUTH])
+scalars = st.sampled_from([Key((name,)) for name, kind in SCALARS.items() if kind is not Kind.BOOLEAN])
 sort_keys = scalars | metrics | paths | st.sampled_from(FOUND).map(lambda f: f[0])
-sorts = st.builds(Sort, st.lists(st.builds(By, sort_keys, st.booleans()), min_size=1, max_size=3).map(tuple))
+sorts = st.builds(Sort, st.lists(st.builds(SortKey, sort_keys, st.booleans()), min_size=1, max_size=3).map(tuple))

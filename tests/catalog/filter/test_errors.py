@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from tests.catalog.filter.world import NOW
 from ucformat.catalog.filter import Names, check_known, compile_filter, parse, parse_sort, paths_of, unparse
-from ucformat.catalog.filter.syntax import By, Compare, IsNull, Sort
-from ucformat.catalog.filter.values import Key, Number, Text
+from ucformat.catalog.filter.syntax import Compare, IsNull, Key, Number, Sort, SortKey, Text
 from ucformat.errors import UsageError
 
 KNOWN = Names(frozenset({"val_loss", "val/acc"}), frozenset({("optimizer", "lr"), ("a.b", "c"), ("layers",)}))
@@ -21,8 +20,8 @@ ERRORS = {
     "step >": ("", "a value"),
     "tag in ('1', 2": ("", "a comma or )"),
     "(step = 1": ("", "expected )"),
-    "tag = good": ("good", "text stands in quotes: 'good'"),
-    "tag = 'x": ("'", "written twice"),
+    "tag = good": ("good", "put text in quotes: 'good'"),
+    "tag = 'x": ("'", "double a quote"),
     "size = 10XB": ("XB", "TiB"),
     "step = 1 b": ("b", "and"),
     "step = 1 && b": ("&", "and, or, not"),
@@ -177,7 +176,7 @@ def test_paths_of_a_document() -> None:
     ("node", "message"),
     [
         (Compare(Key(("stpe",)), "=", Number(1)), "unknown key stpe"),
-        (Compare(Key(("step",)), "=", Text("a")), "step is not compared with 'a'"),
+        (Compare(Key(("step",)), "=", Text("a")), "step cannot be compared with 'a'"),
         (Compare(Key(("created",)), "<", Text("a")), "'a' is not a time"),
     ],
 )
@@ -192,5 +191,5 @@ def test_what_is_made_by_hand_needs_a_zone_and_an_order() -> None:
 
     with pytest.raises(UsageError, match="zone"):
         compile_filter(parse("age < 7d"), now=NOW.replace(tzinfo=None))
-    with pytest.raises(UsageError, match="no order"):
-        compile_sort(Sort((By(Key(("tag",))),)))
+    with pytest.raises(UsageError, match="cannot be sorted by"):
+        compile_sort(Sort((SortKey(Key(("tag",))),)))

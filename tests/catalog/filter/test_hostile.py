@@ -15,8 +15,22 @@ from sqlalchemy import create_engine, delete, func, insert, select, update
 from tests.catalog.filter.strategies import filters, sorts
 from tests.catalog.filter.world import NOW, WORLDS, store
 from ucformat.catalog.filter import compile_filter, compile_sort, parse, unparse
-from ucformat.catalog.filter.syntax import And, By, Compare, In, IsNull, Like, Node, Not, Or, Sort
-from ucformat.catalog.filter.values import LONGEST, Key, Number, Text
+from ucformat.catalog.filter.syntax import (
+    MAX_LENGTH,
+    And,
+    Compare,
+    In,
+    IsNull,
+    Key,
+    Like,
+    Node,
+    Not,
+    Number,
+    Or,
+    Sort,
+    SortKey,
+    Text,
+)
 from ucformat.catalog.models import Checkpoint, Config, Metric, Tag
 from ucformat.errors import UsageError
 
@@ -73,7 +87,7 @@ def test_nasty_words_are_found_where_they_are(engine: Engine) -> None:
             assert found(IsNull(Key(("config", word, word + "x")), negated=True)) == [], word
             assert found(Compare(Key(("topology", "l", str(i), word)), "=", Number(i))) == [2], word
             for root in ("config", "topology"):
-                sort = Sort((By(Key((root, word, word))),))
+                sort = Sort((SortKey(Key((root, word, word))),))
                 assert len(list(connection.scalars(select(Checkpoint.serial).order_by(*compile_sort(sort))))) == 3
         assert connection.scalar(select(func.count()).select_from(Tag)) == sum(map(len, tags.values()))
 
@@ -217,7 +231,7 @@ def test_what_is_allowed_can_be_run(engine: Engine, atom: Node) -> None:
         bushy(nested - 1, atom),
         Or((atom,) * (500 if isinstance(atom, Not) else 60)),
     ):
-        if len(unparse(node)) <= LONGEST:
+        if len(unparse(node)) <= MAX_LENGTH:
             tried += 1
             inner = select(Checkpoint.serial).where(compile_filter(parse(unparse(node)), now=NOW)).limit(5)
             query = select(func.count()).select_from(inner.subquery())

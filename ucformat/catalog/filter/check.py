@@ -1,23 +1,268 @@
-"""What a filter may compare with what."""
+"""The keys of the filter language, their types, and the check that a filter uses them correctly."""
 
 from __future__ import annotations
 
+import unicodedata
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from difflib import get_close_matches
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 
-from ucformat.catalog.filter.keys import Kind, resolve
-from ucformat.catalog.filter.pointing import pointing_error
-from ucformat.catalog.filter.syntax import Compare, In, Like, Sort, atoms
-from ucformat.catalog.filter.values import Age, Number, Size, Text, Truth
+from ucformat.catalog.filter.syntax import Age, Boolean, Compare, In, Like, Number, Size, Sort, Text, atoms, spell
+from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Mapping
 
-    from ucformat.catalog.filter.keys import Target
-    from ucformat.catalog.filter.syntax import Atom, Node
-    from ucformat.catalog.filter.values import Key, Value
+    from ucformat.catalog.filter.syntax import Atom, Key, Node, Span, Value
 
-__all__ = ["check", "instant"]
+__all__ = [
+    "DOCUMENTS",
+    "MANY",
+    "SCALARS",
+    "TENSOR",
+    "Kind",
+    "Names",
+    "Target",
+    "check",
+    "check_known",
+    "instant",
+    "nearest",
+    "paths_of",
+    "pointing_error",
+    "resolve",
+    "used_keys",
+    "used_names",
+]
+
+_MAX_MESSAGE = 400  # characters of a message, which may quote the filter
+_BEFORE, _AFTER = 60, 40  # so much of a long filter is shown around the place
+
+
+def pointing_error(message: str, text: str | None, at: Span | None, *, hint: str | None = None) -> UsageError:
+    """An error that shows a place in a filter: the line, and carets under the place.
+
+    Args:
+        message: what is wrong.
+        text: the filter's text (None: only the message is shown).
+        at: the place in it (None: likewise).
+        hint: what to do about it.
+
+    Returns:
+        The error.
+    """
+    message = _short(message)
+    hint = hint and _short(hint)
+    if text is None or at is None:
+        return UsageError(message, hint=hint)
+    start, end = at
+    whole = len(text) <= _BEFORE + _AFTER
+    left = 0 if whole else max(0, start - _BEFORE)
+    right = len(text) if whole else min(len(text), start + _AFTER)
+    before = "…" * (left > 0) + _shown(text[left:start])
+    marked = _shown(text[start : min(end, right)])
+    after = _shown(text[min(max(start, end), right) : right]) + "…" * (right < len(text))
+    carets = " " * _width(before) + "^" * max(1, _width(marked))
+    return UsageError(f"{message}\n  {before}{marked}{after}\n  {carets}", hint=hint)
+
+
+def _short(text: str) -> str:
+    return _shown(text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}…")
+
+
+def _shown(text: str) -> str:
+    """On one line and without control characters."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _width(text: str) -> int:
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in {"W", "F"} else 1 for c in text
+    )
+
+
+_MAX_COMPARED = 100  # characters of a name that are compared for similarity
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of metrics and paths of configurations, such as `("optimizer", "lr")`, that exist or that a filter uses."""
+
+    metrics: frozenset[str] = frozenset()
+    configs: frozenset[tuple[str, ...]] = frozenset()
+
+    def spelled(self) -> list[str]:
+        """The keys in the syntax of filters, sorted."""
+        metrics = {spell(("metric", name)) for name in self.metrics}
+        return sorted(metrics | {spell(("config", *path)) for path in self.configs})
+
+    def has(self, key: Key) -> bool:
+        """Whether the metric or path exists; without any known names, all are accepted."""
+        root, *rest = key.parts
+        path = tuple(rest)
+        if root == "metric":
+            return not self.metrics or path[0] in self.metrics
+        if root != "config" or not self.configs or any(known[: len(path)] == path for known in self.configs):
+            return True
+        return any(path[:i] in self.configs and path[i].isdigit() for i in range(1, len(path)))  # into a list
+
+
+def used_names(node: Node | Sort) -> Names:
+    """The metrics and the configuration paths that a filter or an order uses."""
+    keys = [key.parts for key in _keys(node)]
+    return Names(
+        frozenset(parts[1] for parts in keys if parts[0] == "metric" and len(parts) == 2),
+        frozenset(parts[1:] for parts in keys if parts[0] == "config" and len(parts) > 1),
+    )
+
+
+def check_known(node: Node | Sort, known: Names, text: str | None = None) -> None:
+    """Check that a filter or order only uses known metrics and configuration paths.
+
+    Args:
+        node: the filter or order.
+        known: the names that exist.
+        text: what it was parsed from, for the error to point into.
+
+    Raises:
+        UsageError: it uses another; the hint offers the nearest names.
+    """
+    for key in _keys(node):
+        if not known.has(key):
+            near = nearest(str(key), [name for name in known.spelled() if name.startswith(f"{key.parts[0]}.")])
+            what = "metric" if key.parts[0] == "metric" else "configuration"
+            hint = near or f"no {what} in this catalog has a similar name"
+            raise pointing_error(f"unknown key {key}", text, key.at, hint=hint)
+
+
+def used_keys(node: Node | Sort) -> set[str]:
+    """The keys that a filter or an order uses, in the syntax of filters."""
+    return set(map(str, _keys(node)))
+
+
+def paths_of(document: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """The paths of all leaves of a configuration, as in `Names.configs`."""
+    left: list[tuple[tuple[str, ...], Any]] = [((), document)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, dict) and value:
+            left.extend(((*path, str(key)), below) for key, below in value.items())
+        elif path:
+            yield path
+
+
+def nearest(name: str, options: Iterable[str]) -> str | None:
+    """A hint that offers the options most similar to `name`, if any are."""
+    found = get_close_matches(name[:_MAX_COMPARED], [option[:_MAX_COMPARED] for option in options], n=3)
+    return f"did you mean {' or '.join(found)}?" if found else None
+
+
+def _keys(node: Node | Sort) -> list[Key]:
+    return [by.key for by in node.keys] if isinstance(node, Sort) else [atom.key for atom in atoms(node)]
+
+
+class Kind(Enum):
+    """The type of a key's values; the text describes what it can be compared with."""
+
+    TEXT = "text in quotes, such as 'good'"
+    INTEGER = "a number"
+    SIZE = "a number of bytes, or a size such as 10GB"
+    FLOAT = "a number, such as 2.1 or 1e-4"
+    TIME = "a time in quotes, such as '2026-11-01' or '2026-11-01T12:00:00+02:00'"
+    AGE = "an age, such as 7d or 36h"
+    BOOLEAN = "true or false"
+    JSON = "text in quotes, a number, true or false"
+
+
+#: Keys with at most one value a checkpoint.
+SCALARS = {
+    "id": Kind.TEXT,
+    "kind": Kind.TEXT,
+    "state": Kind.TEXT,
+    "run": Kind.TEXT,
+    "step": Kind.INTEGER,
+    "created": Kind.TIME,
+    "age": Kind.AGE,
+    "recorded": Kind.TIME,
+    "deleted": Kind.TIME,
+    "size": Kind.SIZE,
+    "tensors": Kind.INTEGER,
+    "format_version": Kind.INTEGER,
+    "engine": Kind.TEXT,
+    "hold": Kind.BOOLEAN,
+    "verified": Kind.BOOLEAN,
+}
+
+#: Keys with any number of values.
+MANY = {"tag": Kind.TEXT, "alias": Kind.TEXT, "url": Kind.TEXT, "note": Kind.TEXT}
+
+#: One value for each tensor: `tensor.NAME`.
+TENSOR = {
+    "name": Kind.TEXT,
+    "state": Kind.TEXT,
+    "dtype": Kind.TEXT,
+    "shape": Kind.TEXT,
+    "digest": Kind.TEXT,
+    "size": Kind.SIZE,
+}
+
+#: A JSON document, with a path into it: `config.A.B`.
+DOCUMENTS = ("config", "topology", "producer")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A resolved key: `root` is its first part, `path` the rest."""
+
+    root: str
+    kind: Kind
+    path: tuple[str, ...] = ()
+
+
+def resolve(key: Key, text: str | None = None, *, more: Iterable[str] = ()) -> Target:
+    """Resolve a key.
+
+    Args:
+        key: the key.
+        text: the filter that it is in, for the error to point into.
+        more: names that the hint may offer besides the keys of the language.
+
+    Returns:
+        What the key refers to, and its type.
+
+    Raises:
+        UsageError: there is no such key; the hint offers the nearest.
+    """
+    root, *path = key.parts
+    bare = SCALARS | MANY
+
+    def wrong(message: str, hint: str) -> UsageError:
+        return pointing_error(message, text, key.at, hint=hint)
+
+    if root in DOCUMENTS:
+        if not path:
+            raise wrong(f"{root} needs a path", f"such as {root}.a.b")
+        return Target(root, Kind.JSON, tuple(path))
+    if root == "metric":
+        if len(path) != 1:
+            name = '"' + ".".join(path).replace('"', '""') + '"' if path else "val_loss"
+            raise wrong("metric takes the name of one metric", f"such as metric.{name}")
+        return Target(root, Kind.FLOAT, tuple(path))
+    if root == "tensor":
+        if len(path) != 1 or path[0] not in TENSOR:
+            known = [f"tensor.{name}" for name in TENSOR]
+            raise wrong(f"unknown key {key}", nearest(str(key), known) or f"there are {', '.join(known)}")
+        return Target(root, TENSOR[path[0]], tuple(path))
+    if root in bare and not path:
+        return Target(root, bare[root])
+    if root in bare:
+        raise wrong(f"{root} takes no path", f"write {root} alone")
+    listed = ", ".join([*sorted(bare), "metric.NAME", "tensor.NAME", *(f"{d}.PATH" for d in DOCUMENTS)])
+    tails = [name for name in more if name.endswith(f".{key}")]
+    offered = nearest(str(key), tails or [*bare, "metric", "tensor", *DOCUMENTS, *more])
+    raise wrong(f"unknown key {key}", offered or f"the keys are {listed}")
+
 
 _TAKES: dict[Kind, tuple[type, ...]] = {
     Kind.TEXT: (Text,),
@@ -26,15 +271,21 @@ _TAKES: dict[Kind, tuple[type, ...]] = {
     Kind.FLOAT: (Number, Size),
     Kind.TIME: (Text,),
     Kind.AGE: (Age,),
-    Kind.TRUTH: (Truth,),
-    Kind.JSON: (Text, Number, Size, Truth),
+    Kind.BOOLEAN: (Boolean,),
+    Kind.JSON: (Text, Number, Size, Boolean),
 }
 
 
 def check(node: Node | Sort, text: str | None = None, *, more: Iterable[str] = ()) -> None:
-    """UsageError where a key is unknown or compared with what it cannot be; it points into `text`.
+    """Check the keys and types of a filter or order.
 
-    `more` are names of keys to offer besides those of the language.
+    Args:
+        node: the filter or order.
+        text: what it was parsed from, for the error to point into.
+        more: names of keys that hints may offer besides those of the language.
+
+    Raises:
+        UsageError: a key is unknown, or compared with a value of the wrong type.
     """
     if isinstance(node, Sort):
         for by in node.keys:
@@ -44,14 +295,14 @@ def check(node: Node | Sort, text: str | None = None, *, more: Iterable[str] = (
         target = resolve(atom.key, text, more=more)
         if isinstance(atom, Like):
             if target.kind not in {Kind.TEXT, Kind.JSON}:
-                raise pointing_error(f"{atom.key} is not text, which like is for", text, atom.key.at)
+                raise pointing_error(f"like needs text, which {atom.key} is not", text, atom.key.at)
         else:
             for value in _values(atom):
                 _check_value(atom, target.kind, value, text)
 
 
 def instant(text: str) -> datetime:
-    """A time as ISO 8601 writes it, in UTC; ValueError where it is none."""
+    """An ISO 8601 time in UTC; ValueError if the text is not one."""
     time = datetime.fromisoformat(text)
     try:
         return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
@@ -71,8 +322,10 @@ def _values(atom: Atom) -> tuple[Value, ...]:
 
 def _check_value(atom: Atom, kind: Kind, value: Value, text: str | None) -> None:
     if not isinstance(value, _TAKES[kind]):
-        raise pointing_error(f"{atom.key} is not compared with {value}", text, value.at, hint=f"it takes {kind.value}")
-    if isinstance(value, Truth) and isinstance(atom, Compare) and atom.operator not in {"=", "!="}:
+        raise pointing_error(
+            f"{atom.key} cannot be compared with {value}", text, value.at, hint=f"it takes {kind.value}"
+        )
+    if isinstance(value, Boolean) and isinstance(atom, Compare) and atom.operator not in {"=", "!="}:
         raise pointing_error("true and false have no order", text, value.at, hint="compare with = or !=")
     if kind is Kind.TIME and isinstance(value, Text):
         try:
@@ -82,7 +335,7 @@ def _check_value(atom: Atom, kind: Kind, value: Value, text: str | None) -> None
 
 
 def _check_sort(key: Key, target: Target, text: str | None) -> None:
-    single = target.root != "tensor" and target.kind is not Kind.TRUTH
+    single = target.root != "tensor" and target.kind is not Kind.BOOLEAN
     if not single or target.root in {"tag", "alias", "url", "note"}:
-        hint = "order by one of id, run, step, created, age, size, …, by metric.NAME or config.PATH"
-        raise pointing_error(f"{key} gives no order", text, key.at, hint=hint)
+        hint = "sort by id, run, step, created, age, size, …, metric.NAME or config.PATH"
+        raise pointing_error(f"{key} cannot be sorted by", text, key.at, hint=hint)

@@ -1,50 +1,178 @@
-"""From the tree of a filter to SQL: a condition on `models.Checkpoint`, true or false but never NULL.
+"""Compile filters and sort orders to SQL on `models.Checkpoint`, with the same results on SQLite and PostgreSQL.
 
-Comparisons first find what they compare on its own, small or indexed table, and then the checkpoints that refer to it.
+Conditions are true or false, never NULL. A comparison first searches the small or indexed table of its key, then the
+checkpoints that refer to the rows found.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import and_, false, not_, or_, true
+from sqlalchemy import and_, false, not_, or_, select, true
 
-from ucformat.catalog.filter.check import check, instant
-from ucformat.catalog.filter.documents import document_test
-from ucformat.catalog.filter.engines import by_code_point, like
-from ucformat.catalog.filter.keys import Kind, resolve
-from ucformat.catalog.filter.numbers import OPERATORS, compare_float, compare_integer, float_in, integer_in
-from ucformat.catalog.filter.sources import document_of, holding, source_of
-from ucformat.catalog.filter.syntax import And, Compare, In, IsNull, Like, Not, Or
-from ucformat.catalog.filter.values import Age, Number, Size, Text, Truth
+from ucformat.catalog.filter.check import Kind, Names, check, check_known, instant, paths_of, resolve, used_names
+from ucformat.catalog.filter.documents import document_order, document_test
+from ucformat.catalog.filter.expressions import (
+    OPERATORS,
+    by_code_point,
+    compare_float,
+    compare_integer,
+    float_in,
+    integer_in,
+    like,
+)
+from ucformat.catalog.filter.syntax import Age, And, Boolean, Compare, In, IsNull, Like, Not, Number, Or, Size, Text
+from ucformat.catalog.models import (
+    Alias,
+    Checkpoint,
+    Config,
+    Digest,
+    Hold,
+    Location,
+    Metric,
+    Note,
+    Run,
+    Tag,
+    Tensor,
+    Verification,
+)
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from sqlalchemy import ColumnElement
+    from sqlalchemy import ColumnElement, Connection
 
+    from ucformat.catalog.filter.check import Target
     from ucformat.catalog.filter.documents import Found
-    from ucformat.catalog.filter.syntax import Atom, Node
-    from ucformat.catalog.filter.values import Value
+    from ucformat.catalog.filter.syntax import Atom, Node, Sort, Value
 
-__all__ = ["compile_filter"]
+    Lift = Callable[[ColumnElement[bool]], ColumnElement[bool]]
+
+__all__ = ["check_names", "compile_filter", "compile_sort"]
+
+
+@dataclass(frozen=True)
+class KeyColumn:
+    """The column of a key; `lift` turns a condition on it into one on checkpoints that is never NULL."""
+
+    column: Any
+    lift: Lift
+
+
+_COLUMNS: dict[str, Any] = {
+    "id": Checkpoint.id,
+    "kind": Checkpoint.kind,
+    "state": Checkpoint.state,
+    "step": Checkpoint.step,
+    "created": Checkpoint.created,
+    "recorded": Checkpoint.recorded,
+    "deleted": Checkpoint.deleted,
+    "age": Checkpoint.created,
+    "size": Checkpoint.nbytes,
+    "tensors": Checkpoint.tensors,
+    "format_version": Checkpoint.format_version,
+    "engine": Checkpoint.engine,
+}
+_MANY: dict[str, tuple[Any, Any]] = {
+    "tag": (Tag.name, Tag.checkpoint),
+    "alias": (Alias.name, Alias.checkpoint),
+    "url": (Location.url, Location.checkpoint),
+    "note": (Note.text, Note.checkpoint),
+}
+_TENSOR: dict[str, Any] = {
+    "name": Tensor.name,
+    "state": Tensor.state,
+    "dtype": Tensor.dtype,
+    "shape": Tensor.shape,
+    "size": Tensor.nbytes,
+}
+
+
+def column_of(target: Target) -> KeyColumn:
+    """The column of a key, except of `hold` and of paths into documents."""
+    match target.root:
+        case "run":
+            return KeyColumn(
+                Run.name, lambda c: _and_there(Checkpoint.run_id, Checkpoint.run_id.in_(select(Run.id).where(c)))
+            )
+        case "metric":
+            named = Metric.name == target.path[0]
+            return KeyColumn(Metric.value, lambda c: Checkpoint.serial.in_(select(Metric.checkpoint).where(named, c)))
+        case "verified":
+            return KeyColumn(Verification.ok, _last_verified)
+        case "tensor" if target.path == ("digest",):
+            return KeyColumn(Digest.digest, _with_digest)
+        case "tensor":
+            column = _TENSOR[target.path[0]]
+            return KeyColumn(column, lambda c: Checkpoint.tensor_set_id.in_(select(Tensor.tensor_set_id).where(c)))
+        case root if root in _MANY:
+            column, owner = _MANY[root]
+            return KeyColumn(column, lambda c: Checkpoint.serial.in_(select(owner).where(c)))
+        case root:
+            column = _COLUMNS[root]
+            return KeyColumn(column, lambda c: _and_there(column, c))
+
+
+def document_column(root: str) -> KeyColumn:
+    """The column of the JSON document that a key with this root points into."""
+    if root == "config":
+        found = Checkpoint.config_id
+        return KeyColumn(Config.document, lambda c: _and_there(found, found.in_(select(Config.id).where(c))))
+    return KeyColumn(Checkpoint.topology if root == "topology" else Checkpoint.producer, lambda c: c)
+
+
+def is_held(now: datetime) -> ColumnElement[bool]:
+    """Whether a checkpoint has a hold that is neither released nor expired."""
+    active = Hold.released.is_(None), or_(Hold.until.is_(None), Hold.until > now)
+    return Checkpoint.serial.in_(select(Hold.checkpoint).where(*active))
+
+
+def _and_there(column: Any, condition: ColumnElement[bool]) -> ColumnElement[bool]:
+    """False instead of NULL where the column is NULL."""
+    return and_(column.is_not(None), condition)
+
+
+def _last_verified(condition: ColumnElement[bool]) -> ColumnElement[bool]:
+    later = Verification.__table__.alias().c
+    after = or_(later.at > Verification.at, and_(later.at == Verification.at, later.id > Verification.id))
+    superseded = select(later.id).where(later.checkpoint == Verification.checkpoint, after).exists()
+    return Checkpoint.serial.in_(select(Verification.checkpoint).where(condition, not_(superseded)))
+
+
+def _with_digest(condition: ColumnElement[bool]) -> ColumnElement[bool]:
+    """One index search for each block, if the condition names the digest."""
+    blocks = select(Checkpoint.__table__.alias().c.digest_block)
+    return Checkpoint.serial.in_(select(Digest.checkpoint).where(Digest.block.in_(blocks), condition))
+
 
 _FIRST, _LAST = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
 _MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 
 def compile_filter(node: Node, *, now: datetime) -> ColumnElement[bool]:
-    """The condition that a filter is, for `select(Checkpoint).where(…)`; ages and holds are as of `now`."""
+    """Compile a filter to a condition for `select(Checkpoint).where(…)`.
+
+    Args:
+        node: the filter.
+        now: the time that ages and holds refer to, with a time zone.
+
+    Returns:
+        The condition, which is never NULL.
+
+    Raises:
+        UsageError: the filter uses an unknown key or compares one with a value of the wrong type, or `now` has no zone.
+    """
     if now.tzinfo is None:
-        raise UsageError("the time of a filter needs a zone", hint="such as datetime.now(UTC)")
+        raise UsageError("the time of a filter needs a time zone", hint="such as datetime.now(UTC)")
     check(node)
     return _condition(node, now, negated=False)
 
 
 def _condition(node: Node, now: datetime, *, negated: bool) -> ColumnElement[bool]:
-    """Without `NOT (…)`, and what nests deepest first: the parser of SQLite has a stack of a hundred places."""
+    """Without `NOT (…)`, and the deepest operand first: the stack of SQLite's parser has 100 entries."""
     match node:
         case Not(inner):
             return _condition(inner, now, negated=not negated)
@@ -68,14 +196,14 @@ def _is_opposite(atom: Atom) -> bool:
 
 
 def _atom(atom: Atom, now: datetime) -> ColumnElement[bool]:
-    """Whether there is a value as the comparison asks for, where it asks for the opposite without that."""
+    """The condition of a comparison without its negation."""
     target = resolve(atom.key)
     if target.root == "hold":
-        return _truth(holding(now), atom)
+        return _truth(is_held(now), atom)
     if target.kind is Kind.JSON:
-        source = document_of(target.root)
+        source = document_column(target.root)
         return source.lift(document_test(source.column, target.path, lambda found: _in_document(found, atom)))
-    source = source_of(target)
+    source = column_of(target)
     return source.lift(_on_column(source.column, target.kind, atom, now))
 
 
@@ -87,7 +215,7 @@ def _truth(held: ColumnElement[bool], atom: Atom) -> ColumnElement[bool]:
             wanted = set(values)
         case _:
             return true()
-    return or_(held if Truth(True) in wanted else false(), not_(held) if Truth(False) in wanted else false())
+    return or_(held if Boolean(True) in wanted else false(), not_(held) if Boolean(False) in wanted else false())
 
 
 def _in_document(found: Found, atom: Atom) -> ColumnElement[bool]:
@@ -142,7 +270,7 @@ def _ordered(column: Any, kind: Kind, operator: str, value: Value, now: datetime
 
 
 def _bound(kind: Kind, value: Value, now: datetime) -> Any:
-    """The value as the column is compared with it."""
+    """The value in the type of the column."""
     match value:
         case Age(span):
             return _ago(now, span)
@@ -150,7 +278,7 @@ def _bound(kind: Kind, value: Value, now: datetime) -> Any:
             return nbytes
         case Text(text):
             return instant(text) if kind is Kind.TIME else text
-        case Number() | Truth():
+        case Number() | Boolean():
             return value.value
 
 
@@ -159,3 +287,83 @@ def _ago(now: datetime, span: timedelta) -> datetime:
         return now.astimezone(UTC) - span
     except OverflowError:
         return _FIRST if span > timedelta(0) else _LAST
+
+
+def compile_sort(sort: Sort, *, now: datetime | None = None) -> list[ColumnElement[Any]]:  # noqa: ARG001
+    """Compile a sort order to expressions for `select(Checkpoint).order_by(*…)`.
+
+    Args:
+        sort: the keys.
+        now: unused; for symmetry with `compile_filter`.
+
+    Returns:
+        The expressions: missing values come last; ties are broken by the time of recording, newest first.
+
+    Raises:
+        UsageError: a key is unknown or cannot be sorted by.
+    """
+    check(sort)
+    ordered = []
+    for by in sort.keys:
+        target = resolve(by.key)
+        down = by.descending is not (target.kind is Kind.AGE)  # the older, the earlier
+        ordered += [(value.desc() if down else value.asc()).nulls_last() for value in _sort_values(target)]
+    return [*ordered, Checkpoint.serial.desc()]
+
+
+def _sort_values(target: Target) -> list[ColumnElement[Any]]:
+    match target.root:
+        case "config":
+            own = Config.id == Checkpoint.config_id
+            return document_order(
+                Config.document,
+                target.path,
+                lambda value: select(value).where(own).correlate(Checkpoint).scalar_subquery(),
+            )
+        case "topology" | "producer":
+            return document_order(document_column(target.root).column, target.path)
+        case "run":
+            name = select(Run.name).where(Run.id == Checkpoint.run_id).correlate(Checkpoint).scalar_subquery()
+            return [by_code_point(name)]
+        case "metric":
+            named = Metric.checkpoint == Checkpoint.serial, Metric.name == target.path[0]
+            return [select(Metric.value).where(*named).correlate(Checkpoint).scalar_subquery()]
+        case _:
+            column = column_of(target).column
+            return [by_code_point(column) if target.kind is Kind.TEXT else column]
+
+
+_SAMPLE = 200  # the newest configurations are searched for similar paths
+
+
+def check_names(connection: Connection, node: Node | Sort, text: str | None = None) -> None:
+    """Check that some checkpoint has each metric and configuration path that a filter or order uses.
+
+    In a catalog without metrics, or without configurations, any name is accepted.
+
+    Args:
+        connection: a transaction.
+        node: the filter or order.
+        text: what it was parsed from, for the error to point into.
+
+    Raises:
+        UsageError: no checkpoint has one of them; the hint offers the nearest names.
+    """
+    used = used_names(node)
+    metrics = {name for name in used.metrics if _has_metric(connection, name)}
+    configs = {path for path in used.configs if _has_path(connection, path)}
+    if metrics != used.metrics:
+        metrics.update(connection.scalars(select(Metric.name).distinct()))
+    if configs != used.configs:
+        newest = select(Config.document).order_by(Config.id.desc()).limit(_SAMPLE)
+        configs.update(path for document in connection.scalars(newest) for path in paths_of(document))
+    check_known(node, Names(frozenset(metrics), frozenset(configs)), text)
+
+
+def _has_metric(connection: Connection, name: str) -> bool:
+    return connection.scalar(select(Metric.checkpoint).where(Metric.name == name).limit(1)) is not None
+
+
+def _has_path(connection: Connection, path: tuple[str, ...]) -> bool:
+    named = document_test(Config.document, path, lambda found: found.named())
+    return connection.scalar(select(Config.id).where(named).limit(1)) is not None

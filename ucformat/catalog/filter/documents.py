@@ -1,8 +1,7 @@
-"""Conditions on a value within a JSON document, which are never NULL, and ordering by it.
+"""Conditions on a value in a JSON document, never NULL, and sorting by it.
 
-The value is found by its path of names, which are parameters like all values: SQLite's own language of paths cannot
-name every key. Text, numbers and truth values equal only their like. Numbers are compared exactly up to 64 bits;
-integers beyond are taken as floats, which is what SQLite makes of them.
+The names of the path are bound parameters, since SQLite's path syntax cannot express every key. Values of different
+types are never equal. Integers beyond 64 bits are compared as floats, as SQLite stores them.
 """
 
 from __future__ import annotations
@@ -13,52 +12,66 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from ucformat.catalog.filter.engines import by_code_point, by_engine, like
-from ucformat.catalog.filter.numbers import OPERATORS, is_long
-from ucformat.catalog.filter.values import Number, Size, Text, Truth
+from ucformat.catalog.filter.expressions import OPERATORS, by_code_point, by_engine, is_long, like
+from ucformat.catalog.filter.syntax import Boolean, Number, Size, Text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sqlalchemy import ColumnElement, Select
 
-    from ucformat.catalog.filter.values import Value
+    from ucformat.catalog.filter.syntax import Value
 
     Within = Callable[[ColumnElement[Any]], ColumnElement[Any]]
     Test = Callable[["Found"], ColumnElement[bool]]
 
 __all__ = ["Found", "document_order", "document_test"]
 
-_BEYOND = 2**63  # from here on, upwards and downwards, integers are taken as floats
+_BEYOND = 2**63  # integers of at least this magnitude are compared as floats
 
 
 def document_test(document: Any, path: Sequence[str], test: Test) -> ColumnElement[bool]:
-    """Whether `test` holds of the value at a path; where there is none, it does not."""
+    """Test the value at a path.
+
+    Args:
+        document: the JSON column.
+        path: names, or decimal indices into lists.
+        test: makes the condition on the value.
+
+    Returns:
+        The condition; false if there is no value at the path.
+    """
     sqlite = _on_sqlite(document, path)
     return by_engine(sqlite.holds(test(sqlite)), test(_OnPostgres(document, path)))
 
 
 def document_order(document: Any, path: Sequence[str], within: Within = lambda v: v) -> list[ColumnElement[Any]]:
-    """What to order by, one after the other: numbers, then text, then `false`, `true`; NULL for anything else.
+    """Sort by the value at a path: numbers, then text, then `false` and `true`; everything else is NULL.
 
-    `within` makes of a value in the document one of the row that is ordered.
+    Args:
+        document: the JSON column.
+        path: names, or decimal indices into lists.
+        within: turns an expression on the document's row into one on the sorted row.
+
+    Returns:
+        The expressions to sort by, most significant first.
     """
     first, *others = map(within, _OnPostgres(document, path).order())
     return [by_engine(within(_on_sqlite(document, path).order()), first), *(by_engine(sa.null(), o) for o in others)]
 
 
 class Found(ABC):
-    """A value in a document, on one of the engines."""
+    """A value in a document, in the SQL of one database."""
 
     text: ColumnElement[Any]
 
     @abstractmethod
     def named(self) -> ColumnElement[bool]:
-        """It is there, be it null."""
+        """It exists, and may be null."""
 
     @abstractmethod
     def present(self) -> ColumnElement[bool]:
-        """It is there, and not null."""
+        """It exists and is not null."""
 
     @abstractmethod
     def _truth(self, *, wanted: bool) -> ColumnElement[bool]: ...
@@ -71,14 +84,14 @@ class Found(ABC):
 
     @abstractmethod
     def _number(self, bounds: Sequence[float]) -> ColumnElement[Any]:
-        """It as a number, to be compared with these."""
+        """The value as a number, for comparison with these."""
 
     @abstractmethod
     def _bounds(self, bound: float) -> list[ColumnElement[Any]]:
-        """The number that it is compared with; the least and the greatest, if that has two spellings."""
+        """The bound as SQL; the least and the greatest, if it has two representations."""
 
     def compare(self, operator: str, value: Value) -> ColumnElement[bool]:
-        """It is of the value's type, and compares so."""
+        """It has the type of `value`, and the comparison is true."""
         compared = OPERATORS[operator]
         match value:
             case Text(text):
@@ -93,7 +106,7 @@ class Found(ABC):
         """It equals one of the values."""
         texts = [_text(v.value) for v in values if isinstance(v, Text)]
         numbers = [v.value if isinstance(v, Number) else v.nbytes for v in values if isinstance(v, Number | Size)]
-        found = [self._truth(wanted=t) for t in sorted({v.value for v in values if isinstance(v, Truth)})]
+        found = [self._truth(wanted=t) for t in sorted({v.value for v in values if isinstance(v, Boolean)})]
         if texts:
             found.append(self._when_text(self.text.in_(texts)))
         if numbers:
@@ -102,23 +115,23 @@ class Found(ABC):
         return sa.or_(sa.false(), *found)
 
     def like(self, pattern: str) -> ColumnElement[bool]:
-        """It is text of this pattern."""
+        """It is text that matches the pattern."""
         return self._when_text(like(self.text, pattern))
 
 
 class _OnSqlite(Found):
-    """A value by its type and itself; NULL where there is none."""
+    """A value by its type and content; both are NULL if it does not exist."""
 
     def __init__(self, kind: ColumnElement[Any], value: ColumnElement[Any]) -> None:
         self._type = kind
         self.text = value
 
     def holds(self, condition: ColumnElement[bool]) -> ColumnElement[bool]:
-        """The condition, false where there is no value."""
+        """The condition, or false if there is no value."""
         return sa.func.coalesce(condition, sa.false())
 
     def order(self) -> ColumnElement[Any]:
-        """One value of any type: SQLite itself puts numbers before text, and text before blobs."""
+        """One value of any type: SQLite sorts numbers before text, and text before blobs."""
         return sa.case(
             (self._type.in_(["integer", "real", "text"]), self.text),
             (self._type == "false", sa.literal_column("x'00'")),
@@ -144,12 +157,12 @@ class _OnSqlite(Found):
         return self.text
 
     def _bounds(self, bound: float) -> list[ColumnElement[Any]]:
-        # read by what reads the document, so that the digits of both are rounded alike
+        # parsed by SQLite, so that both numbers are rounded in the same way
         return [sa.func.json_extract(_text(repr(bound)), "$")]
 
 
 class _Nested(_OnSqlite):
-    """The row of the last of nested `json_each`, one for each part of the path, which may name anything."""
+    """The last row of nested `json_each`, one for each part of the path, which can match any key."""
 
     def __init__(self, document: ColumnElement[Any], path: Sequence[str]) -> None:
         self._rows: list[Any] = []
@@ -176,7 +189,7 @@ class _Nested(_OnSqlite):
 
 
 def _on_sqlite(document: ColumnElement[Any], path: Sequence[str]) -> _OnSqlite:
-    """By a path in SQLite's language where it has one, which is several times as fast."""
+    """By a path in SQLite's syntax where it can express it, which is several times as fast."""
     if not all(p and p.isascii() and p.isprintable() and not {*p} & {'"', "\\"} and not _is_index(p) for p in path):
         return _Nested(document, path)
     written = _text("$" + "".join(f'."{part}"' for part in path))
@@ -184,7 +197,7 @@ def _on_sqlite(document: ColumnElement[Any], path: Sequence[str]) -> _OnSqlite:
 
 
 class _OnPostgres(Found):
-    """A value of the type jsonb; NULL where there is none."""
+    """A value of type jsonb; NULL if it does not exist."""
 
     def __init__(self, document: ColumnElement[Any], path: Sequence[str]) -> None:
         value: Any = document
@@ -225,18 +238,18 @@ class _OnPostgres(Found):
         return sa.case((self._type == kind, condition), else_=sa.false())
 
     def _number(self, bounds: Sequence[float]) -> ColumnElement[Any]:
-        # what is rounded equals nothing inside, and is on the same side of it
+        # a rounded number equals none of these bounds, and is on the same side of them
         return self._exact if all(abs(bound) < _BEYOND for bound in bounds) else self._rounded()
 
     def _bounds(self, bound: float) -> list[ColumnElement[Any]]:
-        # jsonb keeps the digits of large floats, which are not all the digits of the integer they are
+        # jsonb stores a large float by its shortest digits, not by all the digits of its integer value
         spelled = {Decimal(repr(float(bound) if abs(bound) >= _BEYOND else bound))}
         if isinstance(bound, float) and bound.is_integer() and abs(bound) < _BEYOND:
             spelled.add(Decimal(bound))
         return [sa.cast(_text(str(number)), sa.Numeric) for number in sorted(spelled)]
 
     def _rounded(self) -> ColumnElement[Any]:
-        """The number; as the nearest float, or as infinite, if it is beyond 64 bits."""
+        """The number; beyond 64 bits, as the nearest float or infinity."""
         digits = sa.cast(sa.cast(self._exact, sa.Double), sa.String)  # a cast to numeric alone would keep 15 of them
         return sa.case(
             (sa.func.abs(self._exact) < sa.literal_column(str(_BEYOND)), self._exact),
@@ -250,5 +263,5 @@ def _text(value: str) -> ColumnElement[str]:
 
 
 def _is_index(part: str) -> bool:
-    """Whether it may name a place of a list: written as no other than the integer is."""
+    """Whether it may be an index: the canonical decimal form of an integer."""
     return part.isascii() and part.isdigit() and (part == "0" or part[0] != "0") and is_long(int(part))

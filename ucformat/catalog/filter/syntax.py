@@ -1,8 +1,10 @@
-"""What a filter says, as a tree, and the text of such a tree."""
+"""The syntax tree of a filter, and its text."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ucformat.errors import UsageError
@@ -10,16 +12,170 @@ from ucformat.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ucformat.catalog.filter.values import Key, Text, Value
+__all__ = [
+    "AGE_UNITS",
+    "MAX_LENGTH",
+    "SIZE_UNITS",
+    "Age",
+    "And",
+    "Atom",
+    "Boolean",
+    "Compare",
+    "In",
+    "IsNull",
+    "Key",
+    "Like",
+    "Node",
+    "Not",
+    "Number",
+    "Or",
+    "Size",
+    "Sort",
+    "SortKey",
+    "Span",
+    "Text",
+    "Value",
+    "atoms",
+    "spell",
+    "unparse",
+]
 
-__all__ = ["And", "Atom", "By", "Compare", "In", "IsNull", "Like", "Node", "Not", "Or", "Sort", "atoms", "unparse"]
+#: Characters of a filter, and parts of a key.
+MAX_LENGTH = 10_000
+MAX_PARTS = 32
 
-#: So deep may `and`, `or` and `not` nest, and so many comparisons a filter may have: the parser of SQLite has a stack
-#: of a hundred places for everything, and Python its own to keep within.
-DEEPEST = 32
-MOST = 500
-LIST = 10_000  # values in a list
-SORTS = 16  # keys of an order
+#: The longest unit first.
+AGE_UNITS = {"w": 604_800, "d": 86_400, "h": 3_600, "m": 60, "s": 1}
+SIZE_UNITS = {
+    "TiB": 2**40, "TB": 10**12, "GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6, "KiB": 2**10, "KB": 10**3, "B": 1,
+}  # fmt: skip
+
+_KEYWORDS = {"and", "or", "not", "in", "like", "is", "null", "true", "false"}
+
+Span = tuple[int, int]  # of the filter's text: the first character, and the one after the last
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    at: Span | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Key(_Leaf):
+    """The left side of a comparison: `step`, or a path such as `config."a.b".c`."""
+
+    parts: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.parts) <= MAX_PARTS:
+            raise UsageError(f"a key has 1 to {MAX_PARTS} parts, not {len(self.parts)}")
+        for part in self.parts:
+            _check_text(part)
+
+    def __str__(self) -> str:
+        return spell(self.parts)
+
+
+@dataclass(frozen=True)
+class Text(_Leaf):
+    """Text in quotes, or a time."""
+
+    value: str
+
+    def __post_init__(self) -> None:
+        _check_text(self.value)
+
+    def __str__(self) -> str:
+        return "'" + self.value.replace("'", "''") + "'"
+
+
+@dataclass(frozen=True)
+class Number(_Leaf):
+    """An integer or a float, compared by value."""
+
+    value: int | float
+
+    def __post_init__(self) -> None:
+        _check_number(self.value)
+
+    def __str__(self) -> str:
+        return repr(self.value)
+
+
+@dataclass(frozen=True)
+class Boolean(_Leaf):
+    """`true` or `false`."""
+
+    value: bool
+
+    def __str__(self) -> str:
+        return "true" if self.value else "false"
+
+
+@dataclass(frozen=True)
+class Age(_Leaf):
+    """A span of time such as `7d`."""
+
+    span: timedelta
+
+    def __str__(self) -> str:
+        micros = self.span // timedelta(microseconds=1)
+        for unit, seconds in AGE_UNITS.items():
+            if micros % (seconds * 10**6) == 0:
+                return f"{micros // (seconds * 10**6)}{unit}"
+        return f"{'-' * (micros < 0)}{abs(micros) // 10**6}.{abs(micros) % 10**6:06}s"
+
+
+@dataclass(frozen=True)
+class Size(_Leaf):
+    """A size such as `10GB`, in bytes."""
+
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        _check_number(self.nbytes)
+
+    def __str__(self) -> str:
+        unit = next(unit for unit, size in SIZE_UNITS.items() if self.nbytes % size == 0)
+        return f"{self.nbytes // SIZE_UNITS[unit]}{unit}"
+
+
+Value = Text | Number | Boolean | Age | Size
+
+
+def _check_text(text: str) -> None:
+    if len(text) > MAX_LENGTH:
+        raise UsageError(f"a text of {len(text)} characters is too long; a filter has at most {MAX_LENGTH}")
+    if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text):  # PostgreSQL stores neither
+        raise UsageError("a filter cannot contain U+0000 or an unpaired surrogate")
+
+
+def _check_number(value: float) -> None:
+    try:
+        known = math.isfinite(value) and not isinstance(value, bool)
+    except OverflowError:
+        known = False
+    if not known:
+        raise UsageError("a filter cannot use this number", hint="numbers are finite and at most 1.7e308")
+
+
+def spell(parts: tuple[str, ...]) -> str:
+    """The text of a key; parts that the grammar would not read back are quoted."""
+    return ".".join(part if _bare(part, i) else '"' + part.replace('"', '""') + '"' for i, part in enumerate(parts))
+
+
+def _bare(part: str, position: int) -> bool:
+    if not part.isascii() or part.lower() in _KEYWORDS:
+        return False
+    return (part.replace("-", "_").isidentifier() and all(part.split("-"))) or (position > 0 and part.isdigit())
+
+
+#: How deep `and`, `or` and `not` may nest, and how many comparisons a filter may have: the stack of SQLite's parser
+#: has 100 entries.
+MAX_DEPTH = 32
+MAX_COMPARISONS = 500
+MAX_LIST_VALUES = 10_000  # values in a list
+MAX_SORT_KEYS = 16  # keys of an order
 
 
 @dataclass(frozen=True)
@@ -32,7 +188,7 @@ class Compare:
 
     def __post_init__(self) -> None:
         if self.operator not in {"=", "!=", "<", "<=", ">", ">="}:
-            raise UsageError(f"{self.operator!r} compares nothing", hint="the operators are = != < <= > >=")
+            raise UsageError(f"{self.operator!r} is not a comparison operator", hint="the operators are = != < <= > >=")
 
     def __str__(self) -> str:
         return f"{self.key} {self.operator} {self.value}"
@@ -47,8 +203,8 @@ class In:
     negated: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.values) <= LIST:
-            raise UsageError(f"a list has 1 to {LIST} values, and not {len(self.values)}")
+        if not 0 < len(self.values) <= MAX_LIST_VALUES:
+            raise UsageError(f"a list has 1 to {MAX_LIST_VALUES} values, not {len(self.values)}")
 
     def __str__(self) -> str:
         return f"{self.key} {'not ' * self.negated}in ({', '.join(map(str, self.values))})"
@@ -56,7 +212,7 @@ class In:
 
 @dataclass(frozen=True)
 class Like:
-    r"""`key like 'pattern'`: `%` is any text, `_` any character, and a backslash takes the next one as it stands."""
+    r"""`key like 'pattern'`: `%` is any text, `_` any character, and a backslash escapes the next one."""
 
     key: Key
     pattern: Text
@@ -65,7 +221,7 @@ class Like:
     def __post_init__(self) -> None:
         text = self.pattern.value
         if (len(text) - len(text.rstrip("\\"))) % 2:
-            raise UsageError("the pattern ends with an escape of nothing", hint=r"a backslash itself is written \\")
+            raise UsageError("the pattern ends with an unfinished escape", hint=r"write a backslash as \\")
 
     def __str__(self) -> str:
         return f"{self.key} {'not ' * self.negated}like {self.pattern}"
@@ -93,7 +249,7 @@ class _Join:
 
     def __post_init__(self) -> None:
         if len(self.nodes) < 2:
-            raise UsageError(f"{self._word()} joins two or more, and not {len(self.nodes)}")
+            raise UsageError(f"{self._word()} joins at least two conditions, not {len(self.nodes)}")
         _measure(self, self.nodes)
 
     @classmethod
@@ -106,17 +262,17 @@ class _Join:
 
 @dataclass(frozen=True)
 class And(_Join):
-    """All of two or more are true; `depth` and `count` are how deep it nests, and how many comparisons it has."""
+    """All operands are true; `depth` is how deep it nests, `count` how many comparisons it has."""
 
 
 @dataclass(frozen=True)
 class Or(_Join):
-    """At least one of two or more is true; `depth` and `count` as of `And`."""
+    """At least one operand is true; `depth` and `count` as in `And`."""
 
 
 @dataclass(frozen=True)
 class Not:
-    """It is not true; `depth` and `count` as of `And`."""
+    """The operand is false; `depth` and `count` as in `And`."""
 
     node: Node
     depth: int = field(init=False, compare=False, repr=False)
@@ -133,8 +289,8 @@ Node = And | Or | Not | Atom
 
 
 @dataclass(frozen=True)
-class By:
-    """A key to order by, and which way round."""
+class SortKey:
+    """A key to sort by, and its direction."""
 
     key: Key
     descending: bool = False
@@ -145,20 +301,20 @@ class By:
 
 @dataclass(frozen=True)
 class Sort:
-    """What to order by, and what then among those that are equal."""
+    """Keys to sort by, the most significant first."""
 
-    keys: tuple[By, ...]
+    keys: tuple[SortKey, ...]
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.keys) <= SORTS:
-            raise UsageError(f"an order has 1 to {SORTS} keys, and not {len(self.keys)}")
+        if not 0 < len(self.keys) <= MAX_SORT_KEYS:
+            raise UsageError(f"an order has 1 to {MAX_SORT_KEYS} keys, not {len(self.keys)}")
 
     def __str__(self) -> str:
         return ",".join(map(str, self.keys))
 
 
 def unparse(node: Node | Sort) -> str:
-    """The text of a filter or of an order; parsing it gives an equal tree."""
+    """The text of a filter or order; parsing it gives an equal tree."""
     return str(node)
 
 
@@ -178,10 +334,12 @@ def atoms(node: Node) -> Iterator[Atom]:
 def _measure(node: _Join | Not, below: tuple[Node, ...]) -> None:
     depth = 1 + max(getattr(n, "depth", 0) for n in below)
     count = sum(getattr(n, "count", 1) for n in below)
-    if depth > DEEPEST:
-        raise UsageError(f"the filter nests more than {DEEPEST} levels of and, or, not")
-    if count > MOST:
-        raise UsageError(f"the filter has more than {MOST} comparisons", hint="compare with many values by: in (…)")
+    if depth > MAX_DEPTH:
+        raise UsageError(f"the filter nests more than {MAX_DEPTH} levels of and, or, not")
+    if count > MAX_COMPARISONS:
+        raise UsageError(
+            f"the filter has more than {MAX_COMPARISONS} comparisons", hint="to compare with many values, use: in (…)"
+        )
     object.__setattr__(node, "depth", depth)
     object.__setattr__(node, "count", count)
 
