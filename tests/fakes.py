@@ -14,7 +14,7 @@ from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Extent, Key, Roster, TensorInfo
 from ucformat.reading.dtypes import dtype_name, numpy_dtype
-from ucformat.reading.facts import Facts
+from ucformat.reading.readable import Facts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -17,8 +17,8 @@ from ucformat.format.digest import document_digest
 from ucformat.format.places import at_of, group_docs
 from ucformat.format.universal import Universal
 from ucformat.geometry.tensor import Key
+from ucformat.schema.documents import TOMBSTONE
 from ucformat.schema.manifest import Manifest, TensorDoc
-from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.storage.base import exists
 from ucformat.storage.url import each, open_store
 from ucformat.storage.watched import WatchedStore
@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.layout import Layout
     from ucformat.geometry.tensor import TensorInfo
-    from ucformat.reading.facts import Facts
     from ucformat.reading.lazy import Tensor
     from ucformat.reading.plan import Verify
     from ucformat.reading.rank import Bound, ReadPlan
-    from ucformat.reading.readable import Readable
+    from ucformat.reading.readable import Facts, Readable
     from ucformat.sources.base import OpenSource
     from ucformat.sources.configuration import Told
     from ucformat.storage.base import Info, Store

@@ -13,7 +13,7 @@ from ucformat.catalog import stamp
 from ucformat.catalog.deletion import begin_purge
 from ucformat.catalog.refs import parse_ref, resolve
 from ucformat.cli.main import ucp
-from ucformat.schema.catalog_document import CatalogDoc
+from ucformat.schema.documents import CatalogDoc
 
 if TYPE_CHECKING:
     from ucformat.catalog.catalog import Catalog

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ucformat.catalog.entries import Entry
-    from ucformat.schema.catalog_document import CatalogDoc
+    from ucformat.schema.documents import CatalogDoc
 
 WORKERS = 4
 MOVES = 30

@@ -16,9 +16,9 @@ from ucformat.errors import Conflict, IntegrityError, MissingData, NotACheckpoin
 from ucformat.format.chunking import Grid
 from ucformat.format.commit import begin, commit, new_id, on_commit, read_manifest
 from ucformat.format.ownership import record_key
+from ucformat.schema.documents import TombstoneDoc
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.manifest import Manifest, manifest_json_schema
-from ucformat.schema.tombstone import TombstoneDoc
 from ucformat.storage.base import content_version
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.wrappers import WrappedStore

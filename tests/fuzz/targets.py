@@ -37,10 +37,9 @@ from ucformat.errors import UcformatError
 from ucformat.format.commit import MANIFEST, parse_manifest
 from ucformat.format.digest import bytes_digest, with_own_digest
 from ucformat.geometry.layout import Layout
-from ucformat.schema.catalog_document import CatalogDoc
+from ucformat.schema.documents import CatalogDoc, TombstoneDoc
 from ucformat.schema.manifest import Manifest
 from ucformat.schema.policy import Policy
-from ucformat.schema.tombstone import TombstoneDoc
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.fuzz.fuzzing import bounded, changed, harmless, mutated
 from ucformat.errors import LayoutError, UcformatError
 from ucformat.geometry.layout import Layout
-from ucformat.geometry.rules import compile_match
+from ucformat.geometry.placement import compile_match
 from ucformat.geometry.tensor import Roster, TensorInfo
 from ucformat.views.document import read_steps
 from ucformat.views.steps import apply

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from ucformat.geometry.layout import Layout
 from ucformat.geometry.mesh import Mesh
-from ucformat.geometry.placement import Flat, Owner, Partial, Placement, Replicate, Shard, Stage
-from ucformat.geometry.rules import Rule
+from ucformat.geometry.placement import Flat, Owner, Partial, Placement, Replicate, Rule, Shard, Stage
 from ucformat.geometry.tensor import Roster, TensorInfo
 
 AXES = ("a", "b", "c")

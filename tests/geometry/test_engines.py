@@ -11,8 +11,7 @@ from tests.geometry.reference import FILLER, gather, numbered, scatter, tensors
 from ucformat.geometry.box import Box
 from ucformat.geometry.layout import Layout
 from ucformat.geometry.mesh import Mesh
-from ucformat.geometry.placement import Flat, Owner, Partial, Replicate, Shard, Stage
-from ucformat.geometry.rules import Rule
+from ucformat.geometry.placement import Flat, Owner, Partial, Replicate, Rule, Shard, Stage
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
 
 EVERYWHERE = Rule("*", (Replicate(),))

@@ -16,9 +16,8 @@ from tests.geometry.reference import inside
 from tests.geometry.strategies import _shard, shapes
 from ucformat.errors import LayoutError
 from ucformat.geometry.box import row_major
-from ucformat.geometry.cut import Cut, local_dims
 from ucformat.geometry.flat_buffer import flat_boxes
-from ucformat.geometry.local import Region, Strides, keep_rows, parts_of, regions_of, strided_regions
+from ucformat.geometry.local import Cut, Region, Strides, keep_rows, local_dims, parts_of, regions_of, strided_regions
 from ucformat.geometry.placement import Shard
 from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.geometry.view import Part, View

@@ -16,7 +16,7 @@ from tests.fuzz.fuzzing import bounded
 from ucformat.errors import LayoutError
 from ucformat.geometry.layout import Layout
 from ucformat.geometry.patterns import Pattern, compile_pattern, expand
-from ucformat.geometry.rules import compile_match
+from ucformat.geometry.placement import compile_match
 from ucformat.geometry.tensor import Roster, TensorInfo
 from ucformat.views.document import read_steps
 from ucformat.views.steps import apply

@@ -20,7 +20,7 @@ from ucformat.jobs import compare as module
 from ucformat.jobs.compare import TensorDifference, compare
 from ucformat.jobs.values import compare_values
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.reading.facts import Facts
+from ucformat.reading.readable import Facts
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore

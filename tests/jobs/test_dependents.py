@@ -25,9 +25,9 @@ from ucformat.jobs import dependents, gc, removal
 from ucformat.jobs.dependents import dependents_at, find_homes, ignore_dependents, need
 from ucformat.jobs.gc import collect
 from ucformat.jobs.protecting import protections_of
+from ucformat.schema.documents import TOMBSTONE
 from ucformat.schema.manifest import AttemptDoc
 from ucformat.schema.policy import Policy
-from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.settings import using
 from ucformat.storage.base import exists
 from ucformat.storage.url import open_store

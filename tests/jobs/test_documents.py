@@ -22,7 +22,7 @@ from ucformat.format.records import mark_replacing
 from ucformat.jobs import documents
 from ucformat.jobs.documents import find_document, read_document, write_documents
 from ucformat.jobs.register import register
-from ucformat.schema.catalog_document import CATALOG_DOCUMENT, CatalogDoc, NoteDoc
+from ucformat.schema.documents import CATALOG_DOCUMENT, CatalogDoc, NoteDoc
 from ucformat.settings import using
 from ucformat.storage.local import LocalStore
 from ucformat.storage.url import open_store

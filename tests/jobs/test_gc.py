@@ -25,8 +25,7 @@ from ucformat.format.commit import begin, manifest_bytes
 from ucformat.jobs import gc, removal
 from ucformat.jobs.gc import collect
 from ucformat.jobs.register import register, reindex
-from ucformat.schema.catalog_document import CATALOG_DOCUMENT
-from ucformat.schema.tombstone import TombstoneDoc, is_tombstone
+from ucformat.schema.documents import CATALOG_DOCUMENT, TombstoneDoc, is_tombstone
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.url import open_store

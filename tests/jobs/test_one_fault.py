@@ -22,7 +22,7 @@ from ucformat.jobs import gc
 from ucformat.jobs import register as registering
 from ucformat.jobs.gc import collect
 from ucformat.jobs.register import register, reindex
-from ucformat.schema.catalog_document import CATALOG_DOCUMENT
+from ucformat.schema.documents import CATALOG_DOCUMENT
 from ucformat.storage.url import open_store
 from ucformat.storage.wrappers import WrappedStore
 

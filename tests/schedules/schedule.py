@@ -17,8 +17,7 @@ from ucformat.errors import Conflict, NotACheckpoint, NotFound, Refused, Ucforma
 from ucformat.format.commit import MANIFEST, read_manifest
 from ucformat.jobs.gc import collect
 from ucformat.references import open_reference
-from ucformat.schema.catalog_document import CATALOG_DOCUMENT
-from ucformat.schema.needed_by import NEEDED_BY, NeededByDoc
+from ucformat.schema.documents import CATALOG_DOCUMENT, NEEDED_BY, NeededByDoc
 from ucformat.settings import using
 from ucformat.storage.url import open_store
 

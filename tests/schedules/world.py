@@ -38,7 +38,7 @@ from ucformat.catalog.engine import explaining as explaining_database
 from ucformat.catalog.models import Base
 from ucformat.errors import Conflict, UcformatError, Uncertain
 from ucformat.format.commit import MANIFEST, parse_manifest
-from ucformat.schema.tombstone import is_tombstone
+from ucformat.schema.documents import is_tombstone
 from ucformat.settings import using
 from ucformat.storage import memory
 from ucformat.storage.error_mapping import mapping_os_errors

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from ucformat.schema.catalog_document import CatalogDoc
-from ucformat.schema.needed_by import NeededByDoc
-from ucformat.schema.tombstone import TombstoneDoc
+from ucformat.schema.documents import CatalogDoc, NeededByDoc, TombstoneDoc
 
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 

@@ -11,8 +11,7 @@ import pytest
 from ucformat.errors import LayoutError, NotFound, UpgradeNeeded
 from ucformat.geometry.layout import Layout
 from ucformat.geometry.mesh import Mesh
-from ucformat.geometry.placement import Flat, Owner, Partial, Replicate, Shard, Stage
-from ucformat.geometry.rules import Rule
+from ucformat.geometry.placement import Flat, Owner, Partial, Replicate, Rule, Shard, Stage
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
 from ucformat.schema.layout import json_schema
 

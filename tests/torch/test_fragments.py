@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.cut import Dim, Run
+from ucformat.geometry.local import Dim, Run
 from ucformat.torch.fragments import blocks_of, copy_common, dense_region, region_of
 from ucformat.torch.local import pieces_in
 from ucformat.torch.memory import host_memory

@@ -17,7 +17,7 @@ import ucformat.torch
 from tests.fakes import ODD, random_array
 from tests.packed import write_packed
 from ucformat.errors import ChecksumError, UsageError
-from ucformat.geometry.cut import Dim, Run
+from ucformat.geometry.local import Dim, Run
 from ucformat.geometry.tensor import Key
 from ucformat.storage.memory import MemoryStore
 from ucformat.torch import reading

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.torch.test_fragments import raw, tensors
-from ucformat.geometry.cut import Dim, Run
+from ucformat.geometry.local import Dim, Run
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.torch import staging
 from ucformat.torch.dtensor import local_of

@@ -14,7 +14,7 @@ from ucformat.format.structure import Problem
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.jobs.report import Report
-from ucformat.reading.facts import IntKey, Place
+from ucformat.reading.readable import IntKey, Place
 from ucformat.schema.manifest import LineageDoc
 from ucformat.torch.agree import Part, Terms
 from ucformat.torch.deal import Bundle, Claim, Fragment, Message, Shard

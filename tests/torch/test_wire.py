@@ -20,7 +20,7 @@ from ucformat import errors
 from ucformat.errors import Conflict, Inconsistent, IntegrityError, UcformatError, UsageError
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
-from ucformat.reading.facts import IntKey, Place, StatePath
+from ucformat.reading.readable import IntKey, Place, StatePath
 from ucformat.schema.manifest import LineageDoc
 from ucformat.torch.wire import decode, encode, message
 

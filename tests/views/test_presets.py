@@ -14,7 +14,7 @@ from tests.sources.suite import DATA
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import LayoutError
 from ucformat.storage.memory import MemoryStore
-from ucformat.views.presets import PRESETS, preset_steps
+from ucformat.views.document import PRESETS, preset_steps
 
 if TYPE_CHECKING:
     from pathlib import Path

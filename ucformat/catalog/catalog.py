@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ucformat.catalog.entries import Entry
     from ucformat.catalog.recording import Place
     from ucformat.catalog.retention import RetentionPlan
-    from ucformat.schema.catalog_document import CatalogDoc
+    from ucformat.schema.documents import CatalogDoc
     from ucformat.schema.manifest import Manifest
     from ucformat.schema.policy import Policy
 

@@ -37,16 +37,7 @@ from ucformat.catalog.recording import insert_edge, set_run, stored_metric
 from ucformat.catalog.retention import protections
 from ucformat.catalog.rows import event, insert_if_absent, touch
 from ucformat.catalog.stamp import GRACE, clocks
-from ucformat.schema.catalog_document import (
-    AliasDoc,
-    CatalogDoc,
-    EdgeDoc,
-    HoldDoc,
-    MetricDoc,
-    NoteDoc,
-    TagDoc,
-    UntagDoc,
-)
+from ucformat.schema.documents import AliasDoc, CatalogDoc, EdgeDoc, HoldDoc, MetricDoc, NoteDoc, TagDoc, UntagDoc
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

@@ -101,9 +101,9 @@ def _indent(stream: Any) -> int | None:
 
 def dumps(data: dict[str, Any], indent: int | None = None) -> str:
     """As JSON; a number that JSON has no word for is `{"$float": "nan"}`, as in a checkpoint's objects."""
-    from ucformat.schema import finite
+    from ucformat.schema import values
 
-    return finite.dumps(data, indent)
+    return values.dumps(data, indent)
 
 
 def clean(text: str, keep: str = "\n") -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from ucformat.format.sidecar import NO_BLOCK, block_of
 from ucformat.format.tiling import CHECKSUM_BYTES
 from ucformat.geometry.tensor import Block
-from ucformat.reading.checksum import checksum, place_checksum
+from ucformat.reading.execute import checksum, place_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -39,10 +39,10 @@ from ucformat.format.digest import document_digest, own_digest, with_own_digest
 from ucformat.format.guards import may_replace, on_abandon
 from ucformat.format.ownership import FOLDERS, folders_of, record_key, refuse_others
 from ucformat.format.records import mark_replacing, parse_record, put_record, record_bytes, removed
+from ucformat.schema.documents import TOMBSTONE, is_tombstone
 from ucformat.schema.dtypes import ITEMSIZE
-from ucformat.schema.finite import loads
 from ucformat.schema.manifest import FORMAT_VERSION, MANIFEST, Manifest, is_of_unknown_kind
-from ucformat.schema.tombstone import TOMBSTONE, is_tombstone
+from ucformat.schema.values import loads
 from ucformat.storage.base import content_version
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ValidationError
 
 from ucformat.errors import NotFound, Refused
-from ucformat.schema.catalog_document import CATALOG_DOCUMENT
+from ucformat.schema.documents import CATALOG_DOCUMENT, TOMBSTONE
 from ucformat.schema.manifest import ATTEMPT, MANIFEST
-from ucformat.schema.tombstone import TOMBSTONE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucformat.reading.facts import path_to_json
+from ucformat.reading.readable import path_to_json
 from ucformat.schema.manifest import GroupDoc
 
 if TYPE_CHECKING:
     from ucformat.geometry.tensor import Key
-    from ucformat.reading.facts import Facts, Place
+    from ucformat.reading.readable import Facts, Place
 
 __all__ = ["at_of", "group_doc", "group_docs"]
 

@@ -14,7 +14,7 @@ import numpy as np
 from ucformat.errors import NotFound
 from ucformat.format.digest import leaf
 from ucformat.geometry.box import Box, row_major
-from ucformat.reading.checksum import checksum
+from ucformat.reading.execute import checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,9 +12,9 @@ from ucformat.format.mounted import MountedStore, is_below
 from ucformat.format.structure import manifest_problems, refuse
 from ucformat.format.zarr_json import shard_key
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
-from ucformat.reading.facts import Facts, Place, path_from_json
+from ucformat.reading.readable import Facts, Place, path_from_json
 from ucformat.schema.dtypes import ITEMSIZE
-from ucformat.schema.finite import loads
+from ucformat.schema.values import loads
 from ucformat.storage.local import LocalStore
 from ucformat.storage.watched import WatchedStore
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ucformat.errors import LayoutError, TensorNotFound
 from ucformat.geometry.coverage import prove
-from ucformat.geometry.cut import Cut, Dim, local_dims, pieces_of
 from ucformat.geometry.flat_buffer import Joined, join_flat
+from ucformat.geometry.local import Cut, Dim, local_dims, pieces_of
 from ucformat.geometry.patterns import compile_regex
 from ucformat.geometry.placement import Flat, axes_of
 from ucformat.geometry.tensor import Key, Piece, Roster, TensorInfo
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.mesh import Mesh
-    from ucformat.geometry.rules import Placed, Rule
+    from ucformat.geometry.placement import Placed, Rule
 
 __all__ = ["BoundLayout", "Buffer", "Local"]
 

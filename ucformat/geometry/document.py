@@ -10,8 +10,7 @@ from pydantic import TypeAdapter
 
 from ucformat.errors import LayoutError, UpgradeNeeded
 from ucformat.geometry.mesh import Mesh
-from ucformat.geometry.placement import Flat, Owner, Partial, Placement, Replicate, Shard, Stage
-from ucformat.geometry.rules import Rule
+from ucformat.geometry.placement import Flat, Owner, Partial, Placement, Replicate, Rule, Shard, Stage
 from ucformat.schema import layout as schema
 from ucformat.schema.view import Step
 from ucformat.written import line_of, read_written

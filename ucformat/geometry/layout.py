@@ -12,7 +12,7 @@ from ucformat.geometry.bound import BoundLayout
 from ucformat.geometry.document import lift_mesh, lift_rule, lower, lower_rule, lower_step, read_document, validate
 from ucformat.geometry.mesh import Mesh
 from ucformat.geometry.patterns import compile_pattern, expand
-from ucformat.geometry.rules import Placed, Rule, place
+from ucformat.geometry.placement import Placed, Rule, place
 
 if TYPE_CHECKING:
     from os import PathLike

@@ -78,7 +78,7 @@ class Block:
     """The stored unit that a checksum covers: `nbytes` raw bytes from `offset` on.
 
     `crc32c` is the expected checksum, or None where it is stored little-endian in the four bytes that follow. Where it
-    is `placed`, it covers the place of the bytes, too (`reading.checksum.place_checksum`).
+    is `placed`, it covers the place of the bytes, too (`reading.execute.place_checksum`).
     """
 
     offset: int

@@ -29,12 +29,12 @@ from ucformat.jobs.run import run as run_tasks
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.spread import spread_of
 from ucformat.jobs.virtual import place_all, put_sidecar
-from ucformat.reading.facts import TRACKERS
 from ucformat.reading.plan import Wanted
 from ucformat.reading.read import read_wanted
+from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
-from ucformat.schema.finite import dumps
 from ucformat.schema.manifest import Manifest, VerifiedDoc
+from ucformat.schema.values import dumps
 from ucformat.settings import allowed_roots
 from ucformat.sources.configuration import with_config
 from ucformat.storage.base import Writer

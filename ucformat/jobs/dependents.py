@@ -22,8 +22,7 @@ from ucformat.format.mounted import is_below
 from ucformat.format.ownership import KINDS
 from ucformat.format.records import replacing_attempts
 from ucformat.format.universal import Universal
-from ucformat.schema.needed_by import NEEDED_BY, NeededByDoc
-from ucformat.schema.tombstone import TOMBSTONE
+from ucformat.schema.documents import NEEDED_BY, TOMBSTONE, NeededByDoc
 from ucformat.settings import allowed_roots, load_settings
 from ucformat.storage.base import exists
 from ucformat.storage.concurrency import map_io

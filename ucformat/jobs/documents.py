@@ -14,7 +14,7 @@ from ucformat.errors import Conflict, IntegrityError, NotFound, Refused, Ucforma
 from ucformat.format.commit import settle, standing
 from ucformat.format.records import TRIES, contended, replacing_attempts
 from ucformat.jobs.absence import check_removed, is_empty
-from ucformat.schema.catalog_document import CATALOG_DOCUMENT, CatalogDoc
+from ucformat.schema.documents import CATALOG_DOCUMENT, CatalogDoc
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:

@@ -25,9 +25,8 @@ from ucformat.jobs.absence import check_listed, check_removed, is_empty
 from ucformat.jobs.documents import read_document
 from ucformat.jobs.faults import naming
 from ucformat.jobs.removal import bury, lone_document, read_tombstone, remove, remove_lone_document
-from ucformat.schema.catalog_document import CATALOG_DOCUMENT
+from ucformat.schema.documents import CATALOG_DOCUMENT, TOMBSTONE
 from ucformat.schema.manifest import AttemptDoc
-from ucformat.schema.tombstone import TOMBSTONE
 from ucformat.storage.base import exists
 from ucformat.storage.url import each, open_store
 
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.purge import PurgePlan
-    from ucformat.schema.tombstone import TombstoneDoc
+    from ucformat.schema.documents import TombstoneDoc
     from ucformat.storage.base import Store
 
 __all__ = ["Collected", "Leftover", "collect", "consult", "purge"]

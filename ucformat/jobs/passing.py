@@ -18,10 +18,10 @@ from ucformat.errors import ChecksumError
 from ucformat.format.combine import CRC32, CRC32C
 from ucformat.format.universal import Universal
 from ucformat.geometry.tensor import Extent, Tiles, single_extents
-from ucformat.reading.checksum import checksum, place_checksum
+from ucformat.reading.execute import checksum, place_checksum
 from ucformat.schema.manifest import VerifiedDoc
 from ucformat.sources.decoded import is_checked
-from ucformat.views.computed import inputs_of
+from ucformat.views.viewed import inputs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

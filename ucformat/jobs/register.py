@@ -20,7 +20,7 @@ from ucformat.jobs.absence import check_listed, is_empty
 from ucformat.jobs.documents import find_document, write_documents
 from ucformat.jobs.faults import naming
 from ucformat.jobs.listing import listing_hashes
-from ucformat.schema.tombstone import TOMBSTONE
+from ucformat.schema.documents import TOMBSTONE
 from ucformat.sources import SOURCES
 from ucformat.sources.configuration import with_config
 from ucformat.storage.base import exists
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ucformat.catalog.entries import Entry
     from ucformat.catalog.recording import Place
     from ucformat.checkpoint import Checkpoint
-    from ucformat.schema.catalog_document import CatalogDoc
+    from ucformat.schema.documents import CatalogDoc
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Info, Store
 

@@ -24,12 +24,10 @@ from ucformat.format.records import TRIES, contended
 from ucformat.jobs.absence import check_removed
 from ucformat.jobs.dependents import dependents_at, forget_dependents
 from ucformat.jobs.documents import read_document
-from ucformat.schema.catalog_document import CATALOG_DOCUMENT
-from ucformat.schema.needed_by import NEEDED_BY
-from ucformat.schema.tombstone import TOMBSTONE, TombstoneDoc, is_tombstone
+from ucformat.schema.documents import CATALOG_DOCUMENT, NEEDED_BY, TOMBSTONE, TombstoneDoc, is_tombstone
 
 if TYPE_CHECKING:
-    from ucformat.schema.catalog_document import CatalogDoc
+    from ucformat.schema.documents import CatalogDoc
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 

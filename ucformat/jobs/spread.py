@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Key
     from ucformat.reading.readable import Readable
     from ucformat.storage.base import Store
-    from ucformat.views.computed import ComputedFile
+    from ucformat.views.viewed import ComputedFile
 
 __all__ = ["spread_of"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from ucformat.reading.checksum import checksum, place_checksum
+from ucformat.reading.execute import checksum, place_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

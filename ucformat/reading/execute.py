@@ -6,13 +6,14 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
+from crc32c import crc32c
 
 from ucformat.errors import ChecksumError, MissingData, NotFound, UsageError
 from ucformat.geometry.box import is_apart
-from ucformat.reading.checksum import checksum, place_checksum
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.storage.base import check_range, read_ranges
 
@@ -22,18 +23,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.reading.plan import Part, Plan, Request
-    from ucformat.storage.base import Costs, Store
+    from ucformat.storage.base import Bytes, Costs, Store
 
     Memory = NDArray[np.uint8]
     Progress = Callable[[int], None]
 
-__all__ = ["check_out", "default_threads", "execute", "is_direct", "memory_of"]
+__all__ = ["check_out", "checksum", "default_threads", "execute", "is_direct", "memory_of", "place_checksum"]
 
 #: Rows at least this long are handed to the kernel one by one; shorter ones go through a scratch buffer.
 _LONG_ROW = 8 << 10
 
 #: Bytes: before memory is taken for more of a file, it is looked at whether that has them (docs/security.md, rule 15).
 _LARGE = 64 << 20
+
+_LONG = 256 << 10  # bytes that take longer than handing the GIL over and back
 
 
 def default_threads() -> int:
@@ -290,3 +293,25 @@ def _copy(part: Part, found: memoryview, memory: Memory) -> None:
         )
     source = np.ndarray(shape, unit, found, inner.src, src_strides)
     np.ndarray(shape, unit, memory, inner.dst, dst_strides)[...] = source
+
+
+def checksum(data: Bytes, before: int = 0) -> int:
+    """The CRC-32C (Castagnoli, RFC 3720) of some bytes, or of those of which `before` is it, followed by them."""
+    return crc32c(data, before, gil_release_mode=1 if len(data) >= _LONG else 0)
+
+
+def place_checksum(file: str, offset: int) -> int:
+    """The CRC-32C of what stands before a tile's bytes under its checksum: where it lies.
+
+    So bytes of another save, rank or tile in its place do not match, though they bring their checksum along.
+
+    Args:
+        file: the path of the packed file; of its parts the last two count, which a save gives to no other file.
+        offset: the byte of the file at which the tile begins.
+    """
+    return crc32c(offset.to_bytes(8, "little"), _name_checksum(file))
+
+
+@lru_cache(256)
+def _name_checksum(file: str) -> int:
+    return crc32c("/".join(file.split("/")[-2:]).encode())

@@ -13,9 +13,9 @@ from ucformat.geometry.box import hull
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.execute import check_out, memory_of
-from ucformat.reading.facts import TRACKERS
 from ucformat.reading.plan import Wanted, make_plan
 from ucformat.reading.read import read_planned
+from ucformat.reading.readable import TRACKERS
 from ucformat.storage.watched import check_unchanged
 
 if TYPE_CHECKING:

@@ -2,18 +2,100 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ucformat.geometry.box import Box
-    from ucformat.geometry.tensor import Extent, Key, Tiles
-    from ucformat.reading.facts import Facts
+    from ucformat.geometry.tensor import Extent, Key, Roster, Tiles
     from ucformat.storage.base import Store
 
-__all__ = ["Readable", "Record"]
+__all__ = [
+    "TRACKERS",
+    "Facts",
+    "IntKey",
+    "Place",
+    "Readable",
+    "Record",
+    "StatePath",
+    "json_key",
+    "path_from_json",
+    "path_to_json",
+]
+
+#: Files that name the last checkpoint of a run. They change while older ones are read, and hold nothing of these.
+TRACKERS = frozenset({"latest", "latest_universal", "latest_checkpointed_iteration.txt"})
+
+
+class IntKey(int):
+    """A key of a mapping that is an integer."""
+
+
+#: Where a value lies in a program's nested state; integers are places in lists.
+StatePath = tuple[str | int | IntKey, ...]
+
+
+def json_key(key: str | int) -> str:
+    """The key of a JSON object that stands for a key of a dictionary."""
+    if isinstance(key, str):
+        return "$" + key if key.startswith("$") else key
+    return f"$int:{key}"
+
+
+def path_to_json(path: StatePath) -> list[str | int]:
+    """A path as manifests have it: integers are places in lists, and keys are as `json_key` makes them."""
+    return [p if type(p) is int else json_key(p) for p in path]
+
+
+def path_from_json(parts: Sequence[str | int]) -> StatePath:
+    """The path that `path_to_json` made this of."""
+    return tuple(p if isinstance(p, int) else _key(p) for p in parts)
+
+
+def _key(text: str) -> str | int:
+    number = text.removeprefix("$int:")
+    return IntKey(number) if number != text and number.lstrip("-").isdecimal() else text.removeprefix("$")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an optimizer group lies in a program's state: the path of its optimizer, and its own names of parameters.
+
+    Of `flattened` state dicts each parameter's hyper-parameters are entries.
+    """
+
+    path: StatePath
+    names: tuple[str, ...]
+    flattened: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Plain JSON values throughout, save the roster."""
+
+    roster: Roster
+    aliases: Mapping[str, str] = field(default_factory=dict)  # tied name -> name of the stored tensor
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    assets: tuple[str, ...] = ()  # keys of files to keep as they are
+    groups: tuple[Mapping[str, Any], ...] = ()  # optimizer groups: hyper-parameters and "params", names in order
+    #: The paths of each tensor, and the place of each optimizer group, in the state of the program that saved; none
+    #: where that is not known.
+    paths: Mapping[Key, tuple[StatePath, ...]] = field(default_factory=dict)
+    places: tuple[Place | None, ...] = ()
+    step: int | None = None
+    layout: Mapping[str, Any] = field(default_factory=dict)  # {"zero": 3, "dp": 4, …}
+    engine: Mapping[str, str] = field(default_factory=dict)  # {"name": "deepspeed", "version": "0.19.8", …}
+    files: tuple[str, ...] = ()  # keys of every file that holds a part of it
+    #: Tensors that are stored as several contributions, of which each is the mean; those are in no roster.
+    means: Mapping[Key, tuple[Key, ...]] = field(default_factory=dict)
+    save_id: str = ""  # what the writer called this one save, as it calls no other; where it did
+    folder: str = ""  # the folder or file in the store that is the checkpoint itself, where the store is around it
+
+    def but(self, **changed: Any) -> Facts:
+        """The same but for these fields; of a source's own, lazy kind of facts, all is read."""
+        return Facts(**{f.name: getattr(self, f.name) for f in fields(Facts)} | changed)
 
 
 @dataclass(frozen=True, slots=True)

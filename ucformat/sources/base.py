@@ -9,8 +9,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
-    from ucformat.reading.facts import Facts
-    from ucformat.reading.readable import Record
+    from ucformat.reading.readable import Facts, Record
     from ucformat.storage.base import Store
 
 __all__ = ["Folders", "OpenSource", "Source"]

@@ -35,7 +35,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused, UpgradeNeeded
-from ucformat.reading.facts import json_key
+from ucformat.reading.readable import json_key
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.sources.pickle.stand_ins import Dtype, Inert, InertClass, Maker, NdArray, Opaque, StoredTensor, Stream
 

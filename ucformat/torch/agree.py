@@ -16,8 +16,8 @@ from ucformat.format.commit import begin
 from ucformat.format.digest import document_digest
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Key, TensorInfo
-from ucformat.reading.checksum import checksum
-from ucformat.reading.facts import path_to_json
+from ucformat.reading.execute import checksum
+from ucformat.reading.readable import path_to_json
 from ucformat.sources.dcp.names import dotted
 from ucformat.torch.deal import Bundle, Claim, Held, Message, deal_pieces, deal_shards, merge
 from ucformat.torch.wire import decode, encode, message

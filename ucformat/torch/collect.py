@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ucformat.errors import Refused, UsageError
-from ucformat.reading.facts import IntKey
+from ucformat.reading.readable import IntKey
 from ucformat.sources.dcp.names import GROUPS, dotted, name_state, optimizer_roots, split_option
 from ucformat.torch.objects import PerRank, encode
 from ucformat.torch.rng import Rng

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ucformat.geometry.tensor import Key
-from ucformat.reading.facts import IntKey
+from ucformat.reading.readable import IntKey
 from ucformat.sources.dcp.names import GROUPS, dotted, key_of_dotted
 from ucformat.torch.memory import torch_dtype
 from ucformat.torch.recorded import ABSENT, Recorded, value_at

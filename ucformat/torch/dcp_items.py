@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-    from ucformat.reading.facts import Place
+    from ucformat.reading.readable import Place
     from ucformat.torch.local import Local
     from ucformat.torch.memory import Memory
 

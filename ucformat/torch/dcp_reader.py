@@ -17,8 +17,8 @@ from ucformat.checkpoint import Checkpoint
 from ucformat.errors import StateMismatch, UsageError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece, TensorInfo
-from ucformat.reading.facts import TRACKERS
 from ucformat.reading.rank import LOADED
+from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
 from ucformat.storage.watched import check_unchanged
 from ucformat.torch.dcp_entries import Entries, Weight

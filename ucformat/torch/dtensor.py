@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ucformat.errors import LayoutError, UsageError
-from ucformat.geometry.cut import Dim, Run
+from ucformat.geometry.local import Dim, Run
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.torch.local import Local, pieces_in
 from ucformat.torch.memory import dtype_name

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.reading.facts import TRACKERS
 from ucformat.reading.rank import LOADED
+from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
 from ucformat.sources.dcp.names import dotted
 from ucformat.storage.watched import check_unchanged

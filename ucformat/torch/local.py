@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucformat.geometry.box import row_major
-from ucformat.geometry.cut import pieces_of
+from ucformat.geometry.local import pieces_of
 from ucformat.geometry.tensor import Piece
 
 if TYPE_CHECKING:
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ucformat.geometry.cut import Dim
+    from ucformat.geometry.local import Dim
     from ucformat.geometry.tensor import Key, TensorInfo
-    from ucformat.reading.facts import Place
+    from ucformat.reading.readable import Place
     from ucformat.sources.dcp.names import Path
 
 __all__ = ["Local", "LocalState", "pieces_in"]

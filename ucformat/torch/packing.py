@@ -10,7 +10,7 @@ from ucformat.format.blocks import ALIGNED
 from ucformat.format.sidecar import NO_BLOCK, PLACED, Columns, encode_columns
 from ucformat.format.tiling import CHECKSUM_BYTES, Tiling, tile_shape
 from ucformat.geometry.box import row_major
-from ucformat.reading.checksum import checksum, place_checksum
+from ucformat.reading.execute import checksum, place_checksum
 from ucformat.storage.upload import unit_for
 
 if TYPE_CHECKING:

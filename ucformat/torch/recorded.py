@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ucformat.reading.facts import IntKey, json_key
+from ucformat.reading.readable import IntKey, json_key
 from ucformat.sources.dcp.names import GROUPS, dotted
 from ucformat.sources.values import from_json
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.tensor import Key
-    from ucformat.reading.facts import Place
+    from ucformat.reading.readable import Place
     from ucformat.schema.manifest import GroupDoc
     from ucformat.sources.dcp.names import Path
 

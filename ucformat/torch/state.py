@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ucformat.geometry.tensor import Key
-from ucformat.reading.facts import Place
+from ucformat.reading.readable import Place
 from ucformat.sources.dcp.names import dotted
 from ucformat.sources.values import json_key
 from ucformat.torch.collect import collect

@@ -18,9 +18,9 @@ from ucformat.format.commit import commit, discard, new_id
 from ucformat.format.digest import bytes_digest
 from ucformat.format.places import group_doc
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
-from ucformat.reading.facts import Place, path_to_json
-from ucformat.schema.finite import dumps
+from ucformat.reading.readable import Place, path_to_json
 from ucformat.schema.manifest import MOST_COMMITS, GroupDoc, LineageDoc, Manifest, SidecarDoc, TensorDoc, WriterDoc
+from ucformat.schema.values import dumps
 from ucformat.sources.dcp.names import Path
 from ucformat.storage.url import open_store
 from ucformat.torch.agree import Terms, agree

@@ -1,4 +1,4 @@
-"""Between what people write for a view and its steps: files, presets, lists of mappings."""
+"""Reads the steps of a view: from files, from lists of mappings, and from presets."""
 
 from __future__ import annotations
 
@@ -11,14 +11,55 @@ from ucformat.errors import LayoutError
 from ucformat.geometry.document import lower, lower_step, read_document
 from ucformat.geometry.layout import Layout
 from ucformat.schema.view import Preset, Step
-from ucformat.views.presets import PRESETS, preset_steps
+from ucformat.views import gpt2, llama
+from ucformat.views.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ucformat.schema.view import Labelled
 
-__all__ = ["Steps", "expand", "load", "read_steps"]
+__all__ = ["PRESETS", "Steps", "expand", "load", "preset_steps", "read_steps"]
+
+_PresetSteps = list[dict[str, Any]]
+
+#: Name -> the options that it takes, and what makes the steps.
+PRESETS: dict[str, tuple[frozenset[str], Callable[[ModelConfig], _PresetSteps]]] = {
+    "megatron-to-llama": (llama.LLAMA_FROM_OPTIONS, llama.megatron_to_llama),
+    "llama-to-megatron": (llama.LLAMA_TO_OPTIONS, llama.llama_to_megatron),
+    "megatron-to-qwen2": (llama.LLAMA_FROM_OPTIONS, llama.megatron_to_llama),
+    "qwen2-to-megatron": (llama.LLAMA_TO_OPTIONS, llama.llama_to_megatron),
+    "megatron-to-qwen3": (llama.LLAMA_FROM_OPTIONS, llama.megatron_to_llama),
+    "qwen3-to-megatron": (llama.LLAMA_TO_OPTIONS, llama.llama_to_megatron),
+    "megatron-to-mixtral": (llama.MIXTRAL_FROM_OPTIONS, llama.megatron_to_mixtral),
+    "mixtral-to-megatron": (llama.MIXTRAL_TO_OPTIONS, llama.mixtral_to_megatron),
+    "megatron-to-gpt2": (gpt2.GPT2_FROM_OPTIONS, gpt2.megatron_to_gpt2),
+    "gpt2-to-megatron": (gpt2.GPT2_TO_OPTIONS, gpt2.gpt2_to_megatron),
+    "megatron-stack": (frozenset(), llama.stack_layers),
+    "megatron-unstack": (frozenset(), llama.unstack_layers),
+}
+
+
+def preset_steps(
+    name: str,
+    options: Mapping[str, int | bool | None],
+    objects: Mapping[str, Any],
+    assets: Mapping[str, bytes],
+    names: Sequence[str],
+) -> Sequence[Mapping[str, Any]]:
+    """The steps of a preset, as a layout file spells them.
+
+    `objects`, `assets` and `names` are the checkpoint's: Megatron's `args` and Hugging Face's `config.json` tell what
+    the options do not. LayoutError where there is no such preset or option, or it needs a number that nobody tells.
+    """
+    if name not in PRESETS:
+        raise LayoutError(f"there is no preset {name!r}", hint=f"there are: {', '.join(PRESETS)}")
+    known, make = PRESETS[name]
+    if unknown := sorted(set(options) - known):
+        takes = f"it takes {', '.join(sorted(known))}" if known else "it takes none"
+        raise LayoutError(f"the preset {name} has no option {unknown[0]!r}", hint=takes)
+    return make(ModelConfig(name, options, objects, assets, tuple(names)))
+
 
 #: A checkpoint's objects, assets and names.
 Told = tuple[Mapping[str, Any], Mapping[str, bytes], Sequence[str]]

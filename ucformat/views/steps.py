@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import LayoutError
 from ucformat.geometry.patterns import expand
-from ucformat.geometry.rules import compile_match
+from ucformat.geometry.placement import compile_match
 from ucformat.schema import view as schema
 from ucformat.views.reshape import cast, fused, meaned, split, stacked, transposed, trimmed, unstacked
 from ucformat.views.table import Entry, renamed

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ucformat.errors import UsageError
 from ucformat.geometry.tensor import Key
-from ucformat.reading.facts import StatePath as Path
+from ucformat.reading.readable import StatePath as Path
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

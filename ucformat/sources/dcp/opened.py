@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ucformat.geometry.tensor import Roster, TensorInfo
-from ucformat.reading.facts import Facts, Place
+from ucformat.reading.readable import Facts, Place
 from ucformat.sources.contents import unknown_tensor
 from ucformat.sources.dcp.names import dotted
 from ucformat.sources.dcp.state import name_entries

@@ -14,7 +14,7 @@ from ucformat.errors import IntegrityError, MissingData
 from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Extent, TensorInfo
-from ucformat.reading.facts import Facts
+from ucformat.reading.readable import Facts
 from ucformat.sources.contents import Contents
 from ucformat.sources.dcp.folder import INFO, SHARD
 from ucformat.sources.safetensors.header import read_header

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused
-from ucformat.reading.facts import Place
+from ucformat.reading.readable import Place
 from ucformat.sources.contents import Group
 from ucformat.sources.dcp.names import GROUPS, split_state
 from ucformat.sources.pickle.file import ShutFile

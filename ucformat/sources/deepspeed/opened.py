@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import Refused
-from ucformat.reading.facts import Facts
+from ucformat.reading.readable import Facts
 from ucformat.sources.deepspeed.contents import load_all
 from ucformat.sources.deepspeed.experts import adopt_experts, check_degree, expert_model
 from ucformat.sources.deepspeed.merge import Merged, merge_groups, roster

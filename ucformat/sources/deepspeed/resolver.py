@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import AmbiguousLayout, LayoutError, UsageError, option_text
 from ucformat.geometry.layout import Layout
-from ucformat.geometry.placement import axes_of
-from ucformat.geometry.rules import place
+from ucformat.geometry.placement import axes_of, place
 from ucformat.sources.deepspeed.inference import (
     EQUAL,
     MEAN,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData
 from ucformat.geometry.tensor import Key
-from ucformat.reading.facts import Facts
+from ucformat.reading.readable import Facts
 from ucformat.sources.contents import Contents, Group
 from ucformat.sources.deepspeed.atoms import Atom, atom_names, read_atoms, take_apart
 from ucformat.sources.deepspeed.contents import hyper_parameters, load_all, need, stage_of, state_of

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import NotFound
-from ucformat.reading.facts import Facts
-from ucformat.reading.readable import Record
+from ucformat.reading.readable import Facts, Record
 from ucformat.sources.contents import Contents
 from ucformat.sources.huggingface.engines import Engine, Told, open_engine
 from ucformat.sources.huggingface.values import read_values

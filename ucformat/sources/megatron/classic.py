@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import AmbiguousLayout, IntegrityError, option_text
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key
-from ucformat.reading.facts import Facts
+from ucformat.reading.readable import Facts
 from ucformat.sources.contents import Contents, Group
 from ucformat.sources.megatron.names import is_expert
 from ucformat.sources.megatron.rank_files import RankFile, read_ranks

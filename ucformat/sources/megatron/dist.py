@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, Refused
 from ucformat.geometry.tensor import Key, Roster
-from ucformat.reading.facts import Facts
+from ucformat.reading.readable import Facts
 from ucformat.sources.contents import Contents, Group
 from ucformat.sources.dcp.items import Items
 from ucformat.sources.dcp.metadata import read_metadata

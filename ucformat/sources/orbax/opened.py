@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData
 from ucformat.geometry.tensor import Roster, TensorInfo
-from ucformat.reading.facts import Facts
+from ucformat.reading.readable import Facts
 from ucformat.sources.contents import unknown_tensor
 from ucformat.sources.decoded import DecodedStore
 from ucformat.sources.orbax.folder import CHECKPOINT, Step

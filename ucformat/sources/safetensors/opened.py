@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused
-from ucformat.reading.facts import Facts
+from ucformat.reading.readable import Facts
 from ucformat.sources.contents import Contents
 from ucformat.sources.model_files import check_index, check_shards, present, read_weight_map
 from ucformat.sources.safetensors.header import Header, read_header

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused, UsageError
-from ucformat.reading.facts import Facts
+from ucformat.reading.readable import Facts
 from ucformat.sources.contents import Contents
 from ucformat.sources.model_files import check_index, check_shards, present, read_weight_map
 from ucformat.sources.pickle.file import TorchFile, TorchZip

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import LayoutError, UsageError, option_text
 from ucformat.geometry.box import Box
-from ucformat.geometry.cut import Cut, local_dims
 from ucformat.geometry.layout import Layout
-from ucformat.geometry.local import Region, keep_rows, regions_of
+from ucformat.geometry.local import Cut, Region, keep_rows, local_dims, regions_of
 from ucformat.geometry.placement import Shard
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 
 from ucformat.errors import Refused, UsageError
 from ucformat.geometry.box import row_major
-from ucformat.geometry.cut import Dim, Run, pieces_of
+from ucformat.geometry.local import Dim, Run, pieces_of
 from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.torch.deepspeed.engine import Trainer, look
 from ucformat.torch.deepspeed.held import Held, Part, held_by, partition_of, shape_of

@@ -1,25 +1,88 @@
-"""The document beside a checkpoint with what people said of it: from storage alone, a catalog can be made anew."""
+"""The documents that may be beside a manifest.
+
+The tombstone: what is still to be removed of a checkpoint whose purge was begun. The document beside files that a
+virtual checkpoint elsewhere needs, which keeps them from being removed. The catalog's document: what people recorded
+about a checkpoint, from which a catalog can be rebuilt.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ucformat.schema.manifest import LineageDoc
-from ucformat.schema.times import Instant  # noqa: TC001 - pydantic reads it at run time
+from ucformat.schema.manifest import ATTEMPT, LineageDoc
+from ucformat.schema.values import Instant  # noqa: TC001 - pydantic reads it at run time
 
 __all__ = [
     "CATALOG_DOCUMENT",
+    "NEEDED_BY",
+    "TOMBSTONE",
     "AliasDoc",
     "CatalogDoc",
     "EdgeDoc",
     "HoldDoc",
     "MetricDoc",
+    "NeededByDoc",
     "NoteDoc",
     "TagDoc",
+    "TombstoneDoc",
     "UntagDoc",
+    "is_tombstone",
 ]
+
+#: The name of the document, in the checkpoint's folder.
+TOMBSTONE = "tombstone.json"
+
+
+class TombstoneDoc(BaseModel):
+    """Put before the manifest is removed, and removed last: what goes are the files of this attempt.
+
+    It is `marked` until those were asked for who need the files, and `settled` when there was nobody; where there was
+    somebody, it is `withdrawn`, and removed.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    format: Literal["ucformat-tombstone"] = "ucformat-tombstone"
+    version: Literal[1] = 1
+    id: str
+    attempt: Annotated[str, Field(pattern=f"^{ATTEMPT}$")]
+    created: Instant
+    stage: Literal["marked", "settled", "withdrawn"] = "marked"
+
+
+class _Head(BaseModel):
+    """What every version of the tombstone begins with."""
+
+    format: Literal["ucformat-tombstone"]
+
+
+def is_tombstone(data: bytes) -> bool:
+    """Whether a document is a tombstone, of whatever version."""
+    try:
+        _Head.model_validate_json(data)
+    except ValidationError:
+        return False
+    return True
+
+
+#: The folder of these documents, beside the files. Each is called by the id of the checkpoint that needs them.
+NEEDED_BY = "needed-by"
+
+
+class NeededByDoc(BaseModel):
+    """Who needs the files: a checkpoint of this id, which lies, or is being written, at `url`."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    format: Literal["ucformat-needed-by"] = "ucformat-needed-by"
+    version: Literal[1] = 1
+    id: str
+    url: str
+    created: Instant
+    who: str
+
 
 #: The name of the document, in the checkpoint's folder.
 CATALOG_DOCUMENT = "ucformat-catalog.json"

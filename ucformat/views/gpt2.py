@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ucformat.views.presets.numbers import Numbers
+    from ucformat.views.model_config import ModelConfig
 
-__all__ = ["FROM", "TO", "from_megatron", "to_megatron"]
+__all__ = ["GPT2_FROM_OPTIONS", "GPT2_TO_OPTIONS", "gpt2_to_megatron", "megatron_to_gpt2"]
 
 Steps = list[dict[str, Any]]
 
-FROM = frozenset(("heads", "vocab"))
-TO = frozenset(("heads", "local"))
+GPT2_FROM_OPTIONS = frozenset(("heads", "vocab"))
+GPT2_TO_OPTIONS = frozenset(("heads", "local"))
 
 _M = r"decoder\.layers\.(\d+)\."
 _H = r"(?:transformer\.)?h\.(\d+)\."
@@ -33,7 +33,7 @@ _LAYER = (
 _TURNED = r"/(?:transformer\.)?h\.\d+\.(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight/"
 
 
-def from_megatron(n: Numbers) -> Steps:
+def megatron_to_gpt2(n: ModelConfig) -> Steps:
     """From Megatron's names and shapes to Hugging Face's."""
     n.check_megatron()
     steps: Steps = [{"drop": ["*._extra_state"]}]
@@ -67,7 +67,7 @@ def from_megatron(n: Numbers) -> Steps:
     ]
 
 
-def to_megatron(n: Numbers) -> Steps:
+def gpt2_to_megatron(n: ModelConfig) -> Steps:
     """From Hugging Face's names and shapes to Megatron's."""
     local = n.flag("local")
     first = "input_layernorm." if local else "self_attention.linear_qkv.layer_norm_"

@@ -9,7 +9,7 @@ from typing import Any
 
 from ucformat.errors import LayoutError
 
-__all__ = ["Numbers"]
+__all__ = ["ModelConfig"]
 
 _NORMS = "stores its norms less one (apply_layernorm_1p), which no view adds again"
 _ROTARY = "turns neighbouring elements of a head (rotary_interleaved), Hugging Face's models its two halves"
@@ -17,7 +17,7 @@ _GATED = "gates the output of attention (attention_output_gate), for which the p
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class ModelConfig:
     """Options of a preset, and the checkpoint that tells the others."""
 
     preset: str

@@ -1,14 +1,15 @@
-"""Numbers that JSON has no word for: NaN and the infinities are `{"$float": "nan"}`, `"inf"` and `"-inf"`."""
+"""Values of documents: JSON with NaN and infinities as `{"$float": "nan"}`, `"inf"`, `"-inf"`, and times."""
 
 from __future__ import annotations
 
 import json
 import math
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
+from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
-__all__ = ["Finite", "Number", "Values", "dumps", "finite", "loads"]
+__all__ = ["Finite", "Instant", "Number", "Time", "Values", "dumps", "finite", "loads"]
 
 _WORDS = ("nan", "inf", "-inf")
 
@@ -84,3 +85,21 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 #: JSON values by name. Those that were read hold such objects, those that are to be written may hold any float.
 Values = Annotated[dict[str, Any], PlainSerializer(finite, when_used="json")]
+
+
+def _countable(value: datetime) -> datetime:
+    """A time that is one in UTC as well: the first and last days that there are, are not in every zone.
+
+    Raises:
+        ValueError: it is not.
+    """
+    aware = value if value.tzinfo is not None else value.replace(tzinfo=UTC)
+    try:
+        aware.astimezone(UTC)
+    except OverflowError:
+        raise ValueError("the time is beyond all that can be counted with") from None
+    return value
+
+
+Time = Annotated[datetime, AfterValidator(_countable)]
+Instant = Annotated[AwareDatetime, AfterValidator(_countable)]
