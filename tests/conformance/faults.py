@@ -121,7 +121,6 @@ def of_packed(columns: Columns, files: Files) -> Faults:
     return {
         "sidecar-flipped": ("damaged", "a bit of the sidecar is flipped", flipped(good, path, -3)),
         "sidecar-missing": ("damaged", "the sidecar is missing", changed(good, path, lambda _: b"")),
-        "sidecar-newer": ("upgrade", "version 2 of the sidecar", packed_files(columns, files, version="2")),
         "sidecar-newer-column": ("upgrade", "a column that version 1 has not", packed_files({**columns, "scale": [1]}, files)),
         "sidecar-newer-checksum": ("upgrade", "a kind of checksum that version 1 has not", row("crc32c", 0, -3)),
         "sidecar-no-column": ("damaged", "a column is missing", packed_files(without, files)),

@@ -171,7 +171,7 @@ def placed(file: int, offset: int, data: bytes) -> bytes:
 def sidecar(columns: Columns, files: list[str], **changed: Any) -> bytes:
     """The sidecar of these columns; `changed` are packed columns, or metadata."""
     n = str(len(columns["tensor"]))
-    meta = {"format": "ucformat-extents", "version": "1", "extents": n, "files": json.dumps(files)}
+    meta = {"format": "ucformat-extents", "extents": n, "files": json.dumps(files)}
     meta |= {k: v for k, v in changed.items() if isinstance(v, str)}
     packed = {name: pack(name, values) for name, values in columns.items()}
     packed |= {k: v for k, v in changed.items() if isinstance(v, bytes)}

@@ -92,7 +92,7 @@ def sidecar_of(columns: dict[str, list[int]], files: object = ("f",), **changed:
     packed = {name: packed_column(name, values) for name, values in columns.items()}
     n = changed.pop("extents", str(len(columns["tensor"])))
     arrays = {name: np.frombuffer(data, np.uint8) for name, data in {**packed, **changed}.items()}  # type: ignore[arg-type]
-    data: bytes = save(arrays, {**META, "version": "1", "files": json.dumps(files), "extents": n})
+    data: bytes = save(arrays, {**META, "files": json.dumps(files), "extents": n})
     return data
 
 
@@ -101,7 +101,7 @@ def unpacked(data: bytes) -> tuple[dict[str, list[int]], list[str]]:
     end = 8 + struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8:end])
     meta = header.pop("__metadata__")
-    assert (meta["format"], meta["version"]) == ("ucformat-extents", "1")
+    assert meta["format"] == "ucformat-extents"
     out = {}
     for name, entry in header.items():
         a, b = entry["data_offsets"]
@@ -350,7 +350,7 @@ def test_a_wrong_number_of_extents_is_refused(extents: str) -> None:
     with pytest.raises(IntegrityError):
         decode(sidecar_of(columns(), extents=extents), [1], "sidecar")
     arrays = {name: np.frombuffer(packed_column(name, [0]), np.uint8) for name in (*ROWS, *DIMS)}
-    unsaid = save(arrays, {**META, "version": "1"})
+    unsaid = save(arrays, META)
     with pytest.raises(IntegrityError, match="how many extents"):
         decode(unsaid, [1], "sidecar")
 
@@ -377,19 +377,17 @@ def test_bombs_are_not_inflated() -> None:
         tracemalloc.stop()
 
 
-def test_a_newer_version_and_other_files_are_told_apart() -> None:
+def test_what_is_newer_and_other_files_are_told_apart() -> None:
     arrays = {name: np.zeros(1, np.uint8) for name in (*ROWS, *DIMS)}
-    with pytest.raises(UpgradeNeeded, match="version 2"):
-        decode(save(arrays, {**META, "version": "2"}), [1], "sidecar")
     with pytest.raises(IntegrityError, match="is not a ucformat sidecar"):
-        decode(save(arrays, {**META, "version": "1", "format": "other"}), [1], "sidecar")
+        decode(save(arrays, {**META, "format": "other"}), [1], "sidecar")
     with pytest.raises(UpgradeNeeded, match="column 'more'"):
-        decode(save({**arrays, "more": arrays["file"]}, {**META, "version": "1"}), [1], "sidecar")
+        decode(save({**arrays, "more": arrays["file"]}, META), [1], "sidecar")
     with pytest.raises(UpgradeNeeded, match="of the kind -3"):
         decode(sidecar_of(columns(crc32c=[-3])), [1], "sidecar")
     for wrong in ({**arrays, "file": np.zeros(1, "<i8")}, {"file": arrays["file"]}):
         with pytest.raises(IntegrityError, match="columns are missing"):
-            decode(save(wrong, {**META, "version": "1", "extents": "1"}), [1], "sidecar")
+            decode(save(wrong, {**META, "extents": "1"}), [1], "sidecar")
 
 
 def packed(name: str, ranks: int = 3) -> MemoryStore:

@@ -43,7 +43,6 @@ _DIMS = ("start", "shape", "strides")  # one for each dim of each extent
 _TILE = "tile"  # likewise, where some extent is tiled
 _STEPS = {"tensor", "file", "offset", "block_offset"}  # what grows from row to row: packed as differences
 
-_VERSION = "1"
 _MOST = 1 << 27  # rows of a column: what a reader has to hold is bounded
 _TILES = 1 << 20  # of one extent, likewise
 _INFLATION = 1032  # no byte of a deflate stream makes more
@@ -175,7 +174,7 @@ def encode_columns(columns: Columns, files: Sequence[str]) -> bytes:
     if max(n, dims) > _MOST:
         raise Refused(f"{n} extents of {dims} dims in all are too many for one sidecar", hint=f"at most {_MOST} dims")
     packed = {name: _pack(getattr(columns, name), name) for name in (*_ROWS, *by_dim)}
-    meta = {"format": "ucformat-extents", "version": _VERSION, "extents": str(n), "files": json.dumps(list(files))}
+    meta = {"format": "ucformat-extents", "extents": str(n), "files": json.dumps(list(files))}
     return _safetensors(packed, meta)
 
 
@@ -185,7 +184,7 @@ def decode(data: bytes, ndims: Sequence[int], where: str) -> Sidecar:
     Raises:
         IntegrityError: the columns do not fit each other or the tensors.
         Refused: an extent lies outside the checkpoint's folder.
-        UpgradeNeeded: a newer version of ucformat wrote it: another version, column or kind of checksum.
+        UpgradeNeeded: a newer version of ucformat wrote it: an unknown column or kind of checksum.
     """
     arrays, meta = _parse(data, where)
     files, of_tensor = _files(meta, where), np.array(ndims, np.int64)
@@ -200,13 +199,11 @@ def _parse(data: bytes, where: str) -> tuple[dict[str, NDArray[np.uint8]], dict[
         arrays = load(data)
         size = int.from_bytes(data[:8], "little")
         meta = json.loads(data[8 : 8 + size])["__metadata__"]
-        form, version, _ = (str(meta[key]) for key in ("format", "version", "files"))
+        form, _ = (str(meta[key]) for key in ("format", "files"))
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise IntegrityError(f"{where} is not a ucformat sidecar: {error}") from None
     if form != "ucformat-extents":
         raise IntegrityError(f"{where} is not a ucformat sidecar")
-    if version != _VERSION:
-        raise UpgradeNeeded(f"{where} is a sidecar of version {version}; this ucformat reads {_VERSION}")
     if more := set(arrays) - {*_ROWS, *_DIMS, _TILE}:
         raise UpgradeNeeded(f"{where} has the column {min(more)[:100]!r}, which this ucformat does not know")
     if not {*_ROWS, *_DIMS} <= set(arrays) or any(a.ndim != 1 or a.dtype != np.uint8 for a in arrays.values()):
