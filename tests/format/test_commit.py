@@ -209,10 +209,13 @@ def test_a_feature_that_must_be_understood_asks_for_an_upgrade(checkpoint: Path)
         ucformat.open(checkpoint)
 
 
-@pytest.mark.parametrize("targets", [{}, {"chunk_bytes": 16, "shard_bytes": 64}])
-def test_grids_can_be_computed_again_from_what_the_manifest_records(targets: dict[str, int]) -> None:
+@pytest.mark.parametrize(("chunk_bytes", "shard_bytes"), [(None, None), (16, 64)])
+def test_grids_can_be_computed_again_from_what_the_manifest_records(
+    chunk_bytes: int | None, shard_bytes: int | None
+) -> None:
     source = Checkpoint(FakeSource.write(MemoryStore("b3"), ODD))
-    made = ucformat.convert(source, MemoryStore("b4"), overwrite=True, **targets).manifest
+    target = MemoryStore(f"b4-{chunk_bytes}")
+    made = ucformat.convert(source, target, chunk_bytes=chunk_bytes, shard_bytes=shard_bytes).manifest
     assert made.grid is not None
     for doc in made.tensors:
         grid = Grid.of(doc.shape, ITEMSIZE[doc.dtype], made.grid.chunk_bytes, made.grid.shard_bytes)
