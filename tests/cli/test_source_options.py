@@ -21,7 +21,7 @@ from ucformat.cli.main import ucp
 from ucformat.cli.program import LazyGroup
 from ucformat.errors import AmbiguousLayout, option_text, spelling_options
 from ucformat.sources import SOURCES
-from ucformat.sources.options import options_of
+from ucformat.sources.base import options_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

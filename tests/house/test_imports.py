@@ -120,7 +120,7 @@ def test_opening_and_converting_load_no_engine_and_no_zarr_library() -> None:
 
 def test_knowing_every_kind_of_checkpoint_loads_no_reader() -> None:
     found = loaded("import ucformat.sources")
-    assert not found & {"numpy", "ml_dtypes", "ucformat.sources.pickle.unpickler", "ucformat.sources.contents"}
+    assert not found & {"numpy", "ml_dtypes", "ucformat.sources.pickle.unpickler", "ucformat.sources.index"}
     assert not {m for m in found if m.startswith("ucformat.sources.") and m.endswith((".opened", ".dist", ".classic"))}
 
 

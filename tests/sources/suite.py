@@ -24,9 +24,9 @@ from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import UcformatError
 from ucformat.geometry.box import Box
 from ucformat.sources import SOURCES
-from ucformat.sources.dcp import items
+from ucformat.sources.dcp import metadata
 from ucformat.sources.pickle import file
-from ucformat.sources.safetensors import header
+from ucformat.sources.safetensors import opened
 from ucformat.storage.local import LocalStore
 
 __all__ = ["DATA", "Sample", "SourceSuite", "kept"]
@@ -34,7 +34,7 @@ __all__ = ["DATA", "Sample", "SourceSuite", "kept"]
 DATA = Path(__file__).parents[1] / "data"
 
 #: What is read along with what is looked for: as much as many of these small files hold, so tests make it less.
-READ_AHEAD = {file: ("_TAIL", "_HEAD", "_ITEM"), header: ("_FIRST",), items: ("_HEAD", "_GAP")}
+READ_AHEAD = {file: ("_TAIL", "_HEAD", "_ITEM"), opened: ("_FIRST",), metadata: ("_HEAD", "_GAP")}
 
 Truth = dict[tuple[str, str], tuple[str, tuple[int, ...], bytes]]
 

@@ -299,7 +299,7 @@ def sizes(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gpt2"])
 def test_the_order_of_a_module_is_that_of_transformers(family: str) -> None:
     transformers = pytest.importorskip("transformers")
-    from ucformat.sources.huggingface.order import FAMILIES, sort_names
+    from ucformat.sources.huggingface.engines import FAMILIES, sort_names
 
     parts, name = FAMILIES[family]
     cls = getattr(transformers, name)

@@ -18,7 +18,7 @@ from tests.sources.suite import Sample, SourceSuite, kept, read_whole
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import IntegrityError, MissingData, Refused, UcformatError, UsageError
 from ucformat.sources.orbax import Orbax
-from ucformat.sources.orbax.naming import tensor_keys
+from ucformat.sources.orbax.tree import tensor_keys
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.url import open_store

@@ -17,7 +17,7 @@ from tests.sources.suite import Sample, SourceSuite
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import IntegrityError, MissingData, Refused, UcformatError, UsageError
 from ucformat.sources.safetensors import Safetensors
-from ucformat.sources.safetensors.header import DTYPES, parse_header, read_header
+from ucformat.sources.safetensors.opened import DTYPES, parse_header, read_header
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from ucformat.errors import IntegrityError, MissingData, NotACheckpoint, Refused
 from ucformat.format.zarr_types import register_zarr_dtypes
 from ucformat.geometry.box import Box
 from ucformat.reading.dtypes import dtype_name
-from ucformat.sources.decoded import DECODED, Cache
 from ucformat.sources.zarr import Zarr
+from ucformat.sources.zarr.values import DECODED, Cache
 from ucformat.storage.local import LocalStore
 from ucformat.storage.url import open_store
 

@@ -20,7 +20,7 @@ from ucformat.format.universal import Universal
 from ucformat.geometry.tensor import Extent, Tiles, single_extents
 from ucformat.reading.execute import checksum, place_checksum
 from ucformat.schema.manifest import VerifiedDoc
-from ucformat.sources.decoded import is_checked
+from ucformat.sources.zarr.values import is_checked
 from ucformat.views.viewed import inputs_of
 
 if TYPE_CHECKING:

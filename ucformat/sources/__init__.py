@@ -6,12 +6,12 @@ import gc
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ucformat.sources.base import with_options
 from ucformat.sources.bytecheckpoint import ByteCheckpoint
 from ucformat.sources.dcp import Dcp
 from ucformat.sources.deepspeed import DeepSpeed
 from ucformat.sources.huggingface import HuggingFace
 from ucformat.sources.megatron import Megatron
-from ucformat.sources.options import with_options
 from ucformat.sources.orbax import Orbax
 from ucformat.sources.safetensors import Safetensors
 from ucformat.sources.torch_save import TorchSave

@@ -1,18 +1,22 @@
-"""What a source is: a reader of one kind of foreign checkpoint, which yields tensors and their extents."""
+"""The interface of a source, which reads one kind of foreign checkpoint in place, and its options."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn, Protocol
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
     from ucformat.reading.readable import Facts, Record
     from ucformat.storage.base import Store
 
-__all__ = ["Folders", "OpenSource", "Source"]
+__all__ = ["Folders", "OpenSource", "Source", "groups_by_optimizer", "options_of", "with_options"]
 
 
 class OpenSource(Protocol):
@@ -65,3 +69,32 @@ class Source(Protocol):
 
     def open_file(self, store: Store, key: str) -> OpenSource:
         """Open it; its `facts.folder` is the file's key."""
+
+
+def options_of(source: Source) -> list[str]:
+    """The names of the options that a kind of source takes."""
+    return [n for n, p in inspect.signature(type(source)).parameters.items() if p.kind is p.KEYWORD_ONLY]
+
+
+def with_options(source: Source, options: Mapping[str, Any]) -> Source:
+    """A source of the same kind that is told these options; UsageError where it does not take one."""
+    if not options:
+        return source
+    known = options_of(source)
+    for name in options:
+        if name not in known:
+            raise UsageError(
+                f"a checkpoint of {source.title} is not opened with the option {name!r}",
+                hint=f"its options are: {', '.join(known)}" if known else "it takes none",
+            )
+    made: Source = type(source)(**options)
+    return made
+
+
+def groups_by_optimizer(
+    given: Mapping[str, Sequence[Sequence[str]]] | Sequence[Sequence[str]] | None,
+) -> dict[str, Sequence[Sequence[str]]]:
+    """The option `groups` of files that may hold several optimizers: of one, the groups alone do."""
+    if given is None:
+        return {}
+    return dict(given) if isinstance(given, Mapping) else {"optimizer": given}

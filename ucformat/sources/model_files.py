@@ -13,14 +13,16 @@ from ucformat.storage.base import check_key, exists
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from ucformat.storage.base import Info, Store
 
 __all__ = [
+    "FileSet",
     "check_index",
     "check_shards",
     "complete",
+    "file_sets",
     "find_assets",
     "numbered",
     "present",
@@ -28,6 +30,9 @@ __all__ = [
     "read_weight_map",
     "root_files",
 ]
+
+#: The files of a checkpoint, and its index; where there is an index, it names the files.
+FileSet = tuple[list[str], str | None]
 
 _LOOK = 10_000  # files of a folder, and of those in it, that are looked at
 _LARGEST = 64 << 20  # bytes of an asset, and of a JSON document that is read
@@ -103,8 +108,10 @@ def numbered(name: str) -> tuple[str, int, int] | None:
     return f"{match['stem']}-*-of-{match['total']}{match['suffix']}", int(match["number"]), int(match["total"])
 
 
-def complete(names: Iterable[str]) -> list[str]:
-    """The shards of one set in order; MissingData where one of them is not there."""
+def complete(names: Sequence[str]) -> list[str]:
+    """The only file of a set, or its shards in order; MissingData where one of them is not there."""
+    if not names or numbered(names[0]) is None:
+        return list(names)
     by_number, example, total = {}, "", 0
     for name in names:
         if found := numbered(name):
@@ -120,6 +127,23 @@ def complete(names: Iterable[str]) -> list[str]:
             hint="copy all shards; each holds other tensors",
         )
     return [by_number[n] for n in sorted(by_number)]
+
+
+def file_sets(names: Iterable[str], index: str) -> dict[str, FileSet]:
+    """The checkpoints among the files of a folder, by the name of their index or only file, or what their shards share.
+
+    Args:
+        names: those of the files, without folders.
+        index: how the names of indexes end.
+    """
+    names = list(names)
+    sets: dict[str, FileSet] = {n: ([], n) for n in names if n.endswith(index)}
+    stems = {n.removesuffix(index) for n in sets}
+    for name in names:
+        common = numbered(name) or (name, 1, 1)
+        if name not in sets and common[0].rpartition("-*-of-")[0] not in stems:  # else the index says which count
+            sets.setdefault(common[0], ([], None))[0].append(name)
+    return sets
 
 
 def check_index(weight_map: Mapping[str, str], index: str, present: Collection[str], below: str = "") -> list[str]:

@@ -1,5 +1,45 @@
-"""ByteCheckpoint's checkpoints as tensors and extents."""
+"""How ByteCheckpoint's checkpoints are recognised."""
 
-from ucformat.sources.bytecheckpoint.source import ByteCheckpoint
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ucformat.sources.bytecheckpoint.folder import LATEST, find_folder, looks_like_bytecheckpoint
+from ucformat.sources.dcp import Dcp
+
+if TYPE_CHECKING:
+    from ucformat.sources.bytecheckpoint.opened import OpenByteCheckpoint
+    from ucformat.storage.base import Store
 
 __all__ = ["ByteCheckpoint"]
+
+_ALLOW = ("bytecheckpoint",)
+
+
+class ByteCheckpoint(Dcp):
+    """How ByteCheckpoint's checkpoints are recognised and opened.
+
+    Args:
+        allow: packages of your own whose pickled classes become inert stand-ins instead of being refused.
+        groups: the parameters of each optimizer group, in order, where the states are numbered (DDP) and shapes and
+            order do not tell which they are.
+        owners: where the model lies that an optimizer trains, by dotted paths, where several would fit.
+    """
+
+    kind = "bytecheckpoint"
+    title = "ByteCheckpoint"
+
+    def marks(self, name: str) -> bool:
+        """Whether a folder with a file of this name is a checkpoint: `extra_state_rank_0.pt` lies one further down."""
+        return name == LATEST
+
+    def find(self, store: Store) -> bool:
+        """Whether there is a `.metadata` of ByteCheckpoint's in the place where it would be."""
+        return looks_like_bytecheckpoint(store)
+
+    def open(self, store: Store) -> OpenByteCheckpoint:
+        """Open the newest step of a save folder, or the one that the store is rooted at, reading `.metadata`."""
+        from ucformat.sources.bytecheckpoint.opened import OpenByteCheckpoint
+
+        allow = (*_ALLOW, *self._allow)
+        return OpenByteCheckpoint(store, find_folder(store), allow, self._groups, self._owners)

@@ -9,10 +9,8 @@ from ucformat.errors import IntegrityError, MissingData, Refused
 from ucformat.geometry.tensor import Extent
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.sources.dcp.folder import FILE
-from ucformat.sources.dcp.items import Items
-from ucformat.sources.dcp.metadata import Metadata, read_metadata
-from ucformat.sources.dcp.opened import LazyFacts, OpenDcp
-from ucformat.sources.dcp.values import plain_value
+from ucformat.sources.dcp.metadata import Items, Metadata, read_metadata
+from ucformat.sources.dcp.opened import LazyFacts, OpenDcp, plain_value
 from ucformat.sources.pickle.file import TorchFile
 from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
 from ucformat.sources.pickle.unpickler import unpickle

@@ -1,5 +1,65 @@
-"""PyTorch DCP checkpoints as tensors and extents."""
+"""How checkpoints of torch.distributed.checkpoint are recognised."""
 
-from ucformat.sources.dcp.source import Dcp
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ucformat.errors import Refused
+from ucformat.sources.base import Folders
+from ucformat.sources.dcp.folder import has_metadata, has_shards, is_mark, looks_like_dcp
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ucformat.sources.dcp.opened import OpenDcp
+    from ucformat.sources.dcp.safetensors import OpenShards
+    from ucformat.storage.base import Store
 
 __all__ = ["Dcp"]
+
+
+class Dcp(Folders):
+    """How checkpoints of torch.distributed.checkpoint are recognised and opened.
+
+    Args:
+        allow: packages of your own whose pickled classes become inert stand-ins instead of being refused.
+        groups: the parameters of each optimizer group, in order, where the states are numbered and nothing tells.
+        owners: where the model lies that an optimizer trains, by dotted paths, where several would fit.
+    """
+
+    kind = "dcp"
+    title = "PyTorch DCP"
+
+    def __init__(
+        self,
+        *,
+        allow: Sequence[str] = (),
+        groups: Sequence[Sequence[str]] | None = None,
+        owners: Mapping[str, str] | None = None,
+    ) -> None:
+        self._allow, self._groups, self._owners = tuple(allow), groups, owners
+
+    def marks(self, name: str) -> bool:
+        """Whether a folder with a file of this name is a checkpoint."""
+        return is_mark(name)
+
+    def find(self, store: Store) -> bool:
+        """Whether `.metadata` is DCP's, or there are shards of its writer of safetensors."""
+        return looks_like_dcp(store)
+
+    def open(self, store: Store) -> OpenDcp | OpenShards:
+        """Open it, reading `.metadata`; items are read when they are asked for."""
+        if not has_metadata(store):
+            if has_shards(store):
+                from ucformat.sources.dcp.safetensors import OpenShards
+
+                return OpenShards(store)
+            raise Refused(
+                f"{store.url} was saved without collectives: each rank's file of metadata stands for itself",
+                hint="save with torch.distributed.checkpoint.save(…, no_dist=False, use_collectives=True)",
+            )
+        from ucformat.sources.dcp.metadata import Items, read_metadata
+        from ucformat.sources.dcp.opened import OpenDcp
+
+        meta = read_metadata(store, allow=self._allow)
+        return OpenDcp(Items(store, meta, self._allow), self._groups, self._owners)

@@ -43,7 +43,7 @@ def has_shards(store: Store) -> bool:
     name = next((info.key for info in islice(store.list(), _LOOK) if SHARD.fullmatch(info.key)), None)
     if name is None:
         return False
-    from ucformat.sources.safetensors.header import read_header
+    from ucformat.sources.safetensors.opened import read_header
 
     try:
         return INFO in read_header(store, name).metadata

@@ -1,30 +1,173 @@
-"""PyTorch DCP checkpoints, read in place."""
+"""PyTorch DCP checkpoints, read in place: tensors, optimizer groups, other values and the step."""
 
 from __future__ import annotations
 
+import json
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ucformat.errors import IntegrityError, Refused
 from ucformat.geometry.tensor import Roster, TensorInfo
 from ucformat.reading.readable import Facts, Place
-from ucformat.sources.contents import unknown_tensor
-from ucformat.sources.dcp.names import dotted
+from ucformat.sources.dcp.names import GROUPS, dotted, split_state
 from ucformat.sources.dcp.state import name_entries
-from ucformat.sources.dcp.values import STEPS, groups_of, objects_of, plain_value, raw_groups, step_of
-from ucformat.sources.values import from_json
+from ucformat.sources.index import Group, unknown_tensor
+from ucformat.sources.pickle.file import ShutFile
+from ucformat.sources.values import from_json, json_key, to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
     from ucformat.reading.readable import Record
-    from ucformat.sources.dcp.items import Items
-    from ucformat.sources.dcp.metadata import Metadata
+    from ucformat.sources.dcp.metadata import Items, Metadata
     from ucformat.sources.dcp.names import Path
     from ucformat.sources.dcp.state import Named, Optimizer
+    from ucformat.sources.pickle.file import TorchFile
+    from ucformat.sources.pickle.stand_ins import StoredTensor
 
-__all__ = ["LazyFacts", "OpenDcp"]
+    Values = Mapping[str, TorchFile | ShutFile]
+
+__all__ = ["STEPS", "LazyFacts", "OpenDcp", "groups_of", "objects_of", "plain_value", "raw_groups", "step_of"]
+
+STEPS = ("global_step", "global_steps", "step", "iteration")
+_LARGEST = 256 << 20  # bytes of the tensors in one value
+
+
+def plain_value(file: TorchFile | ShutFile, path: str) -> Any:
+    """The JSON form of an item; tensors inside stay in it, for an item is no tensor of the checkpoint."""
+    if isinstance(file, ShutFile):
+        return to_json(file.opaque())
+    left = _LARGEST
+
+    def read(tensor: StoredTensor) -> bytes:
+        nonlocal left
+        left -= tensor.nbytes
+        if left < 0:
+            raise Refused(
+                f"{path} in {file.key} holds more than {_LARGEST:,} bytes of tensors inside one pickled value"
+            )
+        return file.read(tensor)
+
+    return to_json(file.value, read=read, path=path, small=_LARGEST, tuples=True)
+
+
+def raw_groups(optimizer: Optimizer, files: Values) -> list[dict[str, Any]]:
+    """The groups of a nested state dict as the file has them, each value in its JSON form; `params` as a list."""
+    groups: dict[int, dict[str, Any]] = {}
+    for fqn, below in optimizer.options.items():
+        value = plain_value(files[fqn], fqn)
+        if len(below) == 1 and (found := _items(value)) is not None:  # PyTorch 2.3 and before keep it as one value
+            groups |= {i: dict(g) for i, g in enumerate(found) if isinstance(g, dict)}
+        elif len(below) >= 3 and isinstance(below[1], int):
+            node = groups.setdefault(below[1], {})
+            for part in below[2:-1]:
+                node = node.setdefault(json_key(part), {})
+            node[json_key(below[-1])] = value
+    for group in groups.values():
+        params = group.get("params", [])
+        if isinstance(params, dict):  # a list that DCP took apart
+            group["params"] = list(params.values())
+        else:
+            group["params"] = _items(params) or []
+    return [groups[i] for i in sorted(groups)]
+
+
+def _items(value: Any) -> list[Any] | None:
+    """The items of a list or a tuple in its JSON form."""
+    found = value["$tuple"] if isinstance(value, dict) and set(value) == {"$tuple"} else value
+    return found if isinstance(found, list) else None
+
+
+def groups_of(optimizer: Optimizer, files: Values) -> list[tuple[Mapping[str, Any], Place | None]] | None:
+    """The groups as the facts hold them, parameters by name, and the place of each; None where these cannot be told.
+
+    Without a place, its entries are values of the checkpoint, too.
+    """
+    flat = {f: below for f, below in optimizer.options.items() if len(below) == 1 and below[0] != GROUPS}
+    named: list[tuple[Group, list[str]]] = []
+    if flat:
+        named = _flattened(optimizer, flat, files)
+    else:
+        for raw in raw_groups(optimizer, {f: files[f] for f in optimizer.options}):
+            entries = raw.pop("params")
+            if optimizer.numbers is None and not all(isinstance(entry, str) for entry in entries):
+                return None
+            if optimizer.numbers and len(raw.get("param_names") or ()) == len(entries):
+                raw.pop("param_names")
+            named.append((Group([optimizer.name(p) for p in entries], raw), entries))
+    out: list[tuple[Mapping[str, Any], Place | None]] = []
+    kept = optimizer.numbers is not None or (GROUPS,) in optimizer.options.values()
+    for group, entries in named:
+        by_state: dict[str, dict[str, Any]] = {}
+        for fqn, key in optimizer.plain.items():
+            if key.name in set(group.names):
+                by_state.setdefault(key.state, {})[key.name] = plain_value(files[fqn], fqn)
+        group.state = {s: _shared(v) for s, v in by_state.items()}
+        out.append((group.json(), None if kept else Place(optimizer.root, tuple(entries), flattened=bool(flat))))
+    return out
+
+
+def _shared(values: dict[str, Any]) -> Any:
+    """One value where all parameters have the same, else all of them by name."""
+    first = next(iter(values.values()))
+    return first if all(type(v) is type(first) and v == first for v in values.values()) else values
+
+
+def _flattened(optimizer: Optimizer, flat: Mapping[str, Path], files: Values) -> list[tuple[Group, list[str]]]:
+    """The groups of a flattened state dict: parameters with equal hyper-parameters are one, for it tells no more."""
+    options: dict[str, dict[str, Any]] = {}
+    for fqn, below in flat.items():
+        split = split_state(str(below[0])[len(GROUPS) + 1 :], optimizer.known)
+        if split is not None:
+            options.setdefault(split[0], {})[split[1]] = plain_value(files[fqn], fqn)
+    groups: dict[str, tuple[Group, list[str]]] = {}
+    for name, mine in options.items():
+        group, names = groups.setdefault(json.dumps(mine, sort_keys=True), (Group([], mine), []))
+        group.names.append(optimizer.prefix + name)
+        names.append(name)
+    return list(groups.values())
+
+
+def objects_of(values: Mapping[str, Path], files: Values, tensors: Iterable[Path]) -> dict[str, Any]:
+    """All other values, nested as the program had them; a list is one again where no tensor was taken out of it."""
+    broken = {p[:i] for p in tensors for i in range(len(p))}
+    tree: dict[Any, Any] = {}
+    for fqn, path in values.items():
+        node = tree
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise IntegrityError(f"{fqn} lies in an entry that is no dictionary")
+        if node.setdefault(path[-1], leaf := _Leaf(fqn, path)) is not leaf:
+            raise IntegrityError(f"{fqn} stands twice in the checkpoint")
+    objects: dict[str, Any] = _plain(tree, (), files, broken)
+    return objects
+
+
+class _Leaf:
+    def __init__(self, fqn: str, path: Path) -> None:
+        self.fqn, self.path = fqn, path
+
+
+def _plain(node: Any, path: Path, files: Values, broken: set[Path]) -> Any:
+    if isinstance(node, _Leaf):
+        return plain_value(files[node.fqn], node.fqn)
+    inner = {k: _plain(v, (*path, k), files, broken) for k, v in node.items()}
+    if inner and path not in broken and all(isinstance(k, int) for k in inner):
+        return [inner.get(i, {}) for i in range(max(inner) + 1)]  # DCP leaves out empty dictionaries
+    return {json_key(k): v for k, v in inner.items()}
+
+
+def step_of(found: Mapping[Path, Any]) -> int | None:
+    """The step of training among values called so: the outermost, where those agree."""
+    for depth in sorted({len(p) for p in found}):
+        numbers = {v for p, v in found.items() if len(p) == depth and type(v) is int}
+        if numbers:
+            return numbers.pop() if len(numbers) == 1 else None
+    return None
+
 
 _DEPTH = 3  # below the top of the state a value called `step` is the training's
 

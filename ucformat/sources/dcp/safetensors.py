@@ -15,16 +15,16 @@ from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Extent, TensorInfo
 from ucformat.reading.readable import Facts
-from ucformat.sources.contents import Contents
 from ucformat.sources.dcp.folder import INFO, SHARD
-from ucformat.sources.safetensors.header import read_header
+from ucformat.sources.index import TensorIndex
+from ucformat.sources.safetensors.opened import read_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ucformat.geometry.tensor import Key
     from ucformat.reading.readable import Record
-    from ucformat.sources.safetensors.header import Header
+    from ucformat.sources.safetensors.opened import Header
     from ucformat.storage.base import Store
 
 __all__ = ["OpenShards"]
@@ -55,7 +55,7 @@ class OpenShards:
                 whole = next(iter(header.extents(name)), None)
                 extent = whole and Extent(whole.box.shift(start), file, whole.offset, whole.strides)
                 pieces.setdefault(name, []).append((Box(start, stored.shape), file, extent))
-        self._contents = Contents()
+        self._contents = TensorIndex()
         for name, found in pieces.items():
             self._add(name, dtypes[name], found)
         self.facts = Facts(

@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ucformat.errors import IntegrityError, Refused
-from ucformat.sources.contents import Contents, Group
+from ucformat.sources.index import Group
 from ucformat.sources.pickle.file import TorchFile
 from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
 from ucformat.sources.values import to_json
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 __all__ = [
-    "Contents",
     "Group",
     "Ranks",
     "hyper_parameters",

@@ -10,7 +10,7 @@ from ucformat.geometry.box import Box
 from ucformat.geometry.local import parts_of
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
 from ucformat.geometry.view import View
-from ucformat.sources.contents import Contents, Group
+from ucformat.sources.index import Group, TensorIndex
 from ucformat.sources.tp_merge.replicas import Copy, Verdict, compare, must_agree
 from ucformat.sources.tp_merge.sharding import Shapes, TPSharding, replicate
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.local import Region
     from ucformat.geometry.tensor import Extent
-    from ucformat.sources.contents import Locate
     from ucformat.sources.deepspeed.ranks import Slice
     from ucformat.sources.deepspeed.resolver import ShardingResolver
+    from ucformat.sources.index import Locate
     from ucformat.storage.base import Store
 
 __all__ = ["Merged", "merge_groups", "roster"]
@@ -33,7 +33,7 @@ class Merged:
     """All tensors of a checkpoint: `stages` are its slices, by pipeline stage and tensor-parallel rank."""
 
     def __init__(self, store: Store, stages: Sequence[Sequence[Slice]], resolver: ShardingResolver) -> None:
-        self.contents = Contents()
+        self.contents = TensorIndex()
         self.means: dict[Key, tuple[Key, ...]] = {}
         self._store, self._resolver = store, resolver
         self._copies: dict[Key, list[Copy]] = {}  # equal tensors of several stages
@@ -172,7 +172,7 @@ class _Tensor:
         return self._view.extents(local, within)
 
 
-def roster(stages: Sequence[Sequence[Slice]], contents: Contents) -> Roster:
+def roster(stages: Sequence[Sequence[Slice]], contents: TensorIndex) -> Roster:
     """All tensors in the order of the module, what is not in it after that; each with its states together."""
     modules = (name for slices in stages for name in slices[0].model.module)
     order = {name: i for i, name in enumerate(dict.fromkeys((*modules, *(key.name for key in contents.infos))))}

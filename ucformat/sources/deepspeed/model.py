@@ -32,7 +32,7 @@ from ucformat.sources.values import to_json
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ucformat.sources.deepspeed.contents import Contents
+    from ucformat.sources.index import TensorIndex
     from ucformat.sources.pickle.file import TorchFile
 
 __all__ = ["ENGINE_KEYS", "ModelStates", "Objects"]
@@ -195,7 +195,7 @@ class Objects:
     """Collects them, and adds the large tensors among them to the contents."""
 
     def __init__(
-        self, models: Mapping[str, ModelStates], optimizers: Mapping[str, Any], contents: Contents, lost: list[str]
+        self, models: Mapping[str, ModelStates], optimizers: Mapping[str, Any], contents: TensorIndex, lost: list[str]
     ) -> None:
         self._models, self._optimizers, self._contents, self._lost = models, optimizers, contents, lost
         self._spilled: dict[

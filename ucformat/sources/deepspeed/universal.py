@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, MissingData
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import Facts
-from ucformat.sources.contents import Contents, Group
 from ucformat.sources.deepspeed.atoms import Atom, atom_names, read_atoms, take_apart
 from ucformat.sources.deepspeed.contents import hyper_parameters, load_all, need, stage_of, state_of
 from ucformat.sources.deepspeed.folder import Files, list_files
@@ -25,6 +24,7 @@ from ucformat.sources.deepspeed.merge import Merged, roster
 from ucformat.sources.deepspeed.model import ModelStates, Objects
 from ucformat.sources.deepspeed.ranks import ParallelDegrees, Slice, read_weights
 from ucformat.sources.deepspeed.resolver import ShardingResolver
+from ucformat.sources.index import Group, TensorIndex
 from ucformat.sources.pickle.file import TorchFile, TorchZip
 from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.sources.values import to_json
@@ -114,10 +114,10 @@ class OpenUniversal:
                 hint="run ds_to_universal.py again, or convert the original checkpoint with ucformat",
             )
 
-    def _add_weights(self, how: DeepSpeedOptions, keys: dict[str, dict[str, str]]) -> Contents:
+    def _add_weights(self, how: DeepSpeedOptions, keys: dict[str, dict[str, str]]) -> TensorIndex:
         """What the model states hold, over all model-parallel ranks, and atoms that the converter joined unasked."""
         self._means: Mapping[Key, tuple[Key, ...]] = {}
-        self._contents = Contents()
+        self._contents = TensorIndex()
         self._taken: dict[str, list[Atom]] = {}
         if self._stages:
             models = [m for slices in self._stages for of in slices for m in of.models]
@@ -127,7 +127,7 @@ class OpenUniversal:
             self._contents, self._means = merged.contents, merged.means
         return self._contents
 
-    def _add_atoms(self, keys: dict[str, dict[str, str]], how: DeepSpeedOptions, contents: Contents) -> None:
+    def _add_atoms(self, keys: dict[str, dict[str, str]], how: DeepSpeedOptions, contents: TensorIndex) -> None:
         """The atoms, with the groups that their parameters were in."""
         groups: list[dict[str, tuple[int, ...]]] = [
             shapes for slices in self._stages for shapes in slices[0].model.param_shapes or []
@@ -166,7 +166,7 @@ class OpenUniversal:
             contents.keep_scalars(state, {k: v for k, v in value.items() if k not in _LAID_OUT})
         self._add_plain(atoms, contents)
 
-    def _add_groups(self, file: TorchFile, value: dict[str, Any], contents: Contents) -> None:
+    def _add_groups(self, file: TorchFile, value: dict[str, Any], contents: TensorIndex) -> None:
         """The optimizer's groups, by the names of `param_shapes`; under ZeRO 3 also the states of no dims (`step`).
 
         Only the first stage of a pipeline is told of: those of others are joined to it where they are as many.
@@ -196,7 +196,7 @@ class OpenUniversal:
                     self._add_scalars(contents, contents.groups[g], file, states, flat[i])
 
     def _add_scalars(
-        self, contents: Contents, group: Group, file: TorchFile, states: dict[str, Any], names: Iterable[str]
+        self, contents: TensorIndex, group: Group, file: TorchFile, states: dict[str, Any], names: Iterable[str]
     ) -> None:
         """States of a flat group that are no tensors along it, which the converter makes no atoms of."""
         for state, value in states.items():
@@ -206,7 +206,7 @@ class OpenUniversal:
             if not isinstance(value, StoredTensor):
                 group.state[state] = to_json(value, read=file.read, path="state")
 
-    def _add_plain(self, atoms: dict[str, list[Atom]], contents: Contents) -> None:
+    def _add_plain(self, atoms: dict[str, list[Atom]], contents: TensorIndex) -> None:
         """Numbers (`step`), with the group of their parameter: one for all that have it, or one for each name."""
         plain = {name: {a.state: a.value for a in held if a.value is not None} for name, held in atoms.items()}
         plain = {name: values for name, values in plain.items() if values}

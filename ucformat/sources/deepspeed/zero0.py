@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, Refused, UsageError, option_text
 from ucformat.geometry.box import row_major
 from ucformat.sources.deepspeed.contents import (
-    Contents,
     Group,
     hyper_parameters,
     need,
@@ -33,8 +32,8 @@ from ucformat.storage.concurrency import map_io
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ucformat.sources.contents import Locate
     from ucformat.sources.deepspeed.model import ModelStates
+    from ucformat.sources.index import Locate, TensorIndex
     from ucformat.sources.pickle.file import TorchFile
 
 __all__ = ["entries_of", "read_zero0", "sample"]
@@ -42,7 +41,7 @@ __all__ = ["entries_of", "read_zero0", "sample"]
 _SAMPLE = 64  # elements
 
 
-def read_zero0(model: ModelStates, names: Sequence[Sequence[str]] | None, contents: Contents) -> None:
+def read_zero0(model: ModelStates, names: Sequence[Sequence[str]] | None, contents: TensorIndex) -> None:
     """The optimizer's tensors, groups and scalars; `names`: the parameters of each group, where the caller knows."""
     state = model.value.get("optimizer")
     if state is None:
@@ -98,7 +97,7 @@ def _single(
     masters: list[list[Any]] | None,
     states: list[list[dict[str, Any]]],
     names: Sequence[Sequence[str]] | None,
-    contents: Contents,
+    contents: TensorIndex,
     moe: list[bool],
 ) -> None:
     """One entry for each parameter."""
@@ -221,7 +220,7 @@ def sample(file: TorchFile, tensor: StoredTensor, dtype: str) -> bytes:
         return np.frombuffer(file.read(head), types[tensor.dtype]).astype(types[dtype]).tobytes() if n else b""
 
 
-def _flat(model: ModelStates, masters: list[Any], states: list[list[dict[str, Any]]], contents: Contents) -> None:
+def _flat(model: ModelStates, masters: list[Any], states: list[list[dict[str, Any]]], contents: TensorIndex) -> None:
     """One flat entry for each group, in which the module's weights lie where they do in their storage."""
     if len(masters) != len(states) or any(len(s) != 1 for s in states):
         raise IntegrityError(f"{model.key}: its optimizer has other groups than there are flat masters")

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, Refused
 from ucformat.geometry.flat_buffer import flat_range
 from ucformat.sources.deepspeed.contents import (
-    Contents,
     Group,
     Ranks,
     hyper_parameters,
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
     from ucformat.sources.deepspeed.model import ModelStates
+    from ucformat.sources.index import TensorIndex
     from ucformat.sources.pickle.file import TorchFile
 
 __all__ = ["Zero12"]
@@ -103,7 +103,7 @@ class Zero12:
         model: ModelStates,
         keys: tuple[str, ...],
         allow: tuple[str, ...],
-        contents: Contents,
+        contents: TensorIndex,
         experts: Experts | None = None,
     ) -> None:
         self.model, self.world, self.contents = model, len(keys), contents

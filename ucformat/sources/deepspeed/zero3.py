@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, Refused
 from ucformat.geometry.flat_buffer import flat_range
 from ucformat.sources.deepspeed.contents import (
-    Contents,
     Group,
     Ranks,
     hyper_parameters,
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
     from ucformat.sources.deepspeed.model import ModelStates
+    from ucformat.sources.index import TensorIndex
     from ucformat.sources.pickle.file import TorchFile
 
 __all__ = ["Zero3", "add_frozen"]
@@ -75,7 +75,9 @@ class Partition:
 class Zero3:
     """The flat groups of a ZeRO 3 checkpoint; ranks beyond the first are opened when their extents are wanted."""
 
-    def __init__(self, model: ModelStates, keys: tuple[str, ...], allow: tuple[str, ...], contents: Contents) -> None:
+    def __init__(
+        self, model: ModelStates, keys: tuple[str, ...], allow: tuple[str, ...], contents: TensorIndex
+    ) -> None:
         self.model, self.world, self.contents = model, len(keys), contents
         self.groups = [SubGroup.joined(shapes, self.world) for shapes in model.param_shapes or []]
         self.ranks = Ranks(model.file.store, keys, allow, self._parse)
@@ -169,7 +171,7 @@ class Zero3:
             yield from rank_file.file.flat(buffer, group.starts[name], group.shapes[name], start, stop)
 
 
-def add_frozen(models: list[ModelStates], contents: Contents) -> None:
+def add_frozen(models: list[ModelStates], contents: TensorIndex) -> None:
     """The frozen parameters, from the model states of all ranks; empty ones are listed with them."""
     world = len(models)
     for name, shape in models[0].frozen_shapes.items():

@@ -2,6 +2,9 @@
 
 Where an engine keeps the weights and a copy of them was exported beside it (`model.safetensors` next to a DeepSpeed
 folder), the engine's count and the copy is not read.
+
+safetensors files sort parameters by name, and an optimizer's states are numbered in the order of the module. That order
+is known for some `FAMILIES`; `tests/sources/test_huggingface_order.py` compares it with the models of transformers.
 """
 
 from __future__ import annotations
@@ -11,29 +14,79 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, MissingData, Refused, UsageError
-from ucformat.sources.contents import Contents, Group
+from ucformat.errors import IntegrityError, MissingData, Refused, UcformatError, UsageError
+from ucformat.sources.base import with_options
 from ucformat.sources.dcp import Dcp
 from ucformat.sources.deepspeed import DeepSpeed
-from ucformat.sources.huggingface.order import module_order
-from ucformat.sources.inside import Inside
-from ucformat.sources.options import with_options
+from ucformat.sources.index import Group, PrefixedSource, TensorIndex
+from ucformat.sources.model_files import read_json
 from ucformat.sources.pickle.file import TorchFile
 from ucformat.sources.pickle.optimizer import Module, Optimizer, add_optimizer, is_optimizer
-from ucformat.sources.safetensors.folder import choose
+from ucformat.sources.safetensors import choose
 from ucformat.sources.safetensors.opened import OpenSafetensors
-from ucformat.sources.torch_save.folder import choose_files
+from ucformat.sources.torch_save import choose_files
 from ucformat.sources.torch_save.opened import OpenTorchSave
 from ucformat.storage.wrappers import PrefixStore
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from ucformat.sources.base import OpenSource
     from ucformat.sources.huggingface.folder import Contained
     from ucformat.storage.base import Store
 
-__all__ = ["Engine", "Told", "open_engine"]
+__all__ = ["FAMILIES", "Engine", "Told", "module_order", "open_engine", "sort_names"]
+
+_LLAMA = (
+    *("model", "embed_tokens", "layers", "self_attn", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"),
+    *("mlp", "gate_proj", "up_proj", "down_proj", "input_layernorm", "post_attention_layernorm"),
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm", "norm", "lm_head", "weight", "bias"),
+)
+_GPT2 = (
+    *("transformer", "wte", "wpe", "h", "ln_1", "attn", "c_attn", "ln_2", "mlp", "c_fc", "c_proj", "ln_f", "lm_head"),
+    *("weight", "bias"),
+)
+
+#: `model_type` of a configuration -> parts of names, in the order in which modules register them; the class.
+FAMILIES: dict[str, tuple[tuple[str, ...], str]] = {
+    "llama": (_LLAMA, "LlamaForCausalLM"),
+    "mistral": (_LLAMA, "MistralForCausalLM"),
+    "qwen2": (_LLAMA, "Qwen2ForCausalLM"),
+    "qwen3": (_LLAMA, "Qwen3ForCausalLM"),
+    "gemma": (_LLAMA, "GemmaForCausalLM"),
+    "gemma2": (_LLAMA, "Gemma2ForCausalLM"),
+    "gpt2": (_GPT2, "GPT2LMHeadModel"),
+}
+
+
+def module_order(store: Store, present: Container[str], names: Sequence[str]) -> list[str] | None:
+    """The names in the order of the module, where its configuration names a family that is known; else None."""
+    if "config.json" not in present:
+        return None
+    try:
+        config: Any = read_json(store, "config.json")
+    except UcformatError:
+        return None
+    if not isinstance(config, dict) or config.get("auto_map"):  # code of its own
+        return None
+    kind, classes = config.get("model_type"), config.get("architectures")
+    known = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if known is None or classes != [known[1]]:
+        return None
+    return sort_names(names, known[0])
+
+
+def sort_names(names: Sequence[str], parts: Sequence[str]) -> list[str] | None:
+    """Names sorted part by part: numbers by value, others as in `parts`; None where one has another part."""
+    rank = {part: i for i, part in enumerate(parts)}
+    keys: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        found = [int(p) if re.fullmatch(r"\d{1,6}", p) else rank.get(p) for p in name.split(".")]
+        keys[name] = tuple(n for n in found if n is not None)
+        if len(keys[name]) != len(found):
+            return None
+    return sorted(names, key=keys.__getitem__)
+
 
 _COPY = "copy all files of the folder again; if one is left out on purpose, open the others by themselves"
 
@@ -71,7 +124,7 @@ def open_engine(
     store: Store,
     found: Contained,
     infos: Mapping[str, Any],
-    contents: Contents,
+    contents: TensorIndex,
     told: Told,
 ) -> Engine:
     """Add the engine's tensors to the contents.
@@ -101,7 +154,7 @@ def _named(source: OpenSource) -> dict[str, str]:
     return {"engine": facts["name"], **({"engine_version": facts["version"]} if facts.get("version") else {})}
 
 
-def _add(source: OpenSource, prefix: str, engine: Engine, contents: Contents) -> None:
+def _add(source: OpenSource, prefix: str, engine: Engine, contents: TensorIndex) -> None:
     """All that an opened checkpoint holds, its names behind a prefix."""
     facts = source.facts
     for info in facts.roster.tensors:
@@ -117,7 +170,7 @@ def _add(source: OpenSource, prefix: str, engine: Engine, contents: Contents) ->
     engine.files += facts.files
 
 
-def _sharded(store: Store, found: Contained, engine: Engine, contents: Contents, told: Told) -> None:
+def _sharded(store: Store, found: Contained, engine: Engine, contents: TensorIndex, told: Told) -> None:
     """FSDP's sharded state dicts: folders of PyTorch DCP, one for each model and each optimizer."""
     several = len(found.fsdp_models) > 1
     for folders in (found.fsdp_models, found.fsdp_optimizers):
@@ -132,7 +185,7 @@ def _sharded(store: Store, found: Contained, engine: Engine, contents: Contents,
                     hint="the save did not finish, or its `.metadata` was not copied; copy the whole folder again",
                 )
             source = with_options(Dcp(), options).open(below)
-            _add(Inside(source, store, folder), _prefix(number) if several else "", engine, contents)
+            _add(PrefixedSource(source, store, folder), _prefix(number) if several else "", engine, contents)
     engine.described = {"engine": "fsdp"}
 
 
@@ -141,7 +194,7 @@ def _whole(
     found: Contained,
     infos: Mapping[str, Any],
     engine: Engine,
-    contents: Contents,
+    contents: TensorIndex,
     told: Told,
 ) -> None:
     """Models and optimizers in files of their own."""
@@ -194,7 +247,7 @@ def _check_all_there(found: Contained, models: Mapping[int, Any]) -> None:
 
 
 def _add_optimizer(
-    file: TorchFile, path: str, modules: Sequence[Module], contents: Contents, given: Sequence[Sequence[str]] | None
+    file: TorchFile, path: str, modules: Sequence[Module], contents: TensorIndex, given: Sequence[Sequence[str]] | None
 ) -> bool:
     if not is_optimizer(file.value):
         raise IntegrityError(
@@ -211,7 +264,7 @@ def _add_optimizer(
 def _open_model(store: Store, names: Sequence[str], allow: tuple[str, ...]) -> OpenSource:
     """One model's files, which are all of one kind."""
     if any(".safetensors" in name for name in names):
-        return OpenSafetensors(store, choose(names, store.url), ())
+        return OpenSafetensors(store, *choose(names, store.url), ())
     if any("_rank" in name for name in names):
         raise Refused(f"{names[0]}: not yet read: FSDP's state dicts of each rank")
     keys, index = choose_files(names, store.url)

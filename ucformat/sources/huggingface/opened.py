@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import NotFound
 from ucformat.reading.readable import Facts, Record
-from ucformat.sources.contents import Contents
 from ucformat.sources.huggingface.engines import Engine, Told, open_engine
-from ucformat.sources.huggingface.values import read_values
+from ucformat.sources.index import TensorIndex
 from ucformat.sources.model_files import find_assets, read_json
-from ucformat.sources.pickle.file import TorchZip
+from ucformat.sources.pickle.file import ShutFile, TorchFile, TorchZip, open_file
+from ucformat.sources.values import to_json
+from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +19,41 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
     from ucformat.sources.huggingface.folder import Contained
+    from ucformat.sources.pickle.stand_ins import StoredTensor
     from ucformat.storage.base import Info, Store
 
-__all__ = ["OpenHuggingFace"]
+__all__ = ["OpenHuggingFace", "read_values"]
+
+
+def read_values(store: Store, found: Contained, contents: TensorIndex, allow: tuple[str, ...]) -> dict[str, Any]:
+    """Each file as an object of its name, `trainer_state` too; those that each rank wrote by rank."""
+    wanted = [(name, name, key) for name, key in found.values.items()]
+    wanted += [
+        (name, f"{name}.{rank}", by_rank[rank]) for name, by_rank in found.ranked.items() for rank in sorted(by_rank)
+    ]
+    objects: dict[str, Any] = {}
+    if found.trainer_state:
+        objects["trainer_state"] = to_json(read_json(store, "trainer_state.json"))
+    opened = map_io(lambda item: open_file(store, item[2], allow=allow), wanted)
+    for (name, path, _), file in zip(wanted, opened, strict=True):
+        value = _json(file, path, contents)
+        if name == path:
+            objects[name] = value
+        else:
+            objects.setdefault(name, {})[path.rpartition(".")[2]] = value
+    return objects
+
+
+def _json(file: TorchFile | ShutFile, path: str, contents: TensorIndex) -> Any:
+    """The value as JSON; what has no such form is kept as a pickle that nobody opens unasked."""
+    if isinstance(file, ShutFile):
+        return to_json(file.opaque())
+    opened = file
+
+    def spill(where: str, tensor: StoredTensor) -> str:
+        return contents.add_large(where, opened, tensor)
+
+    return to_json(file.value, read=file.read, spill=spill, path=path)
 
 
 class OpenHuggingFace:
@@ -35,7 +68,7 @@ class OpenHuggingFace:
         infos: Mapping[str, Info],
         told: Told,
     ) -> None:
-        self.store, self.contents = store, Contents()
+        self.store, self.contents = store, TensorIndex()
         engine = open_engine(store, found, infos, self.contents, told)
         self._engine = engine
         values = [*found.values.values(), *(f for by_rank in found.ranked.values() for f in by_rank.values())]

@@ -12,7 +12,7 @@ from ucformat.errors import AmbiguousLayout, IntegrityError, option_text
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import Facts
-from ucformat.sources.contents import Contents, Group
+from ucformat.sources.index import Group, TensorIndex
 from ucformat.sources.megatron.names import is_expert
 from ucformat.sources.megatron.rank_files import RankFile, read_ranks
 from ucformat.sources.megatron.rank_states import read_states
@@ -75,7 +75,7 @@ class OpenClassic:
             if how.optimizer:
                 rank.groups = read_states(rank.file, rank.contents)
         self._degree = 1 + max(t for t, _, _ in files)
-        self.contents = Contents()
+        self.contents = TensorIndex()
         self.aliases: dict[str, str] = {}
         first = files[0, 0, 0]
         self._version = v if isinstance(v := first.values.get("checkpoint_version", 0), int | float) else 0

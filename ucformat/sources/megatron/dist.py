@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, MissingData, Refused
 from ucformat.geometry.tensor import Key, Roster
 from ucformat.reading.readable import Facts
-from ucformat.sources.contents import Contents, Group
-from ucformat.sources.dcp.items import Items
-from ucformat.sources.dcp.metadata import read_metadata
-from ucformat.sources.dcp.values import plain_value
+from ucformat.sources.dcp.metadata import Items, read_metadata
+from ucformat.sources.dcp.opened import plain_value
+from ucformat.sources.index import Group, TensorIndex
 from ucformat.sources.megatron.arguments import Arguments
 from ucformat.sources.megatron.flat_states import add_flat_states
 from ucformat.sources.megatron.folder import CONFIG, backend_of, built_by_megatron
@@ -68,7 +67,7 @@ class OpenDist:
         self.values: dict[Any, Any] = values
         self.args = Arguments.of(values.get("args"), how.vocab_size, below + COMMON)
         self.local = self._is_local()
-        self.contents = Contents()
+        self.contents = TensorIndex()
         self.buckets: list[tuple[Bucket, str]] = []
         self.weights: dict[str, list[UnstackedPart]] = {}
         self._fill(stacked=stacked)

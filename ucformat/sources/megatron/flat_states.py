@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ucformat.geometry.tensor import Extent
-    from ucformat.sources.dcp.items import Items
+    from ucformat.sources.dcp.metadata import Items
     from ucformat.sources.megatron.names import Bucket
     from ucformat.sources.megatron.stacked import Opened, ReadableTensor
 

@@ -18,7 +18,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucformat.sources.contents import Group
+from ucformat.sources.index import Group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import AmbiguousLayout, IntegrityError, MissingData, Refused, option_text
-from ucformat.sources.contents import Group
+from ucformat.sources.index import Group
 from ucformat.sources.megatron.buffers import Flat, Param, in_local, place, same_values
 from ucformat.sources.megatron.names import Member, groups_by_rule, is_expert
 from ucformat.sources.pickle.optimizer import Candidate, Entry, match, shape_of_states

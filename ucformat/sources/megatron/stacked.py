@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ucformat.geometry.local import Region
-    from ucformat.sources.contents import Contents, Locate
-    from ucformat.sources.dcp.items import Items
-    from ucformat.sources.dcp.metadata import Metadata
+    from ucformat.sources.dcp.metadata import Items, Metadata
+    from ucformat.sources.index import Locate, TensorIndex
     from ucformat.sources.megatron.arguments import Arguments
     from ucformat.storage.base import Store
 
@@ -217,7 +216,7 @@ class Opened(Protocol):
 
     store: Store
     args: Arguments
-    contents: Contents
+    contents: TensorIndex
     weights: dict[str, list[UnstackedPart]]
 
 
@@ -250,7 +249,7 @@ def unstacked(key: Key, parts: Sequence[UnstackedPart]) -> ReadableTensor:
     return ReadableTensor(key, first.stored.dtype, whole.shape, boxes, extents)
 
 
-def add_tensor(contents: Contents, tensor: ReadableTensor, rows: int) -> None:
+def add_tensor(contents: TensorIndex, tensor: ReadableTensor, rows: int) -> None:
     """Add a tensor; the rows from this one on are padding, and kept apart."""
     if not tensor.shape or rows >= tensor.shape[0]:
         contents.add(*tensor.key, tensor.dtype, tensor.shape, partial(_part, tensor, Box.whole(tensor.shape)))

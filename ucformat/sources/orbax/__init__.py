@@ -1,5 +1,42 @@
-"""Orbax checkpoints as tensors and extents."""
+"""How Orbax's checkpoints are recognised."""
 
-from ucformat.sources.orbax.source import Orbax
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ucformat.sources.base import Folders
+from ucformat.sources.orbax.folder import CHECKPOINT, TREE, find_step, looks_like_orbax
+
+if TYPE_CHECKING:
+    from ucformat.sources.orbax.opened import OpenOrbax
+    from ucformat.storage.base import Store
 
 __all__ = ["Orbax"]
+
+
+class Orbax(Folders):
+    """How Orbax checkpoints are recognised and opened.
+
+    `fill_missing` says whether chunks that are not stored hold the fill value, for one who knows better than the
+    checkpoint, which says it itself.
+    """
+
+    kind = "orbax"
+    title = "Orbax"
+
+    def __init__(self, *, fill_missing: bool | None = None) -> None:
+        self._fill_missing = fill_missing
+
+    def marks(self, name: str) -> bool:
+        """Whether a folder with a file of this name is a step or an item."""
+        return name in (TREE, CHECKPOINT)
+
+    def find(self, store: Store) -> bool:
+        """Whether this folder is one of Orbax's: of an item, of a step, or of steps."""
+        return looks_like_orbax(store)
+
+    def open(self, store: Store) -> OpenOrbax:
+        """Open a step or an item; reads its metadata, its numbers, and in OCDBT the nodes of the B+tree."""
+        from ucformat.sources.orbax.opened import OpenOrbax
+
+        return OpenOrbax(store, find_step(store), fill_missing=self._fill_missing)

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, MissingData
 from ucformat.geometry.tensor import Roster, TensorInfo
 from ucformat.reading.readable import Facts
-from ucformat.sources.contents import unknown_tensor
-from ucformat.sources.decoded import DecodedStore
+from ucformat.sources.index import unknown_tensor
 from ucformat.sources.orbax.folder import CHECKPOINT, Step
-from ucformat.sources.orbax.item import Item, scalar_json
-from ucformat.sources.orbax.naming import tensor_keys
+from ucformat.sources.orbax.tree import Item, scalar_json, tensor_keys
 from ucformat.sources.values import to_json
 from ucformat.sources.zarr.chunks import Chunks
-from ucformat.sources.zarr.values import Stored, read_json
+from ucformat.sources.zarr.values import DecodedStore, Stored, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator

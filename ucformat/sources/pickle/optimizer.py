@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UsageError
 from ucformat.geometry.tensor import Key
-from ucformat.sources.contents import Contents, Group
+from ucformat.sources.index import Group, TensorIndex
 from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.sources.values import to_json
 
@@ -262,7 +262,7 @@ def is_optimizer(value: Any) -> bool:
 def add_optimizer(
     optimizer: Optimizer,
     modules: Sequence[Module],
-    contents: Contents,
+    contents: TensorIndex,
     given: Sequence[Sequence[str]] | None = None,
 ) -> bool:
     """Add its tensors and groups under the names of its parameters; `given` are those that the caller knows.
@@ -288,7 +288,7 @@ def add_optimizer(
 
 
 def _add_group(
-    optimizer: Optimizer, hyper: dict[str, Any], names: Sequence[str], of: list[dict[str, Any]], contents: Contents
+    optimizer: Optimizer, hyper: dict[str, Any], names: Sequence[str], of: list[dict[str, Any]], contents: TensorIndex
 ) -> Group:
     """The tensors of a group's entries; its hyper-parameters, and its states that are plain values."""
     kept = {k: v for k, v in hyper.items() if k != "params" and (k != "param_names" or len(v or ()) != len(names))}
@@ -308,7 +308,7 @@ def _add_group(
     return group
 
 
-def _json(value: Any, optimizer: Optimizer, path: str, contents: Contents) -> Any:
+def _json(value: Any, optimizer: Optimizer, path: str, contents: TensorIndex) -> Any:
     def spill(where: str, tensor: StoredTensor) -> str:
         return contents.add_large(where, optimizer.file, tensor)
 

@@ -1,28 +1,186 @@
-"""safetensors checkpoints, read in place: one file, or the shards of one."""
+"""safetensors checkpoints, read in place: one file, or the shards of one.
+
+A file is eight bytes, the length N of the header as a little-endian number; N bytes of JSON, an object that begins with
+`{` and may be padded with spaces; and the bytes of the tensors. An entry of the object is a tensor:
+`{"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}`, its offsets counted from the end of the header, row-major
+and little-endian; or `__metadata__`, text by text. Tensors leave no holes and fill the file to its end. The rules, and
+the limit of 100 MB on N, are those of the safetensors library.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import reprlib
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ucformat.errors import IntegrityError, Refused
+from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.tensor import Extent
 from ucformat.reading.readable import Facts
-from ucformat.sources.contents import Contents
+from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.sources.index import TensorIndex
 from ucformat.sources.model_files import check_index, check_shards, present, read_weight_map
-from ucformat.sources.safetensors.header import Header, read_header
 from ucformat.sources.values import to_json
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ucformat.geometry.box import Box
-    from ucformat.geometry.tensor import Extent, Key
+    from ucformat.geometry.tensor import Key
     from ucformat.reading.readable import Record
-    from ucformat.sources.safetensors.folder import Chosen
     from ucformat.storage.base import Store
 
-__all__ = ["OpenSafetensors"]
+__all__ = ["DTYPES", "MAX_HEADER", "Header", "OpenSafetensors", "Stored", "parse_header", "read_header"]
+
+MAX_HEADER = 100_000_000
+_FIRST = 16 << 10  # read with the first bytes: most headers of small models fit
+_LARGEST = 1 << 63
+_AGAIN = "the file is truncated or damaged, or is no safetensors file; copy it again from where it was saved"
+
+#: The names that safetensors gives to data types, and ours.
+DTYPES: dict[str, str] = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+    "C64": "complex64",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a safetensors file; `offset` is that of its first byte in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of its tensors, in the order of its header, and its `__metadata__`."""
+
+    file: str
+    tensors: dict[str, Stored]
+    metadata: dict[str, str]
+
+    def extents(self, name: str, _within: Box | None = None) -> Iterator[Extent]:
+        """The one extent of a tensor; none where it has no elements."""
+        stored = self.tensors[name]
+        if stored.nbytes:
+            strides = row_major(stored.shape, ITEMSIZE[stored.dtype])
+            yield Extent(Box.whole(stored.shape), self.file, stored.offset, strides)
+
+
+def read_header(store: Store, key: str) -> Header:
+    """The header of a file, in one request or two."""
+    size = store.info(key).size
+    head = store.read(key, 0, min(size, _FIRST))
+    if size < 8:
+        raise IntegrityError(f"{key} has {size} bytes, and a safetensors file has more", hint=_AGAIN)
+    length = int.from_bytes(head[:8], "little")
+    if length > MAX_HEADER:
+        raise IntegrityError(f"{key}: its header would have {length:,} bytes, more than {MAX_HEADER:,}", hint=_AGAIN)
+    if 8 + length > size:
+        raise IntegrityError(f"{key}: its header would have {length:,} bytes, but the file has {size:,}", hint=_AGAIN)
+    if 8 + length > len(head):
+        head += store.read(key, len(head), 8 + length - len(head))
+    return parse_header(head[8 : 8 + length], size, key)
+
+
+def parse_header(data: bytes, size: int, file: str) -> Header:
+    """A header out of its JSON; `size` is that of the whole file, which errors call `file`."""
+    if not data.startswith(b"{"):
+        raise _damaged(file, f"begins with {data[:8]!r} and not with {{")
+    try:
+        entries = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, f"cannot be read ({str(error)[:200]})") from error
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _damaged(file, "has a __metadata__ that is not text by text")
+    start = 8 + len(data)
+    tensors = {name: _stored(name, entry, start, file) for name, entry in entries.items()}
+    _check_tiling(tensors, start, size, file)
+    return Header(file, tensors, metadata)
+
+
+def _stored(name: str, entry: Any, start: int, file: str) -> Stored:
+    """One entry, its bytes as many as its shape and dtype take."""
+    shown = reprlib.repr(name)
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _damaged(file, f"has an entry {shown} without exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise Refused(
+            f"{file}: the tensor {shown} has the data type {reprlib.repr(dtype)}, which ucformat does not know",
+            hint=f"known are {', '.join(DTYPES)}",
+        )
+    if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
+        raise _damaged(file, f"gives the tensor {shown} the shape {reprlib.repr(shape)} at {reprlib.repr(offsets)}")
+    begin, end = offsets
+    nbytes = math.prod(shape) * ITEMSIZE[DTYPES[dtype]]
+    if end - begin != nbytes:
+        raise _damaged(
+            file, f"gives the tensor {shown} {end - begin} bytes, but {dtype} of shape {reprlib.repr(shape)} takes "
+            f"{reprlib.repr(nbytes)}"
+        )  # fmt: skip
+    return Stored(DTYPES[dtype], tuple(shape), start + begin, nbytes)
+
+
+def _check_tiling(tensors: dict[str, Stored], start: int, size: int, file: str) -> None:
+    """The tensors lie one after another, from the end of the header to that of the file."""
+    at, last = start, ""
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if stored.offset != at:
+            what = "overlaps" if stored.offset < at else "leaves a hole after"
+            before = f"the tensor {reprlib.repr(last)}" if last else "the header"
+            raise _damaged(file, f"puts the tensor {reprlib.repr(name)} where it {what} {before}")
+        at, last = at + stored.nbytes, name
+    if at != size:
+        raise IntegrityError(
+            f"{file} should have {at:,} bytes by its header, but has {size:,}",
+            hint="the copy or the save did not finish; copy the file again from where it was saved"
+            if at > size
+            else _AGAIN,
+        )
+
+
+def _naturals(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < _LARGEST for n in value) and len(value) <= 64
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {reprlib.repr(twice)} stands there twice")
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _damaged(file: str, what: str) -> IntegrityError:
+    return IntegrityError(f"{file}: its header {what}", hint=_AGAIN)
+
 
 _CUT = "DCP_SHARDING_INFO"  # in `__metadata__`: PyTorch DCP cut the tensors over the files
 
@@ -32,18 +190,20 @@ class OpenSafetensors:
 
     kind = "safetensors"
 
-    def __init__(self, store: Store, chosen: Chosen, assets: Sequence[str], folder: str = "") -> None:
+    def __init__(
+        self, store: Store, files: Sequence[str], index: str | None, assets: Sequence[str], folder: str = ""
+    ) -> None:
         self.store = store
-        self.contents = Contents()
-        weight_map: dict[str, str] | None = None
+        self.contents = TensorIndex()
+        weight_map: dict[str, str] = {}
         index_metadata: dict[str, Any] = {}
-        keys = list(chosen.files)
-        if chosen.index is not None:
-            weight_map, index_metadata = read_weight_map(store, chosen.index)
-            keys = check_index(weight_map, chosen.index, present(store, weight_map))
-        headers = _read_all(store, keys)
-        if weight_map is not None and chosen.index is not None:
-            check_shards(weight_map, chosen.index, {h.file: h.tensors for h in headers})
+        keys = list(files)
+        if index is not None:
+            weight_map, index_metadata = read_weight_map(store, index)
+            keys = check_index(weight_map, index, present(store, weight_map))
+        headers = map_io(lambda key: read_header(store, key), keys)
+        if index is not None:
+            check_shards(weight_map, index, {h.file: h.tensors for h in headers})
         for header in headers:
             _add(header, self.contents)
         objects = _metadata(headers)
@@ -55,7 +215,7 @@ class OpenSafetensors:
             objects=objects,
             assets=tuple(assets),
             engine={"name": "safetensors"},
-            files=tuple(([chosen.index] if chosen.index else []) + keys),
+            files=tuple(([index] if index else []) + keys),
             folder=folder,
         )
 
@@ -68,11 +228,7 @@ class OpenSafetensors:
         return iter(())
 
 
-def _read_all(store: Store, keys: Sequence[str]) -> list[Header]:
-    return map_io(lambda key: read_header(store, key), keys)
-
-
-def _add(header: Header, contents: Contents) -> None:
+def _add(header: Header, contents: TensorIndex) -> None:
     """The tensors of a file."""
     if _CUT in header.metadata:
         raise Refused(
@@ -89,7 +245,7 @@ def _add(header: Header, contents: Contents) -> None:
             ) from error
 
 
-def _aliases(headers: Sequence[Header], contents: Contents) -> dict[str, str]:
+def _aliases(headers: Sequence[Header], contents: TensorIndex) -> dict[str, str]:
     """Tied names, where `safetensors.torch.save_model` dropped them: it says so in the metadata, name by name."""
     names = {key.name for key in contents.infos}
     told = {k: v for header in headers for k, v in header.metadata.items()}

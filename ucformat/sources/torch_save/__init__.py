@@ -1,5 +1,134 @@
-"""Files of `torch.save` as tensors and extents."""
+"""Files of `torch.save` as tensors and extents: which are recognised, and which of a folder's are its checkpoint."""
 
-from ucformat.sources.torch_save.source import TorchSave
+from __future__ import annotations
 
-__all__ = ["TorchSave"]
+import re
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import Refused, UsageError
+from ucformat.sources.base import groups_by_optimizer
+from ucformat.sources.deepspeed.folder import is_model_or_optimizer
+from ucformat.sources.model_files import complete, file_sets, find_assets, numbered, root_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ucformat.sources.model_files import FileSet
+    from ucformat.sources.torch_save.opened import OpenTorchSave
+    from ucformat.storage.base import Store
+
+__all__ = ["TorchSave", "choose_files"]
+
+_INDEX = ".bin.index.json"
+
+_LOOK = 10  # files whose first bytes are read to recognise a folder
+_NAMED = 10
+_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar")
+_MODEL = re.compile(r"pytorch_model(-\d{5,}-of-\d{5,})?\.bin|adapter_model\.bin|consolidated\.\d+\.pth")
+_CUT = re.compile(r"consolidated\.(\d+)\.pth")
+_BESIDE = re.compile(
+    r"(training_args|optimizer|scheduler|scaler|sampler|rng_state|random_states|dl_state_dict)[_\d]*\.\w+"
+)
+_ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+
+
+class TorchSave:
+    """How files of torch.save are recognised and opened: one by itself, or that of a folder.
+
+    `allow` names packages of your own whose pickled classes become inert stand-ins instead of being refused. `groups`
+    gives, by the path of an optimizer's state dict (`optimizer`), the parameters of each of its groups, in order; of
+    one optimizer at that path the groups alone do.
+    """
+
+    kind = "torch_save"
+    title = "torch.save"
+
+    def __init__(
+        self,
+        *,
+        allow: Sequence[str] = (),
+        groups: Mapping[str, Sequence[Sequence[str]]] | Sequence[Sequence[str]] | None = None,
+    ) -> None:
+        self._allow, self._groups = tuple(allow), groups_by_optimizer(groups)
+
+    def marks(self, name: str) -> bool:
+        """Whether it is a model's file by its name."""
+        return _is_mark(name)
+
+    def find(self, store: Store) -> bool:
+        """Whether the folder has a file of torch.save; reads the first bytes of such as may be one by their names."""
+        return any(_candidates(store, root_files(store), _LOOK))
+
+    def open(self, store: Store) -> OpenTorchSave:
+        """Open the one checkpoint of a folder."""
+        from ucformat.sources.torch_save.opened import OpenTorchSave
+
+        infos = root_files(store)
+        keys, index = choose_files(list(_candidates(store, infos)), store.url)
+        return OpenTorchSave(store, keys, index, self._allow, self._groups, find_assets(infos.values(), keys))
+
+    def find_file(self, store: Store, key: str) -> bool:
+        """Whether it begins as torch's files do, or is called as a model's file."""
+        return _looks_like_torch_save(store, key)
+
+    def open_file(self, store: Store, key: str) -> OpenTorchSave:
+        """Open a file alone, or an index with the shards that it names."""
+        from ucformat.sources.torch_save.opened import OpenTorchSave
+
+        _check_whole(store, key)
+        index = key if key.endswith(_INDEX) else None
+        return OpenTorchSave(store, [] if index else [key], index, self._allow, self._groups, (), folder=key)
+
+
+def _is_mark(name: str) -> bool:
+    """Whether it is a model's file by its name."""
+    return _MODEL.fullmatch(name) is not None or name.endswith((_INDEX, ".ckpt"))
+
+
+def _looks_like_torch_save(store: Store, key: str) -> bool:
+    """Whether a file begins as torch's do, or is called as a model's file."""
+    if is_model_or_optimizer(key) or not key.endswith((*_SUFFIXES, _INDEX)):
+        return False
+    if _is_mark(key):
+        return True
+    return store.read(key, 0, min(len(_LEGACY), store.info(key).size)).startswith((_ZIP, _LEGACY))
+
+
+def _candidates(store: Store, names: Mapping[str, Any], most: int | None = None) -> Iterator[str]:
+    """The files of a folder that may be its checkpoint, the most likely first; of `most`, by their names, at most."""
+    own = [n for n in names if "/" not in n and n.endswith((*_SUFFIXES, _INDEX)) and not _BESIDE.fullmatch(n)]
+    likely = sorted(own, key=lambda n: (not n.endswith(_INDEX), not _MODEL.fullmatch(n), n))
+    return (n for n in likely[:most] if n.endswith(_INDEX) or _looks_like_torch_save(store, n))
+
+
+def _check_whole(store: Store, key: str) -> None:
+    """Refused where a file is by its name one part of a checkpoint."""
+    found = numbered(key)
+    if found and found[2] > 1:
+        raise Refused(
+            f"{key} is one of {found[2]} shards of a checkpoint, not a whole one",
+            hint="open the folder that it lies in",
+        )
+    if _CUT.fullmatch(key):
+        choose_files([n for n in root_files(store) if _CUT.fullmatch(n)], store.url)
+
+
+def choose_files(names: Sequence[str], url: str) -> FileSet:
+    """The files of the one checkpoint, or its index; UsageError where it is not clear which is meant."""
+    cut = [n for n in names if _CUT.fullmatch(n)]
+    if len(cut) > 1:
+        raise Refused(
+            f"{url} holds a model cut over {len(cut)} ranks ({cut[0]} to {cut[-1]}), and no file says how",
+            hint="convert it with the tool of its makers (for Llama: transformers' convert_llama_weights_to_hf.py)",
+        )
+    sets = file_sets(names, _INDEX)
+    usual = [n for n in sets if n.startswith("pytorch_model") or n == "adapter_model.bin"]
+    chosen = list(sets) if len(sets) == 1 else usual
+    if len(chosen) != 1:
+        more = f" and {len(sets) - _NAMED} more" if len(sets) > _NAMED else ""
+        raise UsageError(
+            f"{url} holds several files of torch.save: {', '.join(list(sets)[:_NAMED])}{more}",
+            hint=f"open the one that is meant: {url}/{next(iter(sets))}",
+        )
+    files, index = sets[chosen[0]]
+    return complete(files), index

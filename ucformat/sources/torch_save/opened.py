@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused, UsageError
 from ucformat.reading.readable import Facts
-from ucformat.sources.contents import Contents
+from ucformat.sources.index import TensorIndex
 from ucformat.sources.model_files import check_index, check_shards, present, read_weight_map
 from ucformat.sources.pickle.file import TorchFile, TorchZip
 from ucformat.sources.pickle.optimizer import Module, Optimizer, add_optimizer, is_optimizer
@@ -143,7 +143,7 @@ class OpenTorchSave:
         assets: Sequence[str],
         folder: str = "",
     ) -> None:
-        self.store, self.contents = store, Contents()
+        self.store, self.contents = store, TensorIndex()
         files, metadata = _open_shards(store, keys, index, allow)
         self._keys = [f.key for f in files]
         aliases: dict[str, str] = {}
@@ -222,7 +222,7 @@ def _add_module(
     tensors: Mapping[str, StoredTensor],
     prefix: str,
     file: TorchFile,
-    contents: Contents,
+    contents: TensorIndex,
     stored: dict[StoredTensor, str] | None = None,
 ) -> dict[str, str]:
     """The tensors of a state dict; one that is stored in the same place as an earlier one becomes its alias.

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Literal
 
 from ucformat.errors import IntegrityError, option_text
 from ucformat.geometry.flat_buffer import flat_boxes
-from ucformat.sources.contents import Contents
+from ucformat.sources.index import TensorIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Key
-    from ucformat.sources.contents import Locate
+    from ucformat.sources.index import Locate
     from ucformat.sources.pickle.file import TorchFile
     from ucformat.sources.pickle.stand_ins import StoredTensor
     from ucformat.storage.base import Store
@@ -34,7 +34,7 @@ _PLACES, _PLACE = 16, 1 << 16
 _FIRST, _FEW = 1 << 9, 8  # bytes, and elements of a small tensor
 
 
-class LocalContents(Contents):
+class LocalContents(TensorIndex):
     """The tensors of one model-parallel rank; it also notes which lie whole in a file, for their checksums."""
 
     __slots__ = ("label", "large", "whole")

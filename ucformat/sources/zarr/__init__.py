@@ -1,5 +1,47 @@
-"""Zarr groups and arrays as tensors and extents."""
+"""How Zarr groups and arrays are recognised."""
 
-from ucformat.sources.zarr.source import Zarr
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ucformat.sources.base import Folders
+from ucformat.storage.base import exists
+
+if TYPE_CHECKING:
+    from ucformat.sources.zarr.opened import OpenZarr
+    from ucformat.storage.base import Store
 
 __all__ = ["Zarr"]
+
+_NODES = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")  # one of them makes a folder a node of a hierarchy
+
+
+class Zarr(Folders):
+    """How Zarr groups and arrays are recognised and opened.
+
+    With `fill_missing` chunks that are not stored have the array's fill value, instead of being an error.
+    """
+
+    kind = "zarr"
+    title = "Zarr v2 and v3"
+
+    def __init__(self, *, fill_missing: bool = False) -> None:
+        self._fill_missing = fill_missing
+
+    def marks(self, name: str) -> bool:
+        """Whether a folder with a file of this name is a group of Zarr v2.
+
+        The groups of v3 are not found in a tree of folders: their `zarr.json` stands in every array too, and in a
+        universal checkpoint that was never committed.
+        """
+        return name in (".zgroup", ".zmetadata")
+
+    def find(self, store: Store) -> bool:
+        """Whether this folder is a group or an array."""
+        return any(exists(store, name) for name in _NODES)
+
+    def open(self, store: Store) -> OpenZarr:
+        """List the folder, and read the metadata of every node in it."""
+        from ucformat.sources.zarr.opened import OpenZarr
+
+        return OpenZarr(store, fill_missing=self._fill_missing)

@@ -1,19 +1,21 @@
-"""Zarr groups and arrays, version 2 and 3, read in place."""
+"""Zarr groups and arrays, version 2 and 3, read in place: the metadata documents of a hierarchy, and its tensors."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import UsageError, option_text
+from ucformat.errors import IntegrityError, MissingData, Refused, UsageError, option_text
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
 from ucformat.reading.readable import Facts
-from ucformat.sources.contents import unknown_tensor
-from ucformat.sources.decoded import DecodedStore
+from ucformat.sources.index import unknown_tensor
 from ucformat.sources.values import to_json
+from ucformat.sources.zarr.array import Array, parse_v2, parse_v3
 from ucformat.sources.zarr.chunks import Chunks
-from ucformat.sources.zarr.hierarchy import Hierarchy, read_hierarchy
-from ucformat.sources.zarr.values import list_values
+from ucformat.sources.zarr.values import DecodedStore, list_values, read_json
+from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,9 +23,137 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
     from ucformat.reading.readable import Record
+    from ucformat.sources.zarr.values import Values
     from ucformat.storage.base import Store
 
-__all__ = ["OpenZarr"]
+__all__ = ["Hierarchy", "OpenZarr", "read_hierarchy"]
+
+_V3 = "zarr.json"
+_V2 = (".zgroup", ".zarray", ".zmetadata")
+_CHUNK = re.compile(r"c|(c\.)?\d+(\.\d+)*")  # how the files of chunks are named
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchy:
+    """Arrays by their path, in the order of paths, and what attributes the nodes have."""
+
+    version: int
+    arrays: dict[str, Array] = field(default_factory=dict)
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def read_hierarchy(store: Store, values: Values) -> Hierarchy:
+    """Read every metadata document.
+
+    Consolidated metadata are not believed, because others may be newer; but what they name must be there.
+
+    Raises:
+        IntegrityError: a document is damaged, or documents contradict each other.
+        MissingData: consolidated metadata name an array that is not there.
+        Refused: an array's data type or codecs are not known.
+    """
+    names = {".zarray", ".zattrs", ".zgroup", ".zmetadata", _V3}
+    keys = [key for key in values if key.rpartition("/")[2] in names]
+    documents = dict(zip(keys, map_io(lambda key: read_json(store, values, key), keys), strict=True))
+    out = Hierarchy(3 if _V3 in documents else 2)
+    for key in documents:
+        if key.rpartition("/")[2] == _V3:
+            _check_alone(store, documents, key.rpartition("/")[0])
+    for key, doc in documents.items():
+        path, _, name = key.rpartition("/")
+        if name == _V3:
+            _add_v3(out, path, f"{store.url}: {key}", doc)
+        elif name == ".zarray":
+            out.arrays[path] = parse_v2(path, f"{store.url}: {key}", doc)
+        elif name == ".zattrs" and doc:
+            out.attributes[path] = _attributes(f"{store.url}: {key}", doc)
+    _check_places(store, values, out)
+    _check_consolidated(store, documents, out)
+    return out
+
+
+def _check_places(store: Store, values: Values, out: Hierarchy) -> None:
+    """Whether no array lies in another one, and every chunk in one."""
+    for path in out.arrays:
+        if path and (outer := _within(out, path.rpartition("/")[0])) is not None:
+            raise IntegrityError(f"{store.url}: the array {path} lies inside the array {outer!r}")
+    for key in values:
+        if _CHUNK.fullmatch(key.rpartition("/")[2]) and _within(out, key.rpartition("/")[0]) is None:
+            raise MissingData(
+                f"{store.url}: {key} seems to be a chunk, but of an array whose metadata are missing",
+                hint="restore the array's metadata from another copy; or move the file, if it is none",
+            )
+
+
+def _check_consolidated(store: Store, documents: dict[str, Any], out: Hierarchy) -> None:
+    """Whether the consolidated metadata, if there are any, say the same."""
+    for path, array in _consolidated(store, documents):
+        if path not in out.arrays:
+            raise MissingData(
+                f"{store.url}: the consolidated metadata name the array {path}, which is not there",
+                hint="copy all of the folder; or, if the array was deleted on purpose, consolidate the metadata anew",
+            )
+        if not array.same_bytes(out.arrays[path]):
+            raise IntegrityError(
+                f"{store.url}: the consolidated metadata describe {path} otherwise than its own do",
+                hint="consolidate the metadata anew, if the array's own are right",
+            )
+
+
+def _within(out: Hierarchy, folder: str) -> str | None:
+    """The array that this folder is or lies in."""
+    if "" in out.arrays:
+        return ""
+    while folder:
+        if folder in out.arrays:
+            return folder
+        folder = folder.rpartition("/")[0]
+    return None
+
+
+def _add_v3(out: Hierarchy, path: str, where: str, doc: Any) -> None:
+    if not isinstance(doc, dict) or doc.get("zarr_format") != 3 or doc.get("node_type") not in ("group", "array"):
+        raise IntegrityError(f"{where} is not the metadata of a Zarr v3 group or array")
+    if doc["node_type"] == "array":
+        out.arrays[path] = parse_v3(path, where, doc)
+    if doc.get("attributes"):
+        out.attributes[path] = _attributes(where, doc["attributes"])
+
+
+def _attributes(where: str, found: Any) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise IntegrityError(f"{where}: its attributes are not an object")
+    return found
+
+
+def _check_alone(store: Store, documents: dict[str, Any], path: str) -> None:
+    for name in _V2:
+        other = f"{path}/{name}" if path else name
+        if other in documents:
+            raise Refused(
+                f"{store.url}: {path or 'the folder'} is a node of Zarr v3 and of v2: it has {_V3} and {name}",
+                hint="move the metadata of the version that you do not want elsewhere",
+            )
+
+
+def _consolidated(store: Store, documents: dict[str, Any]) -> Iterator[tuple[str, Array]]:
+    """The arrays that the root's consolidated metadata describe."""
+    v2, v3 = documents.get(".zmetadata"), documents.get(_V3)
+    where = f"{store.url}: the consolidated metadata"
+    if v2 is not None:
+        entries = v2.get("metadata") if isinstance(v2, dict) else None
+        if not isinstance(entries, dict):
+            raise IntegrityError(f"{where} are damaged: .zmetadata")
+        for key, doc in entries.items():
+            if key.rpartition("/")[2] == ".zarray":
+                yield key.rpartition("/")[0], parse_v2(key.rpartition("/")[0], where, doc)
+    if isinstance(v3, dict) and (found := v3.get("consolidated_metadata")):
+        entries = found.get("metadata") if isinstance(found, dict) else None
+        if not isinstance(entries, dict):
+            raise IntegrityError(f"{where} are damaged: {_V3}")
+        for path, doc in entries.items():
+            if isinstance(doc, dict) and doc.get("node_type") == "array":
+                yield path, parse_v3(path, where, doc)
 
 
 def _hint() -> str:

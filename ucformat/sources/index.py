@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, TensorNotFound
@@ -14,13 +14,16 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
+    from ucformat.reading.readable import Record
+    from ucformat.sources.base import OpenSource
     from ucformat.sources.pickle.file import TorchFile
     from ucformat.sources.pickle.stand_ins import StoredTensor
+    from ucformat.storage.base import Store
 
     #: Finds the extents of a tensor: at least those that meet a box of it (None: all).
     Locate = Callable[[Box | None], Iterator[Extent]]
 
-__all__ = ["Contents", "Group", "Locate", "unknown_tensor"]
+__all__ = ["Group", "Locate", "PrefixedSource", "TensorIndex", "unknown_tensor"]
 
 
 @dataclass(slots=True)
@@ -47,7 +50,7 @@ def unknown_tensor(key: Key, known: Iterable[Key], url: str) -> TensorNotFound:
 
 
 @dataclass(slots=True)
-class Contents:
+class TensorIndex:
     """The tensors of a checkpoint and how to find each one's extents, by key."""
 
     infos: dict[Key, TensorInfo] = field(default_factory=dict)
@@ -97,3 +100,27 @@ class Contents:
             return self.add_large(path, file, tensor)
 
         self.optimizer = to_json(values, read=file.read, spill=spill, path="optimizer")
+
+
+class PrefixedSource:
+    """The same checkpoint, its files under keys of the store around it."""
+
+    def __init__(self, source: OpenSource, store: Store, folder: str) -> None:
+        self.kind, self.store = source.kind, store
+        self._source, self._below = source, f"{folder}/"
+        facts = source.facts
+        self.facts = facts.but(
+            assets=tuple(self._below + key for key in facts.assets),
+            files=tuple(self._below + key for key in facts.files),
+            folder=self._below + facts.folder if facts.folder else folder,
+        )
+
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
+        """Where the bytes of a tensor lie."""
+        for extent in self._source.extents(key, within):
+            yield replace(extent, file=self._below + extent.file)
+
+    def records(self) -> Iterator[Record]:
+        """Every record of its files."""
+        for record in self._source.records():
+            yield replace(record, file=self._below + record.file)
