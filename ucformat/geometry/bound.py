@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ucformat.errors import LayoutError, TensorNotFound
 from ucformat.geometry.coverage import prove
-from ucformat.geometry.flat_buffer import Joined, join_flat
+from ucformat.geometry.flat_buffer import FlatBuffer, join_flat
 from ucformat.geometry.local import Cut, Dim, local_dims, pieces_of
 from ucformat.geometry.patterns import compile_regex
 from ucformat.geometry.placement import Flat, axes_of
@@ -54,7 +54,7 @@ class _Group:
         self.name, self.flat, self.mesh = name, flat, mesh
         self.members: dict[str, tuple[TensorInfo, Placed]] = {}  # one state speaks for all
         self.axes: tuple[str, ...] = ()
-        self._joined: dict[tuple[int, ...], Joined] = {}
+        self._joined: dict[tuple[int, ...], dict[str, FlatBuffer]] = {}
 
     def add(self, info: TensorInfo, placed: Placed) -> None:
         first, as_first = self.members.setdefault(info.name, (info, placed))
@@ -67,8 +67,8 @@ class _Group:
             raise LayoutError(f"{info.key} and {first.key} share {self.name}, but are cut differently before it")
         self.axes = tuple(a for a in self.mesh.axes if a in self.axes or a in placed.axes)
 
-    def joined(self, coordinate: Mapping[str, int]) -> Joined:
-        """The group as it is joined by all who differ from this coordinate in the flat axes only."""
+    def joined(self, coordinate: Mapping[str, int]) -> dict[str, FlatBuffer]:
+        """Each tensor's flat buffer, as all join it who differ from this coordinate in the flat axes only."""
         at = tuple(coordinate[a] for a in self.axes)
         if at not in self._joined:
             held = [
@@ -133,9 +133,8 @@ class BoundLayout:
         for key, group in self._group.items():
             at = group.mesh.coordinate(rank)
             if self._placed[key].holds(at):
-                joined = group.joined(at)
-                name = joined.slots[key.name].buffer
-                out.setdefault((name, key.state), Buffer(joined.sizes[name], self._infos[key].dtype))
+                flat = group.joined(at)[key.name]
+                out.setdefault((flat.name, key.state), Buffer(flat.size, self._infos[key].dtype))
         return out
 
     def placed(self, key: Key) -> Placed:
@@ -191,9 +190,9 @@ class BoundLayout:
                 continue
             holders: Iterable[Mapping[str, int]] = (at,)
             if group is not None:  # of a thousand data-parallel ranks, few hold a share of it
-                joined, axes = group.joined(at), axes_of(group.flat)
-                slot = joined.slots[key.name]
-                shares = slot.holders(joined.sizes[slot.buffer], mesh.degree(axes))
+                flat, axes = group.joined(at)[key.name], axes_of(group.flat)
+                slot = flat.slots[key.name]
+                shares = slot.holders(flat.size, 0, slot.numel)
                 holders = [mesh.move(at, axes, i) for i in shares]
             for holder in holders:
                 for piece in self.pieces(key, rank := mesh.rank(holder)):
@@ -207,12 +206,11 @@ class BoundLayout:
         if group is None:
             shape = tuple(d.size for d in dims)
             return Local(shape, *pieces_of(dims), None, 0, math.prod(shape))
-        joined = group.joined(at)
-        slot = joined.slots[key.name]
+        flat = group.joined(at)[key.name]
         index = group.mesh.index(axes_of(group.flat), at)
-        start, stop, offset = slot.on(index, joined.sizes[slot.buffer])
-        pieces = pieces_of(dims, (start, stop), offset, slot.buffer)
-        return Local((stop - start,), *pieces, slot.buffer, offset, stop - start)
+        start, stop, offset = flat.slots[key.name].on(index, flat.size)
+        pieces = pieces_of(dims, (start, stop), offset, flat.name)
+        return Local((stop - start,), *pieces, flat.name, offset, stop - start)
 
     def _buffer_name(self, info: TensorInfo, placed: Placed, flat: Flat) -> str:
         """`flat:<group>`, and the mesh's name between where there are several."""

@@ -18,11 +18,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain, product
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused
-from ucformat.geometry.flat_buffer import flat_range
+from ucformat.geometry.flat_buffer import FlatBuffer, deal, flat_range
 from ucformat.sources.deepspeed.contents import (
     Group,
     Ranks,
@@ -40,7 +40,7 @@ from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
 from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
@@ -54,36 +54,6 @@ _MASTER = "single_partition_of_fp32_groups"
 _TENSORS = frozenset(
     (_MASTER, "base_optimizer_state", "param_slice_mappings", "group_paddings", "param_alignment_paddings")
 )
-
-
-@dataclass(frozen=True, slots=True)
-class FlatGroup:
-    """Where the parameters of a group lie in its flat buffer."""
-
-    shapes: dict[str, tuple[int, ...]]
-    starts: dict[str, int]
-    total: int
-    partition: int
-
-    @classmethod
-    def joined(cls, shapes: dict[str, tuple[int, ...]], paddings: list[int], partition: int) -> FlatGroup:
-        """One after another, each followed by its padding."""
-        lengths = [math.prod(s) + p for s, p in zip(shapes.values(), paddings, strict=True)]
-        starts = [0, *accumulate(lengths)]
-        return cls(shapes, dict(zip(shapes, starts, strict=False)), starts[-1], partition)
-
-    def slices(self, rank: int) -> dict[str, tuple[int, int]]:
-        """The parameters in a rank's partition: name -> (place in the partition, number of elements)."""
-        low, high, out = rank * self.partition, (rank + 1) * self.partition, {}
-        for name, start in self.starts.items():
-            begin, end = max(low, start), min(high, start + math.prod(self.shapes[name]))
-            if begin < end:
-                out[name] = (begin - low, end - begin)
-        return out
-
-    def padding(self, rank: int) -> int:
-        """Elements at the end of a rank's partition that belong to no parameter."""
-        return min(self.partition, max(0, (rank + 1) * self.partition - self.total))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +79,9 @@ class Zero12:
         self.model, self.world, self.contents = model, len(keys), contents
         self.experts = experts or Experts(len(keys))
         self.degrees: list[int] = []  # expert-parallel ranks of each group
-        self.flat: list[FlatGroup] = []
-        self.round_robin: list[FlatGroup] = []
+        self.shapes = model.param_shapes or []  # of the parameters, by flat group
+        self.flat: list[FlatBuffer] = []
+        self.round_robin: list[FlatBuffer] = []
         self.ranks = Ranks(model.file.store, keys, allow, self._parse)
         self.first = self.ranks[0]
         self._scalars = self._read_scalars(self.first)
@@ -119,12 +90,11 @@ class Zero12:
     def _parse(self, rank: int, file: TorchFile) -> Partition:
         """A rank's file, checked against the layout; rank 0, which is first, tells the layout."""
         state = need(file.value, "optimizer_state_dict", dict, file.key)
-        groups = self.model.param_shapes or []
         raw = need(state, _MASTER, list, file.key)
         masters = [stored(t, _MASTER, file.key) for t in raw]
-        if len(masters) != len(groups):
+        if len(masters) != len(self.shapes):
             raise IntegrityError(
-                f"{file.key} has {len(masters)} flat groups, but {self.model.key} describes {len(groups)}"
+                f"{file.key} has {len(masters)} flat groups, but {self.model.key} describes {len(self.shapes)}"
             )
         if not self.flat:
             self._lay_out(state, masters, file)
@@ -135,7 +105,7 @@ class Zero12:
                 f"{file.key} was saved by {counts} ranks, but {self.world} files of optimizer states are there",
                 hint="files of different saves are mixed in one folder",
             )
-        partition = Partition(file, masters, _states(state, len(groups), file.key))
+        partition = Partition(file, masters, _states(state, len(self.shapes), file.key))
         self._check_lengths(rank, partition, padded="zero_stage" not in state)
         self._check_slices(rank, state.get("param_slice_mappings"), file.key)
         if rank:
@@ -144,78 +114,69 @@ class Zero12:
 
     def _lay_out(self, state: dict[str, Any], masters: list[StoredTensor], file: TorchFile) -> None:
         """The layout, from the shapes, the paddings and the length of rank 0's partitions."""
-        groups = self.model.param_shapes or []
         paddings = need(state, "group_paddings", list, file.key)
-        aligned = state.get("param_alignment_paddings") or [[0] * len(g) for g in groups]
-        ends = paddings if "zero_stage" in state else [0] * len(groups)
+        aligned = state.get("param_alignment_paddings") or [[0] * len(g) for g in self.shapes]
+        ends = paddings if "zero_stage" in state else [0] * len(self.shapes)
         self.degrees = self._degrees(state, file)
-        for index, (shapes, pads, master, end) in enumerate(zip(groups, aligned, masters, ends, strict=True)):
-            group = FlatGroup.joined(shapes, pads, master.size + end)
+        for index, (shapes, pads, master, end) in enumerate(zip(self.shapes, aligned, masters, ends, strict=True)):
+            buffer = _flat_buffer(shapes, pads, master.size + end)
             parts = self.world // self.degrees[index]
-            if group.partition * parts < group.total:
+            if buffer.size * parts < buffer.end:
                 raise IntegrityError(
-                    f"group {index}: {parts} partitions of {group.partition} elements in {file.key} do not hold "
-                    "the "
-                    f"{group.total} that {self.model.key} describes"
+                    f"group {index}: {parts} partitions of {buffer.size} elements in {file.key} do not hold "
+                    f"the {buffer.end} that {self.model.key} describes"
                 )
-            self._check_views(index, group)
-            self.flat.append(group)
+            self._check_views(index, buffer)
+            self.flat.append(buffer)
         if zero_options(self.model.value).get("round_robin_gradients"):
-            orders = (
-                _undealt(list(group.shapes), self.world // degree)
-                for group, degree in zip(self.flat, self.degrees, strict=True)
-            )
-            self.round_robin = [
-                FlatGroup.joined({n: g.shapes[n] for n in order}, [0] * len(order), g.partition)
-                for g, order in zip(self.flat, orders, strict=True)
-            ]
+            for shapes, buffer, degree in zip(self.shapes, self.flat, self.degrees, strict=True):
+                order = {name: shapes[name] for name in _undealt(list(shapes), self.world // degree)}
+                self.round_robin.append(_flat_buffer(order, [0] * len(order), buffer.size))
 
     def _degrees(self, state: dict[str, Any], file: TorchFile) -> list[int]:
         """Over how many expert-parallel ranks each group is dealt."""
         base, counts = state.get("base_optimizer_state"), state.get("partition_count")
         hypers = base.get("param_groups") if isinstance(base, dict) else None
         out = []
-        for index, shapes in enumerate(self.model.param_shapes or []):
+        for index, shapes in enumerate(self.shapes):
             hyper = hypers[index] if isinstance(hypers, list) and index < len(hypers) else None
             parts = counts[index] if isinstance(counts, list) and index < len(counts) else None
             out.append(self.experts.degree_of(shapes, hyper, parts, file.key))
         return out
 
-    def _check_views(self, index: int, group: FlatGroup) -> None:
+    def _check_views(self, index: int, buffer: FlatBuffer) -> None:
         """The module's tensors, where they are views of one flat buffer, lie where the layout says."""
-        views = {n: self.model.module[n] for n in group.shapes if n in self.model.module}
+        shapes = self.shapes[index]
+        views = {n: self.model.module[n] for n in shapes if n in self.model.module}
         homes = {self.model.home(n).key for n in views}
         for name, view in views.items():
-            if view.shape != group.shapes[name]:
+            if view.shape != shapes[name]:
                 raise IntegrityError(
-                    f"{self.model.key}: {name} has shape {view.shape} in `module`, {group.shapes[name]} in "
-                    "`param_shapes`"
+                    f"{self.model.key}: {name} has shape {view.shape} in `module`, {shapes[name]} in `param_shapes`"
                 )
         if len(homes) != 1 or len({v.storage for v in views.values()}) != 1 or len(views) < 2:
             return
-        if next(iter(views.values())).numel != group.partition * (self.world // self.degrees[index]):
+        if next(iter(views.values())).numel != buffer.size * (self.world // self.degrees[index]):
             return
-        wrong = [n for n, v in views.items() if v.offset != group.starts[n]]
+        wrong = [n for n, v in views.items() if v.offset != buffer.slots[n].start]
         if wrong:
             raise IntegrityError(
                 f"{self.model.key}: {wrong[0]} lies at element {views[wrong[0]].offset} of the flat group {index}, "
-                "but the "
-                f"order of `param_shapes` puts it at {group.starts[wrong[0]]}",
+                f"but the order of `param_shapes` puts it at {buffer.slots[wrong[0]].start}",
                 hint="please report this checkpoint; it is not read because its layout is uncertain",
             )
 
     def _check_lengths(self, rank: int, partition: Partition, *, padded: bool) -> None:
-        for index, (group, master) in enumerate(zip(self.flat, partition.masters, strict=True)):
-            lean = group.partition - group.padding(self.experts.place(self.degrees[index], rank))
-            if master.size != (group.partition if padded else lean):
+        for index, (buffer, master) in enumerate(zip(self.flat, partition.masters, strict=True)):
+            lean = buffer.size - buffer.padding(self.experts.place(self.degrees[index], rank))
+            if master.size != (buffer.size if padded else lean):
                 raise IntegrityError(
                     f"{partition.file.key}: the master of group {index} has {master.size} elements; the layout gives "
-                    "rank "
-                    f"{rank} {lean} of a partition of {group.partition}",
+                    f"rank {rank} {lean} of a partition of {buffer.size}",
                     hint="files of different saves are mixed in one folder",
                 )
             for name, value in partition.states[index].items():
-                if isinstance(value, StoredTensor) and value.shape and value.shape not in ((lean,), (group.partition,)):
+                if isinstance(value, StoredTensor) and value.shape and value.shape not in ((lean,), (buffer.size,)):
                     raise refuse_flat_state(name, value, index, partition.file.key)
 
     def _check_slices(self, rank: int, mappings: Any, file: str) -> None:
@@ -225,7 +186,7 @@ class Zero12:
         for index, told in enumerate(mappings):
             said = {name: (a.get("start"), a.get("numel")) for name, a in told.items() if isinstance(a, Inert)}
             at = self.experts.place(self.degrees[index], rank)
-            accepted = [layout[index].slices(at) for layout in (self.flat, self.round_robin) if layout]
+            accepted = [_slices(layout[index], at) for layout in (self.flat, self.round_robin) if layout]
             if said not in accepted:
                 name = next((n for n in chain(said, accepted[0]) if said.get(n) != accepted[0].get(n)), "?")
                 raise IntegrityError(
@@ -261,7 +222,7 @@ class Zero12:
         state = file.value["optimizer_state_dict"]
         base = state["base_optimizer_state"]
         hypers = base["param_groups"] if isinstance(base, dict) else [{}] * len(self.flat)
-        for index, group in enumerate(self.flat):
+        for index, shapes in enumerate(self.shapes):
             states = self.first.states[index]
             plain = {n: v for n, v in states.items() if not isinstance(v, StoredTensor)}
             entry = Group([], hyper_parameters(hypers[index], file))
@@ -269,7 +230,7 @@ class Zero12:
             contents.groups.append(entry)
             tensors = {"master": self.first.masters[index]}
             tensors |= {n: v for n, v in states.items() if isinstance(v, StoredTensor)}
-            for expert_rank, (local, shape) in product(range(self.degrees[index]), group.shapes.items()):
+            for expert_rank, (local, shape) in product(range(self.degrees[index]), shapes.items()):
                 name = self.experts.globally(local, self.degrees[index], expert_rank)
                 entry.names.append(name)
                 for kind, tensor in tensors.items():
@@ -286,18 +247,16 @@ class Zero12:
 
     def _extents(self, index: int, name: str, state: str, expert_rank: int, within: Box | None) -> Iterator[Extent]:
         """The parts of a parameter, as the ranks call it, in the partitions that it touches."""
-        group = self.flat[index]
-        start, shape = group.starts[name], group.shapes[name]
-        first, last = flat_range(shape, within)
-        wanted = range((start + first) // group.partition, -(-(start + last) // group.partition)) if last else range(0)
+        buffer, shape = self.flat[index], self.shapes[index][name]
+        slot = buffer.slots[name]
+        wanted = slot.holders(buffer.size, *flat_range(shape, within))
         holders = self.experts.holders(self.degrees[index], expert_rank)
         opened = self.ranks.get([holders[at] for at in wanted])
         for at in wanted:
-            low = at * group.partition
-            begin, end = max(start, low), min(start + math.prod(shape), low + group.partition)
+            start, stop, offset = slot.on(at, buffer.size)
             part = opened[holders[at]]
-            buffer = part.masters[index] if state == "master" else part.states[index][state]
-            yield from part.file.flat(buffer, begin - low, shape, begin - start, end - start)
+            memory = part.masters[index] if state == "master" else part.states[index][state]
+            yield from part.file.flat(memory, offset, shape, start, stop)
 
 
 def _states(state: dict[str, Any], groups: int, file: str) -> list[dict[str, Any]]:
@@ -320,11 +279,19 @@ def _kind(value: Any) -> Any:
     return (value.dtype, len(value.shape)) if isinstance(value, StoredTensor) else type(value)
 
 
+def _flat_buffer(shapes: Mapping[str, tuple[int, ...]], paddings: Sequence[int], partition: int) -> FlatBuffer:
+    """Parameters one after another, each followed by its padding, in partitions of so many elements."""
+    buffer = FlatBuffer(size=partition)
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+        buffer.append(name, math.prod(shape), padding=padding)
+    return buffer
+
+
+def _slices(buffer: FlatBuffer, rank: int) -> dict[str, tuple[int, int]]:
+    """The parameters in a rank's partition: name -> (place in the partition, number of elements)."""
+    return {name: (at, stop - start) for name, (start, stop, at) in buffer.on(rank).items()}
+
+
 def _undealt(dealt: list[str], hands: int) -> list[str]:
     """The order before a list was dealt to so many hands in turn, and the hands joined."""
-    order: list[str] = [""] * len(dealt)
-    names = iter(dealt)
-    for hand in range(hands):
-        for place in range(hand, len(dealt), hands):
-            order[place] = next(names)
-    return order
+    return [name for _, name in sorted(zip(deal(len(dealt), hands), dealt, strict=True))]

@@ -13,11 +13,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, Refused
-from ucformat.geometry.flat_buffer import flat_range
+from ucformat.geometry.flat_buffer import FlatBuffer, Slot, flat_range, part_size
 from ucformat.sources.deepspeed.contents import (
     Group,
     Ranks,
@@ -32,7 +31,7 @@ from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
@@ -43,23 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["Zero3", "add_frozen"]
 
 _MASTER = "fp32_flat_groups"
-
-
-@dataclass(frozen=True, slots=True)
-class SubGroup:
-    """Where the parts of parameters lie in each rank's flat group."""
-
-    shapes: dict[str, tuple[int, ...]]
-    parts: dict[str, int]
-    starts: dict[str, int]
-    length: int
-
-    @classmethod
-    def joined(cls, shapes: dict[str, tuple[int, ...]], world: int) -> SubGroup:
-        """Each parameter's part after that of the one before."""
-        parts = [-(-math.prod(shape) // world) for shape in shapes.values()]
-        starts = [0, *accumulate(parts)]
-        return cls(shapes, dict(zip(shapes, parts, strict=True)), dict(zip(shapes, starts, strict=False)), starts[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +61,8 @@ class Zero3:
         self, model: ModelStates, keys: tuple[str, ...], allow: tuple[str, ...], contents: TensorIndex
     ) -> None:
         self.model, self.world, self.contents = model, len(keys), contents
-        self.groups = [SubGroup.joined(shapes, self.world) for shapes in model.param_shapes or []]
+        self.shapes = model.param_shapes or []  # of the parameters, by flat group
+        self.flat = [_flat_buffer(shapes, self.world) for shapes in self.shapes]
         self.ranks = Ranks(model.file.store, keys, allow, self._parse)
         self.first: Partition | None = None
         self.first = self.ranks[0]
@@ -101,10 +84,10 @@ class Zero3:
         found = need(inner, "state", dict, file.key)
         members = [need(g, "params", list, file.key) for g in need(inner, "param_groups", list, file.key)]
         indices = [i for group in members for i in group]
-        if len(masters) != len(self.groups) or indices != list(range(len(self.groups))):
+        if len(masters) != len(self.flat) or indices != list(range(len(self.flat))):
             raise IntegrityError(
                 f"{file.key} has {len(masters)} flat groups of {len(indices)} optimizer entries, but {self.model.key} "
-                f"describes {len(self.groups)}"
+                f"describes {len(self.flat)}"
             )
         owners = [g for g, group in enumerate(members) for _ in group]
         partition = Partition(file, masters, [state_of(found, i, file.key) for i in indices], owners)
@@ -112,15 +95,15 @@ class Zero3:
         return partition
 
     def _check(self, rank: int, partition: Partition) -> None:
-        for index, (group, master) in enumerate(zip(self.groups, partition.masters, strict=True)):
-            if master.shape != (group.length,):
+        for index, (buffer, master) in enumerate(zip(self.flat, partition.masters, strict=True)):
+            if master.shape != (buffer.size,):
                 raise IntegrityError(
                     f"{partition.file.key}: flat group {index} has shape {master.shape}; its parameters, cut over "
-                    f"{self.world} ranks, take {group.length} elements",
+                    f"{self.world} ranks, take {buffer.size} elements",
                     hint="files of different saves are mixed in one folder, or the optimizer was offloaded to NVMe",
                 )
             for name, value in partition.states[index].items():
-                if isinstance(value, StoredTensor) and value.shape not in ((), (group.length,)):
+                if isinstance(value, StoredTensor) and value.shape not in ((), (buffer.size,)):
                     raise refuse_flat_state(name, value, index, partition.file.key)
         if rank and self.first and _kinds(partition) != _kinds(self.first):
             raise IntegrityError(f"{partition.file.key} has other optimizer states than {self.first.file.key}")
@@ -136,7 +119,7 @@ class Zero3:
         state = file.value["optimizer_state_dict"]
         for hyper in state["optimizer_state_dict"]["param_groups"]:
             contents.groups.append(Group([], hyper_parameters(hyper, file)))
-        for index, group in enumerate(self.groups):
+        for index, shapes in enumerate(self.shapes):
             entry, states = contents.groups[first.owners[index]], first.states[index]
             plain = to_json(
                 {n: v for n, v in states.items() if not isinstance(v, StoredTensor)}, read=file.read, path="state"
@@ -145,9 +128,9 @@ class Zero3:
                 raise Refused(
                     f"{file.key}: the flat groups of one optimizer group have different plain states; not yet read"
                 )
-            entry.names.extend(group.shapes)
+            entry.names.extend(shapes)
             entry.state = plain
-            for name, shape in group.shapes.items():
+            for name, shape in shapes.items():
                 contents.add(
                     name, "master", first.masters[index].dtype, shape, partial(self._extents, index, name, "master")
                 )
@@ -160,23 +143,32 @@ class Zero3:
 
     def _extents(self, index: int, name: str, state: str, within: Box | None) -> Iterator[Extent]:
         """The part of a parameter in the flat group of each rank that has something of the box."""
-        group = self.groups[index]
-        part, size = group.parts[name], math.prod(group.shapes[name])
-        wanted = _holders(group.shapes[name], part, within)
+        buffer, shape = self.flat[index], self.shapes[index][name]
+        slot = buffer.slots[name]
+        wanted = slot.holders(buffer.size, *flat_range(shape, within))
         opened = self.ranks.get(wanted)
         for rank in wanted:
-            rank_file = opened[rank]
-            buffer = rank_file.masters[index] if state == "master" else rank_file.states[index][state]
-            start, stop = rank * part, min((rank + 1) * part, size)
-            yield from rank_file.file.flat(buffer, group.starts[name], group.shapes[name], start, stop)
+            part = opened[rank]
+            memory = part.masters[index] if state == "master" else part.states[index][state]
+            start, stop, offset = slot.on(rank, buffer.size)
+            yield from part.file.flat(memory, offset, shape, start, stop)
+
+
+def _flat_buffer(shapes: Mapping[str, tuple[int, ...]], world: int) -> FlatBuffer:
+    """Each rank's parts of these parameters, one after another."""
+    buffer = FlatBuffer()
+    for name, shape in shapes.items():
+        numel = math.prod(shape)
+        buffer.append_part(name, numel, part_size(numel, world))
+    buffer.size = buffer.end
+    return buffer
 
 
 def add_frozen(models: list[ModelStates], contents: TensorIndex) -> None:
     """The frozen parameters, from the model states of all ranks; empty ones are listed with them."""
     world = len(models)
     for name, shape in models[0].frozen_shapes.items():
-        size = math.prod(shape)
-        part = -(-size // world)
+        part = part_size(math.prod(shape), world)
         fragments = [
             stored((m.value.get("frozen_param_fragments") or {}).get(name), f"frozen_param_fragments[{name!r}]", m.key)
             for m in models
@@ -185,8 +177,7 @@ def add_frozen(models: list[ModelStates], contents: TensorIndex) -> None:
             if fragment.shape != (part,):
                 raise IntegrityError(
                     f"{model.key}: the frozen {name} has a part of shape {fragment.shape}; cut over {world} ranks "
-                    "its shape "
-                    f"{shape} gives {part} elements"
+                    f"its shape {shape} gives {part} elements"
                 )
 
         contents.add(name, "weight", fragments[0].dtype, shape, partial(_frozen_extents, models, fragments, shape))
@@ -195,16 +186,11 @@ def add_frozen(models: list[ModelStates], contents: TensorIndex) -> None:
 def _frozen_extents(
     models: list[ModelStates], fragments: list[StoredTensor], shape: tuple[int, ...], within: Box | None
 ) -> Iterator[Extent]:
-    part, size = fragments[0].size, math.prod(shape)
-    for rank in _holders(shape, part, within):
-        start, stop = rank * part, min((rank + 1) * part, size)
+    part = fragments[0].size
+    slot = Slot(0, math.prod(shape), part)
+    for rank in slot.holders(part, *flat_range(shape, within)):
+        start, stop, _ = slot.on(rank, part)
         yield from models[rank].file.flat(fragments[rank], 0, shape, start, stop)
-
-
-def _holders(shape: tuple[int, ...], part: int, within: Box | None) -> range:
-    """The ranks with something of a box of a parameter that is cut into parts of so many elements."""
-    start, stop = flat_range(shape, within)
-    return range(start // part, -(-stop // part)) if start < stop else range(0)
 
 
 def _kinds(partition: Partition) -> list[dict[str, Any]]:

@@ -14,14 +14,14 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucformat.errors import IntegrityError
-from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.flat_buffer import flat_boxes, flat_range
-from ucformat.geometry.tensor import Extent
+from ucformat.geometry.box import Box
+from ucformat.geometry.flat_buffer import align_up, flat_boxes, flat_extents, flat_range
 from ucformat.schema.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from ucformat.geometry.tensor import Extent
     from ucformat.storage.base import Store
 
 __all__ = ["Flat", "Param", "Slot", "in_local", "place", "same_values"]
@@ -99,7 +99,7 @@ def _place(
     for param in reversed(params):
         if at == sizes[bucket] and at and bucket + 1 < len(sizes):
             bucket, at = bucket + 1, 0
-        aligned = base - (base - at) // align * align
+        aligned = base + align_up(at - base, align)
         starts = dict.fromkeys([aligned, *([at] if joined and proved else [])])
         for start in starts:
             slot, end = Slot(param, bucket, start), start + param.size
@@ -149,11 +149,8 @@ def in_local(flat: Flat, start: int, shape: tuple[int, ...], within: Box | None)
     """The extents of a tensor of this shape that lies flat from `start` on, as boxes of the tensor."""
     first, last = flat_range(shape, within)
     unit = ITEMSIZE[flat.dtype]
-    strides = row_major(shape, unit)
     for extent in flat.locate(start + first, start + last):
         begin, (count,) = first + extent.box.start[0], extent.box.shape
         if count > 1 and extent.strides != (unit,):
             raise IntegrityError(f"{extent.file} holds a flat buffer that is not contiguous")
-        for box in flat_boxes(shape, begin, begin + count):
-            at = sum(i * s for i, s in zip(box.start, strides, strict=True))
-            yield Extent(box, extent.file, extent.offset - begin * unit + at, strides)
+        yield from flat_extents(shape, begin, begin + count, unit, extent.file, extent.offset)

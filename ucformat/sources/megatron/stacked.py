@@ -11,13 +11,12 @@ import math
 import threading
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 from ucformat.errors import IntegrityError
-from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
-from ucformat.geometry.flat_buffer import flat_boxes
+from ucformat.geometry.flat_buffer import flat_boxes, flat_extents
 from ucformat.geometry.local import parts_of
 from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.geometry.view import Part, View
@@ -164,10 +163,11 @@ def _unflattened(of: StoredKey, chunk: StoredChunk, found: list[Extent]) -> Iter
         raise IntegrityError(f"{flat.file}: the flat range {chunk.stored} of {of.fqn} is not contiguous")
     counts = of.items.meta.tensors[of.fqn].shape
     local = tuple(n // g for n, g in zip(of.shape, counts, strict=False))
-    sizes = [b.size for b in chunk.boxes]
-    starts = [0, *(sum(sizes[: i + 1]) for i, _ in enumerate(sizes))]
-    for box, (at, _) in zip(chunk.boxes, pairwise(starts), strict=True):
-        yield Extent(box, flat.file, flat.offset + at * unit, row_major(local, unit))
+    start = chunk.stored.start[-1]
+    stop = start + chunk.stored.shape[-1]
+    extents = flat_extents(local, start, stop, unit, flat.file, flat.offset)
+    for box, extent in zip(chunk.boxes, extents, strict=True):
+        yield replace(extent, box=box)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, Refused
-from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.flat_buffer import flat_boxes
+from ucformat.geometry.box import Box
+from ucformat.geometry.flat_buffer import flat_extents
 from ucformat.geometry.tensor import Extent
 from ucformat.reading.readable import Record
 from ucformat.schema.dtypes import ITEMSIZE
@@ -332,10 +332,9 @@ class TorchFile:
                 f"{buffer.shape} and strides {buffer.strides}"
             )
         unit = ITEMSIZE[buffer.dtype]
-        first = self._zip.offset(buffer.storage) + (buffer.offset + begin - start) * unit if start < stop else 0
-        steps = row_major(shape, unit)
-        for box in flat_boxes(shape, start, stop):
-            yield Extent(box, self.key, first + sum(i * s for i, s in zip(box.start, steps, strict=True)), steps)
+        if start < stop:
+            first = self._zip.offset(buffer.storage) + (buffer.offset + begin) * unit
+            yield from flat_extents(shape, start, stop, unit, self.key, first)
 
     def read(self, tensor: StoredTensor) -> bytes:
         """The row-major bytes of a small tensor."""

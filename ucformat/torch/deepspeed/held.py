@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import Refused
+from ucformat.geometry.flat_buffer import FlatBuffer, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -70,14 +71,17 @@ def shape_of(parameter: Any) -> tuple[int, ...]:
 
 def partition_of(optimizer: Any, parameter: Any) -> tuple[int, int]:
     """The range of the flattened parameter that ZeRO 3 leaves to this rank."""
-    size, each = math.prod(parameter.ds_shape), parameter.partition_numel()
-    rank = optimizer._get_param_partition_rank(parameter) if optimizer is not None else _rank_in(parameter)  # noqa: SLF001
-    return min(rank * each, size), min((rank + 1) * each, size)
+    part = parameter.partition_numel()
+    start, stop, _ = Slot(0, math.prod(parameter.ds_shape), part).on(_rank_of(optimizer, parameter), part)
+    return start, stop
 
 
-def _rank_in(parameter: Any) -> int:
+def _rank_of(optimizer: Any, parameter: Any) -> int:
+    """This rank among those that a parameter is partitioned over under ZeRO 3."""
     import torch.distributed as dist
 
+    if optimizer is not None:
+        return int(optimizer._get_param_partition_rank(parameter))  # noqa: SLF001 - the only way
     return int(dist.get_rank(parameter.ds_process_group))
 
 
@@ -119,79 +123,55 @@ def _one(trainer: Trainer, group: int, parameter: torch.Tensor, master: torch.Te
     )
 
 
-def _cut(trainer: Trainer, parameters: Sequence[Any], offsets: Sequence[int], low: int, high: int) -> tuple[Part, ...]:
-    """What lies between `low` and `high` of a flat buffer in which each parameter begins at its offset."""
-    parts = []
-    for parameter, offset in zip(parameters, offsets, strict=True):
-        shape = shape_of(parameter)
-        begin, end = max(low, offset), min(high, offset + math.prod(shape))
-        if begin < end:
-            parts.append(Part(trainer.name_of(parameter), shape, begin - offset, end - offset, begin - low))
-    return tuple(parts)
+def _buffer(trainer: Trainer, parameters: Sequence[Any], size: int) -> FlatBuffer:
+    """Parameters that are joined one after another."""
+    buffer = FlatBuffer(size=size)
+    for p in parameters:
+        buffer.append(trainer.name_of(p), math.prod(shape_of(p)))
+    return buffer
 
 
-def _joined(parameters: Sequence[Any]) -> list[int]:
-    """Where parameters begin that lie one after another."""
-    offsets, at = [], 0
-    for parameter in parameters:
-        offsets.append(at)
-        at += math.prod(shape_of(parameter))
-    return offsets
+def _flat(
+    trainer: Trainer, group: int, flat: torch.Tensor, parameters: Sequence[Any], buffer: FlatBuffer, rank: int
+) -> Held:
+    """A rank's part of the flat buffer that these parameters are joined in."""
+    shapes = {trainer.name_of(p): shape_of(p) for p in parameters}
+    parts = tuple(Part(name, shapes[name], start, stop, at) for name, (start, stop, at) in buffer.on(rank).items())
+    return Held(_inner(trainer), group, flat, whole=False, names=tuple(shapes), parts=parts)
 
 
 def _fused(trainer: Trainer, optimizer: Any) -> Iterator[Held]:
     for g, (low, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
-        names = tuple(map(trainer.name_of, low))
-        yield Held(
-            _inner(trainer), g, flat, whole=False, names=names, parts=_cut(trainer, low, _joined(low), 0, flat.numel())
-        )
+        yield _flat(trainer, g, flat, low, _buffer(trainer, low, flat.numel()), 0)
 
 
 def _zero12(trainer: Trainer, optimizer: Any) -> Iterator[Held]:
+    import torch.distributed as dist
+
     groups = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
     for g, (parameters, offsets) in enumerate(groups):
-        yield _partition(
-            trainer,
-            g,
-            parameters,
-            offsets,
-            optimizer.single_partition_of_fp32_groups[g],
-            optimizer.real_dp_process_group,
-        )
+        flat = optimizer.single_partition_of_fp32_groups[g]
+        buffer = FlatBuffer(size=flat.numel())
+        for p, offset in zip(parameters, offsets, strict=True):
+            buffer.slots[trainer.name_of(p)] = Slot(offset, math.prod(shape_of(p)))
+        yield _flat(trainer, g, flat, parameters, buffer, dist.get_rank(optimizer.real_dp_process_group[g]))
 
 
 def _bf16(trainer: Trainer, optimizer: Any) -> Iterator[Held]:
-    for g, parameters in enumerate(optimizer.bf16_groups):
-        flat = optimizer.fp32_groups_flat_partition[g]
-        yield _partition(trainer, g, parameters, _joined(parameters), flat, optimizer.real_dp_process_group)
-
-
-def _partition(
-    trainer: Trainer,
-    g: int,
-    parameters: Sequence[Any],
-    offsets: Sequence[int],
-    flat: torch.Tensor,
-    groups: Sequence[Any],
-) -> Held:
-    """This rank's of the equal partitions of a flat buffer."""
     import torch.distributed as dist
 
-    low = dist.get_rank(groups[g]) * flat.numel()
-    parts = _cut(trainer, parameters, offsets, low, low + flat.numel())
-    return Held(_inner(trainer), g, flat, whole=False, names=tuple(map(trainer.name_of, parameters)), parts=parts)
+    for g, parameters in enumerate(optimizer.bf16_groups):
+        flat = optimizer.fp32_groups_flat_partition[g]
+        buffer = _buffer(trainer, parameters, flat.numel())
+        yield _flat(trainer, g, flat, parameters, buffer, dist.get_rank(optimizer.real_dp_process_group[g]))
 
 
 def _zero3(trainer: Trainer, optimizer: Any) -> Iterator[Held]:
     for s, (parameters, flat) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     ):
-        parts, offset = [], 0
-        for parameter in parameters:
-            start, stop = partition_of(optimizer, parameter)
-            if start < stop:
-                parts.append(Part(trainer.name_of(parameter), shape_of(parameter), start, stop, offset))
-            offset += parameter.partition_numel()
-        names = tuple(map(trainer.name_of, parameters))
-        group = optimizer.sub_group_to_group_id[s]
-        yield Held(_inner(trainer), group, flat, whole=False, names=names, parts=tuple(parts))
+        buffer = FlatBuffer(size=flat.numel())
+        for p in parameters:
+            buffer.append_part(trainer.name_of(p), math.prod(shape_of(p)), p.partition_numel())
+        rank = _rank_of(optimizer, parameters[0])  # DeepSpeed has all of a sub-group in one process group
+        yield _flat(trainer, optimizer.sub_group_to_group_id[s], flat, parameters, buffer, rank)
