@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ucformat._version import __version__
 from ucformat.catalog.changes import on_change, who_needs
-from ucformat.format.guards import may_replace, on_abandon
+from ucformat.format.hooks import may_replace, on_abandon
 from ucformat.redacted import hide_in_record
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ucformat.jobs.gc import collect
     from ucformat.jobs.materialize import materialize
     from ucformat.jobs.register import register, reindex
-    from ucformat.jobs.report import Report
+    from ucformat.jobs.run import Report
     from ucformat.jobs.verify import verify
     from ucformat.reading.lazy import Tensor
     from ucformat.reading.rank import ReadPlan
@@ -67,7 +67,7 @@ _HOMES = {
     "Fit": "jobs.fits:Fit",
     "Layout": "geometry.layout:Layout",
     "ReadPlan": "reading.rank:ReadPlan",
-    "Report": "jobs.report:Report",
+    "Report": "jobs.run:Report",
     "Tensor": "reading.lazy:Tensor",
     "collect": "jobs.gc:collect",
     "convert": "jobs.convert:convert",
@@ -91,7 +91,7 @@ def _keep_documents(catalog: Catalog, changed: Collection[int]) -> None:
 
 
 def _refuse_protected(store: Store, there: Manifest, new: str | None) -> None:
-    from ucformat.jobs.protecting import refuse_protected
+    from ucformat.jobs.documents import refuse_protected
 
     refuse_protected(store, there, new)
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ucformat.errors import NotACheckpoint, NotFound, Refused, TensorNotFound, UcformatError, UsageError
 from ucformat.format.commit import MANIFEST
 from ucformat.format.digest import document_digest
-from ucformat.format.places import at_of, group_docs
-from ucformat.format.universal import Universal
+from ucformat.format.universal import Universal, group_docs, paths_of
 from ucformat.geometry.tensor import Key
 from ucformat.schema.documents import TOMBSTONE
 from ucformat.schema.manifest import Manifest, TensorDoc
@@ -270,7 +269,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
             aliases=dict(facts.aliases),
             tensors=tuple(
                 TensorDoc(
-                    name=i.name, state=i.state, dtype=i.dtype, shape=i.shape, nbytes=i.nbytes, at=at_of(facts, i.key)
+                    name=i.name, state=i.state, dtype=i.dtype, shape=i.shape, nbytes=i.nbytes, at=paths_of(facts, i.key)
                 )
                 for i in facts.roster.tensors
             ),

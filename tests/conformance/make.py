@@ -28,12 +28,11 @@ from crc32c import crc32c
 import ucformat
 from tests.fakes import FakeSource, random_array
 from ucformat.checkpoint import Checkpoint
-from ucformat.format.chunking import Grid, chunk_shape
+from ucformat.format.arrays import folder_names
+from ucformat.format.chunking import Grid, chunk_shape, tile_shape
 from ucformat.format.commit import manifest_bytes
 from ucformat.format.digest import bytes_digest, own_digest, tensor_digest, with_own_digest
-from ucformat.format.names import folder_names
 from ucformat.format.shard import write_shard
-from ucformat.format.tiling import tile_shape
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.manifest import Manifest, SidecarDoc, TensorDoc

@@ -20,10 +20,9 @@ import ucformat
 from tests.conformance import make, reader
 from tests.golden.test_golden import GOLDEN
 from ucformat.errors import IntegrityError, NotACheckpoint, Refused, UpgradeNeeded
-from ucformat.format.chunking import Grid
+from ucformat.format.arrays import folder_names
+from ucformat.format.chunking import Grid, tile_shape
 from ucformat.format.digest import own_digest, with_own_digest
-from ucformat.format.names import folder_names
-from ucformat.format.tiling import tile_shape
 from ucformat.schema.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:

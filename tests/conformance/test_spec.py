@@ -16,8 +16,8 @@ import pytest
 from crc32c import crc32c
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
+from ucformat.format.arrays import array_json
 from ucformat.format.chunking import Grid
-from ucformat.format.zarr_json import array_json
 from ucformat.geometry.tensor import Key
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.manifest import AttemptDoc, LineageDoc, Manifest, SourceFileDoc

@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucformat.format.names import folder_names
+from ucformat.format.arrays import folder_names
 
 NAMES = st.lists(
     st.text(st.characters(codec="utf-8"), max_size=300)

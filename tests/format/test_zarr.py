@@ -12,9 +12,9 @@ import zarr
 import ucformat
 from tests.fakes import random_array, same
 from ucformat.errors import UsageError
+from ucformat.format.arrays import array_json, shard_key
 from ucformat.format.chunking import Grid
 from ucformat.format.shard import Band, check_shard, write_shard
-from ucformat.format.zarr_json import array_json, shard_key
 from ucformat.geometry.tensor import Key
 from ucformat.reading.dtypes import dtype_name, fill_value, numpy_dtype
 from ucformat.schema.dtypes import ITEMSIZE

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ucformat.jobs.report import Report
+    from ucformat.jobs.run import Report
 
 CONSTANT = 96 << 20  # bytes that a command may take besides: buffers, and the stacks of its threads
 ATTEMPT = "0" * 20

@@ -17,8 +17,7 @@ from ucformat.checkpoint import Checkpoint
 from ucformat.errors import ChecksumError, NotFound, TensorNotFound, UsageError
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
 from ucformat.jobs import compare as module
-from ucformat.jobs.compare import TensorDifference, compare
-from ucformat.jobs.values import compare_values
+from ucformat.jobs.compare import TensorDifference, compare, compare_values
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.readable import Facts
 from ucformat.schema.dtypes import ITEMSIZE

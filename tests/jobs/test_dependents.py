@@ -18,13 +18,13 @@ from ucformat.catalog.catalog import Catalog
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, Refused, UcformatError, Uncertain, UsageError
 from ucformat.format import commit as committing
+from ucformat.format.attempts import record_key
 from ucformat.format.commit import abandon, read_manifest
-from ucformat.format.ownership import record_key
 from ucformat.jobs import convert as converting
 from ucformat.jobs import dependents, gc, removal
 from ucformat.jobs.dependents import dependents_at, find_homes, ignore_dependents, need
+from ucformat.jobs.documents import protections_of
 from ucformat.jobs.gc import collect
-from ucformat.jobs.protecting import protections_of
 from ucformat.schema.documents import TOMBSTONE
 from ucformat.schema.manifest import AttemptDoc
 from ucformat.schema.policy import Policy

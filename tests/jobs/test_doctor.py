@@ -248,7 +248,7 @@ def test_an_endpoint_that_does_not_answer(bucket: Bucket, monkeypatch: pytest.Mo
 
 
 def test_where_the_keys_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ucformat.jobs.access import access_to
+    from ucformat.jobs.doctor import access_to
 
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)

@@ -17,8 +17,8 @@ from ucformat.catalog.document import compose, stale
 from ucformat.catalog.refs import parse_ref, resolve
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import Conflict, IntegrityError, Refused
+from ucformat.format.attempts import mark_replacing
 from ucformat.format.commit import abandon, begin
-from ucformat.format.records import mark_replacing
 from ucformat.jobs import documents
 from ucformat.jobs.documents import find_document, read_document, write_documents
 from ucformat.jobs.register import register

@@ -741,7 +741,7 @@ def test_a_document_beside_which_somebody_begins_stays(
     def looked_at(store: Store) -> None:
         if when == "planned":
             attempt(doc.parent)
-        removal.remove_lone_document(store if when == "planned" else Begun(store))
+        removal.remove_orphaned_document(store if when == "planned" else Begun(store))
 
     monkeypatch.setattr(gc, "remove_lone_document", looked_at)
     done = collect(catalog, [str(tree)], grace=NOW, apply=True)

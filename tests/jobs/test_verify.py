@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.fakes import Arrays
-    from ucformat.jobs.report import Report
+    from ucformat.jobs.run import Report
     from ucformat.storage.base import Store
 
     Extents = list[list[Extent]]
@@ -195,7 +195,7 @@ def test_replicas() -> None:
 
 
 def test_replicas_are_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ucformat.jobs.replicas._PART", 16)
+    monkeypatch.setattr("ucformat.format.audit._PART", 16)
     store, extents, _ = first(CUBE)
     a = ARRAYS[CUBE]
     for at in (0, a.nbytes - 1):

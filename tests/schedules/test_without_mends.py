@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tests.schedules.schedule import Player, parse
 from tests.schedules.test_schedules import numbered
 from tests.schedules.world import World
-from ucformat.format.records import parse_record
+from ucformat.format.attempts import parse_record
 
 if TYPE_CHECKING:
     import pytest
@@ -22,7 +22,7 @@ def test_what_was_mended_is_found_again_without_the_mend(monkeypatch: pytest.Mon
         doc = parse_record(data)
         return doc and doc.model_copy(update={"removed": None})
 
-    monkeypatch.setattr("ucformat.format.records.parse_record", unmarked)
+    monkeypatch.setattr("ucformat.format.attempts.parse_record", unmarked)
     monkeypatch.setattr("ucformat.format.commit._refuse_removed", lambda *_: None)
     with World() as world:
         player = Player(world)

@@ -71,7 +71,7 @@ EPOCH = dt.datetime(2024, 1, 1, tzinfo=dt.UTC)
 
 #: What is imported, so that its clocks, ids and thread pools can be replaced.
 _PACKAGES = ("catalog", "format", "jobs", "sources", "storage")
-_MODULES = ("ucformat.torch.saving", "ucformat.jobs.protecting", "ucformat.checkpoint", "ucformat.references")
+_MODULES = ("ucformat.torch.saving", "ucformat.jobs.dependents", "ucformat.checkpoint", "ucformat.references")
 
 
 class Killed(BaseException):

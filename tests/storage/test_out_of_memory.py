@@ -40,7 +40,10 @@ def test_what_fsspec_reads(tmp_path: Path) -> None:
 
 
 def test_registering_one_of_many_tells_it_of_that_one() -> None:
-    from ucformat.jobs.faults import naming
+    from ucformat.jobs.run import naming_place  # which loads NumPy
 
-    with pytest.raises(UcformatError, match=r"a/b: out of memory\n.*hint: do this where there is more"), naming("a/b"):
+    with (
+        pytest.raises(UcformatError, match=r"a/b: out of memory\n.*hint: do this where there is more"),
+        naming_place("a/b"),
+    ):
         end()

@@ -17,8 +17,8 @@ from tests.fakes import random_array, same
 from tests.torch.test_deal import chunked
 from tests.torch.test_packing import packed
 from ucformat.errors import ChecksumError
-from ucformat.format import tiling
-from ucformat.format.tiling import Tiling
+from ucformat.format import chunking
+from ucformat.format.chunking import Tiling
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece, TensorInfo, single_extents
 from ucformat.reading.plan import make_plan
@@ -52,7 +52,7 @@ WAYS = [(dim, degree) for dim in (0, 1) for degree in (2, 4, 8)]
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiling, "TILE_BYTES", tiling.TILE_BYTES // 256)
+    monkeypatch.setattr(chunking, "TILE_BYTES", chunking.TILE_BYTES // 256)
 
 
 def cut(shape: tuple[int, ...], dim: int, degree: int) -> list[Box]:
@@ -140,7 +140,7 @@ def test_a_load_says_what_went_unverified() -> None:
 
 def test_what_is_cast_reads_each_tile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes through a buffer, part by part, which are cut where tiles end."""
-    monkeypatch.setattr(reading, "STAGED_BYTES", 10 * tiling.TILE_BYTES)
+    monkeypatch.setattr(reading, "STAGED_BYTES", 10 * chunking.TILE_BYTES)
     ck, _ = saved(1, 2)
     box = cut(SHAPES["embed"], 0, 2)[1]
     cast = TensorInfo("embed", "weight", "float64", SHAPES["embed"])

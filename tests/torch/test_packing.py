@@ -16,7 +16,7 @@ import ucformat
 from tests.fakes import random_array, same
 from tests.torch.test_deal import shapes, worlds
 from ucformat.errors import ChecksumError
-from ucformat.format import tiling
+from ucformat.format import chunking
 from ucformat.format.arrays import put_file
 from ucformat.format.commit import begin, commit, new_id
 from ucformat.format.digest import bytes_digest
@@ -80,7 +80,7 @@ def packed(claims: Claims, arrays: Mapping[str, Any], name: str) -> tuple[Checkp
 @given(worlds(), st.sampled_from([1, 7, 64, 1 << 20]))
 def test_what_ranks_pack_opens_as_what_they_held(claims: Claims, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiling, "TILE_BYTES", block)
+        patch.setattr(chunking, "TILE_BYTES", block)
         infos = {c.info.name: c.info for mine in claims for c in mine}
         arrays = {n: random_array(i.shape, i.dtype, int(n[1:])) for n, i in infos.items()}
         ck, tensors, store = packed(claims, arrays, "worlds")
@@ -137,7 +137,7 @@ def test_tiles_that_lie_elsewhere_are_found() -> None:
     info = TensorInfo("t", "weight", "uint8", (8, 8))
     claims = [[Claim(info, (Box((4 * r, 0), (4, 8)),))] for r in range(2)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiling, "TILE_BYTES", 8)
+        patch.setattr(chunking, "TILE_BYTES", 8)
         _, _, store = packed(claims, {"t": random_array(info.shape, "uint8", 3)}, "elsewhere")
         _, _, other = packed(claims, {"t": random_array(info.shape, "uint8", 4)}, "elsewhere-too")
     files, theirs = (sorted(f.key for f in s.list("data") if f.key.endswith(".bin")) for s in (store, other))

@@ -13,7 +13,7 @@ from ucformat.errors import Conflict, IntegrityError
 from ucformat.format.structure import Problem
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Piece, TensorInfo
-from ucformat.jobs.report import Report
+from ucformat.jobs.run import Report
 from ucformat.reading.readable import IntKey, Place
 from ucformat.schema.manifest import LineageDoc
 from ucformat.torch.agree import Part, Terms

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ucformat.cli.output import Output
-    from ucformat.jobs.report import Report
+    from ucformat.jobs.run import Report
 
 __all__ = ["verify"]
 

@@ -1,14 +1,12 @@
 """Attempts and the commit: what makes a set of files a checkpoint, all at once or not at all (docs/spec.md, "Commit").
 
-    1. `begin`   refuses a place that is committed (unless it is to be replaced), and puts the attempt's record, or, to
-                 continue an attempt, replaces it.
+    1. `begin`   refuses a committed place (unless it is to be replaced), and puts or replaces the attempt's record.
     2. the writer puts everything below `data/<attempt>`, `objects/<attempt>` and `assets/<attempt>`.
     3. `commit`  makes that durable, then puts `manifest.json` if there is none, or in place of the one `begin` saw.
 
-Whoever removes an attempt that nobody committed first marks its record, on condition that it is still the one that he
-judged: so either the writer who continues it is refused, or he is. Whoever replaces a checkpoint marks his own, before
-he asks who needs or protects that one: so either he sees who does, or that one sees the mark (`jobs/dependents.py`,
-`jobs/documents.py`).
+A removal of an uncommitted attempt first marks its record, on condition that it is the one that was judged: so either
+the writer who continues it is refused, or the removal. A replacement marks its own record before it asks for dependents
+and protections: so it sees them, or they see the mark (`jobs/dependents.py`, `jobs/documents.py`).
 
 The name of an attempt is made from the digest of its plan, so whoever runs the same plan again continues it, and
 every file is put whole under its name: two writers of one attempt write the same bytes.
@@ -26,19 +24,20 @@ from uuid import uuid4
 from pydantic import BaseModel, ValidationError
 
 from ucformat._version import __version__
-from ucformat.errors import (
-    Conflict,
-    IntegrityError,
-    NotACheckpoint,
-    NotFound,
-    UcformatError,
-    Uncertain,
-    UpgradeNeeded,
+from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, UcformatError, Uncertain, UpgradeNeeded
+from ucformat.format.attempts import (
+    FOLDERS,
+    being_removed,
+    folders_of,
+    mark_replacing,
+    parse_record,
+    put_record,
+    record_bytes,
+    record_key,
+    refuse_others,
 )
 from ucformat.format.digest import document_digest, own_digest, with_own_digest
-from ucformat.format.guards import may_replace, on_abandon
-from ucformat.format.ownership import FOLDERS, folders_of, record_key, refuse_others
-from ucformat.format.records import mark_replacing, parse_record, put_record, record_bytes, removed
+from ucformat.format.hooks import may_replace, on_abandon
 from ucformat.schema.documents import TOMBSTONE, is_tombstone
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.manifest import FORMAT_VERSION, MANIFEST, Manifest, is_of_unknown_kind
@@ -223,7 +222,7 @@ def _refuse_removed(store: Store, attempt: str) -> None:
             return
     except NotFound:
         discard(store, attempt)
-    raise removed(store, attempt)
+    raise being_removed(store, attempt)
 
 
 def _ask(store: Store, attempt: Attempt) -> None:

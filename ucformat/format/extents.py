@@ -1,6 +1,6 @@
-"""What extents must not say, looked at as columns, so that a million cost little; and all that `structure` says.
+"""Checks of a sidecar's extents, as columns, so that a million cost little; and the blocks that have checksums.
 
-Apart from it because reading a manifest needs no NumPy.
+Apart from `structure` because reading a manifest needs no NumPy.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucformat.errors import CoverageError
-from ucformat.format.sidecar import NO_BLOCK
-from ucformat.format.structure import LARGEST, MOUNT, Problem, manifest_problems
-from ucformat.format.tiling import CHECKSUM_BYTES
+from ucformat.format.chunking import CHECKSUM_BYTES
+from ucformat.format.sidecar import NO_BLOCK, block_of
+from ucformat.format.structure import MAX_EDGE, MOUNT, Problem, manifest_problems
 from ucformat.geometry.coverage import prove
-from ucformat.geometry.tensor import TensorInfo
+from ucformat.geometry.tensor import Block, TensorInfo
+from ucformat.reading.execute import checksum, place_checksum
 from ucformat.schema.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:
@@ -25,14 +26,15 @@ if TYPE_CHECKING:
     from ucformat.format.sidecar import Columns, Sidecar
     from ucformat.geometry.tensor import Extent, Tiles
     from ucformat.schema.manifest import Manifest
+    from ucformat.storage.base import Store
 
-__all__ = ["coverage_problem", "extent_problems", "problems"]
+__all__ = ["ALIGNMENT", "blocks_of", "consistency_problems", "coverage_problem", "extent_problems", "is_whole"]
 
-_FARTHEST = 1 << 60  # byte: sums of two stay in 64 bits
+_MAX_OFFSET = 1 << 60  # byte: sums of two stay in 64 bits
 _AT_ONCE = 1 << 20  # extents that are looked at together
 
 
-def problems(manifest: Manifest, sidecar: Sidecar | None) -> Iterator[Problem]:
+def consistency_problems(manifest: Manifest, sidecar: Sidecar | None) -> Iterator[Problem]:
     """All that is wrong with what a manifest and its sidecar say: what no reader may accept.
 
     Args:
@@ -77,7 +79,7 @@ def extent_problems(manifest: Manifest, sidecar: Sidecar) -> Iterator[Problem]:
     items = np.array([ITEMSIZE[t.dtype] for t in manifest.tensors], np.int64)
     known = {s.path: s.nbytes for s in doc.sources}
     sizes = np.array(
-        [min(known.get(f, -1), LARGEST) if f.startswith(MOUNT) else LARGEST for f in sidecar.files], np.int64
+        [min(known.get(f, -1), MAX_EDGE) if f.startswith(MOUNT) else MAX_EDGE for f in sidecar.files], np.int64
     )
     c = sidecar.columns
     ends = np.cumsum(ndims[c.tensor])
@@ -128,8 +130,8 @@ def _impossible(
     has = block != NO_BLOCK
     tiled = of(c.tile[dims] > 0)
     size_about = np.exp2(np.bincount(owner, np.log2(np.maximum(shape, 1)), len(ndims)))
-    huge = (span > _FARTHEST) | (offset > _FARTHEST) | (has & ((block > _FARTHEST) | (nbytes > _FARTHEST)))
-    huge |= tiled & (size_about * items > _FARTHEST)
+    huge = (span > _MAX_OFFSET) | (offset > _MAX_OFFSET) | (has & ((block > _MAX_OFFSET) | (nbytes > _MAX_OFFSET)))
+    huge |= tiled & (size_about * items > _MAX_OFFSET)
     yield "an extent lies at an impossible offset", huge & ~empty & ~beyond
     good = ~(huge | empty | beyond)
     exact = np.zeros(len(ndims), np.int64)
@@ -153,3 +155,50 @@ def _impossible(
     size = sizes[c.file[rows]]
     yield "an extent lies in {file}, which the manifest does not list", ~empty & (size < 0)
     yield "an extent reaches past the end of {file}", good & (size >= 0) & (np.maximum(until, end) > size)
+
+
+#: Bytes: each piece of a packed file begins at a multiple, for those who map the file; zeros fill up to it.
+ALIGNMENT = 64
+
+_READ_BYTES = 4 << 20  # bytes
+
+
+def is_whole(store: Store, file: str, block: Block) -> bool:
+    """Whether a block is what its checksum says; read at most 4 MiB at once.
+
+    Raises:
+        MissingData: the file ends before the block does.
+        NotFound: there is no such file.
+    """
+    buffer = memoryview(bytearray(min(_READ_BYTES, block.nbytes)))
+    stored = bytearray(4 if block.crc32c is None else 0)
+    crc = place_checksum(file, block.offset) if block.placed else 0
+    for at in range(0, block.nbytes, _READ_BYTES) or (0,):
+        part = buffer[: min(_READ_BYTES, block.nbytes - at)]
+        behind = [memoryview(stored)] if at + len(part) == block.nbytes else []
+        store.read_into(file, block.offset + at, [part, *behind])
+        crc = checksum(part, crc)
+    return crc == (int.from_bytes(stored, "little") if block.crc32c is None else block.crc32c)
+
+
+def blocks_of(sidecar: Sidecar) -> Iterator[tuple[str, int, Block]]:
+    """Every block once, in the order of files and offsets: its file, the number of a tensor in it, and the block."""
+    c = sidecar.columns
+    rows = np.flatnonzero(c.block_offset != NO_BLOCK)
+    tiled = np.flatnonzero(sidecar.tiled)
+    at = np.concatenate([c.block_offset[rows], c.offset[tiled]])
+    nbytes = np.concatenate([c.block_nbytes[rows], np.full(len(tiled), -1)])
+    rows = np.concatenate([rows, tiled])
+    known = np.stack([c.file[rows], at, nbytes, c.crc32c[rows]], axis=1)
+    _, first = np.unique(known, axis=0, return_index=True)  # sorted by file and offset
+    for k in first.tolist():
+        row = int(rows[k])
+        file, tensor, crc = sidecar.files[int(c.file[row])], int(c.tensor[row]), int(c.crc32c[row])
+        if sidecar.tiled[row]:
+            begin, tiling = int(c.offset[row]), sidecar.tiling(row)
+            for box in tiling.boxes():
+                size = box.size * tiling.itemsize
+                yield file, tensor, Block(begin, size, placed=True)
+                begin += size + CHECKSUM_BYTES
+        else:
+            yield file, tensor, block_of(int(at[k]), int(nbytes[k]), crc)

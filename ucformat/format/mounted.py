@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import SidecarDoc, SourceFileDoc
     from ucformat.storage.base import Costs, Info, Ranges, Store
 
-__all__ = ["MOUNT", "MountedStore", "is_below", "mounted"]
+__all__ = ["MOUNT", "MountedStore", "is_below", "mounted_key"]
 
 _DIGITS = 10  # of the number of a root
 
 
-def mounted(number: int, key: str) -> str:
+def mounted_key(number: int, key: str) -> str:
     """What the file `key` of root number `number` is called in the checkpoint."""
     return f"{MOUNT}{number}/{key}"
 

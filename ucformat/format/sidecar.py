@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load
 
 from ucformat.errors import IntegrityError, Refused, UpgradeNeeded, UsageError
-from ucformat.format.tiling import Tiling
+from ucformat.format.chunking import Tiling
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Block, Extent
 
@@ -43,8 +43,8 @@ _DIMS = ("start", "shape", "strides")  # one for each dim of each extent
 _TILE = "tile"  # likewise, where some extent is tiled
 _STEPS = {"tensor", "file", "offset", "block_offset"}  # what grows from row to row: packed as differences
 
-_MOST = 1 << 27  # rows of a column: what a reader has to hold is bounded
-_TILES = 1 << 20  # of one extent, likewise
+_MAX_ROWS = 1 << 27  # rows of a column: what a reader has to hold is bounded
+_MAX_TILES = 1 << 20  # of one extent, likewise
 _INFLATION = 1032  # no byte of a deflate stream makes more
 _LEVEL = 6
 
@@ -171,8 +171,8 @@ def encode_columns(columns: Columns, files: Sequence[str]) -> bytes:
     for name, rows in {**dict.fromkeys(_ROWS, n), **dict.fromkeys((*_DIMS, _TILE), dims)}.items():
         if len(getattr(columns, name)) != rows:
             raise UsageError(f"the column {name} has {len(getattr(columns, name))} rows instead of {rows}")
-    if max(n, dims) > _MOST:
-        raise Refused(f"{n} extents of {dims} dims in all are too many for one sidecar", hint=f"at most {_MOST} dims")
+    if max(n, dims) > _MAX_ROWS:
+        raise Refused(f"{n} extents of {dims} dims are too many for one sidecar", hint=f"at most {_MAX_ROWS} dims")
     packed = {name: _pack(getattr(columns, name), name) for name in (*_ROWS, *by_dim)}
     meta = {"format": "ucformat-extents", "extents": str(n), "files": json.dumps(list(files))}
     return _safetensors(packed, meta)
@@ -245,7 +245,7 @@ def _pack(column: Column, name: str) -> bytes:
 
 def _unpack(packed: NDArray[np.uint8], name: str, rows: int, where: str) -> Column:
     nbytes = 8 * rows
-    if not 0 <= rows <= _MOST or nbytes > _INFLATION * len(packed):
+    if not 0 <= rows <= _MAX_ROWS or nbytes > _INFLATION * len(packed):
         raise IntegrityError(f"{where}: its column {name} cannot have {rows} rows")
     stream = zlib.decompressobj()
     try:
@@ -321,6 +321,6 @@ def _check(c: Columns, ndims: Column, files: int, where: str) -> None:
     if tiled.any():
         wrong |= tiled & (_any(c.tile == 0, c.tensor, ndims) | (c.block_offset != NO_BLOCK))
         wrong[tiled] |= c.strides[ends[tiled] - 1] == 0
-        wrong |= tiled & ~wrong & (_tile_counts(c, ndims) > _TILES)
+        wrong |= tiled & ~wrong & (_tile_counts(c, ndims) > _MAX_TILES)
     if wrong.any():
         raise IntegrityError(f"{where}: an extent of tensor {c.tensor[wrong.argmax()]} is impossible")

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ucformat.errors import Inconsistent
-from ucformat.format.arrays import MOST_DIMS, MOST_SHARDS
+from ucformat.format.arrays import MAX_DIMS, MAX_SHARDS
 from ucformat.format.chunking import Grid
 from ucformat.format.commit import MANIFEST
 from ucformat.geometry.tensor import Key
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
     from ucformat.schema.manifest import Manifest, SidecarDoc, TensorDoc
 
-__all__ = ["LARGEST", "MOUNT", "Problem", "manifest_problems", "refuse"]
+__all__ = ["MAX_EDGE", "MOUNT", "Problem", "manifest_problems", "refuse"]
 
 #: How the paths of files begin that lie in other checkpoints.
 MOUNT = "roots/"
 
 #: The longest edge of a tensor: what offsets can say.
-LARGEST = 1 << 62
+MAX_EDGE = 1 << 62
 
-_MOST_DIMS = 64  # torch's own limit
+_MAX_DIMS = 64  # torch's own limit
 _NAMED = 5  # problems of one kind of thing that an error names
 
 
@@ -88,15 +88,15 @@ def manifest_problems(manifest: Manifest) -> Iterator[Problem]:
 
 
 def _tensor(doc: TensorDoc, manifest: Manifest) -> str | None:
-    if len(doc.shape) > _MOST_DIMS or max(doc.shape, default=0) > LARGEST:
+    if len(doc.shape) > _MAX_DIMS or max(doc.shape, default=0) > MAX_EDGE:
         return "the manifest gives it an impossible shape"
     nbytes = math.prod(doc.shape) * ITEMSIZE[doc.dtype]
     if nbytes != doc.nbytes:
         return f"the manifest says {doc.nbytes} bytes, its shape has {nbytes}"
     if doc.path is None:
         return None if manifest.sidecar is not None else "the manifest gives it no path, and there is no sidecar"
-    if len(doc.shape) > MOST_DIMS:
-        return f"the manifest gives it an array of {len(doc.shape)} dims; it may have {MOST_DIMS}"
+    if len(doc.shape) > MAX_DIMS:
+        return f"the manifest gives it an array of {len(doc.shape)} dims; it may have {MAX_DIMS}"
     chunk, shard = doc.chunk, doc.shard
     if chunk is None or shard is None or not len(doc.shape) == len(chunk) == len(shard):
         return "the manifest gives it an impossible chunk grid"
@@ -105,7 +105,7 @@ def _tensor(doc: TensorDoc, manifest: Manifest) -> str | None:
     if doc.digest is None:
         return "the manifest gives it no digest"
     count = Grid(doc.shape, chunk, shard, ITEMSIZE[doc.dtype]).count
-    return f"the manifest gives it an impossible number of shards ({count})" if count > MOST_SHARDS else None
+    return f"the manifest gives it an impossible number of shards ({count})" if count > MAX_SHARDS else None
 
 
 def _sources(doc: SidecarDoc) -> Iterator[Problem]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, NotFound
+from ucformat.format.arrays import shard_key
 from ucformat.format.chunking import Grid
 from ucformat.format.commit import MANIFEST, read_manifest
 from ucformat.format.digest import bytes_digest
 from ucformat.format.mounted import MountedStore, is_below
 from ucformat.format.structure import manifest_problems, refuse
-from ucformat.format.zarr_json import shard_key
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
-from ucformat.reading.readable import Facts, Place, path_from_json
+from ucformat.reading.readable import Facts, Place, path_from_json, path_to_json
 from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.schema.manifest import GroupDoc
 from ucformat.schema.values import loads
 from ucformat.storage.local import LocalStore
 from ucformat.storage.watched import WatchedStore
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
     from ucformat.format.sidecar import Sidecar
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Tiles
-    from ucformat.schema.manifest import FileDoc, GroupDoc, Manifest, TensorDoc
+    from ucformat.schema.manifest import FileDoc, Manifest, TensorDoc
     from ucformat.storage.base import Store
 
-__all__ = ["Universal", "grid_of"]
+__all__ = ["Universal", "grid_of", "group_doc", "group_docs", "paths_of"]
 
 _LARGE = 256 << 20  # bytes
 _MANY = 10_000  # shards
@@ -171,3 +172,26 @@ def _place(group: GroupDoc) -> Place | None:
     if group.at is None:
         return None
     return Place(path_from_json(group.at), group.params if group.names is None else group.names, group.flattened)
+
+
+def paths_of(facts: Facts, key: Key) -> tuple[tuple[str | int, ...], ...]:
+    """The paths of a tensor as the manifest holds them."""
+    return tuple(tuple(path_to_json(p)) for p in facts.paths.get(key, ()))
+
+
+def group_docs(facts: Facts) -> tuple[GroupDoc, ...]:
+    """The optimizer groups as the manifest holds them."""
+    places = facts.places or (None,) * len(facts.groups)
+    return tuple(
+        group_doc(tuple(g["params"]), {k: v for k, v in g.items() if k != "params"}, place)
+        for g, place in zip(facts.groups, places, strict=True)
+    )
+
+
+def group_doc(params: tuple[str, ...], options: dict[str, Any], place: Place | None) -> GroupDoc:
+    """An optimizer group as the manifest holds it."""
+    if place is None:
+        return GroupDoc(params=params, options=options)
+    names = place.names if place.names != params else None
+    at = tuple(path_to_json(place.path))
+    return GroupDoc(params=params, options=options, at=at, names=names, flattened=place.flattened)

@@ -15,7 +15,6 @@ from ucformat.errors import UsageError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.jobs.run import default_workers, run
-from ucformat.jobs.values import Found, compare_values
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.plan import Wanted
 from ucformat.reading.read import read_wanted
@@ -31,9 +30,103 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import TensorDoc
     from ucformat.storage.base import Store
 
+    Floats = NDArray[np.float64]
     Progress = Callable[[int, int], None]
 
-__all__ = ["TensorDifference", "compare"]
+__all__ = ["Counts", "TensorDifference", "compare", "compare_values"]
+
+_SLICE = 1 << 17  # elements that are compared at once, as float64
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What was found of some elements; parts of a tensor add up. The fields are those of `TensorDifference`."""
+
+    differing: int = 0
+    nan_mismatches: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.differing + other.differing,
+            self.nan_mismatches + other.nan_mismatches,
+            max(self.max_abs, other.max_abs),
+            max(self.max_rel, other.max_rel),
+        )
+
+
+def compare_values(a: NDArray[Any], b: NDArray[Any]) -> Counts:
+    """Compare two flat arrays of one length: of one dtype by their bits, else by their values, in which NaN is NaN."""
+    compare = _bits if a.dtype == b.dtype else _values
+    found = Counts()
+    with np.errstate(all="ignore"):  # what overflows, or is not a number, is what is looked for
+        for i in range(0, a.size, _SLICE):
+            found += compare(a[i : i + _SLICE], b[i : i + _SLICE])
+    return found
+
+
+def _bits(a: NDArray[Any], b: NDArray[Any]) -> Counts:
+    unit = min(a.itemsize, 8)
+    x, y = (v.view(f"u{unit}").reshape(v.size, -1) for v in (a, b))
+    differ = _any_part(x != y)
+    if not differ.any():
+        return Counts()
+    a, b = a[differ], b[differ]
+    if a.dtype.kind in "iu" and a.itemsize == 8:
+        return _distance(_parts(a), _parts(b), _exact(a, b))
+    return _distance(_parts(a), _parts(b))
+
+
+def _values(a: NDArray[Any], b: NDArray[Any]) -> Counts:
+    x, y = _parts(a), _parts(b)
+    if x.shape[1] != y.shape[1]:  # one of them is complex
+        x, y = (v if v.shape[1] == 2 else np.column_stack([v, np.zeros_like(v)]) for v in (x, y))
+    differ = _any_part((x != y) & ~(np.isnan(x) & np.isnan(y)))
+    return _distance(x[differ], y[differ]) if differ.any() else Counts()
+
+
+def _any_part(parts: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Of which elements a part is true; ten times as fast as `any(axis=1)` of so few columns."""
+    return parts[:, 0] if parts.shape[1] == 1 else parts[:, 0] | parts[:, 1]
+
+
+def _parts(a: NDArray[Any]) -> Floats:
+    """The real part of each element, and the imaginary one where it has one."""
+    if a.dtype.kind == "c":
+        return a.astype(np.complex128).view(np.float64).reshape(-1, 2)
+    return a.astype(np.float64).reshape(-1, 1)
+
+
+def _exact(a: NDArray[Any], b: NDArray[Any]) -> Floats:
+    """The distances of integers of 64 bits, which float64 cannot hold: as unsigned ones they wrap around to it."""
+    high, low = np.maximum(a, b), np.minimum(a, b)
+    distances: Floats = (high.view(np.uint64) - low.view(np.uint64)).astype(np.float64)
+    return distances
+
+
+def _distance(a: Floats, b: Floats, distances: Floats | None = None) -> Counts:
+    """Of elements that differ: parts of each, and distances where they are known already."""
+    nan_a, nan_b = (_any_part(np.isnan(v)) for v in (a, b))
+    numbers = ~(nan_a | nan_b)
+    if distances is None:
+        # Infinities of one sign are no distance apart, though their difference is not a number.
+        distances = _modulus(np.where(a == b, 0.0, a - b))
+    distances = distances[numbers]
+    largest = np.maximum(_modulus(a), _modulus(b))[numbers]
+    relative = np.where(np.isinf(distances), np.inf, distances / np.where(largest == 0, 1.0, largest))
+    return Counts(
+        len(a),
+        int(np.count_nonzero(nan_a != nan_b)),
+        float(distances.max(initial=0.0)),
+        float(relative.max(initial=0.0)),
+    )
+
+
+def _modulus(parts: Floats) -> Floats:
+    found: Floats = np.abs(parts[:, 0]) if parts.shape[1] == 1 else np.hypot(parts[:, 0], parts[:, 1])
+    return found
+
 
 _BLOCK = 16 << 20  # bytes of a tensor that a worker holds at once
 _LARGEST = max(ITEMSIZE.values())
@@ -163,12 +256,12 @@ def _boxes(shape: tuple[int, ...], itemsize: int, chunk: tuple[int, ...] | None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _BoxPair:
     """A box of a tensor to compare, and where it lies in each checkpoint."""
 
     number: int
     box: Box
-    sides: tuple[_Side, _Side]
+    sides: tuple[_Tensor, _Tensor]
 
     @property
     def nbytes(self) -> int:
@@ -176,13 +269,13 @@ class _Task:
 
 
 @dataclass(frozen=True, slots=True)
-class _Side:
+class _Tensor:
     info: TensorInfo
     store: Store
     extents: list[Extent | Tiles]
 
     @classmethod
-    def of(cls, info: TensorInfo, ck: Checkpoint) -> _Side:
+    def of(cls, info: TensorInfo, ck: Checkpoint) -> _Tensor:
         return cls(info, ck.store, list(ck.source.extents(info.key)))
 
     def read(self, box: Box, memory: NDArray[np.uint8]) -> NDArray[Any]:
@@ -195,21 +288,21 @@ class _Side:
 
 def _differences(pairs: Sequence[_Pair], workers: int, progress: Progress | None) -> Iterator[TensorDifference]:
     total, done, at = sum(p.nbytes for p in pairs), 0, 0
-    found: dict[int, Found] = {}
+    found: dict[int, Counts] = {}
     left: dict[int, int] = {}  # boxes of a tensor that are not compared yet
 
-    def tasks() -> Iterator[_Task]:
+    def tasks() -> Iterator[_BoxPair]:
         for number, p in enumerate(pairs):
             boxes = p.boxes()
-            found[number], left[number] = Found(), len(boxes)
+            found[number], left[number] = Counts(), len(boxes)
             if boxes:
-                sides = (_Side.of(p.a, p.checkpoints[0]), _Side.of(p.b, p.checkpoints[1]))
+                sides = (_Tensor.of(p.a, p.checkpoints[0]), _Tensor.of(p.b, p.checkpoints[1]))
                 for box in boxes:
-                    yield _Task(number, box, sides)
+                    yield _BoxPair(number, box, sides)
 
     own = threading.local()  # memory of each worker, the same for every box
 
-    def work(task: _Task) -> Found:
+    def work(task: _BoxPair) -> Counts:
         arrays = []
         for which, side in enumerate(task.sides):
             if not hasattr(own, f"side{which}"):
@@ -230,7 +323,7 @@ def _differences(pairs: Sequence[_Pair], workers: int, progress: Progress | None
         yield _difference(pairs[number], found[number])
 
 
-def _difference(p: _Pair, found: Found) -> TensorDifference:
+def _difference(p: _Pair, found: Counts) -> TensorDifference:
     return TensorDifference(
         p.key.name,
         p.key.state,

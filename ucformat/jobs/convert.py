@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import chain, islice
@@ -13,21 +12,25 @@ from typing import TYPE_CHECKING, Any, cast
 from ucformat._version import __version__
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import NotFound, UcformatError, Uncertain, UsageError
-from ucformat.format.arrays import array_doc, grid_doc, lay_out, put_array, put_file, put_groups
+from ucformat.format.arrays import (
+    array_doc,
+    folder_names,
+    grid_doc,
+    lay_out,
+    put_array,
+    put_file,
+    put_groups,
+    shard_key,
+)
 from ucformat.format.commit import begin, commit, give_up, new_id
-from ucformat.format.names import folder_names
-from ucformat.format.places import at_of, group_docs
 from ucformat.format.shard import check_shard, write_shard
-from ucformat.format.universal import Universal
-from ucformat.format.zarr_json import shard_key
+from ucformat.format.universal import Universal, group_docs, paths_of
 from ucformat.geometry.box import row_major
 from ucformat.geometry.tensor import Key, Piece
-from ucformat.jobs.edges import edges_from
-from ucformat.jobs.passing import Passing
-from ucformat.jobs.record import record_commits
+from ucformat.jobs.convert_checks import spread_of, verifying
+from ucformat.jobs.record import lineage_from, record_commits
 from ucformat.jobs.run import run as run_tasks
 from ucformat.jobs.run import workers_for
-from ucformat.jobs.spread import spread_of
 from ucformat.jobs.virtual import place_all, put_sidecar
 from ucformat.reading.plan import Wanted
 from ucformat.reading.read import read_wanted
@@ -40,7 +43,7 @@ from ucformat.sources.configuration import with_config
 from ucformat.storage.base import Writer
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import each, open_store
-from ucformat.storage.watched import check_unchanged, find_watched
+from ucformat.storage.watched import check_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -52,7 +55,8 @@ if TYPE_CHECKING:
     from ucformat.format.commit import Attempt
     from ucformat.format.shard import Band
     from ucformat.geometry.tensor import TensorInfo
-    from ucformat.jobs.virtual import Placed
+    from ucformat.jobs.convert_checks import StreamVerifier
+    from ucformat.jobs.virtual import VirtualExtents
     from ucformat.reading.plan import Verify
     from ucformat.schema.manifest import TensorDoc
     from ucformat.storage.base import Bytes, Store
@@ -83,7 +87,7 @@ class How:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _ShardTask:
     """One shard to write."""
 
     array: Array
@@ -171,23 +175,24 @@ def convert(
 
 
 def _write_virtual(
-    source: Checkpoint, store: Store, attempt: Attempt, placed: Placed, how: How, *, checksums: bool, unprotected: bool
+    source: Checkpoint,
+    store: Store,
+    attempt: Attempt,
+    placed: VirtualExtents,
+    how: How,
+    *,
+    checksums: bool,
+    unprotected: bool,
 ) -> Manifest:
     """Write the extents; where the files are read for their checksums, these are compared with what they carry."""
-    infos = placed.infos
-    watching = find_watched(source.store)
-    passing = Passing(source.source, source.origin) if checksums and how.verify and watching is not None else None
-    with nullcontext() if passing is None or watching is None else watching.tapped(passing.see):
-        if passing is not None:
-            for info in infos:
-                passing.expect(info, source.source.extents(info.key), None)
+    with verifying(source, on=checksums and how.verify, workers=how.workers) as verifier:
+        if verifier is not None:
+            for info in placed.infos:
+                verifier.expect(info, source.source.extents(info.key), None)
         sidecar, tensors = put_sidecar(
             source, store, attempt, placed, checksums=checksums, unprotected=unprotected, progress=how.progress
         )
-        if passing is not None:
-            for one in passing.unfinished():
-                passing.finish(one)
-    verified = VerifiedDoc(default=False) if passing is None else passing.described(infos)
+    verified = VerifiedDoc(default=False) if verifier is None else verifier.described(placed.infos)
     made = _described(source, store, attempt, tensors)
     return made.model_copy(update={"id": attempt.keeps or made.id, "sidecar": sidecar, "verified": verified})
 
@@ -242,14 +247,9 @@ def write(
     """
     _list_files(source)
     arrays = lay_out(infos, attempt.folder("data"), how.chunk_bytes, how.shard_bytes)
-    watching = find_watched(source.store)
-    passing = Passing(source.source, source.origin, compared) if how.verify and watching is not None else None
-    with nullcontext() if passing is None or watching is None else watching.tapped(passing.see):
-        leaves = _write_all(source, store, arrays, how, passing)
-        if passing is not None:
-            for _ in run_tasks(passing.finish, passing.unfinished(), how.workers or workers_for(source.store)):
-                pass
-    verified = VerifiedDoc(default=False) if passing is None else passing.described(infos)
+    with verifying(source, compared, on=how.verify, workers=how.workers) as verifier:
+        leaves = _write_all(source, store, arrays, how, verifier)
+    verified = VerifiedDoc(default=False) if verifier is None else verifier.described(infos)
     made = _described(source, store, attempt, tuple(array_doc(a, leaves[a.info.key]) for a in arrays))
     return made.model_copy(update={"verified": verified, "grid": grid_doc(how.chunk_bytes, how.shard_bytes)})
 
@@ -282,14 +282,14 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
         step=source.facts.step,
         layout=dict(source.facts.layout),
         groups=group_docs(source.facts),
-        lineage=edges_from(source, keys),
+        lineage=lineage_from(source, keys),
         aliases={a: n for a, n in source.aliases.items() if n in names},
         objects=put_file(store, f"{objects}/objects.json", dumps(values, indent=1).encode()),
         assets={
             name: put_file(store, f"{assets}/{folder}", source.assets[name])
             for name, folder in folder_names(source.assets).items()
         },
-        tensors=tuple(t.model_copy(update={"at": at_of(source.facts, Key(t.name, t.state))}) for t in tensors),
+        tensors=tuple(t.model_copy(update={"at": paths_of(source.facts, Key(t.name, t.state))}) for t in tensors),
     )
     check_unchanged(source.store, "nothing was committed", TRACKERS)
     return made
@@ -300,18 +300,18 @@ def _write_all(
     store: Store,
     arrays: Sequence[Array],
     how: How,
-    passing: Passing | None,
+    verifier: StreamVerifier | None,
 ) -> dict[Key, dict[tuple[int, ...], bytes]]:
     """Write all metadata, as one task, and every shard, large ones first; the digests of the shards' chunks."""
-    large = sorted(arrays, key=lambda a: -_Task(a, (0,) * len(a.grid.shape)).nbytes)
-    shards = (_Task(a, s) for a in large for s in a.grid.shards())  # one by one: files claim more than memory holds
+    large = sorted(arrays, key=lambda a: -_ShardTask(a, (0,) * len(a.grid.shape)).nbytes)
+    shards = (_ShardTask(a, s) for a in large for s in a.grid.shards())  # lazily: a file may claim any number
     tasks = chain(islice(shards, 1), [None], shards)
     total, done = sum(a.info.nbytes for a in arrays), 0
     leaves: dict[Key, dict[tuple[int, ...], bytes]] = {a.info.key: {} for a in arrays}
 
-    def work(task: _Task | None) -> bytes:
+    def work(task: _ShardTask | None) -> bytes:
         if task is not None:
-            return _write_shard(source, store, task, passing, "whole" if how.verify else "never")
+            return _write_shard(source, store, task, verifier, "whole" if how.verify else "never")
         _write_metadata(store, arrays)
         return b""
 
@@ -325,35 +325,37 @@ def _write_all(
     return leaves
 
 
-def _write_shard(source: Checkpoint, store: Store, task: _Task, passing: Passing | None, verify: Verify) -> bytes:
+def _write_shard(
+    source: Checkpoint, store: Store, task: _ShardTask, verifier: StreamVerifier | None, verify: Verify
+) -> bytes:
     info, grid = task.array.info, task.array.grid
     key = shard_key(task.array.path, task.shard)
     whole = grid.box(task.shard)  # of many extents few meet a shard, and each band looks at all of them
     extents = [e for e in source.source.extents(info.key, whole) if e.box.intersect(whole)]
-    planned = extents if passing is None else [passing.planned(info, e) for e in extents]
+    planned = extents if verifier is None else [verifier.planned(info, e) for e in extents]
     costs = source.store.costs
-    if passing is not None:  # puts the checksums of blocks that are read in parts together
+    if verifier is not None:  # puts the checksums of blocks that are read in parts together
         costs = replace(costs, block=0)
 
     def fill(band: Band, raw: NDArray[np.uint8]) -> None:
-        if passing is not None:
-            passing.expect(info, extents, band.box)
+        if verifier is not None:
+            verifier.expect(info, extents, band.box)
         piece = Piece(band.box, 0, row_major(band.padded))
         wanted = [Wanted(info, planned, [(0, piece)])]
         read_wanted(source.store, wanted, [raw], [str(info.key)], verify=verify, costs=costs, threads=1)
 
     kept = _kept(store, key, task)
     if kept is not None:  # written by this plan before it was interrupted
-        again = passing is not None and passing.carries(info, extents)
-        if passing is not None and not again:
-            passing.expect(info, extents, whole)
-        if not again or write_shard(cast("Store", _Nowhere()), key, grid, task.shard, fill) == kept:
+        again = verifier is not None and verifier.carries(info, extents)
+        if verifier is not None and not again:
+            verifier.expect(info, extents, whole)
+        if not again or write_shard(cast("Store", _NullWriter()), key, grid, task.shard, fill) == kept:
             store.adopt(key)
             return kept
     return write_shard(store, key, grid, task.shard, fill)
 
 
-class _Nowhere(Writer):
+class _NullWriter(Writer):
     """A store whose files are dropped as they are written."""
 
     def create(self, key: str, unit: int = 1) -> Writer:  # noqa: ARG002 - see Store
@@ -369,7 +371,7 @@ class _Nowhere(Writer):
         pass
 
 
-def _kept(store: Store, key: str, task: _Task) -> bytes | None:
+def _kept(store: Store, key: str, task: _ShardTask) -> bytes | None:
     """The digests of a shard's chunks, if its file is there and whole."""
     try:
         if store.info(key).size != task.array.grid.file_nbytes(task.shard):

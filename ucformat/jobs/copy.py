@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, Refused, UcformatError, UsageError
+from ucformat.format.attempts import folders_of
 from ucformat.format.commit import MANIFEST, announce, begin, commit, parse_manifest, read_manifest, settle
 from ucformat.format.digest import tensor_digest
-from ucformat.format.ownership import folders_of
 from ucformat.format.universal import Universal, grid_of
 from ucformat.jobs.copy_files import Shard, items, transfer
 from ucformat.jobs.documents import copy_document

@@ -7,22 +7,22 @@ interrupted, is read back there instead and kept.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound, UcformatError
-from ucformat.format.arrays import documents
-from ucformat.format.blocks import blocks_of
+from ucformat.format.arrays import metadata_documents, shard_key
+from ucformat.format.extents import blocks_of
 from ucformat.format.shard import check_shard
 from ucformat.format.sidecar import NO_BLOCK
 from ucformat.format.universal import grid_of
-from ucformat.format.zarr_json import shard_key
-from ucformat.jobs.sums import Sums, read_through
+from ucformat.reading.execute import checksum, place_checksum
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.upload import unit_for
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ucformat.format.chunking import Grid
     from ucformat.format.universal import Universal
@@ -30,7 +30,73 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import FileDoc
     from ucformat.storage.base import Store, Writer
 
-__all__ = ["Item", "Shard", "items", "transfer"]
+__all__ = ["BlockChecker", "Item", "Shard", "items", "read_through", "transfer"]
+
+_READ = 8 << 20  # bytes that are held at once
+
+
+class BlockChecker:
+    """Compares the blocks of a file, which may overlap, with their checksums while the file goes by."""
+
+    def __init__(self, file: str, blocks: Sequence[tuple[Key, Block]]) -> None:
+        self._todo = deque(_BlockSum(file, key, block) for key, block in blocks)  # in the order of their offsets
+        self._begun: list[_BlockSum] = []
+        self._bad: list[_BlockSum] = []
+
+    def take(self, at: int, data: memoryview) -> None:
+        """The next bytes of the file, from `at` on."""
+        stop = at + len(data)
+        while self._todo and self._todo[0].block.offset < stop:
+            self._begun.append(self._todo.popleft())
+        for each in self._begun:
+            each.take(at, data)
+        self._bad += [s for s in self._begun if s.end <= stop and not s.ok]
+        self._begun = [s for s in self._begun if s.end > stop]
+
+    def damaged(self) -> list[tuple[Key, Block]]:
+        """The blocks that are not what their checksums say, and those that the file ends before."""
+        return [(s.key, s.block) for s in (*self._bad, *self._begun, *self._todo) if s.block.nbytes]
+
+
+class _BlockSum:
+    """The checksum of one block so far, and the one stored behind it."""
+
+    __slots__ = ("_crc", "_stored", "block", "end", "key")
+
+    def __init__(self, file: str, key: Key, block: Block) -> None:
+        self.key, self.block = key, block
+        self.end = block.offset + block.nbytes + (4 if block.crc32c is None else 0)
+        self._crc = place_checksum(file, block.offset) if block.placed else 0
+        self._stored = b""
+
+    def take(self, at: int, data: memoryview) -> None:
+        start, stop = self.block.offset, self.block.offset + self.block.nbytes
+        self._crc = checksum(data[max(0, start - at) : max(0, stop - at)], self._crc)
+        self._stored += data[max(0, stop - at) : max(0, self.end - at)]
+
+    @property
+    def ok(self) -> bool:
+        crc = self.block.crc32c
+        return self._crc == (int.from_bytes(self._stored, "little") if crc is None else crc)
+
+
+def read_through(
+    store: Store, file: str, nbytes: int, see: Callable[[int, memoryview], None], out: Writer | None
+) -> None:
+    """Read a file front to back, and write it to `out`."""
+    for at, data in _parts(store, file, nbytes):
+        see(at, data)
+        if out is not None:
+            out.write(data)
+
+
+def _parts(store: Store, file: str, nbytes: int) -> Iterator[tuple[int, memoryview]]:
+    buffer = memoryview(bytearray(min(_READ, nbytes)))
+    for at in range(0, nbytes, _READ):
+        part = buffer[: min(_READ, nbytes - at)]
+        store.read_into(file, at, [part])
+        yield at, part
+
 
 _NAMED = 5  # damaged chunks or blocks of a file that are named
 _HINT = "restore it from another copy of the checkpoint; nothing is committed at the destination"
@@ -78,8 +144,8 @@ def items(source: Universal) -> list[Item]:
         MissingData: a packed file is not there, or many shards are not.
     """
     m = source.manifest
-    found: list[Item] = [_File(doc) for doc in (m.objects, m.sidecar, *m.assets.values()) if doc is not None]
-    found += [_Document(file, data, key) for file, data, key in documents(m)]
+    found: list[Item] = [_SmallFile(doc) for doc in (m.objects, m.sidecar, *m.assets.values()) if doc is not None]
+    found += [_ZarrJson(file, data, key) for file, data, key in metadata_documents(m)]
     for key, doc in source.docs.items():
         if doc.path is not None:
             grid = grid_of(doc)
@@ -91,7 +157,7 @@ def items(source: Universal) -> list[Item]:
     return sorted(found, key=lambda item: -item.nbytes)
 
 
-def _packed(source: Universal) -> list[_Packed]:
+def _packed(source: Universal) -> list[_PackedFile]:
     sidecar, keys = source.sidecar(), list(source.docs)
     blocks: dict[str, list[tuple[Key, Block]]] = {file: [] for file in sidecar.files}
     for file, tensor, block in blocks_of(sidecar):
@@ -99,13 +165,13 @@ def _packed(source: Universal) -> list[_Packed]:
     c = sidecar.columns
     bare = {sidecar.files[n] for n in set(c.file[(c.block_offset == NO_BLOCK) & ~sidecar.tiled].tolist())}
 
-    def made(file: str) -> _Packed:
+    def made(file: str) -> _PackedFile:
         try:
             size = source.store.info(file).size
         except NotFound as error:
             names = _names([key for key, _ in blocks[file]])
             raise MissingData(f"{error.message}{names}", hint=_HINT) from error
-        return _Packed(file, size, tuple(blocks[file]), file not in bare)
+        return _PackedFile(file, size, tuple(blocks[file]), file not in bare)
 
     return map_io(made, sidecar.files)
 
@@ -140,7 +206,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _SmallFile:
     """A file whose digest the manifest has."""
 
     doc: FileDoc
@@ -170,7 +236,7 @@ class _File:
 
 
 @dataclass(frozen=True, slots=True)
-class _Packed:
+class _PackedFile:
     """A file of extents, which has checksums for blocks; `covered` says whether for all extents."""
 
     file: str
@@ -189,13 +255,13 @@ class _Packed:
         return b"" if self.covered and not self._damaged(dst, None) else None
 
     def _damaged(self, store: Store, out: Writer | None) -> list[tuple[Key, Block]]:
-        sums = Sums(self.file, self.blocks)
+        sums = BlockChecker(self.file, self.blocks)
         read_through(store, self.file, self.nbytes, sums.take, out)
         return sums.damaged()
 
 
 @dataclass(frozen=True, slots=True)
-class _Document:
+class _ZarrJson:
     """A `zarr.json`, of an array or of a group."""
 
     file: str

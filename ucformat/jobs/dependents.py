@@ -17,10 +17,9 @@ from pydantic import ValidationError
 
 from ucformat.catalog.stamp import make_stamp
 from ucformat.errors import Conflict, NotFound, Refused, UcformatError
+from ucformat.format.attempts import KINDS, replacing_attempts
 from ucformat.format.commit import read_manifest
 from ucformat.format.mounted import is_below
-from ucformat.format.ownership import KINDS
-from ucformat.format.records import replacing_attempts
 from ucformat.format.universal import Universal
 from ucformat.schema.documents import NEEDED_BY, TOMBSTONE, NeededByDoc
 from ucformat.settings import allowed_roots, load_settings

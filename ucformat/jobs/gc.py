@@ -1,7 +1,7 @@
 """Frees storage: purges deleted checkpoints whose grace is over, and attempts that nobody committed.
 
 Nothing is deleted but the files of attempts that a manifest, attempt record or tombstone names, in folders that are
-provably theirs (`format.ownership`), and what we keep beside them. A tombstone is put before the manifest
+provably theirs (`format.attempts`), and what we keep beside them. A tombstone is put before the manifest
 goes, and goes last, so that one who is stopped at any instant leaves either a checkpoint, or a tombstone from which the
 next `collect` goes on.
 """
@@ -19,12 +19,12 @@ from ucformat.catalog.deletion import begin_purge, end_purge, places_of, stop_pu
 from ucformat.catalog.refs import Ref, resolve
 from ucformat.catalog.stamp import GRACE, make_stamp
 from ucformat.errors import Conflict, IntegrityError, NotFound, UcformatError
+from ucformat.format.attempts import attempt_of, folders_of, is_inside_attempt, names_below, record_key, refuse_others
 from ucformat.format.commit import MANIFEST, abandon, standing
-from ucformat.format.ownership import attempt_of, folders_of, is_inside_attempt, names_below, record_key, refuse_others
-from ucformat.jobs.absence import check_listed, check_removed, is_empty
 from ucformat.jobs.documents import read_document
-from ucformat.jobs.faults import naming
-from ucformat.jobs.removal import bury, lone_document, read_tombstone, remove, remove_lone_document
+from ucformat.jobs.listing import check_listed, check_removed, is_empty
+from ucformat.jobs.removal import bury, orphaned_document, read_tombstone, remove, remove_orphaned_document
+from ucformat.jobs.run import naming_place
 from ucformat.schema.documents import CATALOG_DOCUMENT, TOMBSTONE
 from ucformat.schema.manifest import AttemptDoc
 from ucformat.storage.base import exists
@@ -111,7 +111,7 @@ def collect(
     purged = []
     for done, checkpoint in enumerate(ids, 1):
         try:
-            with naming(checkpoint):
+            with naming_place(checkpoint):
                 if purge(catalog, checkpoint):
                     purged.append(checkpoint)
         except UcformatError as error:
@@ -120,7 +120,7 @@ def collect(
             progress(done, len(ids) + len(leftovers))
     for done, left in enumerate(leftovers, len(ids) + 1):
         try:
-            with naming(left.url):
+            with naming_place(left.url):
                 _remove_leftover(left, before, grace)
         except UcformatError as error:
             failures.append(f"{left.url}: {error.message}")
@@ -142,7 +142,7 @@ def consult(catalog: Catalog, ids: Sequence[str]) -> dict[str, str]:
     for checkpoint in ids:
         for url in _places(catalog, checkpoint)[1]:
             try:
-                with naming(url):
+                with naming_place(url):
                     _consult(catalog, checkpoint, url)
             except UcformatError as error:
                 unclear[checkpoint] = f"{checkpoint}: others may need it: {error.message}"
@@ -201,7 +201,7 @@ def _leftovers(
     for root, attempts in homes.items():
         home = open_store(f"{store.url}/{root}" if root else store.url)
         try:
-            with naming(home.url):
+            with naming_place(home.url):
                 found = () if _is_of_another(store, root, committed) else _left_at(home, attempts, before, resumed)
         except UcformatError as error:
             failures.append(f"{home.url}: {error.message}")
@@ -305,7 +305,7 @@ def _grave(store: Store, tombstone: TombstoneDoc, before: datetime) -> Leftover 
 def _alone(store: Store, before: datetime) -> Leftover | None:
     """The document of a catalog, if it was written before this time and is all that a place has."""
     with suppress(IntegrityError):  # none of ours
-        if lone_document(store) is not None:
+        if orphaned_document(store) is not None:
             info = store.info(CATALOG_DOCUMENT)
             if info.modified is not None and info.modified <= before.timestamp():
                 return Leftover(store.url, None, info.size, datetime.fromtimestamp(info.modified, UTC))
@@ -317,7 +317,7 @@ def _remove_leftover(left: Leftover, before: datetime, grace: timedelta) -> None
     store = open_store(left.url)
     if left.attempt is None:
         if _alone(store, before) is not None:
-            remove_lone_document(store)
+            remove_orphaned_document(store)
         return
     tombstone, manifest = read_tombstone(store), standing(store)
     if tombstone is not None and manifest is None and tombstone.attempt == left.attempt:

@@ -1,25 +1,32 @@
-"""What tells that the files of a checkpoint are those that were read: a hash of all that their listing says of them.
+"""What the listing of a place proves: that files are unchanged, or that they are gone.
 
-Trusted are sizes, inodes, times of modification and of change of local files (the last cannot be set), and etags or
-versions of objects; of a universal checkpoint also the manifest's content. Not trusted is a place that tells none of
-these, and a file that was changed so lately that a further change could have the same time.
+Files are those that were read if a hash of their listing is the same. Trusted are sizes, inodes, times of modification
+and of change of local files (the last cannot be set), and etags or versions of objects; of a universal checkpoint also
+the manifest's content. Not trusted is a place that tells none of these, and a file that was changed so lately that a
+further change could have the same time.
+
+An object that is not listed is not there. A local folder that is absent or empty looks the same whether its files were
+removed or its disk is not mounted: if the folder above it holds anything else, the disk is there.
 """
 
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucformat._version import __version__
-from ucformat.errors import UcformatError
+from ucformat.errors import NotFound, UcformatError
 from ucformat.format.commit import MANIFEST
+from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from ucformat.catalog.catalog import Catalog
     from ucformat.storage.base import Info, Store
 
-__all__ = ["listing_hashes"]
+__all__ = ["check_listed", "check_removed", "is_empty", "listing_hashes"]
 
 _FINE, _COARSE = 0.1, 2.0  # seconds within which a file may change twice at one time: of fine clocks, of full seconds
 
@@ -33,7 +40,7 @@ def listing_hashes(store: Store, folders: Sequence[str], infos: Iterable[Info], 
         infos: all files below the root of the store.
         begun: when these began to be listed, in seconds since 1970.
     """
-    below: dict[str, list[Info]] = {folder: [] for folder in _alone(folders)}
+    below: dict[str, list[Info]] = {folder: [] for folder in _without_nested(folders)}
     for info in infos:
         for above in _above(info.key):
             if above in below:
@@ -43,7 +50,7 @@ def listing_hashes(store: Store, folders: Sequence[str], infos: Iterable[Info], 
     return {folder: said for folder, said in found.items() if said is not None}
 
 
-def _alone(folders: Sequence[str]) -> set[str]:
+def _without_nested(folders: Sequence[str]) -> set[str]:
     """The folders that have none of the others inside, and are inside of none."""
     chosen = set(folders)
     nested = {f: [a for a in _above(f) if a in chosen] for f in folders}
@@ -77,3 +84,47 @@ def _is_settled(info: Info, begun: float) -> bool:
         return False
     latest = max(info.modified or 0.0, (info.changed or 0) / 1e9)
     return latest < begun - (_COARSE if latest == int(latest) else _FINE)
+
+
+def is_empty(store: Store) -> bool:
+    """Whether a place lists nothing."""
+    try:
+        return next(iter(store.list()), None) is None
+    except NotFound:  # a bucket that is gone
+        return True
+
+
+def check_listed(store: Store, catalog: Catalog) -> None:
+    """Refuse to take a place that lists nothing for empty, if the catalog knows checkpoints there or it is absent.
+
+    Raises:
+        NotFound: it may be a disk that is not mounted.
+    """
+    known = len(catalog.places(store.url))
+    absent = isinstance(store, LocalStore) and not Path(store.url).is_dir()
+    if known or absent:
+        knows = f", and the catalog knows {known} checkpoint{'s' * (known != 1)} there" if known else ""
+        raise NotFound(
+            f"{store.url} {'does not exist' if absent else 'is empty'}{knows}: is its disk not mounted?",
+            hint=f"mount it; or, if all is gone for good: ucp reindex {store.url} --forget",
+        )
+
+
+def check_removed(store: Store, *, begun: bool) -> None:
+    """Refuse to take a place that holds nothing for one that was removed, unless the folder above it is there.
+
+    Args:
+        store: the place.
+        begun: its removal was begun before, so that the folder above may be empty by now.
+
+    Raises:
+        NotFound: it may be on a disk that is not mounted.
+    """
+    if not isinstance(store, LocalStore):
+        return
+    above = Path(store.url).parent
+    if not above.is_dir() or not (begun or any(p.name != Path(store.url).name for p in above.iterdir())):
+        raise NotFound(
+            f"there is nothing at {store.url}, nor beside it: is its disk not mounted?",
+            hint=f"mount it; or, if it is gone for good: ucp reindex {store.url} --forget",
+        )

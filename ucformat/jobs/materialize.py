@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import ChecksumError, Conflict, Refused, UcformatError
+from ucformat.format.attempts import record_key
 from ucformat.format.commit import abandon, begin, commit, read_manifest, settle
-from ucformat.format.ownership import record_key
 from ucformat.format.universal import Universal
 from ucformat.jobs.convert import How, plan_document, write
 from ucformat.jobs.record import record_commits

@@ -1,4 +1,7 @@
-"""Telling the catalog what happened, without ever failing what happened: it can be told again by `ucp reindex`."""
+"""What is recorded of a job: the lineage of what it made, and its outcome in the catalog.
+
+What the catalog cannot record fails no job: `ucp reindex` makes up for it.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,22 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ucformat._version import __version__
+from ucformat.checkpoint import Checkpoint
 from ucformat.errors import NotFound
+from ucformat.format.universal import Universal
+from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.schema.manifest import LineageDoc
+from ucformat.views.viewed import Viewed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from ucformat.catalog.catalog import Catalog
-    from ucformat.checkpoint import Checkpoint
-    from ucformat.jobs.report import Report
+    from ucformat.geometry.tensor import Key
+    from ucformat.jobs.run import Report
     from ucformat.schema.manifest import Manifest
 
-__all__ = ["contradiction", "record_commit", "record_commits", "record_verification"]
+__all__ = ["contradiction", "lineage_from", "lineage_to", "record_commit", "record_commits", "record_verification"]
 
 _log = logging.getLogger("ucformat")
 
@@ -79,3 +87,39 @@ def _tell(tell: Callable[[Catalog], object], failed: str, remedy: str) -> None:
             tell(catalog)
     except Exception as error:  # noqa: BLE001 - what happened has happened, whatever the catalog says
         _log.warning("%s: %s; %s", failed, getattr(error, "message", error), remedy)
+
+
+def lineage_to(source: Checkpoint, kind: str) -> LineageDoc:
+    """The edge of lineage from what is made of a checkpoint to it.
+
+    Args:
+        source: the checkpoint, perhaps through a view.
+        kind: what it is to the new one, as in `LineageDoc.kind`.
+    """
+    commits = source.origin.manifest.known_commits if isinstance(source.origin, Universal) else None
+    about = {"url": source.home, "id": Checkpoint(source.origin).id, "engine": dict(source.facts.engine)}
+    return LineageDoc.model_validate({"kind": kind, "commits": commits, **about})
+
+
+def lineage_from(source: Checkpoint, keys: Iterable[Key]) -> tuple[LineageDoc, ...]:
+    """An `average` where a step of a view takes means, a `quantize` where one casts to fewer bytes, else a `convert`.
+
+    What only has other names, shapes or a wider dtype still has every value, and is a conversion. So is a mean that the
+    checkpoint itself asks for (DeepSpeed's `parameter_to_average_patterns`): that is how it is read.
+
+    Args:
+        source: what is converted, perhaps through a view.
+        keys: the tensors that are taken; a step whose tensors are left out says nothing.
+    """
+    kinds = set()
+    if isinstance(source.source, Viewed):
+        for key in keys:
+            for file, said in source.source.computed(key):
+                formula = file.formula
+                if said and formula.operation == "mean" and len(formula.inputs) > 1:
+                    kinds.add("average")
+                if formula.operation == "cast" and any(
+                    ITEMSIZE[formula.info.dtype] < ITEMSIZE[view.info.dtype] for view in formula.inputs
+                ):
+                    kinds.add("quantize")
+    return tuple(lineage_to(source, kind) for kind in sorted(kinds) or ("convert",))

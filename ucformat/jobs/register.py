@@ -16,10 +16,9 @@ from ucformat.catalog.stamp import now
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import NotACheckpoint, NotFound, UcformatError, UsageError
 from ucformat.format.commit import MANIFEST
-from ucformat.jobs.absence import check_listed, is_empty
 from ucformat.jobs.documents import find_document, write_documents
-from ucformat.jobs.faults import naming
-from ucformat.jobs.listing import listing_hashes
+from ucformat.jobs.listing import check_listed, is_empty, listing_hashes
+from ucformat.jobs.run import naming_place
 from ucformat.schema.documents import TOMBSTONE
 from ucformat.sources import SOURCES
 from ucformat.sources.configuration import with_config
@@ -69,7 +68,7 @@ class Reindexed(Registered):
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _OpenedCheckpoint:
     url: str
     kind: str
     manifest: Manifest
@@ -79,7 +78,7 @@ class _Found:
 
 
 #: A place, what it holds or why that cannot be told, and how many are left.
-_Opened = tuple[str, _Found | UcformatError, int]
+_Opened = tuple[str, _OpenedCheckpoint | UcformatError, int]
 
 
 def register(
@@ -215,7 +214,9 @@ def _entries(catalog: Catalog, ids: Sequence[str]) -> tuple[Entry, ...]:
         return tuple(load_ids(c, ids, now()))
 
 
-def _with_config(found: _Found | UcformatError, config: Mapping[str, Any]) -> _Found | UcformatError:
+def _with_config(
+    found: _OpenedCheckpoint | UcformatError, config: Mapping[str, Any]
+) -> _OpenedCheckpoint | UcformatError:
     """What was found, with the configuration that somebody says."""
     if isinstance(found, UcformatError):
         return found
@@ -260,7 +261,7 @@ def _record_all(
             if isinstance(found, UcformatError):
                 raise found
             listing = (listings or {}).get(root) if same_url(root) == same_url(found.url) else None
-            with naming(found.url):
+            with naming_place(found.url):
                 ids.append(_record(catalog, found, how, listing).id)
             present.add(found.url)
         except UcformatError as error:
@@ -346,24 +347,24 @@ def _open_all(roots: Sequence[str], options: Mapping[str, Any] | None) -> Iterat
                 yield root, found, len(roots) - i
 
 
-def _try_open(root: str, options: Mapping[str, Any] | None) -> _Found | UcformatError:
+def _try_open(root: str, options: Mapping[str, Any] | None) -> _OpenedCheckpoint | UcformatError:
     try:
-        with naming(root):
+        with naming_place(root):
             return _open(root, options)
     except UcformatError as error:
         return error
 
 
-def _open(root: str, options: Mapping[str, Any] | None) -> _Found:
+def _open(root: str, options: Mapping[str, Any] | None) -> _OpenedCheckpoint:
     if options and exists(open_store(root), MANIFEST):  # it says all itself
         options = None
     ck = open_checkpoint(root, options=options)
     doc = find_document(open_store(ck.home))
     if ck.kind == "ucformat":
-        return _Found(ck.home, ck.kind, ck.manifest, None, doc, None)
+        return _OpenedCheckpoint(ck.home, ck.kind, ck.manifest, None, doc, None)
     infos = ck.files()
     files = (len(infos), sum(i.size for i in infos))
-    return _Found(ck.home, ck.kind, _described(ck, infos), files, doc, ck.facts.files)
+    return _OpenedCheckpoint(ck.home, ck.kind, _described(ck, infos), files, doc, ck.facts.files)
 
 
 def _described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:
@@ -376,7 +377,7 @@ def _described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:
     return ck.manifest.model_copy(update={"id": ck.id, "created": created})
 
 
-def _record(catalog: Catalog, found: _Found, how: _How, listing: str | None) -> Entry:
+def _record(catalog: Catalog, found: _OpenedCheckpoint, how: _How, listing: str | None) -> Entry:
     about: dict[str, Any] = {"kind": found.kind, "run": how.run, "files": found.files, "said": how.said}
     entry = catalog.record(found.manifest, found.url, listing=listing, **about)
     if found.doc is not None:

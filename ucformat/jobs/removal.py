@@ -18,12 +18,11 @@ from pydantic import ValidationError
 
 from ucformat.catalog.stamp import make_stamp
 from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, Refused, UcformatError
+from ucformat.format.attempts import TRIES, contended, refuse_others
 from ucformat.format.commit import MANIFEST, abandon, read_manifest, standing
-from ucformat.format.ownership import refuse_others
-from ucformat.format.records import TRIES, contended
-from ucformat.jobs.absence import check_removed
 from ucformat.jobs.dependents import dependents_at, forget_dependents
 from ucformat.jobs.documents import read_document
+from ucformat.jobs.listing import check_removed
 from ucformat.schema.documents import CATALOG_DOCUMENT, NEEDED_BY, TOMBSTONE, TombstoneDoc, is_tombstone
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
-__all__ = ["bury", "lone_document", "read_tombstone", "remove", "remove_lone_document"]
+__all__ = ["bury", "orphaned_document", "read_tombstone", "remove", "remove_orphaned_document"]
 
 
 def remove(store: Store, checkpoint: str) -> tuple[str, ...]:
@@ -195,7 +194,7 @@ def bury(store: Store, tombstone: TombstoneDoc) -> None:
     store.sweep()
 
 
-def lone_document(store: Store) -> CatalogDoc | None:
+def orphaned_document(store: Store) -> CatalogDoc | None:
     """The document of a catalog, if it is all that a place has: it was written when its checkpoint had just gone.
 
     Raises:
@@ -204,9 +203,9 @@ def lone_document(store: Store) -> CatalogDoc | None:
     return read_document(store) if _keys(store) == {CATALOG_DOCUMENT} else None
 
 
-def remove_lone_document(store: Store) -> None:
+def remove_orphaned_document(store: Store) -> None:
     """Remove it, as the rest of a purge, unless somebody begins to write a checkpoint at this place."""
-    doc = lone_document(store)
+    doc = orphaned_document(store)
     if doc is None:
         return
     nobody = hashlib.sha256(doc.id.encode()).hexdigest()[:20]  # an attempt that has no files

@@ -1,10 +1,15 @@
-"""Runs idempotent tasks in this process, on threads: reading, writing, hashing and copying release the GIL."""
+"""Running idempotent tasks in threads (reading, writing, hashing and copying release the GIL), and reporting faults."""
 
 from __future__ import annotations
 
 import os
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
+
+from ucformat.errors import ChecksumError, UcformatError
+from ucformat.format.structure import Problem  # noqa: TC001 - of a public dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -12,9 +17,9 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Store
 
-__all__ = ["default_workers", "run", "workers_for"]
+__all__ = ["Report", "default_workers", "naming_place", "run", "workers_for"]
 
-_WAITING = 8
+_MIN_REMOTE_WORKERS = 8
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -27,7 +32,7 @@ def default_workers() -> int:
 
 def workers_for(*stores: Store) -> int:
     """Tasks at once where these stores are read from or written to; those of networks wait most of the time."""
-    return max(default_workers(), _WAITING if any(s.costs.parallel for s in stores) else 0)
+    return max(default_workers(), _MIN_REMOTE_WORKERS if any(s.costs.parallel for s in stores) else 0)
 
 
 def run(function: Callable[[T], R], tasks: Iterable[T], workers: int | None = None) -> Iterator[tuple[T, R]]:
@@ -50,3 +55,47 @@ def run(function: Callable[[T], R], tasks: Iterable[T], workers: int | None = No
                 running[pool.submit(function, task)] = task
             for done in wait(running, return_when=FIRST_COMPLETED).done:
                 yield running.pop(done), done.result()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was verified, and what is wrong with it; true where nothing is.
+
+    `bytes_verified` were compared with a checksum; of `bytes_unverified` it is only known that they are there. In the
+    places `unprotected` lie files of a virtual checkpoint, and nothing there says that they are needed.
+    """
+
+    url: str
+    kind: str
+    tensors: int
+    bytes_verified: int
+    bytes_unverified: int
+    problems: tuple[Problem, ...]
+    unprotected: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return not self.problems
+
+    def raise_if_damaged(self) -> None:
+        """ChecksumError that names every problem, if there is one."""
+        if self.problems:
+            raise ChecksumError(
+                f"{self.url} is damaged:\n  " + "\n  ".join(map(str, self.problems)),
+                hint="restore these files from another copy of the checkpoint",
+            )
+
+
+@contextmanager
+def naming_place(place: str) -> Iterator[None]:
+    """Turn what nobody thought of into an error that names the place whose files brought it out."""
+    try:
+        yield
+    except UcformatError:
+        raise
+    except MemoryError as error:
+        raise UcformatError(f"{place}: out of memory", hint="do this where there is more of it") from error
+    except Exception as error:
+        raise UcformatError(
+            f"{place} makes ucformat fail: {type(error).__name__}: {error}",
+            hint="that is a fault of ucformat's: please report it, with the small files of that place",
+        ) from error

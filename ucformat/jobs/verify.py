@@ -10,22 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import CoverageError, Inconsistent, IntegrityError, NotFound, Refused, UcformatError
-from ucformat.format.arrays import documents
-from ucformat.format.blocks import ALIGNED, is_whole
+from ucformat.format.arrays import metadata_documents, shard_key
+from ucformat.format.audit import unequal_replicas
 from ucformat.format.commit import MANIFEST
 from ucformat.format.digest import file_digest, tensor_digest
-from ucformat.format.extents import coverage_problem
-from ucformat.format.extents import problems as structural
+from ucformat.format.extents import ALIGNMENT, coverage_problem, is_whole
+from ucformat.format.extents import consistency_problems as structural
 from ucformat.format.shard import check_shard
 from ucformat.format.structure import MOUNT, Problem
 from ucformat.format.universal import Universal, grid_of
-from ucformat.format.zarr_json import shard_key
 from ucformat.geometry.tensor import Key, TensorInfo, single_extents
 from ucformat.jobs.dependents import unprotected
 from ucformat.jobs.record import contradiction, record_verification
-from ucformat.jobs.replicas import unequal_replicas
-from ucformat.jobs.report import Report
-from ucformat.jobs.run import run, workers_for
+from ucformat.jobs.run import Report, run, workers_for
 from ucformat.references import open_reference
 from ucformat.schema.dtypes import ITEMSIZE
 
@@ -126,7 +123,7 @@ def _universal(source: Universal) -> Iterator[_Check]:
     files = [*manifest.assets.values(), *(f for f in (manifest.objects, manifest.sidecar) if f is not None)]
     for doc in files:
         yield _Check(None, (), doc.nbytes, 0, lambda d=doc: (b"", _file(source, d)))  # type: ignore[misc]
-    for file, data, key in documents(manifest):
+    for file, data, key in metadata_documents(manifest):
         yield _Check(None, (), len(data), 0, lambda f=file, d=data, k=key: (b"", document_problems(store, f, d, k)))  # type: ignore[misc]
     wrong, sidecar = _structure(source)
     yield _Check(None, (), 0, 0, lambda: (b"", wrong))
@@ -176,7 +173,7 @@ def _between(store: Store, file: str, held: list[tuple[int, int]]) -> list[Probl
     try:
         size, end = store.info(file).size, 0
         for start, stop in [*sorted(held), (size, size)]:
-            if 0 < min(start, size) - end < ALIGNED and any(store.read(file, end, start - end)):
+            if 0 < min(start, size) - end < ALIGNMENT and any(store.read(file, end, start - end)):
                 return [Problem(file, f"bytes between {end} and {start}, which only align, are not zero")]
             end = max(end, stop)
     except NotFound:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ucformat.errors import Refused
 from ucformat.format.arrays import put_file
 from ucformat.format.digest import file_digest
-from ucformat.format.mounted import MOUNT, MountedStore, mounted
+from ucformat.format.mounted import MOUNT, MountedStore, mounted_key
 from ucformat.format.sidecar import encode
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import single_extents
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from ucformat.jobs.dependents import Home
     from ucformat.storage.base import Store
 
-__all__ = ["Placed", "place_all", "put_sidecar"]
+__all__ = ["VirtualExtents", "place_all", "put_sidecar"]
 
 _THREADS = 8
 
 
 @dataclass(frozen=True)
-class Placed:
+class VirtualExtents:
     """Where the bytes of tensors lie: the extents of each, and the files that these are in."""
 
     infos: Sequence[TensorInfo]
     extents: list[list[Extent]]
-    places: _Places
+    places: _SourceFiles
 
     @cached_property
     def homes(self) -> tuple[Home, ...]:
@@ -49,26 +49,26 @@ class Placed:
         return find_homes(self.places.origin)
 
 
-def place_all(source: Checkpoint, infos: Sequence[TensorInfo]) -> Placed:
+def place_all(source: Checkpoint, infos: Sequence[TensorInfo]) -> VirtualExtents:
     """Find where the bytes of these tensors lie.
 
     Raises:
         Refused: a tensor has no bytes of its own in a file: it is compressed, or computed.
     """
-    places = _Places(source.source.store)
+    places = _SourceFiles(source.source.store)
     extents = []
     for info in infos:
         found = [places.place(info, extent) for extent in single_extents(source.source.extents(info.key))]
         prove(info, [(e.file, e.box) for e in found])
         extents.append(found)
-    return Placed(infos, extents, places)
+    return VirtualExtents(infos, extents, places)
 
 
 def put_sidecar(
     source: Checkpoint,
     store: Store,
     attempt: Attempt,
-    placed: Placed,
+    placed: VirtualExtents,
     *,
     checksums: bool,
     unprotected: bool,
@@ -97,7 +97,7 @@ def put_sidecar(
 
 
 def _sources(
-    places: _Places, progress: Callable[[int, int], None] | None, *, checksums: bool
+    places: _SourceFiles, progress: Callable[[int, int], None] | None, *, checksums: bool
 ) -> tuple[SourceFileDoc, ...]:
     """The files as they are now."""
     infos = [store.info(key) for store, key in places.origin]
@@ -117,7 +117,7 @@ def _sources(
     )
 
 
-class _Places:
+class _SourceFiles:
     """The files in which a checkpoint's bytes really lie, and what they are called in a virtual one."""
 
     def __init__(self, store: Store) -> None:
@@ -145,4 +145,4 @@ class _Places:
         if store.url not in self.roots:
             self.roots.append(store.url)
         self.origin.append((store, key))
-        return mounted(self.roots.index(store.url), key)
+        return mounted_key(self.roots.index(store.url), key)

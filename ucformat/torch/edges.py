@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucformat.jobs.edges import edge_to
+from ucformat.jobs.record import lineage_to
 from ucformat.torch.match import PARAMETER
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def edge_of(ck: Checkpoint, now: Mapping[str, Any], *, continues: bool) -> Linea
     else:  # by an engine's own files
         other = any(before[k] != now.get(k, _unsaid(k, now)) for k in before.keys() & {*_DEGREES, "dp"})
     kind = ("reshard" if other else "resume") if continues else "finetune"
-    return edge_to(ck, kind)
+    return lineage_to(ck, kind)
 
 
 def _unsaid(degree: str, now: Mapping[str, Any]) -> int:

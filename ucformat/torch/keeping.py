@@ -28,8 +28,8 @@ from ucformat.errors import (
     UsageError,
 )
 from ucformat.format.commit import MANIFEST
+from ucformat.jobs.documents import protections_of
 from ucformat.jobs.gc import consult, purge  # `collect`, but of nothing that is not ours
-from ucformat.jobs.protecting import protections_of
 from ucformat.jobs.register import register
 from ucformat.jobs.removal import read_tombstone, remove
 from ucformat.schema.policy import Last, Policy

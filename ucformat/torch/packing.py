@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ucformat.format.blocks import ALIGNED
+from ucformat.format.chunking import CHECKSUM_BYTES, Tiling, tile_shape
+from ucformat.format.extents import ALIGNMENT
 from ucformat.format.sidecar import NO_BLOCK, PLACED, Columns, encode_columns
-from ucformat.format.tiling import CHECKSUM_BYTES, Tiling, tile_shape
 from ucformat.geometry.box import row_major
 from ucformat.reading.execute import checksum, place_checksum
 from ucformat.storage.upload import unit_for
@@ -40,9 +40,9 @@ def write_packed(
     tilings = [Tiling(r.box, tile_shape(i.shape, i.itemsize), i.itemsize) for r, i in regions]
     copied = np.empty(0, np.uint8)
     end = 0
-    with store.create(key, unit_for(sum(t.nbytes + ALIGNED for t in tilings))) as out:
+    with store.create(key, unit_for(sum(t.nbytes + ALIGNMENT for t in tilings))) as out:
         for (region, _), tiling in zip(regions, tilings, strict=True):
-            if gap := -end % ALIGNED:
+            if gap := -end % ALIGNMENT:
                 out.write(bytes(gap))
                 end += gap
             for box in tiling.boxes():
@@ -77,7 +77,7 @@ def sidecar_of(
         end = 0
         for claim, piece in mine:
             info, box = claims[rank][claim].info, claims[rank][claim].boxes[piece]
-            end += -end % ALIGNED
+            end += -end % ALIGNMENT
             tiling = Tiling(box, tile_shape(info.shape, info.itemsize), info.itemsize)
             if box.size:
                 found.append((number[info.key], rank, end, tiling))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ucformat.format.arrays import shard_key
 from ucformat.format.shard import write_shard
-from ucformat.format.zarr_json import shard_key
 from ucformat.geometry.box import Box, row_major
 from ucformat.torch.fragments import Region, copy_common, dense_region
 

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Literal
 
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import IntegrityError, MissingData, NotFound, UpgradeNeeded
-from ucformat.format.arrays import documents
-from ucformat.format.blocks import is_whole
+from ucformat.format.arrays import metadata_documents, shard_key
 from ucformat.format.commit import MANIFEST
+from ucformat.format.extents import is_whole
 from ucformat.format.universal import Universal, grid_of
-from ucformat.format.zarr_json import shard_key
 from ucformat.geometry.tensor import Key, single_extents
-from ucformat.jobs.report import Report
-from ucformat.jobs.run import run
+from ucformat.jobs.run import Report, run
 from ucformat.jobs.verify import Problem, damaged_block, document_problems, verify_shard, wrong_digests
 from ucformat.torch.wire import message
 
@@ -117,7 +115,7 @@ def _full(source: Universal) -> Iterator[_Task]:
     """Everything, by shards, and by tensors where they are not arrays."""
     for doc in source.manifest.assets.values():
         yield _Task(doc.nbytes, lambda d=doc: (_reading(d.path, lambda: source.read_file(d)), b""))  # type: ignore[misc]
-    for file, data, owner in documents(source.manifest):
+    for file, data, owner in metadata_documents(source.manifest):
         yield _Task(
             len(data),
             lambda f=file, d=data, k=owner: (document_problems(source.store, f, d, k), b""),  # type: ignore[misc]

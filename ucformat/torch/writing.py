@@ -16,7 +16,7 @@ from ucformat.errors import Uncertain, UsageError
 from ucformat.format.arrays import array_doc, grid_doc, put_array, put_file, put_groups
 from ucformat.format.commit import commit, discard, new_id
 from ucformat.format.digest import bytes_digest
-from ucformat.format.places import group_doc
+from ucformat.format.universal import group_doc
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.readable import Place, path_to_json
 from ucformat.schema.manifest import MOST_COMMITS, GroupDoc, LineageDoc, Manifest, SidecarDoc, TensorDoc, WriterDoc

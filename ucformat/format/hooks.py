@@ -1,7 +1,4 @@
-"""Who is asked before a checkpoint is replaced, and told when an attempt is gone.
-
-Apart from the commit, so that subscribing loads none of it.
-"""
+"""Callbacks of commits, apart from these so that subscribing loads nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares the bytes of a source with the checksums that its files carry, while they pass on their way.
+"""Compares the bytes of a source with the checksums that its files carry, while they are read; and replicas of means.
 
 A record is read piece by piece, in any order, by several threads. The CRC of each piece is made when it passes, counted
 once, and put together with the others'; a record is equal only when every byte of it has passed. What is left in the
@@ -11,34 +11,44 @@ from __future__ import annotations
 import threading
 import zlib
 from bisect import bisect_right, insort
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ucformat.errors import ChecksumError
-from ucformat.format.combine import CRC32, CRC32C
+from ucformat.format.digest import CRC32_SHIFT, CRC32C_SHIFT
 from ucformat.format.universal import Universal
 from ucformat.geometry.tensor import Extent, Tiles, single_extents
+from ucformat.jobs.run import run, workers_for
 from ucformat.reading.execute import checksum, place_checksum
+from ucformat.reading.read import read_flat
 from ucformat.schema.manifest import VerifiedDoc
+from ucformat.sources.values import to_json
 from ucformat.sources.zarr.values import is_checked
-from ucformat.views.viewed import inputs_of
+from ucformat.storage.watched import find_watched
+from ucformat.views.viewed import Viewed, inputs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+    from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Block, Key, TensorInfo
     from ucformat.reading.readable import Readable, Record
     from ucformat.sources.base import OpenSource
+    from ucformat.storage.base import Store
+    from ucformat.views.viewed import ComputedFile
 
-__all__ = ["Passing"]
+__all__ = ["StreamVerifier", "spread_of", "verifying"]
 
 _READ = 4 << 20  # bytes that are read at once of what is left
 _NAMED = 5  # of the tensors in a damaged record, so many are named
 _RESIDUE = checksum(bytes(4))  # the CRC-32C of any bytes followed by their own
 
 
-class _Sum:
+class _StreamSum:
     """What has passed of the bytes under one checksum."""
 
     __slots__ = ("crc", "expected", "file", "left", "shift", "start", "stop", "value", "waits", "what")
@@ -46,7 +56,7 @@ class _Sum:
     def __init__(self, file: str, what: str, start: int, nbytes: int, expected: int, *, castagnoli: bool) -> None:
         self.file, self.what, self.start, self.stop, self.expected = file, what, start, start + nbytes, expected
         self.crc: Callable[[memoryview], int] = checksum if castagnoli else zlib.crc32
-        self.shift = CRC32C if castagnoli else CRC32
+        self.shift = CRC32C_SHIFT if castagnoli else CRC32_SHIFT
         self.left = [(self.start, self.stop)]  # what has not passed yet, in order
         self.value, self.waits = 0, nbytes
 
@@ -72,7 +82,7 @@ class _Sum:
         return mine
 
 
-class Passing:
+class StreamVerifier:
     """The checksums of one source's files; `see` is told of all bytes that are read of them.
 
     The files in `compared` were compared as wholes before.
@@ -82,8 +92,8 @@ class Passing:
         self._source, self._origin, self._compared = source, origin, compared
         self._lock = threading.Lock()
         self._records: dict[str, tuple[list[int], list[Record]]] = {}
-        self._of_records: dict[tuple[str, int], _Sum] = {}
-        self._blocks: dict[str, list[tuple[int, int, _Sum]]] = {}
+        self._of_records: dict[tuple[str, int], _StreamSum] = {}
+        self._blocks: dict[str, list[tuple[int, int, _StreamSum]]] = {}
         self._longest: dict[str, int] = {}
         self._computed: dict[str, bool] = {}  # file -> whether all it is made of carries checksums
         self._bare: set[Key] = set()  # tensors of which some bytes are under no checksum
@@ -162,7 +172,7 @@ class Passing:
         nbytes = block.nbytes + (4 if block.crc32c is None else 0)
         expected = _RESIDUE if block.crc32c is None else block.crc32c
         if block.placed:
-            expected ^= CRC32C(place_checksum(file, block.offset), nbytes)
+            expected ^= CRC32C_SHIFT(place_checksum(file, block.offset), nbytes)
         if not block.nbytes:
             return
         with self._lock:
@@ -171,7 +181,7 @@ class Passing:
             if at and known[at - 1][:2] == (block.offset, nbytes):
                 return
             what = f"crc32c differs (block at byte {block.offset})"
-            one = _Sum(file, what, block.offset, nbytes, expected, castagnoli=True)
+            one = _StreamSum(file, what, block.offset, nbytes, expected, castagnoli=True)
             insort(known, (block.offset, nbytes, one), key=lambda k: k[:2])
             self._longest[file] = max(self._longest.get(file, 0), nbytes)
 
@@ -206,7 +216,7 @@ class Passing:
             if done and one.value != one.expected:
                 raise self._damaged(one)
 
-    def _in_records(self, file: str, at: int, stop: int) -> list[_Sum]:
+    def _in_records(self, file: str, at: int, stop: int) -> list[_StreamSum]:
         if file not in self._records:
             return []
         near, records = self._records[file]
@@ -220,13 +230,13 @@ class Passing:
                 assert r.crc32 is not None  # noqa: S101 - others are left out
                 what = f"the CRC-32 of its record {r.name} differs"
                 one = self._of_records.setdefault(
-                    (file, n), _Sum(file, what, r.offset(), r.nbytes, r.crc32, castagnoli=False)
+                    (file, n), _StreamSum(file, what, r.offset(), r.nbytes, r.crc32, castagnoli=False)
                 )
             if one.start < stop and at < one.stop:
                 found.append(one)
         return found
 
-    def _in_blocks(self, file: str, at: int, stop: int) -> list[_Sum]:
+    def _in_blocks(self, file: str, at: int, stop: int) -> list[_StreamSum]:
         if file not in self._blocks:
             return []
         with self._lock:
@@ -237,12 +247,12 @@ class Passing:
 
     # --- the end
 
-    def unfinished(self) -> list[_Sum]:
+    def unfinished(self) -> list[_StreamSum]:
         """What was begun, and of which bytes have not passed."""
         sums = [*self._of_records.values(), *(one for known in self._blocks.values() for *_, one in known)]
         return [one for one in sums if one.begun and one.waits]
 
-    def finish(self, one: _Sum) -> None:
+    def finish(self, one: _StreamSum) -> None:
         """Read what is left of it."""
         buffer = memoryview(bytearray(min(_READ, one.waits)))
         for a, b in list(one.left):
@@ -259,7 +269,7 @@ class Passing:
         but = bare if default else [i.key for i in infos if i.key not in self._bare]
         return VerifiedDoc(default=default, but=tuple((k.name, k.state) for k in but), besides=self._besides)
 
-    def _damaged(self, one: _Sum) -> ChecksumError:
+    def _damaged(self, one: _StreamSum) -> ChecksumError:
         held = list(self._tensors_in(one))
         more = f" and {len(held) - _NAMED} more" if len(held) > _NAMED else ""
         named = f"; it holds {', '.join(map(str, held[:_NAMED]))}{more}" if held else ""
@@ -269,7 +279,7 @@ class Passing:
             "verify=False, takes what is there)",
         )
 
-    def _tensors_in(self, one: _Sum) -> Iterator[Key]:
+    def _tensors_in(self, one: _StreamSum) -> Iterator[Key]:
         facts = self._origin.facts
         for info in facts.roster.tensors:
             for key in facts.means.get(info.key, (info.key,)):
@@ -277,6 +287,32 @@ class Passing:
                     if e.file == one.file and e.box.size and e.offset < one.stop and e.last + info.itemsize > one.start:
                         yield info.key
                         break
+
+
+@contextmanager
+def verifying(
+    source: Checkpoint, compared: Collection[str] = (), *, on: bool, workers: int | None
+) -> Iterator[StreamVerifier | None]:
+    """Compare what is read of a checkpoint inside the block with the checksums that its files carry.
+
+    Args:
+        source: the checkpoint.
+        compared: files that were compared as wholes before.
+        on: whether to compare; without, and where nothing watches the files, there is no verifier.
+        workers: checksums completed at once in the end (default: as `workers_for`).
+
+    Raises:
+        ChecksumError: a file is damaged.
+    """
+    watching = find_watched(source.store)
+    if not on or watching is None:
+        yield None
+        return
+    verifier = StreamVerifier(source.source, source.origin, compared)
+    with watching.tapped(verifier.see):
+        yield verifier
+        for _ in run(verifier.finish, verifier.unfinished(), workers or workers_for(source.store)):
+            pass
 
 
 def _fills(extent: Extent, itemsize: int) -> bool:
@@ -296,3 +332,45 @@ def _is_aligned(tiles: Tiles, box: Box) -> bool:
         if (start - first) % chunk or (end % chunk and end != size):
             return False
     return True
+
+
+_ELEMENTS = 1 << 18  # of each contribution, held at once
+
+
+def spread_of(source: Readable, keys: Iterable[Key]) -> dict[str, dict[str, Any]]:
+    """For each of these tensors that is a mean, by name and state: of how many values, and how far they lie apart.
+
+    `max_abs_difference` is the largest that any element has between two of the values. Of a tensor made of several
+    means, or of parts of them, it is the largest of these as wholes. Reads each contribution once, in bounded memory.
+    """
+    out: dict[str, dict[str, Any]] = {}
+    if not isinstance(source, Viewed):
+        return out
+    known: dict[int, float] = {}  # several tensors may be made of one mean
+    for key in keys:
+        files = {id(file): file for file in source.means(key)}
+        for number, file in files.items():
+            if number not in known:
+                known[number] = _difference(source.store, file)
+        if files:
+            largest = float(np.max([known[number] for number in files]))  # NaN where one is
+            values = max(len(file.inputs) for file in files.values())
+            found = {"values": values, "max_abs_difference": to_json(largest)}
+            out.setdefault(key.name, {})[key.state] = found
+    return out
+
+
+def _difference(store: Store, file: ComputedFile) -> float:
+    info, largest = file.formula.info, 0.0
+    for first in range(0, info.size, _ELEMENTS):
+        last = min(first + _ELEMENTS, info.size)
+        least = most = None
+        for view, extents in zip(file.formula.inputs, file.inputs, strict=True):
+            values = read_flat(store, view.info, extents(), first, last).astype(np.float64)
+            least = values if least is None else np.minimum(least, values)
+            most = values if most is None else np.maximum(most, values)
+        if least is not None and most is not None:
+            with np.errstate(invalid="ignore"):  # infinities
+                apart = np.where(least == most, 0.0, most - least)
+            largest = float(np.maximum(largest, apart.max()))
+    return largest

@@ -8,8 +8,8 @@ import pytest
 from crc32c import crc32c
 
 from ucformat.geometry.tensor import Block, Key
-from ucformat.jobs import sums as module
-from ucformat.jobs.sums import Sums, read_through
+from ucformat.jobs import copy_files as module
+from ucformat.jobs.copy_files import BlockChecker, read_through
 from ucformat.storage.memory import MemoryStore
 
 KEY = Key("w", "weight")
@@ -22,7 +22,7 @@ def checked(data: bytes, blocks: list[Block], monkeypatch: pytest.MonkeyPatch, r
     store = MemoryStore("sums")
     with store.create("f") as out:
         out.write(data)
-    sums = Sums(FILE, [(KEY, b) for b in blocks])
+    sums = BlockChecker(FILE, [(KEY, b) for b in blocks])
     with store.create("g") as out:
         read_through(store, "f", len(data), sums.take, out)
     assert store.read("g") == data
