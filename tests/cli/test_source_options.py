@@ -145,13 +145,27 @@ def test_sources_have_the_options_that_their_hints_name() -> None:
         kinds = [file.parent.name] if file.parent.name in known else [file.stem] if file.stem in known else []
         if file.stem == "allowed":
             kinds = [k for k in known if k not in ("orbax", "safetensors", "zarr")]  # which unpickle nothing
-        if file.stem == "cuts" and not kinds:
+        if file.parent.name == "tp_merge":
             kinds = ["deepspeed", "megatron"]
         for option in re.findall(r"option_text\(['\"](\w+)['\"]", file.read_text()):
             assert kinds, f"{file} names the option {option}: of which source is it?"
             assert all(option in known[k] for k in kinds), (file, option)
             named.add(option)
     assert named >= {"layout", "cuts", "groups", "owners", "allow", "optimizer", "vocab", "fill_missing"}
+
+
+def test_an_option_is_written_alike_for_all_sources() -> None:
+    how: dict[str, set[str]] = {}
+    for source in SOURCES:
+        for name, field in options_of(source).items():
+            how.setdefault(name, set()).add(field.metadata["how"])
+            assert len(field.metadata["text"]) > 20
+    assert all(len(kinds) == 1 for kinds in how.values()), how
+
+
+@pytest.mark.parametrize("text", ["fill_missing=yes", "vocab=many"])
+def test_what_an_option_cannot_be(run: Run, place: Path, text: str) -> None:
+    assert f"--source {text}: write" in run("show", place, "--source", text, code=2).stderr
 
 
 def test_the_python_names_them_as_it_takes_them(place: Path, layout: Path) -> None:

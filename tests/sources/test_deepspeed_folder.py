@@ -52,3 +52,9 @@ def test_so_many_tags_are_named_and_the_rest_counted(tmp_path: Path, count: int,
         ucformat.open(tmp_path)
     assert caught.value.message.endswith(end)
     assert caught.value.hint
+
+
+def test_a_file_of_one_rank_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "mp_rank_00_model_states.pt").write_bytes(b"PK\x03\x04")
+    with pytest.raises(NotACheckpoint, match=r"one file of a DeepSpeed checkpoint\n.*open the folder"):
+        ucformat.open(tmp_path / "mp_rank_00_model_states.pt")

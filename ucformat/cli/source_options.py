@@ -12,7 +12,7 @@ from ucformat.errors import UcformatError, UsageError
 from ucformat.settings import local_path
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ucformat.checkpoint import Checkpoint
 
@@ -32,26 +32,41 @@ def _parse(_ctx: click.Context, _param: click.Parameter, given: Sequence[str]) -
 
 
 def _value(key: str, text: str) -> Any:
-    """Files are read, numbers are numbers; the rest is text."""
-    if key == "layout":
-        from ucformat.geometry.layout import Layout
+    """The value of an option as its source takes it; that of an unknown one as text, which opening refuses."""
+    from ucformat.sources import SOURCES
+    from ucformat.sources.base import options_of
 
-        path = local_path(text, absolute=False)
-        return Layout.load(path) if path.suffix or os.path.exists(path) else text  # noqa: PTH110 - never fails
-    if key in ("groups", "owners"):
-        from ucformat.written import read_written
-
-        return read_written(local_path(text, absolute=False), f"file of {key}")
-    if key == "allow":
-        return text.split(",")
-    if key == "cuts":
-        return _cuts(text)
-    if text in ("true", "false"):
-        return text == "true"
-    return int(text) if text.isdecimal() else text
+    known = {name: field.metadata["how"] for source in SOURCES for name, field in options_of(source).items()}
+    return _READERS[known[key]](key, text) if key in known else text
 
 
-def _cuts(text: str) -> dict[str, str]:
+def _layout(_key: str, text: str) -> Any:
+    """A layout out of a file, or the name of a preset."""
+    from ucformat.geometry.layout import Layout
+
+    path = local_path(text, absolute=False)
+    return Layout.load(path) if path.suffix or os.path.exists(path) else text  # noqa: PTH110 - never fails
+
+
+def _document(key: str, text: str) -> Any:
+    from ucformat.written import read_written
+
+    return read_written(local_path(text, absolute=False), f"file of {key}")
+
+
+def _flag(key: str, text: str) -> bool:
+    if text not in ("true", "false"):
+        raise UsageError(f"--source {key}={text}: write {key}=true or {key}=false")
+    return text == "true"
+
+
+def _number(key: str, text: str) -> int:
+    if not text.isdecimal():
+        raise UsageError(f"--source {key}={text}: write a number, for one {key}=50257")
+    return int(text)
+
+
+def _cuts(_key: str, text: str) -> dict[str, str]:
     """PATTERN=HOW, several with commas between."""
     found: dict[str, str] = {}
     for item in text.split(","):
@@ -62,6 +77,17 @@ def _cuts(text: str) -> dict[str, str]:
             )
         found[pattern] = how
     return found
+
+
+#: How the text of an option is read, by `how` in its source's options.
+_READERS: dict[str, Callable[[str, str], Any]] = {
+    "cuts": _cuts,
+    "document": _document,
+    "flag": _flag,
+    "layout": _layout,
+    "names": lambda _key, text: text.split(","),
+    "number": _number,
+}
 
 
 def open_any(ref: str, options: Mapping[str, Any] | None) -> Checkpoint:

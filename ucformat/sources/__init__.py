@@ -6,7 +6,7 @@ import gc
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ucformat.sources.base import with_options
+from ucformat.sources.base import by_precedence, with_options
 from ucformat.sources.bytecheckpoint import ByteCheckpoint
 from ucformat.sources.dcp import Dcp
 from ucformat.sources.deepspeed import DeepSpeed
@@ -25,17 +25,19 @@ if TYPE_CHECKING:
 
 __all__ = ["SOURCES", "open_source", "open_source_file"]
 
-#: The kinds of foreign checkpoint that are known, in the order in which they are tried.
-SOURCES: tuple[Source, ...] = (
-    HuggingFace(),
-    DeepSpeed(),
-    ByteCheckpoint(),  # before Megatron, whose tracker file it has too
-    Megatron(),
-    Dcp(),
-    Orbax(),
-    Zarr(),
-    Safetensors(),
-    TorchSave(),
+#: The kinds of foreign checkpoint that are known; each declares itself which others it comes before.
+SOURCES: tuple[Source, ...] = by_precedence(
+    (
+        ByteCheckpoint(),
+        Dcp(),
+        DeepSpeed(),
+        HuggingFace(),
+        Megatron(),
+        Orbax(),
+        Safetensors(),
+        TorchSave(),
+        Zarr(),
+    )
 )
 
 

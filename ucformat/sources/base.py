@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from dataclasses import Field, dataclass, field, fields
+from graphlib import TopologicalSorter
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
     from ucformat.reading.readable import Facts, Record
     from ucformat.storage.base import Store
 
-__all__ = ["Folders", "OpenSource", "Source", "groups_by_optimizer", "options_of", "with_options"]
+__all__ = [
+    "OpenSource",
+    "PickleOptions",
+    "Source",
+    "SourceOptions",
+    "by_precedence",
+    "groups_by_optimizer",
+    "option",
+    "options_of",
+    "with_options",
+]
 
 
 class OpenSource(Protocol):
@@ -33,62 +45,100 @@ class OpenSource(Protocol):
         """Every record of the checkpoint's files, where these have records with checksums; else none."""
 
 
-class Folders:
-    """What a source of folders alone says of single files."""
+def option(default: Any, how: str, text: str) -> Any:
+    """A field of a source's options.
 
-    def find_file(self, store: Store, key: str) -> bool:  # noqa: ARG002 - see Source
-        """None is one of its checkpoints."""
-        return False
+    Args:
+        default: its value where the caller does not give one.
+        how: how it is written on the command line: `flag`, `number`, `names`, `cuts`, or `layout` or `document` for a
+            file with one.
+        text: what it means, in a sentence.
+    """
+    return field(default=default, metadata={"how": how, "text": text})
 
-    def open_file(self, store: Store, key: str) -> NoReturn:
-        """There is none to open."""
-        raise NotImplementedError(f"{store.url}/{key}")
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions:
+    """What a caller can tell a source that the files do not: none; a source that has options has a subclass."""
 
 
-class Source(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class PickleOptions(SourceOptions):
+    """The option of all that unpickle."""
+
+    allow: tuple[str, ...] = option(
+        (), "names", "packages of your own whose pickled classes become inert stand-ins instead of being refused"
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "allow", tuple(self.allow))
+
+
+class Source(ABC):
     """How one kind of foreign checkpoint is recognised and opened.
 
-    A checkpoint is a folder; of some kinds also a single file (`model.safetensors`), which is opened as a file of the
-    folder that it lies in.
+    A checkpoint is a folder; of some kinds also a single file (`model.safetensors`), which is opened as a file of its
+    folder. The keyword arguments are those of `options_type`.
     """
 
-    kind: str
-    title: str  # as people call it: "PyTorch DCP"
+    kind: ClassVar[str]
+    title: ClassVar[str]  # as people call it: "PyTorch DCP"
+    before: ClassVar[tuple[str, ...]] = ()  # the kinds that may recognise the same place, and must not open it
+    options_type: ClassVar[type[SourceOptions]] = SourceOptions
+    options: Any
 
+    def __init__(self, **options: Any) -> None:
+        self.options = self.options_type(**options)
+
+    @abstractmethod
     def marks(self, name: str) -> bool:
         """Whether a folder with a file of this name is a checkpoint of this kind: how a tree of them is searched."""
 
+    @abstractmethod
     def find(self, store: Store) -> bool:
         """Whether this place looks like a checkpoint of this kind; reads a folder listing and little else."""
 
+    @abstractmethod
     def open(self, store: Store) -> OpenSource:
         """Open it, reading kilobytes of each file."""
 
-    def find_file(self, store: Store, key: str) -> bool:
+    def find_file(self, store: Store, key: str) -> bool:  # noqa: ARG002 - no file is one, unless a source says so
         """Whether this single file looks like a checkpoint of this kind; reads a few bytes of it at most."""
+        return False
 
     def open_file(self, store: Store, key: str) -> OpenSource:
         """Open it; its `facts.folder` is the file's key."""
+        raise NotImplementedError(f"{store.url}/{key}")
 
 
-def options_of(source: Source) -> list[str]:
-    """The names of the options that a kind of source takes."""
-    return [n for n, p in inspect.signature(type(source)).parameters.items() if p.kind is p.KEYWORD_ONLY]
+def by_precedence(sources: Iterable[Source]) -> tuple[Source, ...]:
+    """The sources, each ahead of those that it comes `before`."""
+    kinds = {source.kind: source for source in sources}
+    order: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(kinds, ()))
+    for kind, source in kinds.items():
+        for other in source.before:
+            order.add(other, kind)
+    return tuple(kinds[kind] for kind in order.static_order())
+
+
+def options_of(source: Source) -> dict[str, Field[Any]]:
+    """The options that a kind of source takes, by name."""
+    return {f.name: f for f in fields(source.options)}
 
 
 def with_options(source: Source, options: Mapping[str, Any]) -> Source:
-    """A source of the same kind that is told these options; UsageError where it does not take one."""
+    """A source of the same kind with these options; UsageError where it does not take one."""
     if not options:
         return source
     known = options_of(source)
     for name in options:
         if name not in known:
+            listed = [f"\n    {n}: {f.metadata['text']}" for n, f in known.items()]
             raise UsageError(
                 f"a checkpoint of {source.title} is not opened with the option {name!r}",
-                hint=f"its options are: {', '.join(known)}" if known else "it takes none",
+                hint=f"its options are:{''.join(listed)}" if listed else "it takes none",
             )
-    made: Source = type(source)(**options)
-    return made
+    return type(source)(**options)
 
 
 def groups_by_optimizer(

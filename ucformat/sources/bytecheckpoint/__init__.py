@@ -17,17 +17,11 @@ _ALLOW = ("bytecheckpoint",)
 
 
 class ByteCheckpoint(Dcp):
-    """How ByteCheckpoint's checkpoints are recognised and opened.
-
-    Args:
-        allow: packages of your own whose pickled classes become inert stand-ins instead of being refused.
-        groups: the parameters of each optimizer group, in order, where the states are numbered (DDP) and shapes and
-            order do not tell which they are.
-        owners: where the model lies that an optimizer trains, by dotted paths, where several would fit.
-    """
+    """How ByteCheckpoint's checkpoints are recognised and opened; its options are those of PyTorch DCP."""
 
     kind = "bytecheckpoint"
     title = "ByteCheckpoint"
+    before = ("dcp", "megatron")  # the files of both are there
 
     def marks(self, name: str) -> bool:
         """Whether a folder with a file of this name is a checkpoint: `extra_state_rank_0.pt` lies one further down."""
@@ -41,5 +35,5 @@ class ByteCheckpoint(Dcp):
         """Open the newest step of a save folder, or the one that the store is rooted at, reading `.metadata`."""
         from ucformat.sources.bytecheckpoint.opened import OpenByteCheckpoint
 
-        allow = (*_ALLOW, *self._allow)
-        return OpenByteCheckpoint(store, find_folder(store), allow, self._groups, self._owners)
+        allow = (*_ALLOW, *self.options.allow)
+        return OpenByteCheckpoint(store, find_folder(store), allow, self.options.groups, self.options.owners)

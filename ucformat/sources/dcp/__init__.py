@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ucformat.errors import Refused
-from ucformat.sources.base import Folders
+from ucformat.sources.base import PickleOptions, Source, option
 from ucformat.sources.dcp.folder import has_metadata, has_shards, is_mark, looks_like_dcp
 
 if TYPE_CHECKING:
@@ -15,29 +16,29 @@ if TYPE_CHECKING:
     from ucformat.sources.dcp.safetensors import OpenShards
     from ucformat.storage.base import Store
 
-__all__ = ["Dcp"]
+__all__ = ["Dcp", "DcpOptions"]
 
 
-class Dcp(Folders):
-    """How checkpoints of torch.distributed.checkpoint are recognised and opened.
+@dataclass(frozen=True, kw_only=True)
+class DcpOptions(PickleOptions):
+    """The options of `Dcp`."""
 
-    Args:
-        allow: packages of your own whose pickled classes become inert stand-ins instead of being refused.
-        groups: the parameters of each optimizer group, in order, where the states are numbered and nothing tells.
-        owners: where the model lies that an optimizer trains, by dotted paths, where several would fit.
-    """
+    groups: Sequence[Sequence[str]] | None = option(
+        None, "document", "the parameters of each optimizer group, in order, where the states are numbered"
+    )
+    owners: Mapping[str, str] | None = option(
+        None, "document", "the path of the model that each optimizer trains, by the optimizer's, both joined by dots"
+    )
+
+
+class Dcp(Source):
+    """How checkpoints of torch.distributed.checkpoint are recognised and opened."""
 
     kind = "dcp"
     title = "PyTorch DCP"
-
-    def __init__(
-        self,
-        *,
-        allow: Sequence[str] = (),
-        groups: Sequence[Sequence[str]] | None = None,
-        owners: Mapping[str, str] | None = None,
-    ) -> None:
-        self._allow, self._groups, self._owners = tuple(allow), groups, owners
+    before = ("safetensors", "torch_save")
+    options_type = DcpOptions
+    options: DcpOptions
 
     def marks(self, name: str) -> bool:
         """Whether a folder with a file of this name is a checkpoint."""
@@ -61,5 +62,5 @@ class Dcp(Folders):
         from ucformat.sources.dcp.metadata import Items, read_metadata
         from ucformat.sources.dcp.opened import OpenDcp
 
-        meta = read_metadata(store, allow=self._allow)
-        return OpenDcp(Items(store, meta, self._allow), self._groups, self._owners)
+        meta = read_metadata(store, allow=self.options.allow)
+        return OpenDcp(Items(store, meta, self.options.allow), self.options.groups, self.options.owners)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from ucformat.sources.base import Folders
+from ucformat.errors import NotACheckpoint
+from ucformat.sources.base import Source
 from ucformat.sources.deepspeed.folder import (
     DeepSpeedOptions,
     find_tag,
@@ -15,9 +16,6 @@ from ucformat.sources.deepspeed.folder import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ucformat.geometry.layout import Layout
     from ucformat.sources.deepspeed.opened import OpenDeepSpeed
     from ucformat.sources.deepspeed.universal import OpenUniversal
     from ucformat.storage.base import Store
@@ -25,34 +23,14 @@ if TYPE_CHECKING:
 __all__ = ["DeepSpeed"]
 
 
-class DeepSpeed(Folders):
-    """How DeepSpeed checkpoints are recognised and opened.
-
-    Args:
-        allow: packages of your own whose pickled classes become inert stand-ins instead of being refused.
-        groups: the parameters of each optimizer group, in order, for a ZeRO 0 checkpoint that does not tell them.
-        layout: how parameters lie over tensor-parallel ranks, for a checkpoint that does not tell it, or tells it
-            wrongly: a layout whose rules are over the axis `tp`, or the name of a preset (`llama`,
-            `megatron-deepspeed`, `megatron-deepspeed-swiglu`). Parameters that no rule is for are read as without it.
-        vocab: rows of the vocabulary without its padding, where the layout says `pad_to`.
-        cuts: the same in a word for each pattern of names (a glob or `/regex/`): `replicate`, `mean`, `halves` (two
-            tensors, one after the other, of which each is cut), or the dim along which the ranks' parts are joined. It
-            goes before `layout`.
-    """
+class DeepSpeed(Source):
+    """How DeepSpeed checkpoints are recognised and opened."""
 
     kind = "deepspeed"
     title = "DeepSpeed"
-
-    def __init__(
-        self,
-        *,
-        allow: Sequence[str] = (),
-        groups: Sequence[Sequence[str]] | None = None,
-        layout: Layout | str | None = None,
-        vocab: int | None = None,
-        cuts: Mapping[str, str | int] | None = None,
-    ) -> None:
-        self._options = DeepSpeedOptions(tuple(allow), groups, layout, vocab, cuts)
+    before = ("dcp", "megatron", "safetensors", "torch_save")
+    options_type = DeepSpeedOptions
+    options: DeepSpeedOptions
 
     def marks(self, name: str) -> bool:
         """Whether a folder with a file of this name is a tag folder."""
@@ -72,7 +50,17 @@ class DeepSpeed(Folders):
         if is_universal(store, tag):
             from ucformat.sources.deepspeed.universal import OpenUniversal
 
-            return OpenUniversal(store, tag, self._options)
+            return OpenUniversal(store, tag, self.options)
         from ucformat.sources.deepspeed.opened import OpenDeepSpeed
 
-        return OpenDeepSpeed(store, list_files(store, tag), self._options)
+        return OpenDeepSpeed(store, list_files(store, tag), self.options)
+
+    def find_file(self, store: Store, key: str) -> bool:  # noqa: ARG002 - its name says all
+        """Whether it is a file of a rank, by its name."""
+        return is_model_or_optimizer(key)
+
+    def open_file(self, store: Store, key: str) -> NoReturn:
+        """A rank's file is no checkpoint by itself."""
+        raise NotACheckpoint(
+            f"{store.url}/{key} is one file of a DeepSpeed checkpoint", hint="open the folder that it is in"
+        )

@@ -19,9 +19,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ucformat.errors import IntegrityError, MissingData, NotFound, Refused, UsageError
+from ucformat.sources.base import PickleOptions, option
 from ucformat.storage.base import check_key, exists
 
 if TYPE_CHECKING:
@@ -301,11 +302,28 @@ def _tag_in(store: Store, file: str) -> str | None:
     return text if text and "\n" not in text else None
 
 
-class DeepSpeedOptions(NamedTuple):
-    """The arguments of `DeepSpeed`, which says what they are."""
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedOptions(PickleOptions):
+    """The options of `DeepSpeed`."""
 
-    allow: tuple[str, ...]
-    groups: Sequence[Sequence[str]] | None
-    layout: Layout | str | None
-    vocab: int | None
-    cuts: Mapping[str, str | int] | None
+    groups: Sequence[Sequence[str]] | None = option(
+        None,
+        "document",
+        "the parameters of each optimizer group, in order, where ZeRO 0 does not list them",
+    )
+    layout: Layout | str | None = option(  # noqa: RUF009 - which makes a field
+        None,
+        "layout",
+        "how parameters are sharded over tensor-parallel ranks, where the checkpoint does not say it, or says it "
+        "wrongly: rules over the axis `tp`, or a preset (`llama`, `megatron-deepspeed`, `megatron-deepspeed-swiglu`)",
+    )
+    vocab: int | None = option(
+        None, "number", "rows of the vocabulary without its padding, where the layout says `pad_to`"
+    )
+    cuts: Mapping[str, str | int] | None = option(
+        None,
+        "cuts",
+        "how the parameters that a pattern (a glob or `/regex/`) matches are sharded: `replicate`, `mean`, `halves` "
+        "(two tensors, one after the other, each sharded), or the dim along which parts are joined; it goes before "
+        "`layout`",
+    )

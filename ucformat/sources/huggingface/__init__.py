@@ -2,47 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucformat.sources.base import Folders, groups_by_optimizer
+from ucformat.sources.base import Source, groups_by_optimizer, option, options_of
+from ucformat.sources.dcp import DcpOptions
+from ucformat.sources.deepspeed.folder import DeepSpeedOptions
 from ucformat.sources.huggingface.folder import classify, looks_like_trainer, marks
 from ucformat.sources.model_files import root_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ucformat.geometry.layout import Layout
     from ucformat.sources.huggingface.opened import OpenHuggingFace
     from ucformat.storage.base import Store
 
 __all__ = ["HuggingFace"]
 
 
-class HuggingFace(Folders):
-    """How directories of Trainer (`checkpoint-500/`) and of Accelerate's `save_state` are recognised and opened.
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceOptions(DeepSpeedOptions, DcpOptions):
+    """The options of `HuggingFace`: its own, and those of the engine inside."""
 
-    `allow` names packages of your own whose pickled classes become inert stand-ins instead of being refused. `groups`
-    gives, by the name of an optimizer (`optimizer`), the parameters of each of its groups, in order, where the files do
-    not tell them; of one optimizer the groups alone do. `layout`, `vocab` and `cuts` are for DeepSpeed inside, `owners`
-    is for PyTorch DCP.
-    """
+    groups: Mapping[str, Sequence[Sequence[str]]] | Sequence[Sequence[str]] | None = option(  # type: ignore[assignment]
+        None,
+        "document",
+        "the parameters of each group, in order, by the name of an optimizer (`optimizer`); of a single one its groups "
+        "suffice",
+    )
+
+
+class HuggingFace(Source):
+    """How directories of Trainer (`checkpoint-500/`) and of Accelerate's `save_state` are recognised and opened."""
 
     kind = "huggingface"
     title = "Hugging Face Trainer and Accelerate"
-
-    def __init__(
-        self,
-        *,
-        allow: Sequence[str] = (),
-        groups: Mapping[str, Sequence[Sequence[str]]] | Sequence[Sequence[str]] | None = None,
-        layout: Layout | str | None = None,
-        vocab: int | None = None,
-        cuts: Mapping[str, str | int] | None = None,
-        owners: Mapping[str, str] | None = None,
-    ) -> None:
-        options = {"layout": layout, "vocab": vocab, "cuts": cuts, "owners": owners}
-        self._options = {k: v for k, v in options.items() if v is not None}
-        self._allow, self._groups = tuple(allow), groups_by_optimizer(groups)
+    before = ("dcp", "deepspeed", "megatron", "safetensors", "torch_save")  # which it may contain
+    options_type = HuggingFaceOptions
+    options: HuggingFaceOptions
 
     def marks(self, name: str) -> bool:
         """Whether only Trainer or Accelerate call a file so."""
@@ -59,4 +56,7 @@ class HuggingFace(Folders):
 
         infos = root_files(store)
         found = classify(infos, store.url)
-        return OpenHuggingFace(store, found, infos, Told(self._allow, self._groups, self._options))
+        given = {n: getattr(self.options, n) for n, f in options_of(self).items() if n not in ("allow", "groups")}
+        inner = {name: value for name, value in given.items() if value is not None}
+        groups = groups_by_optimizer(self.options.groups)
+        return OpenHuggingFace(store, found, infos, Told(self.options.allow, groups, inner))

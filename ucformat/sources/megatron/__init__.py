@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ucformat.errors import NotACheckpoint, Refused, UcformatError
-from ucformat.sources.base import Folders
+from ucformat.sources.base import Source
 from ucformat.sources.megatron.arguments import MegatronOptions
 from ucformat.sources.megatron.folder import backend_of, built_by_megatron, find_place, is_mark
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ucformat.geometry.layout import Layout
     from ucformat.sources.megatron.classic import OpenClassic
     from ucformat.sources.megatron.dist import OpenDist
     from ucformat.storage.base import Store
@@ -22,34 +19,14 @@ __all__ = ["Megatron"]
 _DIST = "torch_dist"
 
 
-class Megatron(Folders):
-    """How Megatron's checkpoints are recognised and opened.
-
-    Args:
-        allow: packages of your own whose pickled classes become inert stand-ins instead of being refused.
-        stacked: of distributed checkpoints, show the stacked tensors of all layers under their keys, as stored.
-        vocab_size: rows of the vocabulary without its padding, where the checkpoint does not tell.
-        optimizer: False leaves the optimizer's states out, where they cannot be named.
-        layout: of classic checkpoints, how parameters lie over tensor-parallel ranks where Megatron's own names do not
-            tell it: a layout whose rules are over the axis `tp`.
-        cuts: the same in a word for each pattern of names: `replicate`, `halves` (two tensors, one after the other, of
-            which each is cut), or the dim along which the ranks' parts are joined. It goes before `layout`.
-    """
+class Megatron(Source):
+    """How Megatron's checkpoints are recognised and opened."""
 
     kind = "megatron"
     title = "Megatron"
-
-    def __init__(
-        self,
-        *,
-        allow: Sequence[str] = (),
-        stacked: bool = False,
-        vocab_size: int | None = None,
-        optimizer: bool = True,
-        layout: Layout | None = None,
-        cuts: Mapping[str, str | int] | None = None,
-    ) -> None:
-        self._options = MegatronOptions(tuple(allow), stacked, vocab_size, optimizer, layout, cuts)
+    before = ("dcp", "torch_save")
+    options_type = MegatronOptions
+    options: MegatronOptions
 
     def marks(self, name: str) -> bool:
         """Whether a folder with a file of this name is one of Megatron's."""
@@ -72,7 +49,7 @@ class Megatron(Folders):
             from ucformat.sources.megatron.classic import OpenClassic
 
             with built_by_megatron(where):
-                return OpenClassic(store, place, self._options)
+                return OpenClassic(store, place, self.options)
         backend = backend_of(store, place.folder)
         if backend != _DIST:
             raise Refused(
@@ -82,4 +59,4 @@ class Megatron(Folders):
         from ucformat.sources.megatron.dist import OpenDist
 
         with built_by_megatron(where):
-            return OpenDist(store, place, self._options)
+            return OpenDist(store, place, self.options)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError
+from ucformat.sources.base import PickleOptions, option
 from ucformat.sources.pickle.stand_ins import Inert
 
 if TYPE_CHECKING:
@@ -78,12 +79,30 @@ class Arguments:
         return told if told is not None and 0 < told < stored else stored
 
 
-class MegatronOptions(NamedTuple):
-    """The arguments of `Megatron`, which says what they are."""
+@dataclass(frozen=True, kw_only=True)
+class MegatronOptions(PickleOptions):
+    """The options of `Megatron`."""
 
-    allow: tuple[str, ...]
-    stacked: bool
-    vocab_size: int | None
-    optimizer: bool
-    layout: Layout | None
-    cuts: Mapping[str, str | int] | None
+    stacked: bool = option(
+        default=False,
+        how="flag",
+        text="of a distributed checkpoint, show the stacked tensors of all layers under their keys, as stored",
+    )
+    vocab_size: int | None = option(
+        None, "number", "rows of the vocabulary without its padding, where the checkpoint does not say it"
+    )
+    optimizer: bool = option(
+        default=True, how="flag", text="whether to read the optimizer's states; false where they cannot be named"
+    )
+    layout: Layout | None = option(  # noqa: RUF009 - which makes a field
+        None,
+        "layout",
+        "of a classic checkpoint, how parameters are sharded over tensor-parallel ranks where Megatron's own names do "
+        "not say it: rules over the axis `tp`",
+    )
+    cuts: Mapping[str, str | int] | None = option(
+        None,
+        "cuts",
+        "the same for the parameters that a pattern matches: `replicate`, `halves` (two tensors, one after the other, "
+        "each sharded), or the dim along which parts are joined; it goes before `layout`",
+    )

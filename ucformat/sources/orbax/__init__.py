@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucformat.sources.base import Folders
+from ucformat.sources.base import Source, SourceOptions, option
 from ucformat.sources.orbax.folder import CHECKPOINT, TREE, find_step, looks_like_orbax
 
 if TYPE_CHECKING:
@@ -14,18 +15,23 @@ if TYPE_CHECKING:
 __all__ = ["Orbax"]
 
 
-class Orbax(Folders):
-    """How Orbax checkpoints are recognised and opened.
+@dataclass(frozen=True, kw_only=True)
+class OrbaxOptions(SourceOptions):
+    """The options of `Orbax`."""
 
-    `fill_missing` says whether chunks that are not stored hold the fill value, for one who knows better than the
-    checkpoint, which says it itself.
-    """
+    fill_missing: bool | None = option(
+        None, "flag", "whether chunks that are not stored hold the fill value, whatever the checkpoint says of it"
+    )
+
+
+class Orbax(Source):
+    """How Orbax checkpoints are recognised and opened."""
 
     kind = "orbax"
     title = "Orbax"
-
-    def __init__(self, *, fill_missing: bool | None = None) -> None:
-        self._fill_missing = fill_missing
+    before = ("zarr",)
+    options_type = OrbaxOptions
+    options: OrbaxOptions
 
     def marks(self, name: str) -> bool:
         """Whether a folder with a file of this name is a step or an item."""
@@ -39,4 +45,4 @@ class Orbax(Folders):
         """Open a step or an item; reads its metadata, its numbers, and in OCDBT the nodes of the B+tree."""
         from ucformat.sources.orbax.opened import OpenOrbax
 
-        return OpenOrbax(store, find_step(store), fill_missing=self._fill_missing)
+        return OpenOrbax(store, find_step(store), fill_missing=self.options.fill_missing)

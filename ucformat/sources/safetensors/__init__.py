@@ -12,6 +12,7 @@ from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
 from ucformat.errors import Refused, UsageError
+from ucformat.sources.base import Source
 from ucformat.sources.model_files import complete, file_sets, find_assets, numbered, root_files
 from ucformat.storage.base import exists
 
@@ -31,11 +32,12 @@ _COPY = "consolidated*" + _SUFFIX
 _NAMED = 10
 
 
-class Safetensors:
+class Safetensors(Source):
     """How safetensors files are recognised and opened: one by itself, or those of a folder."""
 
     kind = "safetensors"
     title = "safetensors"
+    before = ("torch_save",)
 
     def marks(self, name: str) -> bool:
         """Whether it is a safetensors file, or the index of several."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import Refused, UsageError
-from ucformat.sources.base import groups_by_optimizer
-from ucformat.sources.deepspeed.folder import is_model_or_optimizer
+from ucformat.sources.base import PickleOptions, Source, groups_by_optimizer, option
 from ucformat.sources.model_files import complete, file_sets, find_assets, numbered, root_files
 
 if TYPE_CHECKING:
@@ -32,24 +32,25 @@ _BESIDE = re.compile(
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
-class TorchSave:
-    """How files of torch.save are recognised and opened: one by itself, or that of a folder.
+@dataclass(frozen=True, kw_only=True)
+class TorchSaveOptions(PickleOptions):
+    """The options of `TorchSave`."""
 
-    `allow` names packages of your own whose pickled classes become inert stand-ins instead of being refused. `groups`
-    gives, by the path of an optimizer's state dict (`optimizer`), the parameters of each of its groups, in order; of
-    one optimizer at that path the groups alone do.
-    """
+    groups: Mapping[str, Sequence[Sequence[str]]] | Sequence[Sequence[str]] | None = option(
+        None,
+        "document",
+        "the parameters of each group, in order, by the path of an optimizer (`optimizer`); of that one alone, its "
+        "groups suffice",
+    )
+
+
+class TorchSave(Source):
+    """How files of torch.save are recognised and opened: one by itself, or that of a folder."""
 
     kind = "torch_save"
     title = "torch.save"
-
-    def __init__(
-        self,
-        *,
-        allow: Sequence[str] = (),
-        groups: Mapping[str, Sequence[Sequence[str]]] | Sequence[Sequence[str]] | None = None,
-    ) -> None:
-        self._allow, self._groups = tuple(allow), groups_by_optimizer(groups)
+    options_type = TorchSaveOptions
+    options: TorchSaveOptions
 
     def marks(self, name: str) -> bool:
         """Whether it is a model's file by its name."""
@@ -65,7 +66,8 @@ class TorchSave:
 
         infos = root_files(store)
         keys, index = choose_files(list(_candidates(store, infos)), store.url)
-        return OpenTorchSave(store, keys, index, self._allow, self._groups, find_assets(infos.values(), keys))
+        groups = groups_by_optimizer(self.options.groups)
+        return OpenTorchSave(store, keys, index, self.options.allow, groups, find_assets(infos.values(), keys))
 
     def find_file(self, store: Store, key: str) -> bool:
         """Whether it begins as torch's files do, or is called as a model's file."""
@@ -77,7 +79,8 @@ class TorchSave:
 
         _check_whole(store, key)
         index = key if key.endswith(_INDEX) else None
-        return OpenTorchSave(store, [] if index else [key], index, self._allow, self._groups, (), folder=key)
+        groups = groups_by_optimizer(self.options.groups)
+        return OpenTorchSave(store, [] if index else [key], index, self.options.allow, groups, (), folder=key)
 
 
 def _is_mark(name: str) -> bool:
@@ -87,7 +90,7 @@ def _is_mark(name: str) -> bool:
 
 def _looks_like_torch_save(store: Store, key: str) -> bool:
     """Whether a file begins as torch's do, or is called as a model's file."""
-    if is_model_or_optimizer(key) or not key.endswith((*_SUFFIXES, _INDEX)):
+    if not key.endswith((*_SUFFIXES, _INDEX)):
         return False
     if _is_mark(key):
         return True

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucformat.sources.base import Folders
+from ucformat.sources.base import Source, SourceOptions, option
 from ucformat.storage.base import exists
 
 if TYPE_CHECKING:
@@ -16,17 +17,23 @@ __all__ = ["Zarr"]
 _NODES = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")  # one of them makes a folder a node of a hierarchy
 
 
-class Zarr(Folders):
-    """How Zarr groups and arrays are recognised and opened.
+@dataclass(frozen=True, kw_only=True)
+class ZarrOptions(SourceOptions):
+    """The options of `Zarr`."""
 
-    With `fill_missing` chunks that are not stored have the array's fill value, instead of being an error.
-    """
+    fill_missing: bool = option(
+        default=False, how="flag", text="chunks that are not stored hold the fill value, instead of being an error"
+    )
+
+
+class Zarr(Source):
+    """How Zarr groups and arrays are recognised and opened."""
 
     kind = "zarr"
     title = "Zarr v2 and v3"
-
-    def __init__(self, *, fill_missing: bool = False) -> None:
-        self._fill_missing = fill_missing
+    before = ("safetensors", "torch_save")
+    options_type = ZarrOptions
+    options: ZarrOptions
 
     def marks(self, name: str) -> bool:
         """Whether a folder with a file of this name is a group of Zarr v2.
@@ -44,4 +51,4 @@ class Zarr(Folders):
         """List the folder, and read the metadata of every node in it."""
         from ucformat.sources.zarr.opened import OpenZarr
 
-        return OpenZarr(store, fill_missing=self._fill_missing)
+        return OpenZarr(store, fill_missing=self.options.fill_missing)
