@@ -154,13 +154,13 @@ class BoundLayout:
         return partial.reduction if partial else None
 
     def padding(self, key: Key) -> TensorInfo | None:
-        """The tensor that `Local.padding` consists of: the rows that `pad_to` adds, in the state `<state>.padding`."""
+        """The tensor that `Local.padding` consists of: the rows that `pad_to` adds."""
         placed, info = self.placed(key), self._infos[key]
         for shard in placed.shards:
             if shard.pad_to and (extra := -info.shape[shard.dim] % shard.pad_to):
                 shape = list(info.shape)
                 shape[shard.dim] = extra
-                return TensorInfo(info.name, f"{info.state}.padding", info.dtype, tuple(shape))
+                return TensorInfo(*key.padding, info.dtype, tuple(shape))
         return None
 
     def prove(self) -> None:

@@ -26,6 +26,15 @@ class Key(NamedTuple):
     def __str__(self) -> str:
         return f"{self.name} ({self.state})"
 
+    @property
+    def padding(self) -> Key:
+        """The tensor of the rows that pad this one, where a checkpoint keeps them."""
+        return Key(self.name, f"{self.state}.padding")
+
+    def partial(self, rank: int) -> Key:
+        """A rank's own value of a tensor that is reduced (averaged) over ranks."""
+        return Key(self.name, f"{self.state}.partial{rank}")
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
@@ -204,12 +213,6 @@ class Roster:
         return Roster(infos, {rename(n): g for n, g in self.groups.items()})
 
     def placed(self) -> Roster:
-        """The same without trained padding (`<state>.padding`): layouts place it with the tensor that it pads."""
-        keys = {i.key for i in self.tensors}
-        kept = tuple(i for i in self.tensors if not _pads(i, keys))
-        return Roster(kept, self.groups)
-
-
-def _pads(info: TensorInfo, keys: set[Key]) -> bool:
-    padded = info.state.removesuffix(".padding")
-    return padded != info.state and Key(info.name, padded) in keys
+        """The same without trained padding: layouts place it with the tensor that it pads."""
+        padding = {i.key.padding for i in self.tensors}
+        return Roster(tuple(i for i in self.tensors if i.key not in padding), self.groups)

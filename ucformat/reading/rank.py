@@ -273,7 +273,7 @@ class _Planner:
         wanted = [wanted_of(self.source, info, [(number, p) for p in local.pieces])]
         if local.padding:
             like = self.bound.padding(key)
-            kept = self.infos.get(Key(info.name, f"{info.state}.padding"))
+            kept = self.infos.get(info.key.padding)
             if like is not None and kept is not None and (kept.shape, kept.dtype) == (like.shape, like.dtype):
                 wanted.append(wanted_of(self.source, kept, [(number, p) for p in local.padding]))
             else:

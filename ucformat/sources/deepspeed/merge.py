@@ -81,7 +81,7 @@ class Merged:
             sharding = replicate(found)
         info = TensorInfo(key.name, key.state, infos[0].dtype, sharding.shape)
         if sharding.mean and found == shapes:
-            parts = tuple(Key(key.name, f"{key.state}.partial{t}") for t in range(len(slices)))
+            parts = tuple(key.partial(t) for t in range(len(slices)))
             self._put(info, lambda _: _refuse_mean(key, parts))
             for part, of in zip(parts, slices, strict=True):
                 self.contents.locate.setdefault(part, of.contents.locate[key])
@@ -96,7 +96,7 @@ class Merged:
         tensor = _Tensor(self._store, info, slices, sharding.regions)
         self._put(info, tensor.extents)
         if sharding.padding_rows:
-            spare = TensorInfo(key.name, f"{key.state}.padding", info.dtype, sharding.padding_shape)
+            spare = TensorInfo(*key.padding, info.dtype, sharding.padding_shape)
             self._put(spare, _Tensor(self._store, spare, slices, sharding.padding, key).extents)
 
     def _put(self, info: TensorInfo, locate: Locate) -> None:

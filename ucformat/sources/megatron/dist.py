@@ -215,7 +215,7 @@ class OpenDist:
 
     def groups(self) -> list[Group]:
         """The optimizer groups with their parameters; none where Megatron's rule does not tell these."""
-        trained = {k.name for k in self.contents.infos if k.state not in ("weight", "weight.padding")}
+        trained = {k.name for k in self.contents.infos if k not in ((w := Key(k.name, "weight")), w.padding)}
         members = [
             Member(k.name, len(i.shape))
             for k, i in self.contents.infos.items()

@@ -257,9 +257,8 @@ def add_tensor(contents: TensorIndex, tensor: ReadableTensor, rows: int) -> None
     rest = tensor.shape[1:]
     zeros = (0,) * len(rest)
     kept, spare = Box((0, *zeros), (rows, *rest)), Box((rows, *zeros), (tensor.shape[0] - rows, *rest))
-    name, state = tensor.key
-    contents.add(name, state, tensor.dtype, kept.shape, partial(_part, tensor, kept))
-    contents.add(name, f"{state}.padding", tensor.dtype, spare.shape, partial(_part, tensor, spare))
+    contents.add(*tensor.key, tensor.dtype, kept.shape, partial(_part, tensor, kept))
+    contents.add(*tensor.key.padding, tensor.dtype, spare.shape, partial(_part, tensor, spare))
 
 
 def _part(tensor: ReadableTensor, of: Box, within: Box | None) -> Iterator[Extent]:
