@@ -214,7 +214,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
     @cached_property
     def objects(self) -> Mapping[str, Any]:
         """The non-tensor values: step counters, scheduler, scaler, client state, random generators; plain JSON."""
-        return self.origin.objects() if isinstance(self.origin, Universal) else self.facts.objects
+        return self.origin.objects() if isinstance(self.origin, Universal) else dict(self.facts.objects)
 
     @cached_property
     def assets(self) -> Mapping[str, bytes]:

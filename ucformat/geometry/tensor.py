@@ -12,7 +12,7 @@ from ucformat.geometry.box import Box, row_major
 from ucformat.schema.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 __all__ = ["Block", "Extent", "Key", "Piece", "Roster", "TensorInfo", "Tiles", "single_extents"]
 
@@ -205,7 +205,7 @@ class Roster:
     """
 
     tensors: tuple[TensorInfo, ...]
-    groups: dict[str, int] = field(default_factory=dict)
+    groups: Mapping[str, int] = field(default_factory=dict)
 
     def renamed(self, rename: Callable[[str], str]) -> Roster:
         """The same, each tensor under the name that `rename` makes of its name."""

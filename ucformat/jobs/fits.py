@@ -115,7 +115,7 @@ def fits(
 
 
 def _misfits(
-    layout: Layout, name: str, infos: list[TensorInfo], groups: dict[str, int], rules: tuple[str, ...]
+    layout: Layout, name: str, infos: list[TensorInfo], groups: Mapping[str, int], rules: tuple[str, ...]
 ) -> list[Misfit]:
     """What is wrong with one tensor by itself, states with one reason together."""
     reasons: dict[str, list[str]] = {}

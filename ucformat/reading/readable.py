@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key, Roster, Tiles
@@ -16,6 +18,8 @@ __all__ = [
     "TRACKERS",
     "Facts",
     "IntKey",
+    "LazyMapping",
+    "LazySequence",
     "Place",
     "Readable",
     "Record",
@@ -24,6 +28,8 @@ __all__ = [
     "path_from_json",
     "path_to_json",
 ]
+
+T = TypeVar("T")
 
 #: Files that name the last checkpoint of a run. They change while older ones are read, and hold nothing of these.
 TRACKERS = frozenset({"latest", "latest_universal", "latest_checkpointed_iteration.txt"})
@@ -59,6 +65,47 @@ def _key(text: str) -> str | int:
     return IntKey(number) if number != text and number.lstrip("-").isdecimal() else text.removeprefix("$")
 
 
+class LazyMapping(Mapping[str, T]):
+    """A mapping that is read when it is first used."""
+
+    def __init__(self, read: Callable[[], Mapping[str, T]]) -> None:
+        self._read = read
+
+    @cached_property
+    def _value(self) -> Mapping[str, T]:
+        return self._read()
+
+    def __getitem__(self, key: str) -> T:
+        return self._value[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._value)
+
+    def __len__(self) -> int:
+        return len(self._value)
+
+
+class LazySequence(Sequence[T]):
+    """A sequence that is read when it is first used."""
+
+    def __init__(self, read: Callable[[], Sequence[T]]) -> None:
+        self._read = read
+
+    @cached_property
+    def _value(self) -> Sequence[T]:
+        return self._read()
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        return self._value[index]
+
+    def __len__(self) -> int:
+        return len(self._value)
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where an optimizer group lies in a program's state: the path of its optimizer, and its own names of parameters.
@@ -73,13 +120,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Plain JSON values throughout, save the roster."""
+    """All but the roster, paths and means are mappings and sequences of plain JSON values."""
 
     roster: Roster
     aliases: Mapping[str, str] = field(default_factory=dict)  # tied name -> name of the stored tensor
     objects: Mapping[str, Any] = field(default_factory=dict)
     assets: tuple[str, ...] = ()  # keys of files to keep as they are
-    groups: tuple[Mapping[str, Any], ...] = ()  # optimizer groups: hyper-parameters and "params", names in order
+    groups: Sequence[Mapping[str, Any]] = ()  # optimizer groups: hyper-parameters and "params", names in order
     #: The paths of each tensor, and the place of each optimizer group, in the state of the program that saved; none
     #: where that is not known.
     paths: Mapping[Key, tuple[StatePath, ...]] = field(default_factory=dict)

@@ -74,6 +74,7 @@ class OpenClassic:
                     rank.contents.add_whole(named[name], "weight", rank.file.file, tensor)
             if how.optimizer:
                 rank.groups = read_states(rank.file, rank.contents)
+        self._agreeing: set[tuple[Key, int]] = set()  # parts of tensor-parallel ranks whose copies were compared
         self._degree = 1 + max(t for t, _, _ in files)
         self.contents = TensorIndex()
         self.aliases: dict[str, str] = {}
@@ -194,12 +195,11 @@ class OpenClassic:
         within: Box | None,
     ) -> Iterator[Extent]:
         """The extents of one rank's part, after a look at whether all copies of it are the same."""
-        seen = self.__dict__.setdefault("_seen", set())
-        if (key, t) not in seen:
+        if (key, t) not in self._agreeing:
             same = [r for u in range(self._degree) if u == t or regions[u] == regions[t] for r in found[u]]
             for other in same[1:]:
                 self._must_agree(key, same[0], other)
-            seen.add((key, t))
+            self._agreeing.add((key, t))
         return found[t][0].contents.locate[key](within)
 
     def _must_agree(self, key: Key, one: _Rank, other: _Rank) -> None:

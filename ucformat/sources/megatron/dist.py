@@ -6,16 +6,15 @@ A folder with `metadata.json`, a PyTorch DCP checkpoint, and `common.pt`: all th
 from __future__ import annotations
 
 import re
-from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, Refused
 from ucformat.geometry.tensor import Key, Roster
-from ucformat.reading.readable import Facts
+from ucformat.reading.readable import Facts, LazyMapping, LazySequence
 from ucformat.sources.dcp.metadata import Items, read_metadata
 from ucformat.sources.dcp.opened import plain_value
-from ucformat.sources.index import Group, TensorIndex
+from ucformat.sources.index import TensorIndex
 from ucformat.sources.megatron.arguments import Arguments
 from ucformat.sources.megatron.flat_states import add_flat_states
 from ucformat.sources.megatron.folder import CONFIG, backend_of, built_by_megatron
@@ -74,9 +73,14 @@ class OpenDist:
         self._add_steps(stacked=stacked)
         backend = backend_of(store, folder) or ""
         files = (below + CONFIG, below + COMMON)
-        self.facts: Facts = _LazyFacts(
-            self,
-            roster=_LazyRoster(self),
+        # These are thousands of items, which are read when they are first needed.
+        guarded = built_by_megatron(store.url)
+        groups: LazySequence[Mapping[str, Any]] = LazySequence(guarded(self._groups))
+        numbers = LazyMapping(lambda: {name: i for i, group in enumerate(groups) for name in group["params"]})
+        self.facts = Facts(
+            roster=Roster(self.contents.roster().tensors, numbers),
+            groups=groups,
+            objects=LazyMapping(guarded(self._objects)),
             aliases=self._aliases(),
             step=step if type(step := values.get("iteration")) is int else None,
             layout=self._layout(),
@@ -197,7 +201,7 @@ class OpenDist:
         chained = [v for k, v in found.items() if isinstance(k, int) and isinstance(v, dict)]
         return chained or [found]
 
-    def raw_groups(self) -> list[dict[str, Any]]:
+    def _raw_groups(self) -> list[dict[str, Any]]:
         """The optimizer groups as the checkpoint has them, of all optimizers."""
         out: list[dict[str, Any]] = []
         sharded = [k for k in self._items.meta.values if re.search(r"dp_group_idx_\d+\.optimizer/shard_", k)]
@@ -213,7 +217,7 @@ class OpenDist:
             out += _groups(optimizer.get("optimizer", optimizer))
         return out
 
-    def groups(self) -> list[Group]:
+    def _groups(self) -> list[dict[str, Any]]:
         """The optimizer groups with their parameters; none where Megatron's rule does not tell these."""
         trained = {k.name for k in self.contents.infos if k not in ((w := Key(k.name, "weight")), w.padding)}
         members = [
@@ -221,9 +225,10 @@ class OpenDist:
             for k, i in self.contents.infos.items()
             if k.state == "weight" and k.name in trained
         ]
-        return groups_by_rule(self.raw_groups(), members, self._json) or []
 
-    def objects(self) -> dict[str, Any]:
+        return [group.json() for group in groups_by_rule(self._raw_groups(), members, self._json) or ()]
+
+    def _objects(self) -> dict[str, Any]:
         """All that is no tensor: of `common.pt`, and the sharded objects by key and shard."""
         out = {str(k): self._json(v, str(k)) for k, v in self.values.items() if k not in _NOT_OURS}
         if self.args.values:
@@ -256,40 +261,3 @@ def _unwrapped(value: Any) -> Any:
 def _groups(value: Any) -> list[dict[str, Any]]:
     found = value.get("param_groups") if isinstance(value, dict) else None
     return [g for g in found if isinstance(g, dict)] if isinstance(found, list) else []
-
-
-class _LazyRoster(Roster):
-    """A roster whose groups are found when somebody asks."""
-
-    def __init__(self, of: OpenDist) -> None:
-        object.__setattr__(self, "tensors", of.contents.roster().tensors)
-        self.__dict__["_of"] = of
-
-    @cached_property
-    def groups(self) -> dict[str, int]:
-        facts: Facts = self.__dict__["_of"].facts
-        return {name: i for i, group in enumerate(facts.groups) for name in group["params"]}
-
-
-class _LazyFacts(Facts):
-    """Facts of which those that lie in items are read when somebody asks."""
-
-    def __init__(self, of: OpenDist, **told: Any) -> None:
-        super().__init__(**told)
-        for name in ("groups", "objects"):
-            self.__dict__.pop(name, None)  # the defaults, which would stand in the place of what is read later
-        self.__dict__["_of"] = of
-
-    @cached_property
-    def groups(self) -> tuple[Mapping[str, Any], ...]:
-        """See Facts."""
-        of: OpenDist = self.__dict__["_of"]
-        with built_by_megatron(of.store.url):
-            return tuple(g.json() for g in of.groups())
-
-    @cached_property
-    def objects(self) -> Mapping[str, Any]:
-        """See Facts."""
-        of: OpenDist = self.__dict__["_of"]
-        with built_by_megatron(of.store.url):
-            return of.objects()
