@@ -67,7 +67,7 @@ class TestInPlace:
         assert holds(ucformat.open(place))
         assert same(ck["head.weight"][...], ODD["embed.weight", "weight"])
         old, new = before.manifest, ck.manifest
-        changed = {"attempt", "digest", "tensors", "sidecar", "objects", "assets", "producer", "verified"}
+        changed = {"attempt", "digest", "grid", "tensors", "sidecar", "objects", "assets", "producer", "verified"}
         assert new.model_dump(exclude=changed) == old.model_dump(exclude=changed)
         assert new.producer["ucformat"] == ucformat.__version__
         assert [new.producer[k] for k in ("engine.name", "torch")] == ["fake", "2.13.0"]

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.storage.behaviour import keys, put
 from ucformat.errors import NotFound, Refused
 from ucformat.storage import wrappers
 from ucformat.storage.base import Costs
 from ucformat.storage.local import LocalStore
+from ucformat.storage.testing import keys, put
 from ucformat.storage.wrappers import CachedListingStore, WrappedStore
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 
 from tests.links import looks
-from tests.storage.behaviour import put
 from ucformat.errors import UcformatError
 from ucformat.storage.base import content_version
 from ucformat.storage.local import LocalStore
+from ucformat.storage.testing import put
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.storage.behaviour import keys, put
 from tests.storage.faulty import FaultyStore
 from ucformat.errors import UcformatError
 from ucformat.storage.memory import MemoryStore
+from ucformat.storage.testing import keys, put
 
 if TYPE_CHECKING:
     from ucformat.storage.base import Store

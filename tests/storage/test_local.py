@@ -15,11 +15,11 @@ import pytest
 
 import ucformat
 from tests.patience import PATIENCE
-from tests.storage.behaviour import keys, put
 from ucformat.errors import Conflict, NotFound, Refused, UcformatError
 from ucformat.storage import local, local_files
 from ucformat.storage.base import content_version
 from ucformat.storage.local import LocalStore
+from ucformat.storage.testing import keys, put
 
 if TYPE_CHECKING:
     from collections.abc import Callable

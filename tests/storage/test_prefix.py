@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.storage.behaviour import StoreBehaviour
 from ucformat.errors import Refused
 from ucformat.storage.local import LocalStore
+from ucformat.storage.testing import StoreTests
 from ucformat.storage.wrappers import PrefixStore
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 
-class TestBelow(StoreBehaviour):
+class TestBelow(StoreTests):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         return PrefixStore(LocalStore(tmp_path), "a/b")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import fsspec
 import pytest
 
-from tests.storage.behaviour import StoreBehaviour, keys, put
 from ucformat.errors import NotFound, Refused, UcformatError
 from ucformat.storage.fsspec_store import FsspecStore
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
+from ucformat.storage.testing import StoreTests, keys, put
 from ucformat.storage.url import open_store
 from ucformat.storage.wrappers import Read, RecordingStore, WrappedStore
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 
-class TestLocalStore(StoreBehaviour):
+class TestLocalStore(StoreTests):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         return LocalStore(tmp_path / "not" / "yet")
 
 
-class TestMemoryStore(StoreBehaviour):
+class TestMemoryStore(StoreTests):
     @pytest.fixture
     def store(self) -> Iterator[Store]:
         name = uuid.uuid4().hex
@@ -60,7 +60,7 @@ class _Reader(WrappedStore):
             setattr(self, name, getattr(self.reader, name))
 
 
-class TestFsspec(StoreBehaviour):
+class TestFsspec(StoreTests):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         return _Reader(tmp_path / "not" / "yet")
@@ -93,7 +93,7 @@ class TestFsspec(StoreBehaviour):
             FsspecStore("odd://host/run", Odd()).read("f")
 
 
-class TestObjectStore(StoreBehaviour):
+class TestObjectStore(StoreTests):
     """Over HTTP, at a real endpoint."""
 
     @pytest.fixture
@@ -101,7 +101,7 @@ class TestObjectStore(StoreBehaviour):
         return open_store(bucket.place(f"{uuid.uuid4().hex}/a run"))
 
 
-class TestRecordingStore(StoreBehaviour):
+class TestRecordingStore(StoreTests):
     """A wrapped store behaves as the one inside."""
 
     @pytest.fixture

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.storage.behaviour import put
 from ucformat.errors import Refused, UsageError
 from ucformat.storage.fsspec_store import FsspecStore
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
+from ucformat.storage.testing import put
 from ucformat.storage.url import open_store, split_url
 
 if TYPE_CHECKING:
