@@ -329,7 +329,8 @@ def _save_behind(watch: Watch, *places: str) -> None:
     """Save with a writer of its own; what it says, and what anybody sees of it, is looked at too."""
     import torch
 
-    from ucformat.torch import async_save, background
+    from ucformat.torch import async_save
+    from ucformat.torch.saving import background
 
     for place in (*places, watch.new()):
         watch.act(lambda place=place: async_save({"w": torch.zeros(4)}, place, run="r", step=1).wait())  # type: ignore[misc]
@@ -366,7 +367,7 @@ def test_of_whatever_the_writer_of_async_save_writes_to_its_streams(
     watch: Watch, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = (
-        "import os, sys, threading, warnings; import ucformat.torch.worker as worker\n"
+        "import os, sys, threading, warnings; import ucformat.torch.saving.worker as worker\n"
         "begin = worker._do\n"
         "def fail(*_):\n"
         "    raise RuntimeError('with ' + os.environ['SOME_TOKEN']) from KeyError(os.environ['SOME_TOKEN'])\n"
@@ -377,7 +378,7 @@ def test_of_whatever_the_writer_of_async_save_writes_to_its_streams(
         "    return begin(*args)\n"
         "worker._do = do\n"
     )
-    monkeypatch.setattr("ucformat.torch.background._SERVE", f"{code}worker.main()")
+    monkeypatch.setattr("ucformat.torch.saving.background._SERVE", f"{code}worker.main()")
     monkeypatch.setenv("SOME_TOKEN", watch.canary)
     _save_behind(watch)
     out, err = capfd.readouterr()

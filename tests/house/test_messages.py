@@ -17,8 +17,8 @@ UNSAFE = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpic
 #: What each file may use of them: a value of a program that has no JSON form is kept as a pickle, which is opened for
 #: those alone who say that they trust it (`trust=True`); and what torch says of a pickle that it refuses.
 ALLOWED = {
-    "torch/objects.py": {"pickle.dumps", "pickle.loads"},
-    "torch/dcp_items.py": {"pickle.UnpicklingError"},
+    "torch/state/objects.py": {"pickle.dumps", "pickle.loads"},
+    "torch/dcp/items.py": {"pickle.UnpicklingError"},
 }
 #: Collectives that pickle.
 COLLECTIVES = {
@@ -31,7 +31,7 @@ PIPES = {"Connection", "wait", "recv_handle", "send_handle"}
 #: What opens a port, and who may.
 PORTS = {"create_server", "bind", "listen", "TCPStore", "start_server", "HTTPServer", "make_server"}
 NETWORK = {"socket", "socketserver", "asyncio", "http.server", "wsgiref.simple_server", "torch.distributed"}
-LISTENS = {"torch/hosts.py": {"create_server"}}
+LISTENS = {"torch/comm/handshake.py": {"create_server"}}
 
 
 def names(tree: ast.AST) -> dict[str, str]:

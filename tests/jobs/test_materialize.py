@@ -306,7 +306,7 @@ def packed_of_two_megabytes(store: LocalStore, shared: bool) -> Arrays:
         return arrays
     import torch
 
-    from ucformat.torch.saving import save
+    from ucformat.torch.saving.save import save
 
     tensors = {name: torch.from_numpy(a.copy()) for (name, _), a in arrays.items()}
     save(tensors, store.url, form="packed")

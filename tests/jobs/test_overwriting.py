@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def _save(dst: str) -> object:
     torch = pytest.importorskip("torch", reason="pip install 'ucformat[torch]'")
-    saving = importlib.import_module("ucformat.torch.saving")
+    saving = importlib.import_module("ucformat.torch.saving.save")
     return saving.save({"w": torch.ones(2)}, dst, overwrite=True)
 
 

@@ -28,9 +28,9 @@ WAYS = {
     "jobs.convert": "from ucformat.jobs.convert import convert; convert(src, dst)",
     "jobs.copy": "from ucformat.jobs.copy import copy; copy(src, dst)",
     "jobs.materialize": "from ucformat.jobs.materialize import materialize; materialize(src, dst)",
-    "torch.saving": "import torch; from ucformat.torch.saving import save; save({'w': torch.ones(2)}, dst)",
+    "torch.saving": "import torch; from ucformat.torch.saving.save import save; save({'w': torch.ones(2)}, dst)",
     "Writer": (
-        "import torch, torch.distributed.checkpoint as dcp; from ucformat.torch.dcp_writer import Writer; "
+        "import torch, torch.distributed.checkpoint as dcp; from ucformat.torch.dcp.writer import Writer; "
         "dcp.save({'w': torch.ones(2)}, storage_writer=Writer(dst), no_dist=True)"
     ),
     "all are imported": (

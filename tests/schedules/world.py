@@ -71,7 +71,7 @@ EPOCH = dt.datetime(2024, 1, 1, tzinfo=dt.UTC)
 
 #: What is imported, so that its clocks, ids and thread pools can be replaced.
 _PACKAGES = ("catalog", "format", "jobs", "sources", "storage")
-_MODULES = ("ucformat.torch.saving", "ucformat.jobs.dependents", "ucformat.checkpoint", "ucformat.references")
+_MODULES = ("ucformat.torch.saving.save", "ucformat.jobs.dependents", "ucformat.checkpoint", "ucformat.references")
 
 
 class Killed(BaseException):
@@ -649,9 +649,9 @@ def _patches(world: World) -> Iterator[Any]:
         "ucformat.catalog.reader.Database",
         lambda url, *, read_only, upgrade: _Database(world, url, read_only=read_only),
     )
-    yield mock.patch("ucformat.torch.group.Group.alone", nullcontext)  # of another process each
+    yield mock.patch("ucformat.torch.comm.group.Group.alone", nullcontext)  # of another process each
     yield mock.patch("ucformat.catalog.stamp.CLOCKS", [lambda _: iter([("the boot", world.time.timestamp())])])
-    yield mock.patch("ucformat.torch.writing.time", SimpleNamespace(monotonic=lambda: 0.0))
+    yield mock.patch("ucformat.torch.saving.save.time", SimpleNamespace(monotonic=lambda: 0.0))
     yield mock.patch("ucformat.jobs.run.default_workers", return_value=1)
     replaced = {"datetime": (dt.datetime, Time), "uuid4": (None, world.uuid), "ThreadPoolExecutor": (None, Inline)}
     for name, module in sorted(sys.modules.items()):

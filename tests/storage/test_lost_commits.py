@@ -97,7 +97,7 @@ def test_a_save_that_is_interrupted_within_its_commit(
             commit(store, attempt, manifest)
         raise after("now")
 
-    monkeypatch.setattr("ucformat.torch.writing.commit", interrupted)
+    monkeypatch.setattr("ucformat.torch.saving.save.commit", interrupted)
     with pytest.raises(after, match="now"):
         save(state(), place)
     if after is KeyboardInterrupt:  # which comes when the request has ended

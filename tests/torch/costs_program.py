@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.torch.faults_program import error_of, sharded
 from ucformat.torch import PerRank, Rng, load, save
-from ucformat.torch.group import Group, group_of
+from ucformat.torch.comm.group import Group, group_of
 
 MIB = 1 << 20
 

@@ -22,9 +22,11 @@ from torch.utils import backend_registration
 
 import ucformat
 from ucformat.errors import UsageError
-from ucformat.torch import Rng, devices, load, reading, save, state_dict
-from ucformat.torch.staging import HostBuffer, map_shared, room_for, stage
-from ucformat.torch.state import local_state
+from ucformat.torch import Rng, load, save, state_dict
+from ucformat.torch.loading import read as reading
+from ucformat.torch.saving.staging import HostBuffer, map_shared, room_for, stage
+from ucformat.torch.state import memory
+from ucformat.torch.state.local import local_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -278,7 +280,7 @@ def shared_reading(folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     reading.STAGED_BYTES = 2048
     seen: list[int] = []
-    marks = devices.marks
+    marks = memory.marks
 
     def noting(found: Any) -> Any:
         seen.append(fake.current())

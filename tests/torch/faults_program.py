@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.patience import PATIENCE, wait_until
 from ucformat.storage import local
-from ucformat.torch import PerRank, async_save, background, load, save
-from ucformat.torch.handles import settle
+from ucformat.torch import PerRank, async_save, load, save
+from ucformat.torch.saving import background
+from ucformat.torch.saving.background import settle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -233,10 +234,10 @@ def async_life(folder: Path) -> Any:
         hold.unlink(missing_ok=True)
         settle(handle)
 
-    background.settle = settle_once_all_wait  # type: ignore[attr-defined]
+    background.settle = settle_once_all_wait
     third = begin("third", 4, in_flight=2)
     out["room made"] = (waited == [first], first.done)
-    background.settle = settle  # type: ignore[attr-defined]
+    background.settle = settle
     fourth = begin("fourth", 5)
     out["back-pressure"] = (second.done, third.done)
     fourth.wait(PATIENCE)

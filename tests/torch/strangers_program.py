@@ -17,7 +17,7 @@ from tests.torch.attack import Attack
 from tests.torch.faults_program import SMALL, TIMEOUT, guard_writers, state_of
 from tests.torch.threads_program import children
 from ucformat.torch import async_save
-from ucformat.torch.group import group_of
+from ucformat.torch.comm.group import group_of
 
 _HELLO = struct.Struct("<8sIIB32s")
 _LISTENS = "0A"

@@ -23,11 +23,11 @@ from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece, TensorInfo, single_extents
 from ucformat.reading.plan import make_plan
 from ucformat.reading.rank import wanted_of
-from ucformat.torch import reading
-from ucformat.torch.deal import Claim
-from ucformat.torch.local import Local
-from ucformat.torch.match import Matched
-from ucformat.torch.reading import read
+from ucformat.torch.loading import read as reading
+from ucformat.torch.loading.match import Matched
+from ucformat.torch.loading.read import read
+from ucformat.torch.saving.assignment import Claim
+from ucformat.torch.state.local import Local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,8 +17,8 @@ from tests.torch.test_dtensor import alone_as
 from ucformat.errors import UsageError
 from ucformat.sources.dcp.names import dotted
 from ucformat.torch import PerRank, Rng
-from ucformat.torch.collect import collect
-from ucformat.torch.state import local_state
+from ucformat.torch.state.collect import collect
+from ucformat.torch.state.local import local_state
 
 
 class Pair(NamedTuple):

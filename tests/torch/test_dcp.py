@@ -28,9 +28,8 @@ from ucformat.catalog.catalog import Catalog
 from ucformat.errors import Conflict, Refused, StateMismatch, UsageError
 from ucformat.format.shard import write_shard
 from ucformat.jobs.documents import write_documents
-from ucformat.torch.dtensor import local_of
-from ucformat.torch.local import LocalState
-from ucformat.torch.saving import save_local
+from ucformat.torch.saving.save import save_local
+from ucformat.torch.state.local import LocalState, local_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -394,7 +393,7 @@ def test_threads_write_shards_together(tmp_path: Path, monkeypatch: pytest.Monke
             gate.wait()
         return write_shard(*args)
 
-    monkeypatch.setattr("ucformat.torch.sharding.write_shard", write)
+    monkeypatch.setattr("ucformat.torch.saving.write.write_shard", write)
     state = {f"t{i}": torch.arange(100.0) + i for i in range(3)}
     save(state, tmp_path / "ck", thread_count=3)
     back = {k: torch.zeros(100) for k in state}

@@ -17,13 +17,13 @@ from ucformat.format.chunking import Grid
 from ucformat.geometry.box import Box
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import TensorInfo
-from ucformat.torch import deal
-from ucformat.torch.deal import Claim, deal_pieces, deal_shards, merge
+from ucformat.torch.saving import assignment
+from ucformat.torch.saving.assignment import Claim, deal_pieces, deal_shards, merge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ucformat.torch.deal import Bundle, Fragment, Held, Message
+    from ucformat.torch.saving.assignment import Bundle, Fragment, Held, Message
 
 Claims = list[list[Claim]]
 
@@ -132,7 +132,7 @@ def test_messages_are_what_owners_wait_for_and_no_byte_goes_twice(
 ) -> None:
     tensors = merge(claims)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deal, "BUNDLE_BYTES", bundle)
+        patch.setattr(assignment, "BUNDLE_BYTES", bundle)
         bundles, messages = deal_shards(tensors, len(claims), grids_of(tensors, chunk, shard))
     expected = [
         (sender, owner, number, fragments)
@@ -187,7 +187,7 @@ def everybody_is_done(bundles: Sequence[Sequence[Bundle]], messages: Sequence[Se
 def test_nobody_waits_for_ever(claims: Claims, shard: int) -> None:
     tensors = merge(claims)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deal, "BUNDLE_BYTES", 64)
+        patch.setattr(assignment, "BUNDLE_BYTES", 64)
         bundles, messages = deal_shards(tensors, len(claims), grids_of(tensors, 16, shard))
     assert all([m.number for m in mine] == sorted(m.number for m in mine) for mine in messages)
     assert everybody_is_done(bundles, messages)
@@ -199,7 +199,7 @@ def test_the_worst_network_shows_an_order_that_waits_for_ever() -> None:
     halves = [Claim(info, tuple(Box((a + 16 * k,), (8,)) for k in range(4))) for a in (0, 8)]
     tensors = merge([[h] for h in halves])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deal, "BUNDLE_BYTES", 16)
+        patch.setattr(assignment, "BUNDLE_BYTES", 16)
         bundles, messages = deal_shards(tensors, 2, grids_of(tensors, 16, 16))
     assert [len(mine) for mine in messages] == [2, 2]
     assert everybody_is_done(bundles, messages)

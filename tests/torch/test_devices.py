@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.torch.devices_program import SCENARIOS
-from ucformat.torch.staging import HostBuffer, room_for, stage
-from ucformat.torch.state import local_state
+from ucformat.torch.saving.staging import HostBuffer, room_for, stage
+from ucformat.torch.state.local import local_state
 
 
 @pytest.fixture(scope="module")

@@ -23,11 +23,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ucformat.errors import LayoutError, UsageError
-from ucformat.torch.deal import Claim, merge
-from ucformat.torch.dtensor import _readings, local_of, mesh_of
-from ucformat.torch.fragments import region_of
-from ucformat.torch.local import Local, pieces_in
-from ucformat.torch.memory import host_memory
+from ucformat.torch.saving.assignment import Claim, merge
+from ucformat.torch.state.local import Local, _readings, local_of, mesh_of, pieces_in
+from ucformat.torch.state.memory import host_memory, region_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,8 +12,8 @@ import ucformat
 from tests.jobs.conftest import foreign
 from ucformat.torch import Manager, Rng, load, save
 from ucformat.torch.integrations.torchtitan import CheckpointManager
-from ucformat.torch.saving import save_local
-from ucformat.torch.state import local_state
+from ucformat.torch.saving.save import save_local
+from ucformat.torch.state.local import local_state
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.local import Dim, Run
-from ucformat.torch.fragments import blocks_of, copy_common, dense_region, region_of
-from ucformat.torch.local import pieces_in
-from ucformat.torch.memory import host_memory
+from ucformat.torch.state.local import pieces_in
+from ucformat.torch.state.memory import blocks_of, copy_common, dense_region, host_memory, region_of
 
 itemsizes = st.sampled_from([1, 2, 4, 8, 16])
 DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64, 16: torch.complex128}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.patience import PATIENCE
 from ucformat.errors import Conflict, UcformatError
-from ucformat.torch.group import Group, by_store, group_of, lone
+from ucformat.torch.comm.group import Group, by_store, group_of, lone
 
 if TYPE_CHECKING:
     from collections.abc import Callable

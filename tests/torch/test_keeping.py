@@ -12,8 +12,9 @@ import ucformat.torch
 from tests.torch.runs import data_file, fill, folders, manager_of, names, restored, state_at
 from ucformat.catalog.catalog import Catalog
 from ucformat.errors import IntegrityError, UcformatError, UsageError
-from ucformat.torch import Manager, keeping
-from ucformat.torch.keeping import policy_of
+from ucformat.torch import Manager
+from ucformat.torch.manager import retention
+from ucformat.torch.manager.retention import policy_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,7 +97,7 @@ def test_failures_to_delete_are_warnings(
     def refused(*_: Any) -> None:
         raise UcformatError("not allowed here")
 
-    monkeypatch.setattr(keeping, "remove", refused)
+    monkeypatch.setattr(retention, "remove", refused)
     with manager_of(tmp_path, keep=1) as manager:
         for step in (1, 2):
             manager.save(step, state_at(step))

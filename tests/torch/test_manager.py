@@ -22,8 +22,8 @@ from tests.torch.running import torchrun
 from tests.torch.runs import fill, folders, manager_of, names, restored, state_at
 from ucformat.errors import Conflict, UcformatError, UsageError
 from ucformat.torch import Manager, Saved, SaveHandle
-from ucformat.torch import manager as module
-from ucformat.torch.stopping import together
+from ucformat.torch.manager import manager as module
+from ucformat.torch.manager.signals import together
 
 # --- when
 

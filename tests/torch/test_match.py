@@ -14,14 +14,14 @@ from ucformat.geometry.tensor import Key
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.storage.memory import MemoryStore
 from ucformat.torch import save
-from ucformat.torch.dtensor import local_of
-from ucformat.torch.match import Problems, match, raise_for, stored_names
+from ucformat.torch.loading.match import Problems, match, raise_for, stored_names
+from ucformat.torch.state.local import local_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.torch.local import Local
+    from ucformat.torch.state.local import Local
 
 NO_TIES: dict[str, Any] = {"aliases": {}, "groups": ()}
 count = iter(range(10**6))

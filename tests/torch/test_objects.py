@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from ucformat.errors import Refused
-from ucformat.torch.objects import decode, encode, like
+from ucformat.torch.state.objects import decode, encode, like
 
 floats = st.floats(allow_nan=True, width=64)
 keys = st.text(max_size=4) | st.integers() | st.sampled_from(["$int:3", "$set", "$", "$$x", "3"])

@@ -24,9 +24,9 @@ from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import TensorInfo, single_extents
 from ucformat.schema.manifest import Manifest, SidecarDoc, TensorDoc
 from ucformat.storage.memory import MemoryStore
-from ucformat.torch.deal import Claim, deal_pieces, merge
-from ucformat.torch.fragments import Region
-from ucformat.torch.packing import packed_file, sidecar_of, write_packed
+from ucformat.torch.saving.assignment import Claim, deal_pieces, merge
+from ucformat.torch.saving.write import packed_file, sidecar_of, write_packed
+from ucformat.torch.state.memory import Region
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from tests.torch.test_deal import Claims
     from ucformat.checkpoint import Checkpoint
-    from ucformat.torch.deal import Held
+    from ucformat.torch.saving.assignment import Held
 
 count = iter(range(10**6))
 

@@ -20,12 +20,11 @@ from ucformat.errors import ChecksumError, UsageError
 from ucformat.geometry.local import Dim, Run
 from ucformat.geometry.tensor import Key
 from ucformat.storage.memory import MemoryStore
-from ucformat.torch import reading
-from ucformat.torch.dtensor import local_of
-from ucformat.torch.local import Local, pieces_in
-from ucformat.torch.match import Matched
-from ucformat.torch.memory import host_memory, torch_dtype
-from ucformat.torch.reading import read
+from ucformat.torch.loading import read as reading
+from ucformat.torch.loading.match import Matched
+from ucformat.torch.loading.read import read
+from ucformat.torch.state.local import Local, local_of, pieces_in
+from ucformat.torch.state.memory import host_memory, torch_dtype
 
 if TYPE_CHECKING:
     from pathlib import Path

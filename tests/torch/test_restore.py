@@ -11,15 +11,14 @@ import torch
 import ucformat
 from ucformat.errors import ChecksumError, StateMismatch, UsageError
 from ucformat.torch import PerRank, load, save
-from ucformat.torch.collect import collect
-from ucformat.torch.match import stored_names
-from ucformat.torch.recorded import Recorded, find_object
-from ucformat.torch.restore import fit_groups, fit_objects
+from ucformat.torch.loading.match import stored_names
+from ucformat.torch.loading.values import Recorded, find_object, fit_groups, fit_objects
+from ucformat.torch.state.collect import collect
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ucformat.torch.group import Group
+    from ucformat.torch.comm.group import Group
 
 
 class Ranks:

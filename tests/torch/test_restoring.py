@@ -136,7 +136,7 @@ def skew(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
         def now(cls, tz: tzinfo | None = None) -> Self:
             return super().now(tz) + timedelta(hours=hours)
 
-    monkeypatch.setattr("ucformat.torch.writing.datetime", Clock)
+    monkeypatch.setattr("ucformat.torch.saving.manifest.datetime", Clock)
 
 
 def test_a_training_that_went_back_goes_on_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,8 +233,8 @@ def test_an_interrupted_save_leaves_the_one_before(tmp_path: Path, monkeypatch: 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:  # what a killed process leaves: all data, and no manifest
-        patched.setattr("ucformat.torch.writing.commit", killed)
-        patched.setattr("ucformat.torch.writing.discard", lambda *_: None)
+        patched.setattr("ucformat.torch.saving.save.commit", killed)
+        patched.setattr("ucformat.torch.saving.save.discard", lambda *_: None)
         with pytest.raises(KeyboardInterrupt):
             manager.save(2, state_at(2))
     assert list((tmp_path / "step-00000002").glob("data/**/c/*"))

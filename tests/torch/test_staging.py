@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from tests.torch.test_fragments import raw, tensors
 from ucformat.geometry.local import Dim, Run
 from ucformat.geometry.tensor import TensorInfo
-from ucformat.torch import staging
-from ucformat.torch.dtensor import local_of
-from ucformat.torch.fragments import region_of
-from ucformat.torch.local import Local, LocalState, pieces_in
-from ucformat.torch.staging import HostBuffer, map_shared, room_for, stage
+from ucformat.torch.saving import staging
+from ucformat.torch.saving.staging import HostBuffer, map_shared, room_for, stage
+from ucformat.torch.state.local import Local, LocalState, local_of, pieces_in
+from ucformat.torch.state.memory import region_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

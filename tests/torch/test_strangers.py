@@ -20,11 +20,10 @@ from tests.torch.attack import Attack
 from tests.torch.ranks import Ranks
 from tests.torch.strangers_program import said_by_strangers
 from ucformat.errors import IntegrityError, UcformatError
-from ucformat.torch import group, hosts, peers
-from ucformat.torch.group import Group, by_store
-from ucformat.torch.hosts import Host, host_here, listen
-from ucformat.torch.links import Links
-from ucformat.torch.peers import connect
+from ucformat.torch.comm import group, handshake
+from ucformat.torch.comm.group import Group, by_store
+from ucformat.torch.comm.handshake import Host, connect, host_here, listen
+from ucformat.torch.comm.links import Links
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -78,8 +77,8 @@ def test_nobody_listens_when_all_have_come() -> None:
 
 
 def test_more_strangers_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_GUESTS", 2)
-    monkeypatch.setattr(peers, "_PATIENCE", 0.05)
+    monkeypatch.setattr(handshake, "_GUESTS", 2)
+    monkeypatch.setattr(handshake, "_PATIENCE", 0.05)
     listeners = at_loopback(2)
     ends = [listener.getsockname() for listener in listeners]
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
@@ -144,7 +143,7 @@ def test_who_took_too_long_calls_again(when: str) -> None:
         with listener.accept()[0] as caller:
             hello = b"" if when == "at once" else caller.recv(49)
             if when == "after the proof":
-                caller.sendall(bytes(32) + peers._proof(SECRET, b"called", hello + bytes(32)))
+                caller.sendall(bytes(32) + handshake._proof(SECRET, b"called", hello + bytes(32)))
                 caller.recv(32)
         return connect(listener, 0, [place, place], SECRET, PATIENCE)
 
@@ -285,8 +284,8 @@ def test_a_rank_that_cannot_listen_is_named_on_all(monkeypatch: pytest.MonkeyPat
 )
 def test_where_a_rank_listens(monkeypatch: pytest.MonkeyPatch, others: list[Host], expected: str) -> None:
     bound: list[Any] = []
-    monkeypatch.setattr(hosts, "_way_to", lambda host, _: "10.1.2.3" if host else "")
-    monkeypatch.setattr(hosts, "_own_address", lambda: "10.9.9.9")
+    monkeypatch.setattr(handshake, "_way_to", lambda host, _: "10.1.2.3" if host else "")
+    monkeypatch.setattr(handshake, "_own_address", lambda: "10.9.9.9")
     monkeypatch.setattr(socket, "create_server", lambda address, **_: bound.append(address))
     listen([Host("here", ""), Host("here", ""), *others], 0)
     assert bound == [(expected, 0)]

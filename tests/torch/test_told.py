@@ -16,11 +16,12 @@ from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.jobs.run import Report
 from ucformat.reading.readable import IntKey, Place
 from ucformat.schema.manifest import LineageDoc
-from ucformat.torch.agree import Part, Terms
-from ucformat.torch.deal import Bundle, Claim, Fragment, Message, Shard
-from ucformat.torch.wire import decode, encode
-from ucformat.torch.worker import Answer, Beat, Buffer, Done, Failed, Forget, Order, Start
-from ucformat.torch.writing import Listing, Note, Saved
+from ucformat.torch.comm.wire import decode, encode
+from ucformat.torch.saving.assignment import Bundle, Claim, Fragment, Message, Shard
+from ucformat.torch.saving.manifest import Listing, Note
+from ucformat.torch.saving.plan import Part, Terms
+from ucformat.torch.saving.save import Saved
+from ucformat.torch.saving.worker import Answer, Beat, Buffer, Done, Failed, Forget, Order, Start
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,7 +22,7 @@ from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.readable import IntKey, Place, StatePath
 from ucformat.schema.manifest import LineageDoc
-from ucformat.torch.wire import decode, encode, message
+from ucformat.torch.comm.wire import decode, encode, message
 
 if TYPE_CHECKING:
     from collections.abc import Callable

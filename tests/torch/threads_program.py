@@ -17,8 +17,9 @@ import torch.distributed.checkpoint as dcp
 
 from tests.patience import PATIENCE, wait_until
 from tests.torch.faults_program import SMALL, TIMEOUT, error_of, guard_writers, state_of
-from ucformat.torch import Writer, async_save, background, load, save
-from ucformat.torch.group import Group, group_of
+from ucformat.torch import Writer, async_save, load, save
+from ucformat.torch.comm.group import Group, group_of
+from ucformat.torch.saving import background
 
 if TYPE_CHECKING:
     from collections.abc import Callable

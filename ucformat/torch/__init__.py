@@ -8,17 +8,15 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("ucformat.torch needs PyTorch: pip install 'ucformat[torch]'", name="torch") from error
 
 from ucformat.jobs.record import record_commits
-from ucformat.torch.background import SaveHandle, async_save
-from ucformat.torch.dcp_reader import Reader
-from ucformat.torch.dcp_writer import Writer
-from ucformat.torch.evaluate import state_dict
-from ucformat.torch.loading import LoadReport, load
-from ucformat.torch.manager import Manager
-from ucformat.torch.match import Problems
-from ucformat.torch.objects import PerRank
-from ucformat.torch.rng import Rng
-from ucformat.torch.saving import save
-from ucformat.torch.writing import Saved
+from ucformat.torch.dcp.reader import Reader
+from ucformat.torch.dcp.writer import Writer
+from ucformat.torch.loading.load import LoadReport, load, state_dict
+from ucformat.torch.loading.match import Problems
+from ucformat.torch.manager.manager import Manager
+from ucformat.torch.saving.asynchronous import async_save
+from ucformat.torch.saving.background import SaveHandle
+from ucformat.torch.saving.save import Saved, save
+from ucformat.torch.state.objects import PerRank, Rng
 
 __all__ = [
     "LoadReport",

@@ -7,25 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.references import open_reference
-from ucformat.torch.deepspeed.collect import boxes_of, locals_of_buffers, weight_of
-from ucformat.torch.deepspeed.engine import look
-from ucformat.torch.deepspeed.held import held_by
-from ucformat.torch.deepspeed.refresh import refresh
-from ucformat.torch.deepspeed.restore import Client, fit_groups, fit_parts, fit_values
-from ucformat.torch.deepspeed.targets import Stored, Wanted, want_optimizer
-from ucformat.torch.edges import holds_training
-from ucformat.torch.group import TIMEOUT, meeting
-from ucformat.torch.loading import LoadReport, load_local
-from ucformat.torch.match import stored_names
+from ucformat.torch.comm.group import TIMEOUT, meeting
+from ucformat.torch.deepspeed.engine import look, refresh
+from ucformat.torch.deepspeed.optimizer import Stored, Wanted, want_optimizer
+from ucformat.torch.deepspeed.partitions import held_by
+from ucformat.torch.deepspeed.save import boxes_of, locals_of_buffers, weight_of
+from ucformat.torch.deepspeed.values import Client, fit_groups, fit_parts, fit_values
+from ucformat.torch.loading.load import LoadReport, load_local
+from ucformat.torch.loading.match import holds_training, stored_names
 
 if TYPE_CHECKING:
     from os import PathLike
 
     from ucformat.reading.plan import Verify
+    from ucformat.torch.comm.group import Group
     from ucformat.torch.deepspeed.engine import Trainer
-    from ucformat.torch.group import Group
-    from ucformat.torch.local import Local
-    from ucformat.torch.match import Problems, Rename, Strict
+    from ucformat.torch.loading.match import Problems, Rename, Strict
+    from ucformat.torch.state.local import Local
 
 __all__ = ["EngineReport", "load"]
 

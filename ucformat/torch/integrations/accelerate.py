@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import Refused
-from ucformat.torch.objects import PerRank
-from ucformat.torch.rng import Rng
+from ucformat.torch.state.objects import PerRank, Rng
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -18,12 +18,11 @@ from ucformat.errors import NotACheckpoint, Refused
 from ucformat.format.commit import MANIFEST
 from ucformat.references import open_reference
 from ucformat.sources.configuration import of_program
-from ucformat.torch.background import SaveHandle, async_save
 from ucformat.torch.integrations.accelerate import unwrapped
-from ucformat.torch.loading import load
-from ucformat.torch.objects import decode
-from ucformat.torch.rng import Rng
-from ucformat.torch.saving import save
+from ucformat.torch.loading.load import load
+from ucformat.torch.saving.asynchronous import async_save
+from ucformat.torch.saving.save import save
+from ucformat.torch.state.objects import Rng, decode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.schema.manifest import LineageDoc
+    from ucformat.torch.saving.background import SaveHandle
 
 __all__ = ["SaveCallback", "UniversalTrainer"]
 

@@ -15,23 +15,22 @@ from ucformat.jobs.removal import remove
 from ucformat.references import open_reference
 from ucformat.sources.configuration import of_program
 from ucformat.storage.url import open_store
-from ucformat.torch.background import SaveHandle, async_save_local
-from ucformat.torch.dtensor import local_of
-from ucformat.torch.group import lone
-from ucformat.torch.loading import load, load_local
-from ucformat.torch.memory import torch_dtype
-from ucformat.torch.objects import decode, encode
-from ucformat.torch.rng import Rng
-from ucformat.torch.saving import save_held, save_local, terms_of
-from ucformat.torch.state import local_state
-from ucformat.torch.writing import Note
+from ucformat.torch.comm.group import lone
+from ucformat.torch.loading.load import load, load_local
+from ucformat.torch.saving.asynchronous import async_save_local
+from ucformat.torch.saving.manifest import Note
+from ucformat.torch.saving.save import save_held, save_local, terms_of
+from ucformat.torch.state.local import local_of, local_state
+from ucformat.torch.state.memory import torch_dtype
+from ucformat.torch.state.objects import Rng, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.schema.manifest import LineageDoc
-    from ucformat.torch.loading import LoadReport
+    from ucformat.torch.loading.load import LoadReport
+    from ucformat.torch.saving.background import SaveHandle
 
     _Read = tuple[dict[tuple[str, str], torch.Tensor], LoadReport]
 

@@ -13,10 +13,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ucformat.errors import NotFound, UsageError
-from ucformat.torch.manager import Manager
-from ucformat.torch.objects import PerRank
-from ucformat.torch.rng import Rng
-from ucformat.torch.steps import folder_of
+from ucformat.torch.manager.manager import Manager
+from ucformat.torch.manager.steps import folder_of
+from ucformat.torch.state.objects import PerRank, Rng
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -1,0 +1,1 @@
+"""Connections, messages and collectives among the ranks that save or load together."""

@@ -1,0 +1,1 @@
+"""`Writer` and `Reader`: PyTorch's `torch.distributed.checkpoint` over universal checkpoints."""

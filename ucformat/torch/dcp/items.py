@@ -1,0 +1,295 @@
+"""From the write items of a PyTorch DCP plan to what this rank saves, named as `ucformat.torch.save` names it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from ucformat.errors import LayoutError, UsageError
+from ucformat.geometry.box import Box
+from ucformat.geometry.tensor import Key, Piece, TensorInfo
+from ucformat.sources.dcp.names import GROUPS, Path, dotted
+from ucformat.sources.pickle.file import opaque_file
+from ucformat.sources.values import json_key
+from ucformat.torch.comm.wire import message
+from ucformat.torch.state.collect import collect
+from ucformat.torch.state.local import groups_of, local_of, mesh_of, paths_of, places_of
+from ucformat.torch.state.memory import copied_to_host, host_memory
+from ucformat.torch.state.objects import PerRank, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+    from ucformat.reading.readable import Place
+    from ucformat.torch.state.local import Local
+    from ucformat.torch.state.memory import Memory
+
+__all__ = ["LocalItems", "Part", "Values", "collect_items", "join_values", "local_items"]
+
+_BYTES = WriteItemType.BYTE_IO
+
+
+@dataclass(frozen=True, slots=True)
+class LocalItems:
+    """All that a rank has, before DCP leaves to other ranks what several have; `ranks` plan together (0: not known).
+
+    `tensors` are those of each shard, and `shapes` of the whole tensors.
+    """
+
+    tensors: tuple[MetadataIndex, ...]
+    values: tuple[MetadataIndex, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    ranks: int = 0
+
+
+@message
+class Values:
+    """The plain values that DCP had one rank write, in JSON form by path, and which lists of the state hold tensors."""
+
+    by_path: Mapping[Path, Any]
+    lists: frozenset[Path]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank saves of a plan; `memories` are those of the tensors."""
+
+    tensors: tuple[tuple[TensorInfo, tuple[Piece, ...]], ...]
+    memories: tuple[Memory, ...]
+    values: Values
+    groups: tuple[Mapping[str, Any], ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    paths: Mapping[Key, tuple[Path, ...]] = field(default_factory=dict)
+    places: tuple[Place, ...] = ()
+
+
+def local_items(plan: SavePlan) -> LocalItems:
+    """What a plan lists that no other rank's plan was compared with yet."""
+    values = [i.index for i in plan.items if i.type == _BYTES]
+    tensors = [i for i in plan.items if i.type != _BYTES]
+    shapes = {i.index.fqn: tuple(i.tensor_data.size) for i in tensors}
+    return LocalItems(tuple(i.index for i in tensors), tuple(values), shapes)
+
+
+def collect_items(plan: SavePlan, planner: SavePlanner, local: LocalItems) -> Part:
+    """What this rank saves of its plan.
+
+    Names, optimizer groups and ties are found in all that the rank has (`local`), for a plan without what other ranks
+    write too does not show them.
+
+    Raises:
+        LayoutError: DCP takes a shard for another shape than the one that it has.
+        UsageError: two entries are the same tensor, or one is a PerRank value.
+    """
+    mappings = plan.planner_data if isinstance(plan.planner_data, dict) else getattr(planner, "mappings", {})
+    state = _State(planner, mappings, local)
+    aliases = state.aliases()
+    tensors, memories = _tensors(plan, planner, state.keys, aliases)
+    values: dict[Path, Any] = {}
+    for item in plan.items:
+        path = state.path(item.index)
+        if item.type == _BYTES and not state.is_option(path):
+            value = state.look_up(item.index, _BYTES)
+            if isinstance(value, PerRank):
+                raise UsageError(
+                    f"{dotted(path)} is a PerRank value, of which torch.distributed.checkpoint keeps one rank's",
+                    hint="save with ucformat.torch.save, or keep it under a key with the rank's number",
+                )
+            values[path] = encode(value, dotted(path))
+    held = getattr(planner, "state_dict", {})
+    return Part(
+        tensors=tensors,
+        memories=memories,
+        values=Values(values, state.lists_of_tensors()),
+        groups=groups_of(state.found, aliases),
+        aliases=aliases,
+        layout=mesh_of([t for t in held.values() if isinstance(t, torch.Tensor)]),
+        paths=paths_of(state.found, aliases),
+        places=places_of(state.found),
+    )
+
+
+def _encodes(planner: SavePlanner) -> bool:
+    """Whether values are to be taken as a planner of the program's own encodes them."""
+    kind, stock = type(planner), DefaultSavePlanner
+    return any(getattr(kind, f, None) is not getattr(stock, f) for f in ("resolve_data", "transform_object"))
+
+
+def _encoded(data: bytes) -> Any:
+    """The value in bytes that a planner made: what torch.save wrote is opened where it is plain; others stay bytes."""
+    if not data.startswith(b"PK"):
+        return io.BytesIO(data)
+    try:
+        with torch.serialization.safe_globals([io.BytesIO, bytes]):
+            return torch.load(io.BytesIO(data), weights_only=True)
+    except pickle.UnpicklingError:  # it names other classes; who knows where the planner had it from
+        return opaque_file(data)
+
+
+class _Value:
+    """Stands for a plain value whose kind does not matter to names."""
+
+
+class _State:
+    """A rank's training state as DCP flattened it, nested again."""
+
+    def __init__(self, planner: SavePlanner, mappings: Mapping[str, Path], local: LocalItems) -> None:
+        self.planner, self.mappings, self.local = planner, mappings, local
+        nested: dict[str, Any] = {}
+        for index in local.tensors:
+            path = self.path(index)
+            stand_in = torch.empty(local.shapes[index.fqn], device="meta")
+            set_element(nested, path, self.look_up(index) if _below_groups(path) else stand_in)
+        for index in local.values:
+            path = self.path(index)
+            set_element(nested, path, self.look_up(index, _BYTES) if _below_groups(path) else _Value())
+        self.found = collect(nested)
+        by_path = self.found.keys
+        #: Name and state of each tensor; those of optimizer options have none.
+        self.keys = {i.fqn: by_path[p] for i in local.tensors if (p := self.path(i)) in by_path}
+
+    def path(self, index: MetadataIndex) -> Path:
+        """Where an entry lies in the state as the program has it."""
+        return self.mappings.get(index.fqn, (index.fqn,))
+
+    def look_up(self, index: MetadataIndex, kind: WriteItemType = WriteItemType.SHARD) -> Any:
+        """The live value of an entry of this rank; of a planner that encodes values itself, what it made of it."""
+        if (kind != _BYTES or not _encodes(self.planner)) and hasattr(self.planner, "lookup_object"):
+            return self.planner.lookup_object(index)
+        data = self.planner.resolve_data(WriteItem(index, kind))
+        return _encoded(data.getvalue()) if isinstance(data, io.BytesIO) else data
+
+    def is_option(self, path: Path) -> bool:
+        """Whether the entry is part of an optimizer group that is kept by names."""
+        return any(path[:i] in self.found.apart for i in range(1, len(path) + 1))
+
+    def aliases(self) -> dict[str, str]:
+        """Weights of this rank that are one memory under several names: further names by the first."""
+        first: dict[tuple[object, ...], str] = {}
+        out: dict[str, str] = {}
+        for index in self.local.tensors:
+            key = self.keys.get(index.fqn)
+            if key is None or key.state != "weight":
+                continue
+            tensor = self.look_up(index)
+            if isinstance(tensor, torch.Tensor) and tensor.numel():
+                where = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(), index.offset)
+                name = first.setdefault(where, key.name)
+                if name != key.name:
+                    out[key.name] = name
+        return out
+
+    def lists_of_tensors(self) -> frozenset[Path]:
+        """The lists of the state that hold tensors somewhere below."""
+        paths = self.found.tensors
+        return frozenset(p[:i] for p in paths for i, part in enumerate(p) if isinstance(part, int))
+
+
+def _below_groups(path: Path) -> bool:
+    return any((str(part) + ".").startswith(GROUPS + ".") for part in path)
+
+
+def _tensors(
+    plan: SavePlan, planner: SavePlanner, keys: Mapping[str, Key], aliases: Mapping[str, str]
+) -> tuple[tuple[tuple[TensorInfo, tuple[Piece, ...]], ...], tuple[Memory, ...]]:
+    """The tensors that this rank is to write, each once, and their memory."""
+    shards: dict[str, list[Local]] = {}
+    for item in plan.items:
+        key = keys.get(item.index.fqn)
+        if key is not None and not (key.state == "weight" and key.name in aliases):
+            named = Key(aliases.get(key.name, key.name), key.state)
+            shards.setdefault(item.index.fqn, []).append(_shard(item, planner, named))
+    tensors: list[tuple[TensorInfo, tuple[Piece, ...]]] = []
+    memories: list[Memory] = []
+    by_key: dict[Key, str] = {}
+    for fqn, mine in shards.items():
+        info = mine[0].info
+        other = by_key.setdefault(info.key, fqn)
+        if other != fqn:
+            raise UsageError(f"{other} and {fqn} are both {info.key}", hint="give them different names")
+        pieces, memory = _joined(mine)
+        tensors.append((info, pieces))
+        memories.append(memory)
+    return tuple(tensors), tuple(memories)
+
+
+def _shard(item: WriteItem, planner: SavePlanner, key: Key) -> Local:
+    """What a write item holds, as pieces of the global tensor."""
+    local = local_of(key.name, key.state, planner.resolve_data(item))
+    told, chunk = item.tensor_data, item.tensor_data.chunk
+    if local.info.shape != tuple(chunk.sizes):
+        raise LayoutError(
+            f"{item.index.fqn}: torch.distributed.checkpoint takes the local shard for {list(chunk.sizes)} at "
+            f"{list(chunk.offsets)}, but it is {list(local.info.shape)}",
+            hint="it misjudges some uneven cuts of one dim over two mesh axes; ucformat.torch.save does not",
+        )
+    info = TensorInfo(key.name, key.state, local.info.dtype, tuple(told.size))
+    pieces = tuple(
+        Piece(Box(tuple(map(int.__add__, p.box.start, chunk.offsets)), p.box.shape), p.offset, p.strides)
+        for p in local.pieces
+        if p.box.size
+    )
+    return type(local)(info, pieces, local.tensor)
+
+
+def _joined(shards: Sequence[Local]) -> tuple[tuple[Piece, ...], Memory]:
+    """The pieces of all shards of one tensor in one memory: of several shards, a copy of them."""
+    if len(shards) == 1:
+        tensor = shards[0].tensor
+        return shards[0].pieces, host_memory(copied_to_host(tensor))
+    pieces: list[Piece] = []
+    parts: list[Memory] = []
+    offset = 0
+    for shard in shards:
+        dense = copied_to_host(shard.tensor).contiguous()
+        pieces += [Piece(p.box, offset, tuple(dense.stride())) for p in shard.pieces]
+        parts.append(host_memory(dense))
+        offset += dense.numel()
+    return tuple(pieces), np.concatenate(parts)
+
+
+def join_values(parts: Sequence[Values]) -> dict[str, Any]:
+    """The objects of all ranks, nested as the program has them; UsageError where two ranks wrote different values."""
+    tree: dict[str | int, Any] = {}
+    lists = frozenset(p for part in parts for p in part.lists)
+    for rank, part in enumerate(parts):
+        for path, data in part.by_path.items():
+            node = tree
+            for step in path[:-1]:
+                node = node.setdefault(step, {})
+            found = node.setdefault(path[-1], _Leaf(data))
+            if not isinstance(found, _Leaf) or found.data != data:
+                raise UsageError(
+                    f"the object {dotted(path)} has another value on rank {rank} than on a rank before it",
+                    hint="keep what each rank has for itself under a key with its number",
+                )
+    objects: dict[str, Any] = _plain(tree, (), lists)
+    return objects
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    data: Any
+
+
+def _plain(node: Any, path: Path, lists: frozenset[Path]) -> Any:
+    """The JSON form of a tree of leaves: what was a list without tensors is one again."""
+    if isinstance(node, _Leaf):
+        return node.data
+    inner = {k: _plain(v, (*path, k), lists) for k, v in node.items()}
+    if inner and path not in lists and all(isinstance(k, int) for k in inner):
+        return [inner.get(i, {}) for i in range(max(k for k in inner if isinstance(k, int)) + 1)]  # DCP leaves out {}
+    return {json_key(k): v for k, v in inner.items()}

@@ -1,0 +1,243 @@
+"""`Writer`: what `torch.distributed.checkpoint` saves becomes a universal checkpoint."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed._state_dict_utils import _create_cpu_state_dict
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ucformat.errors import Conflict, UcformatError, UsageError
+from ucformat.sources.dcp import Dcp
+from ucformat.storage.url import open_store
+from ucformat.torch.comm.group import TIMEOUT, lone, meeting
+from ucformat.torch.dcp.items import LocalItems, Part, Values, collect_items, join_values, local_items
+from ucformat.torch.saving.manifest import Listing, Note
+from ucformat.torch.saving.save import save_listed, terms_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from os import PathLike
+
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+    from ucformat.schema.manifest import LineageDoc
+    from ucformat.torch.comm.group import Group
+    from ucformat.torch.saving.save import Saved
+
+__all__ = ["Writer"]
+
+
+class Writer(StorageWriter, BlockingAsyncStager):
+    """Where `dcp.save(state, storage_writer=Writer(path))` and `dcp.async_save` write: a universal checkpoint.
+
+    It takes the place of `FileSystemWriter`, whose arguments come first, in its order and with its defaults. The
+    checkpoint is named, planned, written and committed as by `ucformat.torch.save`: all or nothing. DCP's planner says
+    what each rank holds; of what several hold as plain tensors or values, DCP keeps one rank's without comparing them.
+
+    Args:
+        path: where the checkpoint is to lie, a path or URL; the same on all ranks. A `checkpoint_id` given to DCP takes
+            its place.
+        single_file_per_rank: of no effect: `form` says which files are written.
+        sync_files: of no effect: what is committed is durable before.
+        thread_count: how many threads of this rank write files of the Zarr form.
+        per_thread_copy_ahead: of no effect: all tensors are on the host before the first is written.
+        cache_staged_state_dict: keep the host memory that `dcp.async_save` copies the state to, for its next call with
+            this writer, which has to come after the first is done.
+        overwrite: replace a checkpoint that is committed there, which stays whole until this one is; one that is held,
+            tagged, has an alias, or is needed by others is never replaced.
+        _extensions: refused: the files are of an open format, and what transforms them would have to be a part of it.
+        serialization_format: refused, but for the default.
+        form: `zarr` writes arrays, for which ranks send each other parts of shards; `packed` writes one file for each
+            rank without any sending, which opens the same, and which `ucp materialize` makes arrays of.
+        step: the training step.
+        run: the name of the training run, for the catalog.
+        metrics: numbers to note, for the catalog.
+        config: the configuration of the training, plain JSON values.
+        lineage: what this checkpoint comes from.
+        chunk_bytes: the most bytes of a chunk of the Zarr form (default 1 MiB).
+        shard_bytes: the most bytes of a shard of the Zarr form (default 128 MiB).
+        group: the ranks that save, the same as DCP's `process_group` (default: all).
+        timeout: seconds after which a silent rank is taken for dead.
+
+    Raises:
+        UsageError: an argument is refused.
+    """
+
+    state_dict_cache: dict[str, Any] | None
+
+    def __init__(
+        self,
+        path: str | PathLike[str] | None = None,
+        single_file_per_rank: bool = True,  # noqa: ARG002, FBT001, FBT002
+        sync_files: bool = True,  # noqa: ARG002, FBT001, FBT002
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,  # noqa: ARG002
+        cache_staged_state_dict: bool = False,  # noqa: FBT001, FBT002
+        overwrite: bool = True,  # noqa: FBT001, FBT002
+        _extensions: Sequence[Any] | None = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        *,
+        form: Literal["zarr", "packed"] = "zarr",
+        step: int | None = None,
+        run: str | None = None,
+        metrics: Mapping[str, float] | None = None,
+        config: Mapping[str, Any] | None = None,
+        lineage: Sequence[LineageDoc] = (),
+        chunk_bytes: int | None = None,
+        shard_bytes: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
+        if _extensions:
+            raise UsageError(
+                f"the Writer applies no stream extensions: {', '.join(_called(e) for e in _extensions)}",
+                hint="leave `_extensions` out, or save with torch's own FileSystemWriter",
+            )
+        if serialization_format is not SerializationFormat.TORCH_SAVE:
+            raise UsageError(
+                f"the Writer has no serialization_format {serialization_format}",
+                hint="leave it out, and make safetensors of the checkpoint with `ucp export SRC DST --to safetensors`",
+            )
+        if thread_count < 1:
+            raise UsageError(f"thread_count must be at least 1, not {thread_count}")
+        self.checkpoint_id = None if path is None else str(path)
+        self.note = Note.of(step, run, metrics, config, lineage)
+        self.saved: Saved | None = None  #: what was committed last, in the process that wrote it
+        self._terms = terms_of("", form, overwrite, chunk_bytes, shard_bytes, "equal")
+        self._group, self._timeout, self._threads = group, timeout, thread_count
+        self._collectives = self._coordinates = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process needs: that of `async_save` has the ranks of `process_group` as its default group."""
+        return {**self.__dict__, "_group": None, "saved": None, "state_dict_cache": None}
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy of the state in host memory, for `dcp.async_save`; pinned where there is a device to copy from."""
+        if self.cache_staged_state_dict and self.state_dict_cache is None and not torch.accelerator.is_available():
+            self.state_dict_cache = _create_cpu_state_dict(state_dict)
+        staged: dict[str, Any] = super().stage(state_dict)
+        return staged
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
+        """Whether this is a place that ucformat can write to."""
+        try:
+            open_store(checkpoint_id)
+        except UcformatError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
+        """Begin anew, at another place where one is given."""
+        if checkpoint_id is not None:
+            self.checkpoint_id = str(checkpoint_id)
+        self.saved = None
+
+    def storage_meta(self) -> StorageMeta:
+        """What DCP tells its planner of the place."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001
+        """Learn whether DCP plans over all ranks together."""
+        self._collectives, self._coordinates = bool(kwargs.get("use_collectives", True)), is_coordinator
+        if self.checkpoint_id is None:
+            raise UsageError("the Writer has no path", hint="Writer(path), or give DCP a checkpoint_id")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Note all that this rank has: where replicas go, DCP will have forgotten it.
+
+        Raises:
+            Conflict: there lies a checkpoint that DCP wrote itself, which is not ours to replace.
+        """
+        if self._coordinates and Dcp().find(open_store(str(self.checkpoint_id))):
+            raise Conflict(
+                f"Checkpoint already exists: {self.checkpoint_id} holds one that torch.distributed.checkpoint wrote",
+                hint="choose another place, or remove that one: it would be left beside ours",
+            )
+        return replace(plan, storage_data=local_items(plan)) if plan.usable else plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Note how many ranks plan together."""
+        return [
+            replace(p, storage_data=replace(p.storage_data, ranks=len(plans)))
+            if isinstance(p.storage_data, LocalItems)
+            else p
+            for p in plans
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write and commit, together with all ranks; one result tells what this rank wrote.
+
+        Raises:
+            Conflict: a checkpoint is committed there already, and is not to be replaced, or protected.
+            UsageError: ranks disagree on what should be the same.
+            UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
+        """
+        local = plan.storage_data if isinstance(plan.storage_data, LocalItems) else local_items(plan)
+        with self._ranks(local) as group:
+            part: Part | None = None
+            told: Values | Exception
+            try:
+                part = collect_items(plan, planner, local)
+                told = part.values
+            except Exception as error:  # noqa: BLE001 - told to all ranks
+                told = error
+            objects = group.meet(told, lambda vs: [join_values(vs), *[{}] * (group.size - 1)], Values, Any)
+            assert part is not None  # noqa: S101 - `meet` has raised otherwise
+            listing = Listing(
+                tensors=part.tensors,
+                objects=objects,
+                ranks={},
+                groups=part.groups,
+                aliases=part.aliases,
+                layout=part.layout,
+                engine={"name": "torch", "version": torch.__version__},
+                paths=part.paths,
+                places=part.places,
+            )
+            terms = replace(self._terms, url=str(self.checkpoint_id))
+            try:
+                self.saved = save_listed(listing, part.memories, terms, self.note, group, threads=self._threads)
+            except Conflict as error:  # in the words by which programs know it of FileSystemWriter
+                already = f"Checkpoint already exists and overwrite={terms.overwrite}"
+                raise Conflict(f"{already}: {error.message}", hint=error.hint) from error
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(MetadataIndex(""), self.saved.nbytes, self.saved.id)])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002 - as DCP calls it
+        """Check that all ranks committed the same checkpoint, which they did in `write_data`."""
+        ids = {r.storage_data for of_rank in results for r in of_rank}
+        if len(ids) != 1:
+            raise UcformatError(f"the ranks wrote {len(ids)} checkpoints", hint="give all ranks the same group")
+
+    def _ranks(self, local: LocalItems) -> AbstractContextManager[Group]:
+        """The ranks that save together: those that DCP planned for."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return nullcontext(lone())
+        size = dist.get_world_size(self._group)
+        if self._collectives and local.ranks not in (0, size):
+            if local.ranks == 1:  # no_dist=True
+                return nullcontext(lone())
+            raise UsageError(
+                f"DCP saves with {local.ranks} ranks, the Writer with {size}",
+                hint="give dcp.save(process_group=…) and Writer(group=…) the same group",
+            )
+        return meeting(self._group, self._timeout, "Writer", self.checkpoint_id)
+
+
+def _called(extension: Any) -> str:
+    """The name of an extension of DCP's."""
+    return str(extension.registry_name()) if hasattr(extension, "registry_name") else type(extension).__name__

@@ -1,0 +1,228 @@
+"""Which stored tensor each tensor of a training state is read from, and all that does not fit; lineage of a load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from ucformat.errors import StateMismatch, UsageError
+from ucformat.geometry.patterns import compile_pattern, expand
+from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.jobs.record import lineage_to
+from ucformat.torch.state.memory import blocks_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.box import Box
+    from ucformat.schema.manifest import LineageDoc
+    from ucformat.torch.state.local import Local
+
+    Rename = Callable[[str], str] | Mapping[str, str]
+    Strict = Literal["report", True, False]
+
+__all__ = ["PARAMETER", "Matched", "Problems", "edge_of", "holds_training", "match", "raise_for", "stored_names"]
+
+
+PARAMETER = ("weight", "master")  # the states that a parameter has without any state of an optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Problems:
+    """What of a state and a checkpoint does not fit; each line names a tensor, an object or a group, and says why.
+
+    `missing` is wanted and not stored, `unexpected` stored and not wanted; `shapes` and `dtypes` differ; `others` could
+    not be restored for the reason that is said.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    shapes: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+    def __or__(self, more: Problems) -> Problems:
+        mine = {f.name: (*getattr(self, f.name), *getattr(more, f.name)) for f in fields(self)}
+        return Problems(**{k: tuple(dict.fromkeys(v)) for k, v in mine.items()})
+
+    def lines(self, *, unexpected: bool) -> list[str]:
+        """One line for each problem."""
+        out = [f"missing: {m}" for m in self.missing]
+        out += [f"another shape: {m}" for m in self.shapes] + [f"another dtype: {m}" for m in self.dtypes]
+        out += list(self.others)
+        return out + [f"unexpected: {m}" for m in self.unexpected] if unexpected else out
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """A tensor of the state, and the stored one that it is read from; of another dtype where it is to be cast."""
+
+    target: Local
+    stored: TensorInfo
+
+
+def stored_names(ck: Checkpoint, rename: Rename | None) -> dict[str, str]:
+    """The name under which each tensor is stored, by the state's name for it; tied names too.
+
+    `rename` makes the state's name of the checkpoint's: a function, or regular expressions of whole names and what to
+    put in their place, the first that matches.
+
+    Raises:
+        UsageError: two names become one, or an expression is none that is taken (`docs/layout.md`).
+    """
+    all_names = {n: n for n in ck.names()} | dict(ck.aliases)
+    if rename is None:
+        return all_names
+    to = rename if callable(rename) else _by_regex(rename)
+    out: dict[str, str] = {}
+    for name, stored in all_names.items():
+        new = to(name)
+        if out.setdefault(new, stored) != stored:
+            raise UsageError(f"`rename` makes {new!r} of {out[new]!r} and of {name!r}", hint="make it tell them apart")
+    return out
+
+
+def _by_regex(rules: Mapping[str, str]) -> Callable[[str], str]:
+    compiled = [(compile_pattern(pattern), to) for pattern, to in rules.items()]
+
+    def rename(name: str) -> str:
+        found = next(((m, to) for pattern, to in compiled if (m := pattern.fullmatch(name))), None)
+        return expand(*found) if found else name
+
+    return rename
+
+
+def match(
+    targets: Sequence[Local], aliases: Mapping[str, str], ck: Checkpoint, names: Mapping[str, str], *, cast: bool
+) -> tuple[list[Matched], Problems]:
+    """What each target is read from; `aliases` are further names of the state for the same memory.
+
+    What is not stored under its name is read under one of those. A float32 weight is read from `master` where there is
+    one, else from `weight`; a `master` likewise. What has another dtype is cast if `cast` says so.
+    """
+    found: list[Matched] = []
+    missing, shapes, dtypes, others = [], [], [], []
+    wanted: set[Key] = set()
+    also: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        also.setdefault(name, []).append(alias)
+    for target in targets:
+        info = target.info
+        called = (_stored(replace(info, name=n), ck, names) for n in (info.name, *also.get(info.name, ())))
+        stored = next((s for s in called if s is not None), None)
+        if stored is None:
+            missing.append(str(info.key))
+            continue
+        wanted |= {Key(stored.name, s) for s in PARAMETER} if info.state in PARAMETER else {stored.key}
+        if stored.shape != info.shape:
+            shapes.append(f"{info.key} is {list(info.shape)}, in the checkpoint {list(stored.shape)}")
+        elif stored.dtype != info.dtype and not cast:
+            dtypes.append(f"{info.key} is {info.dtype}, in the checkpoint {stored.dtype} ({stored.state})")
+        else:
+            found.append(Matched(target, stored))
+    for alias, name in aliases.items():
+        mine, first = names.get(alias), names.get(name)
+        if mine is not None and first is not None and mine != first:
+            held = [p.box for t in targets if t.info.name == name and t.info.state in PARAMETER for p in t.pieces]
+            if not _equal(ck, mine, first, held):
+                others.append(f"tied here: {alias} is {name}, but the checkpoint has a tensor for each, which differ")
+        if mine is not None:
+            wanted |= {Key(mine, s) for s in PARAMETER}
+    unexpected = _unexpected(wanted, {t.info.state for t in targets}, ck, names)
+    return found, Problems(tuple(missing), tuple(unexpected), tuple(shapes), tuple(dtypes), tuple(others))
+
+
+def _stored(info: TensorInfo, ck: Checkpoint, names: Mapping[str, str]) -> TensorInfo | None:
+    name = names.get(info.name)
+    if name is None:
+        return None
+    if info.state not in PARAMETER:
+        return ck.tensors.get(Key(name, info.state))
+    have = [i for s in PARAMETER if (i := ck.tensors.get(Key(name, s))) is not None]
+    if info.dtype == "float32" or info.state == "master":
+        have.reverse()
+    return next((i for i in have if i.dtype == info.dtype), have[0] if have else None)
+
+
+def _equal(ck: Checkpoint, a: str, b: str, held: Iterable[Box]) -> bool:
+    """Whether two stored weights are equal: by their digests, or where they have none in the boxes that are held."""
+    docs = [{t.state: t for t in ck.manifest.tensors if t.name == n and t.state in PARAMETER} for n in (a, b)]
+    if docs[0].keys() != docs[1].keys():
+        return False
+    for state, one in docs[0].items():
+        other = docs[1][state]
+        if (one.dtype, one.shape, one.chunk) == (other.dtype, other.shape, other.chunk) and one.digest and other.digest:
+            if one.digest != other.digest:
+                return False
+            continue
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        tensors = ck[a, state], ck[b, state]
+        for box in held:
+            for block in blocks_of(box, tensors[0].info.itemsize):
+                where = tuple(slice(x, x + n) for x, n in zip(block.start, block.shape, strict=True))
+                if tensors[0][where].tobytes() != tensors[1][where].tobytes():
+                    return False
+    return True
+
+
+def _unexpected(wanted: set[Key], states: set[str], ck: Checkpoint, names: Mapping[str, str]) -> Iterable[str]:
+    """Stored tensors that nobody wants, of the kinds that are wanted at all: weights, an optimizer's states."""
+    weights = bool(states & set(PARAMETER))
+    optimizer = bool(states - set(PARAMETER))
+    renamed = {stored: name for name, stored in reversed(list(names.items()))}
+    for key in ck.tensors:
+        if key not in wanted and (weights if key.state in PARAMETER else optimizer):
+            yield str(Key(renamed[key.name], key.state))
+
+
+_SHOWN = 40
+
+
+def raise_for(problems: Problems, strict: Strict, url: str) -> None:
+    """StateMismatch with all problems at once, before anything is read.
+
+    With `strict` "report" what is only in the checkpoint is no error, with False nothing is.
+    """
+    lines = problems.lines(unexpected=strict is True)
+    if strict is False or not lines:
+        return
+    shown = "\n  ".join(lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []))
+    hints = ["strict=False loads what fits"]
+    if problems.dtypes:
+        hints.append("cast=True casts")
+    if problems.missing:
+        hints.append("rename= maps the checkpoint's names to yours")
+    raise StateMismatch(
+        f"{url} does not fit the state to be loaded; nothing was changed:\n  {shown}", hint="; ".join(hints)
+    )
+
+
+_DEGREES = {"zero": 0, "tp": 1, "pp": 1, "ep": 1}  # what engines note in their own files, and what it is if unsaid
+
+
+def holds_training(ck: Checkpoint) -> bool:
+    """Whether a checkpoint is of a training at all, which has groups even where it made no step yet."""
+    return bool(ck.manifest.groups) or any(key.state not in PARAMETER for key in ck.tensors)
+
+
+def edge_of(ck: Checkpoint, now: Mapping[str, Any], *, continues: bool) -> LineageDoc:
+    """A `finetune` unless the training goes on, then a `resume`, or a `reshard` if it was saved under another layout.
+
+    Args:
+        ck: what was loaded.
+        now: the layout under which it was loaded, as a save notes it, with the number of ranks as `world`.
+        continues: whether the training goes on: some rank loaded state of an optimizer.
+    """
+    before = ck.facts.layout
+    if "world" in before:  # noted by a save in a training loop, which says all
+        other = dict(before) != dict(now)
+    else:  # by an engine's own files
+        other = any(before[k] != now.get(k, _unsaid(k, now)) for k in before.keys() & {*_DEGREES, "dp"})
+    kind = ("reshard" if other else "resume") if continues else "finetune"
+    return lineage_to(ck, kind)
+
+
+def _unsaid(degree: str, now: Mapping[str, Any]) -> int:
+    return _DEGREES[degree] if degree in _DEGREES else int(now["world"])

@@ -1,0 +1,324 @@
+"""Reads matched tensors straight into their memory; what is cast or on a device passes through two host buffers.
+
+What several ranks hold alike can be read by one of them, which broadcasts it over their process group.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ucformat.errors import UsageError
+from ucformat.geometry.box import Box, is_apart, row_major
+from ucformat.geometry.tensor import Piece, Tiles
+from ucformat.reading.plan import Wanted
+from ucformat.reading.rank import wanted_of
+from ucformat.reading.read import read_wanted
+from ucformat.torch.comm.group import group_of, of_rank
+from ucformat.torch.state.memory import (
+    blocks_of,
+    check_fillable,
+    devices_of,
+    host_memory,
+    marks,
+    on,
+    same_device,
+    synchronize,
+    torch_dtype,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.tensor import Extent
+    from ucformat.reading.plan import Verify
+    from ucformat.torch.comm.group import Group
+    from ucformat.torch.loading.match import Matched
+
+__all__ = ["STAGED_BYTES", "Amount", "read", "read_shared"]
+
+#: Bytes of each of the two host buffers.
+STAGED_BYTES = 32 << 20
+
+
+class Amount(NamedTuple):
+    """Bytes that were read from storage, and those of tensors that no checksum was checked for."""
+
+    nbytes: int = 0
+    unverified: int = 0
+
+    def plus(self, other: Amount) -> Amount:
+        """Both together."""
+        return Amount(self.nbytes + other.nbytes, self.unverified + other.unverified)
+
+
+def read(
+    ck: Checkpoint,
+    matched: Sequence[Matched],
+    verify: Verify = "whole",
+    threads: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Amount:
+    """Fill the targets, and say how much was read.
+
+    Raises:
+        UsageError: elements of a target share memory.
+        ChecksumError: a chunk does not match its checksum.
+        MissingData: a part of a tensor is stored in no file.
+    """
+    for m in matched:
+        tensor = m.target.tensor
+        if m.target.pieces:
+            check_fillable(str(m.target.key), tensor)
+        if m.target.pieces and not is_apart(tuple(tensor.shape), tensor.stride()):
+            raise UsageError(
+                f"{m.target.key} is expanded: elements of it are one memory, and can hold but one value",
+                hint="give a tensor with memory of its own: tensor.clone()",
+            )
+    direct = [m for m in matched if _is_direct(m)]
+    synchronize(m.target.tensor for m in direct)
+    wanted = [
+        wanted_of(ck.source, m.stored, [(n, p) for p in m.target.pieces])
+        for n, m in enumerate(direct)
+        if m.target.pieces
+    ]
+    memories = [host_memory(m.target.tensor) for m in direct]
+    labels = [str(m.target.key) for m in direct]
+    plan = read_wanted(ck.store, wanted, memories, labels, verify=verify, threads=threads, progress=progress)
+    staged = [m for m in matched if not _is_direct(m)]
+    done = Amount(plan.bytes_read, plan.bytes_unverified)
+    return done.plus(_staged(ck, staged, verify, threads, progress)) if staged else done
+
+
+def _is_direct(m: Matched) -> bool:
+    return m.target.tensor.device.type == "cpu" and m.stored.dtype == m.target.info.dtype
+
+
+def _staged(
+    ck: Checkpoint,
+    matched: Sequence[Matched],
+    verify: Verify,
+    threads: int | None,
+    progress: Callable[[int], None] | None,
+) -> Amount:
+    """Read batch by batch into two host buffers in turn, so that one is copied to the device while the other fills."""
+    targets = [m.target.tensor for m in matched]
+    devices = devices_of(targets)
+    synchronize(targets)  # training may still read or write them
+    total = Amount()
+    buffers: list[torch.Tensor | None] = [None, None]
+    copied: list[list[torch.Event]] = [[], []]
+    try:
+        for number, batch in enumerate(_batches(ck, matched)):
+            turn = number % 2
+            need = sum(unit.room for unit in batch)
+            for event in copied[turn]:
+                event.synchronize()
+            held = buffers[turn]
+            if held is None or held.numel() < need:
+                buffers[turn] = held = _host_buffer(max(need, STAGED_BYTES), devices)
+            total = total.plus(_fill(ck, batch, held, devices, verify, threads, progress))
+            copied[turn] = marks(d for d in devices if any(u.m.target.tensor.device == d for u in batch))
+    finally:  # where one failed too: the buffers go
+        synchronize(targets)
+    return total
+
+
+def _host_buffer(nbytes: int, devices: Sequence[torch.device]) -> torch.Tensor:
+    """Memory from which devices copy, pinned where there are any and the system lets it."""
+    if devices:
+        with on(devices), suppress(RuntimeError):
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """A box to read, of a tensor whose extents are these."""
+
+    m: Matched
+    box: Box
+    extents: Sequence[Extent | Tiles]
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * self.m.stored.itemsize
+
+    @property
+    def room(self) -> int:
+        """Bytes in a buffer, so that the next box begins where every dtype may."""
+        return -(-self.nbytes // 16) * 16
+
+
+def _batches(ck: Checkpoint, matched: Sequence[Matched]) -> Iterator[list[_Unit]]:
+    """The targets' boxes, cut where they are large, as many at once as a buffer holds."""
+    batch: list[_Unit] = []
+    total = 0
+    for m in matched:
+        extents = list(wanted_of(ck.source, m.stored, [(0, p) for p in m.target.pieces]).extents)
+        for piece in m.target.pieces:
+            for box in _cut(piece.box, m.stored.itemsize, extents):
+                unit = _Unit(m, box, extents)
+                if batch and total + unit.room > STAGED_BYTES:
+                    yield batch
+                    batch, total = [], 0
+                batch.append(unit)
+                total += unit.room
+    if batch:
+        yield batch
+
+
+def _cut(box: Box, itemsize: int, extents: Sequence[Extent | Tiles]) -> Iterator[Box]:
+    """A box cut along its first dims in boxes that a buffer holds, where chunks end as far as that can be.
+
+    A chunk that is cut would be read, and checked, for both sides.
+    """
+    if box.size * itemsize <= STAGED_BYTES or not box.shape:
+        yield from blocks_of(box, itemsize, STAGED_BYTES)
+        return
+    tiles = [e for e in extents if isinstance(e, Tiles)]
+    ends = sorted({n for t in tiles for n in range(t.box.start[0], t.box.stop[0] + 1, t.chunk[0])})
+    rows = max(1, STAGED_BYTES // (box.size // box.shape[0] * itemsize))
+    first, stop = box.start[0], box.stop[0]
+    while first < stop:
+        last = min(first + rows, stop)
+        end = ends[at - 1] if (at := bisect_right(ends, last)) else first
+        last = end if first < end and last < stop else last
+        part = Box((first, *box.start[1:]), (last - first, *box.shape[1:]))
+        yield from blocks_of(part, itemsize, STAGED_BYTES)
+        first = last
+
+
+def _fill(
+    ck: Checkpoint,
+    batch: Sequence[_Unit],
+    buffer: torch.Tensor,
+    devices: Sequence[torch.device],
+    verify: Verify,
+    threads: int | None,
+    progress: Callable[[int], None] | None,
+) -> Amount:
+    memory, wanted, views, at = host_memory(buffer), [], [], 0
+    for n, u in enumerate(batch):
+        wanted.append(Wanted(u.m.stored, u.extents, [(n, Piece(u.box, 0, row_major(u.box.shape)))]))
+        views.append((memory[at : at + u.nbytes], buffer[at : at + u.nbytes]))
+        at += u.room
+    memories, labels = [v for v, _ in views], [str(u.m.target.key) for u in batch]
+    plan = read_wanted(ck.store, wanted, memories, labels, verify=verify, threads=threads, progress=progress)
+    for u, (_, held) in zip(batch, views, strict=True):
+        data = held.view(torch_dtype(u.m.stored.dtype)).view(u.box.shape)
+        target = _region(u.m, u.box)
+        target.copy_(data, non_blocking=target.device in devices)
+    return Amount(plan.bytes_read, plan.bytes_unverified)
+
+
+def _region(m: Matched, box: Box) -> torch.Tensor:
+    """The part of the target's tensor that holds a box."""
+    tensor = m.target.tensor
+    piece = next(p for p in m.target.pieces if p.box.contains(box))
+    start = sum((a - b) * s for a, b, s in zip(box.start, piece.box.start, piece.strides, strict=True)) + piece.offset
+    strides = tensor.stride() if tensor.device.type == "cpu" else row_major(tuple(tensor.shape))
+    local = _index(start, tuple(tensor.shape), strides)
+    return tensor[tuple(slice(a, a + n) for a, n in zip(local, box.shape, strict=True))]
+
+
+def _index(offset: int, shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The index of an element from its offset in memory, whatever the order of the dims."""
+    out = [0] * len(shape)
+    for d in sorted(range(len(shape)), key=lambda d: -strides[d]):
+        if shape[d] > 1:
+            out[d], offset = divmod(offset, strides[d])
+    return out
+
+
+#: Bytes that each rank reads before these are handed on, while it reads the next.
+_ROUND = 64 << 20
+#: What a rank wants: of each tensor its boxes.
+_Wants = list[tuple[str, tuple[Box, ...]]]
+
+
+def read_shared(
+    ck: Checkpoint,
+    matched: Sequence[Matched],
+    replicas: dist.ProcessGroup,
+    timeout: float,
+    verify: Verify = "whole",
+    threads: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Amount:
+    """Fill the targets; what all ranks of `replicas` want alike is read by one of them, balanced by bytes.
+
+    Returns how much this rank read itself. The group must carry tensors of the targets' devices;
+    what the ranks tell each other goes over connections of our own.
+    """
+    ranks = group_of(replicas, timeout, f"share {ck.url}")
+    rank, size = ranks.rank, ranks.size
+    wants = [(str(m.stored.key), tuple(p.box for p in m.target.pieces)) for m in matched]
+    everybody: list[_Wants] = ranks.agree(wants, _Wants)
+    common = set(everybody[0]).intersection(*map(set, everybody[1:]))
+    alone = [m for m, want in zip(matched, wants, strict=True) if want not in common]
+    order = {want: i for i, want in enumerate(everybody[0])}
+    shared = sorted(
+        ((m, order[want]) for m, want in zip(matched, wants, strict=True) if want in common and m.target.pieces),
+        key=lambda found: found[1],
+    )
+    load = [0] * size
+    dealt: list[tuple[Matched, int]] = []
+    for m, _ in sorted(shared, key=lambda found: -found[0].target.nbytes):
+        reader = min(range(size), key=lambda r: load[r])
+        load[reader] += m.target.nbytes
+        dealt.append((m, reader))
+    rounds = list(_rounds(dealt, size))
+    total = Amount()
+    with ThreadPoolExecutor(1, "ucformat-share", same_device()) as pool:
+
+        def begin(units: Sequence[tuple[Matched, int]]) -> Future[Amount]:
+            return pool.submit(read, ck, [m for m, reader in units if reader == rank], verify, threads, progress)
+
+        coming = [begin(rounds[0])] if rounds else []
+        for number, units in enumerate(rounds):
+            total = total.plus(_together(coming.pop(), ranks))
+            coming += [begin(following) for following in rounds[number + 1 : number + 2]]
+            for m, reader in units:
+                _hand_on(m.target.tensor, reader, replicas)
+    synchronize(m.target.tensor for m, _ in dealt)  # a broadcast of a device's tensor goes on after its call
+    return total.plus(read(ck, alone, verify, threads, progress))
+
+
+def _together(reading: Future[Amount], ranks: Group) -> Amount:
+    """Wait until all ranks have read what they hand on next; what one of them failed of is raised on all."""
+    error = reading.exception()
+    errors = ranks.agree([] if error is None else [error], list[BaseException])
+    first = next(((r, e[0]) for r, e in enumerate(errors) if e), None)
+    if first is not None:
+        raise error or of_rank(*first, len(errors))
+    return reading.result()
+
+
+def _rounds(dealt: Sequence[tuple[Matched, int]], size: int) -> Iterator[list[tuple[Matched, int]]]:
+    units: list[tuple[Matched, int]] = []
+    total = 0
+    for m, reader in dealt:
+        if units and total + m.target.nbytes > _ROUND * size:
+            yield units
+            units, total = [], 0
+        units.append((m, reader))
+        total += m.target.nbytes
+    if units:
+        yield units
+
+
+def _hand_on(tensor: torch.Tensor, reader: int, replicas: dist.ProcessGroup) -> None:
+    """Broadcast one local tensor, as bytes, for not every group carries every dtype."""
+    dense = tensor if tensor.is_contiguous() else tensor.contiguous()
+    flat = dense.as_strided((dense.numel(),), (1,))  # a lone element may have any stride, of which no view is made
+    dist.broadcast(flat.view(torch.uint8), group=replicas, group_src=reader)
+    if dense is not tensor:
+        tensor.copy_(dense)

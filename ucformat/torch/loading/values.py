@@ -1,0 +1,327 @@
+"""Finds a checkpoint's objects and optimizer groups by the paths of a training state, and puts them back there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ucformat.errors import Refused, UsageError
+from ucformat.reading.readable import IntKey
+from ucformat.sources.dcp.names import GROUPS, dotted
+from ucformat.sources.values import from_json, json_key
+from ucformat.torch.loading.match import Problems
+from ucformat.torch.state.collect import Leaf
+from ucformat.torch.state.objects import Rng, decode, encode, unfit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.tensor import Key
+    from ucformat.reading.readable import Place
+    from ucformat.schema.manifest import GroupDoc
+    from ucformat.sources.dcp.names import Path
+    from ucformat.torch.comm.group import Group as Ranks
+    from ucformat.torch.state.collect import Collected, Group
+    from ucformat.torch.state.objects import PerRank
+
+__all__ = ["ABSENT", "Recorded", "find_object", "fit_groups", "fit_objects", "is_special", "take_values", "value_at"]
+
+ABSENT = object()
+
+
+class Recorded:
+    """What a checkpoint says of its program's state, where it says it; `tensors` go by their paths, joined by dots.
+
+    What `names`, those of `stored_names`, call otherwise than the checkpoint does is left out.
+    """
+
+    def __init__(self, ck: Checkpoint, names: Mapping[str, str]) -> None:
+        self.ck, self.names = ck, names
+        self.tensors: dict[str, Key] = {}
+        self.paths: dict[str, Path] = {}
+        for key, paths in ck.facts.paths.items():
+            if names.get(key.name) == key.name:
+                self.paths |= (mine := {dotted(p): p for p in paths})
+                self.tensors |= dict.fromkeys(mine, key)
+
+    @property
+    def optimizers(self) -> dict[str, list[tuple[GroupDoc, Place]]]:
+        """The groups of each optimizer by its path, joined by dots."""
+        groups = self.ck.manifest.groups
+        out: dict[str, list[tuple[GroupDoc, Place]]] = {}
+        for group, place in zip(groups, self.ck.facts.places or (None,) * len(groups), strict=True):
+            if place is not None:
+                out.setdefault(dotted(place.path), []).append((group, place))
+        return out
+
+    def find_group(self, root: str, prefix: str = "") -> Callable[[str], GroupDoc | None]:
+        """Finds the stored group of a parameter, as the optimizer at `root` calls it, or with `prefix` the state."""
+        mine = {
+            name: group
+            for group, place in self.optimizers.get(root, ())
+            for name, param in zip(place.names, group.params, strict=True)
+            if self.names.get(param, param) == param
+        }
+        stored = {p: g for g in self.ck.manifest.groups for p in g.params}
+        return lambda name: mine.get(name) or stored.get(self.names.get(prefix + name, prefix + name))
+
+    def value(self, path: Path) -> Any:
+        """The JSON form of the value at a path, or at one that is equal when it is joined by dots; else `ABSENT`."""
+        found = find_object(self.ck.objects, path)
+        return found if found is not ABSENT else self._of_groups(dotted(path))
+
+    def _of_groups(self, text: str) -> Any:
+        """The groups of an optimizer, or what is in them, as they stood in the state."""
+        for root, groups in self.optimizers.items():
+            below = text.removeprefix(f"{root}.") if root else text
+            if not below.startswith(GROUPS) or (root and below == text):
+                continue
+            as_saved: dict[str, Any] = {}
+            for group, place in groups:
+                options = {k: v for k, v in group.options.items() if k != "state"}
+                if place.flattened:
+                    as_saved |= {f"{GROUPS}.{n}.{o}": v for n in place.names for o, v in options.items()}
+                else:
+                    as_saved.setdefault(GROUPS, []).append({"params": list(place.names), **options})
+            if (found := value_at(as_saved, below)) is not ABSENT:
+                return found
+        return ABSENT
+
+    def holds_tensors(self, text: str) -> bool:
+        """Whether tensors were saved out of the value at a dotted path."""
+        return any(name.startswith(f"{text}.") for name in self.tensors)
+
+    def entries(self) -> Iterator[Path]:
+        """The paths of all that DCP would have made an entry of."""
+        yield from self.paths.values()
+        for groups in self.optimizers.values():
+            for number, (group, place) in enumerate(groups):
+                if place.flattened:
+                    yield from ((*place.path, f"{GROUPS}.{n}.{o}") for n in place.names for o in group.options)
+                    continue
+                yield (*place.path, GROUPS, number, "params")
+                for path in _leaves({k: v for k, v in group.options.items() if k != "state"}, (), set()):
+                    yield (*place.path, GROUPS, number, *path)
+        lists = {dotted(p[:i]) for p in self.paths.values() for i, part in enumerate(p) if type(part) is int}
+        own = {"per_rank"} if self.ck.kind == "ucformat" else set()
+        yield from _leaves({k: v for k, v in self.ck.objects.items() if k not in own}, (), lists)
+
+
+def find_object(objects: Mapping[str, Any], path: Path) -> Any:
+    """The JSON form of the value at a path, or at one that is equal when it is joined by dots; else `ABSENT`."""
+    data: Any = objects
+    for part in path:
+        key = json_key(part)
+        if not isinstance(data, Mapping) or key not in data:
+            return value_at(objects, dotted(path))
+        data = data[key]
+    return data
+
+
+def value_at(node: Any, text: str) -> Any:
+    """The JSON form of the value at a dotted path, whose parts may hold dots themselves; else `ABSENT`."""
+    at = -1
+    while at < len(text):
+        at = text.find(".", at + 1)
+        at = len(text) if at < 0 else at
+        inner = _item(node, text[:at])
+        if inner is not ABSENT:
+            found = inner if at == len(text) else value_at(inner, text[at + 1 :])
+            if found is not ABSENT:
+                return found
+    return ABSENT
+
+
+def _item(node: Any, part: str) -> Any:
+    if isinstance(node, Mapping) and set(node) == {"$tuple"}:
+        node = node["$tuple"]
+    if isinstance(node, list):
+        return node[int(part)] if part.isdecimal() and int(part) < len(node) else ABSENT
+    if not isinstance(node, Mapping):
+        return ABSENT
+    if set(node) == {"$dict"}:
+        return next((value for key, value in node["$dict"] if str(from_json(key)) == part), ABSENT)
+    if is_special(node):
+        return ABSENT
+    keys = (json_key(part), f"$int:{part}")
+    return next((node[k] for k in keys if k in node), ABSENT)
+
+
+def is_special(node: Mapping[str, Any]) -> bool:
+    """Whether this stands for something that is no dictionary."""
+    return any(k.startswith("$") and not k.startswith(("$$", "$int:")) for k in node)
+
+
+def _leaves(node: Any, path: Path, lists: set[str]) -> Iterator[Path]:
+    """The paths of plain values, where DCP cuts a state: lists are cut where they hold dictionaries.
+
+    `lists` are those of which tensors were taken out.
+    """
+    if isinstance(node, Mapping) and set(node) == {"$dict"}:
+        for key, inner in node["$dict"]:
+            yield from _leaves(inner, (*path, str(from_json(key))), lists)
+    elif isinstance(node, Mapping) and not is_special(node):
+        for key, inner in node.items():
+            number = key.removeprefix("$int:")
+            in_list = number != key and dotted(path) in lists
+            part = int(number) if in_list else str(IntKey(number)) if number != key else key.removeprefix("$")
+            yield from _leaves(inner, (*path, part), lists)
+    elif isinstance(node, list) and _is_cut(node):
+        for i, inner in enumerate(node):
+            yield from _leaves(inner, (*path, i), lists)
+    else:
+        yield path
+
+
+def _is_cut(node: Sequence[Any]) -> bool:
+    return any((isinstance(v, dict) and not is_special(v)) or (isinstance(v, list) and _is_cut(v)) for v in node)
+
+
+def fit_objects(
+    found: Collected, recorded: Recorded, ranks: Ranks, *, trust: bool, cast: bool = False
+) -> tuple[Problems, Callable[[], None]]:
+    """What of the state's plain values is missing or does not fit, and how to put the rest."""
+    others: list[str] = []
+    dtypes: list[str] = []
+    missing: list[str] = []
+    todo: list[tuple[Leaf, Any]] = []
+    for path, leaf in found.leaves.items():
+        data = with_empty(recorded.value(path), leaf.value)
+        if data is ABSENT:
+            missing.append(f"the object {dotted(path)}")
+            continue
+        try:
+            value = decode(data, leaf.value, trust=trust)
+        except Refused as error:
+            others.append(f"the object {dotted(path)}: {error.message}")
+            continue
+        wrong, dtype = unfit(value, leaf.value, cast=cast)
+        others += [f"the object {dotted(path)}: {w}" for w in wrong]
+        dtypes += [f"the object {dotted(path)} is {d}" for d in dtype]
+        if not wrong and not dtype:
+            todo.append((leaf, value))
+    problems, put_ranks = _fit_ranks(found, recorded.ck.objects.get("per_rank", {}), ranks, trust=trust)
+
+    def put() -> None:
+        for leaf, value in todo:
+            leaf.put(value)
+        put_ranks()
+
+    return Problems(missing=tuple(missing), dtypes=tuple(dtypes), others=tuple(others)) | problems, put
+
+
+def _fit_ranks(
+    found: Collected, per_rank: Mapping[str, Any], ranks: Ranks, *, trust: bool
+) -> tuple[Problems, Callable[[], None]]:
+    """The same of what each rank has for itself."""
+    others: list[str] = []
+    missing: list[str] = []
+    todo: list[tuple[Leaf, Any]] = []
+    for path, (wanted, leaf) in found.ranks.items():
+        saved = per_rank.get(dotted(path))
+        if saved is None:
+            missing.append(f"what each rank has of {dotted(path)}")
+            continue
+        try:
+            values = [decode(v, leaf.value, trust=trust) for v in saved]
+        except Refused as error:
+            others.append(f"what each rank has of {dotted(path)}: {error.message}")
+            continue
+        if len(values) != ranks.size and wanted.merge is None:
+            others.append(_no_merge(path, wanted, len(values), ranks.size))
+        else:
+            mine = values[ranks.rank] if len(values) == ranks.size else _merged(wanted, values, ranks)
+            try:
+                if isinstance(wanted.value, Rng):
+                    wanted.value.check(mine)
+            except UsageError as error:
+                others.append(f"{dotted(path)}: {error.message}; {error.hint}")
+                continue
+            todo.append((leaf, mine))
+
+    def put() -> None:
+        for leaf, value in todo:
+            leaf.put(value)
+
+    return Problems(missing=tuple(missing), others=tuple(others)), put
+
+
+def _merged(wanted: PerRank, values: list[Any], ranks: Ranks) -> Any:
+    assert wanted.merge is not None  # noqa: S101 - asked before
+    return wanted.merge(values, ranks.rank, ranks.size)
+
+
+def _no_merge(path: Path, wanted: PerRank, saved: int, now: int) -> str:
+    kind = type(wanted.value).__name__
+    return (
+        f"{dotted(path)} ({kind}) was saved by {saved} ranks, each its own, and is wanted by {now}: give "
+        "PerRank(value, merge=function of all values, the rank and the number of ranks), or leave it out of the state "
+        'and read ckpt.objects["per_rank"]'
+    )
+
+
+def take_values(found: Collected, recorded: Recorded) -> None:
+    """Take tensors that the checkpoint holds inside a value, as DCP saves tuples, for values that are copied."""
+    for path, tensor in list(found.tensors.items()):
+        if dotted(path) in recorded.tensors or found.keys[path].name in recorded.names:
+            continue
+        data = recorded.value(path)
+        if type(tensor) is torch.Tensor and isinstance(data, dict) and set(data) == {"$tensor"}:
+            found.leaves[path] = Leaf(tensor, tensor.copy_)
+            del found.tensors[path]
+
+
+def with_empty(data: Any, template: Any) -> Any:
+    """The JSON form of a value with the empty dictionaries that the template has, of which DCP saves nothing."""
+    if _vanishes(template) and data is ABSENT:
+        return encode(template)
+    if isinstance(template, dict) and isinstance(data, dict) and not is_special(data):
+        more = {json_key(k): v for k, v in template.items() if isinstance(k, str | int)}
+        new = {k: with_empty(data.get(k, ABSENT), v) for k, v in more.items()}
+        return data | {k: v for k, v in new.items() if v is not ABSENT}
+    if isinstance(template, list) and isinstance(data, list):
+        at = (data[i] if i < len(data) else ABSENT for i in range(max(len(data), len(template))))
+        items = (with_empty(d, template[i] if i < len(template) else None) for i, d in enumerate(at))
+        return [d for d in items if d is not ABSENT]
+    return data
+
+
+def _vanishes(value: Any) -> bool:
+    """Whether DCP finds nothing to save in a value."""
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(v, dict | list) and _vanishes(v) for v in value)
+    return isinstance(value, dict) and all(map(_vanishes, value.values()))
+
+
+def fit_groups(found: Collected, recorded: Recorded) -> tuple[Problems, Callable[[], None]]:
+    """Which stored hyper-parameters each optimizer group gets, by the names of its parameters, and how to put them.
+
+    A group some of whose parameters are not known gets those of the others.
+    """
+    missing: list[str] = []
+    others: list[str] = []
+    todo: list[tuple[Group, dict[str, Any]]] = []
+    for path, groups in found.groups.items():
+        group_of = recorded.find_group(dotted(path), found.prefixes.get(path, ""))
+        for number, group in enumerate(groups):
+            label = f"group {number} of {dotted(path)}"
+            lacking = sorted(p for p in group.params if group_of(p) is None)
+            if lacking:
+                missing.append(f"{label}: the hyper-parameters of {', '.join(lacking[:3])}")
+            for part in group.parts():
+                options = [g.options for p in part.params if (g := group_of(p)) is not None]
+                if any(o != options[0] for o in options[1:]):
+                    others.append(f"{label}: its parameters were in groups with different hyper-parameters")
+                elif options:
+                    todo.append((part, options[0]))
+
+    def put() -> None:
+        for group, options in todo:
+            for key, value in options.items():
+                if (key in group.options or key == "initial_lr") and key != "param_names":
+                    group.options[key] = decode(value, group.options.get(key))
+
+    return Problems(tuple(missing), others=tuple(others)), put

@@ -1,0 +1,1 @@
+"""`Manager`: the checkpoints of one training run."""

@@ -1,0 +1,103 @@
+"""Where a run's checkpoints lie: one folder for each step, and which of them hold a committed one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import field
+from datetime import datetime
+
+from ucformat.catalog.newest import newest_first
+from ucformat.errors import IntegrityError, NotACheckpoint, UpgradeNeeded, UsageError
+from ucformat.format.commit import MANIFEST, read_manifest
+from ucformat.schema.documents import TOMBSTONE
+from ucformat.storage.concurrency import map_io
+from ucformat.storage.url import open_store
+from ucformat.torch.comm.wire import message
+
+__all__ = ["Listed", "Step", "folder_of", "list_steps", "read_step"]
+
+_FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?", re.ASCII)
+
+
+@message
+class Step:
+    """A committed checkpoint in the folder of its step: what its manifest says, without its tensors."""
+
+    url: str
+    step: int
+    id: str
+    created: datetime
+    nbytes: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    commits: int | None = None
+
+    @property
+    def run(self) -> str:
+        """What lies in one folder is of one run."""
+        return ""
+
+
+@message
+class Listed:
+    """The checkpoints of a run, the newest first, of which the greatest count of commits is `commits`.
+
+    `unreadable` are those whose manifests cannot be read: url, step and why. Of the places `buried` something is left
+    that a purge has begun to remove.
+    """
+
+    steps: tuple[Step, ...]
+    unreadable: tuple[tuple[str, int, str], ...]
+    buried: tuple[str, ...] = ()
+    commits: int = 0
+
+
+def folder_of(step: int, again: int = 0) -> str:
+    """The folder of a step, so that names sort as steps do; `again` counts those besides the first."""
+    if step < 0:
+        raise UsageError(f"{step} is no training step", hint="steps count from 0")
+    return f"step-{step:08d}" + (f".{again}" if again else "")
+
+
+def step_of(folder: str) -> int | None:
+    """The step of a folder's name; None where it is none of ours."""
+    found = _FOLDER.fullmatch(folder)
+    return int(found[1]) if found else None
+
+
+def list_steps(root: str) -> Listed:
+    """What is committed in the folders of a run; attempts, and what is being removed, are not seen.
+
+    Lists all files below `root`, and reads one manifest for each checkpoint.
+    """
+    store = open_store(root)
+    found: dict[str, int] = {}
+    buried: list[str] = []
+    for info in store.list():
+        folder, _, file = info.key.partition("/")
+        step = step_of(folder)
+        if file == MANIFEST and step is not None:
+            found[f"{store.url}/{folder}"] = step
+        elif file == TOMBSTONE and step is not None:
+            buried.append(f"{store.url}/{folder}")
+
+    def read(url: str) -> Step | str | None:
+        try:
+            return read_step(url, found[url])
+        except NotACheckpoint:
+            return None
+        except (IntegrityError, UpgradeNeeded) as error:
+            return error.message
+
+    answers = dict(zip(found, map_io(read, found), strict=True))
+    steps = newest_first(s for s in answers.values() if isinstance(s, Step))
+    unreadable = tuple((u, found[u], why) for u, why in answers.items() if isinstance(why, str))
+    commits = max((s.commits for s in steps if s.commits is not None), default=0)
+    return Listed(tuple(steps), unreadable, tuple(buried), commits)
+
+
+def read_step(url: str, step: int) -> Step:
+    """The checkpoint of a step that lies there; NotACheckpoint where there is none."""
+    manifest, _ = read_manifest(open_store(url))
+    nbytes = sum(t.nbytes for t in manifest.tensors)
+    return Step(url, step, manifest.id, manifest.created, nbytes, manifest.metrics, manifest.commits)

@@ -1,0 +1,196 @@
+"""What a save writes besides tensors: the state without its memory, and the manifest that all ranks' parts make."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import field, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from ucformat._version import __version__
+from ucformat.errors import UsageError
+from ucformat.format.arrays import array_doc, grid_doc, put_file
+from ucformat.format.commit import new_id
+from ucformat.format.digest import bytes_digest
+from ucformat.format.universal import group_doc
+from ucformat.geometry.tensor import Key, Piece, TensorInfo
+from ucformat.reading.readable import Place, path_to_json
+from ucformat.schema.manifest import MOST_COMMITS, GroupDoc, LineageDoc, Manifest, SidecarDoc, TensorDoc, WriterDoc
+from ucformat.schema.values import dumps
+from ucformat.sources.dcp.names import Path
+from ucformat.torch.comm.wire import message
+from ucformat.torch.saving.write import Leaves, sidecar_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ucformat.format.commit import Attempt
+    from ucformat.storage.base import Store
+    from ucformat.torch.saving.plan import Layout, Terms, Ticket
+    from ucformat.torch.state.local import LocalState
+
+__all__ = ["Listing", "Note", "Written", "listing_of", "manifest_of"]
+
+
+@message
+class Note:
+    """What is written in the manifest about a checkpoint, the same on all ranks.
+
+    `after` is the greatest count of commits in its run, as far as is known besides what `lineage` tells.
+    """
+
+    step: int | None = None
+    run: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    lineage: tuple[LineageDoc, ...] = ()
+    after: int | None = None
+
+    @property
+    def commits(self) -> int | None:
+        """What the checkpoint counts: one more than all that are known; None if none are known of, not even none."""
+        known = [n for n in (self.after, *(edge.commits for edge in self.lineage)) if n is not None]
+        return min(max(known) + 1, MOST_COMMITS) if known else None
+
+    @classmethod
+    def of(
+        cls,
+        step: int | None,
+        run: str | None,
+        metrics: Mapping[str, float] | None,
+        config: Mapping[str, Any] | None,
+        lineage: Sequence[LineageDoc],
+        after: int | None = None,
+    ) -> Note:
+        """The note that the arguments of `save` make."""
+        return cls(step, run, dict(metrics or {}), dict(config or {}), tuple(lineage), after)
+
+
+@message
+class Listing:
+    """All that one rank saves, but the memory of its tensors: plain data, which another process may have.
+
+    `objects` and `ranks` are JSON forms; `ranks` are those of this rank alone. `paths` and `places` are as LocalState
+    has them.
+    """
+
+    tensors: tuple[tuple[TensorInfo, tuple[Piece, ...]], ...]
+    objects: Mapping[str, Any]
+    ranks: Mapping[str, Any]
+    groups: tuple[Mapping[str, Any], ...]
+    aliases: Mapping[str, str]
+    layout: Mapping[str, Any]
+    engine: Mapping[str, str]
+    paths: Mapping[Key, tuple[Path, ...]] = field(default_factory=dict)
+    places: tuple[Place | None, ...] = ()
+    stall: float = 0.0  # seconds for which training stood still for it
+
+
+def listing_of(
+    state: LocalState, tensors: tuple[tuple[TensorInfo, tuple[Piece, ...]], ...] | None = None, stall: float = 0.0
+) -> Listing:
+    """A local state without its memory; `tensors` say where they lie, if not where they are."""
+    return Listing(
+        tensors=tuple((t.info, t.pieces) for t in state.tensors) if tensors is None else tensors,
+        objects=state.objects,
+        ranks=state.ranks,
+        groups=state.groups,
+        aliases=state.aliases,
+        layout=state.layout,
+        engine=state.engine,
+        paths=state.paths,
+        places=state.places,
+        stall=stall,
+    )
+
+
+@message
+class Written:
+    """What a rank tells the coordinator when its data are durable."""
+
+    found: Leaves  # of the Zarr form: digests of chunks
+    objects: Mapping[str, Any]
+    listing: Listing  # without its tensors
+    nbytes: int
+    seconds: float
+
+
+def manifest_of(
+    store: Store,
+    terms: Terms,
+    note: Note,
+    attempt: Attempt,
+    layout: Layout,
+    ticket: Ticket,
+    written: Sequence[Written],
+) -> Manifest:
+    """The manifest, when all that it names but its small files is durable; these are put now."""
+    data, sidecar, grid = f"data/{attempt.id}", None, None
+    if terms.form == "packed":
+        encoded = sidecar_of(layout.tensors, layout.claims, layout.pieces, data)
+        doc = put_file(store, f"{data}/extents.safetensors", encoded)
+        sidecar = SidecarDoc(path=doc.path, nbytes=doc.nbytes, digest=doc.digest)
+        infos = (t.info for t in layout.tensors)
+        docs = [TensorDoc(name=i.name, state=i.state, dtype=i.dtype, shape=i.shape, nbytes=i.nbytes) for i in infos]
+    else:
+        grid = grid_doc(terms.chunk_bytes, terms.shard_bytes)
+        leaves: list[dict[tuple[int, ...], bytes]] = [{} for _ in layout.tensors]
+        for w in written:
+            for tensor, at, found in w.found:
+                leaves[tensor][at] = found
+        docs = [array_doc(a, found) for a, found in zip(ticket.arrays(terms), leaves, strict=True)]
+    docs = [doc.model_copy(update={"at": at}) for doc, at in zip(docs, layout.paths, strict=True)]
+    first = written[0].listing
+    return Manifest(
+        id=new_id(),
+        attempt=attempt.id,
+        created=datetime.now(UTC),
+        producer={
+            "ucformat": __version__,
+            "python": platform.python_version(),
+            **{f"engine.{k}": v for k, v in first.engine.items()},
+        },
+        run=note.run,
+        step=note.step,
+        commits=note.commits,
+        metrics=dict(note.metrics),
+        config=dict(note.config),
+        layout={"world": len(written), **{k: v for w in written for k, v in w.listing.layout.items()}},
+        groups=_groups([w.listing for w in written]),
+        lineage=note.lineage,
+        aliases={a: n for w in written for a, n in w.listing.aliases.items()},
+        objects=put_file(store, f"objects/{attempt.id}/objects.json", dumps(_objects(written), indent=1).encode()),
+        sidecar=sidecar,
+        grid=grid,
+        writers=tuple(WriterDoc(nbytes=w.nbytes, seconds=w.seconds, stall=w.listing.stall) for w in written),
+        tensors=tuple(docs),
+    )
+
+
+def _objects(written: Sequence[Written]) -> dict[str, Any]:
+    objects = {k: v for w in written for k, v in w.objects.items()}
+    if "per_rank" in objects:
+        raise UsageError('the state has an object "per_rank", which is our own name', hint="call it otherwise")
+    if any(w.listing.ranks for w in written):
+        names = dict.fromkeys(k for w in written for k in w.listing.ranks)
+        objects["per_rank"] = {k: [w.listing.ranks.get(k) for w in written] for k in names}
+    return objects
+
+
+def _groups(listings: Sequence[Listing]) -> tuple[GroupDoc, ...]:
+    """All ranks' optimizer groups: those of equal place, number and hyper-parameters are one, of all parameters."""
+    found: dict[str, tuple[dict[str, str], dict[str, Any], Place | None]] = {}
+    for listing in listings:
+        for number, group in enumerate(listing.groups):
+            options = {k: v for k, v in group.items() if k != "params"}
+            place = listing.places[number] if listing.places else None
+            where = [path_to_json(place.path), place.flattened] if place else []
+            digest = bytes_digest(json.dumps([number, options, where]).encode())
+            params, _, _ = found.setdefault(digest, ({}, options, place))
+            params.update(zip(group["params"], place.names if place else group["params"], strict=True))
+    return tuple(
+        group_doc(tuple(params), options, replace(place, names=tuple(params.values())) if place else None)
+        for params, options, place in found.values()
+    )

@@ -1,0 +1,265 @@
+"""`save`: the ranks agree on a plan, write, and commit one universal checkpoint; all or nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from ucformat.errors import Uncertain, UsageError
+from ucformat.format.arrays import put_array, put_groups
+from ucformat.format.commit import commit, discard
+from ucformat.storage.url import open_store
+from ucformat.torch.comm.group import TIMEOUT, meeting
+from ucformat.torch.comm.wire import message
+from ucformat.torch.saving.assignment import Claim
+from ucformat.torch.saving.manifest import Listing, Note, Written, listing_of, manifest_of
+from ucformat.torch.saving.plan import Terms, agree
+from ucformat.torch.saving.write import Leaves, packed_file, write_packed, write_shards
+from ucformat.torch.state.local import local_state
+from ucformat.torch.state.memory import Region, copied_to_host, host_memory, region_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from os import PathLike
+
+    import torch.distributed as dist
+
+    from ucformat.schema.manifest import LineageDoc
+    from ucformat.storage.base import Store
+    from ucformat.torch.comm.group import Group
+    from ucformat.torch.saving.plan import Ticket
+    from ucformat.torch.state.local import LocalState
+    from ucformat.torch.state.memory import Memory
+
+__all__ = ["Saved", "save", "save_held", "save_listed", "save_local", "terms_of"]
+
+
+@message
+class Saved:
+    """A checkpoint that was committed, and what this rank did for it: bytes, and seconds for planning and writing."""
+
+    url: str
+    id: str
+    nbytes: int
+    planning_s: float
+    writing_s: float
+
+
+def save_listed(
+    listing: Listing,
+    memories: Sequence[Memory],
+    terms: Terms,
+    note: Note,
+    group: Group,
+    progress: Callable[[int], None] = lambda _: None,
+    threads: int = 1,
+) -> Saved:
+    """Save what is listed, each tensor's pieces in its host memory; all ranks of the group call this together.
+
+    So many `threads` of this rank write the shards of the Zarr form.
+
+    Any rank's failure fails all with one error that names the rank; then nothing is committed, and what was written is
+    removed. Where a rank died, what it wrote stays as an attempt that no reader sees and `ucp gc` removes.
+    """
+    begun = time.monotonic()
+    with group.telling():
+        store = open_store(terms.url)
+        claims = [
+            Claim(info, tuple(p.box for p in pieces), tuple(listing.paths.get(info.key, ())))
+            for info, pieces in listing.tensors
+        ]
+
+    def region(claim: int, piece: int) -> Region:
+        info, pieces = listing.tensors[claim]
+        return region_of(pieces[piece], memories[claim], info.itemsize)
+
+    ticket, attempt, layout = agree(group, terms, store, claims, listing.aliases, listing.objects, region)
+    planned = time.monotonic()
+    try:
+        written: Any = _write(listing, terms, ticket, store, group, region, progress, threads)
+    except Exception as error:  # noqa: BLE001 - told to all ranks
+        written = error
+    seconds = time.monotonic() - planned
+    if isinstance(written, Written):
+        stall = listing.stall or time.monotonic() - begun
+        told = replace(written.listing, stall=stall)
+        written = replace(written, listing=told, seconds=seconds)
+
+    needed = False  # what was written, by what is committed, or may be
+
+    def committed(all_written: list[Any]) -> Sequence[Any]:
+        assert attempt is not None  # noqa: S101 - rank 0 has both
+        assert layout is not None  # noqa: S101
+        nonlocal needed
+        manifest = manifest_of(store, terms, note, attempt, layout, ticket, all_written)
+        needed = True  # also where it is interrupted
+        try:
+            done = commit(store, attempt, manifest)
+        except Exception as error:
+            needed = isinstance(error, Uncertain)
+            raise
+        return [done.id] * group.size
+
+    try:
+        checkpoint: str = group.meet(written, committed, Written, str)
+    except BaseException:
+        if attempt is not None and group.whole and not needed:
+            discard(store, attempt.id)
+        raise
+    nbytes = written.nbytes
+    return Saved(terms.url, checkpoint, nbytes, planned - begun, time.monotonic() - planned)
+
+
+def _write(
+    listing: Listing,
+    terms: Terms,
+    ticket: Ticket,
+    store: Store,
+    group: Group,
+    region: Callable[[int, int], Region],
+    progress: Callable[[int], None],
+    threads: int,
+) -> Written:
+    """Write this rank's part, and make it durable."""
+    nbytes, one_at_a_time = 0, threading.Lock()
+
+    def wrote(n: int) -> None:
+        nonlocal nbytes
+        with one_at_a_time:
+            nbytes += n
+            progress(n)
+
+    found: Leaves = []
+    if terms.form == "packed":
+        regions = [(region(c, p), listing.tensors[c][0]) for c, p in ticket.part.pieces]
+        write_packed(store, packed_file(f"data/{ticket.attempt}", group.rank), regions, wrote)
+    else:
+        arrays = ticket.arrays(terms)
+        found = write_shards(
+            store,
+            group,
+            arrays,
+            ticket.part.bundles,
+            ticket.part.messages,
+            lambda f: region(f.claim, f.piece).within(f.box),
+            wrote,
+            threads,
+        )
+        for number in sorted({tensor for tensor, at, _ in found if not any(at)}):
+            put_array(store, arrays[number])
+        if not group.rank:
+            put_groups(store, arrays)
+            for array in arrays:
+                if not array.grid.count:  # nobody writes a shard of it
+                    put_array(store, array)
+    store.flush()
+    objects = {k: listing.objects[k] for k in ticket.give}
+    told = replace(listing, tensors=(), objects={}, paths={})
+    return Written(found, objects, told, nbytes, 0.0)
+
+
+_NO_NOTE = Note()
+
+
+def save(
+    state: Mapping[str, Any],
+    url: str | PathLike[str],
+    *,
+    step: int | None = None,
+    run: str | None = None,
+    metrics: Mapping[str, float] | None = None,
+    config: Mapping[str, Any] | None = None,
+    form: Literal["zarr", "packed"] = "zarr",
+    overwrite: bool = False,
+    lineage: Sequence[LineageDoc] = (),
+    after: int | None = None,
+    replicas: Literal["equal", "first"] = "equal",
+    chunk_bytes: int | None = None,
+    shard_bytes: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    timeout: float = TIMEOUT,
+) -> Saved:
+    """Save a training state; all ranks call it together, and return when it is committed.
+
+    Args:
+        state: nested mappings of modules, optimizers, tensors (plain, DTensor, ShardedTensor), objects with a state
+            dict, PerRank values and plain values; or the state dicts of all these.
+        url: where the checkpoint is to lie; the same on all ranks.
+        step: the training step.
+        run: the name of the training run, for the catalog.
+        metrics: numbers to note, for the catalog: `{"val_loss": 2.1}`.
+        config: the configuration of the training, plain JSON values.
+        form: `zarr` writes arrays, for which ranks send each other parts of shards; `packed` writes one file for each
+            rank without any sending, which opens the same, and which `ucp materialize` makes arrays of.
+        overwrite: replace a checkpoint that is committed there; it stays whole until this one is.
+        lineage: what this checkpoint comes from.
+        after: the greatest count of commits (`Manifest.commits`) among the run's checkpoints, 0 if there are none; as
+            `Manager` says it. This one counts one more than that, and than those in `lineage`. Without both it has no
+            count, and its step says how new it is.
+        replicas: what ranks hold in common must be `equal` (objects and tensors of at most 64 KiB are compared, of
+            larger ones that ranks hold whole a few places), or that of the `first` rank is taken.
+        chunk_bytes: the most bytes of a chunk of the Zarr form (default 1 MiB).
+        shard_bytes: the most bytes of a shard of the Zarr form (default 128 MiB).
+        group: the ranks that take part (default: all). Threads that save at once to one url need one each.
+        timeout: seconds after which a silent rank is taken for dead.
+
+    Raises:
+        Conflict: a checkpoint is committed there already.
+        UsageError: ranks disagree on what should be the same.
+        CoverageError: nobody holds some part of a tensor.
+        UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
+    """
+    with meeting(group, timeout, "save", url) as ranks:
+        with ranks.telling():
+            held = local_state(state)
+            terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
+            note = Note.of(step, run, metrics, config, lineage, after)
+        return save_held(held, terms, note, ranks)
+
+
+def save_local(
+    state: LocalState,
+    url: str | PathLike[str],
+    *,
+    note: Note = _NO_NOTE,
+    form: Literal["zarr", "packed"] = "zarr",
+    overwrite: bool = False,
+    replicas: Literal["equal", "first"] = "equal",
+    chunk_bytes: int | None = None,
+    shard_bytes: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    timeout: float = TIMEOUT,
+) -> Saved:
+    """Save what this rank holds, whatever engine it was collected from; see `save`."""
+    with meeting(group, timeout, "save", url) as ranks:
+        with ranks.telling():
+            terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
+        return save_held(state, terms, note, ranks)
+
+
+def save_held(state: LocalState, terms: Terms, note: Note, ranks: Group) -> Saved:
+    """Save what this rank holds, together with the ranks of one of our own groups."""
+    with ranks.telling():
+        memories = [host_memory(copied_to_host(t.tensor)) for t in state.tensors]
+    return save_listed(listing_of(state), memories, terms, note, ranks)
+
+
+def terms_of(
+    url: str | PathLike[str],
+    form: Literal["zarr", "packed"],
+    overwrite: bool,  # noqa: FBT001 - as `save` has it
+    chunk_bytes: int | None,
+    shard_bytes: int | None,
+    replicas: Literal["equal", "first"],
+) -> Terms:
+    """What must be the same on all ranks, looked at before anything is done."""
+    if form not in ("zarr", "packed"):
+        raise UsageError(f"there is no form {form!r}", hint='"zarr" or "packed"')
+    if replicas not in ("equal", "first"):
+        raise UsageError(f"replicas cannot be {replicas!r}", hint='"equal" or "first"')
+    for what, given in (("chunk_bytes", chunk_bytes), ("shard_bytes", shard_bytes)):
+        if given is not None and given < 1:
+            raise UsageError(f"{what} must be at least 1, not {given}")
+    return Terms(str(url), form, overwrite, chunk_bytes, shard_bytes, replicas)

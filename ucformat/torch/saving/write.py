@@ -1,0 +1,228 @@
+"""Writes one rank's part of a checkpoint.
+
+In the packed form each rank writes its pieces one after another in one file, tile by tile with their checksums. In the
+Zarr form shards are written by their owners, who receive what other ranks hold of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucformat.format.arrays import shard_key
+from ucformat.format.chunking import CHECKSUM_BYTES, Tiling, tile_shape
+from ucformat.format.extents import ALIGNMENT
+from ucformat.format.shard import write_shard
+from ucformat.format.sidecar import NO_BLOCK, PLACED, Columns, encode_columns
+from ucformat.geometry.box import Box, row_major
+from ucformat.reading.execute import checksum, place_checksum
+from ucformat.storage.upload import unit_for
+from ucformat.torch.state.memory import Region, copy_common, dense_region
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from ucformat.format.arrays import Array
+    from ucformat.format.shard import Band
+    from ucformat.format.sidecar import Column
+    from ucformat.geometry.tensor import TensorInfo
+    from ucformat.storage.base import Store
+    from ucformat.torch.comm.group import Group
+    from ucformat.torch.saving.assignment import Bundle, Claim, Fragment, Held, Message, Shard
+    from ucformat.torch.state.memory import Memory
+
+    RegionOf = Callable[[Fragment], Region]
+
+__all__ = ["Leaves", "packed_file", "sidecar_of", "write_packed", "write_shards"]
+
+
+def packed_file(folder: str, rank: int) -> str:
+    """The key of a rank's file below the `data` folder of an attempt."""
+    return f"{folder}/rank-{rank:05d}.bin"
+
+
+def write_packed(
+    store: Store, key: str, regions: Sequence[tuple[Region, TensorInfo]], progress: Callable[[int], None]
+) -> None:
+    """Write regions of tensors to a file.
+
+    Tiles that lie in row-major order go from their memory to the file; of the rest one at a time is copied.
+    """
+    tilings = [Tiling(r.box, tile_shape(i.shape, i.itemsize), i.itemsize) for r, i in regions]
+    copied = np.empty(0, np.uint8)
+    end = 0
+    with store.create(key, unit_for(sum(t.nbytes + ALIGNMENT for t in tilings))) as out:
+        for (region, _), tiling in zip(regions, tilings, strict=True):
+            if gap := -end % ALIGNMENT:
+                out.write(bytes(gap))
+                end += gap
+            for box in tiling.boxes():
+                nbytes = box.size * tiling.itemsize
+                place = place_checksum(key, end)
+                tile = region.within(box)
+                if tile.is_row_major(tiling.itemsize):
+                    data = tile.memory[tile.offset : tile.offset + nbytes]
+                    out.write(data.data)
+                    out.write(checksum(data.data, place).to_bytes(CHECKSUM_BYTES, "little"))
+                else:
+                    if copied.size < nbytes + CHECKSUM_BYTES:
+                        copied = np.empty(nbytes + CHECKSUM_BYTES, np.uint8)
+                    data, stored = copied[:nbytes], copied[nbytes : nbytes + CHECKSUM_BYTES]
+                    tile.copy_to(data, tiling.itemsize)
+                    stored.data[:] = checksum(data.data, place).to_bytes(CHECKSUM_BYTES, "little")
+                    out.write(copied[: nbytes + CHECKSUM_BYTES].data)
+                end += nbytes + CHECKSUM_BYTES
+                progress(nbytes)
+
+
+def sidecar_of(
+    tensors: Sequence[Held],
+    claims: Sequence[Sequence[Claim]],
+    dealt: Sequence[Sequence[tuple[int, int]]],
+    folder: str,
+) -> bytes:
+    """The sidecar of what all ranks wrote: `dealt` are each rank's (claim, piece)."""
+    number = {t.info.key: n for n, t in enumerate(tensors)}
+    found: list[tuple[int, int, int, Tiling]] = []  # tensor, file, offset, and how it lies there
+    for rank, mine in enumerate(dealt):
+        end = 0
+        for claim, piece in mine:
+            info, box = claims[rank][claim].info, claims[rank][claim].boxes[piece]
+            end += -end % ALIGNMENT
+            tiling = Tiling(box, tile_shape(info.shape, info.itemsize), info.itemsize)
+            if box.size:
+                found.append((number[info.key], rank, end, tiling))
+            end += tiling.nbytes
+    found.sort(key=lambda f: (f[0], f[3].box.start))
+    single = np.array([t.count == 1 for *_, t in found], np.bool_)  # a block like any other, of however many dims
+    table = np.array([f[:3] for f in found], np.int64).reshape(-1, 3)
+    nbytes = np.array([t.box.size * t.itemsize for *_, t in found], np.int64)
+
+    def joined(part: Callable[[Tiling], Sequence[int]]) -> Column:
+        return np.array([x for *_, t in found for x in part(t)], np.int64)
+
+    columns = Columns(
+        tensor=table[:, 0],
+        file=table[:, 1],
+        offset=table[:, 2],
+        block_offset=np.where(single, table[:, 2], NO_BLOCK),
+        block_nbytes=np.where(single, nbytes, 0),
+        crc32c=np.where(single, PLACED, 0),
+        start=joined(lambda t: t.box.start),
+        shape=joined(lambda t: t.box.shape),
+        strides=joined(
+            lambda t: row_major(t.box.shape, t.itemsize) if t.count == 1 else (0,) * (len(t.tile) - 1) + (t.itemsize,)
+        ),
+        tile=joined(lambda t: (0,) * len(t.tile) if t.count == 1 else t.tile),
+    )
+    return encode_columns(columns, [packed_file(folder, r) for r in range(len(dealt))])
+
+
+#: Number of the tensor, shard, digests of its chunks.
+Leaves = list[tuple[int, tuple[int, ...], bytes]]
+
+
+def write_shards(
+    store: Store,
+    group: Group,
+    arrays: Sequence[Array],
+    bundles: Sequence[Bundle],
+    messages: Sequence[Message],
+    region_of: RegionOf,
+    progress: Callable[[int], None],
+    threads: int = 1,
+) -> Leaves:
+    """Write this rank's bundles, and send what others need for theirs; the digests of what was written.
+
+    `region_of` gives where a fragment of this rank lies. So many `threads` write the shards of a bundle. At most one
+    bundle, or one shard that is larger, is held of what others sent, and one message of what is sent. A rank that
+    cannot write goes on to receive and send, so that nobody waits for it in vain, and raises at the end.
+    """
+    failures: list[BaseException] = []
+    sender = threading.Thread(
+        target=_send_all, args=(group, arrays, messages, region_of, failures), name="ucformat-send"
+    )
+    sender.start()
+    leaves: Leaves = []
+    try:
+        with ThreadPoolExecutor(threads, "ucformat-write") as pool:
+            for bundle in bundles:
+                received = _receive(group, arrays, bundle)
+                if not failures:
+
+                    def write(shard: Shard, received: dict[Fragment, Memory] = received) -> bytes:
+                        return _write(store, group.rank, arrays, shard, received, region_of, progress)
+
+                    try:
+                        found = list((map if threads == 1 else pool.map)(write, bundle.shards))
+                        leaves += [(s.tensor, s.at, f) for s, f in zip(bundle.shards, found, strict=True)]
+                    except Exception as error:  # noqa: BLE001 - raised below
+                        failures.append(error)
+    finally:
+        sender.join()
+    if failures:
+        raise failures[0]
+    return leaves
+
+
+def _send_all(
+    group: Group,
+    arrays: Sequence[Array],
+    messages: Sequence[Message],
+    region_of: RegionOf,
+    failures: list[BaseException],
+) -> None:
+    try:
+        for message in messages:
+            sizes = [arrays[f.tensor].info.itemsize for f in message.fragments]
+            parts = [region_of(f).row_major(n) for f, n in zip(message.fragments, sizes, strict=True)]
+            group.send(np.concatenate(parts) if len(parts) > 1 else parts[0], message.to, bulk=True)
+    except BaseException as error:  # noqa: BLE001 - raised by the thread that waits for this one
+        failures.append(error)
+
+
+def _receive(group: Group, arrays: Sequence[Array], bundle: Bundle) -> dict[Fragment, Memory]:
+    """The bytes that other ranks hold of a bundle's shards, by fragment."""
+    by_sender: dict[int, list[Fragment]] = {}
+    for shard in bundle.shards:
+        for f in shard.fragments:
+            if f.sender != group.rank:
+                by_sender.setdefault(f.sender, []).append(f)
+    out: dict[Fragment, Memory] = {}
+    buffers: dict[int, Memory] = {}
+    for sender, fragments in by_sender.items():
+        sizes = [f.box.size * arrays[f.tensor].info.itemsize for f in fragments]
+        buffers[sender] = np.empty(sum(sizes), np.uint8)
+        out |= dict(zip(fragments, np.split(buffers[sender], np.cumsum(sizes)[:-1]), strict=True))
+    group.receive_all(buffers, bulk=True)
+    return out
+
+
+def _write(
+    store: Store,
+    rank: int,
+    arrays: Sequence[Array],
+    shard: Shard,
+    received: dict[Fragment, Memory],
+    region_of: RegionOf,
+    progress: Callable[[int], None],
+) -> bytes:
+    """Write one shard; the digests of its chunks."""
+    array = arrays[shard.tensor]
+    itemsize = array.info.itemsize
+    regions = [
+        region_of(f) if f.sender == rank else dense_region(f.box, received[f], itemsize) for f in shard.fragments
+    ]
+
+    def fill(band: Band, raw: NDArray[np.uint8]) -> None:
+        target = Region(Box(band.box.start, band.padded), raw, 0, row_major(band.padded, itemsize))
+        for region in regions:
+            copy_common(region, target, itemsize)
+        progress(band.box.size * itemsize)
+
+    return write_shard(store, shard_key(array.path, shard.at), array.grid, shard.at, fill)

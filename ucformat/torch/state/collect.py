@@ -1,0 +1,329 @@
+"""Walks a training state, nested as the program has it, and finds its tensors, values, optimizer groups and ties."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ucformat.errors import Refused, UsageError
+from ucformat.reading.readable import IntKey
+from ucformat.sources.dcp.names import GROUPS, dotted, name_state, optimizer_roots, split_option
+from ucformat.torch.state.objects import PerRank, Rng, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, MutableMapping
+
+    from ucformat.geometry.tensor import Key
+    from ucformat.sources.dcp.names import Path
+
+    Modules = list[tuple[Path, torch.nn.Module]]
+
+__all__ = ["Collected", "Group", "Leaf", "are_names", "collect", "is_group"]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A non-tensor value of a state, and how to put another in its place."""
+
+    value: Any
+    put: Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """An optimizer group: its parameters as the optimizer names them, and its hyper-parameters, to be set in place."""
+
+    params: tuple[str, ...]
+    options: MutableMapping[str, Any]
+
+    @property
+    def flattened(self) -> bool:
+        """Whether each parameter's hyper-parameters stand in the state dict for themselves."""
+        return isinstance(self.options, _FlatOptions)
+
+    def parts(self) -> list[Group]:
+        """What may have its own hyper-parameters: each parameter of a flattened state dict, else the group itself."""
+        if not isinstance(self.options, _FlatOptions):
+            return [self]
+        flat = self.options
+        return [
+            Group((name,), _FlatOptions(flat.state, keys)) for name, keys in zip(self.params, flat.keys_of, strict=True)
+        ]
+
+
+@dataclass(slots=True)
+class Collected:
+    """All that was found in a state, by its path; `finish` is to be called when all is loaded."""
+
+    tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
+    leaves: dict[Path, Leaf] = field(default_factory=dict)
+    ranks: dict[Path, tuple[PerRank, Leaf]] = field(default_factory=dict)
+    groups: dict[Path, list[Group]] = field(default_factory=dict)
+    apart: set[Path] = field(default_factory=set)  # entries that are groups, or hyper-parameters of such
+    finish: list[Callable[[], None]] = field(default_factory=list)
+    owners: dict[Path, Path] = field(default_factory=dict)  # of an optimizer, the module whose parameters it has
+    keys: dict[Path, Key] = field(default_factory=dict)  # the name and state of each tensor
+    prefixes: dict[Path, str] = field(default_factory=dict)  # what names of an optimizer's parameters begin with
+
+
+def collect(state: Mapping[str, Any]) -> Collected:
+    """What a training state holds.
+
+    It may be nested mappings (and lists that hold tensors) of tensors and plain values, modules, optimizers, objects
+    with `state_dict` and `load_state_dict`, and PerRank values. Optimizers are those of the modules beside them; their
+    states are made where there are none yet.
+
+    Raises:
+        UsageError: an optimizer's parameters are not those of one module of the state, or two entries have one name.
+    """
+    if not isinstance(state, Mapping):
+        raise UsageError(f"a training state is a mapping, not a {type(state).__name__}", hint='{"model": model, …}')
+    found = Collected()
+    _walk(found, (), state, [(p, m) for p, m in _values(state) if isinstance(m, torch.nn.Module)])
+    _check_names(found)
+    naming = name_state(
+        {p: tuple(t.size()) for p, t in found.tensors.items()},
+        optimizer_roots([*found.tensors, *found.leaves]) | set(found.groups),
+        found.owners,
+        {root: [name for g in groups for name in g.params] for root, groups in found.groups.items()},
+    )
+    found.keys, found.prefixes = naming.keys, naming.prefixes
+    return found
+
+
+def _check_names(found: Collected) -> None:
+    """UsageError where two entries have one name once it is written with dots."""
+    seen: dict[str, Path] = {}
+    for path in (*found.tensors, *found.leaves, *found.ranks):
+        if seen.setdefault(name := dotted(path), path) is not path:
+            raise UsageError(
+                f"two entries of the state are called {name}: {list(seen[name])} and {list(path)}",
+                hint="rename one: the entries of a state go by their keys, joined by dots",
+            )
+
+
+def _values(state: Any, path: Path = ()) -> list[tuple[Path, Any]]:
+    """The values of nested mappings, with their paths."""
+    if isinstance(state, Mapping):
+        return [v for key, inner in state.items() for v in _values(inner, (*path, key))]
+    return [(path, state)]
+
+
+def _walk(found: Collected, path: Path, value: Any, modules: Modules, put: Any = None) -> None:
+    if isinstance(value, torch.Tensor | ShardedTensor):
+        found.tensors[path] = value
+    elif isinstance(value, torch.nn.Module):
+        _module(found, path, value)
+    elif isinstance(value, torch.optim.Optimizer):
+        _optimizer(found, path, value, modules)
+    elif isinstance(value, PerRank):
+        found.ranks[path] = (value, _leaf(value.value, lambda new: setattr(value, "value", new)))
+    elif isinstance(value, Rng):
+        found.ranks[path] = (PerRank(value, value.merge), _leaf(value, put))
+    elif isinstance(value, torch.utils.data.DataLoader) and hasattr(value, "load_state_dict"):
+        found.ranks[path] = (PerRank(value), _leaf(value, put))
+    elif isinstance(value, Mapping):
+        _mapping(found, path, value, modules, put)
+    elif isinstance(value, list | tuple) and _holds_tensors(value):
+        _sequence(found, path, value, modules, put)
+    elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        _stateful(found, path, value, modules)
+    else:
+        found.leaves[path] = Leaf(value, put or _no_place(path))
+
+
+def _mapping(found: Collected, path: Path, value: Mapping[Any, Any], modules: Modules, put: Any) -> None:
+    odd = [k for k in value if type(k) not in (str, int)]
+    if odd and (_holds_tensors(value) or put is None):
+        raise UsageError(
+            f"{dotted(path) or 'the state'} has the key {odd[0]!r}: what is saved has a name of text and integers",
+            hint="give it a text as its key, or keep it in a dictionary of plain values, which may have any keys",
+        )
+    if odd:  # one value as a whole
+        found.leaves[path] = Leaf(value, put)
+        return
+    groups = value.get(GROUPS)
+    if isinstance(groups, list) and groups and all(map(is_group, groups)):
+        found.groups[path] = [Group(tuple(g["params"]), _Options(g)) for g in groups]
+        apart = {GROUPS}
+    else:
+        apart = {k for k in value if isinstance(k, str) and all(split_option(k))}
+        if apart:
+            found.groups[path] = _flattened_groups(value, apart)
+    found.apart |= {(*path, k) for k in apart}
+    if not value and put is not None:
+        found.leaves[path] = Leaf({}, put)
+    for key, inner in value.items():
+        if key not in apart:
+            _walk(found, (*path, IntKey(key) if isinstance(key, int) else key), inner, modules, _setter(value, key))
+
+
+def is_group(group: Any) -> bool:
+    """Whether this is a group of an optimizer whose parameters have names."""
+    names = group.get("params") if isinstance(group, dict) else None
+    return isinstance(names, list) and are_names(names) and all(type(k) is str for k in group)
+
+
+def are_names(params: Any) -> bool:
+    """Whether these name parameters."""
+    return isinstance(params, list | tuple) and all(isinstance(p, str) for p in params)
+
+
+class _Options(dict[str, Any]):
+    """The hyper-parameters of a group in a state dict; what is set is set there too."""
+
+    def __init__(self, group: MutableMapping[str, Any], without: tuple[str, ...] = ("params",)) -> None:
+        super().__init__({k: v for k, v in group.items() if k not in without})
+        self.group = group
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.group[key] = value
+
+
+def _flattened_groups(value: Any, keys: set[str]) -> list[Group]:
+    """The groups of a flattened optimizer state dict: parameters with equal hyper-parameters are one."""
+    options: dict[str, dict[str, str]] = {}  # name -> option -> key
+    for key in (k for k in value if k in keys):
+        name, option = split_option(key)
+        options.setdefault(name, {})[option] = key
+    groups: dict[str, Group] = {}
+    for name, by_option in options.items():
+        same = json.dumps(encode({o: value[k] for o, k in by_option.items()}), sort_keys=True)
+        if (group := groups.get(same)) is None:
+            groups[same] = Group((name,), _FlatOptions(value, by_option))
+        else:
+            group.options.add(by_option)  # type: ignore[attr-defined]
+            groups[same] = Group((*group.params, name), group.options)
+    return list(groups.values())
+
+
+class _FlatOptions(dict[str, Any]):
+    """The hyper-parameters that several parameters of a flattened optimizer state dict share."""
+
+    def __init__(self, state: MutableMapping[str, Any], keys: Mapping[str, str]) -> None:
+        super().__init__({o: state[k] for o, k in keys.items()})
+        self.state, self.keys_of = state, [keys]
+
+    def add(self, keys: Mapping[str, str]) -> None:
+        self.keys_of.append(keys)
+
+    def __setitem__(self, option: str, value: Any) -> None:
+        super().__setitem__(option, value)
+        for keys in self.keys_of:
+            if option in keys:
+                self.state[keys[option]] = value
+
+
+def _sequence(found: Collected, path: Path, value: Any, modules: Modules, put: Any) -> None:
+    items = value if isinstance(value, list) else list(value)
+    for i, inner in enumerate(items):
+        _walk(found, (*path, i), inner, modules, _setter(items, i))
+    if items is value:
+        return
+
+    def renew() -> None:
+        """A tuple is made anew, of what was put in the place of its items."""
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            (put or _no_place(path))(type(value)(*items) if hasattr(value, "_fields") else type(value)(items))
+
+    found.finish.append(renew)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_holds_tensors(v) for v in value.values())
+    if isinstance(value, list | tuple):
+        return any(_holds_tensors(v) for v in value)
+    return isinstance(value, torch.Tensor | ShardedTensor | torch.nn.Module | torch.optim.Optimizer | PerRank)
+
+
+def _setter(holder: Any, key: Any) -> Callable[[Any], None]:
+    def put(value: Any) -> None:
+        holder[key] = value
+
+    return put
+
+
+def _no_place(path: Path) -> Callable[[Any], None]:
+    def put(_: Any) -> None:
+        raise UsageError(f"{dotted(path)} lies where no value can be set", hint="use a list or a mapping")
+
+    return put
+
+
+def _leaf(value: Any, put: Any) -> Leaf:
+    """The state of a value that each rank has for itself."""
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        return Leaf(value.state_dict(), value.load_state_dict)
+
+    def set_value(new: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            value.copy_(new)
+        elif put is not None:
+            put(new)
+
+    return Leaf(value, set_value)
+
+
+def _stateful(found: Collected, path: Path, value: Any, modules: Modules) -> None:
+    """An object with a state dict: one value where that holds no tensors, else what is in it, loaded in the end."""
+    held = value.state_dict()
+    if not _holds_tensors(held):
+        found.leaves[path] = Leaf(held, value.load_state_dict)
+        return
+    _walk(found, path, held, modules)
+    found.finish.append(lambda: value.load_state_dict(held))
+
+
+def _module(found: Collected, path: Path, module: torch.nn.Module) -> None:
+    if any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
+        raise Refused(
+            f"{dotted(path)} is wrapped in FSDP1, whose parameters are flat",
+            hint="use fully_shard (FSDP2), or give what torch.distributed.checkpoint.state_dict.get_state_dict gives",
+        )
+    extra: dict[str, Any] = {}
+    for name, value in get_model_state_dict(module).items():
+        if isinstance(value, torch.Tensor):
+            found.tensors[*path, name] = value
+        else:
+            extra[name] = value
+            found.leaves[*path, name] = Leaf(value, _setter(extra, name))
+    if extra:
+        options = StateDictOptions(strict=False)
+        found.finish.append(lambda: set_model_state_dict(module, extra, options=options) and None)
+
+
+def _optimizer(found: Collected, path: Path, optimizer: torch.optim.Optimizer, modules: Modules) -> None:
+    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    owners = [(p, m) for p, m in modules if mine <= {id(p) for p in m.parameters()}]
+    if not owners:
+        raise UsageError(
+            f"the parameters of the optimizer {dotted(path)} are not those of a module of the state",
+            hint='give the model too: {"model": model, "optimizer": optimizer}',
+        )
+    found.owners[path], owner = owners[0]
+    named = get_optimizer_state_dict(owner, optimizer)  # makes the states where there are none
+    found.groups[path] = []
+    for live, group in zip(optimizer.param_groups, named[GROUPS], strict=True):
+        names = tuple(str(n) for n in group["params"])
+        found.groups[path].append(Group(names, _Options(live, ("params", "param_names"))))
+        for name, param in zip(names, live["params"], strict=True):
+            for key, value in optimizer.state.get(param, {}).items():
+                where = (*path, "state", name, key)
+                if isinstance(value, torch.Tensor):
+                    found.tensors[where] = value
+                else:
+                    found.leaves[where] = Leaf(value, _setter(optimizer.state[param], key))

@@ -1,0 +1,314 @@
+"""What one rank holds of a training state: of each tensor, DTensor or ShardedTensor its pieces, and plain values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ucformat.errors import LayoutError, UsageError
+from ucformat.geometry.box import row_major
+from ucformat.geometry.local import Dim, Run, pieces_of
+from ucformat.geometry.tensor import Key, Piece, TensorInfo
+from ucformat.reading.readable import Place
+from ucformat.sources.dcp.names import dotted
+from ucformat.sources.values import json_key
+from ucformat.torch.state.collect import collect
+from ucformat.torch.state.memory import dtype_name, synchronize
+from ucformat.torch.state.objects import encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ucformat.sources.dcp.names import Path
+    from ucformat.torch.state.collect import Collected
+
+__all__ = [
+    "Local",
+    "LocalState",
+    "groups_of",
+    "local_of",
+    "local_state",
+    "locals_of",
+    "mesh_of",
+    "paths_of",
+    "pieces_in",
+    "places_of",
+    "without_ties",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """The pieces of one tensor that this rank holds, in the memory of `tensor`.
+
+    A piece's offset and strides are in elements of that memory, from the first element of `tensor` on: they are those
+    of its strides on the host, and row-major on any other device, whose tensors are copied to and from the host.
+    """
+
+    info: TensorInfo
+    pieces: tuple[Piece, ...]
+    tensor: torch.Tensor
+
+    @property
+    def key(self) -> Key:
+        """Name and state."""
+        return self.info.key
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pieces."""
+        return sum(p.box.size for p in self.pieces) * self.info.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LocalState:
+    """All that one rank saves. Each tensor appears once; ranks that hold equal boxes of one are its replicas.
+
+    `objects` are plain values by name, the same on all ranks that have them; `ranks` are those of each rank alone.
+    `groups` are optimizer groups: `params`, names in order, and hyper-parameters. `layout` is what the manifest says.
+    `paths` and `places` are those of `Facts`; `places` are none, or as many as groups.
+    """
+
+    tensors: tuple[Local, ...]
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    ranks: Mapping[str, Any] = field(default_factory=dict)
+    groups: tuple[Mapping[str, Any], ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, str] = field(default_factory=dict)
+    paths: Mapping[Key, tuple[Path, ...]] = field(default_factory=dict)
+    places: tuple[Place | None, ...] = ()
+
+
+def pieces_in(tensor: torch.Tensor, dims: Sequence[Dim]) -> tuple[Piece, ...]:
+    """The pieces of a local tensor whose dims hold these runs of the global ones."""
+    pieces, _ = pieces_of(tuple(dims))
+    shape = tuple(d.size for d in dims)
+    dense = row_major(shape)
+    strides = tensor.stride() if tensor.device.type == "cpu" else dense
+    if tuple(strides) == dense:
+        return pieces
+    return tuple(Piece(p.box, _strided(p.offset, dense, shape, strides), tuple(strides)) for p in pieces)
+
+
+def _strided(offset: int, dense: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> int:
+    """The offset of an element in strided memory, from that in row-major memory."""
+    at = 0
+    for d, n, s in zip(dense, shape, strides, strict=True):
+        at += (offset // d) % n * s
+    return at
+
+
+def local_of(name: str, state: str, tensor: torch.Tensor) -> Local:
+    """What this rank holds of a tensor in a training state: of a DTensor its shard, of a plain tensor all.
+
+    Raises:
+        LayoutError: the local shape is not what the placements say, or a placement is one that nobody can store.
+    """
+    if isinstance(tensor, DTensor):
+        return _of_dtensor(name, state, tensor)
+    if isinstance(tensor, ShardedTensor):
+        return _of_sharded(name, state, tensor)
+    tensor = _plain(name, tensor)
+    info = TensorInfo(name, state, dtype_name(tensor.dtype), tuple(tensor.shape))
+    return Local(info, pieces_in(tensor, [_whole(n) for n in tensor.shape]), tensor)
+
+
+def mesh_of(tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+    """The axes of the meshes that these tensors are laid over, and their sizes."""
+    axes: dict[str, int] = {}
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+            axes |= dict(zip(names, mesh.shape, strict=True))
+    return axes
+
+
+def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its gradient; UsageError for one whose memory is not plain rows of elements."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        what = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise UsageError(
+            f"{name} is a {what} tensor, which has no plain memory",
+            hint="make it a dense tensor first (a meta tensor: model.to_empty(device=…))",
+        )
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor.resolve_conj().resolve_neg()
+    return tensor
+
+
+def _whole(n: int) -> Dim:
+    return Dim(n, (Run(0, 0, n, False),) if n else ())
+
+
+def _of_dtensor(name: str, state: str, tensor: DTensor) -> Local:
+    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
+    local = _plain(name, tensor.to_local())
+    info = TensorInfo(name, state, dtype_name(tensor.dtype), shape)
+    at = mesh.get_coordinate()
+    if at is None:
+        return Local(info, (), local)
+    if any(isinstance(p, Partial) for p in tensor.placements):
+        raise LayoutError(
+            f"{name} ({state}) is partial over its mesh: each rank holds a summand of it",
+            hint="reduce it first: tensor.redistribute(placements=[Replicate() …])",
+        )
+    for dims in _readings(shape, tensor.placements, mesh.shape, at):
+        sizes = tuple(d.size for d in dims)
+        if sizes == tuple(local.shape) or (0 in sizes and not local.numel()):  # FSDP2 makes (0, 0) of an empty (0, n)
+            return Local(info, pieces_in(local, dims), local)
+    raise LayoutError(
+        f"{name} ({state}): its local shape {tuple(local.shape)} is not what its placements {tensor.placements} make "
+        f"of {shape} at coordinate {tuple(at)} of the mesh {tuple(mesh.shape)}",
+        hint="ucformat knows Shard, _StridedShard and Replicate as torch.chunk cuts them",
+    )
+
+
+def _readings(
+    shape: tuple[int, ...], placements: Sequence[Any], degrees: Sequence[int], at: Sequence[int]
+) -> Iterator[list[Dim]]:
+    """The dims of the local tensor: cut in the order that strided shards stand for, else from left to right.
+
+    `_StridedShard(d, k)` says that the dim was cut in `k` by mesh axes further to the right before (FSDP2 over TP: TP
+    cuts first). Cut from left to right it takes its share of each of `k` parts, which is the same where all is even.
+    """
+    cuts: dict[int, list[tuple[int, int, int]]] = {}  # dim -> (degree, coordinate, split factor), from left to right
+    for placement, degree, index in zip(placements, degrees, at, strict=True):
+        if placement.is_replicate():
+            continue
+        factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        cuts.setdefault(placement.dim, []).append((degree, index, factor))
+    ordered = {d: _order(found) for d, found in cuts.items()}
+    if all(o is not None for o in ordered.values()):
+        yield [_cut(n, ordered.get(d) or []) for d, n in enumerate(shape)]
+    yield [_cut(n, cuts.get(d, [])) for d, n in enumerate(shape)]
+
+
+def _order(cuts: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]] | None:
+    """The cuts of one dim in the order in which they were made, all plain; None where no order gives the factors."""
+    made: list[tuple[int, int, int]] = []
+    for degree, index, factor in reversed(cuts):
+        for position in range(len(made) + 1):
+            if math.prod(d for d, _, _ in made[:position]) == factor:
+                made.insert(position, (degree, index, 1))
+                break
+        else:
+            return None
+    return made
+
+
+def _cut(n: int, cuts: Sequence[tuple[int, int, int]]) -> Dim:
+    dim = _whole(n)
+    for degree, index, factor in cuts:
+        parts = [_chunk(0, dim.size, factor, i) for i in range(factor)]
+        dim = dim.take([_chunk(a, b, degree, index) for a, b in parts])
+    return dim
+
+
+def _chunk(begin: int, end: int, count: int, index: int) -> tuple[int, int]:
+    """Part `index` of `begin:end` as `torch.chunk` cuts it in `count`."""
+    step = -(-(end - begin) // count)
+    return min(end, begin + index * step), min(end, begin + (index + 1) * step)
+
+
+def _of_sharded(name: str, state: str, tensor: ShardedTensor) -> Local:
+    """FSDP1's shards; a rank has one, or none."""
+    shards = tensor.local_shards()
+    info = TensorInfo(name, state, dtype_name(tensor.dtype), tuple(tensor.size()))
+    if not shards:
+        return Local(info, (), torch.empty(0, dtype=tensor.dtype))
+    if len(shards) > 1:
+        raise UsageError(
+            f"{name} ({state}): this rank holds {len(shards)} shards of one ShardedTensor",
+            hint="save it through torch.distributed.checkpoint, with ucformat.torch.Writer",
+        )
+    local, where = _plain(name, shards[0].tensor), shards[0].metadata
+    starts_and_sizes = zip(where.shard_offsets, where.shard_sizes, strict=True)
+    return Local(
+        info, pieces_in(local, [Dim(n, (Run(a, 0, n, False),) if n else ()) for a, n in starts_and_sizes]), local
+    )
+
+
+def local_state(state: Mapping[str, Any]) -> LocalState:
+    """What this rank holds of a training state, under the names and states of the catalog."""
+    found = collect(state)
+    aliases, tensors = without_ties(locals_of(found))
+    synchronize(t.tensor for t in tensors)  # before values are copied from devices
+    objects: dict[str, Any] = {}
+    for path, leaf in found.leaves.items():
+        _place(objects, path, leaf.value)
+    return LocalState(
+        tensors=tuple(tensors),
+        objects={json_key(k): encode(v, str(k)) for k, v in objects.items()},
+        ranks={dotted(path): encode(leaf.value) for path, (_, leaf) in found.ranks.items()},
+        groups=groups_of(found, aliases),
+        aliases=aliases,
+        layout=mesh_of(list(found.tensors.values())),
+        engine={"name": "torch", "version": torch.__version__},
+        paths=paths_of(found, aliases),
+        places=places_of(found),
+    )
+
+
+def paths_of(found: Collected, aliases: Mapping[str, str]) -> dict[Key, tuple[Path, ...]]:
+    """The paths of each tensor, by the name under which it is stored."""
+    out: dict[Key, tuple[Path, ...]] = {}
+    for path, key in found.keys.items():
+        stored = Key(aliases.get(key.name, key.name), key.state)
+        out[stored] = (*out.get(stored, ()), path)
+    return out
+
+
+def places_of(found: Collected) -> tuple[Place, ...]:
+    """The place of each optimizer group, in the order of `groups_of`."""
+    return tuple(Place(root, g.params, g.flattened) for root, groups in found.groups.items() for g in groups)
+
+
+def locals_of(found: Collected) -> list[Local]:
+    """What this rank has of each tensor that was found."""
+    return [local_of(*found.keys[path], t) for path, t in found.tensors.items()]
+
+
+def groups_of(found: Collected, aliases: Mapping[str, str]) -> tuple[dict[str, Any], ...]:
+    """The optimizer groups: parameters by the names under which they are stored, and hyper-parameters as JSON."""
+    return tuple(
+        {"params": [aliases.get(p, p) for n in g.params for p in [found.prefixes[root] + n]], **encode(dict(g.options))}
+        for root, groups in found.groups.items()
+        for g in groups
+    )
+
+
+def _place(objects: dict[Any, Any], path: Sequence[str | int], value: Any) -> None:
+    """Put a value at its path in nested dictionaries."""
+    *before, last = (int(p) if isinstance(p, int) else p for p in path)
+    for part in before:
+        objects = objects.setdefault(part, {})
+    objects[last] = value
+
+
+def without_ties(tensors: Sequence[Local]) -> tuple[dict[str, str], list[Local]]:
+    """Weights that are one memory under several names: further names by the first, and each memory once."""
+    first: dict[tuple[object, ...], str] = {}
+    aliases: dict[str, str] = {}
+    for t in tensors:
+        if t.info.state == "weight" and t.tensor.numel() and t.pieces:
+            where = (t.tensor.data_ptr(), t.tensor.device, t.info.dtype, t.info.shape, tuple(t.tensor.stride()))
+            name = first.setdefault(where, t.info.name)
+            if name != t.info.name:
+                aliases[t.info.name] = name
+    kept = [t for t in tensors if t.info.state != "weight" or t.info.name not in aliases]
+    return aliases, [_renamed(t, aliases) for t in kept]
+
+
+def _renamed(t: Local, aliases: Mapping[str, str]) -> Local:
+    if t.info.name not in aliases:
+        return t
+    return type(t)(type(t.info)(aliases[t.info.name], t.info.state, t.info.dtype, t.info.shape), t.pieces, t.tensor)

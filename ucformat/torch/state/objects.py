@@ -1,0 +1,280 @@
+"""Non-tensor values of a training state: as JSON in a checkpoint, per rank, and the states of random generators."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import json
+import pickle
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from ucformat.errors import Refused, UsageError
+from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.sources.pickle.stand_ins import Dtype, NdArray, Opaque, Stream
+from ucformat.sources.values import from_json, to_json
+from ucformat.torch.state.memory import dtype_name, host_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["PerRank", "Rng", "decode", "encode", "like", "tensor_of", "unfit"]
+
+
+class PerRank:
+    """A value of a training state that each rank has for itself: a random generator's state, a data loader's.
+
+    `value` is a plain value, or an object with `state_dict` and `load_state_dict`. All ranks' are kept. Where as many
+    ranks load as saved, each gets its own back. Where they are more or fewer, `merge(values, rank, ranks)` makes of all
+    saved values the one for a rank; without `merge` that is an error, for nothing is dropped silently.
+    """
+
+    def __init__(self, value: Any, merge: Callable[[list[Any], int, int], Any] | None = None) -> None:
+        self.value, self.merge = value, merge
+
+
+def encode(value: Any, path: str = "") -> Any:
+    """The JSON form of a value; what has none is kept as an opaque pickle, which only `trust=True` opens again."""
+    try:
+        return to_json(_stand_in(value), path=path, tuples=True)
+    except RecursionError:
+        raise Refused(
+            f"{path or 'a value'} holds itself, or is nested too deeply to be an object",
+            hint="save what its `state_dict()` gives, or leave it out",
+        ) from None
+
+
+def _stand_in(value: Any) -> Any:
+    """The value with stand-ins for what `to_json` does not know."""
+    if value is None or isinstance(value, bool | int | float | str | bytes | bytearray | complex | slice | Opaque):
+        return value
+    if isinstance(value, dict) and all(isinstance(k, str | int | float | tuple | bytes | None) for k in value):
+        return {k: _stand_in(v) for k, v in value.items()}
+    if type(value) is list:
+        return [_stand_in(v) for v in value]
+    if type(value) in (tuple, torch.Size) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        return tuple(_stand_in(v) for v in value)
+    if type(value) in (set, frozenset) and all(_is_plain(v) for v in value):
+        return value
+    if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter):
+        dense = value.detach().cpu().contiguous()
+        return NdArray(dtype_name(dense.dtype), tuple(dense.shape), host_memory(dense).tobytes())
+    if type(value) is io.BytesIO:
+        return Stream(value.getvalue())
+    if isinstance(value, torch.dtype):
+        return Dtype(dtype_name(value))
+    if isinstance(value, np.ndarray) and (value.dtype.kind in "biufc" or value.dtype.name in ITEMSIZE):
+        native = np.ascontiguousarray(value, value.dtype.newbyteorder("<"))
+        return NdArray(value.dtype.name, value.shape, native.tobytes())
+    if isinstance(value, np.bool_ | np.integer | np.floating):
+        return value.item()
+    try:
+        return Opaque(pickle.dumps(value))
+    except Exception as error:
+        raise Refused(
+            f"a {type(value).__name__} has no JSON form and cannot be pickled: {error}",
+            hint="save what its `state_dict()` gives, or leave it out",
+        ) from error
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an element of a set is its own stand-in."""
+    if isinstance(value, tuple | frozenset):
+        return type(value) in (tuple, frozenset) and all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str, bytes, complex)
+
+
+def decode(data: Any, template: Any = None, *, trust: bool = False) -> Any:
+    """The value that a JSON form stands for, in the types of `template` where that has the same structure.
+
+    Raises:
+        Refused: part of it is an opaque pickle, and `trust` is false or it cannot be opened here.
+    """
+    return like(from_json(data, _trusted if trust else _distrusted), template)
+
+
+def _distrusted(_: bytes) -> Any:
+    raise Refused(
+        "the value is a pickle, which could run code when it is opened; trust=True opens it",
+        hint="say trust=True if you trust whoever wrote the checkpoint",
+    )
+
+
+def _trusted(data: bytes) -> Any:
+    try:
+        return pickle.loads(data)  # noqa: S301 - asked for by `trust`
+    except Exception as error:
+        raise Refused(
+            f"the value is a pickle that cannot be opened: {type(error).__name__}: {error}",
+            hint="the program that loads needs the classes that the one which saved had",
+        ) from error
+
+
+def like(value: Any, template: Any) -> Any:
+    """The value with named tuples, dtypes, NumPy's arrays and scalars, and kinds of mappings, as the template has them.
+
+    Arrays are tensors where it has none.
+    """
+    if isinstance(value, dict):
+        return _mapping_like(value, template if isinstance(template, dict) else {})
+    if isinstance(value, list | tuple):
+        return _sequence_like(value, template if isinstance(template, list | tuple) else [])
+    if isinstance(value, np.ndarray):
+        return _array_like(value, template) if isinstance(template, np.ndarray) else tensor_of(value)
+    if isinstance(template, torch.dtype) and isinstance(value, str):
+        found = getattr(torch, value, None)
+        return found if isinstance(found, torch.dtype) else value
+    if isinstance(value, set) and isinstance(template, frozenset):
+        return frozenset(value)
+    if isinstance(value, bytes) and isinstance(template, bytearray):
+        return bytearray(value)
+    if isinstance(template, np.generic) and isinstance(value, bool | int | float):
+        return template.dtype.type(value)
+    return value
+
+
+def _mapping_like(value: dict[Any, Any], template: dict[Any, Any]) -> dict[Any, Any]:
+    items = {k: like(v, template.get(k)) for k, v in value.items()}
+    if type(template) is dict:
+        return items
+    out = copy.copy(template)  # an OrderedDict, a defaultdict with its factory
+    out.clear()
+    out.update(items)
+    return out
+
+
+def _sequence_like(
+    value: list[Any] | tuple[Any, ...], template: list[Any] | tuple[Any, ...]
+) -> list[Any] | tuple[Any, ...]:
+    """Elements past the template's are like its last."""
+    padded = [*template, *[template[-1] if template else None] * len(value)]
+    items = [like(v, t) for v, t in zip(value, padded, strict=False)]
+    if isinstance(template, list) and isinstance(value, list):
+        return items
+    if hasattr(template, "_fields") and len(items) == len(template):
+        return type(template)(*items)
+    return torch.Size(items) if isinstance(template, torch.Size) else tuple(items)
+
+
+def _array_like(value: np.ndarray, template: np.ndarray) -> np.ndarray:
+    """The array, writable, and in the template's order of bytes."""
+    same = value.dtype == template.dtype.newbyteorder("<")
+    return value.astype(template.dtype if same else value.dtype)
+
+
+def tensor_of(array: np.ndarray) -> torch.Tensor:
+    """A tensor with an array's elements; NumPy's bfloat16 and float8 are torch's."""
+    name = array.dtype.name
+    out = torch.empty(array.shape, dtype=getattr(torch, name))
+    host_memory(out)[...] = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
+    return out
+
+
+def unfit(value: Any, current: Any, *, cast: bool) -> tuple[list[str], list[str]]:
+    """Why a value cannot take the place of a tensor of the program; and of another dtype it is."""
+    if not isinstance(current, torch.Tensor):
+        return [], []
+    if isinstance(current, DTensor) or not isinstance(value, torch.Tensor):
+        return [f"a {type(value).__name__} cannot take the place of a {type(current).__name__}"], []
+    if value.shape != current.shape:
+        return [f"it is {list(current.shape)}, in the checkpoint {list(value.shape)}"], []
+    if value.dtype != current.dtype and not cast:
+        return [], [f"{current.dtype}, in the checkpoint {value.dtype}"]
+    return [], []
+
+
+_SEED_AND_OFFSET = 16  # bytes of the state of a CUDA generator
+
+
+class Rng:
+    """The generators of this rank, to be part of a training state: Python's, NumPy's, torch's of CPU and devices.
+
+    Each rank has its own. Where the number of ranks changed, rank `r` takes what rank `r` had; ranks that are new are
+    seeded from what rank 0 had and their own number, so that no two draw the same numbers, and every restart alike.
+
+    Devices go by their numbers. Where a process drew on one device alone, its current device takes that generator,
+    whatever the numbers are now.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all generators."""
+        kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - the generator that programs use unasked
+        version, words, gauss = random.getstate()
+        return {
+            "python": [version, list(words), gauss],
+            "numpy": [str(kind), np.asarray(keys), *(float(r) if isinstance(r, float) else int(r) for r in rest)],
+            "torch": torch.get_rng_state(),
+            "devices": list(found.get_rng_state_all()) if (found := _devices()) and found.is_initialized() else [],
+        }
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Find out whether a state can be set here, and change nothing.
+
+        Raises:
+            UsageError: generators of several devices were drawn from, and there are fewer devices here.
+        """
+        _by_device(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set all generators, or none; what `merge` answers to a new rank seeds them.
+
+        Raises:
+            UsageError: generators of several devices were drawn from, and there are fewer devices here.
+        """
+        by_device = _by_device(state)
+        if "seed" in state:
+            random.seed(state["seed"])
+            np.random.seed(state["seed"] % (1 << 32))  # noqa: NPY002
+            torch.manual_seed(state["seed"])
+            return
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, np.asarray(keys), *rest))  # noqa: NPY002
+        torch.set_rng_state(torch.as_tensor(state["torch"]))
+        for device, found in by_device.items():
+            _devices().set_rng_state(found, device)
+
+    def merge(self, values: list[Any], rank: int, ranks: int) -> Any:  # noqa: ARG002 - the signature of PerRank's
+        """What a rank takes where the number of ranks changed."""
+        if rank < len(values):
+            return values[rank]
+        basis = json.dumps([np.asarray(values[0]["torch"]).tolist(), rank]).encode()
+        return {"seed": int.from_bytes(hashlib.sha256(basis).digest()[:7], "little")}
+
+
+def _devices() -> Any:
+    """PyTorch's module of the accelerator, where there is one whose devices have generators."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    module = None if accelerator is None else torch.get_device_module(accelerator)
+    return module if hasattr(module, "get_rng_state_all") else None
+
+
+def _by_device(state: dict[str, Any]) -> dict[int, torch.Tensor]:
+    """What the generator of each device here is set to."""
+    saved = [torch.as_tensor(s) for s in state.get("devices", ())]
+    module = _devices()
+    here = module.device_count() if module is not None and saved else 0
+    if not here:
+        return {}
+    drawn = [i for i, s in enumerate(saved) if _is_drawn(s)]
+    if len(drawn) > 1 and drawn[-1] >= here:
+        raise UsageError(
+            f"the generators of the devices {', '.join(map(str, drawn))} were drawn from when it was saved, and here "
+            f"are {here} devices",
+            hint="make as many visible, or leave Rng out of the state and seed anew",
+        )
+    out = dict(enumerate(saved[:here]))
+    if len(drawn) == 1:
+        out[torch.accelerator.current_device_index()] = saved[drawn[0]]
+    return out
+
+
+def _is_drawn(state: torch.Tensor) -> bool:
+    """Whether numbers were drawn since it was seeded: CUDA's is a seed and an offset, of 8 bytes each."""
+    return state.numel() != _SEED_AND_OFFSET or bool(state[_SEED_AND_OFFSET // 2 :].any())
