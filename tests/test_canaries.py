@@ -23,7 +23,7 @@ from click.testing import CliRunner
 import ucformat
 from tests.jobs.conftest import universal
 from ucformat.cli.main import ucp
-from ucformat.errors import Conflict, Refused, TensorNotFound, UcformatError, UsageError
+from ucformat.errors import Conflict, TensorNotFound, UcformatError, UnsafeError, UsageError
 from ucformat.settings import load_settings
 from ucformat.storage.clouds import boto_session
 
@@ -394,7 +394,7 @@ def test_of_what_is_logged_and_raised(watch: Watch, monkeypatch: pytest.MonkeyPa
     log = logging.getLogger("ucformat")
     log.warning("it is %s", watch.canary)
     log.error("failed", exc_info=RuntimeError(watch.canary))
-    for kind in (UcformatError, Conflict, Refused, TensorNotFound, UsageError):
+    for kind in (UcformatError, Conflict, UnsafeError, TensorNotFound, UsageError):
         error = kind(f"it is {watch.canary}", hint=f"not {watch.canary}")
         watch.error(error)
         watch.error(pickle.loads(pickle.dumps(error)))  # noqa: S301 - our own

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ucformat.errors import Refused, UsageError
+from ucformat.errors import UnsafeError, UsageError
 from ucformat.settings import _opened, allow_root, allowed_roots, load_settings, using
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def test_a_file_of_another_user_is_an_error_not_passed_over(
     file = write(tmp_path, text)
     load_settings()
     of_another(file)
-    with pytest.raises(Refused, match="belongs to the user") as caught:
+    with pytest.raises(UnsafeError, match="belongs to the user") as caught:
         load_settings()
     key = text.partition(" ")[0]
     assert str(file) in caught.value.message
@@ -210,7 +210,7 @@ def test_a_link_of_another_user_to_a_file_of_this_one_is_of_another(
     link.symlink_to(tmp_path / "elsewhere.toml")
     assert load_settings().catalog_url() == str(tmp_path / "here" / "x.db")
     of_another(link)
-    with pytest.raises(Refused, match="belongs to"):
+    with pytest.raises(UnsafeError, match="belongs to"):
         load_settings()
 
 
@@ -222,13 +222,13 @@ def test_a_file_of_a_colleague_can_be_trusted(
     monkeypatch.setenv("UCP_TRUSTED", f"/other,{file}")
     assert load_settings().catalog_url() == str(tmp_path / "here" / "team.db")
     monkeypatch.delenv("UCP_TRUSTED")
-    with pytest.raises(Refused):
+    with pytest.raises(UnsafeError):
         load_settings()
     if os.geteuid() == 0:  # else the user's own file is of another one, too
         user(tmp_path, f"trusted = ['{file}']")
         assert load_settings().catalog_url() == str(tmp_path / "here" / "team.db")
     file.chmod(0o664)  # whom it belongs to is not who wrote it
-    with pytest.raises(Refused, match="may write to it"):
+    with pytest.raises(UnsafeError, match="may write to it"):
         load_settings()
 
 
@@ -239,7 +239,7 @@ def test_a_file_that_others_may_write_to_does_not_count(
 ) -> None:
     file = write(tmp_path, "catalog = 'x.db'")
     file.chmod(mode)
-    with pytest.raises(Refused, match="may write to it") as caught:
+    with pytest.raises(UnsafeError, match="may write to it") as caught:
         load_settings()
     assert f"chmod go-w {file}" in str(caught.value.hint)
     assert load_settings(catalog="mine.db").catalog == "mine.db"
@@ -264,7 +264,7 @@ def test_a_project_cannot_say_where_secrets_go(
     load_settings()
     user(tmp_path, "")
     file = project(tmp_path, f"{key} = {value}")
-    with pytest.raises(Refused, match="a project's file cannot") as caught:
+    with pytest.raises(UnsafeError, match="a project's file cannot") as caught:
         load_settings()
     assert str(file) in caught.value.message
     assert "word" not in str(caught.value)
@@ -300,5 +300,5 @@ def test_registered_roots_are_of_this_user_alone_and_one_line_each(
     allow_root("/data/third")
     assert allowed_roots() == ("/data/run\n/", "/data/other", "/data/third")
     of_another(file)
-    with pytest.raises(Refused, match="belongs to"):
+    with pytest.raises(UnsafeError, match="belongs to"):
         allowed_roots()

@@ -15,7 +15,9 @@
     │   ├── ChecksumError                        a stored checksum does not match the bytes
     │   ├── Inconsistent                         a manifest or sidecar that contradicts itself
     │   └── MissingData                          a file or part that must be there is not
-    ├── Refused         PermissionError   6      unsafe, or not possible in this place
+    ├── PermissionDenied PermissionError  6      the storage, the settings or the catalog's rules do not allow it
+    │   └── UnsafeError                          it would run code, or leave the folder of the checkpoint
+    ├── UnsupportedError                  6      a format, value or operation that is not supported here
     ├── Uncertain                         1      no answer came: it may have been written, or not
     └── UpgradeNeeded                     7      written by a newer ucformat
 
@@ -48,11 +50,13 @@ __all__ = [
     "NotACheckpoint",
     "NotFound",
     "OutOfBounds",
-    "Refused",
+    "PermissionDenied",
     "StateMismatch",
     "TensorNotFound",
     "UcformatError",
     "Uncertain",
+    "UnsafeError",
+    "UnsupportedError",
     "UpgradeNeeded",
     "UsageError",
     "option_text",
@@ -155,8 +159,18 @@ class MissingData(IntegrityError):
     """A file, or a part of a tensor, that must be there is not."""
 
 
-class Refused(UcformatError, PermissionError):
-    """Unsafe, or not possible in this place."""
+class PermissionDenied(UcformatError, PermissionError):
+    """The storage, the settings or the rules of the catalog do not allow it."""
+
+    exit_code = 6
+
+
+class UnsafeError(PermissionDenied):
+    """It would run code, read or write outside of the checkpoint's folder, or follow what cannot be trusted."""
+
+
+class UnsupportedError(UcformatError):
+    """A format, a value or an operation that ucformat, or this storage, does not support."""
 
     exit_code = 6
 

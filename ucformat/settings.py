@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from platformdirs import user_config_path, user_data_path
 
-from ucformat.errors import Refused, UsageError
+from ucformat.errors import PermissionDenied, UnsafeError, UsageError
 from ucformat.lasting import make_folder, sync_folder
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ def load_settings(**given: str | None) -> Settings:
 
     Raises:
         UsageError: a file cannot be read, or sets what cannot be set.
-        Refused: a file sets something and does not count for it, and neither an option nor the environment sets that.
+        UnsafeError: a file sets something and does not count for it, and neither an option nor the environment sets
+            that.
     """
     above: dict[str, Any] = {}
     for key, value in (_environment() | _given.get() | {k: v for k, v in given.items() if v is not None}).items():
@@ -97,7 +98,7 @@ def load_settings(**given: str | None) -> Settings:
         except ValueError as error:
             raise UsageError(f"the setting {key} cannot be used: {error}", hint=_KNOWN) from None
     found: dict[str, Any] = {}
-    refused: dict[str, Refused] = {}
+    refused: dict[str, UnsafeError] = {}
     for path, of_project in ((_user_file(), False), (_project_file(), True)):
         if (file := _opened(path)) is None:
             continue
@@ -131,7 +132,7 @@ def allowed_roots() -> tuple[str, ...]:
     """Where virtual checkpoints may have their files: what the settings say, and what this user has registered.
 
     Raises:
-        Refused: the list of what was registered is not this user's alone.
+        UnsafeError: the list of what was registered is not this user's alone.
     """
     settings = load_settings()
     return (*settings.roots, *_registered_roots(settings.trusted))
@@ -180,7 +181,7 @@ def allow_root(url: str) -> None:
             os.close(out)
         sync_folder(path.parent)
     except OSError as error:
-        raise Refused(
+        raise PermissionDenied(
             f"{path} cannot be written: {error.strerror}",
             hint=f"say yourself that files may be read there: {roots_with(url)}",
         ) from error
@@ -270,12 +271,12 @@ def _opened(path: Path | None) -> _File | None:
     return _File(path, text, frozenset({link.st_uid, found.st_uid}), found.st_mode)
 
 
-def _not_ours(file: _File, key: str, trusted: tuple[str, ...]) -> Refused | None:
+def _not_ours(file: _File, key: str, trusted: tuple[str, ...]) -> UnsafeError | None:
     """Why a file does not count; None where it does."""
     from shlex import quote  # most files count
 
     if file.mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return Refused(
+        return UnsafeError(
             f"{file.path} sets {key!r}, and does not count: its group, or everybody, may write to it",
             hint=f"if what it says is right: chmod go-w {quote(str(file.path))}{_instead(key)}",
         )
@@ -283,20 +284,20 @@ def _not_ours(file: _File, key: str, trusted: tuple[str, ...]) -> Refused | None
         return None
     owner = ", ".join(_name_of(uid) for uid in sorted(file.owners - {os.geteuid(), 0}))
     places = (*trusted, str(file.path))
-    return Refused(
+    return UnsafeError(
         f"{file.path} sets {key!r}, and does not count: it belongs to {owner}",
         hint=f"if it is to be trusted: {_assigned('trusted', places)}, or `trusted = {json.dumps(places)}` in "
         f"{_user_place()}{_instead(key)}",
     )
 
 
-def _not_of_a_project(file: _File, key: str, value: Any) -> Refused | None:
+def _not_of_a_project(file: _File, key: str, value: Any) -> UnsafeError | None:
     """Why a project's file cannot set this; None where it can."""
     remote = key == "catalog" and "://" in value and not value.startswith("sqlite:")
     if key not in _OWN and not remote:
         return None
     what = "a catalog on another machine" if remote else repr(key)
-    return Refused(
+    return UnsafeError(
         f"{file.path} sets {what}, which a project's file cannot: it may come from anybody",
         hint=f"if it is right, put the line into {_user_place()}{_instead(key)}",
     )

@@ -22,7 +22,7 @@ import sqlalchemy as sa
 from tests.catalog.manifests import manifest, tensor
 from tests.patience import PATIENCE
 from ucformat.catalog.catalog import Catalog
-from ucformat.errors import Conflict, NotFound, Refused, UcformatError
+from ucformat.errors import Conflict, NotFound, PermissionDenied, UcformatError
 from ucformat.schema.manifest import LineageDoc
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ __all__ = ["POSTS", "PROCESSES", "Task", "made", "post", "shared", "work"]
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload([__name__])
 
-_GONE = (Refused, NotFound)  # it is deleted, or not there yet
+_GONE = (PermissionDenied, NotFound)  # it is deleted, or not there yet
 _MOVED = (Conflict, *_GONE)
 POSTS = 16  # checkpoints that are there from the beginning, and that all workers speak of
 

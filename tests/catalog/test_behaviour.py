@@ -14,7 +14,7 @@ from tests.catalog.manifests import BEGIN, digest, made_from, manifest, packed_o
 from ucformat.catalog import content
 from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.models import Config, Edge, Run, Tensor, TensorSet
-from ucformat.errors import NotFound, Refused, UcformatError, UsageError
+from ucformat.errors import NotFound, PermissionDenied, UcformatError, UsageError
 from ucformat.schema.manifest import LineageDoc
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class TestRecording:
         assert (entry.kind, entry.engine, entry.format_version) == ("deepspeed", "deepspeed", None)
         assert (entry.files, entry.files_nbytes) == (8, 12345)
         assert [t.digest for t in catalog.tensors(entry.id)] == [None]
-        with pytest.raises(Refused, match="not ours: written by deepspeed"):
+        with pytest.raises(PermissionDenied, match="not ours: written by deepspeed"):
             catalog.delete(entry.id)
 
     def test_one_without_an_id_is_refused(self, catalog: Catalog) -> None:
@@ -402,11 +402,11 @@ class TestEdges:
         if not parent_first:
             put(catalog, 1)
         put(catalog, 3, "/data/run70/1", step=3)
-        with pytest.raises(Refused, match=f"needed by {child.id}"):
+        with pytest.raises(PermissionDenied, match=f"needed by {child.id}"):
             catalog.delete("run7@1")
         catalog.delete("run7@3")
         catalog.delete("run7@2", grace=timedelta(0))
-        with pytest.raises(Refused, match="needed by"):  # it can still be restored
+        with pytest.raises(PermissionDenied, match="needed by"):  # it can still be restored
             catalog.delete("run7@1")
         purge(catalog, "run7@2")
         catalog.delete("run7@1")
@@ -457,20 +457,20 @@ class TestDeletion:
         clock.wait(days=3)
         assert [r.id for r in catalog.purgeable().purge] == [manifest(1).id]
         purge(catalog, "run7@1")
-        with pytest.raises(Refused, match="purged cannot be restored"):
+        with pytest.raises(PermissionDenied, match="purged cannot be restored"):
             catalog.restore(manifest(1).id)
-        with pytest.raises(Refused, match="gone already"):
+        with pytest.raises(PermissionDenied, match="gone already"):
             catalog.delete(manifest(1).id)
         assert actions(catalog, manifest(1).id) == ["record", "delete", "restore", "delete", "purge", "purged"]
 
     def test_all_or_none(self, catalog: Catalog) -> None:
         catalog.tag("run7@2", "good")
-        with pytest.raises(Refused, match="tag good"):
+        with pytest.raises(PermissionDenied, match="tag good"):
             catalog.delete("run7@1", "run7@2")
         assert catalog.count() == 3
         catalog.delete("run7@1")
         for act, refs in ((catalog.restore, ("run7@1", "run7@3")), (catalog.delete, ("run7@3", "run7@1"))):
-            with pytest.raises(Refused):
+            with pytest.raises(PermissionDenied):
                 act(*refs)
         assert [e.step for e in catalog.find(sort="step")] == [2, 3]
 
@@ -498,7 +498,7 @@ class TestDeletion:
             catalog.restore("run7@1")
         else:
             act()
-        with pytest.raises(Refused, match="nothing was deleted"):
+        with pytest.raises(PermissionDenied, match="nothing was deleted"):
             catalog.delete("run7@1")
         assert catalog.get("run7@1").state == "committed"
 
@@ -537,7 +537,7 @@ class TestUntag:
         catalog.tag("run7@1", "c", permanent=True)
         catalog.tag("run7@1", "b")  # does not make it less
         for name in "abc":
-            with pytest.raises(Refused, match="permanent"):
+            with pytest.raises(PermissionDenied, match="permanent"):
                 catalog.untag("run7@1", name, reason="x")
         assert catalog.get("run7@1").tags == ("a", "b", "c")
         assert actions(catalog, "run7@1") == ["record", "tag", "tag", "tag"]
@@ -555,7 +555,7 @@ class TestReadOnly:
                 lambda: reader.delete("run7@1"),
                 lambda: reader.forget([]),
             ):
-                with pytest.raises(Refused, match="read only"):
+                with pytest.raises(PermissionDenied, match="read only"):
                     act()
             with pytest.raises(UcformatError), reader.database.reading() as c:  # not even by mistake
                 c.execute(sa.insert(Run).values(name="x", created=BEGIN))

@@ -11,7 +11,7 @@ from tests.catalog.acts import actions, purge, put, rows
 from tests.catalog.manifests import manifest, tensor
 from ucformat.catalog.models import Run
 from ucformat.catalog.names import ANY
-from ucformat.errors import Conflict, NotFound, Refused, UsageError
+from ucformat.errors import Conflict, NotFound, PermissionDenied, UsageError
 from ucformat.schema.manifest import LineageDoc
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class TestAliases:
 
     def test_they_point_to_nothing_that_is_deleted(self, catalog: Catalog) -> None:
         catalog.delete("run7@1")
-        with pytest.raises(Refused, match="is deleted") as caught:
+        with pytest.raises(PermissionDenied, match="is deleted") as caught:
             catalog.alias("best", "run7@1")
         assert "restore" in str(caught.value.hint)
         assert self.where(catalog) == []
@@ -225,7 +225,7 @@ class TestWhatPeopleSay:
         assert catalog.release("run7@2", third) == 0
         assert catalog.release("run7@1", third) == 1
         assert catalog.release("run7@1", third) == 0
-        with pytest.raises(Refused, match="held until 2026-04-16: eval"):
+        with pytest.raises(PermissionDenied, match="held until 2026-04-16: eval"):
             catalog.delete("run7@1")
         clock.wait(days=3)
         catalog.delete("run7@1")
@@ -283,7 +283,7 @@ class TestWhatPeopleSay:
                 lambda: catalog.metric(manifest(1).id, {"x": 1}),
                 lambda: catalog.alias("x", manifest(1).id),
             ):
-                with pytest.raises(Refused, match=f"is {state}"):
+                with pytest.raises(PermissionDenied, match=f"is {state}"):
                     act()
             if state == "deleted":
                 purge(catalog, "run7@1")

@@ -17,7 +17,7 @@ from ucformat.catalog.models import Checkpoint, Edge, Location
 from ucformat.catalog.policy import load_policy
 from ucformat.catalog.retention import protections
 from ucformat.catalog.stamp import make_stamp, now
-from ucformat.errors import Refused
+from ucformat.errors import PermissionDenied
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,7 +62,7 @@ def test_the_number_of_queries_does_not_grow_with_the_edges(catalog: Catalog) ->
         with statements(catalog) as seen:
             catalog.purgeable()
         counts.setdefault("purgeable", []).append(len(seen))
-        with statements(catalog) as seen, pytest.raises(Refused, match="needed by"):
+        with statements(catalog) as seen, pytest.raises(PermissionDenied, match="needed by"):
             catalog.delete(base.id)
         counts.setdefault("delete", []).append(len(seen))
     assert all(few == many for few, many in counts.values()), counts

@@ -14,7 +14,7 @@ from tests.catalog.manifests import manifest
 from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.engine import VERSION_TABLE, Database
 from ucformat.catalog.models import Base
-from ucformat.errors import NotFound, Refused, UpgradeNeeded
+from ucformat.errors import NotFound, PermissionDenied, UpgradeNeeded
 from ucformat.migrations import HEAD, KNOWN
 from ucformat.migrations.config import configuration
 
@@ -162,7 +162,7 @@ def test_tables_of_somebody_else_are_left_alone(database_url: str) -> None:
     engine = sa.create_engine(database_url)
     with engine.begin() as connection:
         connection.execute(sa.text("create table run (name text)"))
-    with pytest.raises(Refused, match="'run' that is not ucformat's"):
+    with pytest.raises(PermissionDenied, match="'run' that is not ucformat's"):
         Database(database_url)
     assert sa.inspect(engine).get_table_names() == ["run"]
     engine.dispose()

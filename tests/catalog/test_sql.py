@@ -22,7 +22,7 @@ from ucformat.catalog.engine import Database
 from ucformat.catalog.models import Base, Run
 from ucformat.catalog.recording import record
 from ucformat.catalog.sql import Table, run_sql
-from ucformat.errors import Refused, UcformatError, UsageError
+from ucformat.errors import PermissionDenied, UcformatError, UnsafeError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -125,7 +125,7 @@ def test_whatever_writes_is_refused(database: Database, statement: str) -> None:
     before = contents(database)
     if statement.startswith("reindex") and database.sqlite:
         statement = "reindex run"
-    with pytest.raises(Refused, match="only one query that reads") as caught:
+    with pytest.raises(PermissionDenied, match="only one query that reads") as caught:
         run_sql(database, statement, None)
     assert caught.value.hint
     assert contents(database) == before
@@ -148,7 +148,7 @@ def test_whatever_writes_is_refused(database: Database, statement: str) -> None:
 )
 def test_several_statements_are_none(database: Database, statement: str) -> None:
     before = contents(database)
-    with pytest.raises((UsageError, Refused)):
+    with pytest.raises((UsageError, PermissionDenied)):
         run_sql(database, statement, None)
     assert contents(database) == before
 
@@ -176,7 +176,7 @@ def test_what_the_engine_cannot_make_sense_of(database: Database, statement: str
 
 @pytest.mark.parametrize("statement", ["-- nothing", ";", "/* nothing */"])
 def test_nothing_but_remarks(database: Database, statement: str) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(PermissionDenied):
         run_sql(database, statement, None)
 
 
@@ -184,7 +184,7 @@ def test_what_takes_too_long_is_ended(database: Database) -> None:
     endless = "with recursive n(i) as (select 1 union all select 1 from n) select count(*) from n"
     with pytest.raises(UcformatError, match=r"ended after 0.2 s") as caught:
         run_sql(database, endless, None, timeout=0.2)
-    assert not isinstance(caught.value, UsageError | Refused)
+    assert not isinstance(caught.value, UsageError | PermissionDenied)
     assert run_sql(database, "select count(*) from checkpoint", None).rows == ((3,),)
 
 
@@ -214,7 +214,7 @@ def test_what_was_written_before_is_seen(database_url: str) -> None:
         with database.writing() as c:
             c.execute(sa.insert(Run).values(name=f"run{i}", created=NOW))
         assert (f"run{i}",) in run_sql(database, "select name from run", None).rows
-    with pytest.raises(Refused):
+    with pytest.raises(PermissionDenied):
         run_sql(database, "delete from run", None)
     with database.writing() as c:
         c.execute(sa.insert(Run).values(name="later", created=NOW))
@@ -225,7 +225,7 @@ def test_what_was_written_before_is_seen(database_url: str) -> None:
 def test_a_catalog_that_was_opened_to_be_read(database: Database) -> None:
     reader = Database(database.engine.url.render_as_string(hide_password=False), read_only=True)
     assert run_sql(reader, "select count(*) from checkpoint", None).rows == ((3,),)
-    with pytest.raises(Refused):
+    with pytest.raises(PermissionDenied):
         run_sql(reader, "delete from checkpoint", None)
     reader.close()
 
@@ -285,7 +285,7 @@ def test_sqlite_lets_nothing_else_through(lite: Database, tmp_path: Path, statem
     other = tmp_path / "other.db"
     sqlite3.connect(tmp_path / "bait.db").close()
     before = {p for p in tmp_path.rglob("*") if p.is_file()}
-    with pytest.raises((Refused, UsageError)):
+    with pytest.raises((PermissionDenied, UsageError)):
         run_sql(lite, statement.format(other=other), None)
     assert {p for p in tmp_path.rglob("*") if p.is_file()} == before
 
@@ -294,7 +294,7 @@ def test_sqlite_refuses_even_without_the_authorizer(lite: Database, monkeypatch:
     monkeypatch.setattr(sql, "_allowed", lambda *_: True)
     opened, connect = [], sqlite3.connect
     monkeypatch.setattr(sqlite3, "connect", lambda url, **more: opened.append(url) or connect(url, **more))  # type: ignore[func-returns-value]
-    with pytest.raises(Refused, match="readonly"):
+    with pytest.raises(PermissionDenied, match="readonly"):
         run_sql(lite, "delete from run", None)
     assert [url.partition("?")[2] for url in opened] == ["mode=ro"]
 
@@ -322,7 +322,7 @@ def test_sqlite_says_when_the_file_is_broken(lite: Database) -> None:
     file.write_bytes(b"this is no database" * 1000)
     with pytest.raises(UcformatError, match="not a database") as caught:
         run_sql(lite, "select 1 from run", None)
-    assert not isinstance(caught.value, UsageError | Refused)
+    assert not isinstance(caught.value, UsageError | PermissionDenied)
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def server(postgres_server: Postgres) -> Iterator[Database]:
 )
 def test_postgresql_lets_nothing_else_through(server: Database, tmp_path: Path, statement: str) -> None:
     before = contents(server)
-    with pytest.raises(Refused):
+    with pytest.raises(PermissionDenied):
         run_sql(server, statement.format(other=tmp_path / "other"), None, trust_role=True)
     assert contents(server) == before
     assert not list(tmp_path.iterdir())
@@ -421,7 +421,7 @@ def test_postgresql_keeps_functions_from_writing(server: Database) -> None:
     before = contents(server)
     assert before["catalog"]
     for name in ("writes", "turns", "configures"):
-        with pytest.raises(Refused):
+        with pytest.raises(PermissionDenied):
             run_sql(server, f"select {name}()", None, trust_role=True)
     assert contents(server) == before
 
@@ -473,7 +473,7 @@ def test_postgresql_sleeps(server: Database) -> None:
 def test_postgresql_says_when_the_connection_is_lost(server: Database) -> None:
     with pytest.raises(UcformatError, match="connection") as caught:
         run_sql(server, "select pg_terminate_backend(pg_backend_pid())", None, trust_role=True)
-    assert not isinstance(caught.value, UsageError | Refused)
+    assert not isinstance(caught.value, UsageError | PermissionDenied)
     assert run_sql(server, "select 1", None, trust_role=True).rows == ((1,),)
 
 
@@ -523,7 +523,7 @@ def test_postgresql_is_hung_up_on_if_it_does_not_end(server: Database, monkeypat
 
 
 def test_a_superuser_is_not_let_near(server: Database) -> None:
-    with pytest.raises(Refused, match="more than read tables: it is a superuser") as caught:
+    with pytest.raises(UnsafeError, match="more than read tables: it is a superuser") as caught:
         run_sql(server, "select 1", None)
     assert "--trust-role" in str(caught.value.hint)
 
@@ -554,7 +554,7 @@ def test_an_ordinary_role_reaches_nothing_but_tables(
 ) -> None:
     """All of these a superuser may do in a transaction that is read only."""
     other, superuser = tmp_path / "other", postgres_server.url.username
-    with pytest.raises((Refused, UsageError), match=r"permission denied|only|privilege|role|terminate"):
+    with pytest.raises((PermissionDenied, UsageError), match=r"permission denied|only|privilege|role|terminate"):
         run_sql(ordinary, statement.format(other=other, superuser=superuser), None)
     assert not other.exists()
     assert run_sql(ordinary, "select count(*) from pg_replication_slots", None).rows == ((0,),)
@@ -598,7 +598,7 @@ def test_a_role_that_may_do_more_is_refused(postgres_server: Postgres, right: st
         if said is None:
             assert run_sql(database, "select 1", None).rows == ((1,),)
             return
-        with pytest.raises(Refused, match=said):
+        with pytest.raises(UnsafeError, match=said):
             run_sql(database, "select 1", None)
         assert run_sql(database, "select 1", None, trust_role=True).rows == ((1,),)
     finally:

@@ -25,7 +25,7 @@ from ucformat.catalog.names import ANY
 from ucformat.catalog.policy import load_policy
 from ucformat.catalog.refs import Ref, resolve
 from ucformat.catalog.stamp import make_stamp
-from ucformat.errors import Conflict, NotFound, Refused
+from ucformat.errors import Conflict, NotFound, PermissionDenied
 from ucformat.schema.manifest import LineageDoc
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Catalogs(RuleBasedStateMachine):
                 act(manifest(number).id)
             return True
         if not self.alive(number):
-            with pytest.raises(Refused):
+            with pytest.raises(PermissionDenied):
                 act(self.known[number].id)
             return True
         return False
@@ -198,7 +198,7 @@ class Catalogs(RuleBasedStateMachine):
         numbers = [n for n in numbers if n in self.known]
         ids = [self.known[n].id for n in numbers]
         if any(not self.alive(n) or self.protected(n) or self.known[n].kind != "ucformat" for n in numbers):
-            with pytest.raises(Refused):
+            with pytest.raises(PermissionDenied):
                 self.catalog.delete(*ids, grace=grace)
             return
         self.catalog.delete(*ids, grace=grace)
@@ -211,7 +211,7 @@ class Catalogs(RuleBasedStateMachine):
             self.catalog.restore(self.known[number].id)
             self.known[number].state, self.known[number].purge_after = "committed", None
         elif number in self.known:
-            with pytest.raises(Refused):
+            with pytest.raises(PermissionDenied):
                 self.catalog.restore(self.known[number].id)
 
     @rule(keep=st.sampled_from(KEEP), scope=st.sampled_from([None, "step < 4"]), late=RARELY, grace=HOURS)

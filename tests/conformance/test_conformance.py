@@ -19,7 +19,7 @@ from crc32c import crc32c
 import ucformat
 from tests.conformance import make, reader
 from tests.golden.test_golden import GOLDEN
-from ucformat.errors import IntegrityError, NotACheckpoint, Refused, UpgradeNeeded
+from ucformat.errors import IntegrityError, NotACheckpoint, UnsafeError, UpgradeNeeded
 from ucformat.format.arrays import folder_names
 from ucformat.format.chunking import Grid, tile_shape
 from ucformat.format.digest import own_digest, with_own_digest
@@ -32,7 +32,7 @@ CASES = Path(__file__).parent / "cases"
 NAMES = sorted(p.stem for p in CASES.glob("*.json") if p.stem != "vectors")
 VECTORS = json.loads((CASES / "vectors.json").read_text())
 
-OURS = {NotACheckpoint: "absent", UpgradeNeeded: "upgrade", IntegrityError: "damaged", Refused: "refused"}
+OURS = {NotACheckpoint: "absent", UpgradeNeeded: "upgrade", IntegrityError: "damaged", UnsafeError: "refused"}
 THEIRS = {reader.Absent: "absent", reader.Upgrade: "upgrade", reader.Damaged: "damaged", reader.Refused: "refused"}
 
 

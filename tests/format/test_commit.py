@@ -275,7 +275,7 @@ def test_what_a_later_version_may_write_is_not_called_damaged(checkpoint: Path, 
 
 def test_paths_that_leave_the_checkpoint_are_refused(checkpoint: Path) -> None:
     edit_tensor(checkpoint, path="data/../../../../etc")
-    with pytest.raises(ucformat.errors.Refused, match="does not stay inside"):
+    with pytest.raises(ucformat.errors.UnsafeError, match="does not stay inside"):
         ucformat.open(checkpoint)["table"][...]
 
 

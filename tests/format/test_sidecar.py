@@ -19,7 +19,7 @@ from safetensors.numpy import save
 
 import ucformat
 from tests.fakes import ODD, FakeSource, same
-from ucformat.errors import IntegrityError, MissingData, Refused, UcformatError, UpgradeNeeded, UsageError
+from ucformat.errors import IntegrityError, MissingData, UcformatError, UnsafeError, UpgradeNeeded, UsageError
 from ucformat.format.commit import begin, commit, new_id
 from ucformat.format.digest import bytes_digest
 from ucformat.format.extents import extent_problems
@@ -315,7 +315,7 @@ def test_the_error_names_the_tensor_of_an_impossible_extent() -> None:
 
 @pytest.mark.parametrize("file", ["/etc/passwd", "s3://other/file", "file:///etc/passwd", 7])
 def test_files_outside_the_checkpoint_are_refused(file: object) -> None:
-    with pytest.raises(Refused, match="outside its checkpoint"):
+    with pytest.raises(UnsafeError, match="outside its checkpoint"):
         decode(sidecar_of(columns(), [file]), [1], "sidecar")
     for files in ("f", {"f": 1}, 3, None):
         with pytest.raises(IntegrityError, match="in which files"):

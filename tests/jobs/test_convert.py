@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 import ucformat
 from tests.fakes import ODD, FakeSource, random_array, same
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import Conflict, NotACheckpoint, Refused, UsageError
+from ucformat.errors import Conflict, NotACheckpoint, UnsupportedError, UsageError
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.wrappers import RecordingStore
@@ -246,5 +246,5 @@ def test_the_number_of_files_is_bounded_by_bytes_and_arrays(tmp_path: Path) -> N
 
 def test_more_dims_than_an_array_may_have(tmp_path: Path) -> None:
     save_file({"w": np.zeros((1,) * 30 + (2, 2, 1), np.float32)}, tmp_path / "model.safetensors")
-    with pytest.raises(Refused, match=r"w \(weight\) has 33 dims; an array has at most 32"):
+    with pytest.raises(UnsupportedError, match=r"w \(weight\) has 33 dims; an array has at most 32"):
         ucformat.convert(tmp_path, tmp_path / "u")

@@ -24,8 +24,8 @@ from ucformat.errors import (
     IntegrityError,
     MissingData,
     NotFound,
-    Refused,
     UcformatError,
+    UnsupportedError,
     UsageError,
 )
 from ucformat.format.commit import manifest_bytes
@@ -134,7 +134,7 @@ def test_nothing_but_what_the_manifest_names(src: Path, tmp_path: Path) -> None:
 
 def test_a_foreign_one_is_converted_instead(tmp_path: Path) -> None:
     save_file({"a": random_array((3,), "float32")}, tmp_path / "model.safetensors")
-    with pytest.raises(Refused, match="ucp convert SRC DST"):
+    with pytest.raises(UnsupportedError, match="ucp convert SRC DST"):
         ucformat.copy(tmp_path / "model.safetensors", tmp_path / "dst")
     assert not (tmp_path / "dst").exists()
 
@@ -142,7 +142,7 @@ def test_a_foreign_one_is_converted_instead(tmp_path: Path) -> None:
 def test_a_virtual_one_is_materialized_instead(tmp_path: Path) -> None:
     arrays = {("w", s): random_array((4, 6), "float32", i) for i, s in enumerate(FLAT)}
     ucformat.convert(write_zero3(tmp_path / "zero", arrays, 2), tmp_path / "virtual", virtual=True)
-    with pytest.raises(Refused, match="ucp materialize SRC DST"):
+    with pytest.raises(UnsupportedError, match="ucp materialize SRC DST"):
         ucformat.copy(tmp_path / "virtual", tmp_path / "dst")
     assert not (tmp_path / "dst").exists()
 
@@ -233,7 +233,7 @@ def test_the_same_one_in_another_form_is_a_conflict(packed: Path, tmp_path: Path
 def test_a_place_that_cannot_be_written_to(src: Path, tmp_path: Path) -> None:
     from ucformat.storage.fsspec_store import FsspecStore
 
-    with pytest.raises(Refused, match="not written to"):
+    with pytest.raises(UnsupportedError, match="not written to"):
         ucformat.copy(src, FsspecStore(f"local://{tmp_path / 'dst'}"))
 
 

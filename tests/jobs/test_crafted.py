@@ -15,7 +15,7 @@ import ucformat
 from tests.fakes import manifest_file
 from tests.jobs.conftest import universal
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import Refused, UcformatError
+from ucformat.errors import UcformatError, UnsafeError
 from ucformat.jobs.gc import collect
 from ucformat.jobs.register import register
 from ucformat.schema.documents import CATALOG_DOCUMENT
@@ -269,7 +269,7 @@ def test_a_copy_of_a_checkpoint_whose_attempt_has_no_name_is_refused(tmp_path: P
     made = universal(tmp_path / "x")
     file = tmp_path / "x" / "manifest.json"
     file.write_bytes(manifest_file(json.loads(file.read_text()) | {"attempt": ""}))
-    with pytest.raises(Refused, match="is not the name of an attempt"):
+    with pytest.raises(UnsafeError, match="is not the name of an attempt"):
         ucformat.copy(made.url, tmp_path / "y")
     assert not (tmp_path / "y").exists()
 

@@ -16,7 +16,7 @@ from tests.jobs.conftest import foreign, universal
 from tests.packed import write_packed
 from ucformat.catalog.catalog import Catalog
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import Conflict, Refused, UcformatError, Uncertain, UsageError
+from ucformat.errors import Conflict, PermissionDenied, UcformatError, Uncertain, UsageError
 from ucformat.format import commit as committing
 from ucformat.format.attempts import record_key
 from ucformat.format.commit import abandon, read_manifest
@@ -88,7 +88,7 @@ def test_what_another_catalog_knows_is_honoured(root: str, catalog: Catalog, oth
     catalog.record(parent.manifest, parent.url)
     other.record(ck.manifest, ck.url)
     why = f"needed by {ck.id}"
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(PermissionDenied, match=why):
         catalog.delete(parent.id)
     everything = Policy.model_validate({"version": 1, "keep": {"every": 1000}})
     plan = catalog.retain(everything)
@@ -97,7 +97,7 @@ def test_what_another_catalog_knows_is_honoured(root: str, catalog: Catalog, oth
     with pytest.raises(Conflict, match=why):
         universal(parent.url, 2, overwrite=True)
     other.delete(ck.id, grace=NOW)  # which can be restored until it is purged
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(PermissionDenied, match=why):
         catalog.delete(parent.id)
     assert collect(other, apply=True).purged == (ck.id,)
     assert needing(parent.url) == ()
@@ -131,7 +131,7 @@ def test_without_a_catalog_a_run_keeps_what_is_needed(ck: Checkpoint, parent: Ch
 def test_a_dependent_that_cannot_be_reached_protects(ck: Checkpoint, parent: Checkpoint, catalog: Catalog) -> None:
     shutil.rmtree(ck.url)
     catalog.record(parent.manifest, parent.url)
-    with pytest.raises(Refused, match=f"needed by {ck.id}"):
+    with pytest.raises(PermissionDenied, match=f"needed by {ck.id}"):
         catalog.delete(parent.id)
 
 
@@ -174,7 +174,7 @@ def test_beside_the_checkpoint_whose_arrays_were_opened_alone(tmp_path: Path, ca
     ck = ucformat.convert(arrays, tmp_path / "v", virtual=True)
     assert needing(parent.url) == needing(arrays) == (ck.id,)
     catalog.record(parent.manifest, parent.url)
-    with pytest.raises(Refused, match=f"needed by {ck.id}"):
+    with pytest.raises(PermissionDenied, match=f"needed by {ck.id}"):
         catalog.delete(parent.id)
     ucformat.materialize(ck)
     assert needing(parent.url) == needing(arrays) == ()
@@ -204,7 +204,7 @@ def test_where_nothing_can_be_written_it_is_refused(
         (Path(parent.url) / "needed-by").symlink_to(tmp_path)
     else:
         (Path(parent.url) / "needed-by").write_text("in the way")
-    with pytest.raises(Refused, match=r"cannot be said in .*run/1(.|\n)*--unprotected"):
+    with pytest.raises(PermissionDenied, match=r"cannot be said in .*run/1(.|\n)*--unprotected"):
         ucformat.convert(parent, tmp_path / "v", virtual=True)
     assert not exists(open_store(tmp_path / "v"), "manifest.json")
     assert list(open_store(tmp_path / "v").list("attempts")) == []
@@ -461,7 +461,7 @@ def test_a_dependent_that_is_gone_is_ignored_by_the_owners_word(
         catalog.record(one.manifest, one.url)
     with using(catalog=catalog.url):
         assert ignore_dependents(parent.url, ["b" * 32], command="delete") == frozenset()
-        with pytest.raises(Refused, match="needed by"):
+        with pytest.raises(PermissionDenied, match="needed by"):
             catalog.delete(parent.id)
         assert ignore_dependents(parent.url, [ck.id], command="delete") == {ck.id}
         assert ignore_dependents(parent.url, [ck.id], command="delete") == frozenset()

@@ -16,7 +16,7 @@ from ucformat.catalog.catalog import GRACE, Catalog
 from ucformat.catalog.document import compose, stale
 from ucformat.catalog.refs import parse_ref, resolve
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import Conflict, IntegrityError, Refused
+from ucformat.errors import Conflict, IntegrityError, PermissionDenied, UnsupportedError
 from ucformat.format.attempts import mark_replacing
 from ucformat.format.commit import abandon, begin
 from ucformat.jobs import documents
@@ -149,13 +149,13 @@ def test_in_all_places_where_it_lies(catalog: Catalog, recorded: Recorded, tmp_p
 
 class ReadOnly(WrappedStore):
     def put_if_absent(self, key: str, data: bytes) -> str:
-        raise Refused(f"cannot create {key}: Read-only file system")
+        raise PermissionDenied(f"cannot create {key}: Read-only file system")
 
     def replace(self, key: str, data: bytes, version: str) -> str:
-        raise Refused(f"cannot write {key}: Read-only file system")
+        raise PermissionDenied(f"cannot write {key}: Read-only file system")
 
     def create(self, key: str, unit: int = 1) -> Any:
-        raise Refused(f"cannot write {key}: Read-only file system")
+        raise PermissionDenied(f"cannot write {key}: Read-only file system")
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning_and_due_again(
@@ -398,7 +398,7 @@ def test_on_object_stores_the_last_one_wins(
 
     class ObjectStore(WrappedStore):
         def replace(self, key: str, data: bytes, version: str) -> str:
-            raise Refused("cannot replace a file only if it is unchanged")
+            raise UnsupportedError("cannot replace a file only if it is unchanged")
 
     entry = recorded()
     stores(monkeypatch, ObjectStore)
@@ -651,7 +651,7 @@ def test_a_permanent_tag_wins_over_a_removal(
     assert other.get(entry.id).tags == ("good",)
     register([str(entry.url)], catalog)
     assert catalog.get(entry.id).tags == ("good",)
-    with pytest.raises(Refused, match="permanent"):
+    with pytest.raises(PermissionDenied, match="permanent"):
         catalog.untag(entry.id, "good", reason="x")
 
 

@@ -20,7 +20,7 @@ from tests.jobs.conftest import document, foreign, universal
 from tests.storage.faulty import FaultyStore
 from ucformat.catalog.stamp import Stamp, make_stamp
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import Conflict, NotACheckpoint, NotFound, Refused, UcformatError
+from ucformat.errors import Conflict, NotACheckpoint, NotFound, PermissionDenied, UcformatError
 from ucformat.format.commit import begin, manifest_bytes
 from ucformat.jobs import gc, removal
 from ucformat.jobs.gc import collect
@@ -206,7 +206,7 @@ def test_what_engines_wrote_is_never_purged(catalog: Catalog, tmp_path: Path) ->
     foreign(tmp_path / "ds")
     [entry] = register([str(tmp_path / "ds")], catalog).entries
     before = content(entry.url)
-    with pytest.raises(Refused):
+    with pytest.raises(PermissionDenied):
         deleted(catalog, entry)
     with catalog.database.writing() as c:
         c.exec_driver_sql("update checkpoint set state = 'deleted', deleted = '2020-01-01', purge_after = '2020-01-01'")
@@ -438,7 +438,7 @@ def test_one_place_that_fails_does_not_keep_the_others(
 
     class ReadOnly(WrappedStore):
         def put_if_absent(self, key: str, data: bytes) -> str:
-            raise Refused("Read-only file system")
+            raise PermissionDenied("Read-only file system")
 
     with monkeypatch.context() as patch:
         patch.setattr(gc, "open_store", lambda p: ReadOnly(open_store(p)) if p == one.url else open_store(p))

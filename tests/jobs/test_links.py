@@ -9,7 +9,7 @@ import pytest
 
 import ucformat
 from tests.jobs.conftest import universal
-from ucformat.errors import Refused
+from ucformat.errors import UnsafeError
 from ucformat.format.commit import MANIFEST
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def test_what_leads_out_is_not_read(
     universal(place)
     for shard in [f for f in (place / "data").rglob("c/*") if f.is_file()] + [*(place / "data").rglob("c/*/*")]:
         _lead_out(shard, tmp_path / "secret" / "-".join(shard.relative_to(place).parts))
-    with pytest.raises(Refused, match=LEADS_OUT) as caught:
+    with pytest.raises(UnsafeError, match=LEADS_OUT) as caught:
         act(str(place), tmp_path)
     assert "UCP_ROOTS=" in str(caught.value.hint)
     monkeypatch.setenv("UCP_ROOTS", str(tmp_path / "secret"))
@@ -53,7 +53,7 @@ def test_a_manifest_that_leads_out_is_not_read(tmp_path: Path) -> None:
     place = tmp_path / "run" / "1"
     universal(place)
     _lead_out(place / MANIFEST, tmp_path / "secret")
-    with pytest.raises(Refused, match=LEADS_OUT):
+    with pytest.raises(UnsafeError, match=LEADS_OUT):
         ucformat.open(place)
     assert json.loads((tmp_path / "secret" / MANIFEST).read_text())
     assert ucformat.open(place, roots=[str(tmp_path / "secret")])["w"].read().shape == (5, 7)

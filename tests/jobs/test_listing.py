@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 import ucformat
 from tests.jobs.conftest import foreign, universal
 from ucformat.catalog.policy import load_policy
-from ucformat.errors import NotFound, Refused, UcformatError
+from ucformat.errors import NotFound, PermissionDenied, UcformatError
 from ucformat.jobs.gc import collect
 from ucformat.jobs.register import register, reindex
 from ucformat.storage.fsspec_store import FsspecStore
@@ -227,7 +227,7 @@ def test_a_folder_that_may_not_be_looked_into_is_an_error(
             self._scan.close()
 
     monkeypatch.setattr("ucformat.storage.local.os.scandir", Scan)
-    with pytest.raises(Refused, match="Permission denied"):
+    with pytest.raises(PermissionDenied, match="Permission denied"):
         reindex(str(base), catalog, forget=forget)
     monkeypatch.undo()
     assert facts(catalog) == before
@@ -290,5 +290,5 @@ def test_a_folder_that_a_remote_file_system_fails_to_list_is_an_error(tmp_path: 
     root = "" if wrapped else str(tmp_path)
     whole = FsspecStore(str(tmp_path), fsspec.filesystem("file"))
     assert [i.key for i in whole.list()] == ["1/a", "2/b", "3/c/d"]
-    with pytest.raises(Refused, match="Permission denied"):
+    with pytest.raises(PermissionDenied, match="Permission denied"):
         list(FsspecStore(root or "/", place).list())

@@ -21,8 +21,8 @@ from ucformat.errors import (
     MissingData,
     NotACheckpoint,
     NotFound,
-    Refused,
     UcformatError,
+    UnsupportedError,
     UsageError,
 )
 from ucformat.geometry.tensor import Key, single_extents
@@ -91,7 +91,7 @@ class TestInPlace:
     def test_a_foreign_checkpoint_is_refused(self, tmp_path: Path) -> None:
         source = Checkpoint(FakeSource.write(LocalStore(tmp_path / "fake"), ODD))
         before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(Refused, match="checkpoint of fake") as caught:
+        with pytest.raises(UnsupportedError, match="checkpoint of fake") as caught:
             ucformat.materialize(source)
         assert "DST" in str(caught.value.hint)
         assert sorted(tmp_path.rglob("*")) == before
@@ -99,10 +99,10 @@ class TestInPlace:
     def test_a_place_that_cannot_replace_is_refused_before_much_is_written(self, place: Path) -> None:
         class NoReplace(WrappedStore):
             def replace(self, key: str, data: bytes, version: str) -> str:
-                raise Refused(f"{self.url} cannot replace a file")
+                raise UnsupportedError(f"{self.url} cannot replace a file")
 
         before = {p: p.stat().st_mtime_ns for p in place.rglob("*") if p.is_file()}
-        with pytest.raises(Refused, match="materialised in place") as caught:
+        with pytest.raises(UnsupportedError, match="materialised in place") as caught:
             ucformat.materialize(ucformat.open(NoReplace(LocalStore(place))))
         assert "DST" in str(caught.value.hint)
         assert {p: p.stat().st_mtime_ns for p in place.rglob("*") if p.is_file()} == before

@@ -23,7 +23,7 @@ from tests.jobs.conftest import document, foreign, universal
 from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.policy import load_policy
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import NotACheckpoint, NotFound, Refused, UcformatError, UsageError
+from ucformat.errors import NotACheckpoint, NotFound, PermissionDenied, UcformatError, UsageError
 from ucformat.format import commit
 from ucformat.jobs import register as module
 from ucformat.jobs.record import record_commit, record_commits
@@ -396,7 +396,10 @@ def test_reindexing_memory(catalog: Catalog, other: Catalog, tmp_path: Path) -> 
 
 
 def test_a_catalog_that_is_only_read_is_not_reindexed(told: Catalog, tmp_path: Path) -> None:
-    with Catalog(str(tmp_path / "ours.db"), read_only=True) as reader, pytest.raises(Refused, match="read only"):
+    with (
+        Catalog(str(tmp_path / "ours.db"), read_only=True) as reader,
+        pytest.raises(PermissionDenied, match="read only"),
+    ):
         reindex(str(tmp_path / "data"), reader)
 
 

@@ -17,7 +17,7 @@ from ucformat.catalog.catalog import GRACE, Catalog
 from ucformat.catalog.document import FAR, compose
 from ucformat.catalog.refs import parse_ref, resolve
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import Conflict, Refused
+from ucformat.errors import Conflict, PermissionDenied
 from ucformat.jobs.documents import write_documents
 from ucformat.jobs.gc import collect
 from ucformat.jobs.register import register, reindex
@@ -249,7 +249,7 @@ def test_a_name_that_points_elsewhere_here_protects_all_the_same(
     assert waiting.reasons == ("alias best in another catalog",)
     catalog.restore(two.id)
     assert [a.name for a in document(two.url).aliases] == ["best"]
-    with pytest.raises(Refused, match="alias best in another catalog"):
+    with pytest.raises(PermissionDenied, match="alias best in another catalog"):
         catalog.delete(two.id)
     say(mine(two), two.id, revision=2000)
     register([str(two.url)], catalog)

@@ -14,7 +14,7 @@ import ucformat
 from tests.fakes import same
 from tests.zero_files import FLAT, write_zero3
 from ucformat import Layout
-from ucformat.errors import Conflict, IntegrityError, MissingData, Refused, UsageError
+from ucformat.errors import Conflict, IntegrityError, MissingData, UnsafeError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,7 +94,7 @@ def test_of_arrays_and_of_a_view(source: Path, tmp_path: Path) -> None:
 
 def test_what_is_computed_is_refused(source: Path, tmp_path: Path) -> None:
     view = ucformat.open(source, view=[{"cast": "up", "dtype": "bfloat16"}])
-    with pytest.raises(Refused, match=r"up \(master\) has no bytes of its own(.|\n)*ucp convert"):
+    with pytest.raises(UnsupportedError, match=r"up \(master\) has no bytes of its own(.|\n)*ucp convert"):
         ucformat.convert(view, tmp_path / "virtual", virtual=True)
     assert not (tmp_path / "virtual" / "manifest.json").exists()
 
@@ -175,7 +175,7 @@ class TestRoots:
     def test_by_default_nowhere(self, ck: Checkpoint, source: Path) -> None:
         opened = ucformat.open(ck.url)
         assert opened.names() == ["embed", "up", "norm"]
-        with pytest.raises(Refused, match=rf"{source}(.|\n)*UCP_ROOTS={source}"):
+        with pytest.raises(UnsafeError, match=rf"{source}(.|\n)*UCP_ROOTS={source}"):
             holds(opened)
 
     @pytest.mark.parametrize("root", ["run", "."])
@@ -185,7 +185,7 @@ class TestRoots:
         assert holds(ucformat.open(ck.url, roots=(str(r) for r in (tmp_path / "other", tmp_path / root))))
 
     def test_not_beside_what_is_given(self, ck: Checkpoint, tmp_path: Path) -> None:
-        with pytest.raises(Refused):
+        with pytest.raises(UnsafeError):
             holds(ucformat.open(ck.url, roots=[str(tmp_path / "ru"), f"{tmp_path}/run/../other"]))
 
     def test_where_the_settings_say(self, ck: Checkpoint, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,13 +197,13 @@ class TestRoots:
         (tmp_path / "allowed" / "link").symlink_to(source)
         inside = ucformat.convert(ucformat.open(tmp_path / "allowed" / "link"), tmp_path / "linked", virtual=True)
         (tmp_path / "stranger" / "ucformat" / "roots.jsonl").unlink()
-        with pytest.raises(Refused):
+        with pytest.raises(UnsafeError):
             holds(ucformat.open(inside.url, roots=[str(tmp_path / "allowed")]))
 
     @pytest.mark.parametrize("key", ["roots/0/../../secret", "roots/9/x", "roots/x/y", "roots/0/not_listed"])
     def test_what_is_not_listed_is_never_read(self, ck: Checkpoint, source: Path, key: str) -> None:
         store = ucformat.open(ck.url, roots=[str(source)]).store
-        with pytest.raises((IntegrityError, Refused)):
+        with pytest.raises((IntegrityError, UnsafeError)):
             store.read(key)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tests.inline import Inline
 from tests.memory.allocations import counted, failing
 from tests.memory.commands import COMMANDS, NEW, Failed, contents, make_world
-from ucformat.errors import IntegrityError, NotFound, Refused, UcformatError
+from ucformat.errors import IntegrityError, NotFound, PermissionDenied, UcformatError, UnsupportedError
 from ucformat.format.commit import MANIFEST
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _judged(error: BaseException) -> tuple[str, Any, str]:
     if not isinstance(error, UcformatError | Failed):
         return f"{kind} of the interpreter", None, ""
     says = any(word in str(error) for word in ("memory", "MemoryError", "Unable to allocate"))
-    if says and not isinstance(error, IntegrityError | NotFound | Refused):
+    if says and not isinstance(error, IntegrityError | NotFound | PermissionDenied | UnsupportedError):
         return f"{kind} that says so", None, ""
     causes = list(_chain(error))[1:]
     if causes and not any(isinstance(cause, MemoryError) for cause in causes):

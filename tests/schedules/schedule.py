@@ -13,7 +13,7 @@ from tests.schedules.commands import COMMANDS, COPY, GONE, LONG, TREES, arrays, 
 from tests.schedules.world import CATALOGS, FAULTS, ROOTS, Call, World
 from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.models import Base
-from ucformat.errors import Conflict, NotACheckpoint, NotFound, Refused, UcformatError
+from ucformat.errors import Conflict, NotACheckpoint, NotFound, PermissionDenied, UcformatError, UnsupportedError
 from ucformat.format.commit import MANIFEST, read_manifest
 from ucformat.jobs.gc import collect
 from ucformat.references import open_reference
@@ -367,4 +367,6 @@ def _is_fine(error: BaseException | None, *, alone: bool) -> bool:
         return True
     if alone:
         return any(said in str(error) for said in _DONE)
-    return isinstance(error, Conflict | NotFound | NotACheckpoint | Refused) or _OTHER_FORM in str(error)
+    return isinstance(
+        error, Conflict | NotFound | NotACheckpoint | PermissionDenied | UnsupportedError
+    ) or _OTHER_FORM in str(error)

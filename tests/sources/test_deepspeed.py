@@ -11,7 +11,16 @@ import pytest
 from tests.engines import make_deepspeed
 from tests.sources.conftest import CHOSEN, matrix
 from tests.sources.reading import Counting, read_tensor
-from ucformat.errors import IntegrityError, MissingData, NotFound, Refused, TensorNotFound, UcformatError, UsageError
+from ucformat.errors import (
+    IntegrityError,
+    MissingData,
+    NotFound,
+    TensorNotFound,
+    UcformatError,
+    UnsafeError,
+    UnsupportedError,
+    UsageError,
+)
 from ucformat.geometry.tensor import Key
 from ucformat.sources import open_source
 from ucformat.sources.deepspeed import DeepSpeed
@@ -265,7 +274,7 @@ class TestDamage:
 
     def test_a_tag_that_leaves_the_folder(self, folder: Path) -> None:
         (folder / "latest").write_text("../elsewhere")
-        with pytest.raises(Refused, match="elsewhere"):
+        with pytest.raises(UnsafeError, match="elsewhere"):
             opened(folder)
 
     def test_several_tags_and_no_latest(self, folder: Path) -> None:
@@ -291,7 +300,7 @@ class TestDamage:
         path = folder / "global_step3" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-        with pytest.raises(Refused, match=what):
+        with pytest.raises(UnsupportedError, match=what):
             opened(folder)
 
     @pytest.mark.parametrize(

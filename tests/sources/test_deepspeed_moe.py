@@ -10,7 +10,7 @@ import pytest
 
 from tests.sources.reading import Counting, read_tensor
 from tests.sources.suite import Sample, SourceSuite, kept
-from ucformat.errors import IntegrityError, MissingData, Refused, UcformatError
+from ucformat.errors import IntegrityError, MissingData, UcformatError, UnsupportedError
 from ucformat.geometry.tensor import Key
 from ucformat.sources.deepspeed import DeepSpeed
 from ucformat.sources.deepspeed.experts import Experts
@@ -157,7 +157,7 @@ class TestHurt:
         path = copy / TAG / "mp_rank_00_model_states.pt"
         value = torch.load(path, weights_only=False)
         torch.save({**value, "ds_autoep_layers": [{"expert_key_prefix": "x.experts"}]}, path)
-        with pytest.raises(Refused, match="AutoEP"):
+        with pytest.raises(UnsupportedError, match="AutoEP"):
             DeepSpeed().open(LocalStore(copy))
 
 

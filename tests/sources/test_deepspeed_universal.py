@@ -10,7 +10,7 @@ import pytest
 from tests.sources.reading import Counting, read_tensor
 from tests.sources.suite import Sample, SourceSuite, kept
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import IntegrityError, MissingData, NotFound, Refused, UcformatError
+from ucformat.errors import IntegrityError, MissingData, NotFound, UcformatError, UnsupportedError
 from ucformat.geometry.tensor import Key
 from ucformat.sources.deepspeed import DeepSpeed
 from ucformat.storage.local import LocalStore
@@ -233,7 +233,7 @@ class TestForms:
         import torch
 
         self.put(folder, "w", "fp32", torch.randn(6))
-        with pytest.raises(Refused, match="shape of w"):
+        with pytest.raises(UnsupportedError, match="shape of w"):
             open_checkpoint(folder)
 
     @pytest.mark.parametrize("value", [{"parma": 1}, "text", None, [1]])

@@ -18,7 +18,7 @@ from tests.sources.suite import Sample, SourceSuite, kept
 from tests.sources.test_deepspeed_evidence import LAYER, added
 from tests.sources.test_deepspeed_megatron import SMALL
 from ucformat.checkpoint import Checkpoint, open_checkpoint
-from ucformat.errors import AmbiguousLayout, IntegrityError, MissingData, Refused, UsageError
+from ucformat.errors import AmbiguousLayout, IntegrityError, MissingData, UnsupportedError, UsageError
 from ucformat.geometry.layout import Layout
 from ucformat.sources.huggingface import HuggingFace
 from ucformat.sources.values import from_json
@@ -227,7 +227,7 @@ def test_what_is_not_read(tmp_path: Path, name: str) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "trainer_state.json").write_text("{}")
     (tmp_path / name).write_bytes(b"")
-    with pytest.raises(Refused, match="not yet read"):
+    with pytest.raises(UnsupportedError, match="not yet read"):
         open_checkpoint(tmp_path)
 
 
@@ -237,7 +237,7 @@ def test_several_deepspeed_models(tmp_path: Path) -> None:
         (tmp_path / folder / "mp_rank_00_model_states.pt").write_bytes(b"")
     (tmp_path / "latest").write_text("pytorch_model_1")
     (tmp_path / "random_states_0.pkl").write_bytes(b"")
-    with pytest.raises(Refused, match="several DeepSpeed models"):
+    with pytest.raises(UnsupportedError, match="several DeepSpeed models"):
         open_checkpoint(tmp_path)
 
 

@@ -14,7 +14,15 @@ import pytest
 import ucformat
 from tests.sources.suite import DATA, Sample, SourceSuite, kept, read_whole
 from ucformat.checkpoint import Checkpoint, open_checkpoint
-from ucformat.errors import AmbiguousLayout, IntegrityError, MissingData, NotFound, Refused, UcformatError, UsageError
+from ucformat.errors import (
+    AmbiguousLayout,
+    IntegrityError,
+    MissingData,
+    NotFound,
+    UcformatError,
+    UnsupportedError,
+    UsageError,
+)
 from ucformat.sources.megatron import Megatron
 from ucformat.sources.megatron.arguments import Arguments
 from ucformat.sources.megatron.resolver import NameResolver
@@ -161,7 +169,7 @@ def test_a_tracker_that_names_nothing(tmp_path: Path) -> None:
 
 def test_another_backend_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
-    with pytest.raises(Refused, match="'zarr'"):
+    with pytest.raises(UnsupportedError, match="'zarr'"):
         open_checkpoint(tmp_path)
 
 

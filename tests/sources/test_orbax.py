@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import ucformat
 from tests.sources.suite import Sample, SourceSuite, kept, read_whole
 from ucformat.checkpoint import Checkpoint, open_checkpoint
-from ucformat.errors import IntegrityError, MissingData, Refused, UcformatError, UsageError
+from ucformat.errors import IntegrityError, MissingData, UcformatError, UnsupportedError, UsageError
 from ucformat.sources.orbax import Orbax
 from ucformat.sources.orbax.tree import tensor_keys
 from ucformat.storage.local import LocalStore
@@ -142,12 +142,12 @@ def test_a_save_that_did_not_end_is_refused(tmp_path: Path) -> None:
     unfinished = tmp_path / "100.orbax-checkpoint-tmp-7"
     shutil.copytree(made("ocdbt_zarr2").path, unfinished / "default.orbax-checkpoint-tmp")
     for place in (tmp_path, unfinished, unfinished / "default.orbax-checkpoint-tmp"):
-        with pytest.raises(Refused, match="did not end"):
+        with pytest.raises(UnsupportedError, match="did not end"):
             open_checkpoint(place)
     shutil.copytree(made("ocdbt_zarr2").path, tmp_path / "90" / "default")
     assert open_checkpoint(tmp_path).facts.folder == "90"  # the save before it is whole
     shutil.copytree(made("ocdbt_zarr2").path, tmp_path / "90" / "params.orbax-checkpoint-tmp")
-    with pytest.raises(Refused, match="did not end"):
+    with pytest.raises(UnsupportedError, match="did not end"):
         open_checkpoint(tmp_path / "90")
 
 
@@ -157,7 +157,7 @@ def test_one_processs_part_and_old_versions_are_refused(hurt: Path, tmp_path: Pa
     assert "folder above" in str(caught.value.hint)
     (hurt / "_METADATA").unlink()
     (hurt / "checkpoint").write_bytes(b"\x81\xa1a\x01")
-    with pytest.raises(Refused, match="msgpack"):
+    with pytest.raises(UnsupportedError, match="msgpack"):
         open_checkpoint(hurt)
 
 
@@ -185,9 +185,9 @@ def test_leaves_that_are_not_there_or_not_known(hurt: Path) -> None:
         (hurt / "_METADATA").write_text(json.dumps(changed))
         open_checkpoint(hurt)
 
-    with pytest.raises(Refused, match=r"params\.zero is a 'Weird'"):
+    with pytest.raises(UnsupportedError, match=r"params\.zero is a 'Weird'"):
         opens(value_type="Weird")
-    with pytest.raises(Refused, match="msgpack"):
+    with pytest.raises(UnsupportedError, match="msgpack"):
         opens(skip_deserialize=True)
     with pytest.raises(IntegrityError, match="is said to be a number"):
         opens(value_type="scalar")

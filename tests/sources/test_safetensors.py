@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from tests.sources.suite import Sample, SourceSuite
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import IntegrityError, MissingData, Refused, UcformatError, UsageError
+from ucformat.errors import IntegrityError, MissingData, UcformatError, UnsafeError, UnsupportedError, UsageError
 from ucformat.sources.safetensors import Safetensors
 from ucformat.sources.safetensors.opened import DTYPES, parse_header, read_header
 from ucformat.storage.memory import MemoryStore
@@ -171,7 +171,7 @@ class TestWhichOne:
 
     def test_a_shard_alone_is_not_the_checkpoint(self, tmp_path: Path) -> None:
         written(tmp_path / "m", SHARDS)
-        with pytest.raises(Refused, match="one of 2 shards"):
+        with pytest.raises(UnsupportedError, match="one of 2 shards"):
             open_checkpoint(tmp_path / "m" / "model-00001-of-00002.safetensors")
 
     def test_a_shard_that_is_missing(self, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ class TestAnIndexThatDisagrees:
 
     @pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/passwd", "a/../../x"])
     def test_it_leads_out_of_the_folder(self, tmp_path: Path, shard: str) -> None:
-        with pytest.raises(Refused, match="does not stay inside"):
+        with pytest.raises(UnsafeError, match="does not stay inside"):
             open_checkpoint(self.disagreeing(tmp_path, lambda files: {**files, shard: ["x"]}))
 
     @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', "[" * 100_000])
@@ -279,7 +279,7 @@ class TestTheHeader:
 
     @pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F8_E8M0", "F8_E4M3FNUZ", "f32", "", None, {}])
     def test_an_unknown_dtype_is_refused_by_name(self, dtype: Any) -> None:
-        with pytest.raises(Refused, match="which ucformat does not know") as error:
+        with pytest.raises(UnsupportedError, match="which ucformat does not know") as error:
             parsed(json.dumps({"a": entry(dtype)}).encode())
         assert repr(dtype) in error.value.message
 
@@ -305,7 +305,7 @@ class TestTheHeader:
     def test_dcp_shards_are_refused(self) -> None:
         header = json.dumps({"__metadata__": {"DCP_SHARDING_INFO": "{}"}, "a": entry()}).encode()
         store = holding(struct.pack("<Q", len(header)) + header + bytes(8))
-        with pytest.raises(Refused, match="HuggingFaceStorageWriter"):
+        with pytest.raises(UnsupportedError, match="HuggingFaceStorageWriter"):
             Safetensors().open(store)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.sources.suite import Sample, SourceSuite
 from ucformat.checkpoint import Checkpoint, open_checkpoint
-from ucformat.errors import IntegrityError, MissingData, NotACheckpoint, Refused, UsageError
+from ucformat.errors import IntegrityError, MissingData, NotACheckpoint, UnsafeError, UnsupportedError, UsageError
 from ucformat.sources.torch_save import TorchSave
 from ucformat.storage.local import LocalStore
 
@@ -173,7 +173,7 @@ class TestShards(SourceSuite):
 
     def test_the_index_itself_opens_and_a_shard_does_not(self, sample: Sample) -> None:
         assert len(open_checkpoint(sample.folder / "pytorch_model.bin.index.json")) == len(sample.truth)
-        with pytest.raises(Refused, match="one of 2 shards"):
+        with pytest.raises(UnsupportedError, match="one of 2 shards"):
             open_checkpoint(sample.folder / "pytorch_model-00001-of-00002.bin")
 
     def test_an_index_that_disagrees(self, sample: Sample) -> None:
@@ -288,7 +288,7 @@ class TestWhichNames:
 class TestWhatIsRefused:
     def test_files_of_before_torch_1_6(self, tmp_path: Path) -> None:
         torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-        with pytest.raises(Refused, match=r"before version 1\.6") as error:
+        with pytest.raises(UnsupportedError, match=r"before version 1\.6") as error:
             open_checkpoint(tmp_path / "old.pt")
         assert "save it again" in str(error.value)
 
@@ -296,13 +296,13 @@ class TestWhatIsRefused:
         with zipfile.ZipFile(tmp_path / "m.pt", "w") as archive:
             for name in ("data.pkl", "constants.pkl", "code/x.py"):
                 archive.writestr(f"m/{name}", b"\x80\x02}.")
-        with pytest.raises(Refused, match="TorchScript"):
+        with pytest.raises(UnsupportedError, match="TorchScript"):
             open_checkpoint(tmp_path / "m.pt")
 
     def test_a_whole_model(self, tmp_path: Path) -> None:
-        with pytest.raises(Refused, match=r"holds a whole torch\.nn\.modules\.linear\.Linear"):
+        with pytest.raises(UnsupportedError, match=r"holds a whole torch\.nn\.modules\.linear\.Linear"):
             open_value(tmp_path, torch.nn.Linear(2, 2))
-        with pytest.raises(Refused, match=r"names tests\.sources"):
+        with pytest.raises(UnsafeError, match=r"names tests\.sources"):
             open_value(tmp_path, Net())
 
     @pytest.mark.parametrize("value", [{"a": 1}, [1], torch.ones(3), {"step": torch.tensor(3)}, None])
@@ -320,7 +320,7 @@ class TestWhatIsRefused:
         for rank in range(2):
             saved(tmp_path / "m", {"w": torch.ones(2)}, f"consolidated.0{rank}.pth")
         for place in (".", "consolidated.00.pth"):
-            with pytest.raises(Refused, match="cut over 2 ranks"):
+            with pytest.raises(UnsupportedError, match="cut over 2 ranks"):
                 open_checkpoint(tmp_path / "m" / place)
         (tmp_path / "m" / "consolidated.01.pth").unlink()
         assert open_checkpoint(tmp_path / "m").names() == ["w"]

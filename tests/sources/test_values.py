@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ucformat.errors import Refused, UpgradeNeeded
+from ucformat.errors import UnsupportedError, UpgradeNeeded
 from ucformat.sources.pickle.stand_ins import Dtype, Inert, InertClass, NdArray, StoredTensor
 from ucformat.sources.values import from_json, to_json
 
@@ -81,7 +81,7 @@ def test_large_tensors_become_tensors_of_their_own() -> None:
 
 def test_a_tensor_is_never_dropped() -> None:
     for value in (SMALL, LARGE):
-        with pytest.raises(Refused, match=r"state\.a"):
+        with pytest.raises(UnsupportedError, match=r"state\.a"):
             to_json({"a": value}, path="state")
 
 
@@ -93,7 +93,7 @@ def test_values_that_hold_themselves_or_share_too_much(monkeypatch: pytest.Monke
     for _ in range(64):
         laughs = [laughs, laughs]
     for value in (ring, laughs):
-        with pytest.raises(Refused, match="too deeply or too large"):
+        with pytest.raises(UnsupportedError, match="too deeply or too large"):
             to_json(value)
 
 

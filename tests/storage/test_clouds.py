@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ucformat.errors import Refused, UcformatError, UsageError
+from ucformat.errors import UcformatError, UnsafeError, UnsupportedError, UsageError
 from ucformat.settings import using
 from ucformat.storage import clouds
 from ucformat.storage.clouds import Options, Place, connect, parse
@@ -66,7 +66,7 @@ def test_a_url_without_a_bucket(url: str) -> None:
 
 @pytest.mark.parametrize("url", ["s3://bucket/../other", "s3://bucket/a/./b", "s3://bucket/a\\b"])
 def test_a_path_that_climbs(url: str) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(UnsafeError):
         open_store(url)
 
 
@@ -144,5 +144,5 @@ def test_other_clouds_are_reached(url: str, nobody: pytest.MonkeyPatch) -> None:
 def test_plain_http_is_read_only() -> None:
     store = open_store("https://host/a")
     for act in (lambda: store.create("f"), lambda: store.put_if_absent("f", b""), lambda: store.delete("f")):
-        with pytest.raises(Refused, match="can be read, but not written to"):
+        with pytest.raises(UnsupportedError, match="can be read, but not written to"):
             act()

@@ -10,7 +10,7 @@ import pytest
 import ucformat
 from tests.s3_files import BUCKET, serving_files
 from tests.sources.suite import DATA
-from ucformat.errors import Refused
+from ucformat.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,5 +43,5 @@ def test_a_single_file_opens_by_its_name(base: str, folder: Path) -> None:
 
 
 def test_nothing_is_written(base: str, folder: Path) -> None:
-    with pytest.raises(Refused, match="can be read, but not written to"):
+    with pytest.raises(UnsupportedError, match="can be read, but not written to"):
         ucformat.convert(folder / "universal", f"{base}/new")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import fsspec
 import pytest
 
-from ucformat.errors import NotFound, Refused, UcformatError
+from ucformat.errors import NotFound, UcformatError, UnsupportedError
 from ucformat.storage.fsspec_store import FsspecStore
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
@@ -46,7 +46,7 @@ class TestMemoryStore(StoreTests):
         assert keys(MemoryStore("another")) == []
 
     def test_does_not_leave_its_process(self, store: Store) -> None:
-        with pytest.raises(Refused, match="one process"):
+        with pytest.raises(UnsupportedError, match="one process"):
             pickle.dumps(store)
 
 
@@ -80,7 +80,7 @@ class TestFsspec(StoreTests):
             lambda: store.delete_prefix("f"),
         ]
         for act in acts:
-            with pytest.raises(Refused, match="can be read, but not written to"):
+            with pytest.raises(UnsupportedError, match="can be read, but not written to"):
                 act()
         assert list(tmp_path.iterdir()) == []
 

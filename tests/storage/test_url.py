@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ucformat.errors import Refused, UsageError
+from ucformat.errors import UnsafeError, UnsupportedError, UsageError
 from ucformat.storage.fsspec_store import FsspecStore
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
@@ -76,7 +76,7 @@ def test_what_names_no_place_is_a_usage_error(place: str, message: str) -> None:
 
 
 def test_memory_does_not_climb() -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(UnsafeError):
         open_store("memory://a/../b")
 
 
@@ -89,7 +89,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return imported(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(Refused, match=r"(?s)oss://b/k needs the package ossfs.*pip install ossfs"):
+    with pytest.raises(UnsupportedError, match=r"(?s)oss://b/k needs the package ossfs.*pip install ossfs"):
         open_store("oss://b/k")
-    with pytest.raises(Refused, match=r"pip install dropboxdrivefs"):
+    with pytest.raises(UnsupportedError, match=r"pip install dropboxdrivefs"):
         open_store("dropbox://b/k")

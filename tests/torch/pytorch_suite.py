@@ -114,7 +114,7 @@ class _Told(unittest.TextTestResult):
 def _reason(trace: str) -> str:
     """What a traceback says in one line: its last error."""
     lines = [line.strip() for line in trace.partition("To execute this test")[0].splitlines() if line.strip()]
-    errors = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception", "Mismatch", "Refused"))]
+    errors = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception", "Mismatch", "Denied"))]
     return (errors or lines or ["?"])[-1][:300]
 
 

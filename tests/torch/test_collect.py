@@ -318,11 +318,11 @@ def test_ordered_and_empty_mappings() -> None:
 def test_fsdp1_is_refused_with_a_hint() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    from ucformat.errors import Refused
+    from ucformat.errors import UnsupportedError
 
     with alone_as(0, 1):
         wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
         torch.nn.Module.__init__(wrapped)
-        with pytest.raises(Refused, match="model is wrapped in FSDP1") as caught:
+        with pytest.raises(UnsupportedError, match="model is wrapped in FSDP1") as caught:
             collect({"model": wrapped})
         assert "fully_shard" in str(caught.value)

@@ -25,7 +25,7 @@ import ucformat.torch as ucf
 from tests.patience import PATIENCE
 from tests.torch.models import ModelSpec, Net, build_net
 from ucformat.catalog.catalog import Catalog
-from ucformat.errors import Conflict, Refused, StateMismatch, UsageError
+from ucformat.errors import Conflict, StateMismatch, UnsupportedError, UsageError
 from ucformat.format.shard import write_shard
 from ucformat.jobs.documents import write_documents
 from ucformat.torch.saving.save import save_local
@@ -461,7 +461,7 @@ def test_a_place_without_a_checkpoint_says_so(tmp_path: Path) -> None:
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no form"):
         ucf.Writer(tmp_path, form="tar")  # type: ignore[arg-type]
-    for value, kind in ((ucf.PerRank(1), UsageError), (lambda: 0, Refused)):
+    for value, kind in ((ucf.PerRank(1), UsageError), (lambda: 0, UnsupportedError)):
         with pytest.raises(CheckpointException) as caught:
             save({"w": torch.ones(2), "x": value}, tmp_path / "ck")
         assert isinstance(caught.value.failures[0][0], kind)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import ucformat
 import ucformat.torch as ucf
-from ucformat.errors import Refused
+from ucformat.errors import UnsafeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,7 +147,7 @@ def test_a_stock_checkpoint_with_a_pickle_of_a_class_opens_and_loads_its_tensors
 
 def test_a_hint_names_an_option_that_every_format_has(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "third": Fraction(1, 3)}, tmp_path / "x.pt")
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(UnsafeError) as caught:
         ucformat.open(tmp_path / "x.pt")
     assert "'allow': ['fractions']" in str(caught.value.hint)
     assert "DeepSpeed" not in str(caught.value.hint)

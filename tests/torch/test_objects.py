@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from ucformat.errors import Refused
+from ucformat.errors import UnsafeError, UnsupportedError
 from ucformat.torch.state.objects import decode, encode, like
 
 floats = st.floats(allow_nan=True, width=64)
@@ -203,7 +203,7 @@ OPAQUE = [date(2026, 1, 2), Path("/a"), Exception("x"), {date(2026, 1, 2): 1}, {
 def test_what_has_no_json_form_needs_trust(value: Any) -> None:
     data = stored({"deep": [value, 1]})
     assert set(data["deep"][0]) == {"$opaque"}
-    with pytest.raises(Refused, match="is a pickle, which could run code") as caught:
+    with pytest.raises(UnsafeError, match="is a pickle, which could run code") as caught:
         decode(data)
     assert "trust=True" in str(caught.value)
     found = decode(data, {"deep": [value]}, trust=True)["deep"]
@@ -224,7 +224,7 @@ def test_a_pickle_runs_nothing_without_trust(tmp_path: Path) -> None:
     for depth in ([Malicious(tmp_path / "ran")], {(1, 2): Malicious(tmp_path / "ran")}, Malicious(tmp_path / "ran")):
         data = stored(depth)
         for template in (None, depth, [depth], {"a": 1}):
-            with pytest.raises(Refused):
+            with pytest.raises(UnsupportedError):
                 decode(data, template)
     assert not (tmp_path / "ran").exists()
     decode(data, trust=True)
@@ -232,17 +232,17 @@ def test_a_pickle_runs_nothing_without_trust(tmp_path: Path) -> None:
 
 
 def test_a_pickle_of_a_class_that_is_gone() -> None:
-    with pytest.raises(Refused, match="cannot be opened: ModuleNotFoundError") as caught:
+    with pytest.raises(UnsupportedError, match="cannot be opened: ModuleNotFoundError") as caught:
         decode({"$opaque": "Y25vX3N1Y2hfbW9kdWxlClgKLg=="}, trust=True)
     assert caught.value.hint is not None
 
 
 def test_what_cannot_be_kept_at_all_is_refused() -> None:
-    with pytest.raises(Refused, match="a function has no JSON form and cannot be pickled"):
+    with pytest.raises(UnsupportedError, match="a function has no JSON form and cannot be pickled"):
         encode({"f": lambda: 1}, "key")
     holds_itself: list = []
     holds_itself.append(holds_itself)
-    with pytest.raises(Refused, match="schedule holds itself"):
+    with pytest.raises(UnsupportedError, match="schedule holds itself"):
         encode(holds_itself, "schedule")
-    with pytest.raises(Refused, match="nested too deeply"):
+    with pytest.raises(UnsupportedError, match="nested too deeply"):
         encode(json.loads("[" * 300 + "]" * 300))

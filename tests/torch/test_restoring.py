@@ -13,7 +13,7 @@ import ucformat
 import ucformat.torch
 from tests.fakes import manifest_file
 from tests.torch.runs import data_file, fill, folders, manager_of, names, restored, state_at
-from ucformat.errors import IntegrityError, Refused, UcformatError
+from ucformat.errors import IntegrityError, UcformatError, UnsupportedError
 from ucformat.format.commit import MANIFEST
 from ucformat.schema.manifest import MOST_COMMITS
 from ucformat.storage.url import open_store
@@ -204,7 +204,7 @@ def test_where_nothing_can_be_replaced_it_lies_beside(tmp_path: Path, monkeypatc
     manager.restore_latest(state_at(0))
 
     def refused(*_: Any) -> None:
-        raise Refused("object stores cannot")
+        raise UnsupportedError("object stores cannot")
 
     monkeypatch.setattr("ucformat.storage.local.LocalStore.replace", refused)
     manager.save(2, state_at(2))

@@ -19,7 +19,7 @@ from ucformat.catalog.reader import Reader
 from ucformat.catalog.refs import parse_ref, resolve, same_url
 from ucformat.catalog.rows import TOUCHED, event, touch
 from ucformat.catalog.stamp import GRACE, Stamp, make_stamp
-from ucformat.errors import Conflict, Refused, UsageError
+from ucformat.errors import Conflict, PermissionDenied, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -227,7 +227,7 @@ class Catalog(Reader):
         """Delete checkpoints softly: all of them or none. They can be restored until `gc` finds the grace over.
 
         Raises:
-            Refused: one is aliased, tagged, held, needed by another, or not written by ucformat.
+            PermissionDenied: one is aliased, tagged, held, needed by another, or not written by ucformat.
         """
         from ucformat.catalog import deletion
 
@@ -297,7 +297,7 @@ class Catalog(Reader):
 
         Raises:
             NotFound: it does not bear one of them.
-            Refused: one is permanent.
+            PermissionDenied: one is permanent.
             UsageError: there is no reason.
         """
         self._say(ref, lambda c, serial, stamp: names.remove_tags(c, serial, tags, reason, stamp), alive=False)
@@ -349,7 +349,7 @@ class Catalog(Reader):
 
 
 def _alive(connection: Connection, ref: str, *others: int | None) -> int:
-    """The serial of a checkpoint that is not purged or replaced; else Refused: nothing more can be said of it.
+    """The serial of a checkpoint that is not purged or replaced; else PermissionDenied: nothing more can be said of it.
 
     It is locked, and `others` are along with it: one at a time, two transactions could wait for each other.
     """
@@ -357,7 +357,7 @@ def _alive(connection: Connection, ref: str, *others: int | None) -> int:
     state = lock(connection, {serial, *(o for o in others if o is not None)})[serial]
     if state != "committed":
         hint = "`ucp restore` brings it back" if state == "deleted" else "its bytes are gone"
-        raise Refused(f"the checkpoint {ref} is {state}", hint=hint)
+        raise PermissionDenied(f"the checkpoint {ref} is {state}", hint=hint)
     return serial
 
 

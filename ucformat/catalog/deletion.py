@@ -24,7 +24,7 @@ from ucformat.catalog.purge import end_of_grace
 from ucformat.catalog.retention import Held, Row, needed_by, protections
 from ucformat.catalog.rows import event, events, touch, update
 from ucformat.catalog.stamp import clocks
-from ucformat.errors import Refused
+from ucformat.errors import PermissionDenied
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -280,7 +280,7 @@ def delete(
     """Delete softly: they can be restored until their grace is over, and nothing touches storage until then.
 
     Raises:
-        Refused: one is protected, not ours, or not there to be deleted; then none is.
+        PermissionDenied: one is protected, not ours, or not there to be deleted; then none is.
     """
     lock(connection, serials)
     rows = {r.serial: r for r in retention_rows(connection, stamp.now, serials=serials, needed=needed)}
@@ -289,7 +289,7 @@ def delete(
         reasons = ["it is gone already"] if row is None else _obstacles(row, stamp.now)
         if reasons:
             name = "a checkpoint" if row is None else f"the checkpoint {row.id[:12]}"
-            raise Refused(
+            raise PermissionDenied(
                 f"{name} is not deleted: {'; '.join(reasons)}",
                 hint="nothing was deleted; docs/retention.md says what protects",
             )
@@ -312,11 +312,11 @@ def restore(connection: Connection, serials: Sequence[int], stamp: Stamp) -> Non
     """Take a deletion back.
 
     Raises:
-        Refused: one is not deleted, or is being purged; then none is restored.
+        PermissionDenied: one is not deleted, or is being purged; then none is restored.
     """
     for state in lock(connection, serials).values():
         if state != "deleted":
-            raise Refused(
+            raise PermissionDenied(
                 f"a checkpoint that is {state} cannot be restored", hint="only deleted ones can, until gc purges them"
             )
     update(connection, serials, state="committed", deleted=None, purge_after=None)

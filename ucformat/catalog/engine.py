@@ -17,7 +17,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
 from ucformat.catalog.models import Base, Identity
-from ucformat.errors import NotFound, Refused, UcformatError, UpgradeNeeded, UsageError
+from ucformat.errors import NotFound, PermissionDenied, UcformatError, UnsupportedError, UpgradeNeeded, UsageError
 from ucformat.migrations import HEAD, KNOWN
 from ucformat.redacted import learn, learn_url, redacted, scrub
 from ucformat.settings import local_path
@@ -69,7 +69,8 @@ class Database:
     Raises:
         UsageError: the url is not one of SQLite or PostgreSQL.
         NotFound: it is only to be read, and there is none.
-        Refused: SQLite on a network file system; tables of somebody else.
+        UnsupportedError: SQLite on a network file system.
+        PermissionDenied: tables of somebody else.
         UpgradeNeeded: the tables are older than this ucformat (`upgrade=True` brings them up to date).
     """
 
@@ -94,7 +95,7 @@ class Database:
         file = Path(str(self._url.database)).absolute()
         kind = _file_system(file)
         if kind in _NETWORK or kind.startswith(_NETWORK_FUSE):
-            raise Refused(
+            raise UnsupportedError(
                 f"the catalog {file} is on a network file system ({kind}), where SQLite loses data",
                 hint="set UCP_CATALOG to a file on a local disk, or to postgresql://… for a team",
             )
@@ -105,7 +106,7 @@ class Database:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise Refused(
+            raise PermissionDenied(
                 f"the catalog {file} cannot be made: {error.strerror}", hint="set UCP_CATALOG to a file elsewhere"
             ) from error
 
@@ -119,7 +120,7 @@ class Database:
         try:
             engine = sa.create_engine(self._url, **options)
         except ModuleNotFoundError as error:
-            raise Refused(
+            raise UnsupportedError(
                 f"{self.url} needs the package {error.name}", hint="pip install 'ucformat[postgres]'"
             ) from error
         if self.sqlite:
@@ -146,7 +147,7 @@ class Database:
                 f"the catalog {self.url} was made by a newer ucformat (revision {self.newer}): it can only be read"
             )
         if self.read_only:
-            raise Refused(f"the catalog {self.url} was opened to be read only")
+            raise PermissionDenied(f"the catalog {self.url} was opened to be read only")
         with explaining(self.url), self.engine.connect() as connection:
             connection.info["writing"] = True
             try:
@@ -294,7 +295,7 @@ def _state(connection: Connection) -> Literal["empty", "older", "current", "newe
     tables = set(sa.inspect(connection).get_table_names())
     if VERSION_TABLE not in tables:
         if taken := tables & set(Base.metadata.tables):
-            raise Refused(
+            raise PermissionDenied(
                 f"the database has a table {min(taken)!r} that is not ucformat's",
                 hint="give the catalog a database, or a PostgreSQL schema, of its own",
             )

@@ -12,7 +12,7 @@ from ucformat.catalog.locks import lock, take_turns
 from ucformat.catalog.models import Alias, AliasMove, Checkpoint, Hold, Metric, Note, Tag, Untag
 from ucformat.catalog.recording import stored_metric
 from ucformat.catalog.rows import event, insert_if_absent
-from ucformat.errors import Conflict, NotFound, Refused, UsageError
+from ucformat.errors import Conflict, NotFound, PermissionDenied, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -226,7 +226,7 @@ def remove_tags(connection: Connection, serial: int, tags: Sequence[str], reason
 
     Raises:
         NotFound: it does not bear one of them.
-        Refused: one is permanent.
+        PermissionDenied: one is permanent.
     """
     if not reason.strip():
         raise UsageError("taking a tag off needs a reason", hint="say why, for those who look for the tag later")
@@ -238,7 +238,7 @@ def remove_tags(connection: Connection, serial: int, tags: Sequence[str], reason
             has = f"its tags are {', '.join(sorted(borne))}" if borne else "it has no tag"
             raise NotFound(f"the checkpoint does not bear the tag {tag!r}", hint=has)
         if borne[tag].permanent:
-            raise Refused(
+            raise PermissionDenied(
                 f"the tag {tag!r} is permanent: it stays on the checkpoint for ever", hint="that was asked for"
             )
     for tag in dict.fromkeys(tags):

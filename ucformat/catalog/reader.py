@@ -10,7 +10,7 @@ from ucformat.catalog.engine import Database
 from ucformat.catalog.entries import load
 from ucformat.catalog.refs import parse_ref, resolve, same_url
 from ucformat.catalog.stamp import GRACE
-from ucformat.errors import Refused
+from ucformat.errors import PermissionDenied
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -38,7 +38,7 @@ class Reader:
 
             url = load_settings().catalog_url()
             if url is None:
-                raise Refused("the catalog is switched off", hint="set UCP_CATALOG, or give --catalog URL")
+                raise PermissionDenied("the catalog is switched off", hint="set UCP_CATALOG, or give --catalog URL")
         self._database = Database(url, read_only=read_only, upgrade=upgrade)
 
     @property

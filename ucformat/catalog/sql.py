@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy.exc import DBAPIError
 
 from ucformat.catalog.engine import explaining
-from ucformat.errors import Refused, UcformatError, UsageError
+from ucformat.errors import PermissionDenied, UcformatError, UnsafeError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -66,7 +66,7 @@ def run_sql(
         trust_role: Whether to ask PostgreSQL under a role that may do more than read tables.
 
     Raises:
-        Refused: it is not a query, or one that writes, or PostgreSQL's role may do more than read tables.
+        UnsafeError: it is not a query, or one that writes, or PostgreSQL's role may do more than read tables.
         UsageError: the engine cannot make sense of it.
         UcformatError: it took too long, or gave too much.
     """
@@ -93,8 +93,8 @@ def _late(timeout: float | None) -> UcformatError:
     )
 
 
-def _refused(said: str) -> Refused:
-    return Refused(
+def _refused(said: str) -> PermissionDenied:
+    return PermissionDenied(
         f"only one query that reads can be run here: {said}",
         hint="write SELECT, VALUES or WITH … SELECT; what the catalog holds is changed by the commands of `ucp`",
     )
@@ -279,7 +279,7 @@ def _postgresql(
         driver: Any = c.connection.dbapi_connection
         rights = None if trust_role else driver.execute(_RIGHTS).fetchone()
         if rights is not None:
-            raise Refused(
+            raise UnsafeError(
                 f"PostgreSQL's role {driver.info.user!r} may do more than read tables: {rights[0]}",
                 hint="ask under a role for reading (docs/catalog.md shows how to make one), or say --trust-role",
             )
@@ -338,7 +338,7 @@ def _ending(driver: Any, timeout: float | None, late: threading.Event) -> Iterat
 
 
 def _explained(connection: Connection, statement: str, error: DBAPIError) -> Exception:
-    """What to raise: Refused, UsageError, or the error itself where it is the connection that failed."""
+    """What to raise: PermissionDenied, UsageError, or the error itself where it is the connection that failed."""
     state = getattr(error.orig, "sqlstate", None)
     said = str(error.orig).strip().partition("\n")[0]
     if state in _WRITES:

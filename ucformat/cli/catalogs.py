@@ -17,13 +17,15 @@ __all__ = ["entry_data", "file_of", "hold_data", "instant", "note_data", "opened
 
 
 def url_of_catalog() -> str:
-    """The url of the catalog that --catalog, or else the settings, name; Refused where it is switched off."""
-    from ucformat.errors import Refused
+    """The url of the catalog that --catalog, or else the settings, name; PermissionDenied where it is switched off."""
+    from ucformat.errors import PermissionDenied
     from ucformat.settings import load_settings
 
     url = load_settings().catalog_url()
     if url is None:
-        raise Refused("the catalog is switched off", hint="name one: --catalog URL, or the variable UCP_CATALOG")
+        raise PermissionDenied(
+            "the catalog is switched off", hint="name one: --catalog URL, or the variable UCP_CATALOG"
+        )
     return url
 
 

@@ -8,7 +8,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from ucformat.errors import Refused
+from ucformat.errors import UnsupportedError
 from ucformat.format.chunking import CHUNK_BYTES, SHARD_BYTES, Grid
 from ucformat.format.digest import bytes_digest, tensor_digest
 from ucformat.geometry.tensor import Key
@@ -140,12 +140,12 @@ def lay_out(
     """The arrays of these tensors below the `data` folder of an attempt; targets in bytes, None for the defaults.
 
     Raises:
-        Refused: a tensor has more than 32 dims, which readers of Zarr do not take (TensorStore's limit), or would be
-            cut into more shards than an array may have.
+        UnsupportedError: a tensor has more than 32 dims, which readers of Zarr do not take (TensorStore's limit), or
+            would be cut into more shards than an array may have.
     """
     for info in infos:
         if len(info.shape) > MAX_DIMS:
-            raise Refused(
+            raise UnsupportedError(
                 f"{info.name} ({info.state}) has {len(info.shape)} dims; an array has at most {MAX_DIMS}",
                 hint="reshape the tensor before it is saved; or keep it in a packed or virtual checkpoint",
             )
@@ -161,7 +161,7 @@ def lay_out(
     ]
     for info, grid in ((a.info, a.grid) for a in arrays):
         if grid.count > MAX_SHARDS:
-            raise Refused(
+            raise UnsupportedError(
                 f"{info.name} ({info.state}) has {info.nbytes:,} bytes, and would be cut into {grid.count:,} shards; "
                 f"an array has at most {MAX_SHARDS:,}",
                 hint="take larger shards, or leave this tensor out",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ValidationError
 
-from ucformat.errors import Conflict, NotFound, Refused
+from ucformat.errors import Conflict, NotFound, PermissionDenied, UnsafeError, UnsupportedError
 from ucformat.schema.documents import CATALOG_DOCUMENT, TOMBSTONE
 from ucformat.schema.manifest import ATTEMPT, MANIFEST, AttemptDoc
 
@@ -69,7 +69,7 @@ def folders_of(attempt: str) -> tuple[str, ...]:
     """Where an attempt keeps its files.
 
     Raises:
-        Refused: no attempt has this name, so that the folders may be anybody's.
+        UnsafeError: no attempt has this name, so that the folders may be anybody's.
     """
     _check_name(attempt)
     return tuple(f"{kind}/{attempt}" for kind in KINDS)
@@ -83,7 +83,7 @@ def attempt_of(key: str) -> str | None:
 
 def _check_name(attempt: str) -> None:
     if not _NAME.fullmatch(attempt):
-        raise Refused(
+        raise UnsafeError(
             f"{attempt!r} is not the name of an attempt: that is 20 digits of 0-9 and a-f",
             hint="the checkpoint was damaged or made to do harm; nothing was removed or written",
         )
@@ -95,7 +95,7 @@ def is_inside_attempt(folder: str) -> bool:
 
 
 def refuse_others(store: Store, attempt: str, standing: Manifest | None) -> None:
-    """Refused where something in an attempt's folders is not its own.
+    """UnsafeError where something in an attempt's folders is not its own.
 
     Another checkpoint may lie in them, or an attempt at one, or what a catalog knows of one; and the checkpoint that
     stands at the place, whoever wrote it, may lie in the folders of another attempt than its manifest says.
@@ -106,7 +106,7 @@ def refuse_others(store: Store, attempt: str, standing: Manifest | None) -> None
         standing: the manifest of what stands at the place.
 
     Raises:
-        Refused: it says which folder, and what is in it.
+        UnsafeError: it says which folder, and what is in it.
     """
     folders = folders_of(attempt)
     if standing is not None:
@@ -119,8 +119,8 @@ def refuse_others(store: Store, attempt: str, standing: Manifest | None) -> None
                 raise _refused(store, folder, f"{info.key} shows that another's checkpoint lies in it")
 
 
-def _refused(store: Store, folder: str, why: str) -> Refused:
-    return Refused(
+def _refused(store: Store, folder: str, why: str) -> UnsafeError:
+    return UnsafeError(
         f"{store.url}/{folder} is not removed: {why}",
         hint="look at it; what really may go is to be deleted by hand",
     )
@@ -280,7 +280,10 @@ def _replaced(store: Store, key: str, doc: AttemptDoc, version: str) -> bool:
         store.replace(key, record_bytes(doc), version)
     except Conflict:
         return False
-    except Refused:  # where nothing can be replaced, nobody marks a record, and nobody replaces a checkpoint
+    except (
+        PermissionDenied,
+        UnsupportedError,
+    ):  # where nothing can be replaced, nobody marks a record, and nobody replaces a checkpoint
         pass
     return True
 

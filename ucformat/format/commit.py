@@ -376,7 +376,7 @@ def abandon(store: Store, attempt: str, *, keep_record: bool = False) -> None:
         keep_record: leave the record, by which `gc` finds what others who run the same plan write yet.
 
     Raises:
-        Refused: it cannot be told that all of it is this attempt's.
+        UnsafeError: it cannot be told that all of it is this attempt's.
     """
     refuse_others(store, attempt, standing(store))
     record = None

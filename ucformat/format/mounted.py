@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from ucformat.errors import IntegrityError, MissingData, NotFound, Refused
+from ucformat.errors import IntegrityError, MissingData, NotFound, UnsafeError
 from ucformat.format.structure import MOUNT
 from ucformat.storage.base import read_ranges
 from ucformat.storage.folders import roots_hint
@@ -71,7 +71,7 @@ class MountedStore(WrappedStore):
         """The store and the key in it of a file below a root; None of the checkpoint's own.
 
         Raises:
-            Refused: the root is in no place that the opener allows.
+            UnsafeError: the root is in no place that the opener allows.
         """
         if not key.startswith(MOUNT):
             return None
@@ -82,7 +82,7 @@ class MountedStore(WrappedStore):
         if root not in self._open:
             url = self.roots[root]
             if not is_below(url, self._allowed()):
-                raise Refused(
+                raise UnsafeError(
                     f"{self.url} has its files in {url}, where nothing says that they may be read",
                     hint=roots_hint(url),
                 )

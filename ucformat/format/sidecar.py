@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from ucformat.errors import IntegrityError, Refused, UpgradeNeeded, UsageError
+from ucformat.errors import IntegrityError, UnsafeError, UnsupportedError, UpgradeNeeded, UsageError
 from ucformat.format.chunking import Tiling
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Block, Extent
@@ -164,7 +164,7 @@ def encode_columns(columns: Columns, files: Sequence[str]) -> bytes:
 
     Raises:
         UsageError: the columns do not fit each other.
-        Refused: there are too many extents for one sidecar.
+        UnsupportedError: there are too many extents for one sidecar.
     """
     n, dims = len(columns), len(columns.start)
     by_dim = (*_DIMS, *((_TILE,) if columns.tile.any() else ()))
@@ -172,7 +172,9 @@ def encode_columns(columns: Columns, files: Sequence[str]) -> bytes:
         if len(getattr(columns, name)) != rows:
             raise UsageError(f"the column {name} has {len(getattr(columns, name))} rows instead of {rows}")
     if max(n, dims) > _MAX_ROWS:
-        raise Refused(f"{n} extents of {dims} dims are too many for one sidecar", hint=f"at most {_MAX_ROWS} dims")
+        raise UnsupportedError(
+            f"{n} extents of {dims} dims are too many for one sidecar", hint=f"at most {_MAX_ROWS} dims"
+        )
     packed = {name: _pack(getattr(columns, name), name) for name in (*_ROWS, *by_dim)}
     meta = {"format": "ucformat-extents", "extents": str(n), "files": json.dumps(list(files))}
     return _safetensors(packed, meta)
@@ -183,7 +185,7 @@ def decode(data: bytes, ndims: Sequence[int], where: str) -> Sidecar:
 
     Raises:
         IntegrityError: the columns do not fit each other or the tensors.
-        Refused: an extent lies outside the checkpoint's folder.
+        UnsafeError: an extent lies outside the checkpoint's folder.
         UpgradeNeeded: a newer version of ucformat wrote it: an unknown column or kind of checksum.
     """
     arrays, meta = _parse(data, where)
@@ -298,7 +300,7 @@ def _files(meta: Mapping[str, str], where: str) -> list[str]:
         raise IntegrityError(f"{where} does not say in which files its extents lie")
     for file in files:
         if not isinstance(file, str) or "://" in file or file.startswith("/"):
-            raise Refused(
+            raise UnsafeError(
                 f"{where} points to {reprlib.repr(file)}, outside its checkpoint",
                 hint="only files below the checkpoint's own folder are read",
             )

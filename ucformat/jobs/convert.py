@@ -144,8 +144,9 @@ def convert(
         ChecksumError: the source is damaged; the message names file, record and tensors.
         Conflict: a checkpoint is committed at `dst` already, or somebody else committed one meanwhile; or a file of
             the source was changed since it was opened; or with `virtual`, the source is being removed or replaced.
-        Refused: with `virtual`, a tensor has no bytes of its own in a file: it is compressed, or computed; or nothing
-            can be written beside the source's files, and they are not to be `unprotected`.
+        UnsupportedError: with `virtual`, a tensor has no bytes of its own in a file: it is compressed, or computed.
+        PermissionDenied: with `virtual`, nothing can be written beside the source's files, and they are not to be
+            `unprotected`.
         UsageError: `checksums` or `unprotected` without `virtual`, or `virtual` with a size of chunks or shards.
     """
     source = src if isinstance(src, Checkpoint) else open_reference(src)

@@ -11,7 +11,7 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, Refused, UcformatError, UsageError
+from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, UcformatError, UnsupportedError, UsageError
 from ucformat.format.attempts import folders_of
 from ucformat.format.commit import MANIFEST, announce, begin, commit, parse_manifest, read_manifest, settle
 from ucformat.format.digest import tensor_digest
@@ -79,7 +79,7 @@ def copy(
     Raises:
         IntegrityError: the source is damaged; nothing is committed.
         Conflict: another checkpoint is committed at `dst`, or the source was replaced meanwhile.
-        Refused: it is of another kind, or virtual.
+        UnsupportedError: it is of another kind, or virtual.
         UsageError: it is a view.
     """
     if workers is not None and workers < 1:
@@ -113,7 +113,7 @@ def copy(
 def _universal(ck: Checkpoint) -> Universal:
     source = ck.origin
     if not isinstance(source, Universal):
-        raise Refused(
+        raise UnsupportedError(
             f"{ck.url} is a checkpoint of {ck.kind}, which has no checksums to copy it by",
             hint="`ucp convert SRC DST` makes a universal checkpoint of it at another place",
         )
@@ -124,7 +124,7 @@ def _universal(ck: Checkpoint) -> Universal:
         )
     sidecar = source.manifest.sidecar
     if sidecar is not None and (sidecar.roots or sidecar.sources):
-        raise Refused(
+        raise UnsupportedError(
             f"{ck.url} is virtual: the bytes of its tensors lie in files of another checkpoint",
             hint="`ucp materialize SRC DST` makes arrays of it at another place",
         )

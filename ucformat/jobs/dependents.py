@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from ucformat.catalog.stamp import make_stamp
-from ucformat.errors import Conflict, NotFound, Refused, UcformatError
+from ucformat.errors import Conflict, NotFound, PermissionDenied, UcformatError, UnsupportedError
 from ucformat.format.attempts import KINDS, replacing_attempts
 from ucformat.format.commit import read_manifest
 from ucformat.format.mounted import is_below
@@ -96,7 +96,7 @@ def need(homes: Sequence[Home], checkpoint: str, url: str, *, unprotected: bool 
 
     Raises:
         Conflict: what is there is being removed or replaced, or was replaced since it was opened.
-        Refused: it cannot be written there.
+        PermissionDenied: it cannot be written there.
     """
     stamp = make_stamp()
     doc = NeededByDoc(id=checkpoint, url=url, created=stamp.now, who=stamp.who)
@@ -108,7 +108,7 @@ def need(homes: Sequence[Home], checkpoint: str, url: str, *, unprotected: bool 
             store.flush()
         except UcformatError as error:
             if not unprotected:
-                raise Refused(
+                raise PermissionDenied(
                     f"it cannot be said in {place} that {url} needs its files, which anybody could then remove: "
                     f"{error.message}",
                     hint="make that place one that can be written to; or take the risk: --unprotected, or "
@@ -149,11 +149,18 @@ def release(store: Store, record: AttemptDoc) -> None:
     for place in record.needs:
         try:
             if record.id is None or not _may_ask(place):
-                raise Refused("nothing says that this user's checkpoints have files there")
+                raise PermissionDenied("nothing says that this user's checkpoints have files there")
             other, key = open_store(place), _key(record.id)
             there, doc = exists(other, key), _read(other, record.id)
             if not there or (doc is not None and _is_same(doc.url, store.url)):
-                with suppress(*() if there else (Refused,)):  # where nothing can be removed, nothing was put
+                with suppress(
+                    *()
+                    if there
+                    else (
+                        PermissionDenied,
+                        UnsupportedError,
+                    )
+                ):  # where nothing can be removed, nothing was put
                     other.delete(key)
                     other.flush()  # before the record goes, which alone says that it was needed
         except UcformatError as error:

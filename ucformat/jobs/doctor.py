@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from ucformat.errors import Refused, UcformatError
+from ucformat.errors import PermissionDenied, UcformatError, UnsupportedError
 from ucformat.format.commit import MANIFEST
 from ucformat.jobs import probes
 from ucformat.settings import load_settings, using
@@ -182,7 +182,7 @@ class _Examined:
         """Note what a probe says."""
         try:
             said = Probe(name, "ok", probe())
-        except (Refused, probes.Missing) as error:
+        except (PermissionDenied, UnsupportedError, probes.Missing) as error:
             said = Probe(name, "missing", str(getattr(error, "message", error)))
         except UcformatError as error:
             said = Probe(name, "failed", error.message)

@@ -15,7 +15,15 @@ from pydantic import ValidationError
 from ucformat.catalog.document import FAR, compose, stale, written
 from ucformat.catalog.retention import OURS, Held, Row, needed_by, protections
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import Conflict, IntegrityError, NotFound, Refused, UcformatError, UpgradeNeeded
+from ucformat.errors import (
+    Conflict,
+    IntegrityError,
+    NotFound,
+    PermissionDenied,
+    UcformatError,
+    UnsupportedError,
+    UpgradeNeeded,
+)
 from ucformat.format.attempts import TRIES, contended, replacing_attempts
 from ucformat.format.commit import settle, standing
 from ucformat.jobs.dependents import dependents_at
@@ -195,7 +203,10 @@ def _put(store: Store, data: bytes, version: str | None) -> None:
         return
     try:
         store.replace(CATALOG_DOCUMENT, data, version)
-    except Refused:  # object stores cannot: there the last one wins, so look whether it was this one
+    except (
+        PermissionDenied,
+        UnsupportedError,
+    ):  # object stores cannot: there the last one wins, so look whether it was this one
         with store.create(CATALOG_DOCUMENT) as out:
             out.write(data)
         store.flush()

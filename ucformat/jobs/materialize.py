@@ -13,7 +13,7 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 from ucformat.checkpoint import Checkpoint, open_checkpoint
-from ucformat.errors import ChecksumError, Conflict, Refused, UcformatError
+from ucformat.errors import ChecksumError, Conflict, PermissionDenied, UcformatError, UnsupportedError
 from ucformat.format.attempts import record_key
 from ucformat.format.commit import abandon, begin, commit, read_manifest, settle
 from ucformat.format.universal import Universal
@@ -73,7 +73,8 @@ def materialize(
         ChecksumError: a file that it is made of is damaged; the message names the file, and the tensors of a block.
         Conflict: a checkpoint is committed at `dst` already, or the one that is to be replaced has changed; or a file
             of the source was changed since it was opened.
-        Refused: in place, of a foreign checkpoint, or in a place that cannot replace a file only if it is unchanged.
+        UnsupportedError: in place, of a foreign checkpoint, or in a place that cannot replace a file only if it is
+            unchanged.
     """
     source = src if isinstance(src, Checkpoint) else open_reference(src)
     how = How(chunk_bytes, shard_bytes, workers, progress, verify)
@@ -98,7 +99,7 @@ def _in_place(source: Checkpoint, how: How) -> Checkpoint:
     store = source.store if found is None else found.inner  # files that are written are not to stay what they were
     before = source.manifest
     if not isinstance(source.source, Universal):
-        raise Refused(
+        raise UnsupportedError(
             f"{source.url} is a checkpoint of {source.kind}, whose files are not replaced",
             hint="say where the arrays are to lie: `ucp materialize SRC DST`, or materialize(src, dst)",
         )
@@ -140,14 +141,14 @@ def _overtaken(store: Store, attempt: Attempt, now: Manifest | None, before: Man
 
 
 def _must_replace(store: Store, attempt: Attempt) -> None:
-    """Refused, before much is written, where a file cannot be replaced only if it is unchanged."""
+    """UnsupportedError, before much is written, where a file cannot be replaced only if it is unchanged."""
     record = record_key(attempt.id)
     try:
         with suppress(Conflict):  # by one who makes the same arrays
             store.replace(record, *store.read_versioned(record))
-    except Refused as error:
+    except (PermissionDenied, UnsupportedError) as error:
         abandon(store, attempt.id)
-        raise Refused(
+        raise UnsupportedError(
             f"{error.message}: a checkpoint there cannot be materialised in place",
             hint="say where the arrays are to lie: `ucp materialize SRC DST`, or materialize(src, dst)",
         ) from error

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from ucformat.catalog.stamp import make_stamp
-from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, Refused, UcformatError
+from ucformat.errors import (
+    Conflict,
+    IntegrityError,
+    NotACheckpoint,
+    NotFound,
+    PermissionDenied,
+    UcformatError,
+    UnsupportedError,
+)
 from ucformat.format.attempts import TRIES, contended, refuse_others
 from ucformat.format.commit import MANIFEST, abandon, read_manifest, standing
 from ucformat.jobs.dependents import dependents_at, forget_dependents
@@ -103,7 +111,7 @@ def _settle(store: Store, tombstone: TombstoneDoc) -> tuple[str, ...]:
         except Conflict:  # somebody else removes the checkpoint, too
             continue
         except UcformatError as error:
-            if not isinstance(error, Refused) and not _is_full(error):
+            if not isinstance(error, PermissionDenied | UnsupportedError) and not _is_full(error):
                 raise
         if stage == "withdrawn":
             store.delete(TOMBSTONE)
@@ -154,7 +162,7 @@ def _replace_manifest(store: Store, data: bytes, version: str) -> None:
     """Take the manifest away, if it is still this one."""
     try:
         store.replace(MANIFEST, data, version)
-    except Refused:  # then nobody can replace it here
+    except (PermissionDenied, UnsupportedError):  # then nobody can replace it here
         store.delete(MANIFEST)
         store.flush()
     except UcformatError as error:

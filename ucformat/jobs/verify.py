@@ -9,7 +9,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import CoverageError, Inconsistent, IntegrityError, NotFound, Refused, UcformatError
+from ucformat.errors import (
+    CoverageError,
+    Inconsistent,
+    IntegrityError,
+    NotFound,
+    PermissionDenied,
+    UcformatError,
+    UnsupportedError,
+)
 from ucformat.format.arrays import metadata_documents, shard_key
 from ucformat.format.audit import unequal_replicas
 from ucformat.format.commit import MANIFEST
@@ -201,7 +209,7 @@ def verify_shard(source: Universal, key: Key, grid: Grid, shard: tuple[int, ...]
     file = shard_key(path, shard)
     try:
         leaves, damages = check_shard(source.store, file, grid, shard)
-    except (IntegrityError, Refused) as error:
+    except (IntegrityError, PermissionDenied, UnsupportedError) as error:
         return b"", [Problem(file, error.message, key.name, key.state)]
     return leaves, [Problem(d.file, d.reason, key.name, key.state, d.chunk) for d in damages]
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import repeat
 from typing import TYPE_CHECKING
 
-from ucformat.errors import Refused
+from ucformat.errors import UnsupportedError
 from ucformat.format.arrays import put_file
 from ucformat.format.digest import file_digest
 from ucformat.format.mounted import MOUNT, MountedStore, mounted_key
@@ -53,7 +53,7 @@ def place_all(source: Checkpoint, infos: Sequence[TensorInfo]) -> VirtualExtents
     """Find where the bytes of these tensors lie.
 
     Raises:
-        Refused: a tensor has no bytes of its own in a file: it is compressed, or computed.
+        UnsupportedError: a tensor has no bytes of its own in a file: it is compressed, or computed.
     """
     places = _SourceFiles(source.source.store)
     extents = []
@@ -80,7 +80,7 @@ def put_sidecar(
 
     Raises:
         Conflict: what the files belong to is being removed or replaced.
-        Refused: it cannot be said there.
+        PermissionDenied: it cannot be said there.
     """
     infos, extents, places = placed.infos, placed.extents, placed.places
     for root in places.roots:
@@ -133,7 +133,7 @@ class _SourceFiles:
 
     def _find(self, info: TensorInfo, file: str) -> str:
         if file.startswith(HIDDEN):
-            raise Refused(
+            raise UnsupportedError(
                 f"{info.key} has no bytes of its own in a file: it is compressed, or computed by a view",
                 hint="write it: `ucp convert SRC DST`; or leave it out with `states`, or a view's `drop`",
             )

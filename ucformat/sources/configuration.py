@@ -130,7 +130,7 @@ def with_config(known: Mapping[str, Any], said: Mapping[str, Any] | None) -> dic
     """A configuration with what somebody said of it, which wins: what it differs from stands under `source`.
 
     Raises:
-        Refused: a value has no JSON form.
+        UnsupportedError: a value has no JSON form.
     """
     return dict(known) if not said else merged([("config", _mapping(to_json(dict(said)))), ("source", known)])
 

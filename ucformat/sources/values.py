@@ -34,7 +34,7 @@ import reprlib
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, Refused, UpgradeNeeded
+from ucformat.errors import IntegrityError, UnsupportedError, UpgradeNeeded
 from ucformat.reading.readable import json_key
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.sources.pickle.stand_ins import Dtype, Inert, InertClass, Maker, NdArray, Opaque, StoredTensor, Stream
@@ -65,9 +65,9 @@ def to_json(
     """The JSON form of a value out of a pickle.
 
     `read` gives the row-major bytes of a tensor of at most `small` bytes. `spill` is told of every larger one, by its
-    path, and answers with the name that it will have as a tensor of its own. Refused where a value is nested deeper
-    than 200 levels (or holds itself), has more than 5 million parts or a gigabyte of bytes, or holds a tensor and there
-    is no `read` or `spill`. With `tuples` a tuple is told from a list.
+    path, and answers with the name that it will have as a tensor of its own. UnsupportedError where a value is nested
+    deeper than 200 levels (or holds itself), has more than 5 million parts or a gigabyte of bytes, or holds a tensor
+    and there is no `read` or `spill`. With `tuples` a tuple is told from a list.
     """
     return _Encoder(read, spill, small, tuples).encode(value, path, 0)
 
@@ -104,7 +104,7 @@ class _Encoder:
         return self.special(value, path, depth + 1)
 
     def count(self, value: Any, path: str) -> None:
-        """Refused where containers, or bytes, are shared so often that writing each out would take for ever."""
+        """UnsupportedError where containers, or bytes, are shared so often that writing each would never end."""
         if id(value) not in self.seen:
             self.seen.add(id(value))
             return
@@ -113,7 +113,7 @@ class _Encoder:
             raise _too_large(path)
 
     def weigh(self, nbytes: int, path: str) -> None:
-        """Refused where bytes are too many, or shared too often."""
+        """UnsupportedError where bytes are too many, or shared too often."""
         self.nbytes += nbytes
         if self.nbytes > _BYTES:
             raise _too_large(path)
@@ -152,14 +152,14 @@ class _Encoder:
         if value.nbytes > self.small and self.spill:
             return {"$ref": self.spill(path, value)}
         if value.nbytes > self.small or self.read is None:
-            raise Refused(f"{path} is a tensor where a plain value is expected")
+            raise UnsupportedError(f"{path} is a tensor where a plain value is expected")
         self.weigh(value.nbytes, path)
         return _tensor(value.dtype, value.shape, self.read(value))
 
 
-def _too_large(path: str) -> Refused:
+def _too_large(path: str) -> UnsupportedError:
     what = reprlib.repr(path) if path else "a value"
-    return Refused(
+    return UnsupportedError(
         f"{what} of the checkpoint is nested too deeply or too large to be an object",
         hint="save large or self-referring values outside the client state",
     )
@@ -185,7 +185,7 @@ def _plain(value: Any, path: str) -> Any:
         return {"$datetime": str(value)}
     if isinstance(value, PurePosixPath):
         return {"$path": str(value)}
-    raise Refused(f"{path or 'a value'} of the checkpoint is a {type(value).__name__}, which has no JSON form")
+    raise UnsupportedError(f"{path or 'a value'} of the checkpoint is a {type(value).__name__}, which has no JSON form")
 
 
 def _tensor(dtype: str, shape: tuple[int, ...], data: bytes) -> Any:

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
-from ucformat.errors import MissingData, NotFound, Refused
+from ucformat.errors import MissingData, NotFound, UnsafeError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,8 +127,9 @@ class Writer(Protocol):
 class Store(Protocol):
     """Bytes under one root. Safe to use from several threads at once.
 
-    Reading what is not there is NotFound; what this place does not allow or cannot do is Refused; any other failure of
-    the place (a full disk, a lost connection) is an UcformatError. Each names the file.
+    Reading what is not there is NotFound; what this place does not allow is PermissionDenied, what it cannot do is
+    UnsupportedError; any other failure of the place (a full disk, a lost connection) is an UcformatError. Each names
+    the file.
     """
 
     @property
@@ -197,7 +198,7 @@ class Store(Protocol):
     def delete_prefix(self, prefix: str) -> None:
         """Remove a folder and all in it, leftovers of killed writers too; what is already gone counts as removed.
 
-        The root itself (`""`) is Refused.
+        The root itself (`""`) is UnsafeError.
         """
 
     def sweep(self) -> None:
@@ -208,15 +209,17 @@ class Store(Protocol):
 
 
 def check_key(key: str) -> str:
-    """The key, where it names something below the root; else Refused."""
+    """The key, where it names something below the root; else UnsafeError."""
     parts = key.split("/")
     if any(p in ("", ".", "..") for p in parts) or "\\" in key or "\0" in key or not _encodable(key):
-        raise Refused(
+        raise UnsafeError(
             f"the path {key!r} does not stay inside its checkpoint",
             hint="the checkpoint is damaged or was made to do harm; nothing was read or written",
         )
     if any(p.startswith(HIDDEN) for p in parts):
-        raise Refused(f"the path {key!r} is not to be used: names that begin with {HIDDEN!r} are for temporary files")
+        raise UnsafeError(
+            f"the path {key!r} is not to be used: names that begin with {HIDDEN!r} are for temporary files"
+        )
     return key
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from ucformat.errors import Refused, UsageError
+from ucformat.errors import PermissionDenied, UsageError
 from ucformat.redacted import has_users, learn_url
 from ucformat.storage.base import check_key
 
@@ -101,7 +101,7 @@ def parse(url: str) -> Place:
 
     Raises:
         UsageError: it names no bucket, or holds what may be secret; that is not repeated in the message.
-        Refused: its path leads out of the bucket.
+        UnsafeError: its path leads out of the bucket.
     """
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
@@ -225,7 +225,7 @@ def boto_session() -> Any:
         name = type(error).__name__
     else:
         return session
-    raise Refused(
+    raise PermissionDenied(
         f"boto3 cannot make sense of what configures AWS here ({name})",
         hint="look at AWS_PROFILE and at the files of ~/.aws; `aws sts get-caller-identity` says more",
     )

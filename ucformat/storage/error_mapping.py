@@ -13,7 +13,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-from ucformat.errors import Conflict, NotFound, Refused, UcformatError
+from ucformat.errors import Conflict, NotFound, PermissionDenied, UcformatError, UnsafeError, UnsupportedError
 from ucformat.storage.clouds import NOWHERE
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def retry(action: str, name: str, call: Callable[[], T], deadline: float) -> T:
     are drawn at random, so that ranks that failed together do not come back together.
 
     Raises:
-        NotFound, Refused, UcformatError: it failed for good, or beyond `deadline` seconds.
+        NotFound, PermissionDenied, UcformatError: it failed for good, or beyond `deadline` seconds.
     """
     begun, wait = time.monotonic(), _FIRST
     while True:
@@ -82,7 +82,7 @@ def map_object_error(error: Exception, action: str, name: str) -> UcformatError:
 
     text = str(error)
     if _REDIRECTED in text:
-        return Refused(
+        return UnsafeError(
             f"cannot {action} {name}: the answer was a redirect to another host, which is not followed",
             hint="credentials must not go there; if it is right, give that host as the endpoint: UCP_ENDPOINT",
         )
@@ -99,12 +99,12 @@ def map_object_error(error: Exception, action: str, name: str) -> UcformatError:
     else:
         why = _QUERY.sub("?…", _QUOTED.sub("…", text.partition("\n")[0]))[:300] or type(error).__name__
     if isinstance(error, PermissionDeniedError | UnauthenticatedError) or (status and status[1] in ("401", "403")):
-        return Refused(
+        return PermissionDenied(
             f"cannot {action} {name}: {why}",
             hint="look at the credentials that the cloud's standard chain finds, and at what they allow",
         )
     if isinstance(error, NotSupportedError) or (status and status[1] in ("405", "501")):
-        return Refused(f"cannot {action} {name}: this place does not do that ({why})")
+        return UnsupportedError(f"cannot {action} {name}: this place does not do that ({why})")
     return UcformatError(f"cannot {action} {name}: {why}", hint="`ucp doctor URL` tells what this place can do")
 
 
@@ -134,19 +134,23 @@ def _map_os_error(error: OSError, action: str, name: str) -> UcformatError:
     if isinstance(error, IsADirectoryError):
         if action == "read":
             return NotFound(f"{name} is a folder, not a file")
-        return Refused(what, hint="a folder stands where the file should go; remove it or choose another place")
+        return PermissionDenied(
+            what, hint="a folder stands where the file should go; remove it or choose another place"
+        )
     if isinstance(error, NotADirectoryError | FileExistsError):
         if action == "create":
             return Conflict(f"{name} exists already")
-        return Refused(what, hint="a file stands where a folder should go; remove it or choose another place")
+        return PermissionDenied(what, hint="a file stands where a folder should go; remove it or choose another place")
     if isinstance(error, PermissionError) or error.errno == errno.EROFS:
-        return Refused(what, hint="look at the owner and the mode of the file and of its folder")
+        return PermissionDenied(what, hint="look at the owner and the mode of the file and of its folder")
     if error.errno == errno.ELOOP:
-        return Refused(what, hint="a symbolic link stands there, which is not followed; remove it")
+        return UnsafeError(what, hint="a symbolic link stands there, which is not followed; remove it")
     if error.errno in _FULL:
         return UcformatError(what, hint="free some space or choose another place, then try again")
     if error.errno in _CANNOT:
-        return Refused(what, hint="this file system cannot do that; write to another place, a local disk for one")
+        return UnsupportedError(
+            what, hint="this file system cannot do that; write to another place, a local disk for one"
+        )
     if error.errno == errno.ENAMETOOLONG:
-        return Refused(what, hint="one part of the path is too long for this file system")
+        return UnsupportedError(what, hint="one part of the path is too long for this file system")
     return UcformatError(what)

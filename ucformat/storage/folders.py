@@ -12,7 +12,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from ucformat.errors import Refused
+from ucformat.errors import UnsafeError
 from ucformat.lasting import make_folder, sync_open_folder
 from ucformat.settings import roots_with
 from ucformat.storage.error_mapping import mapping_os_errors
@@ -34,12 +34,12 @@ class Folders:
         """Open a folder.
 
         Raises:
-            Refused: a symbolic link stands on the way to it.
+            UnsafeError: a symbolic link stands on the way to it.
         """
         return Descriptor(self._opened(folder))
 
     def make(self, folder: str) -> Descriptor:
-        """Open a folder, after it and those above it were made where they are missing; Refused as `open`."""
+        """Open a folder, after it and those above it were made where they are missing; UnsafeError as `open`."""
         with mapping_os_errors("write", self._path(folder)):
             while True:
                 if not self._made:
@@ -58,7 +58,7 @@ class Folders:
             opened: what was opened by that.
 
         Raises:
-            Refused: a symbolic link stands on the way to it.
+            UnsafeError: a symbolic link stands on the way to it.
             OSError: it is gone, or another folder stands there.
         """
         with suppress(OSError):
@@ -151,7 +151,7 @@ def refuse_broken_link(path: Path, folder: Descriptor) -> None:
         folder: where it is, which is open.
 
     Raises:
-        Refused: it names the link.
+        UnsafeError: it names the link.
     """
     try:
         os.stat(path.name, dir_fd=folder.fd)
@@ -172,7 +172,7 @@ def _refuse_link(path: str, name: str, above: int) -> None:
         leads = os.readlink(name, dir_fd=above)
     except OSError:  # it is none
         return
-    raise Refused(
+    raise UnsafeError(
         f"{path} is a symbolic link, to {leads}",
         hint="ucformat reads through such links and never writes or deletes through them: put what they lead to in "
         "their place, or give the place where that is",

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urljoin, urlsplit
 
-from ucformat.errors import IntegrityError, NotFound, Refused, UcformatError
+from ucformat.errors import IntegrityError, NotFound, UcformatError, UnsupportedError
 from ucformat.redacted import learn, named_secrets, redacted, secrets_in
 from ucformat.storage.base import HIDDEN, Costs, Info, check_key, check_range, content_version
 from ucformat.storage.error_mapping import mapping_os_errors
@@ -28,7 +28,7 @@ _VERSION = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modif
 class FsspecStore:
     """Files under a root that fsspec reaches, to read from. They are copied once, because fsspec returns bytes.
 
-    Writing is Refused: where a file is to be put only if there is none, what fsspec offers is a look and then a write.
+    Writing is UnsupportedError: to put a file only if there is none, fsspec can but look and then write.
     """
 
     costs = Costs(gap=256 << 10, short=32 << 10, request=8 << 20, join=8 << 20, parallel=16)
@@ -92,7 +92,7 @@ class FsspecStore:
         return data, content_version(data)
 
     def create(self, key: str, unit: int = 1) -> NoReturn:  # noqa: ARG002 - see Store
-        """Refused."""
+        """UnsupportedError."""
         raise self._read_only(key)
 
     def flush(self) -> None:
@@ -103,11 +103,11 @@ class FsspecStore:
         self.info(key)
 
     def put_if_absent(self, key: str, data: bytes) -> NoReturn:  # noqa: ARG002 - see Store
-        """Refused."""
+        """UnsupportedError."""
         raise self._read_only(key)
 
     def replace(self, key: str, data: bytes, version: str) -> NoReturn:  # noqa: ARG002 - see Store
-        """Refused."""
+        """UnsupportedError."""
         raise self._read_only(key)
 
     def list(self, prefix: str = "") -> Iterator[Info]:
@@ -123,11 +123,11 @@ class FsspecStore:
         return (_info(key, file) for key, file in sorted(shown, key=lambda f: f[0]))
 
     def delete(self, key: str) -> NoReturn:
-        """Refused."""
+        """UnsupportedError."""
         raise self._read_only(key)
 
     def delete_prefix(self, prefix: str) -> NoReturn:
-        """Refused."""
+        """UnsupportedError."""
         raise self._read_only(prefix)
 
     def sweep(self) -> None:
@@ -136,9 +136,9 @@ class FsspecStore:
     def prune(self, folder: str) -> None:
         """Nothing: nothing is written here."""
 
-    def _read_only(self, key: str) -> Refused:
+    def _read_only(self, key: str) -> UnsupportedError:
         check_key(key)
-        return Refused(
+        return UnsupportedError(
             f"{self._url} can be read, but not written to: it cannot put a file only if it is absent, so that two who "
             "commit there at once could not be told apart",
             hint="write to a local folder, or to S3, Google or Azure storage",

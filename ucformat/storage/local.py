@@ -10,7 +10,15 @@ import stat
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from ucformat.errors import Conflict, NotFound, Refused, UcformatError, Uncertain
+from ucformat.errors import (
+    Conflict,
+    NotFound,
+    PermissionDenied,
+    UcformatError,
+    Uncertain,
+    UnsafeError,
+    UnsupportedError,
+)
 from ucformat.settings import local_path
 from ucformat.storage.base import HIDDEN, Costs, Info, Writer, check_key, check_range, content_version
 from ucformat.storage.error_mapping import mapping_os_errors
@@ -35,9 +43,9 @@ class LocalStore:
 
     Symbolic links are followed when reading, also out of the root, because foreign checkpoints are made of them
     (Hugging Face's cache), unless the store is `confined`; `list` shows linked files, not what is in linked folders.
-    Nothing is written or deleted through a link below the root, even if it comes there meanwhile: that is Refused. What
-    a killed writer leaves are hidden files, which `sweep` and `delete_prefix` remove. Open files are closed when the
-    store is garbage-collected.
+    Nothing is written or deleted through a link below the root, even if it comes there meanwhile: that is UnsafeError.
+    What a killed writer leaves are hidden files, which `sweep` and `delete_prefix` remove. Open files are closed when
+    the store is garbage-collected.
     """
 
     costs = Costs()
@@ -149,9 +157,9 @@ class LocalStore:
                 if os.stat(temporary, dir_fd=folder.fd).st_nlink != 2:  # else it was made, and NFS lost its answer
                     refuse_broken_link(path, folder)
                     raise
-            except Refused as error:
+            except (PermissionDenied, UnsupportedError) as error:
                 hint = "commit to a place with hard links, or to an object store"
-                raise Refused(f"{path} cannot be put if absent: {error.message}", hint=hint) from error
+                raise UnsupportedError(f"{path} cannot be put if absent: {error.message}", hint=hint) from error
         self._settled(key, folder)
         return content_version(data)
 
@@ -239,7 +247,7 @@ class LocalStore:
         path = self._path(folder) if folder else self._root
         try:
             opened = self._folders.open(folder)
-        except Refused:
+        except (PermissionDenied, UnsupportedError):
             raise
         except OSError:  # it is not there, or not ours to look into
             return
@@ -265,7 +273,7 @@ class LocalStore:
             place = file.place(path)
             root = os.path.realpath(self._root).rstrip("/")  # a string: pathlib takes three times as long
             if not place.startswith(f"{root}/") and not self._allows(place):
-                raise Refused(
+                raise UnsafeError(
                     f"{path} is {place}, by a symbolic link that leads out of {self._root}",
                     hint=roots_hint(link_target(self._root, key)),
                 )

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ucformat.errors import Conflict, NotFound, Refused, UsageError
+from ucformat.errors import Conflict, NotFound, UnsupportedError, UsageError
 from ucformat.storage.base import Costs, Info, Writer, check_key, check_range, content_version
 
 if TYPE_CHECKING:
@@ -45,7 +45,9 @@ class MemoryStore:
         self._root = check_key(name.strip("/")) + "/"
 
     def __reduce__(self) -> tuple[object, ...]:
-        raise Refused(f"{self.url} is in the memory of one process", hint="use a folder when several processes work")
+        raise UnsupportedError(
+            f"{self.url} is in the memory of one process", hint="use a folder when several processes work"
+        )
 
     def __repr__(self) -> str:
         return f"MemoryStore({self._root[:-1]!r})"

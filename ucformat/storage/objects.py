@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import Conflict, IntegrityError, NotFound, Refused, UcformatError
+from ucformat.errors import Conflict, IntegrityError, NotFound, UcformatError, UnsupportedError
 from ucformat.storage.base import HIDDEN, Costs, Info, check_key, check_range, content_version
 from ucformat.storage.clouds import Options, connect, parse
 from ucformat.storage.concurrency import RequestBudget
@@ -168,7 +168,7 @@ class ObjectStore:
     def _pages(self, prefix: str) -> Iterator[Sequence[Any]]:
         below = check_key(prefix) if prefix else None
         if self._place.cloud == "http":
-            raise Refused(
+            raise UnsupportedError(
                 f"{self._name(prefix)} cannot be listed: plain HTTP has no folders",
                 hint="open a universal checkpoint, or a single file by its name",
             )
@@ -192,7 +192,7 @@ class ObjectStore:
         while (page := self._ask("list", prefix, ask)) is not None:
             keys = [meta["path"] for meta in page]
             if keys != sorted(keys) or (last is not None and keys and keys[0] <= last):
-                raise Refused(
+                raise UnsupportedError(
                     f"{self._name(prefix)} is not listed in the order of keys", hint="use a bucket of the usual kind"
                 )
             last = keys[-1] if keys else last
@@ -280,7 +280,9 @@ class ObjectStore:
 
     def _must_write(self) -> None:
         if self._place.cloud == "http":
-            raise Refused(f"{self.url} can be read, but not written to", hint="write to S3, Google or Azure storage")
+            raise UnsupportedError(
+                f"{self.url} can be read, but not written to", hint="write to S3, Google or Azure storage"
+            )
 
     def _ask(self, action: str, key: str, call: Callable[[Client], Any]) -> Any:
         """What a request gives that may be repeated."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from ucformat.errors import Conflict, MissingData, NotFound, Refused
+from ucformat.errors import Conflict, MissingData, NotFound, PermissionDenied, UnsafeError, UnsupportedError
 from ucformat.storage.base import content_version
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def outcomes(work: Callable[[int], object], n: int = 8) -> list[object]:
         barrier.wait()
         try:
             return work(i)
-        except (Conflict, Refused) as error:
+        except (Conflict, PermissionDenied, UnsupportedError) as error:
             return error
 
     with ThreadPoolExecutor(n) as pool:
@@ -253,7 +253,7 @@ class StoreTests:
 
     def test_put_if_absent_puts_once(self, store: Store) -> None:
         if not self.can_put_if_absent:
-            with pytest.raises(Refused, match="not committed to"):
+            with pytest.raises(UnsupportedError, match="not committed to"):
                 store.put_if_absent("d/f", b"one")
             return
         assert store.put_if_absent("d/f", b"one") == content_version(b"one")
@@ -269,7 +269,9 @@ class StoreTests:
 
     def test_one_of_many_threads_puts(self, store: Store) -> None:
         if not self.can_put_if_absent:  # then nobody wins
-            assert all(isinstance(o, Refused) for o in outcomes(lambda i: store.put_if_absent("d/f", bytes([i]))))
+            assert all(
+                isinstance(o, UnsupportedError) for o in outcomes(lambda i: store.put_if_absent("d/f", bytes([i])))
+            )
             return
         for turn in range(20):
             found = outcomes(lambda i, t=turn: store.put_if_absent(f"d{t}/f", bytes([i]) * 1000))  # type: ignore[misc]
@@ -283,7 +285,7 @@ class StoreTests:
         data, version = store.read_versioned("d/f")
         assert (data, version) == (b"one", content_version(b"one"))
         if not self.can_replace:
-            with pytest.raises(Refused, match="unchanged"):
+            with pytest.raises(UnsupportedError, match="unchanged"):
                 store.replace("d/f", b"two", version)
             return
         second = store.replace("d/f", b"two", version)
@@ -297,7 +299,9 @@ class StoreTests:
 
     def test_one_of_many_threads_replaces(self, store: Store) -> None:
         if not self.can_replace:  # then nobody wins
-            assert all(isinstance(o, Refused) for o in outcomes(lambda i: store.replace("f", bytes([i]), "version")))
+            assert all(
+                isinstance(o, UnsupportedError) for o in outcomes(lambda i: store.replace("f", bytes([i]), "version"))
+            )
             return
         version = store.put_if_absent("f", b"first")
         for turn in range(20):
@@ -383,9 +387,9 @@ class StoreTests:
             *([store.list] if key else []),
         ]
         for act in acts:
-            with pytest.raises(Refused, match="inside"):
+            with pytest.raises(UnsafeError, match="inside"):
                 act(key)
-        with pytest.raises(Refused, match="temporary"):
+        with pytest.raises(UnsafeError, match="temporary"):
             store.create("a/.ucf-b/c")
         assert keys(store) == []
 

@@ -11,7 +11,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import Conflict, NotFound, Refused, UcformatError, Uncertain
+from ucformat.errors import Conflict, NotFound, PermissionDenied, UcformatError, Uncertain, UnsupportedError
 from ucformat.storage.base import Writer
 from ucformat.storage.error_mapping import is_failed_precondition, is_transient, map_object_error, retry
 
@@ -76,7 +76,7 @@ def put_on_condition(
 
     try:
         retry("write", name, put, deadline)
-    except (Conflict, NotFound, Refused):
+    except (Conflict, NotFound, PermissionDenied, UnsupportedError):
         raise
     except UcformatError as error:
         if doubt:

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from ucformat.errors import Refused, UcformatError, UsageError
+from ucformat.errors import UcformatError, UnsupportedError, UsageError
 from ucformat.redacted import redacted
 from ucformat.settings import load_settings
 from ucformat.storage.clouds import SCHEMES, Options, refuse_secrets
@@ -38,7 +38,7 @@ def open_store(place: str | os.PathLike[str]) -> Store:
 
     Raises:
         UsageError: nobody knows the scheme, or the url holds a password or a signature.
-        Refused: its package is not installed.
+        UnsupportedError: its package is not installed.
     """
     scheme, rest = split_url(place)
     if scheme in ("", "file"):
@@ -84,7 +84,7 @@ def _open_fsspec(url: str, scheme: str) -> Store:
     except ImportError as error:
         missing = getattr(error.__cause__ or error, "name", None)
         package = _PACKAGES.get(scheme) or missing or scheme
-        failure = Refused(f"{url} needs the package {package}", hint=f"pip install {package}")
+        failure = UnsupportedError(f"{url} needs the package {package}", hint=f"pip install {package}")
     except ValueError as error:
         failure = UsageError(f"{url} cannot be opened: {redacted(str(error))}")
         if "rotocol not known" in str(error):

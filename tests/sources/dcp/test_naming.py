@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import Refused, UsageError
+from ucformat.errors import UnsupportedError, UsageError
 from ucformat.sources.dcp import Dcp
 from ucformat.storage.local import LocalStore
 
@@ -106,7 +106,7 @@ def test_a_stream_transform_is_refused_by_name(tmp_path: Path) -> None:
         k: _StorageInfo(v.relative_path, v.offset, v.length, ["stream.zstd"]) for k, v in meta.storage_data.items()
     }
     (place / ".metadata").write_bytes(pickle.dumps(meta))
-    with pytest.raises(Refused, match=r"stream\.zstd"):
+    with pytest.raises(UnsupportedError, match=r"stream\.zstd"):
         open_checkpoint(place)
 
 

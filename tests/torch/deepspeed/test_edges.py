@@ -33,7 +33,7 @@ Chosen = "Callable[[], Path]"
 def test_engines_with_state_that_cannot_be_kept_are_refused(chosen: Callable[[], Path], what: str, says: str) -> None:
     found = facts(chosen() / "refusals")
     for message in (found[what], found[f"load {what}"]):
-        assert message.startswith("Refused: rank 0: ")
+        assert message.startswith("UnsupportedError: rank 0: ")
         assert says in message
         assert "hint: " in message
 

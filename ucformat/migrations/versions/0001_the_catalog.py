@@ -271,5 +271,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Refused: there is nothing before it."""
+    """There is nothing before it."""
     raise NotImplementedError("the first revision cannot be taken back: delete the database instead")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, MissingData, Refused
+from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.geometry.tensor import Extent
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.sources.dcp.folder import FILE
@@ -59,7 +59,7 @@ class OpenByteCheckpoint(OpenDcp):
 def _check(meta: Metadata) -> None:
     user = meta.root.get("user_defined_dict")
     if isinstance(user, dict) and ("fsdp_flat_param_to_fqns" in user or "model_dict_keys" in user):
-        raise Refused(
+        raise UnsupportedError(
             f"{meta.file} describes flat parameters (save_decomposed_model_optimizer), which are not yet read",
             hint="load it with ByteCheckpoint, and save without save_decomposed_model_optimizer",
         )

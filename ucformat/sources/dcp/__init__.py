@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucformat.errors import Refused
+from ucformat.errors import UnsupportedError
 from ucformat.sources.base import PickleOptions, Source, option
 from ucformat.sources.dcp.folder import has_metadata, has_shards, is_mark, looks_like_dcp
 
@@ -55,7 +55,7 @@ class Dcp(Source):
                 from ucformat.sources.dcp.safetensors import OpenShards
 
                 return OpenShards(store)
-            raise Refused(
+            raise UnsupportedError(
                 f"{store.url} was saved without collectives: each rank's file of metadata stands for itself",
                 hint="save with torch.distributed.checkpoint.save(…, no_dist=False, use_collectives=True)",
             )

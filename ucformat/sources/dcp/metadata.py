@@ -21,7 +21,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from ucformat.errors import IntegrityError, MissingData, Refused
+from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Extent, TensorInfo
@@ -95,7 +95,7 @@ def read_metadata(store: Store, key: str = FILE, *, allow: tuple[str, ...] = ())
     """Read and check it; files are keys of the store, below the folder that `key` lies in."""
     size = store.info(key).size
     if size > MAX_METADATA:
-        raise Refused(f"{key} has {size:,} bytes, more than {MAX_METADATA:,}")
+        raise UnsupportedError(f"{key} has {size:,} bytes, more than {MAX_METADATA:,}")
     root = unpickle(store.read(key, 0, size), file=key, storage_nbytes=lambda _: 0, allow=allow)
     return _parse(key, root, size)
 
@@ -122,7 +122,7 @@ def _entries(meta: Metadata, found: Any) -> None:
         elif kind == "TensorStorageMetadata":
             meta.tensors[fqn] = _tensor(meta, fqn, entry)
         else:
-            raise Refused(f"{meta.file}: {fqn} is a {entry.name}, which ucformat does not know")
+            raise UnsupportedError(f"{meta.file}: {fqn} is a {entry.name}, which ucformat does not know")
 
 
 def _tensor(meta: Metadata, fqn: str, entry: Inert) -> TensorEntry:
@@ -183,7 +183,7 @@ def _storage(meta: Metadata, found: Any, below: str) -> None:
         if not isinstance(file, str) or len(file) > _LONG or not _sizes((offset, nbytes)):
             raise _damaged(meta, f"does not say where {fqn} is stored: {_shown(info.state)}")
         if transforms := info.get("transform_descriptors"):
-            raise Refused(
+            raise UnsupportedError(
                 f"{meta.file}: {fqn} went through {_shown(transforms)} when it was written, so it cannot be read in "
                 "place",
                 hint="load it with torch.distributed.checkpoint, and save it again without stream extensions",

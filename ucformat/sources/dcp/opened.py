@@ -6,7 +6,7 @@ import json
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, Refused
+from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.tensor import Roster, TensorInfo
 from ucformat.reading.readable import Facts, Place
 from ucformat.sources.dcp.names import GROUPS, dotted, split_state
@@ -45,7 +45,7 @@ def plain_value(file: TorchFile | ShutFile, path: str) -> Any:
         nonlocal left
         left -= tensor.nbytes
         if left < 0:
-            raise Refused(
+            raise UnsupportedError(
                 f"{path} in {file.key} holds more than {_LARGEST:,} bytes of tensors inside one pickled value"
             )
         return file.read(tensor)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, MissingData, Refused
+from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.local import Region, parts_of
 from ucformat.geometry.tensor import Key, TensorInfo
@@ -119,7 +119,7 @@ def _read(file: TorchFile, name: str, state: str, expected: Shape | None) -> Ato
     if isinstance(value, StoredTensor):
         if len(value.shape) == 1 and state != "step":
             if expected is None:
-                raise Refused(
+                raise UnsupportedError(
                     f"{file.key} is a flat tensor of {value.size} elements, and no model states beside it tell "
                     f"the shape of {name}",
                     hint="put the *_model_states.pt of the checkpoint that was converted into the folder again",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ucformat.errors import IntegrityError, Refused
+from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.sources.index import Group
 from ucformat.sources.pickle.file import TorchFile
 from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
@@ -146,9 +146,9 @@ def scalars(file: TorchFile, state: dict[str, Any], dropped: frozenset[str]) -> 
     return {**around, **{k: v for k, v in state.items() if k not in dropped}}
 
 
-def refuse_flat_state(state: str, tensor: StoredTensor, group: int, file: str) -> Refused:
+def refuse_flat_state(state: str, tensor: StoredTensor, group: int, file: str) -> UnsupportedError:
     """What to say of an optimizer state that is neither as long as the flat group nor a scalar."""
-    return Refused(
+    return UnsupportedError(
         f"{file}: the optimizer state {state!r} of group {group} has shape {tensor.shape}, which is not laid along the "
         "group's parameters; such optimizers are not yet read"
     )

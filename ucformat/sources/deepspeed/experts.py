@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, MissingData, Refused
+from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.sources.deepspeed.contents import need
 from ucformat.sources.deepspeed.model import ModelStates
 from ucformat.sources.pickle.stand_ins import StoredTensor
@@ -93,7 +93,9 @@ class Experts:
                 "ucformat does not know",
             )
         if degree > 1 and other is not None:
-            raise Refused(f"{file} has {other}, which is no expert's, in a group that is dealt to {degree} ranks")
+            raise UnsupportedError(
+                f"{file} has {other}, which is no expert's, in a group that is dealt to {degree} ranks"
+            )
         for prefix, ids in held.items():
             if self.counts.get(prefix) != len(ids) * degree or max(ids) >= len(ids):
                 raise IntegrityError(
@@ -173,7 +175,7 @@ def check_degree(experts: Experts, model: ModelStates, degree: int) -> None:
     ]
     sizes = {int(m[1]) for m in map(_GROUP.fullmatch, names) if m} or {degree}
     if len(sizes) > 1:
-        raise Refused(
+        raise UnsupportedError(
             f"{model.key}: layers of experts are dealt to different numbers of ranks ({sorted(sizes)}), which is read "
             "with ZeRO 1 and 2 alone"
         )

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from ucformat.errors import IntegrityError, MissingData, NotFound, Refused, UsageError
+from ucformat.errors import IntegrityError, MissingData, NotFound, UnsupportedError, UsageError
 from ucformat.sources.base import PickleOptions, option
 from ucformat.storage.base import check_key, exists
 
@@ -199,7 +199,7 @@ def check_world(files: Files, mp: int, dp: int | None, *, optims: bool = True) -
 
 def _number(text: str) -> int:
     if len(text) > _DIGITS:
-        raise Refused(f"{text} is not a rank or layer that DeepSpeed writes")
+        raise UnsupportedError(f"{text} is not a rank or layer that DeepSpeed writes")
     return int(text)
 
 
@@ -281,8 +281,8 @@ def _experts(prefix: str, names: Sequence[str]) -> tuple[dict[tuple[int, int], s
     return dict(sorted(found.items())), tuple(key for row in keys for key in row)
 
 
-def _not_yet(what: str, key: str, hint: str = _READ) -> Refused:
-    return Refused(f"{key}: not yet read: {what}", hint=hint)
+def _not_yet(what: str, key: str, hint: str = _READ) -> UnsupportedError:
+    return UnsupportedError(f"{key}: not yet read: {what}", hint=hint)
 
 
 def _existing(store: Store, tag: str, file: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, Refused
+from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.box import Box
 from ucformat.geometry.local import parts_of
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
@@ -72,7 +72,7 @@ class Merged:
                 regions == sharding.regions[0] for regions in sharding.regions
             )
             if not whole and any(found):
-                raise Refused(
+                raise UnsupportedError(
                     f"{key} of the parts {[list(s) for s in found]} belongs to a parameter of the parts "
                     f"{[list(s) for s in shapes]}: states of factored optimizers are means over a rank's part, and "
                     "are not read under tensor parallelism",
@@ -218,14 +218,14 @@ def _check_same_tensors(slices: Sequence[Slice]) -> None:
 
 
 def _refuse_mean(key: Key, parts: Sequence[Key]) -> Iterator[Extent]:
-    raise Refused(
+    raise UnsupportedError(
         f"{key} is the mean of {len(parts)} values, those of its tensor-parallel ranks, which are stored apart",
         hint=f"they are {parts[0].state} to {parts[-1].state}",
     )
 
 
 def _refuse_scaled(key: Key) -> Iterator[Extent]:
-    raise Refused(
+    raise UnsupportedError(
         f"{key} is stored multiplied by a number, as the affine map of the checkpoint says, so it is not read in place",
         hint="DeepSpeed's own converter undoes it for weights; of optimizer states it refuses it, too",
     )

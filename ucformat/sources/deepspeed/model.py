@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, Refused
+from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.sources.deepspeed.contents import need
 from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.sources.values import to_json
@@ -165,7 +165,7 @@ class ModelStates:
     def _refuse_what_is_not_read(self) -> None:
         value = self.value
         if value.get("ds_autoep_layers"):
-            raise Refused(
+            raise UnsupportedError(
                 f"{self.key}: `ds_autoep_layers`: not yet read: experts of AutoEP, which are stacked in one tensor",
                 hint="experts of deepspeed.moe are read",
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import Refused
+from ucformat.errors import UnsupportedError
 from ucformat.reading.readable import Facts
 from ucformat.sources.deepspeed.contents import load_all
 from ucformat.sources.deepspeed.experts import adopt_experts, check_degree, expert_model
@@ -103,7 +103,7 @@ def _read(store: Store, files: Files, how: DeepSpeedOptions) -> tuple[ParallelDe
     experts = None
     if files.experts or first.value.get("num_experts"):
         if degrees.pp * degrees.tp > 1 or files.zero3:
-            raise Refused(f"{first.key}: not yet read: experts with tensor parallelism, pipelines or ZeRO 3")
+            raise UnsupportedError(f"{first.key}: not yet read: experts with tensor parallelism, pipelines or ZeRO 3")
         weights = [row[0] for row in load_all(load, [[key] for key in files.experts.values()])]
         experts = adopt_experts(first, dict(zip(files.experts, weights, strict=True)), degrees.dp)
         if first.param_shapes is None and first.value.get("optimizer") is not None:

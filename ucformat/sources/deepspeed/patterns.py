@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ucformat.errors import IntegrityError, LayoutError, Refused, UpgradeNeeded, option_text
+from ucformat.errors import IntegrityError, LayoutError, UnsupportedError, UpgradeNeeded, option_text
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.local import Region, Strides, strided_regions
 from ucformat.geometry.patterns import Pattern, compile_pattern
@@ -57,7 +57,9 @@ class Patterns(Generic[T]):
         try:
             return next(((pattern, value) for regex, pattern, value in self._others if regex.match(name)), None)
         except LayoutError as error:
-            raise Refused(error.message, hint=f"say how the tensors are cut: {option_text('layout')}") from error
+            raise UnsupportedError(
+                error.message, hint=f"say how the tensors are cut: {option_text('layout')}"
+            ) from error
 
 
 def is_exact(pattern: str) -> bool:
@@ -78,7 +80,7 @@ def _compiled(pattern: str, what: str) -> Pattern:
     except LayoutError as error:
         if error.__cause__ is not None:
             raise IntegrityError(f"{what} has a pattern that is none: {error.message}") from error
-        raise Refused(
+        raise UnsupportedError(
             f"of the patterns of {what}, {error.message}",
             hint=f"say how the tensors are cut instead: {option_text('layout')}",
         ) from error
@@ -259,7 +261,7 @@ def _affine(entry: Any, shapes: Shapes) -> TPSharding:
                     f"its affine map gives rank {rank} the shape {ranks[rank]['shard_shape']}, not {list(local)}"
                 )
             if len(ranks[rank]["pieces"]) > _PIECES:
-                raise Refused(f"an affine map has more than {_PIECES} pieces")
+                raise UnsupportedError(f"an affine map has more than {_PIECES} pieces")
             for piece in ranks[rank]["pieces"]:
                 at, to = (Strides(int(o), _sizes(s)) for o, s in (piece["source"], piece["dest"]))
                 found += strided_regions(shape, local, _sizes(piece["shape"]), at, to)

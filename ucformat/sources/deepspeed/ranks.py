@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ucformat.errors import IntegrityError, MissingData, Refused
+from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.sources.deepspeed.contents import zero_options
 from ucformat.sources.deepspeed.folder import check_world
 from ucformat.sources.deepspeed.zero0 import read_zero0
@@ -59,9 +59,9 @@ def read_slice(
     out, placeholders = read_weights(models, label, zero3=zero3, shared=shared)
     model, contents = out.model, out.contents
     if zero_options(model.value).get("mics_shard_size", -1) not in (-1, 0, None):
-        raise Refused(f"{model.key}: DeepSpeed checkpoints with MiCS are not yet read")
+        raise UnsupportedError(f"{model.key}: DeepSpeed checkpoints with MiCS are not yet read")
     if not zero3 and model.param_shapes is None and optims:
-        raise Refused(
+        raise UnsupportedError(
             f"{optims[0]} is there, but {model.key} has no `param_shapes`: a BF16_Optimizer without ZeRO, perhaps; "
             "such checkpoints are not yet read"
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, Refused, UsageError, option_text
+from ucformat.errors import IntegrityError, UnsupportedError, UsageError, option_text
 from ucformat.geometry.box import row_major
 from ucformat.sources.deepspeed.contents import (
     Group,
@@ -48,7 +48,7 @@ def read_zero0(model: ModelStates, names: Sequence[Sequence[str]] | None, conten
         return
     state = need(model.value, "optimizer", dict, model.key)
     if "base_optimizer_state" in state:
-        raise Refused(f"{model.key}: a ZeRO 0 checkpoint of BF16_Optimizer is not yet read")
+        raise UnsupportedError(f"{model.key}: a ZeRO 0 checkpoint of BF16_Optimizer is not yet read")
     wrapped = "optimizer_state_dict" in state
     inner = need(state, "optimizer_state_dict", dict, model.key) if wrapped else state
     found = need(inner, "state", dict, model.key)

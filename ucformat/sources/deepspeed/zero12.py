@@ -21,7 +21,7 @@ from functools import partial
 from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, Refused
+from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.flat_buffer import FlatBuffer, deal, flat_range
 from ucformat.sources.deepspeed.contents import (
     Group,
@@ -265,7 +265,7 @@ def _states(state: dict[str, Any], groups: int, file: str) -> list[dict[str, Any
     if isinstance(base, dict):
         indices = [need(g, "params", list, file) for g in need(base, "param_groups", list, file)]
         if [len(i) for i in indices] != [1] * groups:
-            raise Refused(
+            raise UnsupportedError(
                 f"{file}: its optimizer has not one flat tensor for each of the {groups} groups; not yet read"
             )
         base = [state_of(need(base, "state", dict, file), i[0], file) for i in indices]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, Refused
+from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.flat_buffer import FlatBuffer, Slot, flat_range, part_size
 from ucformat.sources.deepspeed.contents import (
     Group,
@@ -72,7 +72,7 @@ class Zero3:
     def _parse(self, rank: int, file: TorchFile) -> Partition:
         state = need(file.value, "optimizer_state_dict", dict, file.key)
         if state.get("ds_zero_partition_groups"):
-            raise Refused(f"{file.key}: DeepSpeed checkpoints with expert parallelism are not yet read")
+            raise UnsupportedError(f"{file.key}: DeepSpeed checkpoints with expert parallelism are not yet read")
         if state.get("partition_count") not in (None, self.world):
             raise IntegrityError(
                 f"{file.key} was saved by {state['partition_count']} ranks, but {self.world} files of optimizer "
@@ -125,7 +125,7 @@ class Zero3:
                 {n: v for n, v in states.items() if not isinstance(v, StoredTensor)}, read=file.read, path="state"
             )
             if entry.names and plain != entry.state:
-                raise Refused(
+                raise UnsupportedError(
                     f"{file.key}: the flat groups of one optimizer group have different plain states; not yet read"
                 )
             entry.names.extend(shapes)

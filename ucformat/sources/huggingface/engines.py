@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, MissingData, Refused, UcformatError, UsageError
+from ucformat.errors import IntegrityError, MissingData, UcformatError, UnsupportedError, UsageError
 from ucformat.sources.base import with_options
 from ucformat.sources.dcp import Dcp
 from ucformat.sources.deepspeed import DeepSpeed
@@ -266,7 +266,7 @@ def _open_model(store: Store, names: Sequence[str], allow: tuple[str, ...]) -> O
     if any(".safetensors" in name for name in names):
         return OpenSafetensors(store, *choose(names, store.url), ())
     if any("_rank" in name for name in names):
-        raise Refused(f"{names[0]}: not yet read: FSDP's state dicts of each rank")
+        raise UnsupportedError(f"{names[0]}: not yet read: FSDP's state dicts of each rank")
     keys, index = choose_files(names, store.url)
     return OpenTorchSave(store, keys, index, allow, {}, ())
 

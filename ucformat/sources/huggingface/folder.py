@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucformat.errors import Refused, UsageError
+from ucformat.errors import UnsupportedError, UsageError
 from ucformat.sources.deepspeed.folder import is_model_or_optimizer
 
 if TYPE_CHECKING:
@@ -80,8 +80,10 @@ def classify(names: Iterable[str], url: str) -> Contained:
     for pattern, what in _NOT_READ:
         for name in names:
             if pattern.fullmatch(name):
-                raise Refused(f"{name}: not yet read: {what}", hint="save whole or sharded (DCP) state dicts, or "
-                              "open the folder of one of them")  # fmt: skip
+                raise UnsupportedError(
+                    f"{name}: not yet read: {what}",
+                    hint="save whole or sharded (DCP) state dicts, or open the folder of one of them",
+                )
     found = Contained(
         deepspeed="latest" in names or any(is_model_or_optimizer(n) for n in names if n.count("/") < 2),
         fsdp_models=_folders(names, 2),

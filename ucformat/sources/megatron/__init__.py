@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ucformat.errors import NotACheckpoint, Refused, UcformatError
+from ucformat.errors import NotACheckpoint, UcformatError, UnsupportedError
 from ucformat.sources.base import Source
 from ucformat.sources.megatron.arguments import MegatronOptions
 from ucformat.sources.megatron.folder import backend_of, built_by_megatron, find_place, is_mark
@@ -52,7 +52,7 @@ class Megatron(Source):
                 return OpenClassic(store, place, self.options)
         backend = backend_of(store, place.folder)
         if backend != _DIST:
-            raise Refused(
+            raise UnsupportedError(
                 f"{place.folder or store.url} is a distributed checkpoint in the format {backend!r}; {_DIST!r} is read",
                 hint="load it once with the Megatron that wrote it, and save it with --ckpt-format torch_dist",
             )

@@ -9,7 +9,7 @@ import re
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, MissingData, Refused
+from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.geometry.tensor import Key, Roster
 from ucformat.reading.readable import Facts, LazyMapping, LazySequence
 from ucformat.sources.dcp.metadata import Items, read_metadata
@@ -124,7 +124,7 @@ class OpenDist:
                 self.buckets.append((what, fqn))
                 continue
             if what is None:
-                raise Refused(
+                raise UnsupportedError(
                     f"{meta.file}: {fqn} is an optimizer's tensor that ucformat does not know",
                     hint="save with --dist-ckpt-optim-fully-reshardable, and report this checkpoint",
                 )

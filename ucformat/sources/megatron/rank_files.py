@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, MissingData, Refused
+from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.sources.megatron.arguments import Arguments
 from ucformat.sources.megatron.folder import MODEL
 from ucformat.sources.pickle.file import TorchFile
@@ -58,7 +58,7 @@ def read_ranks(
     keys = [info.key for info in store.list(place.folder)]
     found = {m: k for k in keys if (m := MODEL.fullmatch(k.removeprefix(below)))}
     if old := next((k for k in keys if _OLD.fullmatch(k)), None):
-        raise Refused(
+        raise UnsupportedError(
             f"{old}: an optimizer in the files of data-parallel ranks is not read",
             hint="load it with the Megatron that wrote it, and save it with --ckpt-format torch_dist",
         )
@@ -142,7 +142,7 @@ def _parse(at: At, file: TorchFile, distrib: TorchFile | None) -> RankFile:
 
 def _flattened(value: Any, path: str, key: str, depth: int) -> Iterable[tuple[str, Any]]:
     if depth > _DEPTH:
-        raise Refused(f"{key} nests its model more than {_DEPTH} deep")
+        raise UnsupportedError(f"{key} nests its model more than {_DEPTH} deep")
     if not isinstance(value, dict):
         yield path, value
         return

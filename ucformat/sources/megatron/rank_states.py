@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import AmbiguousLayout, IntegrityError, MissingData, Refused, option_text
+from ucformat.errors import AmbiguousLayout, IntegrityError, MissingData, UnsupportedError, option_text
 from ucformat.sources.index import Group
 from ucformat.sources.megatron.buffers import Flat, Param, in_local, place, same_values
 from ucformat.sources.megatron.names import Member, groups_by_rule, is_expert
@@ -154,7 +154,7 @@ def _flats(rank: RankFile, count: int) -> list[dict[Any, Any] | None]:
     found = value if isinstance(value, list) else [value]
     for one in found:
         if one is not None and not (isinstance(one, dict) and one.get("buckets_coalesced") is True):
-            raise Refused(
+            raise UnsupportedError(
                 f"{rank.distrib.key} is of a distributed optimizer of before February 2024, which is not read",
                 hint="update it with Megatron's --ckpt-convert-update-legacy-dist-opt-format, " + _without(),
             )

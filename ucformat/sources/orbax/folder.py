@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, NoReturn
 
-from ucformat.errors import MissingData, Refused, UsageError
+from ucformat.errors import MissingData, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -65,7 +65,7 @@ def find_step(store: Store) -> Step:
 
     Raises:
         UsageError: there are several.
-        Refused: its save did not end, or it is of an Orbax too old.
+        UnsupportedError: its save did not end, or it is of an Orbax too old.
     """
     sizes = {info.key: info.size for info in store.list()}
     keys = list(sizes)
@@ -125,7 +125,7 @@ def _parent(key: str) -> str:
 
 
 def _unfinished(store: Store, what: str) -> NoReturn:
-    raise Refused(
+    raise UnsupportedError(
         f"{what} is of a save by Orbax that did not end" + ("" if what == store.url else f" (in {store.url})"),
         hint="wait until it has, or open another step; Orbax itself deletes what a killed run leaves behind",
     )
@@ -138,7 +138,7 @@ def _nothing(store: Store, keys: Iterable[str]) -> NoReturn:
         if _TEMPORARY in key:
             _unfinished(store, key)
     if any(_parent(k) == "" and k.rpartition("/")[2] == _AGGREGATE for k in keys):
-        raise Refused(
+        raise UnsupportedError(
             f"{store.url} was written by an old version of Orbax, whose tree is the msgpack file {_AGGREGATE!r}",
             hint="restore it with Orbax, and save it again with a version of 2024 or later",
         )

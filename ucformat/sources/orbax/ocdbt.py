@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from ucformat.errors import IntegrityError, MissingData, Refused
+from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.sources.orbax.folder import MANIFEST
 from ucformat.sources.zarr.chunks import tensorstore
 from ucformat.sources.zarr.values import Stored
@@ -163,7 +163,7 @@ def _inflate(data: bytes, where: str) -> bytes:
     try:
         from numcodecs import zstd  # type: ignore[import-untyped]
     except ImportError:
-        raise Refused(
+        raise UnsupportedError(
             "this checkpoint is encoded, and decoding it needs the package numcodecs, which is not installed",
             hint="pip install 'ucformat[zarr]'",
         ) from None
@@ -189,12 +189,12 @@ def read_ocdbt(store: Store, folder: str, sizes: Mapping[str, int]) -> Values:
     prefix = f"{folder}/" if folder else ""
     key = prefix + MANIFEST
     if sizes[key] > _MOST_MANIFEST:
-        raise Refused(f"{store.url}/{key} has {sizes[key]} bytes, too many for a manifest")
+        raise UnsupportedError(f"{store.url}/{key} has {sizes[key]} bytes, too many for a manifest")
     data = store.read(key)
     check_manifest(data, f"{store.url}/{key}")
     manifest = _dump(store, key, MANIFEST, data, None)
     if manifest.get("config", {}).get("manifest_kind", "single") != "single":
-        raise Refused(f"{store.url}/{key} is one of numbered manifests, which are not read")
+        raise UnsupportedError(f"{store.url}/{key} is one of numbered manifests, which are not read")
     versions = manifest.get("versions") or []
     if not versions:
         raise IntegrityError(f"{store.url}/{key} holds no version")
@@ -215,7 +215,7 @@ def _walk(store: Store, prefix: str, version: dict[str, Any], sizes: Mapping[str
             raise IntegrityError(f"{store.url}: its OCDBT tree comes back to the node {location}, or does not end")
         seen.add((held.file, held.offset))
         if held.nbytes > _MOST_NODE:
-            raise Refused(f"{store.url}: the OCDBT node {location} has {held.nbytes} bytes, too many")
+            raise UnsupportedError(f"{store.url}: the OCDBT node {location} has {held.nbytes} bytes, too many")
         data = held.read(store)
         check_node(data, len(stem), f"{store.url}: the OCDBT node {location[:200]}")
         node = _dump(store, held.file, "node", data, f"btreenode::node:0:{held.nbytes}")

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, MissingData, Refused
+from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.geometry.tensor import Key
 from ucformat.sources.orbax.folder import MANIFEST, TREE
 from ucformat.sources.orbax.ocdbt import read_ocdbt
@@ -70,7 +70,7 @@ def parse_tree(where: str, doc: Any) -> Tree:
             continue
         leaf = Leaf(path, kind)
         if skipped:
-            raise Refused(
+            raise UnsupportedError(
                 f"{where}: {leaf.name} ({kind}) is not an array of its own: an old version of Orbax put it in the "
                 "msgpack file 'checkpoint'",
                 hint="restore the checkpoint with Orbax, and save it again",
@@ -86,7 +86,7 @@ def parse_tree(where: str, doc: Any) -> Tree:
         elif kind in ("scalar", "string"):
             found[f"{kind}s"].append(leaf)
         else:
-            raise Refused(
+            raise UnsupportedError(
                 f"{where}: {leaf.name} is a {kind!r}, which is not read",
                 hint="arrays, numbers and text are; save it as one of these, or in an item of its own",
             )

@@ -13,7 +13,7 @@ import reprlib
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, Refused, option_text
+from ucformat.errors import IntegrityError, UnsafeError, UnsupportedError, option_text
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.sources.pickle.stand_ins import (
     Dtype,
@@ -61,7 +61,7 @@ def _tensor(
     if not isinstance(storage, Storage):
         raise IntegrityError("a tensor without a storage")
     if special:  # {"conj": True} or {"neg": True}: bytes that mean something else
-        raise Refused(
+        raise UnsupportedError(
             f"a tensor with the lazy operations {reprlib.repr(special)} is not read; save it after "
             ".resolve_conj().resolve_neg()"
         )
@@ -83,7 +83,7 @@ def _tensor(
             f"elements of its storage {storage.key!r}"
         )
     if size > numel + _EXPANDED:
-        raise Refused(f"a tensor of shape {shape} expands a storage of {numel} elements to {size}")
+        raise UnsafeError(f"a tensor of shape {shape} expands a storage of {numel} elements to {size}")
     return StoredTensor(storage.key, dtype, shape, strides, offset, numel)
 
 
@@ -108,28 +108,28 @@ def _parameter(data: Any, *_: Any) -> StoredTensor:
 def _from_type(function: Any, kind: Any, args: Any, _state: Any) -> Any:
     plain = isinstance(kind, InertClass) and kind.name in ("torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
     if not (plain or kind == TENSOR_CLASS) or not isinstance(function, Maker):
-        raise Refused(f"a tensor of the class {reprlib.repr(getattr(kind, 'name', kind))} is not yet read")
+        raise UnsupportedError(f"a tensor of the class {reprlib.repr(getattr(kind, 'name', kind))} is not yet read")
     return function.make(*args)
 
 
 def _encode(text: str, encoding: str = "utf-8") -> bytes:
     if encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
-        raise Refused(f"the text encoding {reprlib.repr(encoding)} is not one that torch.save writes")
+        raise UnsafeError(f"the text encoding {reprlib.repr(encoding)} is not one that torch.save writes")
     return text.encode(encoding)
 
 
 def _octets(data: Any = b"") -> bytes:
     """`bytes` and `bytearray` of what is already bytes: never of a length."""
     if not isinstance(data, bytes | bytearray):
-        raise Refused(f"the pickle makes bytes from a {type(data).__name__}")
+        raise UnsafeError(f"the pickle makes bytes from a {type(data).__name__}")
     return bytes(data)
 
 
 def plain_key(value: Any) -> Any:
-    """A value that may be hashed; Refused for others, because hashing deeply shared tuples takes for ever."""
+    """A value that may be hashed; UnsafeError for others, because hashing deeply shared tuples takes for ever."""
     if _is_scalar(value) or (isinstance(value, tuple) and len(value) <= _KEY and all(map(_is_scalar, value))):
         return value
-    raise Refused(f"the pickle has a {type(value).__name__} as a key")
+    raise UnsafeError(f"the pickle has a {type(value).__name__} as a key")
 
 
 def _is_scalar(value: Any) -> bool:
@@ -139,13 +139,13 @@ def _is_scalar(value: Any) -> bool:
 def _str(value: Any = "") -> str:
     """`str` of what is short: of a list it would write out what that holds, each time that it is shared."""
     if not isinstance(value, str | int | float):
-        raise Refused(f"the pickle makes text of a {type(value).__name__}")
+        raise UnsafeError(f"the pickle makes text of a {type(value).__name__}")
     return str(value)
 
 
 def _path(*parts: Any) -> PurePosixPath:
     if not all(isinstance(part, str | PurePosixPath) for part in parts):
-        raise Refused("the pickle makes a path of what is no text")
+        raise UnsafeError("the pickle makes a path of what is no text")
     return PurePosixPath(*parts)
 
 
@@ -160,19 +160,19 @@ def _dict(pairs: Any = ()) -> dict[Any, Any]:
 def _attribute(owner: Any, name: Any) -> Inert:
     """`getattr` of a class by a constant name: how Python 3.11 pickles a member of an enumeration."""
     if not isinstance(owner, InertClass) or not isinstance(name, str):
-        raise Refused("the pickle calls builtins.getattr", hint="nothing was run; do not trust this file")
+        raise UnsafeError("the pickle calls builtins.getattr", hint="nothing was run; do not trust this file")
     return Inert(owner.name, (name,))
 
 
 def _reconstructor(owner: Any, *_: Any) -> Inert:
     if not isinstance(owner, InertClass):
-        raise Refused(f"the pickle rebuilds an object of {reprlib.repr(owner)}")
+        raise UnsafeError(f"the pickle rebuilds an object of {reprlib.repr(owner)}")
     return Inert(owner.name)
 
 
 def _dtype(code: Any, *_: Any) -> NumpyDtype:
     if not isinstance(code, str) or "O" in code or code[:1] not in "?bBhHiIlLqQfdeFDgGuicSUVMm<>=|":
-        raise Refused(f"a numpy array of dtype {reprlib.repr(code)} is not read: it may hold any Python object")
+        raise UnsafeError(f"a numpy array of dtype {reprlib.repr(code)} is not read: it may hold any Python object")
     return NumpyDtype(code)
 
 
@@ -274,7 +274,7 @@ _EXACT: dict[str, Callable[..., Any]] = {
 
 
 def resolve(module: str, name: str, allow: tuple[str, ...] = ()) -> Any:
-    """What a global of a pickle stands for; Refused where it is none of those above.
+    """What a global of a pickle stands for; UnsafeError where it is none of those above.
 
     `allow` names further packages whose classes become inert stand-ins.
     """
@@ -296,7 +296,7 @@ def resolve(module: str, name: str, allow: tuple[str, ...] = ()) -> Any:
     if any(module == package or module.startswith(package + ".") for package in FRAMEWORKS + allow):
         return InertClass(whole)
     package = module.partition(".")[0]
-    raise Refused(
+    raise UnsafeError(
         f"the pickle names {whole}, which is not one of the plain classes that a checkpoint needs",
         hint="nothing was imported or run. If you trust the class, name its package, and its state is kept as "
         f"plain values: {option_text('allow', f'[{package!r}]', package)}",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, MissingData, Refused
+from ucformat.errors import IntegrityError, MissingData, UcformatError, UnsafeError, UnsupportedError
 from ucformat.geometry.box import Box
 from ucformat.geometry.flat_buffer import flat_extents
 from ucformat.geometry.tensor import Extent
@@ -104,7 +104,7 @@ class _Ranges(io.RawIOBase):
     def fetch(self, offset: int, n: int, ahead: int = 0) -> bytes:
         """These bytes; where they must be read, `ahead` more are read with them."""
         if n > MAX_PICKLE:
-            raise Refused(f"{self._key} has a directory or pickle of {n:,} bytes, more than {MAX_PICKLE:,}")
+            raise UnsupportedError(f"{self._key} has a directory or pickle of {n:,} bytes, more than {MAX_PICKLE:,}")
         held = self.held(offset, n)
         if held is not None:
             return held
@@ -129,7 +129,7 @@ class TorchZip:
         tops = {name.removesuffix("/data.pkl") for name in self._members if name.endswith("/data.pkl")}
         tops = {top for top in tops if "/" not in top}
         if len(tops) != 1 or any(f"{top}/constants.pkl" in self._members for top in tops):
-            raise Refused(
+            raise UnsupportedError(
                 f"{self.label} is a zip file but not one of torch.save (a TorchScript archive, perhaps)",
                 hint="save the state dict with torch.save and read that",
             )
@@ -137,7 +137,9 @@ class TorchZip:
         self._offsets: dict[str, int] = {}
         order = f"{self._top}/byteorder"
         if order in self._members and self._content(order) != b"little":
-            raise Refused(f"{self.label} was written on a big-endian machine; only little-endian files are read")
+            raise UnsupportedError(
+                f"{self.label} was written on a big-endian machine; only little-endian files are read"
+            )
         self.pickle = self._content(f"{self._top}/data.pkl")
 
     def nbytes(self, storage: str) -> int:
@@ -194,7 +196,7 @@ class TorchZip:
         for info in listed:
             name = info.filename
             if info.flag_bits & _ENCRYPTED or info.compress_type != zipfile.ZIP_STORED:
-                raise Refused(
+                raise UnsupportedError(
                     f"{name} in {self.label} is compressed or encrypted, so it cannot be read in place",
                     hint="the file was packed by something other than torch.save; " + _SAVE_AGAIN,
                 )
@@ -219,11 +221,11 @@ class TorchZip:
                 )
             end, last = member.header_offset + _HEADER + member.nbytes, name
 
-    def _not_a_zip(self) -> IntegrityError | Refused:
+    def _not_a_zip(self) -> IntegrityError | UnsupportedError:
         """What to say of a file that is no zip archive."""
         head = self._ranges.fetch(0, min(512, self.size))
         if _LEGACY in head[:32] or head[257:262] == b"ustar":
-            return Refused(f"{self.label} is in torch's format of before version 1.6", hint=_SAVE_AGAIN)
+            return UnsupportedError(f"{self.label} is in torch's format of before version 1.6", hint=_SAVE_AGAIN)
         return IntegrityError(
             f"{self.label} is not a file of torch.save ({self.size:,} bytes that begin with {head[:8]!r})",
             hint="copy it again from where it was saved",
@@ -242,7 +244,7 @@ class TorchZip:
         """A small member, checked against its CRC-32."""
         member = self._members[name]
         if member.nbytes > MAX_PICKLE:
-            raise Refused(f"{name} in {self.label} has {member.nbytes:,} bytes, more than {MAX_PICKLE:,}")
+            raise UnsupportedError(f"{name} in {self.label} has {member.nbytes:,} bytes, more than {MAX_PICKLE:,}")
         self._ranges.fetch(member.header_offset, min(30, self.size - member.header_offset), ahead=member.nbytes + 1024)
         data = self._ranges.fetch(self._locate(name), member.nbytes)
         if member.crc32 and zlib.crc32(data) != member.crc32:
@@ -268,16 +270,16 @@ _LARGEST = 16 << 20  # bytes of a file that is kept as it is
 class ShutFile:
     """A file of `torch.save` that names what is not plain: it is kept as it is, and whoever wants its value is told."""
 
-    def __init__(self, store: Store, key: str, why: Refused, window: Window | None = None) -> None:
+    def __init__(self, store: Store, key: str, why: UcformatError, window: Window | None = None) -> None:
         self.key, self._store, self._why, self._window = key, store, why, window
 
     @property
     def value(self) -> Any:
-        """Refused."""
+        """The error with which the file was refused."""
         raise self._why
 
     def opaque(self) -> Opaque:
-        """The file as a value that nobody opens unasked; Refused where it is too large to be kept so."""
+        """The file as a value that nobody opens unasked; UnsupportedError where it is too large to be kept so."""
         window = self._window
         offset, nbytes = (window.offset, window.nbytes) if window else (0, self._store.info(self.key).size)
         if nbytes > _LARGEST:
@@ -303,7 +305,7 @@ def open_file(
     """A file (or a window of one), which stays shut where its pickle names what is not plain."""
     try:
         return TorchFile(store, key, allow=allow, window=window)
-    except Refused as error:
+    except (UnsafeError, UnsupportedError) as error:
         return ShutFile(store, key, error, window)
 
 

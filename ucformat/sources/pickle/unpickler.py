@@ -16,7 +16,7 @@ import struct
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, Refused, UcformatError
+from ucformat.errors import IntegrityError, UcformatError, UnsafeError, UnsupportedError
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.sources.pickle.allowed import plain_key, resolve, sizes, spelling
 from ucformat.sources.pickle.stand_ins import (
@@ -40,7 +40,7 @@ __all__ = ["unpickle"]
 def unpickle(data: bytes, *, file: str, storage_nbytes: Callable[[str], int], allow: tuple[str, ...] = ()) -> Any:
     """The value that a pickle of torch.save describes; `storage_nbytes` gives the size of a storage by its key.
 
-    Refused where it names anything that is not plain, IntegrityError where it cannot be read; both name `file`.
+    UnsafeError where it names anything that is not plain, IntegrityError where it cannot be read; both name `file`.
     """
     try:
         return _Machine(data, storage_nbytes, allow).run()
@@ -88,7 +88,7 @@ class _Machine:
                 return self.stack.pop()
             action = table.get(opcode)
             if action is None:
-                raise Refused(f"its pickle uses the opcode {bytes([opcode])!r}, which torch.save does not write")
+                raise UnsafeError(f"its pickle uses the opcode {bytes([opcode])!r}, which torch.save does not write")
             action(self)
 
     def take(self, n: int) -> bytes:
@@ -125,10 +125,10 @@ class _Machine:
         if isinstance(maker, InertClass):
             return Inert(maker.name, args)
         if not isinstance(maker, Maker):
-            raise Refused(f"its pickle calls a {type(maker).__name__}, which is not a class")
+            raise UnsafeError(f"its pickle calls a {type(maker).__name__}, which is not a class")
         self.copies -= sum(len(a if not isinstance(a, PurePosixPath) else str(a)) for a in args if type(a) in _SIZED)
         if self.copies < 0:
-            raise Refused("its pickle copies the same values again and again, which no checkpoint needs")
+            raise UnsafeError("its pickle copies the same values again and again, which no checkpoint needs")
         kind = maker.name.rpartition(".")[2]
         if kind in _KEYED:
             for a in args:
@@ -140,7 +140,7 @@ class _Machine:
         if isinstance(made, StoredTensor) and not any(a is made for a in args):
             self.views -= made.nbytes
             if self.views < 0:
-                raise Refused(
+                raise UnsafeError(
                     "its tensors share storages, or repeat elements, so that they have far more than it holds"
                 )
         return made
@@ -155,7 +155,9 @@ class _Machine:
             if type(key) is not str and (type(key) is not int or not 0 <= key <= 2 * n + _SMALL):
                 self.meetings -= n
         if self.meetings < 0:
-            raise Refused("its pickle has more keys that are neither text nor small numbers than any checkpoint needs")
+            raise UnsafeError(
+                "its pickle has more keys that are neither text nor small numbers than any checkpoint needs"
+            )
 
     def reduce(self) -> None:
         args = self.stack.pop()
@@ -166,7 +168,7 @@ class _Machine:
         made = self.make(self.stack[-1], args)
         if keywords:
             if not isinstance(made, Inert):
-                raise Refused("its pickle passes keywords to a plain class")
+                raise UnsafeError("its pickle passes keywords to a plain class")
             made.args = (*made.args, keywords)
         self.stack[-1] = made
 
@@ -177,18 +179,18 @@ class _Machine:
         elif isinstance(target, NumpyDtype):
             target.order = state[1] if state[1] in "<>" else target.order
             if state[3] is not None or state[4] is not None:
-                raise Refused("a numpy array of a structured dtype is not read")
+                raise UnsupportedError("a numpy array of a structured dtype is not read")
         elif isinstance(target, NdArray):
             _, target.shape, dtype, target.fortran, target.data = state
             target.shape, target.dtype = sizes(target.shape, "shape"), spelling(dtype)
             if not isinstance(target.data, bytes):
-                raise Refused("a numpy array of Python objects is not read")
+                raise UnsafeError("a numpy array of Python objects is not read")
         elif isinstance(target, Stream):
             if not isinstance(state, tuple) or not state or not isinstance(state[0], bytes):
                 raise IntegrityError("its pickle fills a file in memory with what is not bytes")
             target.data = state[0]
         elif not isinstance(target, dict | StoredTensor):  # attributes of a state dict or a parameter say nothing
-            raise Refused(f"its pickle sets the state of a {type(target).__name__}")
+            raise UnsafeError(f"its pickle sets the state of a {type(target).__name__}")
 
     def append(self, items: list[Any]) -> None:
         target = self.stack[-1]
@@ -253,7 +255,7 @@ class _Machine:
         if not isinstance(module, str) or not isinstance(name, str):
             raise IntegrityError("its pickle names a global by something that is not text")
         if len(module) + len(name) > _NAME:
-            raise Refused(f"its pickle names a global of {len(module) + len(name)} characters")
+            raise UnsafeError(f"its pickle names a global of {len(module) + len(name)} characters")
         self.push(resolve(module, name, self.allow))
 
     def stack_global(self) -> None:
@@ -263,7 +265,9 @@ class _Machine:
     def persistent(self) -> None:
         identity = self.stack.pop()
         if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage":
-            raise Refused(f"its pickle refers to an outside object {reprlib.repr(identity)}, which is not a storage")
+            raise UnsafeError(
+                f"its pickle refers to an outside object {reprlib.repr(identity)}, which is not a storage"
+            )
         _, kind, key, _, numel = identity[:5]
         if not isinstance(kind, StorageType) or not isinstance(key, str) or type(numel) is not int or numel < 0:
             raise IntegrityError(f"its pickle refers to a storage by {reprlib.repr(identity)}")
@@ -369,7 +373,7 @@ _OPCODES: dict[int, Callable[[_Machine], None]] = {
 
 def _protocol(version: int) -> None:
     if not 2 <= version <= 5:
-        raise Refused(f"its pickle has protocol {version}; 2 to 5 are read")
+        raise UnsupportedError(f"its pickle has protocol {version}; 2 to 5 are read")
 
 
 def _ignore(_: object) -> None:

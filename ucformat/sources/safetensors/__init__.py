@@ -11,7 +11,7 @@ from __future__ import annotations
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
-from ucformat.errors import Refused, UsageError
+from ucformat.errors import UnsupportedError, UsageError
 from ucformat.sources.base import Source
 from ucformat.sources.model_files import complete, file_sets, find_assets, numbered, root_files
 from ucformat.storage.base import exists
@@ -69,7 +69,7 @@ class Safetensors(Source):
         found = numbered(key)
         if found and found[2] > 1:
             index = next((n for n in root_files(store) if n.endswith(_INDEX)), None)
-            raise Refused(
+            raise UnsupportedError(
                 f"{key} is one of {found[2]} shards of a checkpoint, not a whole one",
                 hint=f"open {index}" if index else "open the folder that it lies in",
             )

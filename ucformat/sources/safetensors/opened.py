@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ucformat.errors import IntegrityError, Refused
+from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Extent
 from ucformat.reading.readable import Facts
@@ -127,7 +127,7 @@ def _stored(name: str, entry: Any, start: int, file: str) -> Stored:
         raise _damaged(file, f"has an entry {shown} without exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise Refused(
+        raise UnsupportedError(
             f"{file}: the tensor {shown} has the data type {reprlib.repr(dtype)}, which ucformat does not know",
             hint=f"known are {', '.join(DTYPES)}",
         )
@@ -231,7 +231,7 @@ class OpenSafetensors:
 def _add(header: Header, contents: TensorIndex) -> None:
     """The tensors of a file."""
     if _CUT in header.metadata:
-        raise Refused(
+        raise UnsupportedError(
             f"{header.file} was saved by PyTorch's HuggingFaceStorageWriter, which cuts tensors over files",
             hint="open the folder that it wrote as a DCP checkpoint, or consolidate it with PyTorch",
         )

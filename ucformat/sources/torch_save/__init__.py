@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import Refused, UsageError
+from ucformat.errors import UnsupportedError, UsageError
 from ucformat.sources.base import PickleOptions, Source, groups_by_optimizer, option
 from ucformat.sources.model_files import complete, file_sets, find_assets, numbered, root_files
 
@@ -105,10 +105,10 @@ def _candidates(store: Store, names: Mapping[str, Any], most: int | None = None)
 
 
 def _check_whole(store: Store, key: str) -> None:
-    """Refused where a file is by its name one part of a checkpoint."""
+    """UnsupportedError where a file is by its name one part of a checkpoint."""
     found = numbered(key)
     if found and found[2] > 1:
-        raise Refused(
+        raise UnsupportedError(
             f"{key} is one of {found[2]} shards of a checkpoint, not a whole one",
             hint="open the folder that it lies in",
         )
@@ -120,7 +120,7 @@ def choose_files(names: Sequence[str], url: str) -> FileSet:
     """The files of the one checkpoint, or its index; UsageError where it is not clear which is meant."""
     cut = [n for n in names if _CUT.fullmatch(n)]
     if len(cut) > 1:
-        raise Refused(
+        raise UnsupportedError(
             f"{url} holds a model cut over {len(cut)} ranks ({cut[0]} to {cut[-1]}), and no file says how",
             hint="convert it with the tool of its makers (for Llama: transformers' convert_llama_weights_to_hf.py)",
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, Refused, UsageError
+from ucformat.errors import IntegrityError, UnsupportedError, UsageError
 from ucformat.reading.readable import Facts
 from ucformat.sources.index import TensorIndex
 from ucformat.sources.model_files import check_index, check_shards, present, read_weight_map
@@ -100,7 +100,7 @@ class _Walk:
             return value
         self.nodes += len(value)
         if self.nodes > _NODES:
-            raise Refused("the file holds too many values to be a checkpoint")
+            raise UnsupportedError("the file holds too many values to be a checkpoint")
         if isinstance(value, dict) and is_optimizer(value):
             self.parts.optimizers[path or "optimizer"] = value
             return self._left({k: v for k, v in value.items() if k not in ("state", "param_groups")})
@@ -251,7 +251,7 @@ def _flat(file: TorchFile) -> dict[str, StoredTensor]:
 def _parts(file: TorchFile) -> Parts:
     """The parts of a file, which must have a state dict."""
     if isinstance(file.value, Inert):
-        raise Refused(f"{file.key} holds a whole {file.value.name}, not a state dict", hint=_WHAT)
+        raise UnsupportedError(f"{file.key} holds a whole {file.value.name}, not a state dict", hint=_WHAT)
     parts = find_parts(file.value)
     if not parts.modules and not parts.optimizers:
         raise UsageError(f"{file.key} holds no state dict of a module or an optimizer", hint=_WHAT)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
-from ucformat.errors import IntegrityError, Refused
+from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.schema.dtypes import ITEMSIZE
 
 __all__ = [
@@ -66,7 +66,7 @@ def check_chain(where: str, codecs: Any, shape: tuple[int, ...], itemsize: int, 
 
     Raises:
         IntegrityError: it is no chain.
-        Refused: it has a codec that is not decoded.
+        UnsupportedError: it has a codec that is not decoded.
     """
     if not isinstance(codecs, list) or depth > _NESTED:
         raise IntegrityError(f"{where}: its codecs are not a list, or are nested too deeply")
@@ -90,7 +90,7 @@ def check_chain(where: str, codecs: Any, shape: tuple[int, ...], itemsize: int, 
         elif name in (*PACKING, "transpose", "bytes", "sharding_indexed"):
             raise IntegrityError(f"{where}: its codec {name!r} does not stand where it may")
         else:
-            raise Refused(
+            raise UnsupportedError(
                 f"{where}: chunks encoded with {name!r} are not read",
                 hint=f"those are: {', '.join(['bytes', 'transpose', 'sharding_indexed', *PACKING])}; write the array "
                 "anew with one of them",
@@ -122,7 +122,7 @@ def _order(where: str, config: dict[str, Any], ndim: int) -> list[int]:
 def _endian(where: str, config: dict[str, Any], itemsize: int) -> str:
     endian = config.get("endian", "little" if itemsize == 1 else None)
     if endian is None:
-        raise Refused(
+        raise UnsupportedError(
             f"{where}: its codec 'bytes' does not say which byte comes first",
             hint="give it `endian` in the array's zarr.json, as whoever wrote it knows",
         )
@@ -269,7 +269,7 @@ def parse_v2(path: str, where: str, doc: Any) -> Array:
     if filters := doc.get("filters"):
         listed = filters[:5] if isinstance(filters, list) else [filters]
         names = [str(f.get("id") if isinstance(f, dict) else f)[:80] for f in listed]
-        raise Refused(
+        raise UnsupportedError(
             f"{where}: chunks with the filters {', '.join(names)} are not read",
             hint="write the array anew without filters",
         )
@@ -289,7 +289,7 @@ def parse_v2(path: str, where: str, doc: Any) -> Array:
         elif name in ("zlib", "bz2"):
             packed = str(name)
         else:
-            raise Refused(
+            raise UnsupportedError(
                 f"{where}: chunks compressed with {str(name or compressor)[:80]!r} are not read",
                 hint="those are: zstd, gzip, blosc, zlib, bz2; write the array anew with one of them",
             )
@@ -305,9 +305,9 @@ def parse_v3(path: str, where: str, doc: Any) -> Array:
         raise IntegrityError(f"{where} is not the metadata of a Zarr v3 array")
     for key, value in doc.items():
         if key not in _V3_KEYS and not (isinstance(value, dict) and value.get("must_understand") is False):
-            raise Refused(f"{where} has the extension {key[:80]!r}, which is not known")
+            raise UnsupportedError(f"{where} has the extension {key[:80]!r}, which is not known")
     if doc.get("storage_transformers"):
-        raise Refused(f"{where} has storage transformers, which are not known")
+        raise UnsupportedError(f"{where} has storage transformers, which are not known")
     dtype = doc.get("data_type")
     dtype = dtype.get("name") if isinstance(dtype, dict) and not dtype.get("configuration") else dtype
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
@@ -316,12 +316,12 @@ def parse_v3(path: str, where: str, doc: Any) -> Array:
     if not isinstance(grid, dict) or not isinstance(encoding, dict | str):
         raise IntegrityError(f"{where} has no chunk_grid or no chunk_key_encoding")
     if grid.get("name") != "regular" or not isinstance(grid.get("configuration"), dict):
-        raise Refused(f"{where}: the chunk grid {str(grid.get('name'))[:80]!r} is not read, only 'regular'")
+        raise UnsupportedError(f"{where}: the chunk grid {str(grid.get('name'))[:80]!r} is not read, only 'regular'")
     chunks = _sizes(where, "chunk_shape", grid["configuration"].get("chunk_shape"), 0)
     encoding = {"name": encoding} if isinstance(encoding, str) else encoding
     config = encoding.get("configuration") or {}
     if encoding.get("name") not in ("default", "v2") or not isinstance(config, dict):
-        raise Refused(f"{where}: the chunk keys {str(encoding.get('name'))[:80]!r} are not known")
+        raise UnsupportedError(f"{where}: the chunk keys {str(encoding.get('name'))[:80]!r} are not known")
     prefix, usual = ("c", "/") if encoding["name"] == "default" else ("", ".")
     shape = _sizes(where, "shape", doc.get("shape"), 0)
     separator = config.get("separator", usual)
@@ -376,10 +376,10 @@ def _v2_dtype(where: str, dtype: Any) -> tuple[str, str]:
     raise _unknown_dtype(where, dtype)
 
 
-def _unknown_dtype(where: str, dtype: Any) -> Refused:
+def _unknown_dtype(where: str, dtype: Any) -> UnsupportedError:
     void = isinstance(dtype, str) and re.fullmatch(r"[<>|]V\d+", dtype)
     hint = "it may be bfloat16 or float8, but does not say: give the name in the metadata" if void else None
-    return Refused(
+    return UnsupportedError(
         f"{where}: the data type {str(dtype)[:80]!r} is not read",
         hint=hint or f"those are: {', '.join(ITEMSIZE)}",
     )

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from crc32c import crc32c
 
-from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound, Refused
+from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound, UnsupportedError
 from ucformat.geometry.box import Box, each_index, row_major
 from ucformat.geometry.tensor import Block, Extent
 from ucformat.sources.zarr.array import has_crc32c
@@ -39,7 +39,7 @@ def tensorstore() -> Any:
     try:
         import tensorstore as package
     except ImportError:
-        raise Refused(
+        raise UnsupportedError(
             "this checkpoint is encoded, and decoding it needs the package tensorstore, which is not installed",
             hint="pip install 'ucformat[zarr]'",
         ) from None
@@ -67,7 +67,9 @@ def decode_chunk(array: Array, at: tuple[int, ...], data: bytes, where: str) -> 
 def fill_chunk(array: Array, where: str) -> memoryview:
     """A chunk that is not stored: all of it the array's fill value."""
     if array.chunk_nbytes > _FLOOR:
-        raise Refused(f"{where} is not stored, and too large to be made of the fill value: {array.chunk_nbytes} bytes")
+        raise UnsupportedError(
+            f"{where} is not stored, and too large to be made of the fill value: {array.chunk_nbytes} bytes"
+        )
     return _read(array, array.chunk_codecs, array.chunk, None, where)
 
 
@@ -99,7 +101,7 @@ def _before_blosc(codecs: tuple[Codec, ...], data: bytes, nbytes: int, where: st
             raise ChecksumError(f"{where} does not match its CRC-32C")
         codecs = codecs[:-1]
     if [c["name"] for c in codecs if c["name"] != "transpose"] != ["bytes", "blosc"]:
-        raise Refused(
+        raise UnsupportedError(
             f"{where}: it is encoded with blosc and something else, so that nothing tells how large it becomes",
             hint="write the array anew with one codec that compresses, and shards without blosc in others",
         )
@@ -190,7 +192,7 @@ class Chunks:
         grid = [range(f, -(-b // c)) for b, c, f in zip(near.stop, array.chunk, firsts, strict=True)]
         count = math.prod(map(len, grid))
         if array.path in self._filled and count > self._most:
-            raise Refused(
+            raise UnsupportedError(
                 f"{self._label(array)} would have {count:,} chunks here, and what is stored may hold {self._most:,}",
                 hint="read less of it at once; or, if most of its chunks are missing, write it anew",
             )
@@ -251,7 +253,7 @@ class Chunks:
         if shard.nbytes < nbytes:
             raise IntegrityError(f"{self._label(array)}: {shard.file} is too short for the index of a shard")
         if nbytes > _MOST_INDEX:
-            raise Refused(
+            raise UnsupportedError(
                 f"{self._label(array)}: the shard in {shard.file} has an index of {nbytes:,} bytes, more than "
                 f"{_MOST_INDEX:,}",
                 hint="write the array anew with larger chunks, or smaller shards",

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, MissingData, Refused, UsageError, option_text
+from ucformat.errors import IntegrityError, MissingData, UnsupportedError, UsageError, option_text
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
 from ucformat.reading.readable import Facts
 from ucformat.sources.index import unknown_tensor
@@ -50,7 +50,7 @@ def read_hierarchy(store: Store, values: Values) -> Hierarchy:
     Raises:
         IntegrityError: a document is damaged, or documents contradict each other.
         MissingData: consolidated metadata name an array that is not there.
-        Refused: an array's data type or codecs are not known.
+        UnsupportedError: an array's data type or codecs are not known.
     """
     names = {".zarray", ".zattrs", ".zgroup", ".zmetadata", _V3}
     keys = [key for key in values if key.rpartition("/")[2] in names]
@@ -130,7 +130,7 @@ def _check_alone(store: Store, documents: dict[str, Any], path: str) -> None:
     for name in _V2:
         other = f"{path}/{name}" if path else name
         if other in documents:
-            raise Refused(
+            raise UnsupportedError(
                 f"{store.url}: {path or 'the folder'} is a node of Zarr v3 and of v2: it has {_V3} and {name}",
                 hint="move the metadata of the version that you do not want elsewhere",
             )

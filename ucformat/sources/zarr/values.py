@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ucformat.errors import IntegrityError, Refused
+from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.storage.base import HIDDEN, check_range
 from ucformat.storage.wrappers import SyntheticStore, WrappedStore
 
@@ -58,7 +58,7 @@ def read_json(store: Store, values: Mapping[str, Stored], key: str) -> Any:
     """
     stored = values[key]
     if stored.nbytes > _MAX_METADATA:
-        raise Refused(f"{store.url}: {key} has {stored.nbytes} bytes, too many for metadata")
+        raise UnsupportedError(f"{store.url}: {key} has {stored.nbytes} bytes, too many for metadata")
     try:
         return json.loads(stored.read(store))
     except (ValueError, RecursionError) as error:

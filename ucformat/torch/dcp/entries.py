@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ucformat.errors import Refused
+from ucformat.errors import PermissionDenied, UnsupportedError
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import IntKey
 from ucformat.sources.dcp.names import GROUPS, dotted, key_of_dotted
@@ -199,7 +199,7 @@ def fit_values(
         elif isinstance(found, Value):
             try:
                 value = decode(found.data, current.get(fqn), trust=trust)
-            except Refused as error:
+            except (PermissionDenied, UnsupportedError) as error:
                 others.append(f"the object {fqn}: {error.message}")
                 continue
             wrong, dtype = unfit(value, current.get(fqn), cast=cast)
@@ -209,7 +209,7 @@ def fit_values(
         elif isinstance(found, Parts):
             try:
                 values[fqn] = _joined(entries, fqn, current.get(fqn), trust=trust)
-            except Refused as error:
+            except (PermissionDenied, UnsupportedError) as error:
                 others.append(f"the object {fqn}: {error.message}")
     problems = Problems(dtypes=tuple(dtypes), others=tuple(others))
     by_name, more = _fit_options(entries, options, current, trust=trust)
@@ -233,7 +233,9 @@ def _joined(entries: Entries, fqn: str, current: Any, *, trust: bool) -> Any:
         return type(current)(*items) if hasattr(current, "_fields") else type(current)(items)
     if isinstance(found, Value):
         return decode(found.data, current, trust=trust)
-    raise Refused(f"tensors were saved out of it, and {fqn} is none of them", hint="give a state of its structure")
+    raise UnsupportedError(
+        f"tensors were saved out of it, and {fqn} is none of them", hint="give a state of its structure"
+    )
 
 
 def _fit_options(

@@ -125,7 +125,7 @@ class Reader(StorageReader):
             StateMismatch: dtypes or values do not fit; all that do not are listed, and nothing of this rank is changed.
             ChecksumError: a chunk does not match its checksum.
             Conflict: a file of the checkpoint was changed since it was opened.
-            Refused: an object is a pickle, and `trust` is false.
+            UnsafeError: an object is a pickle, and `trust` is false.
         """
         entries = self._entries
         if entries is None:

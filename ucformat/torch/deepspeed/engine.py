@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ucformat.errors import Refused, UsageError
+from ucformat.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,10 +45,10 @@ class Trainer:
         return {"zero": self.stage, "dp": int(self.engine.seq_dp_world_size)}
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """The name of a parameter that the optimizer has; Refused for a tensor that is not the module's."""
+        """The name of a parameter that the optimizer has; UnsupportedError for a tensor that is not the module's."""
         found = self.engine.param_names.get(parameter)
         if found not in self.parameters:
-            raise Refused(
+            raise UnsupportedError(
                 f"the optimizer has a tensor of shape {list(parameter.shape)} that is no parameter of the module",
                 hint="register it in the module that deepspeed.initialize is given, so that it has a name",
             )
@@ -56,7 +56,7 @@ class Trainer:
 
 
 def look(engine: Any) -> Trainer:
-    """What a DeepSpeed engine is made of; Refused where it holds state that cannot be saved or loaded yet."""
+    """What a DeepSpeed engine is made of; UnsupportedError where it holds state that cannot be saved or loaded yet."""
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.utils import DummyOptim
 
@@ -105,7 +105,7 @@ def _refuse_engine(engine: Any) -> None:
     }
     for what, found in unsupported.items():
         if found:
-            raise Refused(
+            raise UnsupportedError(
                 f"a DeepSpeed engine with {what} cannot be saved or loaded yet",
                 hint="use engine.save_checkpoint, or an engine of data parallelism with ZeRO 0 to 3",
             )
@@ -113,25 +113,27 @@ def _refuse_engine(engine: Any) -> None:
 
 def _refuse_optimizer(optimizer: Any) -> None:
     if getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False):
-        raise Refused(
+        raise UnsupportedError(
             "an engine whose optimizer or parameters are offloaded to NVMe cannot be saved or loaded",
             hint='offload to "cpu" instead, or use engine.save_checkpoint',
         )
     if getattr(optimizer, "offloaded_states", None):
         names = ", ".join(sorted(str(getattr(s, "value", s)) for s in optimizer.offloaded_states))
-        raise Refused(
+        raise UnsupportedError(
             f"the engine has offloaded its states ({names}) for now", hint="call engine.reload_states() before"
         )
     if hasattr(optimizer, "backup_optimizer"):
-        raise Refused(
+        raise UnsupportedError(
             "an engine that offloads a part of its optimizer (`ratio` below 1) cannot be saved or loaded yet",
             hint="offload all of it or none",
         )
     if type(optimizer).__name__ == "MiCS_Optimizer":
-        raise Refused("MiCS cannot be saved or loaded yet", hint="use ZeRO 3, with zero_hpz_partition_size perhaps")
+        raise UnsupportedError(
+            "MiCS cannot be saved or loaded yet", hint="use ZeRO 3, with zero_hpz_partition_size perhaps"
+        )
     inner = type(getattr(optimizer, "optimizer", optimizer)).__name__
     if inner in _ONE_BIT:
-        raise Refused(
+        raise UnsupportedError(
             f"{inner} keeps the rest of its gradient compression on each rank, which no other layout could use",
             hint="use engine.save_checkpoint and the same world size, or another optimizer",
         )
@@ -142,13 +144,13 @@ def _refuse_parameter(name: str, parameter: Any) -> None:
     if partition is None:
         return
     if hasattr(partition, "ds_quant_scale"):
-        raise Refused(
+        raise UnsupportedError(
             f"{name} is kept quantized by ZeRO 3 (zero_quantized_nontrainable_weights), which cannot be saved or "
             "loaded yet",
             hint="switch that option off",
         )
     if getattr(partition.status, "name", "AVAILABLE") != "AVAILABLE":
-        raise Refused(
+        raise UnsupportedError(
             f"the partition of {name} is not in memory but swapped out", hint='offload parameters to "cpu" instead'
         )
 

@@ -76,7 +76,8 @@ def load(
 
     Raises:
         StateMismatch: the checkpoint does not fit the engine; all that does not is listed.
-        Refused: the engine has state that cannot be loaded yet, or an object is a pickle, and `trust` is false.
+        UnsupportedError: the engine has state that cannot be loaded yet.
+        UnsafeError: an object is a pickle, and `trust` is false.
     """
     with meeting(None, timeout, "load", url.url if isinstance(url, Checkpoint) else url) as group:
         plan = _Plan(_Choice(rename, optimizer=optimizer, scheduler=scheduler, trust=trust))

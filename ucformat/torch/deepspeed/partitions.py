@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import Refused
+from ucformat.errors import UnsupportedError
 from ucformat.geometry.flat_buffer import FlatBuffer, Slot
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def held_by(trainer: Trainer) -> tuple[Held, ...]:
         )
     if optimizer is inner:
         return tuple(_one(trainer, g, p, p) for g, group in enumerate(inner.param_groups) for p in group["params"])
-    raise Refused(
+    raise UnsupportedError(
         f"the optimizer {type(optimizer).__name__} cannot be saved or loaded yet",
         hint="known are those of ZeRO 0 to 3 in fp32, bf16 and fp16; engine.save_checkpoint may know it",
     )

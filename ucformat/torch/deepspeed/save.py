@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ucformat.errors import Refused, UsageError
+from ucformat.errors import UnsupportedError, UsageError
 from ucformat.geometry.box import row_major
 from ucformat.geometry.local import Dim, Run, pieces_of
 from ucformat.geometry.tensor import Piece, TensorInfo
@@ -44,7 +44,7 @@ def collect(engine: Any, client_state: Mapping[str, Any] | None = None) -> Local
             has for itself as `ucformat.torch.PerRank(value)`. Tensors among them are kept too.
 
     Raises:
-        Refused: the engine has state that cannot be saved yet, or is in the middle of a gradient accumulation.
+        UnsupportedError: the engine has state that cannot be saved yet, or is in the middle of a gradient accumulation.
     """
     import deepspeed
 
@@ -77,7 +77,7 @@ def _refuse_half_a_step(engine: Any) -> None:
     else:
         done = engine._unmanaged_backward_count  # noqa: SLF001 - it is told nowhere else
     if done:
-        raise Refused(
+        raise UnsupportedError(
             f"the engine has accumulated the gradients of {done} micro-batches, which no checkpoint keeps",
             hint="save after the engine.step() that applies them",
         )
@@ -110,13 +110,13 @@ def part_of(held: Held, part: Part, memory: torch.Tensor, state: str) -> Local:
     """What this rank has of a parameter in one state, in the optimizer's tensor of that state.
 
     Raises:
-        Refused: it is neither as long as the flat buffer nor one value for all of it.
+        UnsupportedError: it is neither as long as the flat buffer nor one value for all of it.
     """
     memory = memory.detach()
     if memory.dim() == 0 or held.whole:
         return local_of(part.name, state, memory)
     if memory.shape != held.tensor.shape:
-        raise Refused(
+        raise UnsupportedError(
             f"the optimizer state {state!r} of {part.name} has shape {list(memory.shape)}, which is not laid along the "
             f"{held.tensor.numel()} elements that the optimizer updates together",
             hint="such optimizers can be saved and loaded with ZeRO 0 alone",
@@ -232,8 +232,8 @@ def save(
         timeout: seconds after which a silent rank is taken for dead.
 
     Raises:
-        Refused: the engine has state that cannot be saved yet (pipeline, tensor or expert parallelism, NVMe), or is in
-            the middle of a gradient accumulation.
+        UnsupportedError: the engine has state that cannot be saved yet (pipeline, tensor or expert parallelism, NVMe),
+            or is in the middle of a gradient accumulation.
         Conflict: a checkpoint is committed there already.
         UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import Refused
+from ucformat.errors import UnsupportedError
 from ucformat.torch.state.objects import PerRank, Rng
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
     registered for checkpointing, the gradient scaler, the random generators, and the accelerator's own step.
 
     Raises:
-        Refused: DeepSpeed or Megatron-LM holds the state.
+        UnsupportedError: DeepSpeed or Megatron-LM holds the state.
     """
     kind = str(accelerator.distributed_type.value)
     if kind in ("DEEPSPEED", "MEGATRON_LM"):
         hint = "ucformat.torch.deepspeed saves an engine" if kind == "DEEPSPEED" else "save from Megatron-LM itself"
-        raise Refused(f"{kind} holds the state of this Accelerator, and not torch", hint=hint)
+        raise UnsupportedError(f"{kind} holds the state of this Accelerator, and not torch", hint=hint)
     loaders = [d for d in accelerator._dataloaders if getattr(d, "use_stateful_dataloader", False)]  # noqa: SLF001
     parts: dict[str, list[Any]] = {
         "model": list(accelerator._models),  # noqa: SLF001 - the accelerator has no public list of what it prepared

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import rotate_checkpoints
 
-from ucformat.errors import NotACheckpoint, Refused
+from ucformat.errors import NotACheckpoint, UnsupportedError
 from ucformat.format.commit import MANIFEST
 from ucformat.references import open_reference
 from ucformat.sources.configuration import of_program
@@ -162,7 +162,9 @@ class UniversalTrainer(Trainer):
     def _live(self) -> dict[str, Any]:
         """The state of the training as it is."""
         if self.is_deepspeed_enabled:
-            raise Refused("DeepSpeed holds the state of this Trainer", hint="ucformat.torch.deepspeed saves an engine")
+            raise UnsupportedError(
+                "DeepSpeed holds the state of this Trainer", hint="ucformat.torch.deepspeed saves an engine"
+            )
         state = _training(self.model, self.optimizer, self.lr_scheduler)
         scaler = getattr(self.accelerator, "scaler", None)
         return state if scaler is None else {**state, "scaler": scaler}

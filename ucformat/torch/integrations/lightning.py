@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-from ucformat.errors import NotACheckpoint, Refused, UsageError
+from ucformat.errors import NotACheckpoint, UnsupportedError, UsageError
 from ucformat.format.commit import read_manifest
 from ucformat.jobs.removal import remove
 from ucformat.references import open_reference
@@ -157,7 +157,7 @@ class UniversalCheckpointIO(CheckpointIO):
         """Save from this rank alone. What lies at the path already is replaced.
 
         Raises:
-            Refused: an optimizer does not know the names of its parameters.
+            UnsupportedError: an optimizer does not know the names of its parameters.
         """
         if storage_options is not None:
             raise UsageError("storage_options are not used here", hint="the url says where the checkpoint lies")
@@ -176,7 +176,8 @@ class UniversalCheckpointIO(CheckpointIO):
         """The checkpoint as Lightning has it; each rank that calls this reads all of it.
 
         Raises:
-            Refused: a value is a pickle, and `weights_only` is not False; or the optimizers were saved by a strategy.
+            UnsafeError: a value is a pickle, and `weights_only` is not False.
+            UnsupportedError: the optimizers were saved by a strategy.
         """
         if callable(map_location) or isinstance(map_location, dict):
             raise UsageError("map_location must be a device", hint='such as "cpu"')
@@ -184,7 +185,7 @@ class UniversalCheckpointIO(CheckpointIO):
         rest = dict(decode(ck.objects.get(_REST, {}), trust=weights_only is False))
         numbered = rest.get("optimizer_states", [])
         if not numbered and ck.manifest.groups:
-            raise Refused(
+            raise UnsupportedError(
                 f"{ck.url} holds optimizers, but not their parameters' numbers, by which a CheckpointIO gives them",
                 hint="load it by UniversalDDPStrategy or UniversalModelParallelStrategy",
             )
@@ -218,7 +219,7 @@ def _without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 def _named(index: int, state: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state dict by the names of its parameters, as `get_optimizer_state_dict` gives it."""
     if any("param_names" not in group for group in state["param_groups"]):
-        raise Refused(
+        raise UnsupportedError(
             f"optimizer {index} does not know the names of its parameters, only their numbers",
             hint="make it of names too, AdamW(self.named_parameters()), or save by UniversalDDPStrategy",
         )

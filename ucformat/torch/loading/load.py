@@ -121,7 +121,7 @@ def load(
         StateMismatch: the checkpoint does not fit the state; all that does not is listed.
         ChecksumError: a chunk does not match its checksum.
         Conflict: a file of the checkpoint was changed since it was opened.
-        Refused: an object is a pickle, and `trust` is false.
+        UnsafeError: an object is a pickle, and `trust` is false.
     """
     with meeting(group, timeout, "load", url.url if isinstance(url, Checkpoint) else url) as ranks:
         with ranks.telling():

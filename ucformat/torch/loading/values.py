@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ucformat.errors import Refused, UsageError
+from ucformat.errors import PermissionDenied, UnsupportedError, UsageError
 from ucformat.reading.readable import IntKey
 from ucformat.sources.dcp.names import GROUPS, dotted
 from ucformat.sources.values import from_json, json_key
@@ -195,7 +195,7 @@ def fit_objects(
             continue
         try:
             value = decode(data, leaf.value, trust=trust)
-        except Refused as error:
+        except (PermissionDenied, UnsupportedError) as error:
             others.append(f"the object {dotted(path)}: {error.message}")
             continue
         wrong, dtype = unfit(value, leaf.value, cast=cast)
@@ -227,7 +227,7 @@ def _fit_ranks(
             continue
         try:
             values = [decode(v, leaf.value, trust=trust) for v in saved]
-        except Refused as error:
+        except (PermissionDenied, UnsupportedError) as error:
             others.append(f"what each rank has of {dotted(path)}: {error.message}")
             continue
         if len(values) != ranks.size and wanted.merge is None:

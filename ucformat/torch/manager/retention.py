@@ -22,8 +22,9 @@ from ucformat.errors import (
     IntegrityError,
     NotACheckpoint,
     NotFound,
-    Refused,
+    PermissionDenied,
     UcformatError,
+    UnsupportedError,
     UpgradeNeeded,
     UsageError,
 )
@@ -263,6 +264,6 @@ def _replaceable(store: Store) -> bool:
         store.replace(MANIFEST, b"", "")
     except Conflict:
         return True
-    except Refused:
+    except (PermissionDenied, UnsupportedError):
         pass
     return False

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ucformat.errors import Refused, UsageError
+from ucformat.errors import UnsupportedError, UsageError
 from ucformat.reading.readable import IntKey
 from ucformat.sources.dcp.names import GROUPS, dotted, name_state, optimizer_roots, split_option
 from ucformat.torch.state.objects import PerRank, Rng, encode
@@ -290,7 +290,7 @@ def _stateful(found: Collected, path: Path, value: Any, modules: Modules) -> Non
 
 def _module(found: Collected, path: Path, module: torch.nn.Module) -> None:
     if any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
-        raise Refused(
+        raise UnsupportedError(
             f"{dotted(path)} is wrapped in FSDP1, whose parameters are flat",
             hint="use fully_shard (FSDP2), or give what torch.distributed.checkpoint.state_dict.get_state_dict gives",
         )

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from ucformat.errors import Refused, UsageError
+from ucformat.errors import UnsafeError, UnsupportedError, UsageError
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.sources.pickle.stand_ins import Dtype, NdArray, Opaque, Stream
 from ucformat.sources.values import from_json, to_json
@@ -43,7 +43,7 @@ def encode(value: Any, path: str = "") -> Any:
     try:
         return to_json(_stand_in(value), path=path, tuples=True)
     except RecursionError:
-        raise Refused(
+        raise UnsupportedError(
             f"{path or 'a value'} holds itself, or is nested too deeply to be an object",
             hint="save what its `state_dict()` gives, or leave it out",
         ) from None
@@ -76,7 +76,7 @@ def _stand_in(value: Any) -> Any:
     try:
         return Opaque(pickle.dumps(value))
     except Exception as error:
-        raise Refused(
+        raise UnsupportedError(
             f"a {type(value).__name__} has no JSON form and cannot be pickled: {error}",
             hint="save what its `state_dict()` gives, or leave it out",
         ) from error
@@ -93,13 +93,14 @@ def decode(data: Any, template: Any = None, *, trust: bool = False) -> Any:
     """The value that a JSON form stands for, in the types of `template` where that has the same structure.
 
     Raises:
-        Refused: part of it is an opaque pickle, and `trust` is false or it cannot be opened here.
+        UnsafeError: part of it is an opaque pickle, and `trust` is false.
+        UnsupportedError: that pickle cannot be opened here.
     """
     return like(from_json(data, _trusted if trust else _distrusted), template)
 
 
 def _distrusted(_: bytes) -> Any:
-    raise Refused(
+    raise UnsafeError(
         "the value is a pickle, which could run code when it is opened; trust=True opens it",
         hint="say trust=True if you trust whoever wrote the checkpoint",
     )
@@ -109,7 +110,7 @@ def _trusted(data: bytes) -> Any:
     try:
         return pickle.loads(data)  # noqa: S301 - asked for by `trust`
     except Exception as error:
-        raise Refused(
+        raise UnsupportedError(
             f"the value is a pickle that cannot be opened: {type(error).__name__}: {error}",
             hint="the program that loads needs the classes that the one which saved had",
         ) from error
