@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DeepSpeedOptions",
-    "Files",
+    "TagFiles",
     "check_world",
     "find_tag",
     "is_model_or_optimizer",
@@ -66,7 +66,7 @@ _NOT_YET = (
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class TagFiles:
     """The files of a tag folder by role, as keys of the store."""
 
     tag: str  # "" where the store is rooted at the tag folder itself
@@ -133,7 +133,7 @@ def is_universal(store: Store, tag: str) -> bool:
     return any(match is not None and not match[1] for match in found)
 
 
-def list_files(store: Store, tag: str, *, universal: bool = False) -> Files:
+def list_files(store: Store, tag: str, *, universal: bool = False) -> TagFiles:
     """The files of a tag folder, all there; or an error that names what is missing, superfluous or not yet read.
 
     A folder of the universal format may be without any model states.
@@ -166,10 +166,10 @@ def list_files(store: Store, tag: str, *, universal: bool = False) -> Files:
     layers = _layers(prefix, [m for m in map(_LAYER.fullmatch, names) if m])
     experts, expert_optims = _experts(prefix, names)
     latest = next((key for key in ("latest", "latest_universal") if tag and _tag_in(store, key) == tag), None)
-    return Files(tag, bool(cut), models, optims, layers, experts, expert_optims, latest)
+    return TagFiles(tag, bool(cut), models, optims, layers, experts, expert_optims, latest)
 
 
-def check_world(files: Files, mp: int, dp: int | None, *, optims: bool = True) -> None:
+def check_world(files: TagFiles, mp: int, dp: int | None, *, optims: bool = True) -> None:
     """MissingData or IntegrityError where there are fewer or more files than the checkpoint had ranks.
 
     Without `dp` there need not be any optimizer files, with `optims=False` there must be none.

@@ -11,7 +11,7 @@ from ucformat.geometry.local import parts_of
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
 from ucformat.geometry.view import View
 from ucformat.sources.index import Group, TensorIndex
-from ucformat.sources.tp_merge.replicas import Copy, Verdict, compare, must_agree
+from ucformat.sources.tp_merge.replicas import Replica, Verdict, compare, must_agree
 from ucformat.sources.tp_merge.sharding import Shapes, TPSharding, replicate
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Merged:
         self.contents = TensorIndex()
         self.means: dict[Key, tuple[Key, ...]] = {}
         self._store, self._resolver = store, resolver
-        self._copies: dict[Key, list[Copy]] = {}  # equal tensors of several stages
+        self._copies: dict[Key, list[Replica]] = {}  # equal tensors of several stages
         self._agreed: set[Key] = set()
         self._homes: dict[str, Sequence[Slice]] = {}  # the first stage that holds a parameter
         shapes = [_shapes(stage) for stage in stages]
@@ -93,15 +93,15 @@ class Merged:
         if len(slices) == 1 and not sharding.padding_rows:
             self._put(info, slices[0].contents.locate[key])
             return
-        tensor = _Tensor(self._store, info, slices, sharding.regions)
+        tensor = _MergedTensor(self._store, info, slices, sharding.regions)
         self._put(info, tensor.extents)
         if sharding.padding_rows:
             spare = TensorInfo(*key.padding, info.dtype, sharding.padding_shape)
-            self._put(spare, _Tensor(self._store, spare, slices, sharding.padding, key).extents)
+            self._put(spare, _MergedTensor(self._store, spare, slices, sharding.padding, key).extents)
 
     def _put(self, info: TensorInfo, locate: Locate) -> None:
         """A tensor of a stage; a stage that holds one of another stage must hold the same."""
-        key, copy = info.key, Copy(locate, Box.whole(info.shape), info.itemsize)
+        key, copy = info.key, Replica(locate, Box.whole(info.shape), info.itemsize)
         known = self.contents.infos.get(key)
         if known is None:
             self._copies[key] = [copy]
@@ -138,7 +138,7 @@ class Merged:
         return found
 
 
-class _Tensor:
+class _MergedTensor:
     """One global tensor: a view of the ranks' local ones."""
 
     def __init__(
@@ -188,10 +188,10 @@ def _shapes(slices: Sequence[Slice]) -> dict[str, Shapes]:
     return {name: tuple(_shape(s, name) for s in slices) for name in names}
 
 
-def _copy(of: Slice, key: Key, box: Box) -> Copy:
+def _copy(of: Slice, key: Key, box: Box) -> Replica:
     contents = of.contents
     whole = contents.whole.get(key) if box == Box.whole(contents.infos[key].shape) else None
-    return Copy(contents.locate[key], box, contents.infos[key].itemsize, whole)
+    return Replica(contents.locate[key], box, contents.infos[key].itemsize, whole)
 
 
 def _shape(of: Slice, name: str) -> tuple[int, ...]:

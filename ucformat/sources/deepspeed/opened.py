@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Extent, Key
     from ucformat.reading.readable import Record
     from ucformat.sources.deepspeed.experts import Experts
-    from ucformat.sources.deepspeed.folder import DeepSpeedOptions, Files
+    from ucformat.sources.deepspeed.folder import DeepSpeedOptions, TagFiles
     from ucformat.storage.base import Store
 
 __all__ = ["OpenDeepSpeed"]
@@ -34,7 +34,7 @@ class OpenDeepSpeed:
 
     kind = "deepspeed"
 
-    def __init__(self, store: Store, files: Files, how: DeepSpeedOptions) -> None:
+    def __init__(self, store: Store, files: TagFiles, how: DeepSpeedOptions) -> None:
         self.store = store
         self._files = files
         degrees, stages = _read(store, files, how)
@@ -77,7 +77,7 @@ class OpenDeepSpeed:
                 yield from TorchZip(self.store, key).records()
 
 
-def _read(store: Store, files: Files, how: DeepSpeedOptions) -> tuple[ParallelDegrees, list[list[Slice]]]:
+def _read(store: Store, files: TagFiles, how: DeepSpeedOptions) -> tuple[ParallelDegrees, list[list[Slice]]]:
     """The checkpoint's slices by pipeline stage and tensor-parallel rank."""
 
     def load(key: str) -> TorchFile:
@@ -135,7 +135,7 @@ def _read(store: Store, files: Files, how: DeepSpeedOptions) -> tuple[ParallelDe
 
 
 def _expert_stages(
-    files: Files, load: Callable[[str], TorchFile], experts: Experts, first: ModelStates, how: DeepSpeedOptions
+    files: TagFiles, load: Callable[[str], TorchFile], experts: Experts, first: ModelStates, how: DeepSpeedOptions
 ) -> list[list[Slice]]:
     """Under ZeRO 0 each expert-parallel rank as a slice of its own; what all hold must agree, as in pipeline stages."""
     degree = len(files.expert_optims)
@@ -155,7 +155,7 @@ def _expert_stages(
     return stages
 
 
-def _layout(degrees: ParallelDegrees, stages: list[list[Slice]], files: Files) -> dict[str, Any]:
+def _layout(degrees: ParallelDegrees, stages: list[list[Slice]], files: TagFiles) -> dict[str, Any]:
     """Stage and ranks; under ZeRO 3 also the dtype of the weights, of which only the fp32 copy is stored."""
     first = stages[0][0]
     out: dict[str, Any] = {"zero": first.stage, "dp": degrees.dp}

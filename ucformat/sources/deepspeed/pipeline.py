@@ -63,7 +63,7 @@ def layers_of(files: Mapping[int, TorchFile]) -> list[Layer]:
     return out
 
 
-class _Told:
+class _StageLayers:
     """What the stages' files tell of their layers."""
 
     def __init__(self, models: Sequence[ModelStates]) -> None:
@@ -106,7 +106,7 @@ class _Told:
 
 def adopt_layers(models: Sequence[ModelStates], layers: Sequence[Layer]) -> None:
     """Give the stages of one tensor-parallel rank the tensors of their layers; MissingData names what is not there."""
-    told = _Told(models)
+    told = _StageLayers(models)
     _check_all_there(models, layers, told.stage_of, told.tied)
     copies: dict[str, Layer] = {}
     for layer in layers:

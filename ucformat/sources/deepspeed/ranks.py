@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ucformat.sources.deepspeed.experts import Experts
-    from ucformat.sources.deepspeed.folder import Files
+    from ucformat.sources.deepspeed.folder import TagFiles
     from ucformat.sources.deepspeed.model import ModelStates
 
 __all__ = ["ParallelDegrees", "Slice", "read_slice", "read_weights"]
@@ -128,7 +128,7 @@ class ParallelDegrees:
     dp: int
 
     @classmethod
-    def of(cls, files: Files, model: ModelStates, *, others: Sequence[ModelStates] | None = None) -> ParallelDegrees:
+    def of(cls, files: TagFiles, model: ModelStates, *, others: Sequence[ModelStates] | None = None) -> ParallelDegrees:
         """From what the first model states file says, or the files' names; checked against each other.
 
         `others`: the model states of all model-parallel ranks of a folder of the universal format, which has no
@@ -175,7 +175,7 @@ class ParallelDegrees:
         return ".".join([*parts, *([f"dp{dp}"] if dp else [])])
 
 
-def _check_layers(files: Files, model: ModelStates) -> None:
+def _check_layers(files: TagFiles, model: ModelStates) -> None:
     """A pipeline has files of layers, and nothing else has."""
     if model.in_layers and not files.layers:
         raise MissingData(

@@ -19,7 +19,7 @@ from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import Facts
 from ucformat.sources.deepspeed.atoms import Atom, atom_names, read_atoms, take_apart
 from ucformat.sources.deepspeed.contents import hyper_parameters, load_all, need, stage_of, state_of
-from ucformat.sources.deepspeed.folder import Files, list_files
+from ucformat.sources.deepspeed.folder import TagFiles, list_files
 from ucformat.sources.deepspeed.merge import Merged, roster
 from ucformat.sources.deepspeed.model import ModelStates, Objects
 from ucformat.sources.deepspeed.ranks import ParallelDegrees, Slice, read_weights
@@ -98,7 +98,7 @@ class OpenUniversal:
             if key != self._latest:
                 yield from TorchZip(self.store, key).records()
 
-    def _check_finished(self, prefix: str, names: list[str], files: Files) -> None:
+    def _check_finished(self, prefix: str, names: list[str], files: TagFiles) -> None:
         """The model states are copied last: without them it is a conversion that stopped, or one of Hugging Face's."""
         if files.models:
             if self._optimizer is None:
@@ -237,7 +237,7 @@ class OpenUniversal:
 
 
 def _read_models(
-    store: Store, files: Files, how: DeepSpeedOptions
+    store: Store, files: TagFiles, how: DeepSpeedOptions
 ) -> tuple[ParallelDegrees, list[list[Slice]], list[str]]:
     """The weights by pipeline stage and tensor-parallel rank, and the names of those that are empty placeholders."""
     if not files.models:

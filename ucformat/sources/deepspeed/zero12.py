@@ -57,7 +57,7 @@ _TENSORS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Partition:
+class Zero12Partition:
     """A rank's optimizer file: for each group its part of the master and the states."""
 
     file: TorchFile
@@ -87,7 +87,7 @@ class Zero12:
         self._scalars = self._read_scalars(self.first)
         self._describe()
 
-    def _parse(self, rank: int, file: TorchFile) -> Partition:
+    def _parse(self, rank: int, file: TorchFile) -> Zero12Partition:
         """A rank's file, checked against the layout; rank 0, which is first, tells the layout."""
         state = need(file.value, "optimizer_state_dict", dict, file.key)
         raw = need(state, _MASTER, list, file.key)
@@ -105,7 +105,7 @@ class Zero12:
                 f"{file.key} was saved by {counts} ranks, but {self.world} files of optimizer states are there",
                 hint="files of different saves are mixed in one folder",
             )
-        partition = Partition(file, masters, _states(state, len(self.shapes), file.key))
+        partition = Zero12Partition(file, masters, _states(state, len(self.shapes), file.key))
         self._check_lengths(rank, partition, padded="zero_stage" not in state)
         self._check_slices(rank, state.get("param_slice_mappings"), file.key)
         if rank:
@@ -166,7 +166,7 @@ class Zero12:
                 hint="please report this checkpoint; it is not read because its layout is uncertain",
             )
 
-    def _check_lengths(self, rank: int, partition: Partition, *, padded: bool) -> None:
+    def _check_lengths(self, rank: int, partition: Zero12Partition, *, padded: bool) -> None:
         for index, (buffer, master) in enumerate(zip(self.flat, partition.masters, strict=True)):
             lean = buffer.size - buffer.padding(self.experts.place(self.degrees[index], rank))
             if master.size != (buffer.size if padded else lean):
@@ -196,13 +196,13 @@ class Zero12:
                     hint="please report this checkpoint; it is not read because its layout is uncertain",
                 )
 
-    def _read_scalars(self, partition: Partition) -> list[dict[str, bytes]]:
+    def _read_scalars(self, partition: Zero12Partition) -> list[dict[str, bytes]]:
         return [
             {n: partition.file.read(v) for n, v in states.items() if isinstance(v, StoredTensor) and not v.shape}
             for states in partition.states
         ]
 
-    def _compare(self, partition: Partition) -> None:
+    def _compare(self, partition: Zero12Partition) -> None:
         """The states of another rank are those of rank 0, and so are its scalars (`step`)."""
         for index, (mine, theirs) in enumerate(zip(self.first.states, partition.states, strict=True)):
             if {n: _kind(v) for n, v in mine.items()} != {n: _kind(v) for n, v in theirs.items()}:

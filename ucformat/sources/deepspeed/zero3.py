@@ -45,7 +45,7 @@ _MASTER = "fp32_flat_groups"
 
 
 @dataclass(frozen=True, slots=True)
-class Partition:
+class Zero3Partition:
     """A rank's optimizer file: its flat groups and their states."""
 
     file: TorchFile
@@ -64,12 +64,12 @@ class Zero3:
         self.shapes = model.param_shapes or []  # of the parameters, by flat group
         self.flat = [_flat_buffer(shapes, self.world) for shapes in self.shapes]
         self.ranks = Ranks(model.file.store, keys, allow, self._parse)
-        self.first: Partition | None = None
+        self.first: Zero3Partition | None = None
         self.first = self.ranks[0]
         self._scalars = _read_scalars(self.first)
         self._describe(self.first)
 
-    def _parse(self, rank: int, file: TorchFile) -> Partition:
+    def _parse(self, rank: int, file: TorchFile) -> Zero3Partition:
         state = need(file.value, "optimizer_state_dict", dict, file.key)
         if state.get("ds_zero_partition_groups"):
             raise UnsupportedError(f"{file.key}: DeepSpeed checkpoints with expert parallelism are not yet read")
@@ -90,11 +90,11 @@ class Zero3:
                 f"describes {len(self.flat)}"
             )
         owners = [g for g, group in enumerate(members) for _ in group]
-        partition = Partition(file, masters, [state_of(found, i, file.key) for i in indices], owners)
+        partition = Zero3Partition(file, masters, [state_of(found, i, file.key) for i in indices], owners)
         self._check(rank, partition)
         return partition
 
-    def _check(self, rank: int, partition: Partition) -> None:
+    def _check(self, rank: int, partition: Zero3Partition) -> None:
         for index, (buffer, master) in enumerate(zip(self.flat, partition.masters, strict=True)):
             if master.shape != (buffer.size,):
                 raise IntegrityError(
@@ -113,7 +113,7 @@ class Zero3:
                 hint="files of different saves are mixed in one folder",
             )
 
-    def _describe(self, first: Partition) -> None:
+    def _describe(self, first: Zero3Partition) -> None:
         """The tensors, groups and scalars, as rank 0's file tells them."""
         file, contents = first.file, self.contents
         state = file.value["optimizer_state_dict"]
@@ -193,14 +193,14 @@ def _frozen_extents(
         yield from models[rank].file.flat(fragments[rank], 0, shape, start, stop)
 
 
-def _kinds(partition: Partition) -> list[dict[str, Any]]:
+def _kinds(partition: Zero3Partition) -> list[dict[str, Any]]:
     return [
         {n: (v.dtype, v.shape) if isinstance(v, StoredTensor) else type(v) for n, v in states.items()}
         for states in partition.states
     ]
 
 
-def _read_scalars(partition: Partition) -> list[dict[str, bytes]]:
+def _read_scalars(partition: Zero3Partition) -> list[dict[str, bytes]]:
     return [
         {n: partition.file.read(v) for n, v in states.items() if isinstance(v, StoredTensor) and not v.shape}
         for states in partition.states

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Extent
     from ucformat.storage.base import Store
 
-__all__ = ["Flat", "Param", "Slot", "in_local", "place", "same_values"]
+__all__ = ["BufferSlot", "FlatTensor", "Param", "in_local", "place", "same_values"]
 
 _ALIGN = (64, 1)  # elements; older versions did not align
 _SAMPLE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
+class FlatTensor:
     """A flat tensor that lies in files; `locate` gives the extents of a range of it, as boxes of one dim."""
 
     size: int
@@ -54,7 +54,7 @@ class Param:
         return Box.whole(self.shape).size
 
 
-class Slot(NamedTuple):
+class BufferSlot(NamedTuple):
     """A parameter's place: the number of its bucket, and where in it it begins."""
 
     param: Param
@@ -67,9 +67,9 @@ def place(
     sizes: Sequence[int],
     *,
     edges: Sequence[frozenset[int]] | None = None,
-    proved: Callable[[Slot], bool] | None = None,
+    proved: Callable[[BufferSlot], bool] | None = None,
     joined: bool = False,
-) -> list[Slot] | None:
+) -> list[BufferSlot] | None:
     """The slots of parameters (in the order of the module) in buckets of these sizes; None where they do not fit.
 
     Args:
@@ -91,10 +91,10 @@ def _place(
     sizes: Sequence[int],
     align: int,
     edges: Sequence[frozenset[int]] | None,
-    proved: Callable[[Slot], bool] | None,
+    proved: Callable[[BufferSlot], bool] | None,
     joined: bool,  # noqa: FBT001
-) -> list[Slot] | None:
-    slots: list[Slot] = []
+) -> list[BufferSlot] | None:
+    slots: list[BufferSlot] = []
     bucket = base = at = 0  # `base`: where the bucket begins
     for param in reversed(params):
         if at == sizes[bucket] and at and bucket + 1 < len(sizes):
@@ -102,7 +102,7 @@ def _place(
         aligned = base + align_up(at - base, align)
         starts = dict.fromkeys([aligned, *([at] if joined and proved else [])])
         for start in starts:
-            slot, end = Slot(param, bucket, start), start + param.size
+            slot, end = BufferSlot(param, bucket, start), start + param.size
             if end > sizes[bucket] or (edges and not {start, end} <= edges[bucket]):
                 continue
             if proved is None or proved(slot):
@@ -115,7 +115,7 @@ def _place(
     return slots if bucket == len(sizes) - 1 and at == sizes[bucket] and slots else None
 
 
-def same_values(store: Store, param: Param, master: Flat, start: int) -> bool:
+def same_values(store: Store, param: Param, master: FlatTensor, start: int) -> bool:
     """Whether the first and last elements of a parameter are those at this place of the fp32 copy, rounded."""
     import ml_dtypes
     import numpy as np
@@ -140,12 +140,12 @@ def same_values(store: Store, param: Param, master: Flat, start: int) -> bool:
     return True
 
 
-def _located(flat: Flat, start: int, box: Box) -> Iterable[Extent]:
+def _located(flat: FlatTensor, start: int, box: Box) -> Iterable[Extent]:
     """The extents of what begins at `start` in a flat buffer, all of which `box` is."""
     return flat.locate(start, start + box.size)
 
 
-def in_local(flat: Flat, start: int, shape: tuple[int, ...], within: Box | None) -> Iterator[Extent]:
+def in_local(flat: FlatTensor, start: int, shape: tuple[int, ...], within: Box | None) -> Iterator[Extent]:
     """The extents of a tensor of this shape that lies flat from `start` on, as boxes of the tensor."""
     first, last = flat_range(shape, within)
     unit = ITEMSIZE[flat.dtype]

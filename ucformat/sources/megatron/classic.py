@@ -19,7 +19,7 @@ from ucformat.sources.megatron.rank_states import read_states
 from ucformat.sources.megatron.resolver import NameResolver
 from ucformat.sources.megatron.stacked import add_tensor, joined
 from ucformat.sources.pickle.file import TorchZip
-from ucformat.sources.tp_merge.replicas import Copy, LocalContents, compare
+from ucformat.sources.tp_merge.replicas import LocalContents, Replica, compare
 from ucformat.sources.tp_merge.sharding import TPSharding, layout_of_cuts, replicate
 from ucformat.sources.values import to_json
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Extent
     from ucformat.reading.readable import Record
     from ucformat.sources.megatron.arguments import MegatronOptions
-    from ucformat.sources.megatron.folder import Place
+    from ucformat.sources.megatron.folder import MegatronFolder
     from ucformat.sources.megatron.rank_files import At
     from ucformat.sources.tp_merge.replicas import Verdict
     from ucformat.storage.base import Store
@@ -52,11 +52,11 @@ class _Rank:
     contents: LocalContents
     groups: list[list[Group]] = field(default_factory=list)
 
-    def copy(self, key: Key, box: Box | None = None) -> Copy:
+    def copy(self, key: Key, box: Box | None = None) -> Replica:
         """What it holds of a tensor, to be compared."""
         info = self.contents.infos[key]
         whole = self.contents.whole.get(key) if box is None or box == Box.whole(info.shape) else None
-        return Copy(self.contents.locate[key], box or Box.whole(info.shape), info.itemsize, whole)
+        return Replica(self.contents.locate[key], box or Box.whole(info.shape), info.itemsize, whole)
 
 
 class OpenClassic:
@@ -64,7 +64,7 @@ class OpenClassic:
 
     kind = "megatron"
 
-    def __init__(self, store: Store, place: Place, how: MegatronOptions) -> None:
+    def __init__(self, store: Store, place: MegatronFolder, how: MegatronOptions) -> None:
         self.store = store
         files, self.args = read_ranks(store, place, how.allow, how.vocab_size)
         self._ranks = {at: _Rank(at, f, LocalContents()) for at, f in files.items()}

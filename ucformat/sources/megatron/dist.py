@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Extent
     from ucformat.reading.readable import Record
     from ucformat.sources.megatron.arguments import MegatronOptions
-    from ucformat.sources.megatron.folder import Place
+    from ucformat.sources.megatron.folder import MegatronFolder
     from ucformat.storage.base import Store
 
 __all__ = ["COMMON", "OpenDist"]
@@ -48,7 +48,7 @@ class OpenDist:
 
     kind = "megatron"
 
-    def __init__(self, store: Store, place: Place, how: MegatronOptions) -> None:
+    def __init__(self, store: Store, place: MegatronFolder, how: MegatronOptions) -> None:
         self.store, self._how = store, how
         folder, allow, stacked = place.folder, how.allow, how.stacked
         below = f"{folder}/" if folder else ""

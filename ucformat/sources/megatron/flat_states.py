@@ -17,7 +17,7 @@ from ucformat.geometry.box import Box
 from ucformat.geometry.local import Region, parts_of
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.geometry.view import View
-from ucformat.sources.megatron.buffers import Flat, Param, Slot, in_local, place, same_values
+from ucformat.sources.megatron.buffers import BufferSlot, FlatTensor, Param, in_local, place, same_values
 from ucformat.sources.megatron.names import LAYER, is_expert, orders_of
 from ucformat.sources.megatron.stacked import StoredKey, add_tensor, joined, unstacked
 
@@ -204,7 +204,7 @@ def _fit(
     names: list[str],
     rank: int,
     degree: int,
-) -> list[tuple[_Buffer, list[Slot]]] | None:
+) -> list[tuple[_Buffer, list[BufferSlot]]] | None:
     """The slots of a chunk's parameters in its buffers; None where they fit in no way, or in several."""
     found = []
     for dtype, buffer in _buffers_of(buffers, dtypes, group, v, chunks):
@@ -221,19 +221,19 @@ def _stored(model: _Model, name: str) -> str:
     return name if name in model.of.weights else _WORD
 
 
-def _place(model: _Model, buffer: _Buffer, names: list[str], rank: int, degree: int) -> list[Slot] | None:
+def _place(model: _Model, buffer: _Buffer, names: list[str], rank: int, degree: int) -> list[BufferSlot] | None:
     order = sorted(buffer)
     masters = [_flat(model, buffer[k].get("master")) for k in order]
     any_state = [_flat(model, next(iter(buffer[k].values()))) for k in order]
     sizes = [f.size for f in any_state if f]
     edges = [frozenset(_edges(model, next(iter(buffer[k].values())))) for k in order]
 
-    def proved(slot: Slot) -> bool:
+    def proved(slot: BufferSlot) -> bool:
         master = masters[slot.bucket]
         return master is not None and same_values(model.of.store, slot.param, master, slot.start)
 
     params = {n: replace(model.param(_stored(model, n), rank, degree), name=n) for n in names}
-    ways: dict[tuple[tuple[str, int, int], ...], list[Slot]] = {}
+    ways: dict[tuple[tuple[str, int, int], ...], list[BufferSlot]] = {}
     orders = orders_of(names)
     for listed in orders:
         if slots := place([params[n] for n in listed], sizes, edges=edges):
@@ -252,7 +252,7 @@ def _edges(model: _Model, fqn: str) -> Iterator[int]:
         yield from (*box.start, *box.stop)
 
 
-def _flat(model: _Model, fqn: str | None) -> Flat | None:
+def _flat(model: _Model, fqn: str | None) -> FlatTensor | None:
     if fqn is None:
         return None
     stored = StoredKey.of(model.items, fqn, Key(fqn, "flat"), 0, None)
@@ -265,7 +265,7 @@ def _flat(model: _Model, fqn: str | None) -> Flat | None:
         whole = Region(box, Box.whole(box.shape))
         return View(info, tuple(parts_of([whole], info.key))).extents(lambda _, near: stored.extents(near))
 
-    return Flat(stored.shape[0], stored.dtype, locate)
+    return FlatTensor(stored.shape[0], stored.dtype, locate)
 
 
 @dataclass(slots=True)
@@ -273,9 +273,9 @@ class _Piece:
     """What one rank has of a state of a parameter; its place is proved when it is read."""
 
     model: _Model
-    slot: Slot
-    flat: Flat
-    master: Flat | None
+    slot: BufferSlot
+    flat: FlatTensor
+    master: FlatTensor | None
     regions: tuple[Region, ...]
     proved: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -300,7 +300,7 @@ class _States:
         self.model = model
         self.found: dict[Key, list[_Piece]] = {}
 
-    def add(self, slot: Slot, buffer: _Buffer, rank: int, degree: int) -> None:
+    def add(self, slot: BufferSlot, buffer: _Buffer, rank: int, degree: int) -> None:
         name = slot.param.name
         if name not in self.model.of.weights:
             return  # a copy of the embedding, whose states are those of the embedding

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Store
 
-__all__ = ["CONFIG", "MODEL", "TRACKER", "Place", "backend_of", "built_by_megatron", "find_place", "is_mark"]
+__all__ = ["CONFIG", "MODEL", "TRACKER", "MegatronFolder", "backend_of", "built_by_megatron", "find_place", "is_mark"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "metadata.json"  # of a distributed checkpoint
@@ -31,7 +31,7 @@ _NAMED = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MegatronFolder:
     """A checkpoint's folder in the store ("" for the store itself), and the tracker where it was followed."""
 
     folder: str
@@ -44,13 +44,13 @@ def is_mark(name: str) -> bool:
     return name in (TRACKER, "model_optim_rng.pt", "model_rng.pt")
 
 
-def find_place(store: Store) -> Place | None:
+def find_place(store: Store) -> MegatronFolder | None:
     """The checkpoint in this place; None where there is none of Megatron's.
 
     NotFound or UsageError where it cannot be told which of several.
     """
     if backend_of(store) is not None:
-        return Place("", None, classic=False)
+        return MegatronFolder("", None, classic=False)
     named = _named(store)
     if named is None and exists(store, TRACKER):
         raise UsageError(f"{store.url}/{TRACKER} names no iteration", hint="open the folder of one iteration itself")
@@ -60,10 +60,10 @@ def find_place(store: Store) -> Place | None:
                 f"{store.url}/{TRACKER} names {named}, but there is no such folder",
                 hint="it was moved or deleted, or the save did not finish; open another iteration's folder itself",
             )
-        return Place(named, TRACKER, classic=backend_of(store, named) is None)
+        return MegatronFolder(named, TRACKER, classic=backend_of(store, named) is None)
     keys = [info.key for info in islice(store.list(), _MAX_KEYS)]
     if any(MODEL.fullmatch(k) for k in keys):
-        return Place("", None, classic=True)
+        return MegatronFolder("", None, classic=True)
     folders = sorted({k.split("/", 1)[0] for k in keys if _ITERATION.fullmatch(k.split("/", 1)[0]) and _inside(k)})
     if len(folders) > 1:
         more = f" and {len(folders) - _NAMED} more" if len(folders) > _NAMED else ""
@@ -71,7 +71,7 @@ def find_place(store: Store) -> Place | None:
             f"{store.url} holds several iterations and no {TRACKER}: {', '.join(folders[:_NAMED])}{more}",
             hint="open the folder of one of them",
         )
-    return Place(folders[0], None, classic=backend_of(store, folders[0]) is None) if folders else None
+    return MegatronFolder(folders[0], None, classic=backend_of(store, folders[0]) is None) if folders else None
 
 
 def backend_of(store: Store, folder: str = "") -> str | None:

@@ -21,7 +21,7 @@ from ucformat.storage.concurrency import map_io
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ucformat.sources.megatron.folder import Place
+    from ucformat.sources.megatron.folder import MegatronFolder
     from ucformat.storage.base import Store
 
 __all__ = ["At", "RankFile", "read_ranks"]
@@ -51,7 +51,7 @@ class RankFile:
 
 
 def read_ranks(
-    store: Store, place: Place, allow: tuple[str, ...], vocab: int | None
+    store: Store, place: MegatronFolder, allow: tuple[str, ...], vocab: int | None
 ) -> tuple[dict[At, RankFile], Arguments]:
     """The files of all ranks, which must all be there, and the arguments that the first has."""
     below = f"{place.folder}/" if place.folder else ""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import AmbiguousLayout, IntegrityError, MissingData, UnsupportedError, option_text
 from ucformat.sources.index import Group
-from ucformat.sources.megatron.buffers import Flat, Param, in_local, place, same_values
+from ucformat.sources.megatron.buffers import FlatTensor, Param, in_local, place, same_values
 from ucformat.sources.megatron.names import Member, groups_by_rule, is_expert
 from ucformat.sources.pickle.optimizer import Candidate, Entry, match, shape_of_states
 from ucformat.sources.pickle.stand_ins import Dtype, StoredTensor
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
-    from ucformat.sources.megatron.buffers import Slot
+    from ucformat.sources.megatron.buffers import BufferSlot
     from ucformat.sources.megatron.rank_files import RankFile
     from ucformat.sources.pickle.file import TorchFile
     from ucformat.sources.tp_merge.replicas import LocalContents
@@ -200,12 +200,12 @@ def _add_buffer(
     for key, tensor in tensors.items():
         if isinstance(tensor, StoredTensor):
             locate = partial(_range, file, tensor)
-            flats["master" if key == "param" else key] = Flat(tensor.size, tensor.dtype, locate)
+            flats["master" if key == "param" else key] = FlatTensor(tensor.size, tensor.dtype, locate)
     master = flats.get("master")
     if master is None or len({f.size for f in flats.values()}) > 1:
         raise IntegrityError(f"{file.key} has a buffer without `param`, or with states of several lengths")
 
-    def proved(slot: Slot) -> bool:
+    def proved(slot: BufferSlot) -> bool:
         return same_values(file.store, slot.param, master, slot.start)
 
     slots = place(params, [master.size])
@@ -218,14 +218,14 @@ def _add_buffer(
             hint="save it with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, " + _without(),
         )
     for slot in reversed(slots):
-        check = _Check(partial(proved, slot), file.key, slot.param.name)
+        check = _Proof(partial(proved, slot), file.key, slot.param.name)
         for state, flat in flats.items():
             locate = partial(_proved, check, flat, slot)
             contents.add(slot.param.name, state, flat.dtype, slot.param.shape, locate)
 
 
 @dataclass(slots=True)
-class _Check:
+class _Proof:
     """Whether the fp32 copy at a parameter's place is its own; looked up when its states are first read."""
 
     proved: Callable[[], bool]
@@ -243,7 +243,7 @@ class _Check:
         self.done = True
 
 
-def _proved(check: _Check, flat: Flat, slot: Slot, within: Box | None) -> Iterator[Extent]:
+def _proved(check: _Proof, flat: FlatTensor, slot: BufferSlot, within: Box | None) -> Iterator[Extent]:
     check()
     return in_local(flat, slot.start, slot.param.shape, within)
 

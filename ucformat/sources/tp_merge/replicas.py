@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ucformat.sources.pickle.stand_ins import StoredTensor
     from ucformat.storage.base import Store
 
-__all__ = ["Copy", "LocalContents", "Verdict", "compare", "must_agree"]
+__all__ = ["LocalContents", "Replica", "Verdict", "compare", "must_agree"]
 
 #: `constant`: equal, but made of one value, row or column, repeated: then two different tensors may well be equal.
 Verdict = Literal["equal", "constant", "different"]
@@ -64,7 +64,7 @@ class LocalContents(TensorIndex):
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class Replica:
     """A box of a stored tensor; `whole` where it is all that one file holds of it."""
 
     locate: Locate
@@ -73,7 +73,7 @@ class Copy:
     whole: tuple[TorchFile, StoredTensor] | None = None
 
 
-def compare(store: Store, copies: Sequence[Copy]) -> Verdict:
+def compare(store: Store, copies: Sequence[Replica]) -> Verdict:
     """Whether copies of one shape hold the same bytes."""
     if (told := _by_sums(copies)) is False:
         return "different"
@@ -86,7 +86,7 @@ def compare(store: Store, copies: Sequence[Copy]) -> Verdict:
     return "constant" if repeated.is_so else "equal"
 
 
-def _same(store: Store, copies: Sequence[Copy]) -> bool:
+def _same(store: Store, copies: Sequence[Replica]) -> bool:
     """Whether they hold the same bytes, whatever these are."""
     told = _by_sums(copies)
     if told is not None:
@@ -131,7 +131,7 @@ class _Repeated:
         return self._size <= 1 or any(again > len(places) for again, places in seen)
 
 
-def must_agree(store: Store, key: Key, copies: Sequence[Copy]) -> None:
+def must_agree(store: Store, key: Key, copies: Sequence[Replica]) -> None:
     """IntegrityError, which names two files, where replicas differ."""
     for other in copies[1:]:
         if not _same(store, (copies[0], other)):
@@ -146,20 +146,20 @@ def must_agree(store: Store, key: Key, copies: Sequence[Copy]) -> None:
             )
 
 
-def _by_sums(copies: Sequence[Copy]) -> bool | None:
+def _by_sums(copies: Sequence[Replica]) -> bool | None:
     """Whether the CRC-32s of tensors that have records of their own are equal; None where one is not known."""
     sums = [_own_sum(copy) for copy in copies]
     return len(set(sums)) == 1 if all(sums) else None
 
 
-def _own_sum(copy: Copy) -> int:
+def _own_sum(copy: Replica) -> int:
     if copy.whole is None:
         return 0
     file, tensor = copy.whole
     return file.crc32(tensor) if tensor.numel == tensor.size == copy.box.size else 0
 
 
-def _ranges(copy: Copy, *, short: bool) -> Iterable[tuple[int, int]]:
+def _ranges(copy: Replica, *, short: bool) -> Iterable[tuple[int, int]]:
     """Flat ranges of a copy to compare; short ones only tell what is repeated."""
     size = copy.box.size
     few, place = _FIRST // copy.itemsize, _PLACE // copy.itemsize
@@ -175,7 +175,7 @@ def _ranges(copy: Copy, *, short: bool) -> Iterable[tuple[int, int]]:
     return [*first, *((i * step, i * step + place) for i in range(_PLACES))]
 
 
-def _read(store: Store, copy: Copy, start: int, stop: int) -> bytes:
+def _read(store: Store, copy: Replica, start: int, stop: int) -> bytes:
     """The bytes of a flat range of a copy."""
     from ucformat.reading.read import read_extents
 

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 from ucformat.checkpoint import Checkpoint
 from ucformat.references import open_reference
 from ucformat.torch.comm.group import TIMEOUT, meeting
+from ucformat.torch.deepspeed.collect import boxes_of, locals_of_buffers, weight_of
 from ucformat.torch.deepspeed.engine import look, refresh
-from ucformat.torch.deepspeed.optimizer import Stored, Wanted, want_optimizer
-from ucformat.torch.deepspeed.partitions import held_by
-from ucformat.torch.deepspeed.save import boxes_of, locals_of_buffers, weight_of
-from ucformat.torch.deepspeed.values import Client, fit_groups, fit_parts, fit_values
-from ucformat.torch.loading.load import LoadReport, load_local
+from ucformat.torch.deepspeed.optimizer import OptimizerTargets, StoredStates, optimizer_tensors, want_optimizer
+from ucformat.torch.deepspeed.restore import Client, fit_groups, fit_parts, fit_values
+from ucformat.torch.loading import LoadReport, load_local
 from ucformat.torch.loading.match import holds_training, stored_names
 
 if TYPE_CHECKING:
@@ -76,8 +75,7 @@ def load(
 
     Raises:
         StateMismatch: the checkpoint does not fit the engine; all that does not is listed.
-        UnsupportedError: the engine has state that cannot be loaded yet.
-        UnsafeError: an object is a pickle, and `trust` is false.
+        Refused: the engine has state that cannot be loaded yet, or an object is a pickle, and `trust` is false.
     """
     with meeting(None, timeout, "load", url.url if isinstance(url, Checkpoint) else url) as group:
         plan = _Plan(_Choice(rename, optimizer=optimizer, scheduler=scheduler, trust=trust))
@@ -126,16 +124,16 @@ class _Plan:
     targets: list[Local]
 
     def __init__(self, choice: _Choice) -> None:
-        self.choice, self.wanted = choice, Wanted()
+        self.choice, self.wanted = choice, OptimizerTargets()
         self._puts = [self.wanted.put]
 
     def make(self, engine: Any, ck: Checkpoint, group: Group) -> None:
         """Look at the engine and the checkpoint."""
         choice = self.choice
         self.trainer = trainer = look(engine)
-        held = held_by(trainer)
+        held = optimizer_tensors(trainer)
         self.names = names = stored_names(ck, choice.rename)
-        stored = Stored(ck, names)
+        stored = StoredStates(ck, names)
         want_optimizer(self.wanted, trainer, held, stored, states=choice.optimizer)
         self.problems = self.wanted.problems
         self.client = Client(ck, names, group.rank, group.size, trust=choice.trust)

@@ -1,0 +1,189 @@
+"""What one rank of a DeepSpeed engine holds: the tensors with their pieces, the groups, and the plain values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ucformat.errors import Refused, UsageError
+from ucformat.geometry.box import row_major
+from ucformat.geometry.local import Dim, Run, pieces_of
+from ucformat.geometry.tensor import Piece, TensorInfo
+from ucformat.torch.deepspeed.engine import Trainer, look
+from ucformat.torch.deepspeed.optimizer import OptimizerTensor, Part, optimizer_tensors, partition_of, shape_of
+from ucformat.torch.deepspeed.values import CLIENT, client_values, extra_states, plain_values
+from ucformat.torch.state.local import Local, LocalState, local_of
+from ucformat.torch.state.memory import dtype_name, synchronize
+from ucformat.torch.state.objects import encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+__all__ = ["boxes_of", "collect", "locals_of_buffers", "master_state", "part_of", "weight_of"]
+
+
+def collect(engine: Any, client_state: Mapping[str, Any] | None = None) -> LocalState:
+    """What this rank saves of an engine; nothing is copied.
+
+    A tensor whose master has the dtype of the step, as all have in fp32, is stored once, as `weight`; else both are.
+    Buffers, extra states of modules, and tensors above 64 KiB in the client state are rank 0's, as in DeepSpeed's own
+    files of ZeRO 0 to 2.
+
+    Args:
+        engine: what `deepspeed.initialize` returned.
+        client_state: values of your own, as `engine.save_checkpoint` takes them, the same on all ranks; what each rank
+            has for itself as `ucformat.torch.PerRank(value)`. Tensors among them are kept too.
+
+    Raises:
+        Refused: the engine has state that cannot be saved yet, or is in the middle of a gradient accumulation.
+    """
+    import deepspeed
+
+    trainer = look(engine)
+    _refuse_half_a_step(engine)
+    held = optimizer_tensors(trainer)
+    tensors = list(_tensors(trainer, held))
+    synchronize(t.tensor for t in tensors)  # before values are copied from devices
+    plain, ranks, large = client_values(client_state or {}, {t.info.name for t in tensors} | trainer.buffers.keys())
+    objects = plain_values(trainer) | ({CLIENT: plain} if plain else {})
+    if trainer.rank == 0:
+        tensors += locals_of_buffers(trainer)
+        tensors += [local_of(name, "weight", tensor) for name, tensor in large.items()]
+        objects |= {"module": extra} if (extra := extra_states(engine.module)) else {}
+    return LocalState(
+        tensors=tuple(tensors),
+        objects=objects,
+        ranks=ranks,
+        groups=groups_of(trainer, held),
+        aliases=dict(trainer.aliases),
+        layout=trainer.layout,
+        engine={"name": "deepspeed", "version": str(deepspeed.__version__)},
+    )
+
+
+def _refuse_half_a_step(engine: Any) -> None:
+    """Gradients that wait for the rest of their accumulation are not saved, and would be lost."""
+    if engine.managed_gradient_accumulation():
+        done = engine.micro_steps % engine.gradient_accumulation_steps()
+    else:
+        done = engine._unmanaged_backward_count  # noqa: SLF001 - it is told nowhere else
+    if done:
+        raise Refused(
+            f"the engine has accumulated the gradients of {done} micro-batches, which no checkpoint keeps",
+            hint="save after the engine.step() that applies them",
+        )
+
+
+def _tensors(trainer: Trainer, held: Sequence[OptimizerTensor]) -> Iterator[Local]:
+    """The states of each parameter, in the order of the module."""
+    mine: dict[str, list[tuple[OptimizerTensor, Part]]] = {name: [] for name in trainer.parameters}
+    for one in held:
+        for part in one.parts:
+            mine[part.name].append((one, part))
+    owned = {name: one for one in held for name in one.names}
+    for name in trainer.parameters:
+        owner = owned.get(name)
+        if owner is None or master_state(trainer, name, owner) == "master":
+            yield weight_of(trainer, name)
+        for one, part in mine[name]:
+            yield part_of(one, part, one.tensor, master_state(trainer, name, one))
+            for state, value in one.states.items():
+                if torch.is_tensor(value):
+                    yield part_of(one, part, value, state)
+
+
+def master_state(trainer: Trainer, name: str, held: OptimizerTensor) -> str:
+    """The state as which the optimizer's copy of a parameter is stored: `weight` where it has the step's dtype."""
+    return "weight" if held.tensor.dtype == trainer.parameters[name].dtype else "master"
+
+
+def part_of(held: OptimizerTensor, part: Part, memory: torch.Tensor, state: str) -> Local:
+    """What this rank has of a parameter in one state, in the optimizer's tensor of that state.
+
+    Raises:
+        Refused: it is neither as long as the flat buffer nor one value for all of it.
+    """
+    memory = memory.detach()
+    if memory.dim() == 0 or held.whole:
+        return local_of(part.name, state, memory)
+    if memory.shape != held.tensor.shape:
+        raise Refused(
+            f"the optimizer state {state!r} of {part.name} has shape {list(memory.shape)}, which is not laid along the "
+            f"{held.tensor.numel()} elements that the optimizer updates together",
+            hint="such optimizers can be saved and loaded with ZeRO 0 alone",
+        )
+    info = TensorInfo(part.name, state, dtype_name(memory.dtype), part.shape)
+    return flat_local(info, memory.narrow(0, part.offset, part.stop - part.start), part.start, part.stop)
+
+
+def flat_local(info: TensorInfo, memory: torch.Tensor, start: int, stop: int) -> Local:
+    """Elements `[start, stop)` of a flattened tensor that lie one after another in memory."""
+    dims = tuple(Dim(n, (Run(0, 0, n, False),) if n else ()) for n in info.shape)
+    return Local(info, pieces_of(dims, flat=(start, stop))[0], memory)
+
+
+def boxes_of(local: Local) -> Iterator[Local]:
+    """A flat range box by box: each is a run of its memory, and so a tensor of the box's shape."""
+    if not local.pieces:
+        yield local
+    for piece in local.pieces:
+        view = local.tensor[piece.offset : piece.offset + piece.box.size].view(piece.box.shape)
+        yield Local(local.info, (Piece(piece.box, 0, row_major(piece.box.shape)),), view)
+
+
+def weight_of(trainer: Trainer, name: str) -> Local:
+    """What this rank has of a parameter as the module holds it: all, or under ZeRO 3 its partition."""
+    parameter: Any = trainer.parameters[name]
+    if not hasattr(parameter, "ds_tensor"):
+        return local_of(name, "weight", parameter)
+    memory = parameter.ds_tensor.detach().view(-1)
+    start, stop = partition_of(trainer.optimizer, parameter)
+    info = TensorInfo(name, "weight", dtype_name(memory.dtype), shape_of(parameter))
+    return flat_local(info, memory[: stop - start], start, stop)
+
+
+def locals_of_buffers(trainer: Trainer) -> list[Local]:
+    """The module's buffers, whole."""
+    return [local_of(name, "weight", buffer) for name, buffer in trainer.buffers.items()]
+
+
+def groups_of(trainer: Trainer, held: Sequence[OptimizerTensor]) -> tuple[dict[str, Any], ...]:
+    """The optimizer groups: `params` by name, hyper-parameters, and in `state` those of its states that are plain."""
+    if trainer.inner is None:
+        return ()
+    found = []
+    for g, group in enumerate(trainer.inner.param_groups):
+        mine = [one for one in held if one.group == g]
+        hyper = {k: _number(v) for k, v in group.items() if k not in ("params", "param_names")}
+        entry = {"params": [name for one in mine for name in one.names], **hyper}
+        state = _plain_state(mine)
+        found.append(encode({**entry, "state": state} if state else entry, f"group {g}"))
+    return tuple(found)
+
+
+def _number(value: Any) -> Any:
+    """A hyper-parameter that is a tensor (a learning rate on the device) as a number."""
+    if torch.is_tensor(value):
+        if value.dim():
+            raise UsageError(f"an optimizer group holds a tensor of shape {list(value.shape)} among its options")
+        return value.item()
+    return value
+
+
+def _plain_state(held: Sequence[OptimizerTensor]) -> dict[str, Any]:
+    """States that are plain numbers: one value where all parameters that have state agree, else one for each name."""
+    by_name: dict[str, dict[str, Any]] = {}
+    stateful = 0
+    for one in held:
+        states = one.states
+        stateful += len(one.names) if states else 0
+        for state, value in states.items():
+            if not torch.is_tensor(value):
+                by_name.setdefault(state, {}).update(dict.fromkeys(one.names, value))
+    return {
+        state: next(iter(values.values()))
+        if len(values) == stateful and len(set(map(repr, values.values()))) == 1
+        else values
+        for state, values in by_name.items()
+    }
