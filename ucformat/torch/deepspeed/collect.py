@@ -11,7 +11,7 @@ from ucformat.geometry.box import row_major
 from ucformat.geometry.local import Dim, Run, pieces_of
 from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.torch.deepspeed.engine import Trainer, look
-from ucformat.torch.deepspeed.optimizer import OptimizerTensor, Part, optimizer_tensors, partition_of, shape_of
+from ucformat.torch.deepspeed.optimizer import OptimizerTensor, optimizer_tensors, partition_of, shape_of
 from ucformat.torch.deepspeed.values import CLIENT, client_values, extra_states, plain_values
 from ucformat.torch.state.local import Local, LocalState, local_of
 from ucformat.torch.state.memory import dtype_name, synchronize
@@ -77,20 +77,20 @@ def _refuse_half_a_step(engine: Any) -> None:
 
 def _tensors(trainer: Trainer, held: Sequence[OptimizerTensor]) -> Iterator[Local]:
     """The states of each parameter, in the order of the module."""
-    mine: dict[str, list[tuple[OptimizerTensor, Part]]] = {name: [] for name in trainer.parameters}
+    mine: dict[str, list[OptimizerTensor]] = {name: [] for name in trainer.parameters}
     for one in held:
-        for part in one.parts:
-            mine[part.name].append((one, part))
-    owned = {name: one for one in held for name in one.names}
+        for name in one.parts:
+            mine[name].append(one)
+    owned = {name: one for one in held for name in one.shapes}
     for name in trainer.parameters:
         owner = owned.get(name)
         if owner is None or master_state(trainer, name, owner) == "master":
             yield weight_of(trainer, name)
-        for one, part in mine[name]:
-            yield part_of(one, part, one.tensor, master_state(trainer, name, one))
+        for one in mine[name]:
+            yield part_of(one, name, one.tensor, master_state(trainer, name, one))
             for state, value in one.states.items():
                 if torch.is_tensor(value):
-                    yield part_of(one, part, value, state)
+                    yield part_of(one, name, value, state)
 
 
 def master_state(trainer: Trainer, name: str, held: OptimizerTensor) -> str:
@@ -98,7 +98,7 @@ def master_state(trainer: Trainer, name: str, held: OptimizerTensor) -> str:
     return "weight" if held.tensor.dtype == trainer.parameters[name].dtype else "master"
 
 
-def part_of(held: OptimizerTensor, part: Part, memory: torch.Tensor, state: str) -> Local:
+def part_of(held: OptimizerTensor, name: str, memory: torch.Tensor, state: str) -> Local:
     """What this rank has of a parameter in one state, in the optimizer's tensor of that state.
 
     Raises:
@@ -106,15 +106,16 @@ def part_of(held: OptimizerTensor, part: Part, memory: torch.Tensor, state: str)
     """
     memory = memory.detach()
     if memory.dim() == 0 or held.whole:
-        return local_of(part.name, state, memory)
+        return local_of(name, state, memory)
     if memory.shape != held.tensor.shape:
         raise Refused(
-            f"the optimizer state {state!r} of {part.name} has shape {list(memory.shape)}, which is not laid along the "
+            f"the optimizer state {state!r} of {name} has shape {list(memory.shape)}, which is not laid along the "
             f"{held.tensor.numel()} elements that the optimizer updates together",
             hint="such optimizers can be saved and loaded with ZeRO 0 alone",
         )
-    info = TensorInfo(part.name, state, dtype_name(memory.dtype), part.shape)
-    return flat_local(info, memory.narrow(0, part.offset, part.stop - part.start), part.start, part.stop)
+    start, stop, offset = held.parts[name]
+    info = TensorInfo(name, state, dtype_name(memory.dtype), held.shapes[name])
+    return flat_local(info, memory.narrow(0, offset, stop - start), start, stop)
 
 
 def flat_local(info: TensorInfo, memory: torch.Tensor, start: int, stop: int) -> Local:
@@ -156,7 +157,7 @@ def groups_of(trainer: Trainer, held: Sequence[OptimizerTensor]) -> tuple[dict[s
     for g, group in enumerate(trainer.inner.param_groups):
         mine = [one for one in held if one.group == g]
         hyper = {k: _number(v) for k, v in group.items() if k not in ("params", "param_names")}
-        entry = {"params": [name for one in mine for name in one.names], **hyper}
+        entry = {"params": [name for one in mine for name in one.shapes], **hyper}
         state = _plain_state(mine)
         found.append(encode({**entry, "state": state} if state else entry, f"group {g}"))
     return tuple(found)
@@ -177,10 +178,10 @@ def _plain_state(held: Sequence[OptimizerTensor]) -> dict[str, Any]:
     stateful = 0
     for one in held:
         states = one.states
-        stateful += len(one.names) if states else 0
+        stateful += len(one.shapes) if states else 0
         for state, value in states.items():
             if not torch.is_tensor(value):
-                by_name.setdefault(state, {}).update(dict.fromkeys(one.names, value))
+                by_name.setdefault(state, {}).update(dict.fromkeys(one.shapes, value))
     return {
         state: next(iter(values.values()))
         if len(values) == stateful and len(set(map(repr, values.values()))) == 1

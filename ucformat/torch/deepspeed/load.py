@@ -142,7 +142,7 @@ class _Plan:
             parts, put_parts = fit_parts(trainer, ck, scheduler=choice.scheduler, trust=choice.trust)
             self.problems |= groups | parts
             self._puts += [put_groups, put_parts, fit_values(trainer, ck)]
-        optimized = {name for one in held for name in one.names}
+        optimized = {name for one in held for name in one.shapes}
         buffers = locals_of_buffers(trainer)
         self.targets = [*self.wanted.targets, *_weights(trainer, optimized), *buffers, *self.client.targets]
 

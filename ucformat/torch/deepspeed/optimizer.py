@@ -22,40 +22,29 @@ from ucformat.errors import Refused
 from ucformat.geometry.flat_buffer import FlatBuffer, Slot
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
     from ucformat.torch.deepspeed.engine import Trainer
 
-__all__ = ["OptimizerTensor", "Part", "optimizer_tensors", "partition_of", "shape_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Elements `[start, stop)` of a flattened parameter, which lie from `offset` on in a flat tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    offset: int
+__all__ = ["OptimizerTensor", "optimizer_tensors", "partition_of", "shape_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTensor:
-    """A tensor that the torch optimizer updates on this rank, and what it is of which parameters.
+    """A tensor that the torch optimizer updates on this rank: one `whole` parameter in its own shape, or a flat buffer.
 
-    `whole` says that it is one parameter in its own shape; otherwise it is flat. `names` are all parameters that share
-    it, and its plain state, over all ranks, in the order in which they lie in it; `parts` is what this rank has.
+    `shapes` has all parameters that share it, and its plain state, over all ranks, in the order in which they are
+    joined. `parts` has those of which this rank holds elements `[start, stop)`, and the offset of these in the tensor.
     """
 
     optimizer: torch.optim.Optimizer
     group: int
     tensor: torch.Tensor
     whole: bool
-    names: tuple[str, ...]
-    parts: tuple[Part, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    parts: Mapping[str, tuple[int, int, int]]
 
     @property
     def states(self) -> dict[str, Any]:
@@ -118,9 +107,8 @@ def _inner(trainer: Trainer) -> torch.optim.Optimizer:
 
 def _one(trainer: Trainer, group: int, parameter: torch.Tensor, master: torch.Tensor) -> OptimizerTensor:
     name, shape = trainer.name_of(parameter), tuple(parameter.shape)
-    return OptimizerTensor(
-        _inner(trainer), group, master, whole=True, names=(name,), parts=(Part(name, shape, 0, math.prod(shape), 0),)
-    )
+    parts = {name: (0, math.prod(shape), 0)}
+    return OptimizerTensor(_inner(trainer), group, master, whole=True, shapes={name: shape}, parts=parts)
 
 
 def _buffer(trainer: Trainer, parameters: Sequence[Any], size: int) -> FlatBuffer:
@@ -136,8 +124,7 @@ def _flat(
 ) -> OptimizerTensor:
     """A rank's part of the flat buffer that these parameters are joined in."""
     shapes = {trainer.name_of(p): shape_of(p) for p in parameters}
-    parts = tuple(Part(name, shapes[name], start, stop, at) for name, (start, stop, at) in buffer.on(rank).items())
-    return OptimizerTensor(_inner(trainer), group, flat, whole=False, names=tuple(shapes), parts=parts)
+    return OptimizerTensor(_inner(trainer), group, flat, whole=False, shapes=shapes, parts=buffer.on(rank))
 
 
 def _fused(trainer: Trainer, optimizer: Any) -> Iterator[OptimizerTensor]:

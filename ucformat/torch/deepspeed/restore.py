@@ -42,7 +42,7 @@ def fit_groups(
     missing, others = [], []
     todo: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for number, group in enumerate(trainer.inner.param_groups if trainer.inner is not None else ()):
-        members = [names.get(n, n) for one in held if one.group == number for n in one.names]
+        members = [names.get(n, n) for one in held if one.group == number for n in one.shapes]
         found = [_hyper(stored[n], group) for n in members if n in stored]
         if members and not found:
             missing.append(f"optimizer group {number}: the hyper-parameters of {', '.join(members[:3])}")
