@@ -185,7 +185,7 @@ def pieces_of(
     return tuple(pieces), tuple(padding)
 
 
-_MOST = 1 << 16  # boxes that one strided piece may come apart into
+_MAX_BOXES = 1 << 16  # boxes that one strided piece may come apart into
 
 
 class Region(NamedTuple):
@@ -238,8 +238,8 @@ def strided_regions(
     """
     whole, inner = _place(shape, size, at), _place(local_shape, size, local)
     cut = [n > 1 and (a != 1 or b != 1) for n, a, b in zip(size, whole.steps, inner.steps, strict=True)]
-    if math.prod(n for n, c in zip(size, cut, strict=True) if c) > _MOST:
-        raise LayoutError(f"a piece of the shape {size} comes apart into more than {_MOST:,} boxes")
+    if math.prod(n for n, c in zip(size, cut, strict=True) if c) > _MAX_BOXES:
+        raise LayoutError(f"a piece of the shape {size} comes apart into more than {_MAX_BOXES:,} boxes")
     if 0 in size:
         return
     part = tuple(1 if c else n for n, c in zip(size, cut, strict=True))

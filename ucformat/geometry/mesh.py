@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Mesh"]
 
-_MOST = 1 << 22  # ranks: each is listed
+_MAX_RANKS = 1 << 22  # ranks: each is listed
 
 
 class Mesh:
@@ -29,7 +29,7 @@ class Mesh:
             if n < 1:
                 raise LayoutError(f"mesh axis {axis!r} has the impossible size {n}")
         self.size = math.prod(self.axes.values())
-        if self.size > _MOST:
+        if self.size > _MAX_RANKS:
             raise LayoutError(f"a mesh of {self.size if self.size < 1 << 63 else 'far too many'} ranks is too large")
         self.ranks: tuple[int, ...] = tuple(range(self.size) if ranks is None else ranks)
         if sorted(self.ranks) != list(range(self.size)):

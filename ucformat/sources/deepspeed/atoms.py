@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Extent
     from ucformat.sources.deepspeed.patterns import TensorParallelInfo
     from ucformat.sources.deepspeed.ranks import Slice
+    from ucformat.sources.index import Locate
     from ucformat.sources.tp_merge.sharding import Shapes
     from ucformat.storage.base import Store
 
@@ -57,7 +58,7 @@ class Atom:
     value: Any  # of one that holds no tensor
     dtype: str = ""
     shape: Shape = ()
-    extents: tuple[Extent, ...] = ()
+    locate: Locate = lambda _: iter(())
     bare: bool = False  # a dictionary of nothing but the tensor: an untrained one, out of the weights
 
 
@@ -132,7 +133,8 @@ def _read(file: TorchFile, name: str, state: str, expected: Shape | None) -> Ato
 
 
 def _atom(file: TorchFile, state: str, tensor: StoredTensor, *, bare: bool = False) -> Atom:
-    return Atom(file.key, state, None, tensor.dtype, tensor.shape, tuple(file.whole(tensor)), bare)
+    extents = tuple(file.whole(tensor))
+    return Atom(file.key, state, None, tensor.dtype, tensor.shape, lambda _: iter(extents), bare)
 
 
 def _of_shape(file: TorchFile, tensor: StoredTensor, shape: Shape, *, view: bool) -> StoredTensor:
@@ -188,4 +190,4 @@ def _part(name: str, atom: Atom, of: Box, within: Box | None) -> Iterator[Extent
     """The extents of a box of an atom, as boxes of that box."""
     info = TensorInfo(name, atom.state, atom.dtype, of.shape)
     view = View(info, tuple(parts_of((Region(of, Box.whole(of.shape)),), Key(name, atom.state))))
-    return view.extents(lambda _key, _box: atom.extents, within)
+    return view.extents(lambda _key, box: atom.locate(box), within)

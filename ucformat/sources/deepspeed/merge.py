@@ -132,7 +132,7 @@ class Merged:
         for key in states:
             if slices[0].contents.infos[key].shape != shape:
                 continue
-            found = compare(self._store, [_copy(s, key, Box.whole(shape)) for s in slices])
+            found = compare(self._store, [s.contents.replica(key, Box.whole(shape)) for s in slices])
             if found != "constant":
                 break
         return found
@@ -162,7 +162,8 @@ class _MergedTensor:
         """Those of the ranks' tensors, in the global one; the first time after a look at whether replicas agree."""
         if self._view is None:
             for held in self._replicas.values():
-                must_agree(self._store, self._key, [_copy(self._slices[t], self._key, r.local) for t, r in held])
+                copies = [self._slices[t].contents.replica(self._key, r.local) for t, r in held]
+                must_agree(self._store, self._key, copies)
             parts = (p for t, r in self._owners for p in parts_of((r,), Key(str(t), "")))
             self._view = View(self._info, tuple(parts))
 
@@ -186,12 +187,6 @@ def _shapes(slices: Sequence[Slice]) -> dict[str, Shapes]:
     contents = slices[0].contents
     names = {key.name: None for key in contents.infos if key not in contents.large}
     return {name: tuple(_shape(s, name) for s in slices) for name in names}
-
-
-def _copy(of: Slice, key: Key, box: Box) -> Replica:
-    contents = of.contents
-    whole = contents.whole.get(key) if box == Box.whole(contents.infos[key].shape) else None
-    return Replica(contents.locate[key], box, contents.infos[key].itemsize, whole)
 
 
 def _shape(of: Slice, name: str) -> tuple[int, ...]:

@@ -153,7 +153,7 @@ class OpenUniversal:
                 continue  # never had a gradient, so that the converter took the weight
             for atom in held:
                 if atom.value is None and Key(name, atom.state) not in contents.infos:
-                    contents.add(name, atom.state, atom.dtype, atom.shape, lambda _, atom=atom: iter(atom.extents))  # type: ignore[misc]
+                    contents.add(name, atom.state, atom.dtype, atom.shape, atom.locate)
         together: list[Iterable[str]] = [*groups] or [atoms]
         for names in together:
             _check_alike({name: atoms[name] for name in names if name in atoms})

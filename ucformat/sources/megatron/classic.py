@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import AmbiguousLayout, IntegrityError, option_text
-from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import Facts
 from ucformat.sources.index import Group, TensorIndex
@@ -19,13 +18,14 @@ from ucformat.sources.megatron.rank_states import read_states
 from ucformat.sources.megatron.resolver import NameResolver
 from ucformat.sources.megatron.stacked import add_tensor, joined
 from ucformat.sources.pickle.file import TorchZip
-from ucformat.sources.tp_merge.replicas import LocalContents, Replica, compare
+from ucformat.sources.tp_merge.replicas import LocalContents, compare
 from ucformat.sources.tp_merge.sharding import TPSharding, layout_of_cuts, replicate
 from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from ucformat.geometry.box import Box
     from ucformat.geometry.local import Region
     from ucformat.geometry.tensor import Extent
     from ucformat.reading.readable import Record
@@ -51,12 +51,6 @@ class _Rank:
     file: RankFile
     contents: LocalContents
     groups: list[list[Group]] = field(default_factory=list)
-
-    def copy(self, key: Key, box: Box | None = None) -> Replica:
-        """What it holds of a tensor, to be compared."""
-        info = self.contents.infos[key]
-        whole = self.contents.whole.get(key) if box is None or box == Box.whole(info.shape) else None
-        return Replica(self.contents.locate[key], box or Box.whole(info.shape), info.itemsize, whole)
 
 
 class OpenClassic:
@@ -153,7 +147,7 @@ class OpenClassic:
         found: Verdict = "constant"
         shape = None
         for key in (k for state in states if (k := Key(name, state)) in holders):
-            copies = [holders[key][t][0].copy(key) for t in range(self._degree)]
+            copies = [holders[key][t][0].contents.replica(key) for t in range(self._degree)]
             shape = shape or copies[0].box.shape
             if found == "constant" and all(c.box.shape == shape for c in copies):
                 found = compare(self.store, copies)
@@ -205,7 +199,7 @@ class OpenClassic:
     def _must_agree(self, key: Key, one: _Rank, other: _Rank) -> None:
         if (
             one.contents.infos[key].shape != other.contents.infos[key].shape
-            or compare(self.store, [one.copy(key), other.copy(key)]) == "different"
+            or compare(self.store, [one.contents.replica(key), other.contents.replica(key)]) == "different"
         ):
             names = sorted({e.file for r in (one, other) for e in r.contents.locate[key](None)})
             raise IntegrityError(
@@ -226,7 +220,7 @@ class OpenClassic:
         one, two = Key(word, "weight"), Key(head, "weight")
         copies = [(holders[one][t][0], holders[two][t][0]) for t in range(self._degree)]
         same = shardings[word].shape == shardings[head].shape and all(
-            compare(self.store, [a.copy(one), b.copy(two)]) == "equal" for a, b in copies
+            compare(self.store, [a.contents.replica(one), b.contents.replica(two)]) == "equal" for a, b in copies
         )
         if not same and self.args.tied:
             raise IntegrityError(

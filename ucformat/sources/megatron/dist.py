@@ -19,7 +19,7 @@ from ucformat.sources.megatron.arguments import Arguments
 from ucformat.sources.megatron.flat_states import add_flat_states
 from ucformat.sources.megatron.folder import CONFIG, backend_of, built_by_megatron
 from ucformat.sources.megatron.names import Bucket, Member, StateKey, groups_by_rule, name_of, split_state_key
-from ucformat.sources.megatron.stacked import StoredKey, UnstackedPart, add_tensor, original_shapes, unstacked
+from ucformat.sources.megatron.stacked import StackedTensor, UnstackedPart, add_tensor, original_shapes, unstacked
 from ucformat.sources.pickle.file import TorchFile, TorchZip
 from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.sources.values import to_json
@@ -150,7 +150,7 @@ class OpenDist:
     ) -> Iterator[tuple[Key, int | None, UnstackedPart]]:
         name = name_of(what.key, local=self.local)
         leading = 0 if stacked else name.leading
-        stored = StoredKey.of(self._items, fqn, Key(what.key, what.state), leading, original)
+        stored = StackedTensor(self._items, fqn, Key(what.key, what.state), leading, original)
         if stacked:
             yield Key(what.key, what.state), None, UnstackedPart(stored, ())
             return

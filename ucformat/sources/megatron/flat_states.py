@@ -19,7 +19,7 @@ from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.geometry.view import View
 from ucformat.sources.megatron.buffers import BufferSlot, FlatTensor, Param, in_local, place, same_values
 from ucformat.sources.megatron.names import LAYER, is_expert, orders_of
-from ucformat.sources.megatron.stacked import StoredKey, add_tensor, joined, unstacked
+from ucformat.sources.megatron.stacked import StackedTensor, add_tensor, joined, unstacked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -255,7 +255,7 @@ def _edges(model: _Model, fqn: str) -> Iterator[int]:
 def _flat(model: _Model, fqn: str | None) -> FlatTensor | None:
     if fqn is None:
         return None
-    stored = StoredKey.of(model.items, fqn, Key(fqn, "flat"), 0, None)
+    stored = StackedTensor(model.items, fqn, Key(fqn, "flat"))
     if len(stored.shape) != 1:
         raise IntegrityError(f"{fqn} is no flat bucket, but of the shape {list(stored.shape)}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Opened",
     "ReadableTensor",
-    "StoredChunk",
-    "StoredKey",
+    "StackedTensor",
     "UnstackedPart",
     "add_tensor",
     "joined",
@@ -44,14 +43,6 @@ __all__ = [
 ]
 
 _SHAPE = "nd_reformulated_orig_global_shape"
-
-
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
-    """A stored chunk: the boxes of the tensor that it is, in the order in which they lie in it, and its own box."""
-
-    boxes: tuple[Box, ...]
-    stored: Box
 
 
 def original_shapes(meta: Metadata) -> dict[str, tuple[int, ...]]:
@@ -68,79 +59,89 @@ def original_shapes(meta: Metadata) -> dict[str, tuple[int, ...]]:
     return out
 
 
-@dataclass(slots=True)
-class StoredKey:
-    """One tensor entry, in the coordinates of the whole, stacked tensor."""
+class StackedTensor:
+    """One tensor entry, in the coordinates of the whole, stacked tensor.
 
-    items: Items
-    fqn: str
-    key: Key  # what errors call it
-    dtype: str
-    shape: tuple[int, ...]
-    leading: int  # dims along which parameters are stacked
-    chunks: tuple[StoredChunk, ...]
-    _by_index: dict[tuple[int, ...], list[StoredChunk]] | None = None
-    _extents: dict[Box, list[Extent]] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    Args:
+        items: the files of the checkpoint.
+        fqn: the entry.
+        key: what errors call it.
+        leading: dims along which parameters are stacked.
+        original: the tensor's shape where flat ranges of it are stored, else None.
+    """
 
-    @classmethod
-    def of(cls, items: Items, fqn: str, key: Key, leading: int, original: tuple[int, ...] | None) -> StoredKey:
-        """The tensor of an entry; `original` is its shape where flat ranges of it are stored."""
+    def __init__(
+        self, items: Items, fqn: str, key: Key, leading: int = 0, original: tuple[int, ...] | None = None
+    ) -> None:
         entry = items.meta.tensors[fqn]
-        boxes = [b for b in dict.fromkeys(entry.boxes) if b.size]
-        if original is None:
-            chunks, shape = [StoredChunk((b,), b) for b in boxes], entry.shape
-        else:
-            chunks, shape = [_flat(fqn, b, entry.shape, original) for b in boxes], original
-        if leading > len(shape):
+        self.items, self.fqn, self.key, self.leading = items, fqn, key, leading
+        self.dtype, self.shape = entry.dtype, entry.shape if original is None else original
+        #: By the box of each stored chunk: the boxes of the tensor that it is, in their order in it.
+        self._chunks: dict[Box, tuple[Box, ...]] = {
+            b: (b,) if original is None else _flat(fqn, b, entry.shape, original) for b in entry.boxes if b.size
+        }
+        if leading > len(self.shape):
             raise IntegrityError(
-                f"{items.meta.file}: {fqn} has the shape {list(shape)}, but its name says that {leading} dims are "
+                f"{items.meta.file}: {fqn} has the shape {list(self.shape)}, but its name says that {leading} dims are "
                 "those of layers and experts"
             )
-        return cls(items, fqn, key, entry.dtype, shape, leading, tuple(chunks))
+        self._by_index: dict[tuple[int, ...], list[Box]] | None = None
+        self._extents: dict[Box, list[Extent]] = {}
+        self._lock = threading.Lock()
 
     def boxes(self) -> Iterator[Box]:
         """The boxes that ranks stored."""
-        return (b for chunk in self.chunks for b in chunk.boxes)
+        return (b for boxes in self._chunks.values() for b in boxes)
 
     def extents(self, box: Box) -> Iterator[Extent]:
         """The extents of a box of the whole tensor, with their own boxes; proved to cover it."""
-        near = [(chunk, clip) for chunk in self._near(box) for b in chunk.boxes if (clip := b.intersect(box))]
+        near = [(chunk, clip) for chunk in self._near(box) for b in self._chunks[chunk] if (clip := b.intersect(box))]
         info = TensorInfo(*self.key, self.dtype, box.shape)
         shift = tuple(-a for a in box.start)
-        prove(info, [(str(chunk.stored), clip.shift(shift)) for chunk, clip in near])
+        prove(info, [(str(chunk), clip.shift(shift)) for chunk, clip in near])
         for chunk in dict.fromkeys(chunk for chunk, _ in near):
             yield from self._read(chunk)
 
-    def _near(self, box: Box) -> Iterable[StoredChunk]:
+    def _near(self, box: Box) -> Iterable[Box]:
         """The chunks that may have a part of a box: of a stack those of the same layer and expert."""
         n = self.leading
         if self._by_index is None:
-            found: dict[tuple[int, ...], list[StoredChunk]] = {}
+            found: dict[tuple[int, ...], list[Box]] = {}
             if all(b.shape[:n] == (1,) * n for b in self.boxes()):
-                for chunk in self.chunks:
-                    found.setdefault(chunk.boxes[0].start[:n], []).append(chunk)
+                for chunk, boxes in self._chunks.items():
+                    found.setdefault(boxes[0].start[:n], []).append(chunk)
             self._by_index = found
         if not self._by_index or box.shape[:n] != (1,) * n:
-            return self.chunks
+            return self._chunks
         return self._by_index.get(box.start[:n], [])
 
-    def _read(self, chunk: StoredChunk) -> list[Extent]:
+    def _read(self, chunk: Box) -> list[Extent]:
         with self._lock:
-            found = self._extents.get(chunk.stored)
+            found = self._extents.get(chunk)
         if found is None:
             shape = self.items.meta.tensors[self.fqn].shape
             info = TensorInfo(*self.key, self.dtype, shape)
-            stretch = self.items.stretch(self.fqn, chunk.stored, info)
-            found = self.items.chunk(self.fqn, chunk.stored, stretch, info)
-            if chunk.boxes != (chunk.stored,):
-                found = list(_unflattened(self, chunk, found))
+            found = self.items.chunk(self.fqn, chunk, self.items.stretch(self.fqn, chunk, info), info)
+            if self._chunks[chunk] != (chunk,):
+                found = list(self._unflattened(chunk, found))
             with self._lock:
-                self._extents[chunk.stored] = found
+                self._extents[chunk] = found
         return found
 
+    def _unflattened(self, chunk: Box, found: list[Extent]) -> Iterator[Extent]:
+        """The extents of a flat range as boxes of the tensor."""
+        (flat,) = found
+        unit = ITEMSIZE[self.dtype]
+        if flat.strides[-1] != unit and flat.box.shape[-1] > 1:
+            raise IntegrityError(f"{flat.file}: the flat range {chunk} of {self.fqn} is not contiguous")
+        grid = self.items.meta.tensors[self.fqn].shape
+        local = tuple(n // g for n, g in zip(self.shape, grid, strict=False))
+        extents = flat_extents(local, chunk.start[-1], chunk.stop[-1], unit, flat.file, flat.offset)
+        for box, extent in zip(self._chunks[chunk], extents, strict=True):
+            yield replace(extent, box=box)
 
-def _flat(fqn: str, stored: Box, counts: tuple[int, ...], shape: tuple[int, ...]) -> StoredChunk:
+
+def _flat(fqn: str, stored: Box, counts: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, ...]:
     """A flat range of one chunk of a regular grid, as boxes of the tensor."""
     numel = counts[-1] if counts else 0
     grid = counts[:-1]
@@ -152,22 +153,7 @@ def _flat(fqn: str, stored: Box, counts: tuple[int, ...], shape: tuple[int, ...]
     if math.prod(local) != numel or stop > numel or stored.shape[:-1] != (1,) * len(grid) or outside:
         raise IntegrityError(f"{fqn}: {stored} is no range of a chunk of the shape {list(local)}")
     corner = tuple(i * n for i, n in zip(stored.start, local, strict=False))
-    return StoredChunk(tuple(b.shift(corner) for b in flat_boxes(local, start, stop)), stored)
-
-
-def _unflattened(of: StoredKey, chunk: StoredChunk, found: list[Extent]) -> Iterator[Extent]:
-    """The extents of a flat range as boxes of the tensor."""
-    (flat,) = found
-    unit = ITEMSIZE[of.dtype]
-    if flat.strides[-1] != unit and flat.box.shape[-1] > 1:
-        raise IntegrityError(f"{flat.file}: the flat range {chunk.stored} of {of.fqn} is not contiguous")
-    counts = of.items.meta.tensors[of.fqn].shape
-    local = tuple(n // g for n, g in zip(of.shape, counts, strict=False))
-    start = chunk.stored.start[-1]
-    stop = start + chunk.stored.shape[-1]
-    extents = flat_extents(local, start, stop, unit, flat.file, flat.offset)
-    for box, extent in zip(chunk.boxes, extents, strict=True):
-        yield replace(extent, box=box)
+    return tuple(b.shift(corner) for b in flat_boxes(local, start, stop))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +171,7 @@ class ReadableTensor:
 class UnstackedPart:
     """One parameter in a stored tensor, at an index of its leading dims."""
 
-    stored: StoredKey
+    stored: StackedTensor
     index: tuple[int, ...]
 
     @property

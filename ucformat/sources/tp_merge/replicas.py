@@ -7,17 +7,16 @@ elements, which tell most that differ; then whole up to 1 MiB, larger ones in 16
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ucformat.errors import IntegrityError, option_text
+from ucformat.geometry.box import Box
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.sources.index import TensorIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Key
     from ucformat.sources.index import Locate
     from ucformat.sources.pickle.file import TorchFile
@@ -50,6 +49,13 @@ class LocalContents(TensorIndex):
         super().add_whole(name, state, file, tensor)
         self.whole[next(reversed(self.infos))] = file, tensor
 
+    def replica(self, key: Key, box: Box | None = None) -> Replica:
+        """A tensor, or a box of it, to be compared with what others hold."""
+        info = self.infos[key]
+        box = box or Box.whole(info.shape)
+        whole = self.whole.get(key) if box == Box.whole(info.shape) else None
+        return Replica(self.locate[key], box, info.itemsize, whole)
+
     def forget(self, keys: Iterable[Key]) -> None:
         """Leave out tensors, where they are there: another rank's contents have them."""
         for key in keys:
@@ -63,14 +69,42 @@ class LocalContents(TensorIndex):
         return name
 
 
-@dataclass(frozen=True, slots=True)
 class Replica:
-    """A box of a stored tensor; `whole` where it is all that one file holds of it."""
+    """A box of a stored tensor, to be compared with others; `whole` where it is all that one file holds of it."""
 
-    locate: Locate
-    box: Box
-    itemsize: int
-    whole: tuple[TorchFile, StoredTensor] | None = None
+    def __init__(
+        self, locate: Locate, box: Box, itemsize: int, whole: tuple[TorchFile, StoredTensor] | None = None
+    ) -> None:
+        self.locate, self.box, self.itemsize, self._whole = locate, box, itemsize, whole
+
+    def crc32(self) -> int:
+        """CRC-32 of its bytes, as the file has it; 0 where it has none."""
+        if self._whole is None:
+            return 0
+        file, tensor = self._whole
+        return file.crc32(tensor) if tensor.numel == tensor.size == self.box.size else 0
+
+    def ranges(self, *, short: bool) -> Iterable[tuple[int, int]]:
+        """Flat ranges of it to compare; short ones only tell what is repeated."""
+        size = self.box.size
+        few, place = _FIRST // self.itemsize, _PLACE // self.itemsize
+        if size <= 4 * few:
+            return [(0, _FEW), (0, size)] if size > _FEW else [(0, size)] if size else []
+        row = size // self.box.shape[0]
+        first = [(0, few), *([(row, min(size, row + few))] if few < row < size else [])]
+        if short:
+            return [*first, (0, min(size, place))]
+        if size * self.itemsize <= _WHOLE:
+            return [*first, (0, size)]
+        step = (size - place) // (_PLACES - 1)
+        return [*first, *((i * step, i * step + place) for i in range(_PLACES))]
+
+    def read(self, store: Store, start: int, stop: int) -> bytes:
+        """The bytes of a flat range of it."""
+        from ucformat.reading.read import read_extents
+
+        boxes = (part.shift(self.box.start) for part in flat_boxes(self.box.shape, start, stop))
+        return read_extents(store, self.locate, boxes, self.itemsize, f"{self.box} of a tensor")
 
 
 def compare(store: Store, copies: Sequence[Replica]) -> Verdict:
@@ -78,8 +112,8 @@ def compare(store: Store, copies: Sequence[Replica]) -> Verdict:
     if (told := _by_sums(copies)) is False:
         return "different"
     repeated = _Repeated(copies[0].box.shape)
-    for start, stop in _ranges(copies[0], short=told is True):
-        parts = {_read(store, copy, start, stop) for copy in copies[: 1 if told else None]}
+    for start, stop in copies[0].ranges(short=told is True):
+        parts = {copy.read(store, start, stop) for copy in copies[: 1 if told else None]}
         if len(parts) > 1:
             return "different"
         repeated.add(start, parts.pop(), copies[0].itemsize)
@@ -91,8 +125,8 @@ def _same(store: Store, copies: Sequence[Replica]) -> bool:
     told = _by_sums(copies)
     if told is not None:
         return told
-    ranges = _ranges(copies[0], short=False)
-    return all(len({_read(store, copy, start, stop) for copy in copies}) == 1 for start, stop in ranges)
+    ranges = copies[0].ranges(short=False)
+    return all(len({copy.read(store, start, stop) for copy in copies}) == 1 for start, stop in ranges)
 
 
 class _Repeated:
@@ -148,36 +182,5 @@ def must_agree(store: Store, key: Key, copies: Sequence[Replica]) -> None:
 
 def _by_sums(copies: Sequence[Replica]) -> bool | None:
     """Whether the CRC-32s of tensors that have records of their own are equal; None where one is not known."""
-    sums = [_own_sum(copy) for copy in copies]
+    sums = [copy.crc32() for copy in copies]
     return len(set(sums)) == 1 if all(sums) else None
-
-
-def _own_sum(copy: Replica) -> int:
-    if copy.whole is None:
-        return 0
-    file, tensor = copy.whole
-    return file.crc32(tensor) if tensor.numel == tensor.size == copy.box.size else 0
-
-
-def _ranges(copy: Replica, *, short: bool) -> Iterable[tuple[int, int]]:
-    """Flat ranges of a copy to compare; short ones only tell what is repeated."""
-    size = copy.box.size
-    few, place = _FIRST // copy.itemsize, _PLACE // copy.itemsize
-    if size <= 4 * few:
-        return [(0, _FEW), (0, size)] if size > _FEW else [(0, size)] if size else []
-    row = size // copy.box.shape[0]
-    first = [(0, few), *([(row, min(size, row + few))] if few < row < size else [])]
-    if short:
-        return [*first, (0, min(size, place))]
-    if size * copy.itemsize <= _WHOLE:
-        return [*first, (0, size)]
-    step = (size - place) // (_PLACES - 1)
-    return [*first, *((i * step, i * step + place) for i in range(_PLACES))]
-
-
-def _read(store: Store, copy: Replica, start: int, stop: int) -> bytes:
-    """The bytes of a flat range of a copy."""
-    from ucformat.reading.read import read_extents
-
-    boxes = (part.shift(copy.box.start) for part in flat_boxes(copy.box.shape, start, stop))
-    return read_extents(store, copy.locate, boxes, copy.itemsize, f"{copy.box} of a tensor")
