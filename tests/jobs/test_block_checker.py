@@ -7,9 +7,10 @@ import random
 import pytest
 from crc32c import crc32c
 
+from ucformat.format import audit
+from ucformat.format.audit import read_through
 from ucformat.geometry.tensor import Block, Key
-from ucformat.jobs import copy_files as module
-from ucformat.jobs.copy_files import BlockChecker, read_through
+from ucformat.jobs.copy_files import BlockChecker
 from ucformat.storage.memory import MemoryStore
 
 KEY = Key("w", "weight")
@@ -18,7 +19,7 @@ FILE = "data/a/f"
 
 def checked(data: bytes, blocks: list[Block], monkeypatch: pytest.MonkeyPatch, read: int) -> list[int]:
     """The offsets of the blocks that are found damaged."""
-    monkeypatch.setattr(module, "_READ", read)
+    monkeypatch.setattr(audit, "_READ_BYTES", read)
     store = MemoryStore("sums")
     with store.create("f") as out:
         out.write(data)

@@ -94,7 +94,7 @@ def test_a_place_that_cannot_be_read_is_no_reason_to_go_back(tmp_path: Path, mon
     def lost(*_: Any) -> None:
         raise UcformatError("the connection is lost")
 
-    monkeypatch.setattr("ucformat.jobs.verify.check_shard", lost)
+    monkeypatch.setattr("ucformat.format.audit.check_shard", lost)
     with pytest.raises(UcformatError, match="the connection is lost"):
         manager_of(tmp_path).restore_latest(state_at(0))
 

@@ -1,21 +1,283 @@
-"""Whether replicas are equal: of extents of one box any may be read, so all must hold the same bytes."""
+"""What can be checked of a universal checkpoint: each file that its manifest names, and what it is compared with.
+
+`verify`, `copy`, `materialize` and loading all ask here. An item is checked by reading it once; `copy` has what is read
+written on the way. The bytes of packed files are checked by blocks (`block_problems`), replicas and digests of tensors
+when the rest is known.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from ucformat.errors import IntegrityError, NotFound
+from ucformat.errors import IntegrityError, NotFound, PermissionDenied, UcformatError, UnsupportedError
+from ucformat.format.arrays import metadata_documents, shard_key
+from ucformat.format.digest import file_digest, tensor_digest
+from ucformat.format.extents import is_whole
+from ucformat.format.shard import check_shard
 from ucformat.format.structure import Problem
+from ucformat.format.universal import grid_of
 from ucformat.geometry.box import Box
-from ucformat.geometry.tensor import Extent, TensorInfo
+from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.reading.read import read_flat
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-    from ucformat.storage.base import Store
+    from ucformat.format.chunking import Grid
+    from ucformat.format.universal import Universal
+    from ucformat.geometry.tensor import Block
+    from ucformat.schema.manifest import FileDoc, SourceFileDoc
+    from ucformat.storage.base import Store, Writer
 
-__all__ = ["unequal_replicas"]
+    Leaves = Mapping[Key, Mapping[tuple[int, ...], bytes]]
+
+__all__ = [
+    "Item",
+    "ListedFile",
+    "ShardFile",
+    "SourceFile",
+    "ZarrJson",
+    "block_problems",
+    "checked",
+    "items",
+    "read_through",
+    "source_files",
+    "unequal_replicas",
+    "wrong_digests",
+]
+
+_READ_BYTES = 8 << 20  # held at once
+_MAX_LOST = 1000  # missing shards of one array that are named one by one
+_MISSING = "the file is missing"
+
+
+class Item(Protocol):
+    """A file that a manifest names."""
+
+    @property
+    def file(self) -> str:
+        """Its key in the checkpoint."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes are compared."""
+
+    @property
+    def key(self) -> Key | None:
+        """The tensor that it belongs to."""
+
+    def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:
+        """Read the file and compare it; what is read goes to `out`.
+
+        Returns:
+            The digests of a shard's chunks, and what is wrong with the file.
+
+        Raises:
+            UcformatError: it cannot be read.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ListedFile:
+    """A file whose digest the manifest has: objects, sidecar, assets."""
+
+    doc: FileDoc
+    key: Key | None = None
+
+    @property
+    def file(self) -> str:
+        """See Item."""
+        return self.doc.path
+
+    @property
+    def nbytes(self) -> int:
+        """See Item."""
+        return self.doc.nbytes
+
+    def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:
+        """See Item."""
+        try:
+            size = store.info(self.file).size
+        except NotFound:
+            return b"", [Problem(self.file, _MISSING)]
+        if size != self.nbytes:
+            return b"", [Problem(self.file, f"the file has {size} bytes instead of {self.nbytes}")]
+        state = hashlib.sha256()
+        read_through(store, self.file, size, lambda _, data: state.update(data), out)
+        same = f"sha256:{state.hexdigest()}" == self.doc.digest
+        return b"", [] if same else [Problem(self.file, "is not what was committed (its digest differs)")]
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrJson:
+    """The `zarr.json` of an array or a group, by which other readers find what the manifest has."""
+
+    file: str
+    data: bytes
+    key: Key | None
+
+    @property
+    def nbytes(self) -> int:
+        """See Item."""
+        return len(self.data)
+
+    def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:
+        """See Item."""
+        try:
+            found = store.read(self.file)
+        except NotFound:
+            return b"", [Problem(self.file, _MISSING, *(self.key or ()))]
+        if found != self.data:
+            what = "group" if self.key is None else "tensor"
+            return b"", [Problem(self.file, f"does not describe this {what}", *(self.key or ()))]
+        if out is not None:
+            out.write(found)
+        return b"", []
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """The file of a shard."""
+
+    key: Key
+    grid: Grid
+    shard: tuple[int, ...]
+    file: str
+
+    @property
+    def nbytes(self) -> int:
+        """See Item."""
+        return self.grid.file_nbytes(self.shard)
+
+    def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:
+        """See Item."""
+        try:
+            leaves, damages = check_shard(store, self.file, self.grid, self.shard, out)
+        except (IntegrityError, PermissionDenied, UnsupportedError) as error:
+            return b"", [Problem(self.file, error.message, *self.key)]
+        return leaves, [Problem(d.file, d.reason, *self.key, d.chunk) for d in damages]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file of another checkpoint; its bytes are compared where it was registered with a digest."""
+
+    doc: SourceFileDoc
+    key: Key | None = None
+
+    @property
+    def file(self) -> str:
+        """See Item."""
+        return self.doc.path
+
+    @property
+    def nbytes(self) -> int:
+        """See Item."""
+        return 0 if self.doc.digest is None else self.doc.nbytes
+
+    def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:  # noqa: ARG002 - see Item
+        """See Item."""
+        store.info(self.file)  # which compares size and time
+        if self.doc.digest is None or file_digest(store, self.file) == self.doc.digest:
+            return b"", []
+        return b"", [Problem(self.file, "is not what was registered (its digest differs)")]
+
+
+@dataclass(frozen=True, slots=True)
+class _LostShards:
+    """Shards of one array that are missing, too many to name each."""
+
+    key: Key
+    file: str
+    reason: str
+    nbytes: int = 0
+
+    def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:  # noqa: ARG002 - see Item
+        """See Item."""
+        return b"", [Problem(self.file, self.reason, *self.key)]
+
+
+def items(source: Universal) -> Iterator[Item]:
+    """Every file that a manifest names, but packed ones."""
+    m = source.manifest
+    yield from (ListedFile(doc) for doc in (*m.assets.values(), m.objects, m.sidecar) if doc is not None)
+    yield from (ZarrJson(*document) for document in metadata_documents(m))
+    yield from source_files(source)
+    for key, doc in source.docs.items():
+        if doc.path is None:
+            continue
+        grid = grid_of(doc)
+        if (missing := source.missing_shards(doc)) > _MAX_LOST:
+            yield _LostShards(key, doc.path, f"{missing:,} of its {grid.count:,} shards are missing")
+            continue
+        for shard in grid.shards():
+            yield ShardFile(key, grid, shard, shard_key(doc.path, shard))
+
+
+def source_files(source: Universal) -> list[SourceFile]:
+    """The files of other checkpoints that a virtual one needs."""
+    sidecar = source.manifest.sidecar
+    return [] if sidecar is None else [SourceFile(doc) for doc in sidecar.sources]
+
+
+def checked(
+    item: Item, store: Store, damages: tuple[type[UcformatError], ...] = (UcformatError,)
+) -> tuple[bytes, list[Problem]]:
+    """As `item.check`, with errors of these types among the problems."""
+    try:
+        return item.check(store)
+    except damages as error:
+        return b"", [Problem(item.file, error.message, *(item.key or ()))]
+
+
+def block_problems(
+    store: Store,
+    key: Key,
+    blocks: Iterable[tuple[str, Block]],
+    damages: tuple[type[UcformatError], ...] = (UcformatError,),
+) -> list[Problem]:
+    """The blocks of a tensor, with the files that they are in, that differ from their checksums or cannot be read."""
+    wrong = []
+    for file, block in blocks:
+        try:
+            if not is_whole(store, file, block):
+                wrong.append(Problem(file, f"crc32c differs (block at byte {block.offset})", *key))
+        except damages as error:
+            wrong.append(Problem(file, error.message, *key))
+    return wrong
+
+
+def wrong_digests(
+    source: Universal, leaves: Leaves, damaged: Collection[tuple[str | None, str | None]] = ()
+) -> Iterator[Problem]:
+    """Arrays whose chunks are whole, but are not those that were committed.
+
+    Args:
+        source: the checkpoint.
+        leaves: the digests of the chunks of each shard of each array.
+        damaged: the names and states of tensors that are known to be damaged.
+    """
+    for key, doc in source.docs.items():
+        if doc.path is None or key in damaged:
+            continue
+        if tensor_digest(doc.dtype, grid_of(doc), leaves.get(key, {})) != doc.digest:
+            yield Problem(doc.path, "its chunks are whole, but not those of the manifest", *key)
+
+
+def read_through(
+    store: Store, file: str, nbytes: int, see: Callable[[int, memoryview], None], out: Writer | None
+) -> None:
+    """Read a file front to back, show each part with its offset, and write it to `out`."""
+    buffer = memoryview(bytearray(min(_READ_BYTES, nbytes)))
+    for at in range(0, nbytes, _READ_BYTES):
+        part = buffer[: min(_READ_BYTES, nbytes - at)]
+        store.read_into(file, at, [part])
+        see(at, part)
+        if out is not None:
+            out.write(part)
+
 
 _PART = 4 << 20  # bytes of each of two replicas that are held at once
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, UcformatError, UnsupportedError, UsageError
 from ucformat.format.attempts import folders_of
+from ucformat.format.audit import ShardFile, wrong_digests
 from ucformat.format.commit import MANIFEST, announce, begin, commit, parse_manifest, read_manifest, settle
-from ucformat.format.digest import tensor_digest
-from ucformat.format.universal import Universal, grid_of
-from ucformat.jobs.copy_files import Shard, items, transfer
+from ucformat.format.universal import Universal
+from ucformat.geometry.tensor import Key
+from ucformat.jobs.copy_files import copy_file, listed, transfer
 from ucformat.jobs.documents import copy_document
 from ucformat.jobs.record import record_commits
 from ucformat.jobs.run import run, workers_for
@@ -27,8 +28,7 @@ from ucformat.storage.watched import check_unchanged
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ucformat.geometry.tensor import Key
-    from ucformat.jobs.copy_files import Item
+    from ucformat.format.audit import Item
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
@@ -187,9 +187,9 @@ def _copy(
             f"{store.url} holds the checkpoint {before.id}, whose files have the names of this one's and are others",
             hint="choose another place, or delete that checkpoint first",
         )
-    listed = items(source)
-    found = _transfer_all(source, store, listed, workers, progress)
-    _must_be_there(store, manifest, listed)
+    files = listed(source)
+    found = _transfer_all(source, store, files, workers, progress)
+    _must_be_there(store, manifest, files)
     check_unchanged(source.store, "nothing was committed")
     if before is not None and _is_same(before, manifest):
         _already(source, store)
@@ -212,41 +212,35 @@ def _has_equal_files(one: Manifest, other: Manifest) -> bool:
 def _transfer_all(
     source: Universal,
     store: Store,
-    listed: Sequence[Item],
+    files: Sequence[Item],
     workers: int | None,
     progress: Callable[[int, int], None] | None,
 ) -> Copied:
     """Have every file at the destination, and see that the shards are together what was committed."""
     there = _sizes(store, source.manifest)
-    total, done = sum(i.nbytes for i in listed), 0
+    total, done = sum(i.nbytes for i in files), 0
     leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
     kept: list[Item] = []
-    jobs = run(lambda i: transfer(i, source.store, store, there), listed, workers or workers_for(source.store, store))
+    jobs = run(lambda i: transfer(i, source.store, store, there), files, workers or workers_for(source.store, store))
     for item, (found, was_there) in jobs:
-        if isinstance(item, Shard):
+        if isinstance(item, ShardFile):
             leaves.setdefault(item.key, {})[item.shard] = found
         if was_there:
             kept.append(item)
         done += item.nbytes
         if progress is not None:
             progress(done, total)
-    for key in (k for k in source.docs if _is_other(source, k, leaves)):
-        for item in [i for i in kept if isinstance(i, Shard) and i.key == key]:  # whole, but of another content
-            leaves[key][item.shard] = item.copy(source.store, store)
+    for key in [Key(str(p.name), str(p.state)) for p in wrong_digests(source, leaves)]:
+        for item in [i for i in kept if isinstance(i, ShardFile) and i.key == key]:  # whole, but of another content
+            leaves[key][item.shard] = copy_file(item, source.store, store)
             kept.remove(item)
-        if _is_other(source, key, leaves):
-            raise IntegrityError(
-                f"{source.store.url}/{source.docs[key].path}: its chunks are whole, but not those of the manifest, in "
-                f"{key}",
-                hint="restore the array from another copy of the checkpoint; nothing is committed at the destination",
-            )
+    for problem in wrong_digests(source, leaves):
+        raise IntegrityError(
+            f"{source.store.url}/{problem.file}: {problem.reason}, in {problem.name} ({problem.state})",
+            hint="restore the array from another copy of the checkpoint; nothing is committed at the destination",
+        )
     kept_nbytes = sum(i.nbytes for i in kept)
-    return Copied(store.url, source.manifest.id, len(listed), total, len(kept), kept_nbytes)
-
-
-def _is_other(source: Universal, key: Key, leaves: dict[Key, dict[tuple[int, ...], bytes]]) -> bool:
-    doc = source.docs[key]
-    return doc.path is not None and tensor_digest(doc.dtype, grid_of(doc), leaves.get(key, {})) != doc.digest
+    return Copied(store.url, source.manifest.id, len(files), total, len(kept), kept_nbytes)
 
 
 def _sizes(store: Store, manifest: Manifest) -> dict[str, int]:
@@ -254,11 +248,11 @@ def _sizes(store: Store, manifest: Manifest) -> dict[str, int]:
     return {i.key: i.size for folder in folders_of(manifest.attempt) for i in store.list(folder)}
 
 
-def _must_be_there(store: Store, manifest: Manifest, listed: Sequence[Item]) -> None:
+def _must_be_there(store: Store, manifest: Manifest, files: Sequence[Item]) -> None:
     """Conflict where somebody removed files meanwhile: one who copied it too, and lost to a third."""
     there = _sizes(store, manifest)
     inside = tuple(f"{folder}/" for folder in folders_of(manifest.attempt))
-    for item in listed:
+    for item in files:
         if item.file.startswith(inside) and there.get(item.file) != item.nbytes:
             raise Conflict(
                 f"{store.url}/{item.file} was removed by somebody else while the checkpoint was copied",

@@ -6,33 +6,34 @@ interrupted, is read back there instead and kept.
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound, UcformatError
-from ucformat.format.arrays import metadata_documents, shard_key
+from ucformat.format.audit import ShardFile, items, read_through
 from ucformat.format.extents import blocks_of
-from ucformat.format.shard import check_shard
 from ucformat.format.sidecar import NO_BLOCK
+from ucformat.format.structure import Problem
 from ucformat.format.universal import grid_of
+from ucformat.geometry.tensor import Key
 from ucformat.reading.execute import checksum, place_checksum
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.upload import unit_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from ucformat.format.chunking import Grid
+    from ucformat.format.audit import Item
     from ucformat.format.universal import Universal
-    from ucformat.geometry.tensor import Block, Key
-    from ucformat.schema.manifest import FileDoc
+    from ucformat.geometry.tensor import Block
     from ucformat.storage.base import Store, Writer
 
-__all__ = ["BlockChecker", "Item", "Shard", "items", "read_through", "transfer"]
+__all__ = ["BlockChecker", "PackedFile", "copy_file", "listed", "transfer"]
 
-_READ = 8 << 20  # bytes that are held at once
+
+_NAMED = 5  # damaged chunks or blocks of a file that are named
+_HINT = "restore it from another copy of the checkpoint; nothing is committed at the destination"
 
 
 class BlockChecker:
@@ -80,84 +81,50 @@ class _BlockSum:
         return self._crc == (int.from_bytes(self._stored, "little") if crc is None else crc)
 
 
-def read_through(
-    store: Store, file: str, nbytes: int, see: Callable[[int, memoryview], None], out: Writer | None
-) -> None:
-    """Read a file front to back, and write it to `out`."""
-    for at, data in _parts(store, file, nbytes):
-        see(at, data)
-        if out is not None:
-            out.write(data)
-
-
-def _parts(store: Store, file: str, nbytes: int) -> Iterator[tuple[int, memoryview]]:
-    buffer = memoryview(bytearray(min(_READ, nbytes)))
-    for at in range(0, nbytes, _READ):
-        part = buffer[: min(_READ, nbytes - at)]
-        store.read_into(file, at, [part])
-        yield at, part
-
-
-_NAMED = 5  # damaged chunks or blocks of a file that are named
-_HINT = "restore it from another copy of the checkpoint; nothing is committed at the destination"
-
-
-class Item(Protocol):
-    """A file that is to be copied."""
-
-    @property
-    def file(self) -> str:
-        """Its key, the same in both places."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-
-    def copy(self, src: Store, dst: Store) -> bytes:
-        """Write at `dst` what `src` has; for a shard the digests of its chunks.
-
-        Raises:
-            IntegrityError: the source is damaged; the message names the file, and the tensor.
-        """
-
-    def kept(self, src: Store, dst: Store) -> bytes | None:
-        """What `copy` gives, if the file at `dst`, which has the right size, is whole; else None."""
-
-
 def transfer(item: Item, src: Store, dst: Store, there: Mapping[str, int]) -> tuple[bytes, bool]:
-    """Have a file at the destination, where files of these sizes lie; what `copy` gives, and whether it was there."""
-    if there.get(item.file) == item.nbytes:
+    """Have a file at the destination, where files of these sizes lie.
+
+    Returns:
+        The digests of a shard's chunks, and whether the file was there.
+
+    Raises:
+        IntegrityError: the source is damaged; the message names the file, and the tensor.
+    """
+    if there.get(item.file) == item.nbytes and not (isinstance(item, PackedFile) and item.bare):
         try:
-            found = item.kept(src, dst)
+            found, wrong = item.check(dst)
         except NotFound:  # somebody removed it just now
-            found = None
-        if found is not None:
+            return copy_file(item, src, dst), False
+        if not wrong:
             dst.adopt(item.file)
             return found, True
-    return item.copy(src, dst), False
+    return copy_file(item, src, dst), False
 
 
-def items(source: Universal) -> list[Item]:
+def copy_file(item: Item, src: Store, dst: Store) -> bytes:
+    """Write at `dst` what `src` has; the digests of a shard's chunks. IntegrityError where the source is damaged."""
+    unit = item.grid.chunk_nbytes + 4 if isinstance(item, ShardFile) else unit_for(item.nbytes)
+    with dst.create(item.file, unit) as out:
+        found, wrong = item.check(src, out)
+        if wrong:
+            raise _damaged(src, item.file, wrong)
+    return found
+
+
+def listed(source: Universal) -> list[Item]:
     """All files that a manifest names but itself, the large ones first.
 
     Raises:
         MissingData: a packed file is not there, or many shards are not.
     """
-    m = source.manifest
-    found: list[Item] = [_SmallFile(doc) for doc in (m.objects, m.sidecar, *m.assets.values()) if doc is not None]
-    found += [_ZarrJson(file, data, key) for file, data, key in metadata_documents(m)]
     for key, doc in source.docs.items():
-        if doc.path is not None:
-            grid = grid_of(doc)
-            if missing := source.missing_shards(doc):
-                raise MissingData(f"{missing:,} of the {grid.count:,} shards of {key} are missing", hint=_HINT)
-            found += [Shard(key, grid, shard, shard_key(doc.path, shard)) for shard in grid.shards()]
-    if m.sidecar is not None:
-        found += _packed(source)
-    return sorted(found, key=lambda item: -item.nbytes)
+        if doc.path is not None and (missing := source.missing_shards(doc)):
+            raise MissingData(f"{missing:,} of the {grid_of(doc).count:,} shards of {key} are missing", hint=_HINT)
+    packed = () if source.manifest.sidecar is None else _packed(source)
+    return sorted([*items(source), *packed], key=lambda item: -item.nbytes)
 
 
-def _packed(source: Universal) -> list[_PackedFile]:
+def _packed(source: Universal) -> list[PackedFile]:
     sidecar, keys = source.sidecar(), list(source.docs)
     blocks: dict[str, list[tuple[Key, Block]]] = {file: [] for file in sidecar.files}
     for file, tensor, block in blocks_of(sidecar):
@@ -165,139 +132,38 @@ def _packed(source: Universal) -> list[_PackedFile]:
     c = sidecar.columns
     bare = {sidecar.files[n] for n in set(c.file[(c.block_offset == NO_BLOCK) & ~sidecar.tiled].tolist())}
 
-    def made(file: str) -> _PackedFile:
+    def made(file: str) -> PackedFile:
         try:
             size = source.store.info(file).size
         except NotFound as error:
             names = _names([key for key, _ in blocks[file]])
             raise MissingData(f"{error.message}{names}", hint=_HINT) from error
-        return _PackedFile(file, size, tuple(blocks[file]), file not in bare)
+        return PackedFile(file, size, tuple(blocks[file]), file in bare)
 
     return map_io(made, sidecar.files)
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """The file of a shard."""
-
-    key: Key
-    grid: Grid
-    shard: tuple[int, ...]
-    file: str
-
-    @property
-    def nbytes(self) -> int:
-        """Its size, which follows from the grid."""
-        return self.grid.file_nbytes(self.shard)
-
-    def copy(self, src: Store, dst: Store) -> bytes:
-        """See Item."""
-        with dst.create(self.file, self.grid.chunk_nbytes + 4) as out:
-            leaves, damages = check_shard(src, self.file, self.grid, self.shard, out)
-            if damages:
-                reasons = [d.reason + (f", chunk {list(d.chunk)}" if d.chunk else "") for d in damages]
-                raise _damaged(src, self.file, reasons, [self.key])
-        return leaves
-
-    def kept(self, src: Store, dst: Store) -> bytes | None:  # noqa: ARG002 - see Item
-        """See Item."""
-        leaves, damages = check_shard(dst, self.file, self.grid, self.shard)
-        return None if damages else leaves
-
-
-@dataclass(frozen=True, slots=True)
-class _SmallFile:
-    """A file whose digest the manifest has."""
-
-    doc: FileDoc
-
-    @property
-    def file(self) -> str:
-        return self.doc.path
-
-    @property
-    def nbytes(self) -> int:
-        return self.doc.nbytes
-
-    def copy(self, src: Store, dst: Store) -> bytes:
-        _check_size(src, self.file, self.nbytes)
-        with dst.create(self.file) as out:
-            if self._digest(src, out) != self.doc.digest:
-                raise _damaged(src, self.file, ["its digest differs"], ())
-        return b""
-
-    def kept(self, src: Store, dst: Store) -> bytes | None:  # noqa: ARG002 - see Item
-        return b"" if self._digest(dst, None) == self.doc.digest else None
-
-    def _digest(self, store: Store, out: Writer | None) -> str:
-        state = hashlib.sha256()
-        read_through(store, self.file, self.nbytes, lambda _, data: state.update(data), out)
-        return f"sha256:{state.hexdigest()}"
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedFile:
-    """A file of extents, which has checksums for blocks; `covered` says whether for all extents."""
+class PackedFile:
+    """A file of extents, which has checksums for blocks; `bare` says whether some extents have none."""
 
     file: str
     nbytes: int
     blocks: tuple[tuple[Key, Block], ...]
-    covered: bool
+    bare: bool
+    key: Key | None = None
 
-    def copy(self, src: Store, dst: Store) -> bytes:
-        with dst.create(self.file, unit_for(self.nbytes)) as out:
-            if bad := self._damaged(src, out):
-                reasons = [f"crc32c differs (block at byte {block.offset})" for _, block in bad]
-                raise _damaged(src, self.file, reasons, [key for key, _ in bad])
-        return b""
-
-    def kept(self, src: Store, dst: Store) -> bytes | None:  # noqa: ARG002 - see Item
-        return b"" if self.covered and not self._damaged(dst, None) else None
-
-    def _damaged(self, store: Store, out: Writer | None) -> list[tuple[Key, Block]]:
+    def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:
+        """See Item."""
         sums = BlockChecker(self.file, self.blocks)
         read_through(store, self.file, self.nbytes, sums.take, out)
-        return sums.damaged()
+        reason = "crc32c differs (block at byte {})"
+        return b"", [Problem(self.file, reason.format(block.offset), *key) for key, block in sums.damaged()]
 
 
-@dataclass(frozen=True, slots=True)
-class _ZarrJson:
-    """A `zarr.json`, of an array or of a group."""
-
-    file: str
-    data: bytes
-    key: Key | None
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.data)
-
-    def copy(self, src: Store, dst: Store) -> bytes:
-        keys = () if self.key is None else (self.key,)
-        try:
-            found = src.read(self.file)
-        except NotFound as error:
-            raise MissingData(f"{error.message}{_names(keys)}", hint=_HINT) from error
-        if found != self.data:
-            raise _damaged(src, self.file, ["is not what the format says"], keys)
-        with dst.create(self.file) as out:
-            out.write(found)
-        return b""
-
-    def kept(self, src: Store, dst: Store) -> bytes | None:  # noqa: ARG002 - see Item
-        return b"" if dst.read(self.file) == self.data else None
-
-
-def _check_size(src: Store, file: str, nbytes: int) -> None:
-    try:
-        size = src.info(file).size
-    except NotFound as error:
-        raise MissingData(error.message, hint=_HINT) from error
-    if size != nbytes:
-        raise _damaged(src, file, [f"the file has {size} bytes instead of {nbytes}"], ())
-
-
-def _damaged(src: Store, file: str, reasons: Sequence[str], keys: Sequence[Key]) -> UcformatError:
+def _damaged(src: Store, file: str, wrong: Sequence[Problem]) -> UcformatError:
+    reasons = [p.reason + (f", chunk {list(p.chunk)}" if p.chunk else "") for p in wrong]
+    keys = [Key(p.name, p.state) for p in wrong if p.name is not None and p.state is not None]
     more = f", and {len(reasons) - _NAMED} more" if len(reasons) > _NAMED else ""
     why = "; ".join(reasons[:_NAMED])
     kind = MissingData if why == "the file is missing" else ChecksumError if "differs" in why else IntegrityError

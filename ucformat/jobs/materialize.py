@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import ChecksumError, Conflict, PermissionDenied, UcformatError, UnsupportedError
 from ucformat.format.attempts import record_key
+from ucformat.format.audit import SourceFile, checked, source_files
 from ucformat.format.commit import abandon, begin, commit, read_manifest, settle
 from ucformat.format.universal import Universal
 from ucformat.jobs.convert import How, plan_document, write
 from ucformat.jobs.record import record_commits
 from ucformat.jobs.run import run as run_tasks
-from ucformat.jobs.verify import source_file
 from ucformat.references import open_reference
 from ucformat.storage.url import open_store
 from ucformat.storage.watched import find_watched
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ucformat.format.commit import Attempt
-    from ucformat.schema.manifest import Manifest, SourceFileDoc
+    from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
 __all__ = ["is_packed", "materialize"]
@@ -171,32 +171,22 @@ def _write(source: Checkpoint, store: Store, attempt: Attempt, how: How) -> tupl
     infos = list(source.tensors.values())
     files = _registered(source) if how.verify else []
     total, done = sum(i.nbytes for i in infos), 0
-    compared = sum(doc.nbytes for _, doc in files)
-    for (_, doc), _ in run_tasks(lambda file: _compare(*file), files, how.workers):
-        done += doc.nbytes
+    compared = sum(file.nbytes for file in files)
+    for file, (_, wrong) in run_tasks(lambda file: checked(file, source.origin.store), files, how.workers):
+        for problem in wrong:
+            raise ChecksumError(str(problem), hint="restore the file from another copy; nothing was replaced")
+        done += file.nbytes
         if how.progress is not None:
             how.progress(done, compared + total)
     if (tell := how.progress) is not None:
         how = replace(how, progress=lambda written, _: tell(compared + written, compared + total))
-    made = write(source, store, attempt, infos, how, {doc.path for _, doc in files})
+    made = write(source, store, attempt, infos, how, {file.file for file in files})
     changed = {name: getattr(made, name) for name in _OF_FILES}
     changed["producer"] = {**source.manifest.producer, **made.producer}
     return source.manifest.model_copy(update=changed), made
 
 
-def _registered(source: Checkpoint) -> list[tuple[Universal, SourceFileDoc]]:
+def _registered(source: Checkpoint) -> list[SourceFile]:
     """The files of another checkpoint that have a digest: a digest of a whole file cannot be made of parts of it."""
-    universal = source.origin
-    if not isinstance(universal, Universal) or universal.manifest.sidecar is None:
-        return []
-    return [(universal, doc) for doc in universal.manifest.sidecar.sources if doc.digest is not None]
-
-
-def _compare(source: Universal, doc: SourceFileDoc) -> None:
-    """Read a file of another checkpoint.
-
-    Raises:
-        ChecksumError: it is not what was registered.
-    """
-    for problem in source_file(source, doc):
-        raise ChecksumError(str(problem), hint="restore the file from another copy; nothing was replaced")
+    origin = source.origin
+    return [f for f in source_files(origin) if f.doc.digest is not None] if isinstance(origin, Universal) else []

@@ -9,24 +9,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import (
-    CoverageError,
-    Inconsistent,
-    IntegrityError,
-    NotFound,
-    PermissionDenied,
-    UcformatError,
-    UnsupportedError,
+from ucformat.errors import CoverageError, Inconsistent, IntegrityError, NotFound, UcformatError
+from ucformat.format.audit import (
+    ListedFile,
+    ShardFile,
+    block_problems,
+    checked,
+    items,
+    source_files,
+    unequal_replicas,
+    wrong_digests,
 )
-from ucformat.format.arrays import metadata_documents, shard_key
-from ucformat.format.audit import unequal_replicas
 from ucformat.format.commit import MANIFEST
-from ucformat.format.digest import file_digest, tensor_digest
-from ucformat.format.extents import ALIGNMENT, coverage_problem, is_whole
+from ucformat.format.extents import ALIGNMENT, coverage_problem
 from ucformat.format.extents import consistency_problems as structural
-from ucformat.format.shard import check_shard
 from ucformat.format.structure import MOUNT, Problem
-from ucformat.format.universal import Universal, grid_of
+from ucformat.format.universal import Universal
 from ucformat.geometry.tensor import Key, TensorInfo, single_extents
 from ucformat.jobs.dependents import unprotected
 from ucformat.jobs.record import contradiction, record_verification
@@ -38,18 +36,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
     from os import PathLike
 
-    from ucformat.format.chunking import Grid
     from ucformat.format.sidecar import Sidecar
-    from ucformat.geometry.tensor import Block, Extent
+    from ucformat.geometry.tensor import Extent
     from ucformat.reading.readable import Record
-    from ucformat.schema.manifest import FileDoc, SourceFileDoc
     from ucformat.sources.base import OpenSource
     from ucformat.storage.base import Store
 
-__all__ = ["Problem", "damaged_block", "document_problems", "verify", "verify_shard", "wrong_digests"]
+    _Replicated = tuple[TensorInfo, tuple[Extent, ...]]  # of which some are of one box
+
+__all__ = ["Problem", "verify"]
 
 _BLOCK = 4 << 20  # bytes of a record that are held at once
-_FEW = 1000  # of the missing shards of one array, so many are named
 _NAMED = 5  # of the tensors in a damaged record, so many are named
 
 
@@ -57,12 +54,11 @@ _NAMED = 5  # of the tensors in a damaged record, so many are named
 class _Check:
     """One thing to read: `run` gives the digests that were made on the way and what is wrong."""
 
-    key: Key | None
-    shard: tuple[int, ...]
     verified: int
     unverified: int
     run: Callable[[], tuple[bytes, list[Problem]]]
-    replicas: tuple[TensorInfo, tuple[Extent, ...]] | None = None  # the extents, where some are of one box
+    key: Key | None = None
+    shard: tuple[int, ...] | None = None
 
 
 def verify(
@@ -95,13 +91,14 @@ def verify(
         named = tuple(p for p in error.problems if isinstance(p, Problem))
         return Report(str(getattr(place, "url", place)), Universal.kind, 0, 0, 0, named)
     source = ck.origin
-    checks = list(_universal(source) if isinstance(source, Universal) else _foreign(ck))
+    replicated: list[_Replicated] = []
+    checks = list(_universal(source, replicated) if isinstance(source, Universal) else _foreign(ck, replicated))
     total, done = sum(c.verified + c.unverified for c in checks), 0
     problems: list[Problem] = []
     leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
     for check, (found, wrong) in run(lambda c: c.run(), checks, workers or workers_for(ck.store)):
         problems += wrong
-        if check.key is not None:
+        if check.key is not None and check.shard is not None:
             leaves.setdefault(check.key, {})[check.shard] = found
         done += check.verified + check.unverified
         if progress is not None:
@@ -110,8 +107,7 @@ def verify(
         if (reason := contradiction(source.manifest, ck.url)) is not None:
             problems.append(Problem(MANIFEST, reason))
         problems += wrong_digests(source, leaves, {(p.name, p.state) for p in problems})
-    replicas = (c.replicas for c in checks if c.replicas is not None)
-    for _, wrong in run(partial(_unequal, source.store, {p.file for p in problems}), replicas, workers):
+    for _, wrong in run(partial(_unequal, source.store, {p.file for p in problems}), replicated, workers):
         problems += wrong
     report = Report(
         ck.url,
@@ -126,47 +122,29 @@ def verify(
     return report
 
 
-def _universal(source: Universal) -> Iterator[_Check]:
-    manifest, store = source.manifest, source.store
-    files = [*manifest.assets.values(), *(f for f in (manifest.objects, manifest.sidecar) if f is not None)]
-    for doc in files:
-        yield _Check(None, (), doc.nbytes, 0, lambda d=doc: (b"", _file(source, d)))  # type: ignore[misc]
-    for file, data, key in metadata_documents(manifest):
-        yield _Check(None, (), len(data), 0, lambda f=file, d=data, k=key: (b"", document_problems(store, f, d, k)))  # type: ignore[misc]
+def _universal(source: Universal, replicated: list[_Replicated]) -> Iterator[_Check]:
+    store = source.store
+    for item in items(source):
+        shard = item.shard if isinstance(item, ShardFile) else None
+        damages = (UcformatError,) if shard is None else ()  # a shard knows its own
+        yield _Check(item.nbytes, 0, partial(checked, item, store, damages), item.key, shard)
     wrong, sidecar = _structure(source)
-    yield _Check(None, (), 0, 0, lambda: (b"", wrong))
+    yield _Check(0, 0, lambda: (b"", wrong))
     unsound = {(p.name, p.state) for p in wrong}
-    sources = () if manifest.sidecar is None else manifest.sidecar.sources
-    compared = {f.path for f in sources if f.digest is not None}  # as a whole
-    for f in sources:
-        yield _Check(None, (), f.nbytes if f.path in compared else 0, 0, lambda f=f: (b"", source_file(source, f)))  # type: ignore[misc]
+    compared = {f.file for f in source_files(source) if f.doc.digest is not None}  # as a whole
     numbers = {key: n for n, key in enumerate(source.docs)}
     held: dict[str, list[tuple[int, int]]] = {}  # of packed files: the bytes that extents and blocks have
     for key, tensor in source.docs.items():
-        if tensor.path is None:
-            if sidecar is not None and key not in unsound:
-                extents = list(single_extents(sidecar.extents(numbers[key])))
-                for e in extents:
-                    held.setdefault(e.file, []).append(_run(e, ITEMSIZE[tensor.dtype]))
-                info = TensorInfo(tensor.name, tensor.state, tensor.dtype, tensor.shape)
-                yield _extents(store, info, 0 if {e.file for e in extents} <= compared else tensor.nbytes, extents)
-            continue
-        grid = grid_of(tensor)
-        if (missing := source.missing_shards(tensor)) > _FEW:
-            lost = Problem(tensor.path, f"{missing:,} of its {grid.count:,} shards are missing", *key)
-            yield _Check(None, (), 0, 0, lambda p=lost: (b"", [p]))  # type: ignore[misc]
-            continue
-        for shard in grid.shards():
-            yield _Check(
-                key,
-                shard,
-                grid.file_nbytes(shard),
-                0,
-                lambda k=key, g=grid, s=shard: verify_shard(source, k, g, s),  # type: ignore[misc]
-            )
+        if tensor.path is None and sidecar is not None and key not in unsound:
+            extents = list(single_extents(sidecar.extents(numbers[key])))
+            for e in extents:
+                held.setdefault(e.file, []).append(_run(e, ITEMSIZE[tensor.dtype]))
+            info = TensorInfo(tensor.name, tensor.state, tensor.dtype, tensor.shape)
+            nbytes = 0 if {e.file for e in extents} <= compared else tensor.nbytes
+            yield _extents(store, info, nbytes, extents, replicated)
     if not unsound:
         for file in (f for f in held if not f.startswith(MOUNT)):
-            yield _Check(None, (), 0, 0, lambda f=file: (b"", _between(store, f, held[f])))  # type: ignore[misc]
+            yield _Check(0, 0, lambda f=file: (b"", _between(store, f, held[f])))  # type: ignore[misc]
 
 
 def _run(e: Extent, itemsize: int) -> tuple[int, int]:
@@ -194,7 +172,7 @@ def _between(store: Store, file: str, held: list[tuple[int, int]]) -> list[Probl
 def _structure(source: Universal) -> tuple[list[Problem], Sidecar | None]:
     """What is wrong with what the checkpoint says of itself, and the sidecar if it can be believed."""
     doc = source.manifest.sidecar
-    if doc is None or _file(source, doc):  # its damage is reported with that of the other files
+    if doc is None or checked(ListedFile(doc), source.store)[1]:  # its damage is reported with that of the other files
         return list(structural(source.manifest, None)), None
     try:
         sidecar = source.read_sidecar()
@@ -203,60 +181,7 @@ def _structure(source: Universal) -> tuple[list[Problem], Sidecar | None]:
     return list(structural(source.manifest, sidecar)), sidecar
 
 
-def verify_shard(source: Universal, key: Key, grid: Grid, shard: tuple[int, ...]) -> tuple[bytes, list[Problem]]:
-    """The digests of the chunks of a shard's file, and what is wrong with it."""
-    path = source.docs[key].path or ""
-    file = shard_key(path, shard)
-    try:
-        leaves, damages = check_shard(source.store, file, grid, shard)
-    except (IntegrityError, PermissionDenied, UnsupportedError) as error:
-        return b"", [Problem(file, error.message, key.name, key.state)]
-    return leaves, [Problem(d.file, d.reason, key.name, key.state, d.chunk) for d in damages]
-
-
-def document_problems(store: Store, file: str, data: bytes, key: Key | None) -> list[Problem]:
-    """Whether a `zarr.json` is what the format says, so that foreign readers find what the manifest has."""
-    try:
-        found = store.read(file)
-    except UcformatError as error:
-        return [Problem(file, f"cannot be read: {error.message}", *(key or ()))]
-    what = "group" if key is None else "tensor"
-    return [] if found == data else [Problem(file, f"does not describe this {what}", *(key or ()))]
-
-
-def _file(source: Universal, doc: FileDoc) -> list[Problem]:
-    try:
-        source.read_file(doc)
-    except UcformatError as error:
-        return [Problem(doc.path, error.message)]
-    return []
-
-
-def source_file(source: Universal, doc: SourceFileDoc) -> list[Problem]:
-    """Whether a file of another checkpoint is still what was registered."""
-    try:
-        source.store.info(doc.path)
-        if doc.digest is None or file_digest(source.store, doc.path) == doc.digest:
-            return []
-    except UcformatError as error:
-        return [Problem(doc.path, error.message)]
-    return [Problem(doc.path, "is not what was registered (its digest differs)")]
-
-
-def wrong_digests(
-    source: Universal,
-    leaves: dict[Key, dict[tuple[int, ...], bytes]],
-    damaged: Collection[tuple[str | None, str | None]] = (),
-) -> Iterator[Problem]:
-    """Tensors whose chunks are whole, but are not those that were committed."""
-    for key, doc in source.docs.items():
-        if doc.path is None or key in damaged:
-            continue
-        if tensor_digest(doc.dtype, grid_of(doc), leaves.get(key, {})) != doc.digest:
-            yield Problem(doc.path, "its chunks are whole, but not those of the manifest", key.name, key.state)
-
-
-def _foreign(ck: Checkpoint) -> Iterator[_Check]:
+def _foreign(ck: Checkpoint, replicated: list[_Replicated]) -> Iterator[_Check]:
     source = ck.origin
     assert not isinstance(source, Universal)  # noqa: S101
     records = list(source.records())
@@ -273,13 +198,13 @@ def _foreign(ck: Checkpoint) -> Iterator[_Check]:
             if reason is not None:
                 wrong = [] if reason in named else [Problem(ck.home, reason, *key)]  # a file that cannot be read: once
                 named.add(reason)
-                yield _Check(None, (), 0, 0, lambda w=wrong: (b"", w))  # type: ignore[misc]
+                yield _Check(0, 0, lambda w=wrong: (b"", w))  # type: ignore[misc]
                 continue
             apart = sum(e.box.size for e in extents if e.file not in in_records) * info.itemsize
-            yield _extents(source.store, info, min(apart, info.nbytes), extents)
+            yield _extents(source.store, info, min(apart, info.nbytes), extents, replicated)
     for r in records:
         counted = (0, r.nbytes) if r.crc32 is None else (r.nbytes, 0)
-        yield _Check(None, (), *counted, lambda r=r: (b"", _record(source, r)))  # type: ignore[misc]
+        yield _Check(*counted, lambda r=r: (b"", _record(source, r)))  # type: ignore[misc]
 
 
 def _record(source: OpenSource, record: Record) -> list[Problem]:
@@ -315,21 +240,19 @@ def _tensors_in(source: OpenSource, file: str, start: int, stop: int) -> Iterato
                     break
 
 
-def _extents(store: Store, info: TensorInfo, nbytes: int, extents: list[Extent]) -> _Check:
+def _extents(
+    store: Store, info: TensorInfo, nbytes: int, extents: list[Extent], replicated: list[_Replicated]
+) -> _Check:
     """A check of a tensor that is not an array: of its blocks where it has some, else that its bytes are there."""
     key = info.key
     blocks = {(e.file, e.block) for e in extents if e.block is not None}
     verified = min(nbytes, sum(b.nbytes for _, b in blocks))
     bare = [e for e in extents if e.block is None]
+    if len({e.box for e in extents}) < len(extents):
+        replicated.append((info, tuple(extents)))
 
     def check() -> tuple[bytes, list[Problem]]:
-        wrong = []
-        for file, b in blocks:
-            try:
-                if not is_whole(store, file, b):
-                    wrong.append(damaged_block(file, b, key))
-            except UcformatError as error:
-                wrong.append(Problem(file, error.message, key.name, key.state))
+        wrong = block_problems(store, key, blocks)
         ends: dict[str, int] = {}
         for e in bare:
             ends[e.file] = max(ends.get(e.file, -1), e.last if e.box.size else -1)
@@ -345,16 +268,10 @@ def _extents(store: Store, info: TensorInfo, nbytes: int, extents: list[Extent])
                     wrong.append(Problem(file, f"the file ends at {size}, before byte {end}", key.name, key.state))
         return b"", wrong
 
-    replicas = (info, tuple(extents)) if len({e.box for e in extents}) < len(extents) else None
-    return _Check(None, (), verified, nbytes - verified, check, replicas)
+    return _Check(verified, nbytes - verified, check)
 
 
-def _unequal(store: Store, damaged: Collection[str], of: tuple[TensorInfo, tuple[Extent, ...]]) -> list[Problem]:
+def _unequal(store: Store, damaged: Collection[str], of: _Replicated) -> list[Problem]:
     """Which replicas of a tensor differ; those in files that are damaged do, and were named."""
     info, extents = of
     return list(unequal_replicas(store, info, (e for e in extents if e.file not in damaged)))
-
-
-def damaged_block(file: str, block: Block, key: Key) -> Problem:
-    """The problem of a block that is not what its checksum says."""
-    return Problem(file, f"crc32c differs (block at byte {block.offset})", key.name, key.state)

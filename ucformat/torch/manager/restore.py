@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from ucformat.catalog.newest import contradictions
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import IntegrityError, MissingData, NotFound, UpgradeNeeded
-from ucformat.format.arrays import metadata_documents, shard_key
+from ucformat.format.audit import ShardFile, ZarrJson, block_problems, checked, items, wrong_digests
 from ucformat.format.commit import MANIFEST
-from ucformat.format.extents import is_whole
-from ucformat.format.universal import Universal, grid_of
+from ucformat.format.structure import Problem
+from ucformat.format.universal import Universal
 from ucformat.geometry.tensor import Key, single_extents
 from ucformat.jobs.record import record_verification
 from ucformat.jobs.run import Report, run
-from ucformat.jobs.verify import Problem, damaged_block, document_problems, verify_shard, wrong_digests
 from ucformat.torch.comm.wire import message
 from ucformat.torch.loading.load import load
 from ucformat.torch.loading.match import edge_of, holds_training
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.format.chunking import Grid
-    from ucformat.geometry.tensor import Block
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.load import LoadReport
     from ucformat.torch.manager.steps import Step
@@ -43,12 +41,12 @@ _DAMAGES = (IntegrityError, NotFound, UpgradeNeeded)  # any other error is of th
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A file, or a part of one, to look at; `run` gives what is wrong with it and the digests of a shard's chunks."""
+    """A file, or a part of one, to look at; `run` gives the digests of a shard's chunks and what is wrong."""
 
     nbytes: int
-    run: Callable[[], tuple[list[Problem], bytes]]
+    run: Callable[[], tuple[bytes, list[Problem]]]
     key: Key | None = None
-    shard: tuple[int, ...] = ()
+    shard: tuple[int, ...] | None = None
 
 
 @message
@@ -113,63 +111,37 @@ def _look(ck: Checkpoint, mode: Mode, ranks: Group, threads: int | None) -> _Fou
     tasks = sorted(_full(source) if mode == "full" else _quick(source), key=lambda t: -t.nbytes)
     found = _Found()
     mine = tasks[ranks.rank :: ranks.size]
-    for task, (problems, leaves) in run(lambda t: t.run(), mine, threads):
+    for task, (leaves, problems) in run(lambda t: t.run(), mine, threads):
         found.problems.extend(problems)
-        if task.key is not None:
+        if task.key is not None and task.shard is not None:
             found.leaves.append((task.key, task.shard, leaves))
     return _Found(found.problems, found.leaves, sum(t.nbytes for t in mine))
 
 
 def _full(source: Universal) -> Iterator[_Task]:
-    """Everything, by shards, and by tensors where they are not arrays."""
-    for doc in source.manifest.assets.values():
-        yield _Task(doc.nbytes, lambda d=doc: (_reading(d.path, lambda: source.read_file(d)), b""))  # type: ignore[misc]
-    for file, data, owner in metadata_documents(source.manifest):
-        yield _Task(
-            len(data),
-            lambda f=file, d=data, k=owner: (document_problems(source.store, f, d, k), b""),  # type: ignore[misc]
-        )
+    """Everything, by files, and by tensors where they are not arrays."""
+    for item in items(source):
+        shard = item.shard if isinstance(item, ShardFile) else None
+        yield _Task(item.nbytes, partial(checked, item, source.store, _DAMAGES), item.key, shard)
     for key, tensor in source.docs.items():
         if tensor.path is None:
-            yield _Task(tensor.nbytes, lambda k=key: (_blocks(source, k), b""))  # type: ignore[misc]
-            continue
-        grid = grid_of(tensor)
-        for shard in grid.shards():
-
-            def check(key: Key = key, grid: Grid = grid, shard: tuple[int, ...] = shard) -> tuple[list[Problem], bytes]:
-                leaves, problems = verify_shard(source, key, grid, shard)
-                return problems, leaves
-
-            yield _Task(grid.file_nbytes(shard), check, key, shard)
+            yield _Task(tensor.nbytes, lambda k=key: (b"", _blocks(source, k)))  # type: ignore[misc]
 
 
 def _blocks(source: Universal, key: Key) -> list[Problem]:
     """What is wrong with the blocks of a tensor that is no array."""
-    problems: list[Problem] = []
-
-    def look(file: str, block: Block) -> None:
-        if not is_whole(source.store, file, block):
-            problems.append(damaged_block(file, block, key))
-
-    for extent in single_extents(source.extents(key)):
-        if extent.block is not None:
-            problems += _reading(extent.file, lambda e=extent: look(e.file, e.block), key)  # type: ignore[misc]
-    return problems
+    blocks = ((e.file, e.block) for e in single_extents(source.extents(key)) if e.block is not None)
+    return block_problems(source.store, key, blocks, _DAMAGES)
 
 
 def _quick(source: Universal) -> Iterator[_Task]:
     """The size of each file."""
-    ends: dict[str, int] = {}
-    for doc in source.manifest.assets.values():
-        ends[doc.path] = doc.nbytes
+    ends = {item.file: item.nbytes for item in items(source) if not isinstance(item, ZarrJson)}
     for key, tensor in source.docs.items():
         if tensor.path is None:
             for e in single_extents(source.extents(key)):
                 if e.box.size:
                     ends[e.file] = max(ends.get(e.file, 0), e.last + 1)
-            continue
-        grid = grid_of(tensor)
-        ends |= {shard_key(tensor.path, s): grid.file_nbytes(s) for s in grid.shards()}
 
     def look(file: str, least: int) -> None:
         size = source.store.info(file).size
@@ -177,15 +149,15 @@ def _quick(source: Universal) -> Iterator[_Task]:
             raise MissingData(f"{source.store.url}/{file} has {size} bytes, and should have {least}")
 
     for file, least in ends.items():
-        yield _Task(0, lambda f=file, n=least: (_reading(f, lambda: look(f, n)), b""))  # type: ignore[misc]
+        yield _Task(0, lambda f=file, n=least: (b"", _reading(f, lambda: look(f, n))))  # type: ignore[misc]
 
 
-def _reading(file: str, act: Callable[[], object], key: Key | None = None) -> list[Problem]:
+def _reading(file: str, act: Callable[[], object]) -> list[Problem]:
     """What is wrong with a file, if reading it finds that."""
     try:
         act()
     except _DAMAGES as error:
-        return [Problem(file, error.message, *(key or ()))]
+        return [Problem(file, error.message)]
     return []
 
 
