@@ -228,6 +228,7 @@ class TestElsewhere:
         assert (new.lineage[-1].kind, new.lineage[-1].url, new.lineage[-1].id) == ("convert", str(place), old.id)
         changed = {
             "digest",
+            "grid",
             "id",
             "created",
             "attempt",

@@ -27,7 +27,7 @@ _NAME = attrgetter("name")
 _KIND = attrgetter("state", "dtype", "shape", "chunk", "shard", "nbytes")
 _WHAT = attrgetter("state", "dtype", "shape")
 #: What `materialize` changes of a manifest, besides its tensors: all else is of the checkpoint, whatever its form.
-_FORM = {"attempt", "producer", "objects", "assets", "sidecar", "verified", "writers", "digest"}
+_FORM = {"attempt", "grid", "producer", "objects", "assets", "sidecar", "verified", "writers", "digest"}
 
 
 def tensor_set(connection: Connection, tensors: Sequence[TensorDoc]) -> int:
