@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from ucformat.checkpoint import Checkpoint
 from ucformat.references import open_reference
 from ucformat.torch.comm.group import TIMEOUT, meeting
-from ucformat.torch.deepspeed.collect import boxes_of, locals_of_buffers, weight_of
 from ucformat.torch.deepspeed.engine import look, refresh
-from ucformat.torch.deepspeed.optimizer import OptimizerTargets, StoredStates, optimizer_tensors, want_optimizer
-from ucformat.torch.deepspeed.restore import Client, fit_groups, fit_parts, fit_values
-from ucformat.torch.loading import LoadReport, load_local
+from ucformat.torch.deepspeed.optimizer import Stored, Wanted, want_optimizer
+from ucformat.torch.deepspeed.partitions import held_by
+from ucformat.torch.deepspeed.save import boxes_of, locals_of_buffers, weight_of
+from ucformat.torch.deepspeed.values import Client, fit_groups, fit_parts, fit_values
+from ucformat.torch.loading.load import LoadReport, load_local
 from ucformat.torch.loading.match import holds_training, stored_names
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ def load(
 
     Raises:
         StateMismatch: the checkpoint does not fit the engine; all that does not is listed.
-        Refused: the engine has state that cannot be loaded yet, or an object is a pickle, and `trust` is false.
+        UnsupportedError: the engine has state that cannot be loaded yet.
+        UnsafeError: an object is a pickle, and `trust` is false.
     """
     with meeting(None, timeout, "load", url.url if isinstance(url, Checkpoint) else url) as group:
         plan = _Plan(_Choice(rename, optimizer=optimizer, scheduler=scheduler, trust=trust))
@@ -124,16 +126,16 @@ class _Plan:
     targets: list[Local]
 
     def __init__(self, choice: _Choice) -> None:
-        self.choice, self.wanted = choice, OptimizerTargets()
+        self.choice, self.wanted = choice, Wanted()
         self._puts = [self.wanted.put]
 
     def make(self, engine: Any, ck: Checkpoint, group: Group) -> None:
         """Look at the engine and the checkpoint."""
         choice = self.choice
         self.trainer = trainer = look(engine)
-        held = optimizer_tensors(trainer)
+        held = held_by(trainer)
         self.names = names = stored_names(ck, choice.rename)
-        stored = StoredStates(ck, names)
+        stored = Stored(ck, names)
         want_optimizer(self.wanted, trainer, held, stored, states=choice.optimizer)
         self.problems = self.wanted.problems
         self.client = Client(ck, names, group.rank, group.size, trust=choice.trust)
@@ -142,7 +144,7 @@ class _Plan:
             parts, put_parts = fit_parts(trainer, ck, scheduler=choice.scheduler, trust=choice.trust)
             self.problems |= groups | parts
             self._puts += [put_groups, put_parts, fit_values(trainer, ck)]
-        optimized = {name for one in held for name in one.shapes}
+        optimized = {name for one in held for name in one.names}
         buffers = locals_of_buffers(trainer)
         self.targets = [*self.wanted.targets, *_weights(trainer, optimized), *buffers, *self.client.targets]
 

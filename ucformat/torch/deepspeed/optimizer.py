@@ -1,164 +1,225 @@
-"""Where DeepSpeed's optimizers keep what they hold of each parameter: the flat buffers of all stages as one form.
-
-What the classes of DeepSpeed 0.19.8 hold:
-
-- ZeRO 0 in fp32: the torch optimizer, with the module's own parameters.
-- ZeRO 0 in bf16 or fp16: `fp32_groups`, one fp32 tensor for each parameter (FP16_UnfusedOptimizer); with a fused Adam
-  `fp32_groups_flat`, one flat tensor for each group, its parameters one after another (FP16_Optimizer).
-- ZeRO 1 and 2: this rank's partition of each group's flat buffer, in which parameter `p` lies at
-  `round_robin_bit16_offsets`. (The `_hp_mapping` of a parameter says the same, but not under `round_robin_gradients`,
-  where DeepSpeed 0.19.8 computes it for another order.)
-- BF16_Optimizer (ZeRO 1, bf16, gradients in fp32): the same without alignment.
-- ZeRO 3: a flat buffer for each sub-group, this rank's part of each of its parameters one after another.
-"""
+"""What this rank's optimizer reads of a checkpoint: tensors into its memory, counters by value."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import Refused
-from ucformat.geometry.flat_buffer import FlatBuffer, Slot
+import torch
+
+from ucformat.geometry.tensor import Key
+from ucformat.torch.deepspeed.save import boxes_of, master_state, part_of
+from ucformat.torch.loading.match import PARAMETER, Problems, holds_training, match
+from ucformat.torch.loading.read import read
+from ucformat.torch.state.local import Local, local_of
+from ucformat.torch.state.memory import torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Sequence
 
-    import torch
-
+    from ucformat.checkpoint import Checkpoint
     from ucformat.torch.deepspeed.engine import Trainer
+    from ucformat.torch.deepspeed.partitions import Held, Part
 
-__all__ = ["OptimizerTensor", "optimizer_tensors", "partition_of", "shape_of"]
+__all__ = ["Stored", "Wanted", "forget_states", "make_states", "want_optimizer"]
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerTensor:
-    """A tensor that the torch optimizer updates on this rank: one `whole` parameter in its own shape, or a flat buffer.
+def make_states(held: Held) -> None:
+    """Have the optimizer make its states of one tensor, as its first step would.
 
-    `shapes` has all parameters that share it, and its plain state, over all ranks, in the order in which they are
-    joined. `parts` has those of which this rank holds elements `[start, stop)`, and the offset of these in the tensor.
+    It is the optimizer itself that knows which there are, so it takes a step on that tensor alone, as ZeRO's own step
+    does, with a gradient, a learning rate and a weight decay of zero: the tensor stays as it is. What the step counted
+    is put right when the checkpoint's counters are read.
     """
+    optimizer = held.optimizer
+    real = optimizer.param_groups
+    group = real[held.group]
+    trial: dict[str, Any] = {**group, "params": [held.tensor]}
+    for option in ("lr", "weight_decay"):
+        if option in trial:
+            trial[option] = torch.zeros_like(trial[option]) if torch.is_tensor(trial[option]) else 0.0
+    lent = held.tensor.grad  # an offloaded optimizer keeps its gradient's memory
+    held.tensor.grad = torch.zeros_like(held.tensor)
+    optimizer.param_groups = [trial]
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = real
+        held.tensor.grad = lent
+    group.update({k: v for k, v in trial.items() if k not in group})
 
-    optimizer: torch.optim.Optimizer
-    group: int
-    tensor: torch.Tensor
-    whole: bool
-    shapes: Mapping[str, tuple[int, ...]]
-    parts: Mapping[str, tuple[int, int, int]]
 
-    @property
-    def states(self) -> dict[str, Any]:
-        """The optimizer's states of it by name, tensors and plain numbers; empty before its first step."""
-        found: dict[str, Any] = self.optimizer.state.get(self.tensor) or {}
+def forget_states(held: Held) -> None:
+    """Take a tensor's states away, so that the optimizer's next step is its first one on it."""
+    held.optimizer.state.pop(held.tensor, None)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The optimizer states of a checkpoint by the engine's names of parameters; `names` leads to the stored ones."""
+
+    ck: Checkpoint
+    names: Mapping[str, str]
+
+    @cached_property
+    def plain(self) -> dict[str, dict[str, Any]]:
+        """States that are plain numbers, by stored name."""
+        found: dict[str, dict[str, Any]] = {}
+        for group in self.ck.manifest.groups:
+            for state, value in (group.options.get("state") or {}).items():
+                by_name = value if isinstance(value, Mapping) else dict.fromkeys(group.params, value)
+                for name, one in by_name.items():
+                    found.setdefault(name, {})[state] = one
         return found
 
+    @cached_property
+    def trained(self) -> bool:
+        """Whether the checkpoint is of a training at all, which has groups even where it made no step yet."""
+        return holds_training(self.ck)
 
-def shape_of(parameter: Any) -> tuple[int, ...]:
-    """The global shape of a parameter, which under ZeRO 3 holds nothing but a part of itself."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+    def stepped(self, name: str) -> bool:
+        """Whether an optimizer has made a step on this parameter."""
+        stored = self.names.get(name)
+        if stored is None:
+            return False
+        return bool(self.plain.get(stored)) or any(s not in PARAMETER for s in self.ck.states(stored))
+
+    def number(self, name: str, state: str) -> Any:
+        """A state that is stored as a plain number, or None."""
+        return self.plain.get(self.names.get(name, ""), {}).get(state)
+
+    def room(self, name: str, state: str) -> torch.Tensor:
+        """Memory for a 0-d state, in the dtype in which it is stored."""
+        info = self.ck.tensors.get(Key(self.names.get(name, name), state))
+        return torch.zeros((), dtype=torch_dtype(info.dtype) if info is not None else torch.float32)
 
 
-def partition_of(optimizer: Any, parameter: Any) -> tuple[int, int]:
-    """The range of the flattened parameter that ZeRO 3 leaves to this rank."""
-    part = parameter.partition_numel()
-    start, stop, _ = Slot(0, math.prod(parameter.ds_shape), part).on(_rank_of(optimizer, parameter), part)
-    return start, stop
+@dataclass(slots=True)
+class Counter:
+    """A state that has one value for all that the optimizer updates together (`step`), and where it is read from."""
 
+    held: Held
+    state: str
+    read: dict[str, torch.Tensor] = field(default_factory=dict)
+    told: dict[str, Any] = field(default_factory=dict)
 
-def _rank_of(optimizer: Any, parameter: Any) -> int:
-    """This rank among those that a parameter is partitioned over under ZeRO 3."""
-    import torch.distributed as dist
+    @property
+    def values(self) -> dict[str, Any]:
+        """What the checkpoint has, by name."""
+        return {name: t.item() for name, t in self.read.items()} | self.told
 
-    if optimizer is not None:
-        return int(optimizer._get_param_partition_rank(parameter))  # noqa: SLF001 - the only way
-    return int(dist.get_rank(parameter.ds_process_group))
-
-
-def optimizer_tensors(trainer: Trainer) -> tuple[OptimizerTensor, ...]:
-    """All that this rank's torch optimizer updates, by group; empty for an engine that has none."""
-    optimizer, inner = trainer.optimizer, trainer.inner
-    if optimizer is None or inner is None:
-        return ()
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return tuple(_zero3(trainer, optimizer))
-    if hasattr(optimizer, "single_partition_of_fp32_groups"):
-        return tuple(_zero12(trainer, optimizer))
-    if hasattr(optimizer, "fp32_groups_flat_partition"):
-        return tuple(_bf16(trainer, optimizer))
-    if hasattr(optimizer, "fp32_groups_flat"):
-        return tuple(_fused(trainer, optimizer))
-    if hasattr(optimizer, "fp32_groups"):
-        groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-        return tuple(
-            _one(trainer, g, p, q) for g, (low, high) in enumerate(groups) for p, q in zip(low, high, strict=True)
+    @property
+    def problem(self) -> str | None:
+        """What to say where the parameters that share it have different values in the checkpoint."""
+        values = self.values
+        first = next(iter(values))
+        other = next((n for n, v in values.items() if v != values[first]), None)
+        if other is None:
+            return None
+        return (
+            f"{self.state} is {values[first]} of {first} and {values[other]} of {other}, but this engine keeps one "
+            "for both: put them in groups of their own, or use ZeRO 0 in fp32"
         )
-    if optimizer is inner:
-        return tuple(_one(trainer, g, p, p) for g, group in enumerate(inner.param_groups) for p in group["params"])
-    raise Refused(
-        f"the optimizer {type(optimizer).__name__} cannot be saved or loaded yet",
-        hint="known are those of ZeRO 0 to 3 in fp32, bf16 and fp16; engine.save_checkpoint may know it",
-    )
+
+    def put(self) -> None:
+        """Set it."""
+        value = next(iter(self.values.values()))
+        old = self.held.states[self.state]
+        if torch.is_tensor(old):
+            old.fill_(value)
+        else:
+            self.held.states[self.state] = type(old)(value)
 
 
-def _inner(trainer: Trainer) -> torch.optim.Optimizer:
-    assert trainer.inner is not None  # noqa: S101 - nothing is held without one
-    return trainer.inner
+@dataclass(slots=True)
+class Wanted:
+    """Targets to be read; and what is to be done then: what to set to zero or to forget, as before a first step."""
+
+    targets: list[Local] = field(default_factory=list)
+    counters: list[Counter] = field(default_factory=list)
+    zeros: list[torch.Tensor] = field(default_factory=list)
+    forgotten: list[Held] = field(default_factory=list)
+    made: list[Held] = field(default_factory=list)
+    problems: Problems = field(default_factory=Problems)
+
+    def count(self, stored: Stored) -> None:
+        """Read the counters, which are few bytes, to know whether they fit before anything else is read."""
+        rooms = [local_of(name, c.state, room) for c in self.counters for name, room in c.read.items()]
+        matched, lacking = match(rooms, {}, stored.ck, stored.names, cast=True)
+        read(stored.ck, matched)
+        self.targets += [Local(room.info, (), room.tensor) for room in rooms]  # so that they count as expected
+        unlike = [c.problem for c in self.counters]
+        self.problems |= Problems(missing=lacking.missing, others=tuple(u for u in unlike if u is not None))
+
+    def put(self) -> None:
+        """Finish what reading began."""
+        for held in self.forgotten:
+            forget_states(held)
+        for tensor in self.zeros:
+            tensor.zero_()
+        for counter in self.counters:
+            counter.put()
+
+    def undo(self) -> None:
+        """Forget the states that were made."""
+        for held in self.made:
+            forget_states(held)
 
 
-def _one(trainer: Trainer, group: int, parameter: torch.Tensor, master: torch.Tensor) -> OptimizerTensor:
-    name, shape = trainer.name_of(parameter), tuple(parameter.shape)
-    parts = {name: (0, math.prod(shape), 0)}
-    return OptimizerTensor(_inner(trainer), group, master, whole=True, shapes={name: shape}, parts=parts)
+def want_optimizer(wanted: Wanted, trainer: Trainer, held: Sequence[Held], stored: Stored, *, states: bool) -> None:
+    """Want all that the optimizer has of a checkpoint: its copies of parameters, and if `states` says so its states.
+
+    States that are not there yet are made. A parameter that has no state in a checkpoint that has states of others was
+    never stepped on, and is made so.
+    """
+    if states and held and not stored.trained:
+        wanted.problems |= Problems(
+            missing=("all optimizer states: it holds weights alone (optimizer=False loads them)",)
+        )
+        states = False
+    for one in held:
+        for part in one.parts:
+            wanted.targets += _local(one, part, one.tensor, master_state(trainer, part.name, one))
+        if states:
+            _want_states(wanted, one, stored)
+    wanted.count(stored)
 
 
-def _buffer(trainer: Trainer, parameters: Sequence[Any], size: int) -> FlatBuffer:
-    """Parameters that are joined one after another."""
-    buffer = FlatBuffer(size=size)
-    for p in parameters:
-        buffer.append(trainer.name_of(p), math.prod(shape_of(p)))
-    return buffer
+def _want_states(wanted: Wanted, held: Held, stored: Stored) -> None:
+    if not any(map(stored.stepped, held.names)):
+        wanted.forgotten.append(held)
+        return
+    if not held.states:
+        wanted.made.append(held)
+        make_states(held)
+    for state, value in held.states.items():
+        if value is None:
+            continue
+        if torch.is_tensor(value) and (value.dim() or (held.whole and held.tensor.dim() == 0 and state != "step")):
+            for part in held.parts:
+                if stored.stepped(part.name):
+                    wanted.targets += _local(held, part, value, state)
+                else:
+                    wanted.zeros += [local.tensor for local in _local(held, part, value, state)]
+        else:
+            wanted.counters.append(_counter(held, state, stored))
 
 
-def _flat(
-    trainer: Trainer, group: int, flat: torch.Tensor, parameters: Sequence[Any], buffer: FlatBuffer, rank: int
-) -> OptimizerTensor:
-    """A rank's part of the flat buffer that these parameters are joined in."""
-    shapes = {trainer.name_of(p): shape_of(p) for p in parameters}
-    return OptimizerTensor(_inner(trainer), group, flat, whole=False, shapes=shapes, parts=buffer.on(rank))
+def _counter(held: Held, state: str, stored: Stored) -> Counter:
+    """A counter is read for each parameter of which this rank holds a part; where it holds none, for any of them."""
+    counter = Counter(held, state)
+    names = [p.name for p in held.parts if stored.stepped(p.name)] or [n for n in held.names if stored.stepped(n)][:1]
+    for name in names:
+        number = stored.number(name, state)
+        if number is not None:
+            counter.told[name] = number
+        else:
+            counter.read[name] = stored.room(name, state)
+    return counter
 
 
-def _fused(trainer: Trainer, optimizer: Any) -> Iterator[OptimizerTensor]:
-    for g, (low, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
-        yield _flat(trainer, g, flat, low, _buffer(trainer, low, flat.numel()), 0)
-
-
-def _zero12(trainer: Trainer, optimizer: Any) -> Iterator[OptimizerTensor]:
-    import torch.distributed as dist
-
-    groups = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
-    for g, (parameters, offsets) in enumerate(groups):
-        flat = optimizer.single_partition_of_fp32_groups[g]
-        buffer = FlatBuffer(size=flat.numel())
-        for p, offset in zip(parameters, offsets, strict=True):
-            buffer.slots[trainer.name_of(p)] = Slot(offset, math.prod(shape_of(p)))
-        yield _flat(trainer, g, flat, parameters, buffer, dist.get_rank(optimizer.real_dp_process_group[g]))
-
-
-def _bf16(trainer: Trainer, optimizer: Any) -> Iterator[OptimizerTensor]:
-    import torch.distributed as dist
-
-    for g, parameters in enumerate(optimizer.bf16_groups):
-        flat = optimizer.fp32_groups_flat_partition[g]
-        buffer = _buffer(trainer, parameters, flat.numel())
-        yield _flat(trainer, g, flat, parameters, buffer, dist.get_rank(optimizer.real_dp_process_group[g]))
-
-
-def _zero3(trainer: Trainer, optimizer: Any) -> Iterator[OptimizerTensor]:
-    for s, (parameters, flat) in enumerate(
-        zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
-    ):
-        buffer = FlatBuffer(size=flat.numel())
-        for p in parameters:
-            buffer.append_part(trainer.name_of(p), math.prod(shape_of(p)), p.partition_numel())
-        rank = _rank_of(optimizer, parameters[0])  # DeepSpeed has all of a sub-group in one process group
-        yield _flat(trainer, optimizer.sub_group_to_group_id[s], flat, parameters, buffer, rank)
+def _local(held: Held, part: Part, memory: torch.Tensor, state: str) -> list[Local]:
+    local = part_of(held, part, memory, state)
+    return [local] if held.whole else list(boxes_of(local))

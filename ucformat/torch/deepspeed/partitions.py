@@ -1,0 +1,177 @@
+"""Where DeepSpeed's optimizers keep what they hold of each parameter: the flat buffers of all stages as one form.
+
+What the classes of DeepSpeed 0.19.8 hold:
+
+- ZeRO 0 in fp32: the torch optimizer, with the module's own parameters.
+- ZeRO 0 in bf16 or fp16: `fp32_groups`, one fp32 tensor for each parameter (FP16_UnfusedOptimizer); with a fused Adam
+  `fp32_groups_flat`, one flat tensor for each group, its parameters one after another (FP16_Optimizer).
+- ZeRO 1 and 2: this rank's partition of each group's flat buffer, in which parameter `p` lies at
+  `round_robin_bit16_offsets`. (The `_hp_mapping` of a parameter says the same, but not under `round_robin_gradients`,
+  where DeepSpeed 0.19.8 computes it for another order.)
+- BF16_Optimizer (ZeRO 1, bf16, gradients in fp32): the same without alignment.
+- ZeRO 3: a flat buffer for each sub-group, this rank's part of each of its parameters one after another.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import UnsupportedError
+from ucformat.geometry.flat_buffer import FlatBuffer, Slot
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from ucformat.torch.deepspeed.engine import Trainer
+
+__all__ = ["Held", "Part", "held_by", "partition_of", "shape_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements `[start, stop)` of a flattened parameter, which lie from `offset` on in a flat tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor that the torch optimizer updates on this rank, and what it is of which parameters.
+
+    `whole` says that it is one parameter in its own shape; otherwise it is flat. `names` are all parameters that share
+    it, and its plain state, over all ranks, in the order in which they lie in it; `parts` is what this rank has.
+    """
+
+    optimizer: torch.optim.Optimizer
+    group: int
+    tensor: torch.Tensor
+    whole: bool
+    names: tuple[str, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def states(self) -> dict[str, Any]:
+        """The optimizer's states of it by name, tensors and plain numbers; empty before its first step."""
+        found: dict[str, Any] = self.optimizer.state.get(self.tensor) or {}
+        return found
+
+
+def shape_of(parameter: Any) -> tuple[int, ...]:
+    """The global shape of a parameter, which under ZeRO 3 holds nothing but a part of itself."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def partition_of(optimizer: Any, parameter: Any) -> tuple[int, int]:
+    """The range of the flattened parameter that ZeRO 3 leaves to this rank."""
+    part = parameter.partition_numel()
+    start, stop, _ = Slot(0, math.prod(parameter.ds_shape), part).on(_rank_of(optimizer, parameter), part)
+    return start, stop
+
+
+def _rank_of(optimizer: Any, parameter: Any) -> int:
+    """This rank among those that a parameter is partitioned over under ZeRO 3."""
+    import torch.distributed as dist
+
+    if optimizer is not None:
+        return int(optimizer._get_param_partition_rank(parameter))  # noqa: SLF001 - the only way
+    return int(dist.get_rank(parameter.ds_process_group))
+
+
+def held_by(trainer: Trainer) -> tuple[Held, ...]:
+    """All that this rank's torch optimizer updates, by group; empty for an engine that has none."""
+    optimizer, inner = trainer.optimizer, trainer.inner
+    if optimizer is None or inner is None:
+        return ()
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return tuple(_zero3(trainer, optimizer))
+    if hasattr(optimizer, "single_partition_of_fp32_groups"):
+        return tuple(_zero12(trainer, optimizer))
+    if hasattr(optimizer, "fp32_groups_flat_partition"):
+        return tuple(_bf16(trainer, optimizer))
+    if hasattr(optimizer, "fp32_groups_flat"):
+        return tuple(_fused(trainer, optimizer))
+    if hasattr(optimizer, "fp32_groups"):
+        groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+        return tuple(
+            _one(trainer, g, p, q) for g, (low, high) in enumerate(groups) for p, q in zip(low, high, strict=True)
+        )
+    if optimizer is inner:
+        return tuple(_one(trainer, g, p, p) for g, group in enumerate(inner.param_groups) for p in group["params"])
+    raise UnsupportedError(
+        f"the optimizer {type(optimizer).__name__} cannot be saved or loaded yet",
+        hint="known are those of ZeRO 0 to 3 in fp32, bf16 and fp16; engine.save_checkpoint may know it",
+    )
+
+
+def _inner(trainer: Trainer) -> torch.optim.Optimizer:
+    assert trainer.inner is not None  # noqa: S101 - nothing is held without one
+    return trainer.inner
+
+
+def _one(trainer: Trainer, group: int, parameter: torch.Tensor, master: torch.Tensor) -> Held:
+    name, shape = trainer.name_of(parameter), tuple(parameter.shape)
+    return Held(
+        _inner(trainer), group, master, whole=True, names=(name,), parts=(Part(name, shape, 0, math.prod(shape), 0),)
+    )
+
+
+def _buffer(trainer: Trainer, parameters: Sequence[Any], size: int) -> FlatBuffer:
+    """Parameters that are joined one after another."""
+    buffer = FlatBuffer(size=size)
+    for p in parameters:
+        buffer.append(trainer.name_of(p), math.prod(shape_of(p)))
+    return buffer
+
+
+def _flat(
+    trainer: Trainer, group: int, flat: torch.Tensor, parameters: Sequence[Any], buffer: FlatBuffer, rank: int
+) -> Held:
+    """A rank's part of the flat buffer that these parameters are joined in."""
+    shapes = {trainer.name_of(p): shape_of(p) for p in parameters}
+    parts = tuple(Part(name, shapes[name], start, stop, at) for name, (start, stop, at) in buffer.on(rank).items())
+    return Held(_inner(trainer), group, flat, whole=False, names=tuple(shapes), parts=parts)
+
+
+def _fused(trainer: Trainer, optimizer: Any) -> Iterator[Held]:
+    for g, (low, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
+        yield _flat(trainer, g, flat, low, _buffer(trainer, low, flat.numel()), 0)
+
+
+def _zero12(trainer: Trainer, optimizer: Any) -> Iterator[Held]:
+    import torch.distributed as dist
+
+    groups = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
+    for g, (parameters, offsets) in enumerate(groups):
+        flat = optimizer.single_partition_of_fp32_groups[g]
+        buffer = FlatBuffer(size=flat.numel())
+        for p, offset in zip(parameters, offsets, strict=True):
+            buffer.slots[trainer.name_of(p)] = Slot(offset, math.prod(shape_of(p)))
+        yield _flat(trainer, g, flat, parameters, buffer, dist.get_rank(optimizer.real_dp_process_group[g]))
+
+
+def _bf16(trainer: Trainer, optimizer: Any) -> Iterator[Held]:
+    import torch.distributed as dist
+
+    for g, parameters in enumerate(optimizer.bf16_groups):
+        flat = optimizer.fp32_groups_flat_partition[g]
+        buffer = _buffer(trainer, parameters, flat.numel())
+        yield _flat(trainer, g, flat, parameters, buffer, dist.get_rank(optimizer.real_dp_process_group[g]))
+
+
+def _zero3(trainer: Trainer, optimizer: Any) -> Iterator[Held]:
+    for s, (parameters, flat) in enumerate(
+        zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+    ):
+        buffer = FlatBuffer(size=flat.numel())
+        for p in parameters:
+            buffer.append_part(trainer.name_of(p), math.prod(shape_of(p)), p.partition_numel())
+        rank = _rank_of(optimizer, parameters[0])  # DeepSpeed has all of a sub-group in one process group
+        yield _flat(trainer, optimizer.sub_group_to_group_id[s], flat, parameters, buffer, rank)
