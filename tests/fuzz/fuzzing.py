@@ -230,7 +230,7 @@ def stored(files: Mapping[str, bytes]) -> MemoryStore:
 def exhaust(ck: Checkpoint) -> None:
     """Look at all that an opened checkpoint tells, and read its small tensors; each part may be an error of ours."""
     for look in (
-        lambda: ck.facts.groups,
+        lambda: list(ck.facts.groups),
         lambda: ck.facts.step,
         lambda: ck.objects,
         lambda: ck.manifest.model_dump_json(),  # noqa: PLW0108 - `manifest` may raise

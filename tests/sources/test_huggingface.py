@@ -275,7 +275,7 @@ def test_dcp_inside_is_told_what_its_hint_asks_for(tmp_path: Path) -> None:
     groups = [{"params": [0, 1], "lr": 0.5}]
     save({"optimizer": {"state": state, "param_groups": groups}}, checkpoint_id=tmp_path / "optimizer_0")
     with pytest.raises(UsageError, match=r"options=\{'groups'"):
-        _ = open_checkpoint(tmp_path).facts.groups
+        list(open_checkpoint(tmp_path).facts.groups)
     for given in ([names[::-1]], {"optimizer": [names[::-1]]}):
         ck = open_checkpoint(tmp_path, options={"groups": given})
         assert [list(g["params"]) for g in ck.facts.groups] == [names[::-1]]

@@ -105,6 +105,11 @@ class LazySequence(Sequence[T]):
     def __len__(self) -> int:
         return len(self._value)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -130,7 +135,7 @@ class Facts:
     #: The paths of each tensor, and the place of each optimizer group, in the state of the program that saved; none
     #: where that is not known.
     paths: Mapping[Key, tuple[StatePath, ...]] = field(default_factory=dict)
-    places: tuple[Place | None, ...] = ()
+    places: Sequence[Place | None] = ()
     step: int | None = None
     layout: Mapping[str, Any] = field(default_factory=dict)  # {"zero": 3, "dp": 4, …}
     engine: Mapping[str, str] = field(default_factory=dict)  # {"name": "deepspeed", "version": "0.19.8", …}
@@ -141,7 +146,7 @@ class Facts:
     folder: str = ""  # the folder or file in the store that is the checkpoint itself, where the store is around it
 
     def but(self, **changed: Any) -> Facts:
-        """The same but for these fields; of a source's own, lazy kind of facts, all is read."""
+        """The same but for these fields."""
         return Facts(**{f.name: getattr(self, f.name) for f in fields(Facts)} | changed)
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
-from ucformat.geometry.tensor import Extent
+from ucformat.geometry.tensor import Extent, Roster
+from ucformat.reading.readable import Facts, LazyMapping
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.sources.dcp.folder import FILE
 from ucformat.sources.dcp.metadata import Items, Metadata, read_metadata
-from ucformat.sources.dcp.opened import LazyFacts, OpenDcp, plain_value
+from ucformat.sources.dcp.opened import ItemValues, OpenDcp, plain_value
 from ucformat.sources.pickle.file import TorchFile
 from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
 from ucformat.sources.pickle.unpickler import unpickle
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import Record
     from ucformat.sources.bytecheckpoint.folder import Folder
     from ucformat.sources.dcp.metadata import Stretch
-    from ucformat.sources.dcp.state import Named
     from ucformat.storage.base import Store
 
 __all__ = ["OpenByteCheckpoint"]
@@ -51,9 +50,23 @@ class OpenByteCheckpoint(OpenDcp):
         items = _RawItems(store, _joined(metas), allow, metas)
         super().__init__(items, groups, owners or ({"optimizer": "model"} if len(metas) > 1 else None))
 
-    def make_facts(self, named: Named, infos: tuple[TensorInfo, ...]) -> LazyFacts:
+    def _make_facts(self, values: ItemValues, infos: tuple[TensorInfo, ...]) -> Facts:
         """The facts, with the extra states of all ranks."""
-        return _Facts(self.items, named, infos, self._folder)
+        assert isinstance(self.items, _RawItems)  # noqa: S101
+        metas, folder = list(self.items.parts.values()), self._folder
+        files = [f for meta in metas for f in (meta.file, *meta.files)]
+        groups, places, numbers = values.lazy_groups()
+        return Facts(
+            roster=Roster(infos, numbers),
+            groups=groups,
+            places=places,
+            objects=LazyMapping(lambda: _extra_states(self.store, folder)),
+            step=folder.step,
+            engine={"name": "bytecheckpoint", "version": str(metas[0].root.get("bytecheckpoint_version") or "")},
+            files=(*files, *folder.extra, *folder.others),
+            assets=folder.others,
+            folder=folder.below.rstrip("/"),
+        )
 
 
 def _check(meta: Metadata) -> None:
@@ -114,43 +127,17 @@ class _RawItems(Items):
         return iter(())
 
 
-class _Facts(LazyFacts):
-    """The facts of a ByteCheckpoint checkpoint."""
-
-    def __init__(self, items: Items, named: Named, infos: tuple[TensorInfo, ...], folder: Folder) -> None:
-        assert isinstance(items, _RawItems)  # noqa: S101
-        metas = list(items.parts.values())
-        files = [f for meta in metas for f in (meta.file, *meta.files)]
-        super().__init__(
-            items,
-            named,
-            infos,
-            engine={"name": "bytecheckpoint", "version": str(metas[0].root.get("bytecheckpoint_version") or "")},
-            files=(*files, *folder.extra, *folder.others),
-            assets=folder.others,
-            folder=folder.below.rstrip("/"),
-        )
-        self.__dict__["_folder"] = folder
-
-    @cached_property
-    def objects(self) -> Mapping[str, Any]:
-        """`extra_state` as rank 0 has it, and under `rank` what the others' say differently."""
-        folder, store = self.__dict__["_folder"], self.__dict__["_items"].store
-        out: dict[str, Any] = {}
-        others: dict[str, Any] = {}
-        for rank, key in enumerate(folder.extra):
-            value = plain_value(TorchFile(store, key), "extra_state")
-            if not rank:
-                out["extra_state"] = value
-            elif value != out["extra_state"]:
-                first = out["extra_state"]
-                both = isinstance(value, dict) and isinstance(first, dict)
-                differs = {k: v for k, v in value.items() if k not in first or first[k] != v} if both else value
-                others[str(rank)] = {"extra_state": differs}
-        return out | ({"rank": others} if others else {})
-
-    @cached_property
-    def step(self) -> int | None:
-        """The number in the folder's name."""
-        folder: Folder = self.__dict__["_folder"]
-        return folder.step
+def _extra_states(store: Store, folder: Folder) -> dict[str, Any]:
+    """`extra_state` as rank 0 has it, and under `rank` where those of others differ."""
+    out: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for rank, key in enumerate(folder.extra):
+        value = plain_value(TorchFile(store, key), "extra_state")
+        if not rank:
+            out["extra_state"] = value
+        elif value != out["extra_state"]:
+            first = out["extra_state"]
+            both = isinstance(value, dict) and isinstance(first, dict)
+            differs = {k: v for k, v in value.items() if k not in first or first[k] != v} if both else value
+            others[str(rank)] = {"extra_state": differs}
+    return out | ({"rank": others} if others else {})

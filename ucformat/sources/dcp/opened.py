@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.tensor import Roster, TensorInfo
-from ucformat.reading.readable import Facts, Place
+from ucformat.reading.readable import Facts, LazyMapping, LazySequence, Place
 from ucformat.sources.dcp.names import GROUPS, dotted, split_state
 from ucformat.sources.dcp.state import name_entries
 from ucformat.sources.index import Group, unknown_tensor
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
     Values = Mapping[str, TorchFile | ShutFile]
 
-__all__ = ["STEPS", "LazyFacts", "OpenDcp", "groups_of", "objects_of", "plain_value", "raw_groups", "step_of"]
+__all__ = ["STEPS", "ItemValues", "OpenDcp", "groups_of", "objects_of", "plain_value", "raw_groups", "step_of"]
 
 STEPS = ("global_step", "global_steps", "step", "iteration")
 _LARGEST = 256 << 20  # bytes of the tensors in one value
@@ -188,16 +187,23 @@ class OpenDcp:
             key: TensorInfo(*key, meta.tensors[fqn].dtype, meta.tensors[fqn].shape)
             for key, fqn in self.named.tensors.items()
         }
-        self.facts: Facts = self.make_facts(self.named, _by_name(self._infos))
+        self.facts = self._make_facts(ItemValues(items, self.named), _by_name(self._infos))
 
-    def make_facts(self, named: Named, infos: tuple[TensorInfo, ...]) -> LazyFacts:
-        """What the checkpoint says of itself."""
+    def _make_facts(self, values: ItemValues, infos: tuple[TensorInfo, ...]) -> Facts:
         meta = self.items.meta
         version = meta.root.get("version")
-        engine = {"name": "torch.distributed.checkpoint", "version": version if isinstance(version, str) else ""}
-        files = (meta.file, *meta.files)
-        paths = {key: (_path(meta, fqn),) for key, fqn in named.tensors.items()}
-        return LazyFacts(self.items, named, infos, engine=engine, files=files, save_id=meta.save_id, paths=paths)
+        groups, places, numbers = values.lazy_groups()
+        return Facts(
+            roster=Roster(infos, numbers),
+            groups=groups,
+            places=places,
+            objects=LazyMapping(values.objects),
+            paths={key: (_path(meta, fqn),) for key, fqn in self.named.tensors.items()},
+            step=values.step(),
+            engine={"name": "torch.distributed.checkpoint", "version": version if isinstance(version, str) else ""},
+            files=(meta.file, *meta.files),
+            save_id=meta.save_id,
+        )
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """Where the bytes of a tensor lie; opens the items that hold them, if they are not yet open."""
@@ -224,70 +230,48 @@ def _by_name(infos: Mapping[Key, TensorInfo]) -> tuple[TensorInfo, ...]:
     return tuple(info for some in by_name.values() for info in some)
 
 
-class _LazyRoster(Roster):
-    """A roster whose groups are read when somebody asks: they are thousands of items."""
+class ItemValues:
+    """What the items hold besides tensors; they are thousands, so most are read when they are first used."""
 
-    def __init__(self, tensors: tuple[TensorInfo, ...], facts: LazyFacts) -> None:
-        object.__setattr__(self, "tensors", tensors)
-        self.__dict__["_facts"] = facts
+    def __init__(self, items: Items, named: Named) -> None:
+        self._items, self._named = items, named
+        self._placed = LazySequence(self._read_groups)
 
-    @cached_property
-    def groups(self) -> dict[str, int]:
-        facts: LazyFacts = self.__dict__["_facts"]
-        return {name: i for i, group in enumerate(facts.groups) for name in group["params"]}
-
-
-class LazyFacts(Facts):
-    """Facts of which those that lie in items are read when somebody asks."""
-
-    def __init__(self, items: Items, named: Named, infos: tuple[TensorInfo, ...], **told: Any) -> None:
-        super().__init__(roster=_LazyRoster(infos, self), **told)
-        for name in ("groups", "places", "objects", "step"):
-            self.__dict__.pop(name, None)  # the defaults, which would stand in the place of what is read later
-        self.__dict__.update(_items=items, _named=named)
-
-    @cached_property
-    def _placed(self) -> list[list[tuple[Mapping[str, Any], Place | None]] | None]:
+    def _read_groups(self) -> list[list[tuple[Mapping[str, Any], Place | None]] | None]:
         """The groups of each optimizer."""
-        items: Items = self.__dict__["_items"]
-        optimizers = self.__dict__["_named"].optimizers
-        files = items.values(f for o in optimizers for f in (*o.options, *o.plain))
+        optimizers = self._named.optimizers
+        files = self._items.values(f for o in optimizers for f in (*o.options, *o.plain))
         return [groups_of(o, files) for o in optimizers]
 
-    @cached_property
-    def groups(self) -> tuple[Mapping[str, Any], ...]:
-        """See Facts."""
-        return tuple(group for groups in self._placed for group, _ in groups or ())
+    def lazy_groups(
+        self,
+    ) -> tuple[LazySequence[Mapping[str, Any]], LazySequence[Place | None], LazyMapping[int]]:
+        """The groups of all optimizers, the place of each, and the number of each parameter's."""
+        groups = LazySequence(lambda: tuple(group for some in self._placed for group, _ in some or ()))
+        places = LazySequence(lambda: tuple(place for some in self._placed for _, place in some or ()))
+        return groups, places, LazyMapping(lambda: {n: i for i, group in enumerate(groups) for n in group["params"]})
 
-    @cached_property
-    def places(self) -> tuple[Place | None, ...]:
-        """See Facts."""
-        return tuple(place for groups in self._placed for _, place in groups or ())
-
-    @cached_property
     def objects(self) -> Mapping[str, Any]:
-        """See Facts."""
-        items, named = self.__dict__["_items"], self.__dict__["_named"]
-        values = dict(named.values)
-        for optimizer, groups in zip(named.optimizers, self._placed, strict=True):
+        """All values but those of optimizers."""
+        meta, values = self._items.meta, dict(self._named.values)
+        for optimizer, groups in zip(self._named.optimizers, self._placed, strict=True):
             if not groups or any(place is None for _, place in groups):
                 values |= {f: (*optimizer.root, *below) for f, below in optimizer.options.items()}
-        order = {f: i for i, f in enumerate(items.meta.paths)}
+        order = {f: i for i, f in enumerate(meta.paths)}
         values = dict(sorted(values.items(), key=lambda item: order.get(item[0], len(order))))
-        tensors = [items.meta.paths.get(f, (f,)) for f in named.tensors.values()]
-        return objects_of(values, items.values(values), tensors)
+        tensors = [meta.paths.get(f, (f,)) for f in self._named.tensors.values()]
+        return objects_of(values, self._items.values(values), tensors)
 
-    @cached_property
     def step(self) -> int | None:
-        """See Facts."""
-        items, named = self.__dict__["_items"], self.__dict__["_named"]
-        paths = named.values | {
-            fqn: items.meta.paths.get(fqn, (fqn,))
-            for key, fqn in named.tensors.items()
-            if key.state == "weight" and items.meta.tensors[fqn].shape == ()
+        """The step of training, where a value near the top of the state is called so."""
+        meta = self._items.meta
+        paths = self._named.values | {
+            fqn: meta.paths.get(fqn, (fqn,))
+            for key, fqn in self._named.tensors.items()
+            if key.state == "weight" and meta.tensors[fqn].shape == ()
         }
         wanted = {f: p for f, p in paths.items() if p[-1] in STEPS and len(p) <= _DEPTH}
-        files = items.values(wanted)
+        files = self._items.values(wanted)
         return step_of({path: _integer(plain_value(files[fqn], fqn)) for fqn, path in wanted.items()})
 
 
