@@ -649,7 +649,7 @@ def _patches(world: World) -> Iterator[Any]:
         "ucformat.catalog.reader.Database",
         lambda url, *, read_only, upgrade: _Database(world, url, read_only=read_only),
     )
-    yield mock.patch("ucformat.torch.comm.group.Group.alone", nullcontext)  # of another process each
+    yield mock.patch("ucformat.torch.comm.group.Group.exclusive", nullcontext)  # of another process each
     yield mock.patch("ucformat.catalog.stamp.CLOCKS", [lambda _: iter([("the boot", world.time.timestamp())])])
     yield mock.patch("ucformat.torch.saving.save.time", SimpleNamespace(monotonic=lambda: 0.0))
     yield mock.patch("ucformat.jobs.run.default_workers", return_value=1)

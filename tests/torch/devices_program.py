@@ -280,7 +280,7 @@ def shared_reading(folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     reading.STAGED_BYTES = 2048
     seen: list[int] = []
-    marks = memory.marks
+    marks = memory.record_events
 
     def noting(found: Any) -> Any:
         seen.append(fake.current())

@@ -26,8 +26,8 @@ from ucformat.reading.rank import wanted_of
 from ucformat.torch.loading import read as reading
 from ucformat.torch.loading.match import Matched
 from ucformat.torch.loading.read import read
-from ucformat.torch.saving.assignment import Claim
-from ucformat.torch.state.local import Local
+from ucformat.torch.saving.assignment import WriteItem
+from ucformat.torch.state.local import LocalShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,8 +60,8 @@ def cut(shape: tuple[int, ...], dim: int, degree: int) -> list[Box]:
 
 
 def saved(dim: int, ranks: int) -> tuple[Checkpoint, MemoryStore]:
-    claims = [[Claim(i, (cut(i.shape, dim, ranks)[r],)) for i in INFOS.values()] for r in range(ranks)]
-    ck, _, store = packed(claims, ARRAYS, "parts")
+    items = [[WriteItem(i, (cut(i.shape, dim, ranks)[r],)) for i in INFOS.values()] for r in range(ranks)]
+    ck, _, store = packed(items, ARRAYS, "parts")
     return ck, store
 
 
@@ -76,7 +76,7 @@ def load(ck: Checkpoint, boxes: dict[str, Box]) -> tuple[dict[str, Any], int]:
     """What a rank holds, read as `ucformat.torch.load` does at default settings, and its unverified bytes."""
     out = {n: torch.zeros(b.shape) for n, b in boxes.items()}
     matched = [
-        Matched(Local(INFOS[n], (Piece(boxes[n], 0, row_major(boxes[n].shape)),), t), ck.tensors[INFOS[n].key])
+        Matched(LocalShard(INFOS[n], (Piece(boxes[n], 0, row_major(boxes[n].shape)),), t), ck.tensors[INFOS[n].key])
         for n, t in out.items()
     ]
     return out, read(ck, matched).unverified
@@ -144,7 +144,7 @@ def test_what_is_cast_reads_each_tile_once(monkeypatch: pytest.MonkeyPatch) -> N
     ck, _ = saved(1, 2)
     box = cut(SHAPES["embed"], 0, 2)[1]
     cast = TensorInfo("embed", "weight", "float64", SHAPES["embed"])
-    local = Local(cast, (Piece(box, 0, row_major(box.shape)),), torch.zeros(box.shape, dtype=torch.float64))
+    local = LocalShard(cast, (Piece(box, 0, row_major(box.shape)),), torch.zeros(box.shape, dtype=torch.float64))
     amount = read(ck, [Matched(local, ck.tensors[INFOS["embed"].key])])
     assert amount.unverified == 0
     assert amount.nbytes <= 1.05 * box.size * 4

@@ -28,6 +28,7 @@ from ucformat.catalog.catalog import Catalog
 from ucformat.errors import Conflict, StateMismatch, UnsupportedError, UsageError
 from ucformat.format.shard import write_shard
 from ucformat.jobs.documents import write_documents
+from ucformat.torch.saving.plan import SaveOptions
 from ucformat.torch.saving.save import save_local
 from ucformat.torch.state.local import LocalState, local_of
 
@@ -225,7 +226,9 @@ def test_a_rate_is_what_the_program_has_for_it(tmp_path: Path) -> None:
 
 def test_an_fp32_weight_is_read_from_the_master(tmp_path: Path) -> None:
     low, high = torch.full((4,), 1 / 3, dtype=torch.bfloat16), torch.full((4,), 1 / 3)
-    save_local(LocalState((local_of("w", "weight", low), local_of("w", "master", high))), tmp_path / "ck")
+    save_local(
+        LocalState((local_of("w", "weight", low), local_of("w", "master", high))), SaveOptions(str(tmp_path / "ck"))
+    )
     for wanted in (low, high):
         state = {"model": {"w": torch.zeros_like(wanted)}}
         load(state, tmp_path / "ck")

@@ -18,14 +18,14 @@ from ucformat.geometry.box import Box
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.torch.saving import assignment
-from ucformat.torch.saving.assignment import Claim, deal_pieces, deal_shards, merge
+from ucformat.torch.saving.assignment import WriteItem, assign_pieces, assign_shards, merge_items
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ucformat.torch.saving.assignment import Bundle, Fragment, Held, Message
+    from ucformat.torch.saving.assignment import Fragment, GlobalTensor, ShardBatch, Transfer
 
-Claims = list[list[Claim]]
+Claims = list[list[WriteItem]]
 
 shapes = st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 13]), max_size=3).map(tuple)
 dtypes = st.sampled_from(["uint8", "bfloat16", "float32", "complex128"])
@@ -63,7 +63,7 @@ def cuts(draw: st.DrawFn, shape: tuple[int, ...], parts: int) -> list[list[Box]]
 def worlds(draw: st.DrawFn) -> Claims:
     """What 1 to 5 ranks hold of some tensors: cut over some of them, the rest replicas or without it."""
     ranks = draw(st.integers(1, 5))
-    claims: Claims = [[] for _ in range(ranks)]
+    items: Claims = [[] for _ in range(ranks)]
     for number in range(draw(st.integers(0, 5))):
         info = TensorInfo(f"t{number}", "weight", draw(dtypes), draw(shapes))
         parts = draw(st.integers(1, ranks))
@@ -71,17 +71,17 @@ def worlds(draw: st.DrawFn) -> Claims:
         order = draw(st.permutations(range(ranks)))
         holders = parts if draw(st.booleans()) else ranks  # else the further ranks have nothing of it
         for place, rank in enumerate(order[:holders]):
-            claims[rank].append(Claim(info, tuple(boxes[place % parts])))
-    for mine in claims:
+            items[rank].append(WriteItem(info, tuple(boxes[place % parts])))
+    for mine in items:
         draw(st.randoms()).shuffle(mine)
-    return claims
+    return items
 
 
-def grids_of(tensors: Sequence[Held], chunk: int, shard: int) -> list[Grid]:
+def grids_of(tensors: Sequence[GlobalTensor], chunk: int, shard: int) -> list[Grid]:
     return [Grid.of(t.info.shape, t.info.itemsize, chunk, shard) for t in tensors]
 
 
-def nbytes(tensors: Sequence[Held], f: Fragment) -> int:
+def nbytes(tensors: Sequence[GlobalTensor], f: Fragment) -> int:
     return f.box.size * tensors[f.tensor].info.itemsize
 
 
@@ -90,53 +90,53 @@ def slices(box: Box, origin: tuple[int, ...] | None = None) -> tuple[slice, ...]
 
 
 @given(worlds())
-def test_every_element_of_every_piece_is_written_once(claims: Claims) -> None:
-    tensors = merge(claims)
-    dealt = deal_pieces(tensors, len(claims))
+def test_every_element_of_every_piece_is_written_once(items: Claims) -> None:
+    tensors = merge_items(items)
+    dealt = assign_pieces(tensors, len(items))
     counts = {t.info.key: np.zeros(t.info.shape, int) for t in tensors}
-    for mine, listed in zip(dealt, claims, strict=True):
+    for mine, listed in zip(dealt, items, strict=True):
         assert mine == sorted(mine)
-        for claim, piece in mine:
-            box = listed[claim].boxes[piece]
-            counts[listed[claim].info.key][slices(box)] += 1
+        for item, piece in mine:
+            box = listed[item].boxes[piece]
+            counts[listed[item].info.key][slices(box)] += 1
     assert all((c == 1).all() for c in counts.values())
 
 
 @given(worlds(), st.sampled_from([16, 64, 10**6]), st.sampled_from([16, 200, 10**6]))
-def test_every_element_of_every_shard_is_written_once(claims: Claims, chunk: int, shard: int) -> None:
-    tensors = merge(claims)
+def test_every_element_of_every_shard_is_written_once(items: Claims, chunk: int, shard: int) -> None:
+    tensors = merge_items(items)
     grids = grids_of(tensors, chunk, shard)
-    bundles, _ = deal_shards(tensors, len(claims), grids)
-    written = [(s.tensor, s.at) for mine in bundles for b in mine for s in b.shards]
+    batches, _ = assign_shards(tensors, len(items), grids)
+    written = [(s.tensor, s.at) for mine in batches for b in mine for s in b.shards]
     assert sorted(written) == [(n, at) for n, grid in enumerate(grids) for at in grid.shards()]
-    for s in (s for mine in bundles for b in mine for s in b.shards):
+    for s in (s for mine in batches for b in mine for s in b.shards):
         box = grids[s.tensor].box(s.at)
         count = np.zeros(box.shape, int)
         for f in s.fragments:
             assert f.tensor == s.tensor
-            assert claims[f.sender][f.claim].info == tensors[s.tensor].info
-            assert claims[f.sender][f.claim].boxes[f.piece].contains(f.box)
+            assert items[f.sender][f.item].info == tensors[s.tensor].info
+            assert items[f.sender][f.item].boxes[f.piece].contains(f.box)
             count[slices(f.box, box.start)] += 1
         assert (count == 1).all()
 
 
-def received(bundle: Bundle, owner: int) -> dict[int, list[Fragment]]:
-    """What the owner of a bundle waits for, by sender."""
-    senders = {f.sender for s in bundle.shards for f in s.fragments} - {owner}
-    return {r: bundle.sent_by(r) for r in senders}
+def received(batch: ShardBatch, owner: int) -> dict[int, list[Fragment]]:
+    """What the owner of a batch waits for, by sender."""
+    senders = {f.sender for s in batch.shards for f in s.fragments} - {owner}
+    return {r: batch.sent_by(r) for r in senders}
 
 
 @given(worlds(), st.sampled_from([16, 64]), st.sampled_from([16, 200]), st.sampled_from([100, 10**6]))
 def test_messages_are_what_owners_wait_for_and_no_byte_goes_twice(
-    claims: Claims, chunk: int, shard: int, bundle: int
+    items: Claims, chunk: int, shard: int, batch: int
 ) -> None:
-    tensors = merge(claims)
+    tensors = merge_items(items)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assignment, "BUNDLE_BYTES", bundle)
-        bundles, messages = deal_shards(tensors, len(claims), grids_of(tensors, chunk, shard))
+        patch.setattr(assignment, "BATCH_BYTES", batch)
+        batches, messages = assign_shards(tensors, len(items), grids_of(tensors, chunk, shard))
     expected = [
         (sender, owner, number, fragments)
-        for owner, mine in enumerate(bundles)
+        for owner, mine in enumerate(batches)
         for number, b in enumerate(mine)
         for sender, fragments in received(b, owner).items()
     ]
@@ -147,27 +147,27 @@ def test_messages_are_what_owners_wait_for_and_no_byte_goes_twice(
     for f in (f for _, _, _, fragments in sent for f in fragments):
         counts[f.tensor][slices(f.box)] += 1
     assert all((c <= 1).all() for c in counts.values())
-    for owner, mine in enumerate(bundles):  # and what the owner has is never sent to it
+    for owner, mine in enumerate(batches):  # and what the owner has is never sent to it
         own = {n: np.zeros(t.info.shape, bool) for n, t in enumerate(tensors)}
         number = {t.info.key: n for n, t in enumerate(tensors)}
-        for claim in claims[owner]:
-            for box in claim.boxes:
-                own[number[claim.info.key]][slices(box)] = True
+        for item in items[owner]:
+            for box in item.boxes:
+                own[number[item.info.key]][slices(box)] = True
         assert not any(
             own[f.tensor][slices(f.box)].any() for b in mine for fs in received(b, owner).values() for f in fs
         )
-    assert all(len(b.shards) == 1 or size_of(b, tensors) <= bundle for mine in bundles for b in mine)
+    assert all(len(b.shards) == 1 or size_of(b, tensors) <= batch for mine in batches for b in mine)
 
 
-def size_of(bundle: Bundle, tensors: Sequence[Held]) -> int:
-    return sum(nbytes(tensors, f) for s in bundle.shards for f in s.fragments)
+def size_of(batch: ShardBatch, tensors: Sequence[GlobalTensor]) -> int:
+    return sum(nbytes(tensors, f) for s in batch.shards for f in s.fragments)
 
 
-def everybody_is_done(bundles: Sequence[Sequence[Bundle]], messages: Sequence[Sequence[Message]]) -> bool:
-    """Runs the worst network: a message goes only while its owner waits for just that bundle, and none is kept."""
+def everybody_is_done(batches: Sequence[Sequence[ShardBatch]], messages: Sequence[Sequence[Transfer]]) -> bool:
+    """Runs the worst network: a message goes only while its owner waits for just that batch, and none is kept."""
     outgoing = [deque(mine) for mine in messages]
-    at = [0] * len(bundles)
-    lacking = [set(received(mine[0], r)) if mine else set() for r, mine in enumerate(bundles)]
+    at = [0] * len(batches)
+    lacking = [set(received(mine[0], r)) if mine else set() for r, mine in enumerate(batches)]
     moved = True
     while moved:
         moved = False
@@ -175,38 +175,38 @@ def everybody_is_done(bundles: Sequence[Sequence[Bundle]], messages: Sequence[Se
             if queue and at[queue[0].to] == queue[0].number and rank in lacking[queue[0].to]:
                 lacking[queue.popleft().to].remove(rank)
                 moved = True
-        for rank, mine in enumerate(bundles):
+        for rank, mine in enumerate(batches):
             while at[rank] < len(mine) and not lacking[rank]:
                 at[rank] += 1
                 lacking[rank] = set(received(mine[at[rank]], rank)) if at[rank] < len(mine) else set()
                 moved = True
-    return not any(outgoing) and all(a == len(mine) for a, mine in zip(at, bundles, strict=True))
+    return not any(outgoing) and all(a == len(mine) for a, mine in zip(at, batches, strict=True))
 
 
 @given(worlds(), st.sampled_from([16, 200]))
-def test_nobody_waits_for_ever(claims: Claims, shard: int) -> None:
-    tensors = merge(claims)
+def test_nobody_waits_for_ever(items: Claims, shard: int) -> None:
+    tensors = merge_items(items)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assignment, "BUNDLE_BYTES", 64)
-        bundles, messages = deal_shards(tensors, len(claims), grids_of(tensors, 16, shard))
+        patch.setattr(assignment, "BATCH_BYTES", 64)
+        batches, messages = assign_shards(tensors, len(items), grids_of(tensors, 16, shard))
     assert all([m.number for m in mine] == sorted(m.number for m in mine) for mine in messages)
-    assert everybody_is_done(bundles, messages)
+    assert everybody_is_done(batches, messages)
 
 
 def test_the_worst_network_shows_an_order_that_waits_for_ever() -> None:
-    """Two ranks that each send the second bundle's part first: the simulation above finds it."""
+    """Two ranks that each send the second batch's part first: the simulation above finds it."""
     info = TensorInfo("t", "weight", "uint8", (64,))
-    halves = [Claim(info, tuple(Box((a + 16 * k,), (8,)) for k in range(4))) for a in (0, 8)]
-    tensors = merge([[h] for h in halves])
+    halves = [WriteItem(info, tuple(Box((a + 16 * k,), (8,)) for k in range(4))) for a in (0, 8)]
+    tensors = merge_items([[h] for h in halves])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assignment, "BUNDLE_BYTES", 16)
-        bundles, messages = deal_shards(tensors, 2, grids_of(tensors, 16, 16))
+        patch.setattr(assignment, "BATCH_BYTES", 16)
+        batches, messages = assign_shards(tensors, 2, grids_of(tensors, 16, 16))
     assert [len(mine) for mine in messages] == [2, 2]
-    assert everybody_is_done(bundles, messages)
-    assert not everybody_is_done(bundles, [list(reversed(mine)) for mine in messages])
+    assert everybody_is_done(batches, messages)
+    assert not everybody_is_done(batches, [list(reversed(mine)) for mine in messages])
 
 
-def work_of(bundles: Sequence[Sequence[Bundle]], tensors: Sequence[Held]) -> list[int]:
+def work_of(batches: Sequence[Sequence[ShardBatch]], tensors: Sequence[GlobalTensor]) -> list[int]:
     """Bytes that each rank writes, and those it receives for that."""
     return [
         sum(
@@ -215,17 +215,17 @@ def work_of(bundles: Sequence[Sequence[Bundle]], tensors: Sequence[Held]) -> lis
             for s in b.shards
             for f in s.fragments
         )
-        for owner, mine in enumerate(bundles)
+        for owner, mine in enumerate(batches)
     ]  # fmt: skip
 
 
 @given(worlds(), st.sampled_from([16, 64]), st.sampled_from([16, 200]))
-def test_work_is_balanced(claims: Claims, chunk: int, shard: int) -> None:
+def test_work_is_balanced(items: Claims, chunk: int, shard: int) -> None:
     """No rank has more than the mean, a largest shard, and receiving that."""
-    tensors = merge(claims)
+    tensors = merge_items(items)
     grids = grids_of(tensors, chunk, shard)
-    bundles, _ = deal_shards(tensors, len(claims), grids)
-    work = work_of(bundles, tensors)
+    batches, _ = assign_shards(tensors, len(items), grids)
+    work = work_of(batches, tensors)
     largest = max((g.box(at).size * g.itemsize for g in grids for at in g.shards()), default=0)
     assert max(work) <= sum(work) / len(work) + 2 * largest
 
@@ -235,65 +235,65 @@ def test_replicas_share_the_writing_by_bytes_and_send_nothing(
     ranks: int, kinds: list[tuple[tuple[int, ...], str]]
 ) -> None:
     infos = [TensorInfo(f"t{n}", "weight", dtype, shape) for n, (shape, dtype) in enumerate(kinds)]
-    tensors = merge([[Claim(i, (Box.whole(i.shape),)) for i in infos]] * ranks)
+    tensors = merge_items([[WriteItem(i, (Box.whole(i.shape),)) for i in infos]] * ranks)
     total, largest = sum(i.nbytes for i in infos), max((i.nbytes for i in infos), default=0)
-    for mine in deal_pieces(tensors, ranks):
-        assert sum(infos[claim].nbytes for claim, _ in mine) <= total / ranks + largest
+    for mine in assign_pieces(tensors, ranks):
+        assert sum(infos[item].nbytes for item, _ in mine) <= total / ranks + largest
     grids = grids_of(tensors, 16, 64)
-    bundles, messages = deal_shards(tensors, ranks, grids)
+    batches, messages = assign_shards(tensors, ranks, grids)
     assert not any(messages)
     unit = max((g.box(at).size * g.itemsize for g in grids for at in g.shards()), default=0)
-    assert max(work_of(bundles, tensors)) <= total / ranks + unit
+    assert max(work_of(batches, tensors)) <= total / ranks + unit
 
 
 def test_who_holds_a_shard_writes_it() -> None:
     """Rows that end with a shard: nothing is sent, and each rank writes its own."""
     infos = [TensorInfo(f"t{n}", "weight", "float32", (64, 16)) for n in range(3)]
-    claims = [[Claim(i, (Box((16 * r, 0), (16, 16)),)) for i in infos] for r in range(4)]
-    tensors = merge(claims)
-    bundles, messages = deal_shards(tensors, 4, grids_of(tensors, 256, 512))
+    items = [[WriteItem(i, (Box((16 * r, 0), (16, 16)),)) for i in infos] for r in range(4)]
+    tensors = merge_items(items)
+    batches, messages = assign_shards(tensors, 4, grids_of(tensors, 256, 512))
     assert not any(messages)
-    assert work_of(bundles, tensors) == [3 * 16 * 16 * 4] * 4
+    assert work_of(batches, tensors) == [3 * 16 * 16 * 4] * 4
 
 
 def test_columns_are_sent_once_and_all_write() -> None:
     """Columns of a row-wise grid: each rank writes a quarter, and sends three quarters of what it holds."""
     info = TensorInfo("t", "weight", "float32", (64, 64))
-    claims = [[Claim(info, (Box((0, 16 * r), (64, 16)),))] for r in range(4)]
-    tensors = merge(claims)
-    bundles, messages = deal_shards(tensors, 4, [Grid((64, 64), (4, 64), (4, 64), 4)])
-    assert work_of(bundles, tensors) == [info.nbytes // 4 * 7 // 4] * 4
+    items = [[WriteItem(info, (Box((0, 16 * r), (64, 16)),))] for r in range(4)]
+    tensors = merge_items(items)
+    batches, messages = assign_shards(tensors, 4, [Grid((64, 64), (4, 64), (4, 64), 4)])
+    assert work_of(batches, tensors) == [info.nbytes // 4 * 7 // 4] * 4
     sent = [sum(f.box.size * 4 for m in mine for f in m.fragments) for mine in messages]
     assert sent == [info.nbytes // 4 * 3 // 4] * 4
 
 
 def test_many_small_tensors_go_in_few_messages() -> None:
     infos = [TensorInfo(f"t{n}", "weight", "float32", (6, 10)) for n in range(500)]
-    claims = [[Claim(i, (b,)) for i in infos] for b in (Box((0, 0), (6, 5)), Box((0, 5), (6, 5)))]
-    tensors = merge(claims)
-    bundles, messages = deal_shards(tensors, 2, grids_of(tensors, 10**6, 10**6))
-    assert [len(mine) for mine in bundles] == [1, 1]
+    items = [[WriteItem(i, (b,)) for i in infos] for b in (Box((0, 0), (6, 5)), Box((0, 5), (6, 5)))]
+    tensors = merge_items(items)
+    batches, messages = assign_shards(tensors, 2, grids_of(tensors, 10**6, 10**6))
+    assert [len(mine) for mine in batches] == [1, 1]
     assert [len(mine) for mine in messages] == [1, 1]
 
 
 INFO = TensorInfo("t", "weight", "float32", (4, 6))
 
 
-def rows(a: int, n: int, info: TensorInfo = INFO) -> Claim:
-    return Claim(info, (Box((a, 0), (n, 6)),))
+def rows(a: int, n: int, info: TensorInfo = INFO) -> WriteItem:
+    return WriteItem(info, (Box((a, 0), (n, 6)),))
 
 
 def test_tensors_come_in_the_order_of_the_first_rank_that_has_them() -> None:
-    a, b, c = (Claim(replace(INFO, name=n), (Box.whole(INFO.shape),)) for n in "abc")
-    assert [t.info.name for t in merge([[b], [c, b, a], [a]])] == ["b", "c", "a"]
-    assert merge([]) == []
-    assert merge([[b], [b]])[0].holders == {Box.whole(INFO.shape): [(0, 0, 0), (1, 0, 0)]}
+    a, b, c = (WriteItem(replace(INFO, name=n), (Box.whole(INFO.shape),)) for n in "abc")
+    assert [t.info.name for t in merge_items([[b], [c, b, a], [a]])] == ["b", "c", "a"]
+    assert merge_items([]) == []
+    assert merge_items([[b], [b]])[0].holders == {Box.whole(INFO.shape): [(0, 0, 0), (1, 0, 0)]}
 
 
 @pytest.mark.parametrize("other", [replace(INFO, dtype="bfloat16"), replace(INFO, shape=(6, 4))])
 def test_a_tensor_has_one_dtype_and_shape(other: TensorInfo) -> None:
     with pytest.raises(UsageError, match=r"t \(weight\) is float32 \(4, 6\) on rank 1, but .* on rank 3") as caught:
-        merge([[], [rows(0, 2)], [rows(2, 2)], [Claim(other, ())]])
+        merge_items([[], [rows(0, 2)], [rows(2, 2)], [WriteItem(other, ())]])
     assert caught.value.hint is not None
     assert other.dtype in caught.value.message
     assert str(other.shape) in caught.value.message
@@ -301,14 +301,14 @@ def test_a_tensor_has_one_dtype_and_shape(other: TensorInfo) -> None:
 
 def test_a_rank_lists_a_tensor_once() -> None:
     with pytest.raises(UsageError, match=r"rank 1 saves two tensors as t \(weight\)"):
-        merge([[rows(0, 4)], [rows(0, 4), rows(0, 4)]])
+        merge_items([[rows(0, 4)], [rows(0, 4), rows(0, 4)]])
 
 
-NOTHING = Claim(INFO, ())
+NOTHING = WriteItem(INFO, ())
 
 
 @pytest.mark.parametrize(
-    ("claims", "words"),
+    ("items", "words"),
     [
         ([[rows(0, 2)], [rows(3, 1)]], r"\[2:3, 0:6\]"),
         ([[rows(0, 2)], [NOTHING]], r"\[2:4, 0:6\]"),
@@ -318,15 +318,15 @@ NOTHING = Claim(INFO, ())
         ([[rows(0, 2)], [rows(2, 3)]], "leaves the tensor"),
     ],
 )
-def test_holes_and_unequal_overlaps_are_errors(claims: Claims, words: str) -> None:
+def test_holes_and_unequal_overlaps_are_errors(items: Claims, words: str) -> None:
     with pytest.raises(CoverageError, match=words) as caught:
-        merge(claims)
+        merge_items(items)
     assert "t (weight)" in caught.value.message
     assert caught.value.hint == "are all ranks of the mesh part of this save?"
 
 
 def test_an_empty_tensor_needs_no_holder() -> None:
     info = TensorInfo("t", "weight", "float32", (0, 3))
-    tensors = merge([[Claim(info, ())], [Claim(info, (Box((0, 0), (0, 3)),))]])
+    tensors = merge_items([[WriteItem(info, ())], [WriteItem(info, (Box((0, 0), (0, 3)),))]])
     assert [t.info for t in tensors] == [info]
-    assert deal_shards(tensors, 2, grids_of(tensors, 16, 16)) == ([[], []], [[], []])
+    assert assign_shards(tensors, 2, grids_of(tensors, 16, 16)) == ([[], []], [[], []])

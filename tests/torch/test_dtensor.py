@@ -23,8 +23,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ucformat.errors import LayoutError, UsageError
-from ucformat.torch.saving.assignment import Claim, merge
-from ucformat.torch.state.local import Local, _readings, local_of, mesh_of, pieces_in
+from ucformat.torch.saving.assignment import WriteItem, merge_items
+from ucformat.torch.state.local import LocalShard, _readings, local_of, mesh_of, pieces_in
 from ucformat.torch.state.memory import host_memory, region_of
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def own_names(rank: int, *names: str) -> tuple[str, ...]:
     return tuple(f"{name}-{rank}" for name in names)
 
 
-def held(local: Local) -> set[tuple[tuple[int, ...], float]]:
+def held(local: LocalShard) -> set[tuple[tuple[int, ...], float]]:
     """The elements that the pieces say this rank holds: where in the whole tensor, and what is there."""
     out = set()
     memory = host_memory(local.tensor)
@@ -113,7 +113,7 @@ def test_cuts_in_any_order_of_the_axes(
         dims = next(iter(_readings(shape, placements, degrees, at)))
         info = local_of("t", "weight", numbered(shape)).info
         assert tuple(d.size for d in dims) == tuple(tensor.shape)
-        assert held(Local(info, pieces_in(tensor, dims), tensor)) == expected(tensor, shape)
+        assert held(LocalShard(info, pieces_in(tensor, dims), tensor)) == expected(tensor, shape)
 
 
 def strided(tensor: torch.Tensor, placements: tuple[Placement, ...], degrees: tuple[int, ...], at: Any) -> torch.Tensor:
@@ -148,7 +148,7 @@ def test_a_strided_shard_that_no_other_axis_explains(n: int, factor: int) -> Non
 @pytest.mark.parametrize(("dp", "tp"), [(2, 2), (3, 2), (2, 3), (4, 2)])
 def test_fsdp2_over_tensor_parallelism(size: int, dp: int, tp: int) -> None:
     """What FSDP2 itself keeps of rows that tensor parallelism cut first, even or not, empty shards too."""
-    claims = []
+    items = []
     for rank in range(dp * tp):
         with alone_as(rank, dp * tp):
             model = two_layers(size)
@@ -161,9 +161,9 @@ def test_fsdp2_over_tensor_parallelism(size: int, dp: int, tp: int) -> None:
             for local in locals_:
                 shape = local.info.shape
                 assert all(places_value(place, shape) == v for place, v in held(local))
-            claims.append([Claim(x.info, tuple(p.box for p in x.pieces)) for x in locals_])
+            items.append([WriteItem(x.info, tuple(p.box for p in x.pieces)) for x in locals_])
             assert mesh_of(list(model.parameters())) == dict(zip(names, (dp, tp), strict=True))
-    tensors = merge(claims)  # which proves that no element is missing
+    tensors = merge_items(items)  # which proves that no element is missing
     assert {t.info.name: t.info.shape for t in tensors} == {
         "up.weight": (size, 5), "up.bias": (size,), "down.weight": (4, size), "down.bias": (4,)
     }  # fmt: skip

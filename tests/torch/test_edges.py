@@ -12,6 +12,7 @@ import ucformat
 from tests.jobs.conftest import foreign
 from ucformat.torch import Manager, Rng, load, save
 from ucformat.torch.integrations.torchtitan import CheckpointManager
+from ucformat.torch.saving.plan import SaveOptions
 from ucformat.torch.saving.save import save_local
 from ucformat.torch.state.local import local_state
 
@@ -45,7 +46,7 @@ def test_a_training_goes_on(tmp_path: Path, momentum: float) -> None:
 
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"zero": 1, "dp": 1}])
 def test_under_another_layout(tmp_path: Path, layout: dict[str, int]) -> None:
-    save_local(replace(local_state(training()), layout=layout), tmp_path / "run" / "step-00000003")
+    save_local(replace(local_state(training()), layout=layout), SaveOptions(str(tmp_path / "run" / "step-00000003")))
     with Manager(tmp_path / "run", signals=()) as manager:
         state = training()
         assert manager.restore_latest(state) is not None

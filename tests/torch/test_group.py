@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.patience import PATIENCE
 from ucformat.errors import Conflict, UcformatError
-from ucformat.torch.comm.group import Group, by_store, group_of, lone
+from ucformat.torch.comm.group import Group, connect_by_store, group_of, single_process_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ def together(size: int, act: Callable[[Group], Any]) -> list[Any]:
     store = dist.HashStore()
 
     def rank(number: int) -> Any:
-        group = Group(by_store(dist.PrefixStore("test", store), number, size, PATIENCE))
+        group = Group(connect_by_store(dist.PrefixStore("test", store), number, size, PATIENCE))
         try:
             return act(group)
         except Exception as error:  # noqa: BLE001 - the tests look at it
@@ -40,8 +40,8 @@ def together(size: int, act: Callable[[Group], Any]) -> list[Any]:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_values_are_gathered_and_answered(size: int) -> None:
     def act(group: Group) -> Any:
-        everybody = group.agree((group.rank, b"x" * 10**6), tuple[int, bytes])
-        mine = group.meet(group.rank, lambda values: [10 * v for v in values], int, int)
+        everybody = group.all_gather((group.rank, b"x" * 10**6), tuple[int, bytes])
+        mine = group.gather_scatter(group.rank, lambda values: [10 * v for v in values], int, int)
         return [rank for rank, _ in everybody], mine
 
     assert together(size, act) == [(list(range(size)), 10 * r) for r in range(size)]
@@ -80,16 +80,16 @@ def test_one_thread_sends_while_another_receives() -> None:
 def test_an_error_of_one_is_raised_on_all_and_names_it(failing: int) -> None:
     def act(group: Group) -> Any:
         try:
-            group.agree(Conflict("taken", hint="go away") if group.rank == failing else None)
+            group.all_gather(Conflict("taken", hint="go away") if group.rank == failing else None)
         except Conflict as error:
-            return error.message, error.hint, group.agree(group.rank)
+            return error.message, error.hint, group.all_gather(group.rank)
         return None
 
     assert together(3, act) == [(f"rank {failing}: taken", "go away", [0, 1, 2])] * 3
 
 
 def test_of_several_errors_the_first_ranks_is_raised() -> None:
-    found = together(3, lambda group: group.agree(ValueError("bad") if group.rank else None))
+    found = together(3, lambda group: group.all_gather(ValueError("bad") if group.rank else None))
     assert [(type(e), e.message) for e in found] == [(UcformatError, "rank 1: ValueError: bad")] * 3
     assert found[0].hint == "its log has the traceback"
 
@@ -98,7 +98,7 @@ def test_an_error_of_the_coordinator_is_raised_on_all() -> None:
     def then(_: list[Any]) -> list[Any]:
         raise Conflict("taken")
 
-    found = together(3, lambda group: group.meet(None, then))
+    found = together(3, lambda group: group.gather_scatter(None, then))
     assert [(type(e), e.message) for e in found] == [(Conflict, "taken")] * 3
 
 
@@ -111,7 +111,7 @@ class Unreadable(Exception):
 
 @pytest.mark.parametrize("error", [OSError("odd"), Unreadable("very", "odd")], ids=repr)
 def test_errors_of_other_kinds_are_told_by_their_words(error: Exception) -> None:
-    found = together(2, lambda group: group.agree(error if group.rank else None))
+    found = together(2, lambda group: group.all_gather(error if group.rank else None))
     assert all(isinstance(e, UcformatError) for e in found)
     assert all("rank 1" in str(e) and "odd" in str(e) for e in found)
 
@@ -119,23 +119,23 @@ def test_errors_of_other_kinds_are_told_by_their_words(error: Exception) -> None
 def test_one_rank_alone_raises_its_error_as_it_is() -> None:
     error = ValueError("mine")
     with pytest.raises(ValueError, match="mine") as caught:
-        lone().agree(error)
+        single_process_group().all_gather(error)
     assert caught.value is error
-    lone().send(np.ones(3, np.uint8), 0)
+    single_process_group().send(np.ones(3, np.uint8), 0)
 
 
 @pytest.mark.parametrize("odd", [0, 1])
 def test_what_cannot_be_told_is_an_error_on_all(odd: int) -> None:
-    found = together(2, lambda group: group.agree(object() if group.rank == odd else 1))
+    found = together(2, lambda group: group.all_gather(object() if group.rank == odd else 1))
     assert all("cannot be told to other ranks: it is a object" in e.message for e in found)
 
 
 def test_what_fails_before_a_meeting_is_told_at_the_meeting() -> None:
     def act(group: Group) -> Any:
-        with group.telling():
+        with group.sharing_errors():
             if group.rank == 1:
                 raise Conflict("too early")
-        return group.agree(group.rank)
+        return group.all_gather(group.rank)
 
     found = together(3, act)
     assert [(type(e), e.message) for e in found] == [(Conflict, "rank 1: too early")] * 3
@@ -160,7 +160,7 @@ def test_a_silent_rank_is_named_after_the_time_out(silent: int) -> None:
             return [over.acquire(timeout=PATIENCE) for _ in range(2)]
         be_impatient(group.links, silent)
         try:
-            group.agree(None)
+            group.all_gather(None)
         except UcformatError as error:
             return error, group.whole
         finally:
@@ -176,12 +176,12 @@ def test_a_silent_rank_is_named_after_the_time_out(silent: int) -> None:
 
 def test_a_broken_group_says_so_and_a_new_one_is_made() -> None:
     def act(group: Group) -> Any:
-        group.agree(None)
+        group.all_gather(None)
         if group.rank:
             group.links.end()
             return None
         with pytest.raises(UcformatError, match="rank 1"):
-            group.agree(None)
+            group.all_gather(None)
         return group.whole
 
     assert together(2, act) == [False, None]
@@ -190,4 +190,4 @@ def test_a_broken_group_says_so_and_a_new_one_is_made() -> None:
 def test_without_torch_distributed_there_is_one_rank() -> None:
     group = group_of()
     assert (group.rank, group.size, group.whole) == (0, 1, True)
-    assert group.agree("x") == ["x"]
+    assert group.all_gather("x") == ["x"]

@@ -23,7 +23,7 @@ from tests.torch.runs import fill, folders, manager_of, names, restored, state_a
 from ucformat.errors import Conflict, UcformatError, UsageError
 from ucformat.torch import Manager, Saved, SaveHandle
 from ucformat.torch.manager import manager as module
-from ucformat.torch.manager.signals import together
+from ucformat.torch.manager.signals import any_rank_bits
 
 # --- when
 
@@ -289,7 +289,7 @@ def test_any_number_of_ranks_tell_each_other(size: int) -> None:
                 return 4 * (rank == who) | (rank == 0)
 
             groups: list[Any] = [Wired(r, size, wires) for r in range(size)]
-            assert list(pool.map(together, groups, map(bits, range(size)))) == [5] * size
+            assert list(pool.map(any_rank_bits, groups, map(bits, range(size)))) == [5] * size
 
 
 def test_two_ranks_agree(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.torch.state.local import Local
+    from ucformat.torch.state.local import LocalShard
 
 NO_TIES: dict[str, Any] = {"aliases": {}, "groups": ()}
 count = iter(range(10**6))
@@ -33,12 +33,12 @@ def stored(*what: tuple[str, str, str], shape: tuple[int, ...] = (2, 3), **facts
     return write_packed(MemoryStore(f"match-{next(count)}"), arrays, ranks=1, **{**NO_TIES, **facts})
 
 
-def wanted(name: str, state: str = "weight", dtype: torch.dtype = torch.float32, *shape: int) -> Local:
+def wanted(name: str, state: str = "weight", dtype: torch.dtype = torch.float32, *shape: int) -> LocalShard:
     return local_of(name, state, torch.zeros(shape or (2, 3), dtype=dtype))
 
 
 def matched(
-    targets: list[Local],
+    targets: list[LocalShard],
     ck: Checkpoint,
     aliases: dict[str, str] | None = None,
     *,

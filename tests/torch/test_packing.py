@@ -24,9 +24,9 @@ from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import TensorInfo, single_extents
 from ucformat.schema.manifest import Manifest, SidecarDoc, TensorDoc
 from ucformat.storage.memory import MemoryStore
-from ucformat.torch.saving.assignment import Claim, deal_pieces, merge
+from ucformat.torch.saving.assignment import WriteItem, assign_pieces, merge_items
 from ucformat.torch.saving.write import packed_file, sidecar_of, write_packed
-from ucformat.torch.state.memory import Region
+from ucformat.torch.state.memory import HostRegion
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,33 +34,33 @@ if TYPE_CHECKING:
 
     from tests.torch.test_deal import Claims
     from ucformat.checkpoint import Checkpoint
-    from ucformat.torch.saving.assignment import Held
+    from ucformat.torch.saving.assignment import GlobalTensor
 
 count = iter(range(10**6))
 
 
-def region_of_box(a: Any, box: Box) -> Region:
+def region_of_box(a: Any, box: Box) -> HostRegion:
     """A box of an array, in the array's own memory."""
-    return Region(Box.whole(a.shape), a.reshape(-1).view(np.uint8), 0, row_major(a.shape, a.itemsize)).within(box)
+    return HostRegion(Box.whole(a.shape), a.reshape(-1).view(np.uint8), 0, row_major(a.shape, a.itemsize)).within(box)
 
 
-def packed(claims: Claims, arrays: Mapping[str, Any], name: str) -> tuple[Checkpoint, list[Held], MemoryStore]:
-    """What the ranks of these claims would save, written by each in turn."""
+def packed(items: Claims, arrays: Mapping[str, Any], name: str) -> tuple[Checkpoint, list[GlobalTensor], MemoryStore]:
+    """What the ranks of these items would save, written by each in turn."""
     store = MemoryStore(f"packing-{name}-{next(count)}")
     attempt = begin(store, {"packing": name}, overwrite=False)
     data = f"data/{attempt.id}"
-    tensors = merge(claims)
-    dealt, told = deal_pieces(tensors, len(claims)), 0
+    tensors = merge_items(items)
+    dealt, told = assign_pieces(tensors, len(items)), 0
     for rank, mine in enumerate(dealt):
         regions = []
-        for claim, piece in mine:
-            held = claims[rank][claim]
+        for item, piece in mine:
+            held = items[rank][item]
             regions.append((region_of_box(arrays[held.info.name], held.boxes[piece]), held.info))
         written: list[int] = []
         write_packed(store, packed_file(data, rank), regions, written.append)
         told += sum(written)
     assert told == sum(t.info.nbytes for t in tensors)
-    sidecar = sidecar_of(tensors, claims, dealt, data)
+    sidecar = sidecar_of(tensors, items, dealt, data)
     doc = put_file(store, f"{data}/extents.safetensors", sidecar)
     infos = [t.info for t in tensors]
     manifest = Manifest(
@@ -78,12 +78,12 @@ def packed(claims: Claims, arrays: Mapping[str, Any], name: str) -> tuple[Checkp
 
 @settings(max_examples=40)
 @given(worlds(), st.sampled_from([1, 7, 64, 1 << 20]))
-def test_what_ranks_pack_opens_as_what_they_held(claims: Claims, block: int) -> None:
+def test_what_ranks_pack_opens_as_what_they_held(items: Claims, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunking, "TILE_BYTES", block)
-        infos = {c.info.name: c.info for mine in claims for c in mine}
+        infos = {c.info.name: c.info for mine in items for c in mine}
         arrays = {n: random_array(i.shape, i.dtype, int(n[1:])) for n, i in infos.items()}
-        ck, tensors, store = packed(claims, arrays, "worlds")
+        ck, tensors, store = packed(items, arrays, "worlds")
         assert set(ck) == set(infos)
         for name, a in arrays.items():
             assert same(ck[name][...], a)
@@ -118,7 +118,7 @@ def test_pieces_begin_at_multiples_of_64_bytes(kinds: list[tuple[tuple[int, ...]
 
 def test_strided_memory_is_written_in_row_major_order() -> None:
     base = random_array((6, 10), "float32", 1)
-    turned = Region(Box.whole((10, 6)), base.view(np.uint8).reshape(-1), 0, (4, 40))
+    turned = HostRegion(Box.whole((10, 6)), base.view(np.uint8).reshape(-1), 0, (4, 40))
     store = MemoryStore("packing-strided")
     info = TensorInfo("t", "weight", "float32", (10, 6))
     write_packed(store, "f", [(turned, info)], lambda _: None)
@@ -135,11 +135,11 @@ def test_a_rank_without_pieces_leaves_an_empty_file() -> None:
 def test_tiles_that_lie_elsewhere_are_found() -> None:
     """They bring their checksums along: those of another rank, of another save, and of other places in the file."""
     info = TensorInfo("t", "weight", "uint8", (8, 8))
-    claims = [[Claim(info, (Box((4 * r, 0), (4, 8)),))] for r in range(2)]
+    items = [[WriteItem(info, (Box((4 * r, 0), (4, 8)),))] for r in range(2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunking, "TILE_BYTES", 8)
-        _, _, store = packed(claims, {"t": random_array(info.shape, "uint8", 3)}, "elsewhere")
-        _, _, other = packed(claims, {"t": random_array(info.shape, "uint8", 4)}, "elsewhere-too")
+        _, _, store = packed(items, {"t": random_array(info.shape, "uint8", 3)}, "elsewhere")
+        _, _, other = packed(items, {"t": random_array(info.shape, "uint8", 4)}, "elsewhere-too")
     files, theirs = (sorted(f.key for f in s.list("data") if f.key.endswith(".bin")) for s in (store, other))
     own, tile = store.read(files[0]), 8 + 4
     for wrong in (
@@ -162,8 +162,8 @@ def test_tiles_that_lie_elsewhere_are_found() -> None:
 def test_a_changed_byte_is_found() -> None:
     info = TensorInfo("t", "weight", "float32", (100, 10))
     a = random_array(info.shape, "float32", 3)
-    claims = [[Claim(info, (Box((50 * r, 0), (50, 10)),))] for r in range(2)]
-    ck, _, store = packed(claims, {"t": a}, "changed")
+    items = [[WriteItem(info, (Box((50 * r, 0), (50, 10)),))] for r in range(2)]
+    ck, _, store = packed(items, {"t": a}, "changed")
     file = next(iter(ck.source.extents(info.key))).file
     data = bytearray(store.read(file))
     data[7] ^= 1

@@ -23,7 +23,7 @@ from ucformat.storage.memory import MemoryStore
 from ucformat.torch.loading import read as reading
 from ucformat.torch.loading.match import Matched
 from ucformat.torch.loading.read import read
-from ucformat.torch.state.local import Local, local_of, pieces_in
+from ucformat.torch.state.local import LocalShard, local_of, pieces_in
 from ucformat.torch.state.memory import host_memory, torch_dtype
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "STAGED_BYTES", 400)
 
 
-def target(name: str, tensor: torch.Tensor, state: str = "weight") -> Local:
+def target(name: str, tensor: torch.Tensor, state: str = "weight") -> LocalShard:
     return local_of(name, state, tensor)
 
 
-def read_one(ck: Checkpoint, local: Local, **options: Any) -> int:
+def read_one(ck: Checkpoint, local: LocalShard, **options: Any) -> int:
     return read(ck, [Matched(local, ck.tensors[local.key])], **options).nbytes
 
 
@@ -102,7 +102,7 @@ def test_pieces_of_a_shard(ck: Checkpoint, dtype: torch.dtype, turned: bool) -> 
     rows, columns = Dim(25, (run(3, 0, 5), run(20, 5, 20))), Dim(26, (run(0, 0, 5), run(9, 5, 21)))
     tensor = torch.zeros(26, 25, dtype=dtype).t() if turned else torch.zeros(25, 26, dtype=dtype)
     info = target("w", torch.zeros(ROWS, COLUMNS, dtype=dtype)).info
-    nbytes = read_one(ck, Local(info, pieces_in(tensor, (rows, columns)), tensor), verify="never")
+    nbytes = read_one(ck, LocalShard(info, pieces_in(tensor, (rows, columns)), tensor), verify="never")
     kept = FLOATS[[*range(3, 8), *range(20, 40)]][:, [*range(5), *range(9, 30)]]
     assert torch.equal(tensor, torch.from_numpy(kept).to(dtype))
     assert nbytes >= kept.nbytes
@@ -129,7 +129,7 @@ def test_any_shard_through_buffers_of_any_size(data: st.DataObject) -> None:
     info = target("w", torch.zeros(ROWS, COLUMNS, dtype=dtype)).info
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading, "STAGED_BYTES", data.draw(st.sampled_from([4, 60, 1000, 10**6])))
-        read_one(floats_alone(), Local(info, pieces_in(tensor, dims), tensor))
+        read_one(floats_alone(), LocalShard(info, pieces_in(tensor, dims), tensor))
     index = [[i for r in d.runs for i in range(r.start, r.start + r.size)] for d in dims]
     assert torch.equal(tensor, torch.from_numpy(FLOATS[np.ix_(*index)]).to(dtype))
 

@@ -12,7 +12,7 @@ import ucformat
 from ucformat.errors import ChecksumError, StateMismatch, UsageError
 from ucformat.torch import PerRank, load, save
 from ucformat.torch.loading.match import stored_names
-from ucformat.torch.loading.values import Recorded, find_object, fit_groups, fit_objects
+from ucformat.torch.loading.values import SavedState, find_object, fit_groups, fit_objects
 from ucformat.torch.state.collect import collect
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def test_each_rank_gets_its_own_value_back(tmp_path: Path) -> None:
     ck = of_ranks(tmp_path, [{"at": 0}, {"at": 10}, {"at": 20}])
     for rank in range(3):
         box = Box({"at": -1})
-        problems, put = fit_objects(collect({"data": PerRank(box)}), Recorded(ck, {}), of(rank, 3), trust=False)
+        problems, put = fit_objects(collect({"data": PerRank(box)}), SavedState(ck, {}), of(rank, 3), trust=False)
         assert not problems.others
         assert not problems.missing
         assert box.value == {"at": -1}
@@ -158,7 +158,7 @@ def test_each_rank_gets_its_own_value_back(tmp_path: Path) -> None:
 def test_another_number_of_ranks_needs_a_merge(tmp_path: Path, ranks: int) -> None:
     ck = of_ranks(tmp_path, [{"at": 0}, {"at": 10}, {"at": 20}])
     box = Box(None)
-    problems, put = fit_objects(collect({"data": PerRank(box)}), Recorded(ck, {}), of(0, ranks), trust=False)
+    problems, put = fit_objects(collect({"data": PerRank(box)}), SavedState(ck, {}), of(0, ranks), trust=False)
     put()
     assert box.value is None
     (line,) = problems.others
@@ -170,7 +170,7 @@ def test_another_number_of_ranks_needs_a_merge(tmp_path: Path, ranks: int) -> No
 
     for rank in range(ranks):
         problems, put = fit_objects(
-            collect({"data": PerRank(box, merge)}), Recorded(ck, {}), of(rank, ranks), trust=False
+            collect({"data": PerRank(box, merge)}), SavedState(ck, {}), of(rank, ranks), trust=False
         )
         assert not problems.others
         put()
@@ -184,7 +184,7 @@ def test_a_merge_is_not_asked_where_the_number_is_the_same(tmp_path: Path) -> No
     def merge(*_: Any) -> Any:
         raise AssertionError
 
-    _, put = fit_objects(collect({"data": PerRank(box, merge)}), Recorded(ck, {}), of(1, 2), trust=False)
+    _, put = fit_objects(collect({"data": PerRank(box, merge)}), SavedState(ck, {}), of(1, 2), trust=False)
     put()
     assert box.value == 2
 
@@ -224,7 +224,7 @@ def test_parameters_whose_group_is_not_stored(tmp_path: Path) -> None:
     given = trained()
     ck = checkpoint(tmp_path / "ck", {"model": given["model"]})
     found = collect(trained())
-    problems, put = fit_groups(found, Recorded(ck, stored_names(ck, None)))
+    problems, put = fit_groups(found, SavedState(ck, stored_names(ck, None)))
     put()
     assert [line.split(":")[0] for line in problems.missing] == ["group 0 of optim", "group 1 of optim"]
     assert "0.bias, 0.weight" in problems.missing[0]

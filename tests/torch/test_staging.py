@@ -19,7 +19,7 @@ from ucformat.geometry.local import Dim, Run
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.torch.saving import staging
 from ucformat.torch.saving.staging import HostBuffer, map_shared, room_for, stage
-from ucformat.torch.state.local import Local, LocalState, local_of, pieces_in
+from ucformat.torch.state.local import LocalShard, LocalState, local_of, pieces_in
 from ucformat.torch.state.memory import region_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield made
 
 
-def staged(locals_: list[Local], pool: ThreadPoolExecutor) -> list[tuple[TensorInfo, list[bytes]]]:
+def staged(locals_: list[LocalShard], pool: ThreadPoolExecutor) -> list[tuple[TensorInfo, list[bytes]]]:
     """The bytes of each tensor's pieces, as another process finds them."""
     state = LocalState(tuple(locals_))
     buffer = HostBuffer(room_for(state))
@@ -67,7 +67,7 @@ def test_each_piece_of_a_shard_is_staged(pool: ThreadPoolExecutor) -> None:
         Dim(5, (Run(1, 0, 2, padding=False), Run(8, 2, 3, padding=False))),
     )
     info = TensorInfo("t", "weight", "float32", (30, 30))
-    local = Local(info, pieces_in(tensor, dims), tensor)
+    local = LocalShard(info, pieces_in(tensor, dims), tensor)
     cuts = [
         (slice(0, 3), slice(0, 2)),
         (slice(0, 3), slice(2, 5)),

@@ -21,7 +21,7 @@ from tests.torch.ranks import Ranks
 from tests.torch.strangers_program import said_by_strangers
 from ucformat.errors import IntegrityError, UcformatError
 from ucformat.torch.comm import group, handshake
-from ucformat.torch.comm.group import Group, by_store
+from ucformat.torch.comm.group import Group, connect_by_store
 from ucformat.torch.comm.handshake import Host, connect, host_here, listen
 from ucformat.torch.comm.links import Links
 
@@ -35,7 +35,7 @@ def at_loopback(count: int) -> list[socket.socket]:
     return [listen([Host("here", "")] * count, 0) for _ in range(count)]
 
 
-def meet(listeners: list[socket.socket]) -> list[Any]:
+def connect_all(listeners: list[socket.socket]) -> list[Any]:
     """What each rank's `connect` gives."""
     ends = [listener.getsockname() for listener in listeners]
     with ThreadPoolExecutor(len(ends)) as pool:
@@ -46,7 +46,7 @@ def talk(found: list[Any]) -> None:
     """Every two of the ranks exchange messages; all connections end then."""
     groups = [Group(Links(p, rank, len(found), PATIENCE)) for rank, p in enumerate(found)]
     with ThreadPoolExecutor(len(groups)) as pool:
-        everybody = list(pool.map(lambda g: g.agree(g.rank, int), groups))
+        everybody = list(pool.map(lambda g: g.all_gather(g.rank, int), groups))
     assert everybody == [list(range(len(found)))] * len(found)
     for one in groups:
         one.end()
@@ -61,7 +61,7 @@ def test_strangers_who_come_first_change_nothing(tmp_path: Path) -> None:
                 stranger.sendall(said)
             gone = socket.create_connection(listener.getsockname())
             gone.close()
-        found = meet(listeners)
+        found = connect_all(listeners)
         talk(found)
     assert not (tmp_path / "ran").exists()
 
@@ -69,7 +69,7 @@ def test_strangers_who_come_first_change_nothing(tmp_path: Path) -> None:
 def test_nobody_listens_when_all_have_come() -> None:
     listeners = at_loopback(2)
     places = [listener.getsockname() for listener in listeners]
-    found = meet(listeners)
+    found = connect_all(listeners)
     for place in places:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(place)
@@ -77,8 +77,8 @@ def test_nobody_listens_when_all_have_come() -> None:
 
 
 def test_more_strangers_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_GUESTS", 2)
-    monkeypatch.setattr(handshake, "_PATIENCE", 0.05)
+    monkeypatch.setattr(handshake, "_MOST_HANDSHAKES", 2)
+    monkeypatch.setattr(handshake, "_HANDSHAKE_S", 0.05)
     listeners = at_loopback(2)
     ends = [listener.getsockname() for listener in listeners]
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
@@ -199,7 +199,7 @@ def test_a_handshake_that_was_overheard_lets_nobody_in() -> None:
         stranger = socket.create_connection(again[0].getsockname())
         stranger.sendall(said)  # hello and proof, as they were
         sockets.append(stranger)
-    talk(meet(again))
+    talk(connect_all(again))
     for one in sockets:
         one.close()
 
@@ -230,12 +230,12 @@ def test_a_rank_that_sends_a_pickle_is_refused(tmp_path: Path) -> None:
     store = dist.HashStore()
 
     def rank(number: int) -> Any:
-        one = Group(by_store(dist.PrefixStore("test", store), number, 2, PATIENCE))
+        one = Group(connect_by_store(dist.PrefixStore("test", store), number, 2, PATIENCE))
         try:
             if number:
                 one.send(np.frombuffer(pickle.dumps(Attack(tmp_path / "ran")), np.uint8), 0)
-                return one._heard(0).value(list[int])
-            return one.agree(1, int)
+                return one._receive_message(0).value(list[int])
+            return one.all_gather(1, int)
         except UcformatError as error:
             return error
 
@@ -249,7 +249,7 @@ def test_a_rank_that_sends_a_pickle_is_refused(tmp_path: Path) -> None:
 def test_the_secret_is_not_left_at_the_store() -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda r: by_store(store, r, 2, PATIENCE), range(2)))
+        list(pool.map(lambda r: connect_by_store(store, r, 2, PATIENCE), range(2)))
     assert not store.check(["secret"])
     assert store.check(["host/0", "place/1"])
 
@@ -265,7 +265,7 @@ def test_a_rank_that_cannot_listen_is_named_on_all(monkeypatch: pytest.MonkeyPat
 
     def rank(number: int) -> str:
         with pytest.raises(UcformatError) as caught:
-            by_store(store, number, 3, PATIENCE)
+            connect_by_store(store, number, 3, PATIENCE)
         return caught.value.message
 
     with ThreadPoolExecutor(3) as pool:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def at_once(calls: dict[str, Callable[[], Any]]) -> dict[str, Any]:
     """What calls in threads give; each rank begins them in another order, each when the one before it is at work."""
     names = sorted(calls, reverse=bool(dist.get_rank()))
-    meet, entered = Group.meet, {name: threading.Event() for name in names}
+    meet, entered = Group.gather_scatter, {name: threading.Event() for name in names}
     called: dict[int, str] = {}
 
     def meeting(self: Group, *given: Any) -> Any:
@@ -47,7 +47,7 @@ def at_once(calls: dict[str, Callable[[], Any]]) -> dict[str, Any]:
         finally:
             entered[name].set()
 
-    Group.meet = meeting  # type: ignore[method-assign, assignment]
+    Group.gather_scatter = meeting  # type: ignore[method-assign, assignment]
     try:
         with ThreadPoolExecutor(len(names)) as pool:
             futures = {}
@@ -56,7 +56,7 @@ def at_once(calls: dict[str, Callable[[], Any]]) -> dict[str, Any]:
                 assert entered[name].wait(PATIENCE)
             return {name: f.result(PATIENCE) for name, f in futures.items()}
     finally:
-        Group.meet = meet  # type: ignore[method-assign]
+        Group.gather_scatter = meet  # type: ignore[method-assign]
 
 
 def opposite_orders(folder: Path) -> Any:
@@ -200,7 +200,7 @@ def forked(folder: Path) -> Any:
             os._exit(code)
     _, status = os.waitpid(pid, 0)
     hold.unlink()
-    return os.waitstatus_to_exitcode(status), handle.wait(PATIENCE).id, group_of().agree(dist.get_rank())
+    return os.waitstatus_to_exitcode(status), handle.wait(PATIENCE).id, group_of().all_gather(dist.get_rank())
 
 
 def on_two_hosts() -> None:

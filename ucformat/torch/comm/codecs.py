@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 __all__ = [
     "As",
     "Codec",
-    "Columns",
+    "ColumnReader",
+    "ColumnWriter",
+    "Fields",
     "Float",
     "Int",
     "Many",
     "Map",
     "Nothing",
-    "Raw",
-    "Record",
-    "Source",
+    "RawBytes",
     "Str",
     "Union",
 ]
@@ -43,7 +43,7 @@ _NARROW = 64  # values from which on it pays to look whether fewer bytes hold th
 _INTEGERS = (np.int8, np.int16, np.int32)
 
 
-class Columns:
+class ColumnWriter:
     """The columns of a message that is written, in order."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Columns:
         return b"".join([_HEAD.pack(digest, len(sizes)), self.codes, sizes, *self.parts])
 
 
-class Source:
+class ColumnReader:
     """The columns of a message that is read, each once and in order."""
 
     def __init__(self, data: memoryview, digest: bytes) -> None:
@@ -128,11 +128,11 @@ class Codec(ABC):
     text: str  # what both sides must agree on
 
     @abstractmethod
-    def write(self, values: Sequence[Any], out: Columns) -> None:
+    def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
         """Put values into the next columns; UsageError where one is not of the kind."""
 
     @abstractmethod
-    def read(self, count: int, source: Source) -> list[Any]:
+    def read(self, count: int, source: ColumnReader) -> list[Any]:
         """So many values of the next columns; ValueError where these are not what `write` makes."""
 
 
@@ -141,12 +141,12 @@ class Nothing(Codec):
 
     types, text = (types.NoneType,), "None"
 
-    def write(self, values: Sequence[Any], out: Columns) -> None:
+    def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
         if any(v is not None for v in values):
             raise UsageError(f"a {type(values[0]).__name__} was to be told where nothing is expected")
         out.blank(len(values))
 
-    def read(self, count: int, source: Source) -> list[Any]:
+    def read(self, count: int, source: ColumnReader) -> list[Any]:
         source.blank(count)
         return [None] * count
 
@@ -157,13 +157,13 @@ class Int(Codec):
     def __init__(self, of: type = int) -> None:
         self.types, self.text = (of,), of.__name__
 
-    def write(self, values: Sequence[Any], out: Columns) -> None:
+    def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
         try:
             out.integers(values)
         except (TypeError, OverflowError) as error:
             raise UsageError(f"what should be an integer of 64 bits is not: {error}") from None
 
-    def read(self, count: int, source: Source) -> list[Any]:
+    def read(self, count: int, source: ColumnReader) -> list[Any]:
         found = source.integers(count)
         return found if self.types == (int,) else list(map(self.types[0], found))
 
@@ -173,13 +173,13 @@ class Float(Codec):
 
     types, text = (float,), "float"
 
-    def write(self, values: Sequence[Any], out: Columns) -> None:
+    def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
         try:
             out.put("d", array("d", values))
         except (TypeError, OverflowError) as error:
             raise UsageError(f"what should be a number is not: {error}") from None
 
-    def read(self, count: int, source: Source) -> list[Any]:
+    def read(self, count: int, source: ColumnReader) -> list[Any]:
         found = source.take("d")
         if len(found) != count:
             raise ValueError("a column has other numbers than it should")
@@ -191,7 +191,7 @@ class Str(Codec):
 
     types, text = (str,), "str"
 
-    def write(self, values: Sequence[Any], out: Columns) -> None:
+    def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
         index: dict[str, int] = {}
         out.integers([index.setdefault(v, len(index)) for v in values])
         try:
@@ -202,7 +202,7 @@ class Str(Codec):
         out.integers(list(map(len, index)))
         out.put("B", joined.encode("utf-8", "surrogatepass"))
 
-    def read(self, count: int, source: Source) -> list[Any]:
+    def read(self, count: int, source: ColumnReader) -> list[Any]:
         codes, sizes = source.take("bhiq"), source.take("bhiq")
         whole = source.take("B").tobytes().decode("utf-8", "surrogatepass")
         ends = [*accumulate(sizes.tolist(), initial=0)]
@@ -214,16 +214,16 @@ class Str(Codec):
         return [known[i] for i in codes.tolist()]
 
 
-class Raw(Codec):
+class RawBytes(Codec):
     """Bytes."""
 
     types, text = (bytes, bytearray), "bytes"
 
-    def write(self, values: Sequence[Any], out: Columns) -> None:
+    def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
         out.integers(list(map(len, values)))
         out.put("B", values[0] if len(values) == 1 else b"".join(values))
 
-    def read(self, count: int, source: Source) -> list[Any]:
+    def read(self, count: int, source: ColumnReader) -> list[Any]:
         ends = [*accumulate(source.lengths(count), initial=0)]
         whole = source.take("B").data
         if ends[-1] != len(whole):
@@ -240,10 +240,10 @@ class As(Codec):
         self.types, self.text = kinds, f"{text} as {inner.text}"
         self.inner, self.to, self.back = inner, to, back
 
-    def write(self, values: Sequence[Any], out: Columns) -> None:
+    def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
         self.inner.write(list(map(self.to, values)), out)
 
-    def read(self, count: int, source: Source) -> list[Any]:
+    def read(self, count: int, source: ColumnReader) -> list[Any]:
         return list(map(self.back, self.inner.read(count, source)))
 
 
@@ -254,11 +254,11 @@ class Many(Codec):
         self.types, self.text = (make,), f"{make.__name__} of {inner.text}"
         self.make, self.inner = make, inner
 
-    def write(self, values: Sequence[Any], out: Columns) -> None:
+    def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
         out.integers(list(map(len, values)))
         self.inner.write(list(chain.from_iterable(values)), out)
 
-    def read(self, count: int, source: Source) -> list[Any]:
+    def read(self, count: int, source: ColumnReader) -> list[Any]:
         sizes = source.lengths(count)
         flat = self.inner.read(sum(sizes), source)
         each = sizes[0] if sizes else 0
@@ -276,18 +276,18 @@ class Map(Codec):
         self.text = f"{keys.text} to {inner.text}"
         self.keys, self.inner = keys, inner
 
-    def write(self, values: Sequence[Any], out: Columns) -> None:
+    def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
         out.integers(list(map(len, values)))
         self.keys.write(list(chain.from_iterable(values)), out)
         self.inner.write([v for one in values for v in one.values()], out)
 
-    def read(self, count: int, source: Source) -> list[Any]:
+    def read(self, count: int, source: ColumnReader) -> list[Any]:
         sizes = source.lengths(count)
         keys, values = self.keys.read(sum(sizes), source), self.inner.read(sum(sizes), source)
         return [dict(zip(keys[a:b], values[a:b], strict=True)) for a, b in pairwise(accumulate(sizes, initial=0))]
 
 
-class Record(Codec):
+class Fields(Codec):
     """Values of some fields: dataclasses, named tuples, and tuples of which each place has a kind of its own."""
 
     def __init__(self, make: Callable[..., Any], kind: type, parts: Mapping[str, Codec]) -> None:
@@ -295,7 +295,7 @@ class Record(Codec):
         self.parts = parts
         self.text = f"{kind.__name__}({', '.join(f'{k}: {c.text}' for k, c in parts.items())})"
 
-    def write(self, values: Sequence[Any], out: Columns) -> None:
+    def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
         kind = self.types[0]
         if not all(type(v) is kind for v in values):
             odd = next(v for v in values if type(v) is not kind)
@@ -313,7 +313,7 @@ class Record(Codec):
             except UsageError as error:
                 raise type(error)(f"{kind.__name__}.{name}: {error.message}", hint=error.hint) from None
 
-    def read(self, count: int, source: Source) -> list[Any]:
+    def read(self, count: int, source: ColumnReader) -> list[Any]:
         columns = [part.read(count, source) for part in self.parts.values()]
         if not columns:
             source.blank(count)
@@ -330,7 +330,7 @@ class Union(Codec):
         self.text = " | ".join(part.text for part in parts)
         self._exact = {t: i for i, part in enumerate(parts) for t in part.types}
 
-    def write(self, values: Sequence[Any], out: Columns) -> None:
+    def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
         chosen = [self._exact.get(type(v), -1) for v in values]
         if -1 in chosen:
             chosen = [self._choose(v) if i < 0 else i for i, v in zip(chosen, values, strict=True)]
@@ -344,7 +344,7 @@ class Union(Codec):
                 return number
         raise UsageError(f"a {type(value).__name__} was to be told where {self.text} is expected")
 
-    def read(self, count: int, source: Source) -> list[Any]:
+    def read(self, count: int, source: ColumnReader) -> list[Any]:
         chosen = source.integers(count, 0, len(self.parts))
         found = [iter(part.read(chosen.count(i), source)) for i, part in enumerate(self.parts)]
         return [next(found[i]) for i in chosen]

@@ -34,7 +34,16 @@ if TYPE_CHECKING:
 
     from ucformat.torch.comm.handshake import Peer
 
-__all__ = ["TIMEOUT", "Group", "by_store", "group_of", "is_live", "lone", "meeting", "of_rank"]
+__all__ = [
+    "TIMEOUT",
+    "Group",
+    "connect_by_store",
+    "group_for_call",
+    "group_of",
+    "is_live",
+    "name_rank",
+    "single_process_group",
+]
 
 #: Seconds after which a rank that says nothing is taken for dead, so the longest that one may write while others wait.
 #: One that dies is noticed at once, by its broken connection.
@@ -76,7 +85,7 @@ class Group:
         """End the connections of all channels; the group can do nothing more."""
         self.links.end()
 
-    def calling(self, what: str) -> Group:
+    def for_call(self, what: str) -> Group:
         """This channel, for a call of this kind."""
         return Group.__new__(Group)._on(self.links, what, self._number, self._channels)  # noqa: SLF001 - one of us
 
@@ -87,14 +96,14 @@ class Group:
         links = self.links
         with links.opening:
             if name not in self._channels:
-                with links.waiting("to open a channel at the store of", 0):
+                with links.communicating("to open a channel at the store of", 0):
                     number = links.number_of(name)
                 made = Group.__new__(Group)._on(links, what, number, self._channels)  # noqa: SLF001 - one of us
                 self._channels[name] = made
             return self._channels[name]
 
     @contextmanager
-    def alone(self) -> Iterator[Group]:
+    def exclusive(self) -> Iterator[Group]:
         """Use the channel of this thread's; where several threads of some rank do at once, all ranks raise it."""
         with self._counting:
             self._users += 1
@@ -134,7 +143,9 @@ class Group:
     def _tag(self, bulk: bool) -> int:  # noqa: FBT001
         return 2 * self._number + bulk
 
-    def meet(self, value: Any, then: Callable[[list[Any]], Sequence[Any]], kind: Any = Any, answers: Any = Any) -> Any:
+    def gather_scatter(
+        self, value: Any, then: Callable[[list[Any]], Sequence[Any]], kind: Any = Any, answers: Any = Any
+    ) -> Any:
         """Gather values on rank 0, where `then` makes of them an answer for each rank; this rank's answer.
 
         A value, or an outcome of `then`, that is an exception is raised on all ranks, and says which rank it is of.
@@ -152,11 +163,11 @@ class Group:
             )
         if self.rank:
             try:
-                said = self._said(value, kind)
+                said = self._encode(value, kind)
             except UsageError as error:
-                said = self._said(error, kind)
-            self._tell(0, said)
-            answer = self._heard(0).value(answers)
+                said = self._encode(error, kind)
+            self._send_message(0, said)
+            answer = self._receive_message(0).value(answers)
         else:
             answer = self._answer(value, then, kind, answers)
         if isinstance(answer, BaseException):
@@ -167,31 +178,31 @@ class Group:
         """Rank 0's half of a meeting."""
         found: Sequence[Any] = ()
         try:
-            told = [self._heard(r) for r in range(1, self.size)]
+            told = [self._receive_message(r) for r in range(1, self.size)]
             self._check_same_call(told)
             errors = [value if isinstance(value, BaseException) else None, *(t.error for t in told)]
             failed = next(((r, e) for r, e in enumerate(errors) if e is not None), None)
             if failed is not None:
-                found = [of_rank(*failed, self.size)] * self.size
+                found = [name_rank(*failed, self.size)] * self.size
             else:
                 found = then([value, *(t.value(kind) for t in told)])
-            said = self._all_said(found, answers)
+            said = self._encode_all(found, answers)
         except Exception as error:  # noqa: BLE001 - it is everybody's
             found = [error] * self.size
-            said = self._all_said(found, answers)
+            said = self._encode_all(found, answers)
         for rank, one in enumerate(said, 1):
-            self._tell(rank, one)
+            self._send_message(rank, one)
         return found[0]
 
-    def _all_said(self, values: Sequence[Any], kind: Any) -> list[bytes]:
+    def _encode_all(self, values: Sequence[Any], kind: Any) -> list[bytes]:
         """The messages for all ranks but the first; what several get is encoded once."""
         said: list[bytes] = []
         for rank in range(1, self.size):
             same = rank > 1 and values[rank] is values[rank - 1]
-            said.append(said[-1] if same else self._said(values[rank], kind))
+            said.append(said[-1] if same else self._encode(values[rank], kind))
         return said
 
-    def _check_same_call(self, told: Sequence[_Said]) -> None:
+    def _check_same_call(self, told: Sequence[_Envelope]) -> None:
         """UsageError where ranks are in different calls."""
         for rank, one in enumerate(told, 1):
             if one.what != self.what:
@@ -200,36 +211,36 @@ class Group:
                     hint="all ranks call the same in the same order; what threads do at once has a url of its own",
                 )
 
-    def _said(self, value: Any, kind: Any) -> bytes:
+    def _encode(self, value: Any, kind: Any) -> bytes:
         """A message with a value, or with why there is none; UsageError where that cannot be told."""
         if isinstance(value, BaseException):
-            return encode(_Said(self.what, value, b""), _Said)
-        return encode(_Said(self.what, None, encode(value, kind)), _Said)
+            return encode(_Envelope(self.what, value, b""), _Envelope)
+        return encode(_Envelope(self.what, None, encode(value, kind)), _Envelope)
 
-    def _tell(self, to: int, data: bytes) -> None:
+    def _send_message(self, to: int, data: bytes) -> None:
         self.send(np.frombuffer(data, np.uint8), to)
 
-    def _heard(self, source: int) -> _Said:
-        said: _Said = decode(self._received(source), _Said)
+    def _receive_message(self, source: int) -> _Envelope:
+        said: _Envelope = decode(self._received(source), _Envelope)
         return said
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def sharing_errors(self) -> Iterator[None]:
         """Take part in the next meeting with what is raised inside, so that all ranks raise it."""
         try:
             yield
         except Exception as error:
-            self.meet(error, list)
+            self.gather_scatter(error, list)
             raise
 
-    def agree(self, value: Any, kind: Any = Any) -> list[Any]:
+    def all_gather(self, value: Any, kind: Any = Any) -> list[Any]:
         """The values of all ranks, on every rank; an exception among them is raised on all."""
-        found: list[Any] = self.meet(value, lambda values: [values] * self.size, kind, list[kind])
+        found: list[Any] = self.gather_scatter(value, lambda values: [values] * self.size, kind, list[kind])
         return found
 
 
 @message
-class _Said:
+class _Envelope:
     """What a rank says in a meeting, and in which call; `told` is its value, encoded."""
 
     what: str
@@ -241,7 +252,7 @@ class _Said:
         return decode(self.told, kind) if self.error is None else self.error
 
 
-def lone() -> Group:
+def single_process_group() -> Group:
     """The group of this process alone."""
     return Group(Links({}, 0, 1, TIMEOUT))
 
@@ -254,7 +265,7 @@ def group_of(process_group: dist.ProcessGroup | None = None, timeout: float = TI
     """
     if not (dist.is_available() and dist.is_initialized()):
         _made.clear()
-        return lone()
+        return single_process_group()
     wanted = process_group or dist.group.WORLD
     ranks = tuple(dist.get_process_group_ranks(wanted))
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way to the store
@@ -267,7 +278,7 @@ def group_of(process_group: dist.ProcessGroup | None = None, timeout: float = TI
         made = _made[key]
     call = what.partition(" ")[0]
     if not what or threading.current_thread() is threading.main_thread():
-        return made.calling(call)
+        return made.for_call(call)
     return made.channel(call, f"{wanted.group_name} {what}")
 
 
@@ -276,12 +287,12 @@ def _make(store: dist.Store, ranks: tuple[int, ...], timeout: float) -> Group:
     name = f"ucformat/{'-'.join(map(str, ranks)) if len(ranks) < dist.get_world_size() else 'all'}/{timeout}"
     rank = ranks.index(dist.get_rank())
     count = store.add(f"{name}/count/{rank}", 1) if len(ranks) > 1 else 1
-    links = by_store(dist.PrefixStore(f"{name}/{count}", store), rank, len(ranks), timeout)
+    links = connect_by_store(dist.PrefixStore(f"{name}/{count}", store), rank, len(ranks), timeout)
     links.store = store
     return Group(links)
 
 
-def by_store(store: dist.Store, rank: int, size: int, timeout: float) -> Links:
+def connect_by_store(store: dist.Store, rank: int, size: int, timeout: float) -> Links:
     """The connections among ranks that meet at a store, which nobody else uses; all of them call this.
 
     Raises:
@@ -292,14 +303,14 @@ def by_store(store: dist.Store, rank: int, size: int, timeout: float) -> Links:
     if not rank:
         store.set("secret", secrets.token_hex(32))
     mine = host_here(store)
-    known = _everybodys(store, "host", json.dumps([mine.identity, mine.address]), rank, size, timeout)
+    known = _gather_at_store(store, "host", json.dumps([mine.identity, mine.address]), rank, size, timeout)
     try:
         listener = listen([Host(*h) for h in known], rank)
     except OSError as error:
         store.set(f"place/{rank}", json.dumps(["", str(error)]))
         raise UcformatError(f"rank {rank} cannot listen: {error}", hint=_NO_PLACE) from error
     with listener:
-        known = _everybodys(store, "place", json.dumps(listener.getsockname()[:2]), rank, size, timeout)
+        known = _gather_at_store(store, "place", json.dumps(listener.getsockname()[:2]), rank, size, timeout)
         for other, (host, why) in enumerate(known):
             if not host:
                 raise UcformatError(f"rank {other} cannot listen: {why}", hint=_NO_PLACE)
@@ -311,7 +322,7 @@ def by_store(store: dist.Store, rank: int, size: int, timeout: float) -> Links:
     return Links(peers, rank, size, timeout, store)
 
 
-def _everybodys(store: dist.Store, what: str, mine: str, rank: int, size: int, timeout: float) -> list[Any]:
+def _gather_at_store(store: dist.Store, what: str, mine: str, rank: int, size: int, timeout: float) -> list[Any]:
     """What each rank says at the store."""
     store.set(f"{what}/{rank}", mine)
     names = [f"{what}/{r}" for r in range(size)]
@@ -329,7 +340,7 @@ def _everybodys(store: dist.Store, what: str, mine: str, rank: int, size: int, t
 
 
 @contextmanager
-def meeting(process_group: dist.ProcessGroup | None, timeout: float, call: str, url: object) -> Iterator[Group]:
+def group_for_call(process_group: dist.ProcessGroup | None, timeout: float, call: str, url: object) -> Iterator[Group]:
     """Our group for a call with a url, which all ranks make.
 
     In other threads than the main one, calls that ranks make at once are told apart by the url, and by the process
@@ -339,7 +350,7 @@ def meeting(process_group: dist.ProcessGroup | None, timeout: float, call: str, 
     if threading.current_thread() is threading.main_thread():
         yield group
     else:
-        with group.alone():
+        with group.exclusive():
             yield group
 
 
@@ -348,7 +359,7 @@ def is_live(links: Links) -> bool:
     return links.whole and any(g.links is links for g in _made.values())
 
 
-def of_rank(rank: int, error: BaseException, size: int) -> BaseException:
+def name_rank(rank: int, error: BaseException, size: int) -> BaseException:
     """The error, saying whose it is."""
     if size == 1:
         return error

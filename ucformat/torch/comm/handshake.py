@@ -46,9 +46,9 @@ _NUMBER = 32  # bytes of the numbers, and of the secret
 _PROOF = 32
 _LINE, _BELL = 0, 1
 _WELCOME = b"w"
-_PATIENCE = 10.0  # seconds in which whoever connects has to prove that he may; else he may try again
+_HANDSHAKE_S = 10.0  # seconds in which whoever connects has to prove that he may; else he may try again
 _AGAIN = 0.02  # seconds until who was not let in calls again
-_GUESTS = 256  # that may be about to, besides those who are expected
+_MOST_HANDSHAKES = 256  # that may be about to, besides those who are expected
 #: A host that vanished is noticed after two minutes in which nothing is said.
 _ALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
 
@@ -73,9 +73,9 @@ def connect(
         found: dict[tuple[int, int], socket.socket] = {}
         for other in range(rank):
             for use in (_LINE, _BELL):
-                found[other, use] = on_failure.enter_context(_call(rank, other, use, places[other], secret, end))
+                found[other, use] = on_failure.enter_context(_connect_to(rank, other, use, places[other], secret, end))
         missing = {(other, use) for other in range(rank + 1, len(places)) for use in (_LINE, _BELL)}
-        for who, connection in _await(listener, rank, missing, secret, end):
+        for who, connection in _accept_all(listener, rank, missing, secret, end):
             found[who] = on_failure.enter_context(connection)
         if late := sorted({other for other, _ in missing - found.keys()}):
             raise UcformatError(
@@ -94,11 +94,11 @@ def connect(
     return {o: Peer(found[o, _LINE], found[o, _BELL]) for o in range(len(places)) if o != rank}
 
 
-def _call(rank: int, other: int, use: int, place: Address, secret: bytes, end: float) -> socket.socket:
+def _connect_to(rank: int, other: int, use: int, place: Address, secret: bytes, end: float) -> socket.socket:
     """Connect to another rank, and prove each other."""
     hello = _HELLO.pack(_WORD, rank, other, use, secrets.token_bytes(_NUMBER))
     try:
-        return _let_in(place, hello, secret, end)
+        return _connect_until(place, hello, secret, end)
     except OSError as error:
         raise UcformatError(
             f"rank {other} died, or cannot be reached: rank {rank} called it at {place[0]}:{place[1]} in vain "
@@ -108,7 +108,7 @@ def _call(rank: int, other: int, use: int, place: Address, secret: bytes, end: f
         ) from error
 
 
-def _let_in(place: Address, hello: bytes, secret: bytes, end: float) -> socket.socket:
+def _connect_until(place: Address, hello: bytes, secret: bytes, end: float) -> socket.socket:
     """A connection on which this rank proved who it is; it calls again where that took too long for the other one."""
     while (left := end - time.monotonic()) > 0:
         with ExitStack() as on_failure:
@@ -147,17 +147,17 @@ def _is_let_in(connection: socket.socket, hello: bytes, secret: bytes, end: floa
     return False
 
 
-def _await(
+def _accept_all(
     listener: socket.socket, rank: int, missing: set[tuple[int, int]], secret: bytes, end: float
 ) -> Iterator[tuple[tuple[int, int], socket.socket]]:
     """Let in whoever proves to be one of those that are missing, until all are here or it is too late."""
-    missing, guests = set(missing), dict[socket.socket, _Guest]()
+    missing, guests = set(missing), dict[socket.socket, _Handshake]()
     listener.setblocking(False)
     with selectors.DefaultSelector() as ready:
         listening = False
         try:
             while missing and time.monotonic() < end:
-                room = len(guests) < _GUESTS + len(missing)
+                room = len(guests) < _MOST_HANDSHAKES + len(missing)
                 if room != listening:
                     if room:
                         ready.register(listener, selectors.EVENT_READ)
@@ -169,7 +169,7 @@ def _await(
                     if key.fileobj is listener:
                         with suppress(OSError):  # it is gone again
                             guest = listener.accept()[0]
-                            guests[guest] = _Guest(guest)
+                            guests[guest] = _Handshake(guest)
                             ready.register(guest, selectors.EVENT_READ)
                         continue
                     connection: socket.socket = key.fileobj  # type: ignore[assignment]
@@ -193,12 +193,12 @@ def _await(
                 connection.close()
 
 
-class _Guest:
+class _Handshake:
     """Who connected, and has not proved to be one of us; nothing that he says is looked at."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.said, self.asked = connection, b"", b""
-        self.end = time.monotonic() + _PATIENCE
+        self.end = time.monotonic() + _HANDSHAKE_S
         connection.setblocking(False)
 
     def hear(self, secret: bytes) -> bytes | None:

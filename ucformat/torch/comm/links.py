@@ -138,7 +138,7 @@ class Links:
     def send(self, other: int, tag: int, data: memoryview, *, bulk: bool = False) -> None:
         """Send a message; returns when it is on its way. Bulk goes when it is waited for."""
         line = self._lines[other]
-        with self.waiting("to send to", other):
+        with self.communicating("to send to", other):
             end = time.monotonic() + self.timeout
             if bulk:
                 self._read(other, lambda: line.ready[tag] > 0, end)
@@ -149,7 +149,7 @@ class Links:
     def receive(self, other: int, tag: int) -> bytearray:
         """The next message of a rank with this tag."""
         line = self._lines[other]
-        with self.waiting("to receive from", other):
+        with self.communicating("to receive from", other):
             self._read(other, lambda: bool(line.came.get(tag)), time.monotonic() + self.timeout)
             with line.change:
                 return line.came[tag].popleft()
@@ -159,13 +159,13 @@ class Links:
         end = time.monotonic() + self.timeout
         for other, buffer in buffers.items():
             line = self._lines[other]
-            with self.waiting("to receive from", other):
+            with self.communicating("to receive from", other):
                 with line.change:
                     line.wanted[tag] = buffer
                 self._write(other, tag, _READY, memoryview(b""), end)
         for other in buffers:
             line = self._lines[other]
-            with self.waiting("to receive from", other):
+            with self.communicating("to receive from", other):
                 self._read(other, lambda line=line: tag not in line.wanted, end)  # type: ignore[misc]
 
     def _write(self, other: int, tag: int, size: int, data: memoryview, end: float) -> None:
@@ -280,7 +280,7 @@ class Links:
                 self._bells.unregister(bell)
 
     @contextmanager
-    def waiting(self, what: str, other: int) -> Iterator[None]:
+    def communicating(self, what: str, other: int) -> Iterator[None]:
         """Says what a failed communication with another rank means."""
         if self.broken is not None:
             raise self.broken

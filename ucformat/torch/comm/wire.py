@@ -37,15 +37,15 @@ from ucformat.errors import IntegrityError, UcformatError, UsageError
 from ucformat.torch.comm.codecs import (
     As,
     Codec,
-    Columns,
+    ColumnReader,
+    ColumnWriter,
+    Fields,
     Float,
     Int,
     Many,
     Map,
     Nothing,
-    Raw,
-    Record,
-    Source,
+    RawBytes,
     Str,
     Union,
 )
@@ -81,7 +81,7 @@ def encode(value: Any, kind: Any) -> bytes:
         UsageError: part of it is not of the kind, or has no JSON form where that is needed; the message names it.
     """
     codec, digest = _codec_of(kind)
-    out = Columns()
+    out = ColumnWriter()
     codec.write([value], out)
     return out.joined(digest)
 
@@ -94,7 +94,7 @@ def decode(data: Bytes, kind: Any) -> Any:
     """
     codec, digest = _codec_of(kind)
     try:
-        source = Source(memoryview(data).cast("B"), digest)
+        source = ColumnReader(memoryview(data).cast("B"), digest)
         (value,) = codec.read(1, source)
         source.end()
     except (ValueError, TypeError, OverflowError, RecursionError, LookupError, struct.error) as error:
@@ -189,7 +189,7 @@ _PLAIN: dict[Any, Callable[[], Codec]] = {
     bool: lambda: As((bool,), Int(), lambda v: v, _truth, "bool"),
     float: Float,
     str: Str,
-    bytes: Raw,
+    bytes: RawBytes,
     datetime: lambda: As((datetime,), _TEXT, datetime.isoformat, datetime.fromisoformat, "datetime"),
     Any: lambda: As((), _TEXT, _to_json, json.loads, "JSON"),
 }
@@ -207,7 +207,7 @@ def _made(kind: Any) -> Codec:
     if origin in (list, frozenset) or (origin is tuple and given[-1] is ...):
         return Many(origin, _made(given[0]))
     if origin is tuple:
-        return Record(lambda *row: row, tuple, {str(i): _made(k) for i, k in enumerate(given)})
+        return Fields(lambda *row: row, tuple, {str(i): _made(k) for i, k in enumerate(given)})
     if origin is Mapping:
         return Map(_made(given[0]), _made(given[1]))
     if origin is np.ndarray:
@@ -218,10 +218,10 @@ def _made(kind: Any) -> Codec:
 def _made_of_class(kind: type) -> Codec:
     if is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        return Record(kind, kind, {f.name: _made(hints[f.name]) for f in fields(kind)})
+        return Fields(kind, kind, {f.name: _made(hints[f.name]) for f in fields(kind)})
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         hints = typing.get_type_hints(kind)
-        return Record(kind, kind, {name: _made(hints[name]) for name in kind._fields})
+        return Fields(kind, kind, {name: _made(hints[name]) for name in kind._fields})
     if issubclass(kind, int):
         return Int(kind)
     if issubclass(kind, BaseModel):

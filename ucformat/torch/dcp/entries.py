@@ -21,7 +21,7 @@ from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import IntKey
 from ucformat.sources.dcp.names import GROUPS, dotted, key_of_dotted
 from ucformat.torch.loading.match import Problems
-from ucformat.torch.loading.values import ABSENT, Recorded, value_at
+from ucformat.torch.loading.values import ABSENT, SavedState, value_at
 from ucformat.torch.state.collect import are_names, is_group
 from ucformat.torch.state.memory import torch_dtype
 from ucformat.torch.state.objects import decode, tensor_of, unfit
@@ -33,30 +33,30 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import GroupDoc
     from ucformat.sources.dcp.names import Path
 
-__all__ = ["Entries", "Option", "Parts", "Value", "Weight", "fit_values"]
+__all__ = ["Entries", "Hyperparameter", "PlainValue", "SplitValue", "StoredWeight", "fit_values"]
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class StoredWeight:
     """A tensor in one state, under the program's name for it; `weight` also stands for `master`."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class PlainValue:
     """A plain value in its JSON form."""
 
     data: Any
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class SplitValue:
     """A value, such as a tuple, out of which tensors were saved."""
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class Hyperparameter:
     """A hyper-parameter of an optimizer: of group number `which`, or of the group of the parameter of that name.
 
     Without `name` all groups of the optimizer at `root` are meant.
@@ -79,19 +79,19 @@ class Entries(Mapping[str, Any]):
 
     def __init__(self, ck: Checkpoint, names: Mapping[str, str]) -> None:
         self.ck, self.names = ck, names
-        self.recorded = Recorded(ck, names)
+        self.recorded = SavedState(ck, names)
         self.states = {name: tuple(ck.states(stored)) for name, stored in names.items()}
-        self._found: dict[str, Weight | Value | Parts | Option | None] = {}
+        self._found: dict[str, StoredWeight | PlainValue | SplitValue | Hyperparameter | None] = {}
 
-    def find(self, fqn: str) -> Weight | Value | Parts | Option | None:
+    def find(self, fqn: str) -> StoredWeight | PlainValue | SplitValue | Hyperparameter | None:
         """What an entry means; None where the checkpoint does not have it."""
         if fqn not in self._found:
             self._found[fqn] = self._find(fqn)
         return self._found[fqn]
 
-    def _find(self, fqn: str) -> Weight | Value | Parts | Option | None:
+    def _find(self, fqn: str) -> StoredWeight | PlainValue | SplitValue | Hyperparameter | None:
         if fqn in self.recorded.tensors:
-            return Weight(self.recorded.tensors[fqn])
+            return StoredWeight(self.recorded.tensors[fqn])
         option = self._option(fqn)
         if option is not None and option.root in self.recorded.optimizers:
             known = isinstance(option.which, int) or self.recorded.find_group(option.root)(option.which)
@@ -99,31 +99,31 @@ class Entries(Mapping[str, Any]):
         data = value_at(self.ck.objects, fqn)
         held = self.recorded.holds_tensors(fqn)
         if data is not ABSENT and self.recorded.tensors and not held:
-            return Value(data)
+            return PlainValue(data)
         key = key_of_dotted(fqn, self.states)
         if key is not None and self.shape(key) is not None:
-            return Weight(key)
+            return StoredWeight(key)
         if isinstance(data, dict) and set(data) == {"$ref"}:
             return self._find(data["$ref"])
         if held:
-            return Parts()
-        return Value(data) if data is not ABSENT else option
+            return SplitValue()
+        return PlainValue(data) if data is not ABSENT else option
 
-    def _option(self, fqn: str) -> Option | None:
+    def _option(self, fqn: str) -> Hyperparameter | None:
         if not self.ck.manifest.groups:
             return None
         at = 0 if fqn.startswith(GROUPS) else fqn.find("." + GROUPS) + 1
         root, below = fqn[:at].rstrip("."), fqn[at:]
         if below == GROUPS:
-            return Option(root)
+            return Hyperparameter(root)
         if not below.startswith(GROUPS + "."):
             return None
         number, _, name = below[len(GROUPS) + 1 :].partition(".")
         param, _, last = below[len(GROUPS) + 1 :].rpartition(".")
         groups = self.recorded.optimizers.get(root, ())
         if number.isdecimal() and name and not any(p.flattened and param in p.names for _, p in groups):
-            return Option(root, int(number), name)
-        return Option(root, param, last) if param and last else None
+            return Hyperparameter(root, int(number), name)
+        return Hyperparameter(root, param, last) if param and last else None
 
     def shape(self, key: Key) -> tuple[int, ...] | None:
         """The shape of a tensor; None where it is not stored."""
@@ -135,7 +135,7 @@ class Entries(Mapping[str, Any]):
         found = self.find(fqn)
         if found is None:
             raise KeyError(fqn)
-        return self._tensor(found.key) if isinstance(found, Weight) else BytesStorageMetadata()
+        return self._tensor(found.key) if isinstance(found, StoredWeight) else BytesStorageMetadata()
 
     def _tensor(self, key: Key) -> TensorStorageMetadata:
         """One chunk stands for the whole tensor, however it is stored: a rank asks for the box that it holds."""
@@ -189,14 +189,14 @@ def fit_values(
 ) -> tuple[dict[str, Any], Problems]:
     """The new value of each entry, in the types of the program's `current` one, and what does not fit."""
     values: dict[str, Any] = {}
-    options: dict[str, Option] = {}
+    options: dict[str, Hyperparameter] = {}
     others: list[str] = []
     dtypes: list[str] = []
     for fqn in fqns:
         found = entries.find(fqn)
-        if isinstance(found, Option):
+        if isinstance(found, Hyperparameter):
             options[fqn] = found
-        elif isinstance(found, Value):
+        elif isinstance(found, PlainValue):
             try:
                 value = decode(found.data, current.get(fqn), trust=trust)
             except (PermissionDenied, UnsupportedError) as error:
@@ -206,7 +206,7 @@ def fit_values(
             others += [f"the object {fqn}: {w}" for w in wrong]
             dtypes += [f"the object {fqn} is {d}" for d in dtype]
             values[fqn] = value
-        elif isinstance(found, Parts):
+        elif isinstance(found, SplitValue):
             try:
                 values[fqn] = _joined(entries, fqn, current.get(fqn), trust=trust)
             except (PermissionDenied, UnsupportedError) as error:
@@ -223,7 +223,7 @@ def _joined(entries: Entries, fqn: str, current: Any, *, trust: bool) -> Any:
         return _joined(entries, f"{fqn}.{key}", value, trust=trust)
 
     found = entries.find(fqn)
-    if isinstance(found, Weight):
+    if isinstance(found, StoredWeight):
         stored = entries.names[found.key.name]
         return tensor_of(entries.ck[stored, found.key.state][...])
     if isinstance(current, dict):
@@ -231,7 +231,7 @@ def _joined(entries: Entries, fqn: str, current: Any, *, trust: bool) -> Any:
     if isinstance(current, list | tuple):
         items = [inner(i, v) for i, v in enumerate(current)]
         return type(current)(*items) if hasattr(current, "_fields") else type(current)(items)
-    if isinstance(found, Value):
+    if isinstance(found, PlainValue):
         return decode(found.data, current, trust=trust)
     raise UnsupportedError(
         f"tensors were saved out of it, and {fqn} is none of them", hint="give a state of its structure"
@@ -239,7 +239,7 @@ def _joined(entries: Entries, fqn: str, current: Any, *, trust: bool) -> Any:
 
 
 def _fit_options(
-    entries: Entries, options: Mapping[str, Option], current: Mapping[str, Any], *, trust: bool
+    entries: Entries, options: Mapping[str, Hyperparameter], current: Mapping[str, Any], *, trust: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """The hyper-parameters that are wanted, and what does not fit.
 
@@ -280,7 +280,7 @@ def _fit_options(
 
 def _whole(
     entries: Entries,
-    option: Option,
+    option: Hyperparameter,
     current: Any,
     group_of: Callable[[str], GroupDoc | None],
     kept: dict[str, None],
@@ -319,7 +319,7 @@ def _like_number(value: Any, current: Any) -> Any:
     return value
 
 
-def _params(entries: Entries, option: Option, current: Mapping[str, Any]) -> tuple[str, ...]:
+def _params(entries: Entries, option: Hyperparameter, current: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of a group's parameters: the program's, or where it has none the checkpoint's."""
     if isinstance(option.which, str):
         return (option.which,)

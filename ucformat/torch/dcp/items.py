@@ -22,7 +22,7 @@ from ucformat.sources.pickle.file import opaque_file
 from ucformat.sources.values import json_key
 from ucformat.torch.comm.wire import message
 from ucformat.torch.state.collect import collect
-from ucformat.torch.state.local import groups_of, local_of, mesh_of, paths_of, places_of
+from ucformat.torch.state.local import groups_of, local_of, mesh_of, paths_of, places_of, tied_names
 from ucformat.torch.state.memory import copied_to_host, host_memory
 from ucformat.torch.state.objects import PerRank, encode
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
     from ucformat.reading.readable import Place
-    from ucformat.torch.state.local import Local
+    from ucformat.torch.state.local import LocalShard
     from ucformat.torch.state.memory import Memory
 
-__all__ = ["LocalItems", "Part", "Values", "collect_items", "join_values", "local_items"]
+__all__ = ["LocalItems", "PlainValues", "RankItems", "collect_items", "join_values", "local_items"]
 
 _BYTES = WriteItemType.BYTE_IO
 
@@ -55,7 +55,7 @@ class LocalItems:
 
 
 @message
-class Values:
+class PlainValues:
     """The plain values that DCP had one rank write, in JSON form by path, and which lists of the state hold tensors."""
 
     by_path: Mapping[Path, Any]
@@ -63,12 +63,12 @@ class Values:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankItems:
     """What one rank saves of a plan; `memories` are those of the tensors."""
 
     tensors: tuple[tuple[TensorInfo, tuple[Piece, ...]], ...]
     memories: tuple[Memory, ...]
-    values: Values
+    values: PlainValues
     groups: tuple[Mapping[str, Any], ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
@@ -84,7 +84,7 @@ def local_items(plan: SavePlan) -> LocalItems:
     return LocalItems(tuple(i.index for i in tensors), tuple(values), shapes)
 
 
-def collect_items(plan: SavePlan, planner: SavePlanner, local: LocalItems) -> Part:
+def collect_items(plan: SavePlan, planner: SavePlanner, local: LocalItems) -> RankItems:
     """What this rank saves of its plan.
 
     Names, optimizer groups and ties are found in all that the rank has (`local`), for a plan without what other ranks
@@ -110,10 +110,10 @@ def collect_items(plan: SavePlan, planner: SavePlanner, local: LocalItems) -> Pa
                 )
             values[path] = encode(value, dotted(path))
     held = getattr(planner, "state_dict", {})
-    return Part(
+    return RankItems(
         tensors=tensors,
         memories=memories,
-        values=Values(values, state.lists_of_tensors()),
+        values=PlainValues(values, state.lists_of_tensors()),
         groups=groups_of(state.found, aliases),
         aliases=aliases,
         layout=mesh_of([t for t in held.values() if isinstance(t, torch.Tensor)]),
@@ -178,19 +178,13 @@ class _State:
 
     def aliases(self) -> dict[str, str]:
         """Weights of this rank that are one memory under several names: further names by the first."""
-        first: dict[tuple[object, ...], str] = {}
-        out: dict[str, str] = {}
-        for index in self.local.tensors:
-            key = self.keys.get(index.fqn)
-            if key is None or key.state != "weight":
-                continue
-            tensor = self.look_up(index)
-            if isinstance(tensor, torch.Tensor) and tensor.numel():
-                where = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(), index.offset)
-                name = first.setdefault(where, key.name)
-                if name != key.name:
-                    out[key.name] = name
-        return out
+        keys = ((i, self.keys.get(i.fqn)) for i in self.local.tensors)
+        weights = ((i, k.name, self.look_up(i)) for i, k in keys if k is not None and k.state == "weight")
+        return tied_names(
+            (name, tensor, (tensor.shape, index.offset))
+            for index, name, tensor in weights
+            if isinstance(tensor, torch.Tensor) and tensor.numel()
+        )
 
     def lists_of_tensors(self) -> frozenset[Path]:
         """The lists of the state that hold tensors somewhere below."""
@@ -206,7 +200,7 @@ def _tensors(
     plan: SavePlan, planner: SavePlanner, keys: Mapping[str, Key], aliases: Mapping[str, str]
 ) -> tuple[tuple[tuple[TensorInfo, tuple[Piece, ...]], ...], tuple[Memory, ...]]:
     """The tensors that this rank is to write, each once, and their memory."""
-    shards: dict[str, list[Local]] = {}
+    shards: dict[str, list[LocalShard]] = {}
     for item in plan.items:
         key = keys.get(item.index.fqn)
         if key is not None and not (key.state == "weight" and key.name in aliases):
@@ -226,7 +220,7 @@ def _tensors(
     return tuple(tensors), tuple(memories)
 
 
-def _shard(item: WriteItem, planner: SavePlanner, key: Key) -> Local:
+def _shard(item: WriteItem, planner: SavePlanner, key: Key) -> LocalShard:
     """What a write item holds, as pieces of the global tensor."""
     local = local_of(key.name, key.state, planner.resolve_data(item))
     told, chunk = item.tensor_data, item.tensor_data.chunk
@@ -245,7 +239,7 @@ def _shard(item: WriteItem, planner: SavePlanner, key: Key) -> Local:
     return type(local)(info, pieces, local.tensor)
 
 
-def _joined(shards: Sequence[Local]) -> tuple[tuple[Piece, ...], Memory]:
+def _joined(shards: Sequence[LocalShard]) -> tuple[tuple[Piece, ...], Memory]:
     """The pieces of all shards of one tensor in one memory: of several shards, a copy of them."""
     if len(shards) == 1:
         tensor = shards[0].tensor
@@ -261,7 +255,7 @@ def _joined(shards: Sequence[Local]) -> tuple[tuple[Piece, ...], Memory]:
     return tuple(pieces), np.concatenate(parts)
 
 
-def join_values(parts: Sequence[Values]) -> dict[str, Any]:
+def join_values(parts: Sequence[PlainValues]) -> dict[str, Any]:
     """The objects of all ranks, nested as the program has them; UsageError where two ranks wrote different values."""
     tree: dict[str | int, Any] = {}
     lists = frozenset(p for part in parts for p in part.lists)
@@ -270,8 +264,8 @@ def join_values(parts: Sequence[Values]) -> dict[str, Any]:
             node = tree
             for step in path[:-1]:
                 node = node.setdefault(step, {})
-            found = node.setdefault(path[-1], _Leaf(data))
-            if not isinstance(found, _Leaf) or found.data != data:
+            found = node.setdefault(path[-1], _JsonLeaf(data))
+            if not isinstance(found, _JsonLeaf) or found.data != data:
                 raise UsageError(
                     f"the object {dotted(path)} has another value on rank {rank} than on a rank before it",
                     hint="keep what each rank has for itself under a key with its number",
@@ -281,13 +275,13 @@ def join_values(parts: Sequence[Values]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Leaf:
+class _JsonLeaf:
     data: Any
 
 
 def _plain(node: Any, path: Path, lists: frozenset[Path]) -> Any:
     """The JSON form of a tree of leaves: what was a list without tensors is one again."""
-    if isinstance(node, _Leaf):
+    if isinstance(node, _JsonLeaf):
         return node.data
     inner = {k: _plain(v, (*path, k), lists) for k, v in node.items()}
     if inner and path not in lists and all(isinstance(k, int) for k in inner):

@@ -21,10 +21,10 @@ from ucformat.reading.rank import LOADED
 from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
 from ucformat.storage.watched import check_unchanged
-from ucformat.torch.dcp.entries import Entries, Weight, fit_values
+from ucformat.torch.dcp.entries import Entries, StoredWeight, fit_values
 from ucformat.torch.loading.match import Problems, match, raise_for, stored_names
 from ucformat.torch.loading.read import read
-from ucformat.torch.state.local import Local, without_ties
+from ucformat.torch.state.local import LocalShard, without_ties
 from ucformat.torch.state.memory import dtype_name
 
 if TYPE_CHECKING:
@@ -168,16 +168,16 @@ class _Paths(Mapping[str, tuple[str | int, ...]]):
         return len(self._entries.paths)
 
 
-def _target(entries: Entries, item: ReadItem, tensor: torch.Tensor) -> Local:
+def _target(entries: Entries, item: ReadItem, tensor: torch.Tensor) -> LocalShard:
     """Where a read item goes, as a piece of the stored tensor."""
     found = entries.find(item.storage_index.fqn)
-    assert isinstance(found, Weight)  # noqa: S101 - as a tensor it was planned
+    assert isinstance(found, StoredWeight)  # noqa: S101 - as a tensor it was planned
     shape = entries.shape(found.key)
     assert shape is not None  # noqa: S101
     info = TensorInfo(found.key.name, found.key.state, dtype_name(tensor.dtype), shape)
     box = Box(tuple(item.storage_offsets), tuple(item.lengths))
     strides = tuple(tensor.stride()) if tensor.device.type == "cpu" else row_major(tuple(tensor.shape))
-    return Local(info, (Piece(box, 0, strides),) if box.size else (), tensor)
+    return LocalShard(info, (Piece(box, 0, strides),) if box.size else (), tensor)
 
 
 def _saved(value: Any) -> io.BytesIO:

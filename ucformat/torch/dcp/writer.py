@@ -18,10 +18,11 @@ from torch.futures import Future
 from ucformat.errors import Conflict, UcformatError, UsageError
 from ucformat.sources.dcp import Dcp
 from ucformat.storage.url import open_store
-from ucformat.torch.comm.group import TIMEOUT, lone, meeting
-from ucformat.torch.dcp.items import LocalItems, Part, Values, collect_items, join_values, local_items
-from ucformat.torch.saving.manifest import Listing, Note
-from ucformat.torch.saving.save import save_listed, terms_of
+from ucformat.torch.comm.group import TIMEOUT, group_for_call, single_process_group
+from ucformat.torch.dcp.items import LocalItems, PlainValues, RankItems, collect_items, join_values, local_items
+from ucformat.torch.saving.manifest import SaveMetadata, StateInfo
+from ucformat.torch.saving.plan import SaveOptions
+from ucformat.torch.saving.save import write_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -113,9 +114,9 @@ class Writer(StorageWriter, BlockingAsyncStager):
         if thread_count < 1:
             raise UsageError(f"thread_count must be at least 1, not {thread_count}")
         self.checkpoint_id = None if path is None else str(path)
-        self.note = Note.of(step, run, metrics, config, lineage)
+        self.metadata = SaveMetadata.of(step, run, metrics, config, lineage)
         self.saved: Saved | None = None  #: what was committed last, in the process that wrote it
-        self._terms = terms_of("", form, overwrite, chunk_bytes, shard_bytes, "equal")
+        self._options = SaveOptions("", form, overwrite, "equal", chunk_bytes, shard_bytes)
         self._group, self._timeout, self._threads = group, timeout, thread_count
         self._collectives = self._coordinates = True
 
@@ -187,16 +188,18 @@ class Writer(StorageWriter, BlockingAsyncStager):
         """
         local = plan.storage_data if isinstance(plan.storage_data, LocalItems) else local_items(plan)
         with self._ranks(local) as group:
-            part: Part | None = None
-            told: Values | Exception
+            part: RankItems | None = None
+            told: PlainValues | Exception
             try:
                 part = collect_items(plan, planner, local)
                 told = part.values
             except Exception as error:  # noqa: BLE001 - told to all ranks
                 told = error
-            objects = group.meet(told, lambda vs: [join_values(vs), *[{}] * (group.size - 1)], Values, Any)
-            assert part is not None  # noqa: S101 - `meet` has raised otherwise
-            listing = Listing(
+            objects = group.gather_scatter(
+                told, lambda vs: [join_values(vs), *[{}] * (group.size - 1)], PlainValues, Any
+            )
+            assert part is not None  # noqa: S101 - `gather_scatter` has raised otherwise
+            info = StateInfo(
                 tensors=part.tensors,
                 objects=objects,
                 ranks={},
@@ -207,11 +210,11 @@ class Writer(StorageWriter, BlockingAsyncStager):
                 paths=part.paths,
                 places=part.places,
             )
-            terms = replace(self._terms, url=str(self.checkpoint_id))
+            options = replace(self._options, url=str(self.checkpoint_id))
             try:
-                self.saved = save_listed(listing, part.memories, terms, self.note, group, threads=self._threads)
+                self.saved = write_checkpoint(info, part.memories, options, self.metadata, group, threads=self._threads)
             except Conflict as error:  # in the words by which programs know it of FileSystemWriter
-                already = f"Checkpoint already exists and overwrite={terms.overwrite}"
+                already = f"Checkpoint already exists and overwrite={options.overwrite}"
                 raise Conflict(f"{already}: {error.message}", hint=error.hint) from error
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(MetadataIndex(""), self.saved.nbytes, self.saved.id)])
@@ -226,16 +229,16 @@ class Writer(StorageWriter, BlockingAsyncStager):
     def _ranks(self, local: LocalItems) -> AbstractContextManager[Group]:
         """The ranks that save together: those that DCP planned for."""
         if not (dist.is_available() and dist.is_initialized()):
-            return nullcontext(lone())
+            return nullcontext(single_process_group())
         size = dist.get_world_size(self._group)
         if self._collectives and local.ranks not in (0, size):
             if local.ranks == 1:  # no_dist=True
-                return nullcontext(lone())
+                return nullcontext(single_process_group())
             raise UsageError(
                 f"DCP saves with {local.ranks} ranks, the Writer with {size}",
                 hint="give dcp.save(process_group=…) and Writer(group=…) the same group",
             )
-        return meeting(self._group, self._timeout, "Writer", self.checkpoint_id)
+        return group_for_call(self._group, self._timeout, "Writer", self.checkpoint_id)
 
 
 def _called(extension: Any) -> str:

@@ -12,14 +12,14 @@ from ucformat.errors import UnsupportedError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Trainer", "look", "refresh"]
+__all__ = ["EngineParts", "inspect_engine", "update_module"]
 
 #: Optimizers that keep on each rank what the compression of its own gradients left over.
 _ONE_BIT = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
 
 
 @dataclass(frozen=True)
-class Trainer:
+class EngineParts:
     """A DeepSpeed engine that can be saved and loaded, and its parts by name.
 
     `optimizer` is DeepSpeed's, `inner` the torch optimizer inside it, which may be the same; both are None where the
@@ -55,7 +55,7 @@ class Trainer:
         return str(found)
 
 
-def look(engine: Any) -> Trainer:
+def inspect_engine(engine: Any) -> EngineParts:
     """What a DeepSpeed engine is made of; UnsupportedError where it holds state that cannot be saved or loaded yet."""
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.utils import DummyOptim
@@ -81,7 +81,7 @@ def look(engine: Any) -> Trainer:
     }
     inner = None if optimizer is None else getattr(optimizer, "optimizer", optimizer)
     stage = int(engine.zero_optimization_stage())
-    return Trainer(engine, stage, optimizer, inner, parameters, _buffers(module), aliases)
+    return EngineParts(engine, stage, optimizer, inner, parameters, _buffers(module), aliases)
 
 
 def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -156,7 +156,7 @@ def _refuse_parameter(name: str, parameter: Any) -> None:
 
 
 @torch.no_grad()
-def refresh(trainer: Trainer) -> None:
+def update_module(trainer: EngineParts) -> None:
     """Round the masters into the module's parameters, and gather those that every rank keeps whole.
 
     All ranks must call it: ZeRO 1 to 3 gather.

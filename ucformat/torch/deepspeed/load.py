@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.references import open_reference
-from ucformat.torch.comm.group import TIMEOUT, meeting
-from ucformat.torch.deepspeed.engine import look, refresh
-from ucformat.torch.deepspeed.optimizer import Stored, Wanted, want_optimizer
-from ucformat.torch.deepspeed.partitions import held_by
+from ucformat.torch.comm.group import TIMEOUT, group_for_call
+from ucformat.torch.deepspeed.engine import inspect_engine, update_module
+from ucformat.torch.deepspeed.optimizer import OptimizerTargets, StoredStates, want_optimizer
+from ucformat.torch.deepspeed.partitions import optimizer_tensors
 from ucformat.torch.deepspeed.save import boxes_of, locals_of_buffers, weight_of
-from ucformat.torch.deepspeed.values import Client, fit_groups, fit_parts, fit_values
+from ucformat.torch.deepspeed.values import ClientState, fit_groups, fit_parts, fit_values
 from ucformat.torch.loading.load import LoadReport, load_local
 from ucformat.torch.loading.match import holds_training, stored_names
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from ucformat.reading.plan import Verify
     from ucformat.torch.comm.group import Group
-    from ucformat.torch.deepspeed.engine import Trainer
+    from ucformat.torch.deepspeed.engine import EngineParts
     from ucformat.torch.loading.match import Problems, Rename, Strict
-    from ucformat.torch.state.local import Local
+    from ucformat.torch.state.local import LocalShard
 
 __all__ = ["EngineReport", "load"]
 
@@ -79,10 +79,10 @@ def load(
         UnsupportedError: the engine has state that cannot be loaded yet.
         UnsafeError: an object is a pickle, and `trust` is false.
     """
-    with meeting(None, timeout, "load", url.url if isinstance(url, Checkpoint) else url) as group:
-        plan = _Plan(_Choice(rename, optimizer=optimizer, scheduler=scheduler, trust=trust))
+    with group_for_call(None, timeout, "load", url.url if isinstance(url, Checkpoint) else url) as group:
+        plan = _EnginePlan(_LoadChoice(rename, optimizer=optimizer, scheduler=scheduler, trust=trust))
         try:
-            with group.telling():
+            with group.sharing_errors():
                 ck = url if isinstance(url, Checkpoint) else open_reference(url)
                 plan.make(engine, ck, group)
             report = load_local(
@@ -103,48 +103,48 @@ def load(
         except BaseException:
             plan.wanted.undo()
             raise
-    refresh(plan.trainer)
+    update_module(plan.trainer)
     found = {f.name: getattr(report, f.name) for f in fields(report)}
     return EngineReport(**found, client_state=plan.client.value(), client_ranks=plan.client.ranks)
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _LoadChoice:
     rename: Rename | None
     optimizer: bool
     scheduler: bool
     trust: bool
 
 
-class _Plan:
+class _EnginePlan:
     """What this rank reads, and what it does then; nothing of the engine is changed but that states are made."""
 
-    trainer: Trainer
-    client: Client
+    trainer: EngineParts
+    client: ClientState
     names: dict[str, str]
     problems: Problems
-    targets: list[Local]
+    targets: list[LocalShard]
 
-    def __init__(self, choice: _Choice) -> None:
-        self.choice, self.wanted = choice, Wanted()
+    def __init__(self, choice: _LoadChoice) -> None:
+        self.choice, self.wanted = choice, OptimizerTargets()
         self._puts = [self.wanted.put]
 
     def make(self, engine: Any, ck: Checkpoint, group: Group) -> None:
         """Look at the engine and the checkpoint."""
         choice = self.choice
-        self.trainer = trainer = look(engine)
-        held = held_by(trainer)
+        self.trainer = trainer = inspect_engine(engine)
+        held = optimizer_tensors(trainer)
         self.names = names = stored_names(ck, choice.rename)
-        stored = Stored(ck, names)
+        stored = StoredStates(ck, names)
         want_optimizer(self.wanted, trainer, held, stored, states=choice.optimizer)
         self.problems = self.wanted.problems
-        self.client = Client(ck, names, group.rank, group.size, trust=choice.trust)
+        self.client = ClientState(ck, names, group.rank, group.size, trust=choice.trust)
         if choice.optimizer and stored.trained:
             groups, put_groups = fit_groups(held, trainer, ck, names)
             parts, put_parts = fit_parts(trainer, ck, scheduler=choice.scheduler, trust=choice.trust)
             self.problems |= groups | parts
             self._puts += [put_groups, put_parts, fit_values(trainer, ck)]
-        optimized = {name for one in held for name in one.names}
+        optimized = {name for one in held for name in one.shapes}
         buffers = locals_of_buffers(trainer)
         self.targets = [*self.wanted.targets, *_weights(trainer, optimized), *buffers, *self.client.targets]
 
@@ -154,7 +154,7 @@ class _Plan:
             put()
 
 
-def _weights(trainer: Trainer, optimized: set[str]) -> list[Local]:
+def _weights(trainer: EngineParts, optimized: set[str]) -> list[LocalShard]:
     """The parameters that no optimizer has: frozen ones, empty ones, all of an engine that only evaluates."""
     out = []
     for name in trainer.parameters:

@@ -13,20 +13,20 @@ from ucformat.geometry.tensor import Key
 from ucformat.torch.deepspeed.save import boxes_of, master_state, part_of
 from ucformat.torch.loading.match import PARAMETER, Problems, holds_training, match
 from ucformat.torch.loading.read import read
-from ucformat.torch.state.local import Local, local_of
+from ucformat.torch.state.local import LocalShard, local_of
 from ucformat.torch.state.memory import torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.torch.deepspeed.engine import Trainer
-    from ucformat.torch.deepspeed.partitions import Held, Part
+    from ucformat.torch.deepspeed.engine import EngineParts
+    from ucformat.torch.deepspeed.partitions import OptimizerTensor
 
-__all__ = ["Stored", "Wanted", "forget_states", "make_states", "want_optimizer"]
+__all__ = ["OptimizerTargets", "StoredStates", "forget_states", "make_states", "want_optimizer"]
 
 
-def make_states(held: Held) -> None:
+def make_states(held: OptimizerTensor) -> None:
     """Have the optimizer make its states of one tensor, as its first step would.
 
     It is the optimizer itself that knows which there are, so it takes a step on that tensor alone, as ZeRO's own step
@@ -51,13 +51,13 @@ def make_states(held: Held) -> None:
     group.update({k: v for k, v in trial.items() if k not in group})
 
 
-def forget_states(held: Held) -> None:
+def forget_states(held: OptimizerTensor) -> None:
     """Take a tensor's states away, so that the optimizer's next step is its first one on it."""
     held.optimizer.state.pop(held.tensor, None)
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredStates:
     """The optimizer states of a checkpoint by the engine's names of parameters; `names` leads to the stored ones."""
 
     ck: Checkpoint
@@ -100,7 +100,7 @@ class Stored:
 class Counter:
     """A state that has one value for all that the optimizer updates together (`step`), and where it is read from."""
 
-    held: Held
+    held: OptimizerTensor
     state: str
     read: dict[str, torch.Tensor] = field(default_factory=dict)
     told: dict[str, Any] = field(default_factory=dict)
@@ -134,22 +134,22 @@ class Counter:
 
 
 @dataclass(slots=True)
-class Wanted:
+class OptimizerTargets:
     """Targets to be read; and what is to be done then: what to set to zero or to forget, as before a first step."""
 
-    targets: list[Local] = field(default_factory=list)
+    targets: list[LocalShard] = field(default_factory=list)
     counters: list[Counter] = field(default_factory=list)
     zeros: list[torch.Tensor] = field(default_factory=list)
-    forgotten: list[Held] = field(default_factory=list)
-    made: list[Held] = field(default_factory=list)
+    forgotten: list[OptimizerTensor] = field(default_factory=list)
+    made: list[OptimizerTensor] = field(default_factory=list)
     problems: Problems = field(default_factory=Problems)
 
-    def count(self, stored: Stored) -> None:
+    def count(self, stored: StoredStates) -> None:
         """Read the counters, which are few bytes, to know whether they fit before anything else is read."""
         rooms = [local_of(name, c.state, room) for c in self.counters for name, room in c.read.items()]
         matched, lacking = match(rooms, {}, stored.ck, stored.names, cast=True)
         read(stored.ck, matched)
-        self.targets += [Local(room.info, (), room.tensor) for room in rooms]  # so that they count as expected
+        self.targets += [LocalShard(room.info, (), room.tensor) for room in rooms]  # so that they count as expected
         unlike = [c.problem for c in self.counters]
         self.problems |= Problems(missing=lacking.missing, others=tuple(u for u in unlike if u is not None))
 
@@ -168,7 +168,14 @@ class Wanted:
             forget_states(held)
 
 
-def want_optimizer(wanted: Wanted, trainer: Trainer, held: Sequence[Held], stored: Stored, *, states: bool) -> None:
+def want_optimizer(
+    wanted: OptimizerTargets,
+    trainer: EngineParts,
+    held: Sequence[OptimizerTensor],
+    stored: StoredStates,
+    *,
+    states: bool,
+) -> None:
     """Want all that the optimizer has of a checkpoint: its copies of parameters, and if `states` says so its states.
 
     States that are not there yet are made. A parameter that has no state in a checkpoint that has states of others was
@@ -180,15 +187,15 @@ def want_optimizer(wanted: Wanted, trainer: Trainer, held: Sequence[Held], store
         )
         states = False
     for one in held:
-        for part in one.parts:
-            wanted.targets += _local(one, part, one.tensor, master_state(trainer, part.name, one))
+        for name in one.parts:
+            wanted.targets += _local(one, name, one.tensor, master_state(trainer, name, one))
         if states:
             _want_states(wanted, one, stored)
     wanted.count(stored)
 
 
-def _want_states(wanted: Wanted, held: Held, stored: Stored) -> None:
-    if not any(map(stored.stepped, held.names)):
+def _want_states(wanted: OptimizerTargets, held: OptimizerTensor, stored: StoredStates) -> None:
+    if not any(map(stored.stepped, held.shapes)):
         wanted.forgotten.append(held)
         return
     if not held.states:
@@ -198,19 +205,19 @@ def _want_states(wanted: Wanted, held: Held, stored: Stored) -> None:
         if value is None:
             continue
         if torch.is_tensor(value) and (value.dim() or (held.whole and held.tensor.dim() == 0 and state != "step")):
-            for part in held.parts:
-                if stored.stepped(part.name):
-                    wanted.targets += _local(held, part, value, state)
+            for name in held.parts:
+                if stored.stepped(name):
+                    wanted.targets += _local(held, name, value, state)
                 else:
-                    wanted.zeros += [local.tensor for local in _local(held, part, value, state)]
+                    wanted.zeros += [local.tensor for local in _local(held, name, value, state)]
         else:
             wanted.counters.append(_counter(held, state, stored))
 
 
-def _counter(held: Held, state: str, stored: Stored) -> Counter:
+def _counter(held: OptimizerTensor, state: str, stored: StoredStates) -> Counter:
     """A counter is read for each parameter of which this rank holds a part; where it holds none, for any of them."""
     counter = Counter(held, state)
-    names = [p.name for p in held.parts if stored.stepped(p.name)] or [n for n in held.names if stored.stepped(n)][:1]
+    names = [n for n in held.parts if stored.stepped(n)] or [n for n in held.shapes if stored.stepped(n)][:1]
     for name in names:
         number = stored.number(name, state)
         if number is not None:
@@ -220,6 +227,6 @@ def _counter(held: Held, state: str, stored: Stored) -> Counter:
     return counter
 
 
-def _local(held: Held, part: Part, memory: torch.Tensor, state: str) -> list[Local]:
-    local = part_of(held, part, memory, state)
+def _local(held: OptimizerTensor, name: str, memory: torch.Tensor, state: str) -> list[LocalShard]:
+    local = part_of(held, name, memory, state)
     return [local] if held.whole else list(boxes_of(local))

@@ -22,40 +22,29 @@ from ucformat.errors import UnsupportedError
 from ucformat.geometry.flat_buffer import FlatBuffer, Slot
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
-    from ucformat.torch.deepspeed.engine import Trainer
+    from ucformat.torch.deepspeed.engine import EngineParts
 
-__all__ = ["Held", "Part", "held_by", "partition_of", "shape_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Elements `[start, stop)` of a flattened parameter, which lie from `offset` on in a flat tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    offset: int
+__all__ = ["OptimizerTensor", "optimizer_tensors", "partition_of", "shape_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A tensor that the torch optimizer updates on this rank, and what it is of which parameters.
+class OptimizerTensor:
+    """A tensor that the torch optimizer updates on this rank: one `whole` parameter in its own shape, or a flat buffer.
 
-    `whole` says that it is one parameter in its own shape; otherwise it is flat. `names` are all parameters that share
-    it, and its plain state, over all ranks, in the order in which they lie in it; `parts` is what this rank has.
+    `shapes` has all parameters that share it, and its plain state, over all ranks, in the order in which they are
+    joined. `parts` has those of which this rank holds elements `[start, stop)`, and the offset of these in the tensor.
     """
 
     optimizer: torch.optim.Optimizer
     group: int
     tensor: torch.Tensor
     whole: bool
-    names: tuple[str, ...]
-    parts: tuple[Part, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    parts: Mapping[str, tuple[int, int, int]]
 
     @property
     def states(self) -> dict[str, Any]:
@@ -85,7 +74,7 @@ def _rank_of(optimizer: Any, parameter: Any) -> int:
     return int(dist.get_rank(parameter.ds_process_group))
 
 
-def held_by(trainer: Trainer) -> tuple[Held, ...]:
+def optimizer_tensors(trainer: EngineParts) -> tuple[OptimizerTensor, ...]:
     """All that this rank's torch optimizer updates, by group; empty for an engine that has none."""
     optimizer, inner = trainer.optimizer, trainer.inner
     if optimizer is None or inner is None:
@@ -111,19 +100,18 @@ def held_by(trainer: Trainer) -> tuple[Held, ...]:
     )
 
 
-def _inner(trainer: Trainer) -> torch.optim.Optimizer:
+def _inner(trainer: EngineParts) -> torch.optim.Optimizer:
     assert trainer.inner is not None  # noqa: S101 - nothing is held without one
     return trainer.inner
 
 
-def _one(trainer: Trainer, group: int, parameter: torch.Tensor, master: torch.Tensor) -> Held:
+def _one(trainer: EngineParts, group: int, parameter: torch.Tensor, master: torch.Tensor) -> OptimizerTensor:
     name, shape = trainer.name_of(parameter), tuple(parameter.shape)
-    return Held(
-        _inner(trainer), group, master, whole=True, names=(name,), parts=(Part(name, shape, 0, math.prod(shape), 0),)
-    )
+    parts = {name: (0, math.prod(shape), 0)}
+    return OptimizerTensor(_inner(trainer), group, master, whole=True, shapes={name: shape}, parts=parts)
 
 
-def _buffer(trainer: Trainer, parameters: Sequence[Any], size: int) -> FlatBuffer:
+def _buffer(trainer: EngineParts, parameters: Sequence[Any], size: int) -> FlatBuffer:
     """Parameters that are joined one after another."""
     buffer = FlatBuffer(size=size)
     for p in parameters:
@@ -132,20 +120,19 @@ def _buffer(trainer: Trainer, parameters: Sequence[Any], size: int) -> FlatBuffe
 
 
 def _flat(
-    trainer: Trainer, group: int, flat: torch.Tensor, parameters: Sequence[Any], buffer: FlatBuffer, rank: int
-) -> Held:
+    trainer: EngineParts, group: int, flat: torch.Tensor, parameters: Sequence[Any], buffer: FlatBuffer, rank: int
+) -> OptimizerTensor:
     """A rank's part of the flat buffer that these parameters are joined in."""
     shapes = {trainer.name_of(p): shape_of(p) for p in parameters}
-    parts = tuple(Part(name, shapes[name], start, stop, at) for name, (start, stop, at) in buffer.on(rank).items())
-    return Held(_inner(trainer), group, flat, whole=False, names=tuple(shapes), parts=parts)
+    return OptimizerTensor(_inner(trainer), group, flat, whole=False, shapes=shapes, parts=buffer.on(rank))
 
 
-def _fused(trainer: Trainer, optimizer: Any) -> Iterator[Held]:
+def _fused(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
     for g, (low, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
         yield _flat(trainer, g, flat, low, _buffer(trainer, low, flat.numel()), 0)
 
 
-def _zero12(trainer: Trainer, optimizer: Any) -> Iterator[Held]:
+def _zero12(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
     import torch.distributed as dist
 
     groups = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
@@ -157,7 +144,7 @@ def _zero12(trainer: Trainer, optimizer: Any) -> Iterator[Held]:
         yield _flat(trainer, g, flat, parameters, buffer, dist.get_rank(optimizer.real_dp_process_group[g]))
 
 
-def _bf16(trainer: Trainer, optimizer: Any) -> Iterator[Held]:
+def _bf16(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
     import torch.distributed as dist
 
     for g, parameters in enumerate(optimizer.bf16_groups):
@@ -166,7 +153,7 @@ def _bf16(trainer: Trainer, optimizer: Any) -> Iterator[Held]:
         yield _flat(trainer, g, flat, parameters, buffer, dist.get_rank(optimizer.real_dp_process_group[g]))
 
 
-def _zero3(trainer: Trainer, optimizer: Any) -> Iterator[Held]:
+def _zero3(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
     for s, (parameters, flat) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     ):

@@ -11,13 +11,14 @@ from ucformat.geometry.box import row_major
 from ucformat.geometry.local import Dim, Run, pieces_of
 from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.sources.configuration import of_program
-from ucformat.torch.comm.group import TIMEOUT, meeting
-from ucformat.torch.deepspeed.engine import Trainer, look
-from ucformat.torch.deepspeed.partitions import Held, Part, held_by, partition_of, shape_of
+from ucformat.torch.comm.group import TIMEOUT, group_for_call
+from ucformat.torch.deepspeed.engine import EngineParts, inspect_engine
+from ucformat.torch.deepspeed.partitions import OptimizerTensor, optimizer_tensors, partition_of, shape_of
 from ucformat.torch.deepspeed.values import CLIENT, client_values, extra_states, plain_values
-from ucformat.torch.saving.manifest import Note
-from ucformat.torch.saving.save import save_held, terms_of
-from ucformat.torch.state.local import Local, LocalState, local_of
+from ucformat.torch.saving.manifest import SaveMetadata
+from ucformat.torch.saving.plan import SaveOptions
+from ucformat.torch.saving.save import save_in_group
+from ucformat.torch.state.local import LocalShard, LocalState, local_of
 from ucformat.torch.state.memory import dtype_name, synchronize
 from ucformat.torch.state.objects import encode
 
@@ -48,9 +49,9 @@ def collect(engine: Any, client_state: Mapping[str, Any] | None = None) -> Local
     """
     import deepspeed
 
-    trainer = look(engine)
+    trainer = inspect_engine(engine)
     _refuse_half_a_step(engine)
-    held = held_by(trainer)
+    held = optimizer_tensors(trainer)
     tensors = list(_tensors(trainer, held))
     synchronize(t.tensor for t in tensors)  # before values are copied from devices
     plain, ranks, large = client_values(client_state or {}, {t.info.name for t in tensors} | trainer.buffers.keys())
@@ -83,30 +84,30 @@ def _refuse_half_a_step(engine: Any) -> None:
         )
 
 
-def _tensors(trainer: Trainer, held: Sequence[Held]) -> Iterator[Local]:
+def _tensors(trainer: EngineParts, held: Sequence[OptimizerTensor]) -> Iterator[LocalShard]:
     """The states of each parameter, in the order of the module."""
-    mine: dict[str, list[tuple[Held, Part]]] = {name: [] for name in trainer.parameters}
+    mine: dict[str, list[OptimizerTensor]] = {name: [] for name in trainer.parameters}
     for one in held:
-        for part in one.parts:
-            mine[part.name].append((one, part))
-    owned = {name: one for one in held for name in one.names}
+        for name in one.parts:
+            mine[name].append(one)
+    owned = {name: one for one in held for name in one.shapes}
     for name in trainer.parameters:
         owner = owned.get(name)
         if owner is None or master_state(trainer, name, owner) == "master":
             yield weight_of(trainer, name)
-        for one, part in mine[name]:
-            yield part_of(one, part, one.tensor, master_state(trainer, name, one))
+        for one in mine[name]:
+            yield part_of(one, name, one.tensor, master_state(trainer, name, one))
             for state, value in one.states.items():
                 if torch.is_tensor(value):
-                    yield part_of(one, part, value, state)
+                    yield part_of(one, name, value, state)
 
 
-def master_state(trainer: Trainer, name: str, held: Held) -> str:
+def master_state(trainer: EngineParts, name: str, held: OptimizerTensor) -> str:
     """The state as which the optimizer's copy of a parameter is stored: `weight` where it has the step's dtype."""
     return "weight" if held.tensor.dtype == trainer.parameters[name].dtype else "master"
 
 
-def part_of(held: Held, part: Part, memory: torch.Tensor, state: str) -> Local:
+def part_of(held: OptimizerTensor, name: str, memory: torch.Tensor, state: str) -> LocalShard:
     """What this rank has of a parameter in one state, in the optimizer's tensor of that state.
 
     Raises:
@@ -114,33 +115,34 @@ def part_of(held: Held, part: Part, memory: torch.Tensor, state: str) -> Local:
     """
     memory = memory.detach()
     if memory.dim() == 0 or held.whole:
-        return local_of(part.name, state, memory)
+        return local_of(name, state, memory)
     if memory.shape != held.tensor.shape:
         raise UnsupportedError(
-            f"the optimizer state {state!r} of {part.name} has shape {list(memory.shape)}, which is not laid along the "
+            f"the optimizer state {state!r} of {name} has shape {list(memory.shape)}, which is not laid along the "
             f"{held.tensor.numel()} elements that the optimizer updates together",
             hint="such optimizers can be saved and loaded with ZeRO 0 alone",
         )
-    info = TensorInfo(part.name, state, dtype_name(memory.dtype), part.shape)
-    return flat_local(info, memory.narrow(0, part.offset, part.stop - part.start), part.start, part.stop)
+    start, stop, offset = held.parts[name]
+    info = TensorInfo(name, state, dtype_name(memory.dtype), held.shapes[name])
+    return flat_local(info, memory.narrow(0, offset, stop - start), start, stop)
 
 
-def flat_local(info: TensorInfo, memory: torch.Tensor, start: int, stop: int) -> Local:
+def flat_local(info: TensorInfo, memory: torch.Tensor, start: int, stop: int) -> LocalShard:
     """Elements `[start, stop)` of a flattened tensor that lie one after another in memory."""
     dims = tuple(Dim(n, (Run(0, 0, n, False),) if n else ()) for n in info.shape)
-    return Local(info, pieces_of(dims, flat=(start, stop))[0], memory)
+    return LocalShard(info, pieces_of(dims, flat=(start, stop))[0], memory)
 
 
-def boxes_of(local: Local) -> Iterator[Local]:
+def boxes_of(local: LocalShard) -> Iterator[LocalShard]:
     """A flat range box by box: each is a run of its memory, and so a tensor of the box's shape."""
     if not local.pieces:
         yield local
     for piece in local.pieces:
         view = local.tensor[piece.offset : piece.offset + piece.box.size].view(piece.box.shape)
-        yield Local(local.info, (Piece(piece.box, 0, row_major(piece.box.shape)),), view)
+        yield LocalShard(local.info, (Piece(piece.box, 0, row_major(piece.box.shape)),), view)
 
 
-def weight_of(trainer: Trainer, name: str) -> Local:
+def weight_of(trainer: EngineParts, name: str) -> LocalShard:
     """What this rank has of a parameter as the module holds it: all, or under ZeRO 3 its partition."""
     parameter: Any = trainer.parameters[name]
     if not hasattr(parameter, "ds_tensor"):
@@ -151,12 +153,12 @@ def weight_of(trainer: Trainer, name: str) -> Local:
     return flat_local(info, memory[: stop - start], start, stop)
 
 
-def locals_of_buffers(trainer: Trainer) -> list[Local]:
+def locals_of_buffers(trainer: EngineParts) -> list[LocalShard]:
     """The module's buffers, whole."""
     return [local_of(name, "weight", buffer) for name, buffer in trainer.buffers.items()]
 
 
-def groups_of(trainer: Trainer, held: Sequence[Held]) -> tuple[dict[str, Any], ...]:
+def groups_of(trainer: EngineParts, held: Sequence[OptimizerTensor]) -> tuple[dict[str, Any], ...]:
     """The optimizer groups: `params` by name, hyper-parameters, and in `state` those of its states that are plain."""
     if trainer.inner is None:
         return ()
@@ -164,7 +166,7 @@ def groups_of(trainer: Trainer, held: Sequence[Held]) -> tuple[dict[str, Any], .
     for g, group in enumerate(trainer.inner.param_groups):
         mine = [one for one in held if one.group == g]
         hyper = {k: _number(v) for k, v in group.items() if k not in ("params", "param_names")}
-        entry = {"params": [name for one in mine for name in one.names], **hyper}
+        entry = {"params": [name for one in mine for name in one.shapes], **hyper}
         state = _plain_state(mine)
         found.append(encode({**entry, "state": state} if state else entry, f"group {g}"))
     return tuple(found)
@@ -179,16 +181,16 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _plain_state(held: Sequence[Held]) -> dict[str, Any]:
+def _plain_state(held: Sequence[OptimizerTensor]) -> dict[str, Any]:
     """States that are plain numbers: one value where all parameters that have state agree, else one for each name."""
     by_name: dict[str, dict[str, Any]] = {}
     stateful = 0
     for one in held:
         states = one.states
-        stateful += len(one.names) if states else 0
+        stateful += len(one.shapes) if states else 0
         for state, value in states.items():
             if not torch.is_tensor(value):
-                by_name.setdefault(state, {}).update(dict.fromkeys(one.names, value))
+                by_name.setdefault(state, {}).update(dict.fromkeys(one.shapes, value))
     return {
         state: next(iter(values.values()))
         if len(values) == stateful and len(set(map(repr, values.values()))) == 1
@@ -237,12 +239,12 @@ def save(
         Conflict: a checkpoint is committed there already.
         UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
     """
-    with meeting(None, timeout, "save", url) as ranks:
-        with ranks.telling():
+    with group_for_call(None, timeout, "save", url) as ranks:
+        with ranks.sharing_errors():
             state = collect(engine, client_state)
             steps = int(engine.global_steps) if step is None else step
             if config is None:
                 config = of_program(("ds_config", engine._config._param_dict))  # noqa: SLF001 - engine.config may name a file
-            note = Note.of(steps, run, metrics, config, lineage)
-            terms = terms_of(url, form, overwrite, None, None, "equal")
-        return save_held(state, terms, note, ranks)
+            metadata = SaveMetadata.of(steps, run, metrics, config, lineage)
+            options = SaveOptions(str(url), form, overwrite)
+        return save_in_group(state, options, metadata, ranks)

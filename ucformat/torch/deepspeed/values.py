@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.torch.deepspeed.engine import Trainer
-    from ucformat.torch.deepspeed.partitions import Held
-    from ucformat.torch.state.local import Local
+    from ucformat.torch.deepspeed.engine import EngineParts
+    from ucformat.torch.deepspeed.partitions import OptimizerTensor
+    from ucformat.torch.state.local import LocalShard
 
     Put = Callable[[], None]
 
 __all__ = [
     "CLIENT",
-    "Client",
+    "ClientState",
     "client_values",
     "extra_states",
     "fit_groups",
@@ -45,7 +45,7 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def plain_values(trainer: Trainer) -> dict[str, Any]:
+def plain_values(trainer: EngineParts) -> dict[str, Any]:
     """The objects of a checkpoint as JSON, under the names that they have in DeepSpeed's own."""
     engine = trainer.engine
     found: dict[str, Any] = {name: int(getattr(engine, name)) for name in _COUNTERS}
@@ -107,7 +107,7 @@ def scaler_in(objects: Mapping[str, Any]) -> dict[str, Any] | None:
     return {k: scaler[k] for k in _SCALER if k in scaler}
 
 
-def set_scaler(trainer: Trainer, found: Mapping[str, Any] | None) -> None:
+def set_scaler(trainer: EngineParts, found: Mapping[str, Any] | None) -> None:
     """Give a dynamic loss scaler what the checkpoint's had; one that is static stays as it is configured."""
     scaler = _scaler(trainer.optimizer)
     if scaler is None or not _is_dynamic(scaler) or found is None:
@@ -117,7 +117,7 @@ def set_scaler(trainer: Trainer, found: Mapping[str, Any] | None) -> None:
             setattr(scaler, name, value)
 
 
-def set_counters(trainer: Trainer, objects: Mapping[str, Any], step: int | None) -> None:
+def set_counters(trainer: EngineParts, objects: Mapping[str, Any], step: int | None) -> None:
     """The engine's counters; micro-steps go on from a whole accumulation, whose length may be another now."""
     engine = trainer.engine
     steps = objects.get("global_steps", step)
@@ -163,7 +163,7 @@ _ADDED = frozenset(("initial_lr", "step"))
 
 
 def fit_groups(
-    held: Sequence[Held], trainer: Trainer, ck: Checkpoint, names: Mapping[str, str]
+    held: Sequence[OptimizerTensor], trainer: EngineParts, ck: Checkpoint, names: Mapping[str, str]
 ) -> tuple[Problems, Put]:
     """Which stored hyper-parameters each optimizer group gets, by the names of its parameters, and how to put them.
 
@@ -173,7 +173,7 @@ def fit_groups(
     missing, others = [], []
     todo: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for number, group in enumerate(trainer.inner.param_groups if trainer.inner is not None else ()):
-        members = [names.get(n, n) for one in held if one.group == number for n in one.names]
+        members = [names.get(n, n) for one in held if one.group == number for n in one.shapes]
         found = [_hyper(stored[n], group) for n in members if n in stored]
         if members and not found:
             missing.append(f"optimizer group {number}: the hyper-parameters of {', '.join(members[:3])}")
@@ -199,7 +199,7 @@ def _hyper(options: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, An
     return {k: v for k, v in options.items() if (k in group and k not in _NOT_HYPER) or k in _ADDED}
 
 
-def fit_parts(trainer: Trainer, ck: Checkpoint, *, scheduler: bool, trust: bool) -> tuple[Problems, Put]:
+def fit_parts(trainer: EngineParts, ck: Checkpoint, *, scheduler: bool, trust: bool) -> tuple[Problems, Put]:
     """Whether the checkpoint has the states of the scheduler and its like, and of modules; and how to put them."""
     parts = {k: v for k, v in stateful(trainer.engine).items() if scheduler or k != "lr_scheduler"}
     problems = Problems()
@@ -241,7 +241,7 @@ def _fitting(data: Any, template: Any, *, trust: bool) -> Any:
     return decode(data, template, trust=trust)
 
 
-def fit_values(trainer: Trainer, ck: Checkpoint) -> Put:
+def fit_values(trainer: EngineParts, ck: Checkpoint) -> Put:
     """How to put the counters and the loss scaler; an engine whose scale is not dynamic keeps its own."""
     scaler = scaler_in(ck.objects)
 
@@ -252,7 +252,7 @@ def fit_values(trainer: Trainer, ck: Checkpoint) -> Put:
     return put
 
 
-class Client:
+class ClientState:
     """The client state: its large tensors are targets like others, and its value is complete when these are read."""
 
     def __init__(self, ck: Checkpoint, names: Mapping[str, str], rank: int, ranks: int, *, trust: bool) -> None:
@@ -275,7 +275,7 @@ class Client:
         self._own = {k: self._filled(values[rank]) for k, values in self.ranks.items() if len(values) == ranks}
 
     @property
-    def targets(self) -> list[Local]:
+    def targets(self) -> list[LocalShard]:
         """The large tensors."""
         return [local_of(self._called[name], "weight", tensor) for name, tensor in self._room.items()]
 

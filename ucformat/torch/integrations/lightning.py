@@ -15,11 +15,12 @@ from ucformat.jobs.removal import remove
 from ucformat.references import open_reference
 from ucformat.sources.configuration import of_program
 from ucformat.storage.url import open_store
-from ucformat.torch.comm.group import lone
+from ucformat.torch.comm.group import single_process_group
 from ucformat.torch.loading.load import load, load_local
 from ucformat.torch.saving.asynchronous import async_save_local
-from ucformat.torch.saving.manifest import Note
-from ucformat.torch.saving.save import save_held, save_local, terms_of
+from ucformat.torch.saving.manifest import SaveMetadata
+from ucformat.torch.saving.plan import SaveOptions
+from ucformat.torch.saving.save import save_in_group, save_local
 from ucformat.torch.state.local import local_of, local_state
 from ucformat.torch.state.memory import torch_dtype
 from ucformat.torch.state.objects import Rng, decode, encode
@@ -92,11 +93,12 @@ class _Universal:
         state = local_state(self._live(optimizers="optimizer_states" in checkpoint))
         if self.is_global_zero:  # type: ignore[attr-defined]
             state = replace(state, objects={**state.objects, _REST: encode(_without_tensors(checkpoint))})
-        note = _note(checkpoint, self._lineage)
+        metadata = _metadata(checkpoint, self._lineage)
+        options = SaveOptions(url, self._form, overwrite=True)
         if self._background:
-            self._handle = async_save_local(state, terms_of(url, self._form, True, None, None, "equal"), note)
+            self._handle = async_save_local(state, options, metadata)
         else:
-            save_local(state, url, note=note, form=self._form, overwrite=True)
+            save_local(state, options, metadata)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
         """Load the live model and optimizers; what Lightning restores itself is given back."""
@@ -169,8 +171,8 @@ class UniversalCheckpointIO(CheckpointIO):
             rest["optimizer_states"] = [_skeleton(state) for state in numbered]
         state = local_state(named)
         state = replace(state, objects={**state.objects, _REST: encode(rest)})
-        terms = terms_of(str(path), self._form, True, None, None, "equal")
-        save_held(state, terms, _note(checkpoint, self._lineage), lone())
+        options = SaveOptions(str(path), self._form, overwrite=True)
+        save_in_group(state, options, _metadata(checkpoint, self._lineage), single_process_group())
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
         """The checkpoint as Lightning has it; each rank that calls this reads all of it.
@@ -204,12 +206,12 @@ class UniversalCheckpointIO(CheckpointIO):
         _remove(str(path))
 
 
-def _note(checkpoint: Mapping[str, Any], lineage: tuple[LineageDoc, ...]) -> Note:
+def _metadata(checkpoint: Mapping[str, Any], lineage: tuple[LineageDoc, ...]) -> SaveMetadata:
     """What the manifest says besides the state: the step, hyper-parameters, and what callbacks monitor."""
     config = of_program(*((kind, dict(checkpoint[kind])) for kind in _HYPER if checkpoint.get(kind)))
     watched = [c for c in checkpoint.get("callbacks", {}).values() if isinstance(c, dict) and c.get("monitor")]
     metrics = {c["monitor"]: float(c["current_score"]) for c in watched if c.get("current_score") is not None}
-    return Note(step=int(checkpoint["global_step"]), metrics=metrics, config=config, lineage=lineage)
+    return SaveMetadata(step=int(checkpoint["global_step"]), metrics=metrics, config=config, lineage=lineage)
 
 
 def _without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,7 +248,7 @@ def _read(ck: Checkpoint, device: torch.device, *, optimizers: bool) -> _Read:
         if optimizers or key.state == "weight"
     }
     wanted = [local_of(name, state, t) for (name, state), t in tensors.items()]
-    return tensors, load_local(wanted, ck, group=lone(), stateful=optimizers)
+    return tensors, load_local(wanted, ck, group=single_process_group(), stateful=optimizers)
 
 
 def _remove(url: str) -> None:

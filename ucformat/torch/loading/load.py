@@ -19,13 +19,13 @@ from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
 from ucformat.sources.dcp.names import dotted
 from ucformat.storage.watched import check_unchanged
-from ucformat.torch.comm.group import TIMEOUT, group_of, meeting
+from ucformat.torch.comm.group import TIMEOUT, group_for_call, group_of
 from ucformat.torch.comm.wire import message
 from ucformat.torch.loading.match import PARAMETER, Matched, Problems, edge_of, match, raise_for, stored_names
-from ucformat.torch.loading.read import Amount, read, read_shared
-from ucformat.torch.loading.values import Recorded, fit_groups, fit_objects, take_values
+from ucformat.torch.loading.read import ReadAmount, read, read_and_broadcast
+from ucformat.torch.loading.values import SavedState, fit_groups, fit_objects, take_values
 from ucformat.torch.state.collect import collect
-from ucformat.torch.state.local import Local, locals_of, mesh_of, without_ties
+from ucformat.torch.state.local import LocalShard, locals_of, mesh_of, without_ties
 from ucformat.torch.state.memory import check_fillable, dtype_name, torch_dtype
 
 if TYPE_CHECKING:
@@ -123,14 +123,14 @@ def load(
         Conflict: a file of the checkpoint was changed since it was opened.
         UnsafeError: an object is a pickle, and `trust` is false.
     """
-    with meeting(group, timeout, "load", url.url if isinstance(url, Checkpoint) else url) as ranks:
-        with ranks.telling():
+    with group_for_call(group, timeout, "load", url.url if isinstance(url, Checkpoint) else url) as ranks:
+        with ranks.sharing_errors():
             ck = url if isinstance(url, Checkpoint) else open_reference(url)
             found = collect(state)
             for path, tensor in found.tensors.items():
                 check_fillable(str(found.keys[path]), tensor)
             names = stored_names(ck, rename)
-            recorded = Recorded(ck, names)
+            recorded = SavedState(ck, names)
             found.keys |= {p: key for p in found.tensors if (key := recorded.tensors.get(dotted(p))) is not None}
             take_values(found, recorded)
             aliases, targets = without_ties(locals_of(found))
@@ -163,7 +163,7 @@ def load(
 
 
 def load_local(
-    targets: Sequence[Local],
+    targets: Sequence[LocalShard],
     ck: Checkpoint,
     *,
     strict: Strict = "report",
@@ -188,19 +188,21 @@ def load_local(
     """
     begun = time.monotonic()
     ranks = group or group_of()
-    with ranks.telling():
+    with ranks.sharing_errors():
         matched, found = match(targets, aliases or {}, ck, names or stored_names(ck, None), cast=cast)
         stateful = stateful or any(m.target.info.state not in PARAMETER for m in matched)
-    told: list[_Told] = ranks.agree(_Told(found | (problems or Problems()), layout or {}, stateful), _Told)
-    found = _together([t.problems for t in told])
+    told: list[_RankReport] = ranks.all_gather(
+        _RankReport(found | (problems or Problems()), layout or {}, stateful), _RankReport
+    )
+    found = _join_problems([t.problems for t in told])
     raise_for(found, strict, ck.url)
-    amount, failure = Amount(), None
+    amount, failure = ReadAmount(), None
     try:
         amount = _read(ck, matched, verify, threads, broadcast_group, ranks.timeout, progress)
         then()
     except Exception as error:  # noqa: BLE001 - told to all ranks
         failure = error
-    ranks.agree(failure, None)
+    ranks.all_gather(failure, None)
     now = {"world": ranks.size} | {k: v for t in told for k, v in t.layout.items()}
     lineage = edge_of(ck, now, continues=any(t.stateful for t in told))
     seconds = time.monotonic() - begun
@@ -208,7 +210,7 @@ def load_local(
 
 
 @message
-class _Told:
+class _RankReport:
     """What does not fit on a rank, its layout, and whether it loads hyper-parameters of an optimizer."""
 
     problems: Problems
@@ -224,16 +226,16 @@ def _read(
     broadcast_group: dist.ProcessGroup | None,
     timeout: float,
     progress: Callable[[int], None] | None,
-) -> Amount:
+) -> ReadAmount:
     if broadcast_group is None:
         amount = read(ck, matched, verify, threads, progress)
     else:
-        amount = read_shared(ck, matched, broadcast_group, timeout, verify, threads, progress)
+        amount = read_and_broadcast(ck, matched, broadcast_group, timeout, verify, threads, progress)
     check_unchanged(ck.store, LOADED, TRACKERS)
     return amount
 
 
-def _together(everybody: Sequence[Problems]) -> Problems:
+def _join_problems(everybody: Sequence[Problems]) -> Problems:
     """The problems of all ranks; what is unexpected is what no rank expects."""
     out = Problems()
     for found in everybody:
@@ -325,4 +327,4 @@ def _target(ck: Checkpoint, name: str, dtype: torch.dtype | None, device: str | 
     info = TensorInfo(name, "weight", dtype_name(wanted), stored.shape)
     tensor = torch.empty(stored.shape, dtype=wanted, device=device)
     whole = Piece(Box.whole(stored.shape), 0, row_major(stored.shape))
-    return Matched(Local(info, (whole,) if stored.size else (), tensor), stored)
+    return Matched(LocalShard(info, (whole,) if stored.size else (), tensor), stored)

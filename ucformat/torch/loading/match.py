@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.box import Box
     from ucformat.schema.manifest import LineageDoc
-    from ucformat.torch.state.local import Local
+    from ucformat.torch.state.local import LocalShard
 
     Rename = Callable[[str], str] | Mapping[str, str]
     Strict = Literal["report", True, False]
@@ -58,7 +58,7 @@ class Problems:
 class Matched:
     """A tensor of the state, and the stored one that it is read from; of another dtype where it is to be cast."""
 
-    target: Local
+    target: LocalShard
     stored: TensorInfo
 
 
@@ -94,7 +94,7 @@ def _by_regex(rules: Mapping[str, str]) -> Callable[[str], str]:
 
 
 def match(
-    targets: Sequence[Local], aliases: Mapping[str, str], ck: Checkpoint, names: Mapping[str, str], *, cast: bool
+    targets: Sequence[LocalShard], aliases: Mapping[str, str], ck: Checkpoint, names: Mapping[str, str], *, cast: bool
 ) -> tuple[list[Matched], Problems]:
     """What each target is read from; `aliases` are further names of the state for the same memory.
 

@@ -20,15 +20,15 @@ from ucformat.geometry.tensor import Piece, Tiles
 from ucformat.reading.plan import Wanted
 from ucformat.reading.rank import wanted_of
 from ucformat.reading.read import read_wanted
-from ucformat.torch.comm.group import group_of, of_rank
+from ucformat.torch.comm.group import group_of, name_rank
 from ucformat.torch.state.memory import (
     blocks_of,
     check_fillable,
+    device_of_first,
     devices_of,
     host_memory,
-    marks,
-    on,
-    same_device,
+    keep_current_device,
+    record_events,
     synchronize,
     torch_dtype,
 )
@@ -42,21 +42,21 @@ if TYPE_CHECKING:
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.match import Matched
 
-__all__ = ["STAGED_BYTES", "Amount", "read", "read_shared"]
+__all__ = ["STAGED_BYTES", "ReadAmount", "read", "read_and_broadcast"]
 
 #: Bytes of each of the two host buffers.
 STAGED_BYTES = 32 << 20
 
 
-class Amount(NamedTuple):
+class ReadAmount(NamedTuple):
     """Bytes that were read from storage, and those of tensors that no checksum was checked for."""
 
     nbytes: int = 0
     unverified: int = 0
 
-    def plus(self, other: Amount) -> Amount:
+    def plus(self, other: ReadAmount) -> ReadAmount:
         """Both together."""
-        return Amount(self.nbytes + other.nbytes, self.unverified + other.unverified)
+        return ReadAmount(self.nbytes + other.nbytes, self.unverified + other.unverified)
 
 
 def read(
@@ -65,7 +65,7 @@ def read(
     verify: Verify = "whole",
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Amount:
+) -> ReadAmount:
     """Fill the targets, and say how much was read.
 
     Raises:
@@ -93,7 +93,7 @@ def read(
     labels = [str(m.target.key) for m in direct]
     plan = read_wanted(ck.store, wanted, memories, labels, verify=verify, threads=threads, progress=progress)
     staged = [m for m in matched if not _is_direct(m)]
-    done = Amount(plan.bytes_read, plan.bytes_unverified)
+    done = ReadAmount(plan.bytes_read, plan.bytes_unverified)
     return done.plus(_staged(ck, staged, verify, threads, progress)) if staged else done
 
 
@@ -107,12 +107,12 @@ def _staged(
     verify: Verify,
     threads: int | None,
     progress: Callable[[int], None] | None,
-) -> Amount:
+) -> ReadAmount:
     """Read batch by batch into two host buffers in turn, so that one is copied to the device while the other fills."""
     targets = [m.target.tensor for m in matched]
     devices = devices_of(targets)
     synchronize(targets)  # training may still read or write them
-    total = Amount()
+    total = ReadAmount()
     buffers: list[torch.Tensor | None] = [None, None]
     copied: list[list[torch.Event]] = [[], []]
     try:
@@ -125,7 +125,7 @@ def _staged(
             if held is None or held.numel() < need:
                 buffers[turn] = held = _host_buffer(max(need, STAGED_BYTES), devices)
             total = total.plus(_fill(ck, batch, held, devices, verify, threads, progress))
-            copied[turn] = marks(d for d in devices if any(u.m.target.tensor.device == d for u in batch))
+            copied[turn] = record_events(d for d in devices if any(u.m.target.tensor.device == d for u in batch))
     finally:  # where one failed too: the buffers go
         synchronize(targets)
     return total
@@ -134,7 +134,7 @@ def _staged(
 def _host_buffer(nbytes: int, devices: Sequence[torch.device]) -> torch.Tensor:
     """Memory from which devices copy, pinned where there are any and the system lets it."""
     if devices:
-        with on(devices), suppress(RuntimeError):
+        with device_of_first(devices), suppress(RuntimeError):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     return torch.empty(nbytes, dtype=torch.uint8)
 
@@ -204,7 +204,7 @@ def _fill(
     verify: Verify,
     threads: int | None,
     progress: Callable[[int], None] | None,
-) -> Amount:
+) -> ReadAmount:
     memory, wanted, views, at = host_memory(buffer), [], [], 0
     for n, u in enumerate(batch):
         wanted.append(Wanted(u.m.stored, u.extents, [(n, Piece(u.box, 0, row_major(u.box.shape)))]))
@@ -216,7 +216,7 @@ def _fill(
         data = held.view(torch_dtype(u.m.stored.dtype)).view(u.box.shape)
         target = _region(u.m, u.box)
         target.copy_(data, non_blocking=target.device in devices)
-    return Amount(plan.bytes_read, plan.bytes_unverified)
+    return ReadAmount(plan.bytes_read, plan.bytes_unverified)
 
 
 def _region(m: Matched, box: Box) -> torch.Tensor:
@@ -244,7 +244,7 @@ _ROUND = 64 << 20
 _Wants = list[tuple[str, tuple[Box, ...]]]
 
 
-def read_shared(
+def read_and_broadcast(
     ck: Checkpoint,
     matched: Sequence[Matched],
     replicas: dist.ProcessGroup,
@@ -252,7 +252,7 @@ def read_shared(
     verify: Verify = "whole",
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Amount:
+) -> ReadAmount:
     """Fill the targets; what all ranks of `replicas` want alike is read by one of them, balanced by bytes.
 
     Returns how much this rank read itself. The group must carry tensors of the targets' devices;
@@ -261,7 +261,7 @@ def read_shared(
     ranks = group_of(replicas, timeout, f"share {ck.url}")
     rank, size = ranks.rank, ranks.size
     wants = [(str(m.stored.key), tuple(p.box for p in m.target.pieces)) for m in matched]
-    everybody: list[_Wants] = ranks.agree(wants, _Wants)
+    everybody: list[_Wants] = ranks.all_gather(wants, _Wants)
     common = set(everybody[0]).intersection(*map(set, everybody[1:]))
     alone = [m for m, want in zip(matched, wants, strict=True) if want not in common]
     order = {want: i for i, want in enumerate(everybody[0])}
@@ -276,29 +276,29 @@ def read_shared(
         load[reader] += m.target.nbytes
         dealt.append((m, reader))
     rounds = list(_rounds(dealt, size))
-    total = Amount()
-    with ThreadPoolExecutor(1, "ucformat-share", same_device()) as pool:
+    total = ReadAmount()
+    with ThreadPoolExecutor(1, "ucformat-share", keep_current_device()) as pool:
 
-        def begin(units: Sequence[tuple[Matched, int]]) -> Future[Amount]:
+        def begin(units: Sequence[tuple[Matched, int]]) -> Future[ReadAmount]:
             return pool.submit(read, ck, [m for m, reader in units if reader == rank], verify, threads, progress)
 
         coming = [begin(rounds[0])] if rounds else []
         for number, units in enumerate(rounds):
-            total = total.plus(_together(coming.pop(), ranks))
+            total = total.plus(_all_have_read(coming.pop(), ranks))
             coming += [begin(following) for following in rounds[number + 1 : number + 2]]
             for m, reader in units:
-                _hand_on(m.target.tensor, reader, replicas)
+                _broadcast(m.target.tensor, reader, replicas)
     synchronize(m.target.tensor for m, _ in dealt)  # a broadcast of a device's tensor goes on after its call
     return total.plus(read(ck, alone, verify, threads, progress))
 
 
-def _together(reading: Future[Amount], ranks: Group) -> Amount:
+def _all_have_read(reading: Future[ReadAmount], ranks: Group) -> ReadAmount:
     """Wait until all ranks have read what they hand on next; what one of them failed of is raised on all."""
     error = reading.exception()
-    errors = ranks.agree([] if error is None else [error], list[BaseException])
+    errors = ranks.all_gather([] if error is None else [error], list[BaseException])
     first = next(((r, e[0]) for r, e in enumerate(errors) if e), None)
     if first is not None:
-        raise error or of_rank(*first, len(errors))
+        raise error or name_rank(*first, len(errors))
     return reading.result()
 
 
@@ -315,7 +315,7 @@ def _rounds(dealt: Sequence[tuple[Matched, int]], size: int) -> Iterator[list[tu
         yield units
 
 
-def _hand_on(tensor: torch.Tensor, reader: int, replicas: dist.ProcessGroup) -> None:
+def _broadcast(tensor: torch.Tensor, reader: int, replicas: dist.ProcessGroup) -> None:
     """Broadcast one local tensor, as bytes, for not every group carries every dtype."""
     dense = tensor if tensor.is_contiguous() else tensor.contiguous()
     flat = dense.as_strided((dense.numel(),), (1,))  # a lone element may have any stride, of which no view is made

@@ -12,7 +12,7 @@ from ucformat.reading.readable import IntKey
 from ucformat.sources.dcp.names import GROUPS, dotted
 from ucformat.sources.values import from_json, json_key
 from ucformat.torch.loading.match import Problems
-from ucformat.torch.state.collect import Leaf
+from ucformat.torch.state.collect import ValueSlot
 from ucformat.torch.state.objects import Rng, decode, encode, unfit
 
 if TYPE_CHECKING:
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import GroupDoc
     from ucformat.sources.dcp.names import Path
     from ucformat.torch.comm.group import Group as Ranks
-    from ucformat.torch.state.collect import Collected, Group
+    from ucformat.torch.state.collect import CollectedState, OptimizerGroup
     from ucformat.torch.state.objects import PerRank
 
-__all__ = ["ABSENT", "Recorded", "find_object", "fit_groups", "fit_objects", "is_special", "take_values", "value_at"]
+__all__ = ["ABSENT", "SavedState", "find_object", "fit_groups", "fit_objects", "is_special", "take_values", "value_at"]
 
 ABSENT = object()
 
 
-class Recorded:
+class SavedState:
     """What a checkpoint says of its program's state, where it says it; `tensors` go by their paths, joined by dots.
 
     What `names`, those of `stored_names`, call otherwise than the checkpoint does is left out.
@@ -181,13 +181,13 @@ def _is_cut(node: Sequence[Any]) -> bool:
 
 
 def fit_objects(
-    found: Collected, recorded: Recorded, ranks: Ranks, *, trust: bool, cast: bool = False
+    found: CollectedState, recorded: SavedState, ranks: Ranks, *, trust: bool, cast: bool = False
 ) -> tuple[Problems, Callable[[], None]]:
     """What of the state's plain values is missing or does not fit, and how to put the rest."""
     others: list[str] = []
     dtypes: list[str] = []
     missing: list[str] = []
-    todo: list[tuple[Leaf, Any]] = []
+    todo: list[tuple[ValueSlot, Any]] = []
     for path, leaf in found.leaves.items():
         data = with_empty(recorded.value(path), leaf.value)
         if data is ABSENT:
@@ -214,12 +214,12 @@ def fit_objects(
 
 
 def _fit_ranks(
-    found: Collected, per_rank: Mapping[str, Any], ranks: Ranks, *, trust: bool
+    found: CollectedState, per_rank: Mapping[str, Any], ranks: Ranks, *, trust: bool
 ) -> tuple[Problems, Callable[[], None]]:
     """The same of what each rank has for itself."""
     others: list[str] = []
     missing: list[str] = []
-    todo: list[tuple[Leaf, Any]] = []
+    todo: list[tuple[ValueSlot, Any]] = []
     for path, (wanted, leaf) in found.ranks.items():
         saved = per_rank.get(dotted(path))
         if saved is None:
@@ -263,14 +263,14 @@ def _no_merge(path: Path, wanted: PerRank, saved: int, now: int) -> str:
     )
 
 
-def take_values(found: Collected, recorded: Recorded) -> None:
+def take_values(found: CollectedState, recorded: SavedState) -> None:
     """Take tensors that the checkpoint holds inside a value, as DCP saves tuples, for values that are copied."""
     for path, tensor in list(found.tensors.items()):
         if dotted(path) in recorded.tensors or found.keys[path].name in recorded.names:
             continue
         data = recorded.value(path)
         if type(tensor) is torch.Tensor and isinstance(data, dict) and set(data) == {"$tensor"}:
-            found.leaves[path] = Leaf(tensor, tensor.copy_)
+            found.leaves[path] = ValueSlot(tensor, tensor.copy_)
             del found.tensors[path]
 
 
@@ -296,14 +296,14 @@ def _vanishes(value: Any) -> bool:
     return isinstance(value, dict) and all(map(_vanishes, value.values()))
 
 
-def fit_groups(found: Collected, recorded: Recorded) -> tuple[Problems, Callable[[], None]]:
+def fit_groups(found: CollectedState, recorded: SavedState) -> tuple[Problems, Callable[[], None]]:
     """Which stored hyper-parameters each optimizer group gets, by the names of its parameters, and how to put them.
 
     A group some of whose parameters are not known gets those of the others.
     """
     missing: list[str] = []
     others: list[str] = []
-    todo: list[tuple[Group, dict[str, Any]]] = []
+    todo: list[tuple[OptimizerGroup, dict[str, Any]]] = []
     for path, groups in found.groups.items():
         group_of = recorded.find_group(dotted(path), found.prefixes.get(path, ""))
         for number, group in enumerate(groups):

@@ -16,7 +16,7 @@ from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_of
 from ucformat.torch.loading.load import load
 from ucformat.torch.manager.restore import restore_newest
-from ucformat.torch.manager.signals import Signals, together
+from ucformat.torch.manager.signals import Signals, any_rank_bits
 from ucformat.torch.manager.steps import folder_of, list_steps
 from ucformat.torch.saving.asynchronous import async_save
 from ucformat.torch.saving.save import save
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.load import LoadReport
     from ucformat.torch.manager.restore import Mode
-    from ucformat.torch.manager.retention import Keep, Keeper
+    from ucformat.torch.manager.retention import Keep, RunRetention
     from ucformat.torch.saving.background import SaveHandle
     from ucformat.torch.saving.save import Saved
 
@@ -120,7 +120,7 @@ class Manager:
         self._parent: LineageDoc | None = None
         self._commits: int | None = None  # the greatest count in this folder, once it was looked at
         self._last: Saved | None = None
-        self._flying: _Flying | None = None
+        self._flying: _PendingSave | None = None
         self._beyond: set[int] = set()  # steps that lie there and were left behind by going back
         self._damaged: frozenset[str] = frozenset()  # places that may be replaced then
         self._pool = ThreadPoolExecutor(1, "ucformat-keep")
@@ -175,7 +175,7 @@ class Manager:
             return self._last
         ranks = self._ranks()
         if self._commits is None:
-            self._commits = ranks.meet(None, lambda _: [list_steps(self.url).commits] * ranks.size, None, int)
+            self._commits = ranks.gather_scatter(None, lambda _: [list_steps(self.url).commits] * ranks.size, None, int)
         url, overwrite = self._place(step)
         first = not ranks.rank
         lineage = () if self._parent is None else (self._parent,)
@@ -186,7 +186,7 @@ class Manager:
         self._begun = time.monotonic()
         if self._asynchronous and not ending:
             handle = async_save(state, url, **options)
-            self._flying, self._at = _Flying(handle, step, first=first), step
+            self._flying, self._at = _PendingSave(handle, step, first=first), step
             return handle
         saved = save(state, url, **options)
         self._at, self._ended = step, self._ended or ending
@@ -292,7 +292,7 @@ class Manager:
         if talks or ranks.size == 1:
             bits |= _FAILED * (self._flying is not None and self._flying.failed)
         if talks:
-            bits = together(ranks, bits)
+            bits = any_rank_bits(ranks, bits)
         self._stopping = self._stopping or bool(bits & _STOP)
         if self._stopping and not self._ended:
             return True
@@ -327,7 +327,7 @@ class Manager:
             if not flying.noted:
                 self._committed(saved, flying.step, first=flying.first)
         told = [failure] if failure is not None and not flying.told else []
-        everybody = self._ranks().agree((failure is not None, told), tuple[bool, list[BaseException]])
+        everybody = self._ranks().all_gather((failure is not None, told), tuple[bool, list[BaseException]])
         if any(failed for failed, _ in everybody):
             self._at = None
         untold = [e for _, errors in everybody for e in errors]
@@ -341,7 +341,7 @@ class Manager:
         from ucformat.torch.manager.retention import free_place
 
         ranks = self._ranks()
-        place: tuple[str, bool] = ranks.meet(
+        place: tuple[str, bool] = ranks.gather_scatter(
             None, lambda _: [free_place(self.url, step, self._damaged)] * ranks.size, None, tuple[str, bool]
         )
         return place
@@ -356,14 +356,14 @@ class Manager:
             self._kept = self._pool.submit(self._keeper.apply, saved.url, step)
 
 
-def _keeper(root: str, keep: Keep) -> Keeper:
-    from ucformat.torch.manager.retention import Keeper, policy_of  # and with it, sqlalchemy
+def _keeper(root: str, keep: Keep) -> RunRetention:
+    from ucformat.torch.manager.retention import RunRetention, policy_of  # and with it, sqlalchemy
 
-    return Keeper(root, policy_of(keep))
+    return RunRetention(root, policy_of(keep))
 
 
 @dataclass(slots=True)
-class _Flying:
+class _PendingSave:
     """A save in the background. `first` says that this was rank 0; `told`, that its failure was raised here."""
 
     handle: SaveHandle

@@ -21,7 +21,7 @@ from ucformat.jobs.run import Report, run
 from ucformat.torch.comm.wire import message
 from ucformat.torch.loading.load import load
 from ucformat.torch.loading.match import edge_of, holds_training
-from ucformat.torch.manager.steps import Listed, list_steps
+from ucformat.torch.manager.steps import RunContents, list_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.load import LoadReport
-    from ucformat.torch.manager.steps import Step
+    from ucformat.torch.manager.steps import RunStep
 
     Mode = Literal["full", "quick"]
 
-__all__ = ["Mode", "Restored", "restore_newest", "verify_together"]
+__all__ = ["Mode", "Restored", "restore_newest", "verify_on_all_ranks"]
 
 
 _DAMAGES = (IntegrityError, NotFound, UpgradeNeeded)  # any other error is of the place, and no reason to go back
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _FileCheck:
     """A file, or a part of one, to look at; `run` gives the digests of a shard's chunks and what is wrong."""
 
     nbytes: int
@@ -50,7 +50,7 @@ class _Task:
 
 
 @message
-class _Found:
+class _CheckResult:
     """What one rank found."""
 
     problems: list[Problem] = field(default_factory=list)
@@ -58,8 +58,8 @@ class _Found:
     nbytes: int = 0
 
 
-def verify_together(
-    step: Step, mode: Mode, ranks: Group, threads: int | None = None
+def verify_on_all_ranks(
+    step: RunStep, mode: Mode, ranks: Group, threads: int | None = None
 ) -> tuple[Checkpoint | None, Report]:
     """Open a checkpoint and verify it; all ranks call this together, and get the same report.
 
@@ -72,13 +72,13 @@ def verify_together(
     ck = None
     try:
         ck = _open(step)
-        found: _Found | Exception = _look(ck, mode, ranks, threads)
+        found: _CheckResult | Exception = _look(ck, mode, ranks, threads)
     except _DAMAGES as error:
-        found = _Found([Problem(MANIFEST, error.message)])
+        found = _CheckResult([Problem(MANIFEST, error.message)])
     except Exception as error:  # noqa: BLE001 - told to all ranks
         found = error
 
-    def judge(all_found: Sequence[_Found]) -> list[Report]:
+    def judge(all_found: Sequence[_CheckResult]) -> list[Report]:
         problems = {str(p): p for f in all_found for p in f.problems}
         if ck is not None and mode == "full" and not problems:
             assert isinstance(ck.source, Universal)  # noqa: S101
@@ -90,18 +90,18 @@ def verify_together(
         report = Report(step.url, "ucformat", len(ck.tensors) if ck else 0, nbytes, 0, tuple(problems.values()))
         return [report] * ranks.size
 
-    report: Report = ranks.meet(found, judge, _Found, Report)
+    report: Report = ranks.gather_scatter(found, judge, _CheckResult, Report)
     return ck, report
 
 
-def _open(step: Step) -> Checkpoint:
+def _open(step: RunStep) -> Checkpoint:
     ck = open_checkpoint(step.url)
     if ck.id != step.id:
         raise MissingData(f"at {step.url} lies another checkpoint by now")
     return ck
 
 
-def _look(ck: Checkpoint, mode: Mode, ranks: Group, threads: int | None) -> _Found:
+def _look(ck: Checkpoint, mode: Mode, ranks: Group, threads: int | None) -> _CheckResult:
     """This rank's part; every rank reads the documents, which it will need."""
     source = ck.source
     assert isinstance(source, Universal)  # noqa: S101 - it has a manifest
@@ -109,23 +109,23 @@ def _look(ck: Checkpoint, mode: Mode, ranks: Group, threads: int | None) -> _Fou
         source.sidecar()
     _ = ck.objects
     tasks = sorted(_full(source) if mode == "full" else _quick(source), key=lambda t: -t.nbytes)
-    found = _Found()
+    found = _CheckResult()
     mine = tasks[ranks.rank :: ranks.size]
     for task, (leaves, problems) in run(lambda t: t.run(), mine, threads):
         found.problems.extend(problems)
         if task.key is not None and task.shard is not None:
             found.leaves.append((task.key, task.shard, leaves))
-    return _Found(found.problems, found.leaves, sum(t.nbytes for t in mine))
+    return _CheckResult(found.problems, found.leaves, sum(t.nbytes for t in mine))
 
 
-def _full(source: Universal) -> Iterator[_Task]:
+def _full(source: Universal) -> Iterator[_FileCheck]:
     """Everything, by files, and by tensors where they are not arrays."""
     for item in items(source):
         shard = item.shard if isinstance(item, ShardFile) else None
-        yield _Task(item.nbytes, partial(checked, item, source.store, _DAMAGES), item.key, shard)
+        yield _FileCheck(item.nbytes, partial(checked, item, source.store, _DAMAGES), item.key, shard)
     for key, tensor in source.docs.items():
         if tensor.path is None:
-            yield _Task(tensor.nbytes, lambda k=key: (b"", _blocks(source, k)))  # type: ignore[misc]
+            yield _FileCheck(tensor.nbytes, lambda k=key: (b"", _blocks(source, k)))  # type: ignore[misc]
 
 
 def _blocks(source: Universal, key: Key) -> list[Problem]:
@@ -134,7 +134,7 @@ def _blocks(source: Universal, key: Key) -> list[Problem]:
     return block_problems(source.store, key, blocks, _DAMAGES)
 
 
-def _quick(source: Universal) -> Iterator[_Task]:
+def _quick(source: Universal) -> Iterator[_FileCheck]:
     """The size of each file."""
     ends = {item.file: item.nbytes for item in items(source) if not isinstance(item, ZarrJson)}
     for key, tensor in source.docs.items():
@@ -149,7 +149,7 @@ def _quick(source: Universal) -> Iterator[_Task]:
             raise MissingData(f"{source.store.url}/{file} has {size} bytes, and should have {least}")
 
     for file, least in ends.items():
-        yield _Task(0, lambda f=file, n=least: (b"", _reading(f, lambda: look(f, n))))  # type: ignore[misc]
+        yield _FileCheck(0, lambda f=file, n=least: (b"", _reading(f, lambda: look(f, n))))  # type: ignore[misc]
 
 
 def _reading(file: str, act: Callable[[], object]) -> list[Problem]:
@@ -172,7 +172,7 @@ class Restored:
     `commits` is the greatest count of all.
     """
 
-    step: Step
+    step: RunStep
     report: LoadReport
     beyond: frozenset[int]
     damaged: frozenset[str]
@@ -189,7 +189,7 @@ def restore_newest(
     Raises:
         IntegrityError: there are checkpoints, and all are damaged.
     """
-    listed: Listed = ranks.meet(None, lambda _: [_list(root)] * ranks.size, None, Listed)
+    listed: RunContents = ranks.gather_scatter(None, lambda _: [_list(root)] * ranks.size, None, RunContents)
     damaged: dict[str, str] = {}
     if not ranks.rank:
         for text in contradictions(listed.steps, attrgetter("url")):
@@ -203,7 +203,7 @@ def restore_newest(
     for url, _, why in listed.unreadable:
         skip(url, why)
     for step in listed.steps:
-        ck, found = verify_together(step, verify, ranks, options.get("threads"))
+        ck, found = verify_on_all_ranks(step, verify, ranks, options.get("threads"))
         if verify == "full" and ck is not None and not ranks.rank:
             record_verification(ck, found)
         if ck is None or not found:
@@ -228,7 +228,7 @@ def restore_newest(
     return None
 
 
-def _list(root: str) -> Listed:
+def _list(root: str) -> RunContents:
     """What is committed, and was not deleted in the catalog."""
     from ucformat.torch.manager.retention import deleted_ids  # and with it, sqlalchemy
 

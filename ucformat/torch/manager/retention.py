@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.storage.base import Store
-    from ucformat.torch.manager.steps import Step
+    from ucformat.torch.manager.steps import RunStep
 
     Keep = int | Mapping[str, Any] | Policy | str | Path
 
-__all__ = ["Keep", "Keeper", "deleted_ids", "free_place", "policy_of"]
+__all__ = ["Keep", "RunRetention", "deleted_ids", "free_place", "policy_of"]
 
 _log = logging.getLogger("ucformat")
 
@@ -76,7 +76,7 @@ def policy_of(keep: Keep) -> Policy:
     return policy.model_copy(update={"keep": policy.keep.model_copy(update={"last": last})})
 
 
-class Keeper:
+class RunRetention:
     """Applies a policy to the checkpoints below `root`, and to no others. One process of the run calls `apply`.
 
     Raises:
@@ -86,7 +86,7 @@ class Keeper:
     def __init__(self, root: str, policy: Policy) -> None:
         self.root, self.policy = root, policy
         self._catalog = load_settings().catalog_url()
-        self._known: dict[str, Step] | None = None  # by url; only without a catalog
+        self._known: dict[str, RunStep] | None = None  # by url; only without a catalog
         self._begun = False
         self._told: set[str] = set()
         if self._catalog is None and policy.filters():
@@ -143,9 +143,9 @@ class Keeper:
                 scope += f" and id not in ({', '.join(map(repr, copied))})"
             policy = self.policy.model_copy(update={"scope": scope})
             plan = catalog.retain(policy)
-            self._tell(f"the rule keeps nothing: {rule}" for rule in plan.idle)
-            self._tell(plan.contradictions)
-            self._tell(f"{i[:12]} is not judged, because it lies elsewhere too" for i in copied)
+            self._warn_once(f"the rule keeps nothing: {rule}" for rule in plan.idle)
+            self._warn_once(plan.contradictions)
+            self._warn_once(f"{i[:12]} is not judged, because it lies elsewhere too" for i in copied)
             if plan.delete:
                 try:
                     catalog.retain(policy, apply=plan.id)
@@ -170,11 +170,11 @@ class Keeper:
                 _log.warning("not purged: %s: %s", checkpoint, error.message)
         return gone
 
-    def _in_folder(self, known: dict[str, Step]) -> list[str]:
+    def _in_folder(self, known: dict[str, RunStep]) -> list[str]:
         steps = list(known.values())
         plan = plan_retention(self.policy, [_row(s, n, self.root) for n, s in enumerate(steps)], now())
-        self._tell(f"the rule keeps nothing: {rule}" for rule in plan.idle)
-        self._tell(contradictions(steps, attrgetter("url")))
+        self._warn_once(f"the rule keeps nothing: {rule}" for rule in plan.idle)
+        self._warn_once(contradictions(steps, attrgetter("url")))
         gone = []
         for step in (steps[row.serial] for row in plan.delete):
             if protections_of(step.url, step.id, known=False):
@@ -185,7 +185,7 @@ class Keeper:
             gone.append(step.id)
         return gone
 
-    def _tell(self, what: Iterable[str]) -> None:
+    def _warn_once(self, what: Iterable[str]) -> None:
         """Warn, of each thing once."""
         for text in set(what) - self._told:
             self._told.add(text)
@@ -207,7 +207,7 @@ def _literal(text: str) -> str:
     return text.replace("'", "''")
 
 
-def _row(step: Step, serial: int = 0, run: str = "", **said: Any) -> Row:
+def _row(step: RunStep, serial: int = 0, run: str = "", **said: Any) -> Row:
     about = {"commits": step.commits, "metrics": step.metrics, **said}
     return Row(serial, step.id, OURS, "committed", run, step.step, step.created, step.nbytes, **about)
 

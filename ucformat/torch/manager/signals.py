@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ucformat.torch.comm.group import Group
 
-__all__ = ["Signals", "together"]
+__all__ = ["Signals", "any_rank_bits"]
 
 _log = logging.getLogger("ucformat")
 _FAN_OUT = 8
@@ -63,7 +63,7 @@ class Signals:
         self._before.clear()
 
 
-def together(group: Group, bits: int) -> int:
+def any_rank_bits(group: Group, bits: int) -> int:
     """The bits (of eight) that any rank has set, on all ranks: up and down a tree, for it is asked at every step."""
     found = np.array([bits], np.uint8)
     first = group.rank * _FAN_OUT + 1

@@ -15,13 +15,13 @@ from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.wire import message
 
-__all__ = ["Listed", "Step", "folder_of", "list_steps", "read_step"]
+__all__ = ["RunContents", "RunStep", "folder_of", "list_steps", "read_step"]
 
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?", re.ASCII)
 
 
 @message
-class Step:
+class RunStep:
     """A committed checkpoint in the folder of its step: what its manifest says, without its tensors."""
 
     url: str
@@ -39,14 +39,14 @@ class Step:
 
 
 @message
-class Listed:
+class RunContents:
     """The checkpoints of a run, the newest first, of which the greatest count of commits is `commits`.
 
     `unreadable` are those whose manifests cannot be read: url, step and why. Of the places `buried` something is left
     that a purge has begun to remove.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[RunStep, ...]
     unreadable: tuple[tuple[str, int, str], ...]
     buried: tuple[str, ...] = ()
     commits: int = 0
@@ -65,7 +65,7 @@ def step_of(folder: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def list_steps(root: str) -> Listed:
+def list_steps(root: str) -> RunContents:
     """What is committed in the folders of a run; attempts, and what is being removed, are not seen.
 
     Lists all files below `root`, and reads one manifest for each checkpoint.
@@ -81,7 +81,7 @@ def list_steps(root: str) -> Listed:
         elif file == TOMBSTONE and step is not None:
             buried.append(f"{store.url}/{folder}")
 
-    def read(url: str) -> Step | str | None:
+    def read(url: str) -> RunStep | str | None:
         try:
             return read_step(url, found[url])
         except NotACheckpoint:
@@ -90,14 +90,14 @@ def list_steps(root: str) -> Listed:
             return error.message
 
     answers = dict(zip(found, map_io(read, found), strict=True))
-    steps = newest_first(s for s in answers.values() if isinstance(s, Step))
+    steps = newest_first(s for s in answers.values() if isinstance(s, RunStep))
     unreadable = tuple((u, found[u], why) for u, why in answers.items() if isinstance(why, str))
     commits = max((s.commits for s in steps if s.commits is not None), default=0)
-    return Listed(tuple(steps), unreadable, tuple(buried), commits)
+    return RunContents(tuple(steps), unreadable, tuple(buried), commits)
 
 
-def read_step(url: str, step: int) -> Step:
+def read_step(url: str, step: int) -> RunStep:
     """The checkpoint of a step that lies there; NotACheckpoint where there is none."""
     manifest, _ = read_manifest(open_store(url))
     nbytes = sum(t.nbytes for t in manifest.tensors)
-    return Step(url, step, manifest.id, manifest.created, nbytes, manifest.metrics, manifest.commits)
+    return RunStep(url, step, manifest.id, manifest.created, nbytes, manifest.metrics, manifest.commits)

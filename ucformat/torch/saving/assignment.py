@@ -1,4 +1,4 @@
-"""Who writes what of a state that many ranks hold: pure planning, from all ranks' claims to each rank's part."""
+"""Who writes what of a state that many ranks hold: pure planning, from all ranks' items to each rank's part."""
 
 from __future__ import annotations
 
@@ -18,14 +18,24 @@ if TYPE_CHECKING:
 
     from ucformat.format.chunking import Grid
 
-__all__ = ["Bundle", "Claim", "Fragment", "Held", "Message", "Shard", "deal_pieces", "deal_shards", "merge"]
+__all__ = [
+    "Fragment",
+    "GlobalTensor",
+    "ShardBatch",
+    "ShardTask",
+    "Transfer",
+    "WriteItem",
+    "assign_pieces",
+    "assign_shards",
+    "merge_items",
+]
 
 #: Small shards of one rank are bundled up to this many bytes: each sender sends one message for them.
-BUNDLE_BYTES = 32 << 20
+BATCH_BYTES = 32 << 20
 
 
 @message
-class Claim:
+class WriteItem:
     """What one rank holds of one tensor, and its paths in the state of the program."""
 
     info: TensorInfo
@@ -34,8 +44,8 @@ class Claim:
 
 
 @message
-class Held:
-    """A tensor of the checkpoint, and who holds its boxes: (rank, number of the claim, number of the box), by box."""
+class GlobalTensor:
+    """A tensor of the checkpoint, and who holds its boxes: (rank, number of the item, number of the box), by box."""
 
     info: TensorInfo
     holders: dict[Box, list[tuple[int, int, int]]]
@@ -43,17 +53,17 @@ class Held:
 
 @message
 class Fragment:
-    """A box of tensor number `tensor` that its sender has in piece number `piece` of its claim number `claim`."""
+    """A box of tensor number `tensor` that its sender has in piece number `piece` of its item number `item`."""
 
     sender: int
     tensor: int
-    claim: int
+    item: int
     piece: int
     box: Box
 
 
 @message
-class Shard:
+class ShardTask:
     """One shard to write: of tensor number `tensor` of the checkpoint, at `at` in its grid of shards."""
 
     tensor: int
@@ -62,50 +72,50 @@ class Shard:
 
 
 @message
-class Bundle:
+class ShardBatch:
     """Shards that one rank writes one after another. Each sender sends all its fragments of them at once, in order."""
 
-    shards: tuple[Shard, ...]
+    shards: tuple[ShardTask, ...]
 
     def sent_by(self, rank: int) -> list[Fragment]:
-        """What a rank sends for this bundle, in the order in which it lies in the message."""
+        """What a rank sends for this batch, in the order in which it lies in the message."""
         return [f for s in self.shards for f in s.fragments if f.sender == rank]
 
 
 @message
-class Message:
-    """What a rank sends for bundle number `number` of another rank."""
+class Transfer:
+    """What a rank sends for batch number `number` of another rank."""
 
     to: int
     number: int
     fragments: tuple[Fragment, ...]
 
 
-def merge(claims: Sequence[Sequence[Claim]]) -> list[Held]:
+def merge_items(items: Sequence[Sequence[WriteItem]]) -> list[GlobalTensor]:
     """The tensors of all ranks, in the order in which rank 0, then the next, lists them.
 
     Raises:
         UsageError: two ranks give one tensor different dtypes or shapes, or a rank lists one twice.
         CoverageError: nobody holds some part of a tensor, or two ranks hold overlapping boxes that are not equal.
     """
-    found: dict[Key, Held] = {}
+    found: dict[Key, GlobalTensor] = {}
     first: dict[Key, int] = {}
-    for rank, listed in enumerate(claims):
+    for rank, listed in enumerate(items):
         seen: set[Key] = set()
-        for number, claim in enumerate(listed):
-            key = claim.info.key
+        for number, item in enumerate(listed):
+            key = item.info.key
             if key in seen:
                 raise UsageError(f"rank {rank} saves two tensors as {key}", hint="give them different names")
             seen.add(key)
-            held = found.setdefault(key, Held(claim.info, {}))
-            if held.info != claim.info:
+            held = found.setdefault(key, GlobalTensor(item.info, {}))
+            if held.info != item.info:
                 raise UsageError(
-                    f"{key} is {held.info.dtype} {held.info.shape} on rank {first[key]}, but {claim.info.dtype} "
-                    f"{claim.info.shape} on rank {rank}",
+                    f"{key} is {held.info.dtype} {held.info.shape} on rank {first[key]}, but {item.info.dtype} "
+                    f"{item.info.shape} on rank {rank}",
                     hint="a value that differs from rank to rank is saved as ucformat.torch.PerRank(value)",
                 )
             first.setdefault(key, rank)
-            for piece, box in enumerate(claim.boxes):
+            for piece, box in enumerate(item.boxes):
                 held.holders.setdefault(box, []).append((rank, number, piece))
     for held in found.values():
         whole = next(iter(held.holders), None)
@@ -118,31 +128,31 @@ def merge(claims: Sequence[Sequence[Claim]]) -> list[Held]:
     return list(found.values())
 
 
-def deal_pieces(tensors: Sequence[Held], ranks: int) -> list[list[tuple[int, int]]]:
-    """Which (claim, piece) each rank writes, each box once, balanced over its replicas by bytes; in order of claims."""
+def assign_pieces(tensors: Sequence[GlobalTensor], ranks: int) -> list[list[tuple[int, int]]]:
+    """Which (item, piece) each rank writes, each box once, balanced over its replicas by bytes; in order of items."""
     load = [0] * ranks
     out: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     boxes = [(box.size * t.info.itemsize, who) for t in tensors for box, who in t.holders.items()]
     for nbytes, who in sorted(boxes, key=lambda b: -b[0]):
-        rank, claim, piece = min(who, key=lambda w: load[w[0]])
+        rank, item, piece = min(who, key=lambda w: load[w[0]])
         load[rank] += nbytes
-        out[rank].append((claim, piece))
+        out[rank].append((item, piece))
     return [sorted(mine) for mine in out]
 
 
-def deal_shards(
-    tensors: Sequence[Held], ranks: int, grids: Sequence[Grid]
-) -> tuple[list[list[Bundle]], list[list[Message]]]:
-    """The bundles that each rank writes, and the messages that it sends, in the order in which it does.
+def assign_shards(
+    tensors: Sequence[GlobalTensor], ranks: int, grids: Sequence[Grid]
+) -> tuple[list[list[ShardBatch]], list[list[Transfer]]]:
+    """The batches that each rank writes, and the messages that it sends, in the order in which it does.
 
     A shard goes to the rank that is done first if it writes and receives the shard on top of all that it was dealt
     before, so those that hold most of it are preferred. Each byte is sent at most once; what the owner holds is not
-    sent. All ranks send in the order of bundle numbers, so whoever waits for a bundle waits for nothing that waits for
+    sent. All ranks send in the order of batch numbers, so whoever waits for a batch waits for nothing that waits for
     it.
     """
     work = np.zeros(ranks)
     sent = np.zeros(ranks)
-    owned: list[list[tuple[int, Shard]]] = [[] for _ in range(ranks)]
+    owned: list[list[tuple[int, ShardTask]]] = [[] for _ in range(ranks)]
     shards = [(grid.box(at), number, at) for number, grid in enumerate(grids) for at in grid.shards()]
     size = [t.info.itemsize for t in tensors]
     for whole, number, at in sorted(shards, key=lambda s: -s[0].size * size[s[1]]):
@@ -156,19 +166,19 @@ def deal_shards(
         fragments = []
         for box, who in met:
             own = next((w for w in who if w[0] == owner), None)
-            rank, claim, piece = own or min(who, key=lambda w: float(sent[w[0]]))
+            rank, item, piece = own or min(who, key=lambda w: float(sent[w[0]]))
             sent[rank] += 0 if own else box.size * itemsize
-            fragments.append(Fragment(rank, number, claim, piece, box))
-        owned[owner].append((whole.size * itemsize, Shard(number, at, tuple(fragments))))
-    bundles = [_bundled(mine) for mine in owned]
-    return bundles, _messages(bundles)
+            fragments.append(Fragment(rank, number, item, piece, box))
+        owned[owner].append((whole.size * itemsize, ShardTask(number, at, tuple(fragments))))
+    batches = [_batched(mine) for mine in owned]
+    return batches, _transfers(batches)
 
 
-def _messages(bundles: Sequence[Sequence[Bundle]]) -> list[list[Message]]:
-    """What each rank sends, in the order of bundle numbers."""
-    messages: list[list[Message]] = [[] for _ in bundles]
-    for number in range(max(map(len, bundles), default=0)):
-        for owner, mine in enumerate(bundles):
+def _transfers(batches: Sequence[Sequence[ShardBatch]]) -> list[list[Transfer]]:
+    """What each rank sends, in the order of batch numbers."""
+    messages: list[list[Transfer]] = [[] for _ in batches]
+    for number in range(max(map(len, batches), default=0)):
+        for owner, mine in enumerate(batches):
             if number < len(mine):
                 by_sender: dict[int, list[Fragment]] = {}
                 for shard in mine[number].shards:
@@ -176,19 +186,19 @@ def _messages(bundles: Sequence[Sequence[Bundle]]) -> list[list[Message]]:
                         by_sender.setdefault(f.sender, []).append(f)
                 for sender, found in by_sender.items():
                     if sender != owner:
-                        messages[sender].append(Message(owner, number, tuple(found)))
+                        messages[sender].append(Transfer(owner, number, tuple(found)))
     return messages
 
 
-def _bundled(shards: Sequence[tuple[int, Shard]]) -> list[Bundle]:
+def _batched(shards: Sequence[tuple[int, ShardTask]]) -> list[ShardBatch]:
     """Shards in their order, bundled while they are small."""
-    out: list[Bundle] = []
-    held: list[Shard] = []
+    out: list[ShardBatch] = []
+    held: list[ShardTask] = []
     total = 0
     for nbytes, shard in shards:
-        if held and total + nbytes > BUNDLE_BYTES:
-            out.append(Bundle(tuple(held)))
+        if held and total + nbytes > BATCH_BYTES:
+            out.append(ShardBatch(tuple(held)))
             held, total = [], 0
         held.append(shard)
         total += nbytes
-    return [*out, Bundle(tuple(held))] if held else out
+    return [*out, ShardBatch(tuple(held))] if held else out

@@ -7,10 +7,10 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from ucformat.torch.comm.group import TIMEOUT, meeting
-from ucformat.torch.saving.background import background_of
-from ucformat.torch.saving.manifest import Note
-from ucformat.torch.saving.save import terms_of
+from ucformat.torch.comm.group import TIMEOUT, group_for_call
+from ucformat.torch.saving.background import background_writer
+from ucformat.torch.saving.manifest import SaveMetadata
+from ucformat.torch.saving.plan import SaveOptions
 from ucformat.torch.state.local import local_state
 
 if TYPE_CHECKING:
@@ -22,13 +22,12 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import LineageDoc
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.background import SaveHandle
-    from ucformat.torch.saving.plan import Terms
     from ucformat.torch.state.local import LocalState
 
-__all__ = ["async_save", "async_save_local", "turn"]
+__all__ = ["async_save", "async_save_local", "in_queue_order"]
 
 
-class _Turns:
+class _Queue:
     """Saves of several threads, one after another: in the order in which rank 0 drew their numbers."""
 
     def __init__(self) -> None:
@@ -55,15 +54,15 @@ class _Turns:
             self._change.notify_all()
 
 
-_alone = _Turns()
+_alone = _Queue()
 
 
 @contextmanager
-def turn(ranks: Group) -> Iterator[None]:
+def in_queue_order(ranks: Group) -> Iterator[None]:
     """Begin a save when those before it have begun, in one order on all ranks, as their writers do."""
-    turns: _Turns = ranks.memory.setdefault("turns", _Turns()) if ranks.size > 1 else _alone
+    turns: _Queue = ranks.memory.setdefault("turns", _Queue()) if ranks.size > 1 else _alone
     try:
-        number = ranks.meet(None, lambda _: [turns.draw()] * ranks.size, None, int)
+        number = ranks.gather_scatter(None, lambda _: [turns.draw()] * ranks.size, None, int)
     except Exception:
         if not ranks.whole:
             turns.end(broken=True)
@@ -104,19 +103,19 @@ def async_save(
             of some rank cannot be saved. Every rank gets the same error.
     """
     begun = time.monotonic()
-    with meeting(group, timeout, "async_save", url) as ranks:
-        with ranks.telling():
-            terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
-            note = Note.of(step, run, metrics, config, lineage, after)
+    with group_for_call(group, timeout, "async_save", url) as ranks:
+        with ranks.sharing_errors():
+            options = SaveOptions(str(url), form, overwrite, replicas, chunk_bytes, shard_bytes)
+            metadata = SaveMetadata.of(step, run, metrics, config, lineage, after)
             held = local_state(state)
-        with turn(ranks):
-            return background_of(ranks, in_flight).save(held, terms, note, begun)
+        with in_queue_order(ranks):
+            return background_writer(ranks, in_flight).save(held, options, metadata, begun)
 
 
 def async_save_local(
     state: LocalState,
-    terms: Terms,
-    note: Note,
+    options: SaveOptions,
+    metadata: SaveMetadata,
     *,
     group: dist.ProcessGroup | None = None,
     timeout: float = TIMEOUT,
@@ -124,5 +123,5 @@ def async_save_local(
 ) -> SaveHandle:
     """`async_save` of what this rank holds, whatever engine it was collected from."""
     begun = time.monotonic()
-    with meeting(group, timeout, "async_save", terms.url) as ranks, turn(ranks):
-        return background_of(ranks, in_flight).save(state, terms, note, begun)
+    with group_for_call(group, timeout, "async_save", options.url) as ranks, in_queue_order(ranks):
+        return background_writer(ranks, in_flight).save(state, options, metadata, begun)

@@ -24,18 +24,28 @@ from ucformat.storage.url import split_url
 from ucformat.torch.comm.group import is_live
 from ucformat.torch.comm.handshake import Address, Host, host_here, listen
 from ucformat.torch.comm.wire import decode, encode, message
-from ucformat.torch.saving.manifest import Note, listing_of
+from ucformat.torch.saving.manifest import SaveMetadata, state_info
 from ucformat.torch.saving.save import Saved
 from ucformat.torch.saving.staging import HostBuffer, room_for, stage
-from ucformat.torch.saving.worker import Answer, Beat, Buffer, Done, Failed, Forget, Job, Order, Start
+from ucformat.torch.saving.worker import (
+    Command,
+    Heartbeat,
+    JobDone,
+    MapBuffer,
+    Reply,
+    SaveJob,
+    StagingFailed,
+    UnmapBuffer,
+    WorkerStart,
+)
 
 if TYPE_CHECKING:
     from ucformat.torch.comm.group import Group
     from ucformat.torch.comm.links import Links
-    from ucformat.torch.saving.plan import Terms
+    from ucformat.torch.saving.plan import SaveOptions
     from ucformat.torch.state.local import LocalState
 
-__all__ = ["Background", "SaveHandle", "background_of", "conclude", "settle"]
+__all__ = ["BackgroundWriter", "SaveHandle", "background_writer", "conclude", "settle"]
 
 
 class SaveHandle:
@@ -105,7 +115,7 @@ _MOMENT = 10.0  # seconds in which a process that is told to end, or killed, doe
 _SERVE = "from ucformat.torch.saving.worker import main; main()"
 
 
-class Background:
+class BackgroundWriter:
     """This rank's writing process, its memory, and the saves under way."""
 
     def __init__(self, group: Group) -> None:
@@ -120,7 +130,7 @@ class Background:
         self._buffers: dict[int, HostBuffer] = {}
         self._count = 0
         self._pool = ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0))), "ucformat-stage")
-        start, listener = _meeting_place(group)
+        start, listener = _writer_addresses(group)
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         fds = [theirs.fileno(), *([listener.fileno()] if listener else [])]
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter
@@ -134,7 +144,7 @@ class Background:
             listener.close()
         self._socket = mine
         self._connection = Connection(os.dup(mine.fileno()))
-        self._connection.send_bytes(encode(start, Start))
+        self._connection.send_bytes(encode(start, WorkerStart))
         self._listener = threading.Thread(target=self._listen, daemon=True, name="ucformat-async")
         self._listener.start()
 
@@ -154,9 +164,9 @@ class Background:
                 if error is not None and not seen:
                     raise error
 
-    def save(self, state: LocalState, terms: Terms, note: Note, begun: float) -> SaveHandle:
+    def save(self, state: LocalState, options: SaveOptions, metadata: SaveMetadata, begun: float) -> SaveHandle:
         """Stage a state, and have it written; what fails here too is told to all ranks by their handles."""
-        handle = SaveHandle(terms.url, 0.0)
+        handle = SaveHandle(options.url, 0.0)
         self._count += 1
         self._handles[self._count] = (handle, -1)
         job: bytes
@@ -166,12 +176,12 @@ class Background:
                 self._handles[self._count] = (handle, number)
                 tensors, slots = stage(state, self._buffers[number], self._pool)
                 handle.stall = time.monotonic() - begun
-                listing = listing_of(state, tensors=tensors, stall=handle.stall)
-                where = replace(terms, url=_absolute(terms.url))  # the process may have begun in another folder
-                job = encode(Job(self._count, number, listing, slots, where, note), Order)
+                info = state_info(state, tensors=tensors, stall=handle.stall)
+                where = replace(options, url=_absolute(options.url))  # the process may have begun in another folder
+                job = encode(SaveJob(self._count, number, info, slots, where, metadata), Command)
             except Exception as error:  # noqa: BLE001 - told to all ranks
                 why = f"cannot stage a copy of the state: {type(error).__name__}: {error}"
-                job = encode(Failed(self._count, why), Order)
+                job = encode(StagingFailed(self._count, why), Command)
             self._owe()  # till it is done
             self._send(job)
         except OSError:
@@ -212,11 +222,11 @@ class Background:
             if number not in busy and buffer.nbytes >= nbytes:
                 return number
             if number not in busy:  # too small: a larger one takes its place
-                self._send(encode(Forget(number), Order))
+                self._send(encode(UnmapBuffer(number), Command))
                 self._buffers.pop(number).close()
         number = max(self._buffers, default=-1) + 1
         buffer = self._buffers[number] = HostBuffer(nbytes)
-        self._send(encode(Buffer(number, buffer.nbytes), Order), buffer.fd)
+        self._send(encode(MapBuffer(number, buffer.nbytes), Command), buffer.fd)
         return number
 
     def _listen(self) -> None:
@@ -231,10 +241,10 @@ class Background:
                     os.eventfd_read(self._wake)
                 if self._connection not in ready:
                     continue
-                answer: Done | Beat = decode(self._connection.recv_bytes(), Answer)
+                answer: JobDone | Heartbeat = decode(self._connection.recv_bytes(), Reply)
                 with self._counting:
                     self._heard, self._started = time.monotonic(), True
-                if isinstance(answer, Done):
+                if isinstance(answer, JobDone):
                     self._settle_debt()
                     self._whole = self._whole and answer.whole
                     conclude(self._handles[answer.number][0], answer.outcome)
@@ -300,31 +310,33 @@ def _absolute(url: str) -> str:
     return url if scheme not in ("", "file") else str(local_path(rest))
 
 
-def _meeting_place(group: Group) -> tuple[Start, socket.socket | None]:
+def _writer_addresses(group: Group) -> tuple[WorkerStart, socket.socket | None]:
     """Where the writers of all ranks meet, and the socket on which this rank's listens until they have."""
     if group.size == 1:
-        return Start(0, (), b"", None, group.timeout), None
-    hosts = group.agree(host_here(group.links.store), Host)
-    with group.telling():
+        return WorkerStart(0, (), b"", None, group.timeout), None
+    hosts = group.all_gather(host_here(group.links.store), Host)
+    with group.sharing_errors():
         listener = listen(hosts, group.rank)
     host, port = listener.getsockname()[:2]
-    told = group.agree(_Place((host, port), b"" if group.rank else secrets.token_bytes(32)), _Place)
+    told = group.all_gather(
+        _WriterAddress((host, port), b"" if group.rank else secrets.token_bytes(32)), _WriterAddress
+    )
     places = tuple(t.address for t in told)
-    return Start(group.rank, places, told[0].secret, listener.fileno(), group.timeout), listener
+    return WorkerStart(group.rank, places, told[0].secret, listener.fileno(), group.timeout), listener
 
 
 @message
-class _Place:
+class _WriterAddress:
     """Where a rank's writer listens, and of rank 0 the secret that lets the others in."""
 
     address: Address
     secret: bytes
 
 
-_backgrounds: dict[Links | None, Background] = {}  # None: this process alone
+_backgrounds: dict[Links | None, BackgroundWriter] = {}  # None: this process alone
 
 
-def background_of(ranks: Group, in_flight: int) -> Background:
+def background_writer(ranks: Group, in_flight: int) -> BackgroundWriter:
     """The writing process of this rank for a group of ranks, with room for a save; a new one where the last broke.
 
     The ranks agree on that: where one lost its process, all begin anew, and what one has to raise, all do. The
@@ -341,26 +353,26 @@ def background_of(ranks: Group, in_flight: int) -> Background:
             found.make_room(in_flight)
         except Exception as failed:  # noqa: BLE001 - told to all ranks
             error = failed
-    everybody = ranks.agree(_Standing(found is not None and found.usable, error), _Standing)
+    everybody = ranks.all_gather(_WriterState(found is not None and found.usable, error), _WriterState)
     if found is not None and not all(s.usable for s in everybody):
         _close(found)
     errors = [s.error for s in everybody if s.error is not None]
     if errors:
         raise error or errors[0]
     if key not in _backgrounds:
-        _backgrounds[key] = Background(ranks)
+        _backgrounds[key] = BackgroundWriter(ranks)
     return _backgrounds[key]
 
 
 @message
-class _Standing:
+class _WriterState:
     """Whether a rank's writing process can go on, and what of an earlier save it has to raise."""
 
     usable: bool
     error: BaseException | None
 
 
-def _close(background: Background) -> None:
+def _close(background: BackgroundWriter) -> None:
     for key in [k for k, b in _backgrounds.items() if b is background]:
         del _backgrounds[key]
     background.close()

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
     from ucformat.format.commit import Attempt
     from ucformat.storage.base import Store
-    from ucformat.torch.saving.plan import Layout, Terms, Ticket
+    from ucformat.torch.saving.plan import Assignment, GlobalPlan, SaveOptions
     from ucformat.torch.state.local import LocalState
 
-__all__ = ["Listing", "Note", "Written", "listing_of", "manifest_of"]
+__all__ = ["SaveMetadata", "StateInfo", "WriteReport", "manifest_of", "state_info"]
 
 
 @message
-class Note:
+class SaveMetadata:
     """What is written in the manifest about a checkpoint, the same on all ranks.
 
     `after` is the greatest count of commits in its run, as far as is known besides what `lineage` tells.
@@ -63,13 +63,13 @@ class Note:
         config: Mapping[str, Any] | None,
         lineage: Sequence[LineageDoc],
         after: int | None = None,
-    ) -> Note:
+    ) -> SaveMetadata:
         """The note that the arguments of `save` make."""
         return cls(step, run, dict(metrics or {}), dict(config or {}), tuple(lineage), after)
 
 
 @message
-class Listing:
+class StateInfo:
     """All that one rank saves, but the memory of its tensors: plain data, which another process may have.
 
     `objects` and `ranks` are JSON forms; `ranks` are those of this rank alone. `paths` and `places` are as LocalState
@@ -88,11 +88,11 @@ class Listing:
     stall: float = 0.0  # seconds for which training stood still for it
 
 
-def listing_of(
+def state_info(
     state: LocalState, tensors: tuple[tuple[TensorInfo, tuple[Piece, ...]], ...] | None = None, stall: float = 0.0
-) -> Listing:
+) -> StateInfo:
     """A local state without its memory; `tensors` say where they lie, if not where they are."""
-    return Listing(
+    return StateInfo(
         tensors=tuple((t.info, t.pieces) for t in state.tensors) if tensors is None else tensors,
         objects=state.objects,
         ranks=state.ranks,
@@ -107,42 +107,42 @@ def listing_of(
 
 
 @message
-class Written:
+class WriteReport:
     """What a rank tells the coordinator when its data are durable."""
 
     found: Leaves  # of the Zarr form: digests of chunks
     objects: Mapping[str, Any]
-    listing: Listing  # without its tensors
+    state: StateInfo  # without its tensors
     nbytes: int
     seconds: float
 
 
 def manifest_of(
     store: Store,
-    terms: Terms,
-    note: Note,
+    options: SaveOptions,
+    metadata: SaveMetadata,
     attempt: Attempt,
-    layout: Layout,
-    ticket: Ticket,
-    written: Sequence[Written],
+    plan: GlobalPlan,
+    assignment: Assignment,
+    written: Sequence[WriteReport],
 ) -> Manifest:
     """The manifest, when all that it names but its small files is durable; these are put now."""
     data, sidecar, grid = f"data/{attempt.id}", None, None
-    if terms.form == "packed":
-        encoded = sidecar_of(layout.tensors, layout.claims, layout.pieces, data)
+    if options.form == "packed":
+        encoded = sidecar_of(plan.tensors, plan.items, plan.pieces, data)
         doc = put_file(store, f"{data}/extents.safetensors", encoded)
         sidecar = SidecarDoc(path=doc.path, nbytes=doc.nbytes, digest=doc.digest)
-        infos = (t.info for t in layout.tensors)
+        infos = (t.info for t in plan.tensors)
         docs = [TensorDoc(name=i.name, state=i.state, dtype=i.dtype, shape=i.shape, nbytes=i.nbytes) for i in infos]
     else:
-        grid = grid_doc(terms.chunk_bytes, terms.shard_bytes)
-        leaves: list[dict[tuple[int, ...], bytes]] = [{} for _ in layout.tensors]
+        grid = grid_doc(options.chunk_bytes, options.shard_bytes)
+        leaves: list[dict[tuple[int, ...], bytes]] = [{} for _ in plan.tensors]
         for w in written:
             for tensor, at, found in w.found:
                 leaves[tensor][at] = found
-        docs = [array_doc(a, found) for a, found in zip(ticket.arrays(terms), leaves, strict=True)]
-    docs = [doc.model_copy(update={"at": at}) for doc, at in zip(docs, layout.paths, strict=True)]
-    first = written[0].listing
+        docs = [array_doc(a, found) for a, found in zip(assignment.arrays(options), leaves, strict=True)]
+    docs = [doc.model_copy(update={"at": at}) for doc, at in zip(docs, plan.paths, strict=True)]
+    first = written[0].state
     return Manifest(
         id=new_id(),
         attempt=attempt.id,
@@ -152,40 +152,40 @@ def manifest_of(
             "python": platform.python_version(),
             **{f"engine.{k}": v for k, v in first.engine.items()},
         },
-        run=note.run,
-        step=note.step,
-        commits=note.commits,
-        metrics=dict(note.metrics),
-        config=dict(note.config),
-        layout={"world": len(written), **{k: v for w in written for k, v in w.listing.layout.items()}},
-        groups=_groups([w.listing for w in written]),
-        lineage=note.lineage,
-        aliases={a: n for w in written for a, n in w.listing.aliases.items()},
+        run=metadata.run,
+        step=metadata.step,
+        commits=metadata.commits,
+        metrics=dict(metadata.metrics),
+        config=dict(metadata.config),
+        layout={"world": len(written), **{k: v for w in written for k, v in w.state.layout.items()}},
+        groups=_groups([w.state for w in written]),
+        lineage=metadata.lineage,
+        aliases={a: n for w in written for a, n in w.state.aliases.items()},
         objects=put_file(store, f"objects/{attempt.id}/objects.json", dumps(_objects(written), indent=1).encode()),
         sidecar=sidecar,
         grid=grid,
-        writers=tuple(WriterDoc(nbytes=w.nbytes, seconds=w.seconds, stall=w.listing.stall) for w in written),
+        writers=tuple(WriterDoc(nbytes=w.nbytes, seconds=w.seconds, stall=w.state.stall) for w in written),
         tensors=tuple(docs),
     )
 
 
-def _objects(written: Sequence[Written]) -> dict[str, Any]:
+def _objects(written: Sequence[WriteReport]) -> dict[str, Any]:
     objects = {k: v for w in written for k, v in w.objects.items()}
     if "per_rank" in objects:
         raise UsageError('the state has an object "per_rank", which is our own name', hint="call it otherwise")
-    if any(w.listing.ranks for w in written):
-        names = dict.fromkeys(k for w in written for k in w.listing.ranks)
-        objects["per_rank"] = {k: [w.listing.ranks.get(k) for w in written] for k in names}
+    if any(w.state.ranks for w in written):
+        names = dict.fromkeys(k for w in written for k in w.state.ranks)
+        objects["per_rank"] = {k: [w.state.ranks.get(k) for w in written] for k in names}
     return objects
 
 
-def _groups(listings: Sequence[Listing]) -> tuple[GroupDoc, ...]:
+def _groups(states: Sequence[StateInfo]) -> tuple[GroupDoc, ...]:
     """All ranks' optimizer groups: those of equal place, number and hyper-parameters are one, of all parameters."""
     found: dict[str, tuple[dict[str, str], dict[str, Any], Place | None]] = {}
-    for listing in listings:
-        for number, group in enumerate(listing.groups):
+    for state in states:
+        for number, group in enumerate(state.groups):
             options = {k: v for k, v in group.items() if k != "params"}
-            place = listing.places[number] if listing.places else None
+            place = state.places[number] if state.places else None
             where = [path_to_json(place.path), place.flattened] if place else []
             digest = bytes_digest(json.dumps([number, options, where]).encode())
             params, _, _ = found.setdefault(digest, ({}, options, place))

@@ -20,7 +20,15 @@ from ucformat.reading.execute import checksum
 from ucformat.reading.readable import path_to_json
 from ucformat.sources.dcp.names import dotted
 from ucformat.torch.comm.wire import decode, encode, message
-from ucformat.torch.saving.assignment import Bundle, Claim, Held, Message, deal_pieces, deal_shards, merge
+from ucformat.torch.saving.assignment import (
+    GlobalTensor,
+    ShardBatch,
+    Transfer,
+    WriteItem,
+    assign_pieces,
+    assign_shards,
+    merge_items,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,12 +38,12 @@ if TYPE_CHECKING:
     from ucformat.sources.dcp.names import Path
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
-    from ucformat.torch.state.memory import Region
+    from ucformat.torch.state.memory import HostRegion
 
-__all__ = ["Layout", "Part", "Terms", "Ticket", "agree"]
+__all__ = ["Assignment", "GlobalPlan", "SaveOptions", "WritePlan", "plan_save"]
 
 Form = Literal["zarr", "packed"]
-_Claims = tuple[Claim, ...]
+_Items = tuple[WriteItem, ...]
 
 #: Replicas of at most this many bytes are compared before they are saved; of larger tensors, which every rank holds
 #: whole, so many places of so many bytes: ranks that hold parts of one shape under one name differ in all of them.
@@ -44,104 +52,119 @@ _PLACES, _PLACE = 4, 1 << 10
 
 
 @message
-class Terms:
-    """What must be the same on all ranks."""
+class SaveOptions:
+    """Where and how a checkpoint is written: the arguments of `save` that must be the same on all ranks.
+
+    Raises:
+        UsageError: an argument has a value that `save` does not take.
+    """
 
     url: str
-    form: Form
-    overwrite: bool
-    chunk_bytes: int | None
-    shard_bytes: int | None
-    replicas: Literal["equal", "first"]
+    form: Form = "zarr"
+    overwrite: bool = False
+    replicas: Literal["equal", "first"] = "equal"
+    chunk_bytes: int | None = None
+    shard_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("form", ("zarr", "packed")), ("replicas", ("equal", "first"))):
+            if getattr(self, name) not in known:
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} is not supported", hint=f'"{known[0]}" or "{known[1]}"'
+                )
+        for name in ("chunk_bytes", "shard_bytes"):
+            given = getattr(self, name)
+            if given is not None and given < 1:
+                raise UsageError(f"{name} must be at least 1, not {given}")
 
 
 @message
-class Layout:
-    """What the coordinator knows of a plan: the tensors, what each rank claimed, and what it was dealt."""
+class GlobalPlan:
+    """What the coordinator knows of a plan: the tensors, what each rank holds, and what it was dealt."""
 
-    tensors: tuple[Held, ...]
-    claims: tuple[tuple[Claim, ...], ...]
+    tensors: tuple[GlobalTensor, ...]
+    items: tuple[tuple[WriteItem, ...], ...]
     pieces: tuple[tuple[tuple[int, int], ...], ...] = ()
     paths: tuple[tuple[tuple[str | int, ...], ...], ...] = ()  # of each tensor, as manifests have them
 
 
 @message
-class Part:
-    """What one rank writes: of the packed form `pieces`; of the Zarr form `bundles`, and what it sends."""
+class WritePlan:
+    """What one rank writes: of the packed form `pieces`; of the Zarr form `batches`, and what it sends."""
 
     infos: tuple[TensorInfo, ...]
-    pieces: tuple[tuple[int, int], ...] = ()  # (claim, piece)
-    bundles: tuple[Bundle, ...] = ()
-    messages: tuple[Message, ...] = ()
+    pieces: tuple[tuple[int, int], ...] = ()  # (item, piece)
+    batches: tuple[ShardBatch, ...] = ()
+    messages: tuple[Transfer, ...] = ()
 
 
 @message
-class Ticket:
+class Assignment:
     """Leave to write: this rank's part, the attempt, and the objects that this rank is to give."""
 
     attempt: str
-    part: Part
+    part: WritePlan
     give: frozenset[str]
 
-    def arrays(self, terms: Terms) -> list[Array]:
+    def arrays(self, options: SaveOptions) -> list[Array]:
         """The arrays of the Zarr form."""
-        return lay_out(self.part.infos, f"data/{self.attempt}", terms.chunk_bytes, terms.shard_bytes)
+        return lay_out(self.part.infos, f"data/{self.attempt}", options.chunk_bytes, options.shard_bytes)
 
 
 @message
-class _Offer:
-    """What a rank brings. `claims`, encoded, is None where they are those of the plan `known`."""
+class _LocalPlan:
+    """What a rank brings. `items`, encoded, is None where they are those of the plan `known`."""
 
-    terms: Terms
+    options: SaveOptions
     digest: str
     known: str
-    claims: bytes | None
+    items: bytes | None
     aliases: Mapping[str, str]
     sums: NDArray[np.uint32]
     objects: Mapping[str, str]
 
 
 @message
-class _Answer:
+class _Reply:
     """What a rank is told; `part` is None where it is that of the plan that the rank knows."""
 
     plan: str
-    part: Part | None
+    part: WritePlan | None
     attempt: str
     give: frozenset[str]
 
 
-def agree(
+def plan_save(
     group: Group,
-    terms: Terms,
+    options: SaveOptions,
     store: Store,
-    claims: Sequence[Claim],
+    items: Sequence[WriteItem],
     aliases: Mapping[str, str],
     objects: Mapping[str, Any],
-    region: Callable[[int, int], Region],
-) -> tuple[Ticket, Attempt | None, Layout | None]:
-    """Plan together, in one small collective; rank 0 also has the attempt and the layout.
+    region: Callable[[int, int], HostRegion],
+) -> tuple[Assignment, Attempt | None, GlobalPlan | None]:
+    """Plan together, in one small collective; rank 0 also has the attempt and the global plan.
 
-    `region` gives where a (claim, piece) lies. A plan is made anew only where a rank's claims changed since the last
+    `region` gives where a (item, piece) lies. A plan is made anew only where a rank's items changed since the last
     save; otherwise nothing but digests is told.
 
     Raises:
-        UsageError: ranks differ in their terms, in a tensor's dtype or shape, or in a value that should be the same.
+        UsageError: ranks differ in their options, in a tensor's dtype or shape, or in a value that should be the same.
         CoverageError: nobody holds some part of a tensor.
         Conflict: a checkpoint is committed at the place already, and is not to be replaced or protected.
     """
-    with group.telling():
-        encoded = encode(tuple(claims), _Claims)
+    with group.sharing_errors():
+        encoded = encode(tuple(items), _Items)
         digest = hashlib.sha256(encoded + encode(aliases, Mapping[str, str])).hexdigest()
         mine = group.memory.get("part")  # (plan, digest, Part) of the last save
         known = mine[0] if mine is not None and mine[1] == digest else ""
         digests = {k: document_digest(v) for k, v in objects.items()}
-        sums = _sums(claims, region)
+        sums = _sums(items, region)
     for again in (False, True):
         told = None if known and not again else encoded
-        offer = _Offer(terms, digest, known, told, aliases, sums, digests)
+        offer = _LocalPlan(options, digest, known, told, aliases, sums, digests)
         coordinator = _Coordinator(group, store)
-        answer: _Answer | None = group.meet(offer, coordinator.answer, _Offer, _Answer | None)
+        answer: _Reply | None = group.gather_scatter(offer, coordinator.answer, _LocalPlan, _Reply | None)
         if answer is not None:
             break
     assert answer is not None  # noqa: S101 - all was told
@@ -150,23 +173,23 @@ def agree(
         assert mine is not None  # noqa: S101 - it is what this rank said to know
         part = mine[2]
     group.memory["part"] = (answer.plan, digest, part)
-    return Ticket(answer.attempt, part, answer.give), coordinator.attempt, coordinator.layout
+    return Assignment(answer.attempt, part, answer.give), coordinator.attempt, coordinator.plan
 
 
-def _sums(claims: Sequence[Claim], region: Callable[[int, int], Region]) -> NDArray[np.uint32]:
+def _sums(items: Sequence[WriteItem], region: Callable[[int, int], HostRegion]) -> NDArray[np.uint32]:
     """A checksum for each piece by which replicas are compared: of a small one, or places of a whole tensor; else 0."""
     out = []
-    for i, claim in enumerate(claims):
-        itemsize = claim.info.itemsize
-        for j, box in enumerate(claim.boxes):
+    for i, item in enumerate(items):
+        itemsize = item.info.itemsize
+        for j, box in enumerate(item.boxes):
             if box.size * itemsize <= _SMALL:
                 out.append(checksum(region(i, j).row_major(itemsize).data))
             else:
-                out.append(_sum_of_places(region(i, j), itemsize) if box.shape == claim.info.shape else 0)
+                out.append(_sum_of_places(region(i, j), itemsize) if box.shape == item.info.shape else 0)
     return np.array(out, np.uint32)
 
 
-def _sum_of_places(region: Region, itemsize: int) -> int:
+def _sum_of_places(region: HostRegion, itemsize: int) -> int:
     shape, size, few = region.box.shape, region.box.size, _PLACE // itemsize
     step = (size - few) // (_PLACES - 1)
     boxes = [box for i in range(_PLACES) for box in flat_boxes(shape, i * step, i * step + few)]
@@ -179,31 +202,31 @@ class _Coordinator:
     def __init__(self, group: Group, store: Store) -> None:
         self.group, self.store = group, store
         self.attempt: Attempt | None = None
-        self.layout: Layout | None = None
+        self.plan: GlobalPlan | None = None
 
-    def answer(self, offers: Sequence[_Offer]) -> list[_Answer | None]:
-        terms = offers[0].terms
+    def answer(self, offers: Sequence[_LocalPlan]) -> list[_Reply | None]:
+        options = offers[0].options
         for rank, offer in enumerate(offers):
-            if offer.terms != terms:
+            if offer.options != options:
                 raise UsageError(
-                    f"rank {rank} saves with {offer.terms}, rank 0 with {terms}",
+                    f"rank {rank} saves with {offer.options}, rank 0 with {options}",
                     hint="give all ranks the same arguments",
                 )
-        plan = document_digest([[o.digest for o in offers], terms.form, terms.chunk_bytes, terms.shard_bytes])
-        made: tuple[str, Layout, list[Part]] | None = self.group.memory.get("plan")
+        plan = document_digest([[o.digest for o in offers], options.form, options.chunk_bytes, options.shard_bytes])
+        made: tuple[str, GlobalPlan, list[WritePlan]] | None = self.group.memory.get("plan")
         if made is None or made[0] != plan:
-            claims = [o.claims for o in offers if o.claims is not None]
-            if len(claims) < len(offers):
+            items = [o.items for o in offers if o.items is not None]
+            if len(items) < len(offers):
                 return [None] * len(offers)  # what some rank told last time is of no use: tell all
-            made = (plan, *_make(terms, [decode(c, _Claims) for c in claims], offers))
+            made = (plan, *_make(options, [decode(c, _Items) for c in items], offers))
             self.group.memory["plan"] = made
-        self.layout = made[1]
-        if terms.replicas == "equal":
-            _compare(made[1], offers)
-        give = _givers(offers, terms)
-        self.attempt = begin(self.store, {"save": uuid4().hex}, overwrite=terms.overwrite)
+        self.plan = made[1]
+        if options.replicas == "equal":
+            _check_replicas(made[1], offers)
+        give = _object_owners(offers, options)
+        self.attempt = begin(self.store, {"save": uuid4().hex}, overwrite=options.overwrite)
         return [
-            _Answer(
+            _Reply(
                 plan,
                 None if o.known == plan else part,
                 self.attempt.id,
@@ -213,34 +236,38 @@ class _Coordinator:
         ]
 
 
-def _make(terms: Terms, claims: Sequence[tuple[Claim, ...]], offers: Sequence[_Offer]) -> tuple[Layout, list[Part]]:
+def _make(
+    options: SaveOptions, items: Sequence[tuple[WriteItem, ...]], offers: Sequence[_LocalPlan]
+) -> tuple[GlobalPlan, list[WritePlan]]:
     aliases = {a for o in offers for a in o.aliases}
-    tensors = merge([[_nothing(c) if c.info.name in aliases else c for c in of_rank] for of_rank in claims])
+    tensors = merge_items([[_without_empty(c) if c.info.name in aliases else c for c in of_rank] for of_rank in items])
     tied = [t for t in tensors if t.info.name in aliases]
     held = next((t for t in tied if t.holders), None)
     if held is not None:
         raise UsageError(f"{held.info.key} is tied to another tensor on some ranks, and on others it is not")
     tensors = [t for t in tensors if t.info.name not in aliases]
     infos = tuple(t.info for t in tensors)
-    by_key = _paths(claims, {a: n for o in offers for a, n in o.aliases.items()})
+    by_key = _paths(items, {a: n for o in offers for a, n in o.aliases.items()})
     paths = tuple(tuple(tuple(path_to_json(p)) for p in by_key.get(i.key, ())) for i in infos)
-    if terms.form == "packed":
-        pieces = [tuple(p) for p in deal_pieces(tensors, len(claims))]
-        return Layout(tuple(tensors), tuple(claims), tuple(pieces), paths), [Part(infos, pieces=p) for p in pieces]
-    grids = [a.grid for a in lay_out(infos, "", terms.chunk_bytes, terms.shard_bytes)]
-    bundles, messages = deal_shards(tensors, len(claims), grids)
-    parts = [Part(infos, bundles=tuple(b), messages=tuple(m)) for b, m in zip(bundles, messages, strict=True)]
-    return Layout(tuple(tensors), tuple(claims), paths=paths), parts
+    if options.form == "packed":
+        pieces = [tuple(p) for p in assign_pieces(tensors, len(items))]
+        return GlobalPlan(tuple(tensors), tuple(items), tuple(pieces), paths), [
+            WritePlan(infos, pieces=p) for p in pieces
+        ]
+    grids = [a.grid for a in lay_out(infos, "", options.chunk_bytes, options.shard_bytes)]
+    batches, messages = assign_shards(tensors, len(items), grids)
+    parts = [WritePlan(infos, batches=tuple(b), messages=tuple(m)) for b, m in zip(batches, messages, strict=True)]
+    return GlobalPlan(tuple(tensors), tuple(items), paths=paths), parts
 
 
-def _paths(claims: Sequence[Sequence[Claim]], aliases: Mapping[str, str]) -> dict[Key, list[Path]]:
+def _paths(items: Sequence[Sequence[WriteItem]], aliases: Mapping[str, str]) -> dict[Key, list[Path]]:
     """The paths of each tensor on any rank; UsageError where two ranks give one path different names."""
     first: dict[Path, tuple[Key, int]] = {}
     out: dict[Key, list[Path]] = {}
-    for rank, listed in enumerate(claims):
-        for claim in listed:
-            key = Key(aliases.get(claim.info.name, claim.info.name), claim.info.state)
-            for path in claim.paths:
+    for rank, listed in enumerate(items):
+        for item in listed:
+            key = Key(aliases.get(item.info.name, item.info.name), item.info.state)
+            for path in item.paths:
                 named, other = first.setdefault(path, (key, rank))
                 if named != key:
                     raise UsageError(
@@ -252,19 +279,19 @@ def _paths(claims: Sequence[Sequence[Claim]], aliases: Mapping[str, str]) -> dic
     return out
 
 
-def _nothing(claim: Claim) -> Claim:
-    """A claim of an empty shard of what other ranks know to be tied stands for nothing."""
-    return Claim(claim.info, tuple(b for b in claim.boxes if b.size))
+def _without_empty(item: WriteItem) -> WriteItem:
+    """A item of an empty shard of what other ranks know to be tied stands for nothing."""
+    return WriteItem(item.info, tuple(b for b in item.boxes if b.size))
 
 
-def _compare(layout: Layout, offers: Sequence[_Offer]) -> None:
+def _check_replicas(plan: GlobalPlan, offers: Sequence[_LocalPlan]) -> None:
     """UsageError where replicas of one box differ, as far as their checksums tell."""
-    starts = [np.cumsum([0, *(len(c.boxes) for c in claims)]) for claims in layout.claims]
-    for tensor in layout.tensors:
+    starts = [np.cumsum([0, *(len(c.boxes) for c in items)]) for items in plan.items]
+    for tensor in plan.tensors:
         for who in tensor.holders.values():
             if len(who) < 2:
                 continue
-            sums = [offers[r].sums[starts[r][claim] + piece] for r, claim, piece in who]
+            sums = [offers[r].sums[starts[r][item] + piece] for r, item, piece in who]
             other = next((i for i, s in enumerate(sums) if s != sums[0]), None)
             if other is not None:
                 raise UsageError(
@@ -274,13 +301,13 @@ def _compare(layout: Layout, offers: Sequence[_Offer]) -> None:
                 )
 
 
-def _givers(offers: Sequence[_Offer], terms: Terms) -> dict[str, int]:
+def _object_owners(offers: Sequence[_LocalPlan], options: SaveOptions) -> dict[str, int]:
     """Which rank gives each object: the first that has it; UsageError where ranks have different values."""
     first: dict[str, tuple[int, str]] = {}
     for rank, offer in enumerate(offers):
         for name, digest in offer.objects.items():
             giver, expected = first.setdefault(name, (rank, digest))
-            if digest != expected and terms.replicas == "equal":
+            if digest != expected and options.replicas == "equal":
                 raise UsageError(
                     f"the object {name!r} has another value on rank {rank} than on rank {giver}",
                     hint='save what each rank has for itself as ucformat.torch.PerRank(value), or say replicas="first" '

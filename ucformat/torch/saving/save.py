@@ -7,18 +7,18 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ucformat.errors import Uncertain, UsageError
+from ucformat.errors import Uncertain
 from ucformat.format.arrays import put_array, put_groups
 from ucformat.format.commit import commit, discard
 from ucformat.storage.url import open_store
-from ucformat.torch.comm.group import TIMEOUT, meeting
+from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.comm.wire import message
-from ucformat.torch.saving.assignment import Claim
-from ucformat.torch.saving.manifest import Listing, Note, Written, listing_of, manifest_of
-from ucformat.torch.saving.plan import Terms, agree
+from ucformat.torch.saving.assignment import WriteItem
+from ucformat.torch.saving.manifest import SaveMetadata, StateInfo, WriteReport, manifest_of, state_info
+from ucformat.torch.saving.plan import SaveOptions, plan_save
 from ucformat.torch.saving.write import Leaves, packed_file, write_packed, write_shards
 from ucformat.torch.state.local import local_state
-from ucformat.torch.state.memory import Region, copied_to_host, host_memory, region_of
+from ucformat.torch.state.memory import HostRegion, copied_to_host, host_memory, region_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import LineageDoc
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
-    from ucformat.torch.saving.plan import Ticket
+    from ucformat.torch.saving.plan import Assignment
     from ucformat.torch.state.local import LocalState
     from ucformat.torch.state.memory import Memory
 
-__all__ = ["Saved", "save", "save_held", "save_listed", "save_local", "terms_of"]
+__all__ = ["Saved", "save", "save_in_group", "save_local", "write_checkpoint"]
 
 
 @message
@@ -47,11 +47,11 @@ class Saved:
     writing_s: float
 
 
-def save_listed(
-    listing: Listing,
+def write_checkpoint(
+    state: StateInfo,
     memories: Sequence[Memory],
-    terms: Terms,
-    note: Note,
+    options: SaveOptions,
+    metadata: SaveMetadata,
     group: Group,
     progress: Callable[[int], None] = lambda _: None,
     threads: int = 1,
@@ -64,36 +64,36 @@ def save_listed(
     removed. Where a rank died, what it wrote stays as an attempt that no reader sees and `ucp gc` removes.
     """
     begun = time.monotonic()
-    with group.telling():
-        store = open_store(terms.url)
-        claims = [
-            Claim(info, tuple(p.box for p in pieces), tuple(listing.paths.get(info.key, ())))
-            for info, pieces in listing.tensors
+    with group.sharing_errors():
+        store = open_store(options.url)
+        items = [
+            WriteItem(info, tuple(p.box for p in pieces), tuple(state.paths.get(info.key, ())))
+            for info, pieces in state.tensors
         ]
 
-    def region(claim: int, piece: int) -> Region:
-        info, pieces = listing.tensors[claim]
-        return region_of(pieces[piece], memories[claim], info.itemsize)
+    def region(item: int, piece: int) -> HostRegion:
+        info, pieces = state.tensors[item]
+        return region_of(pieces[piece], memories[item], info.itemsize)
 
-    ticket, attempt, layout = agree(group, terms, store, claims, listing.aliases, listing.objects, region)
+    assignment, attempt, plan = plan_save(group, options, store, items, state.aliases, state.objects, region)
     planned = time.monotonic()
     try:
-        written: Any = _write(listing, terms, ticket, store, group, region, progress, threads)
+        written: Any = _write(state, options, assignment, store, group, region, progress, threads)
     except Exception as error:  # noqa: BLE001 - told to all ranks
         written = error
     seconds = time.monotonic() - planned
-    if isinstance(written, Written):
-        stall = listing.stall or time.monotonic() - begun
-        told = replace(written.listing, stall=stall)
-        written = replace(written, listing=told, seconds=seconds)
+    if isinstance(written, WriteReport):
+        stall = state.stall or time.monotonic() - begun
+        told = replace(written.state, stall=stall)
+        written = replace(written, state=told, seconds=seconds)
 
     needed = False  # what was written, by what is committed, or may be
 
     def committed(all_written: list[Any]) -> Sequence[Any]:
         assert attempt is not None  # noqa: S101 - rank 0 has both
-        assert layout is not None  # noqa: S101
+        assert plan is not None  # noqa: S101
         nonlocal needed
-        manifest = manifest_of(store, terms, note, attempt, layout, ticket, all_written)
+        manifest = manifest_of(store, options, metadata, attempt, plan, assignment, all_written)
         needed = True  # also where it is interrupted
         try:
             done = commit(store, attempt, manifest)
@@ -103,25 +103,25 @@ def save_listed(
         return [done.id] * group.size
 
     try:
-        checkpoint: str = group.meet(written, committed, Written, str)
+        checkpoint: str = group.gather_scatter(written, committed, WriteReport, str)
     except BaseException:
         if attempt is not None and group.whole and not needed:
             discard(store, attempt.id)
         raise
     nbytes = written.nbytes
-    return Saved(terms.url, checkpoint, nbytes, planned - begun, time.monotonic() - planned)
+    return Saved(options.url, checkpoint, nbytes, planned - begun, time.monotonic() - planned)
 
 
 def _write(
-    listing: Listing,
-    terms: Terms,
-    ticket: Ticket,
+    state: StateInfo,
+    options: SaveOptions,
+    assignment: Assignment,
     store: Store,
     group: Group,
-    region: Callable[[int, int], Region],
+    region: Callable[[int, int], HostRegion],
     progress: Callable[[int], None],
     threads: int,
-) -> Written:
+) -> WriteReport:
     """Write this rank's part, and make it durable."""
     nbytes, one_at_a_time = 0, threading.Lock()
 
@@ -132,18 +132,18 @@ def _write(
             progress(n)
 
     found: Leaves = []
-    if terms.form == "packed":
-        regions = [(region(c, p), listing.tensors[c][0]) for c, p in ticket.part.pieces]
-        write_packed(store, packed_file(f"data/{ticket.attempt}", group.rank), regions, wrote)
+    if options.form == "packed":
+        regions = [(region(c, p), state.tensors[c][0]) for c, p in assignment.part.pieces]
+        write_packed(store, packed_file(f"data/{assignment.attempt}", group.rank), regions, wrote)
     else:
-        arrays = ticket.arrays(terms)
+        arrays = assignment.arrays(options)
         found = write_shards(
             store,
             group,
             arrays,
-            ticket.part.bundles,
-            ticket.part.messages,
-            lambda f: region(f.claim, f.piece).within(f.box),
+            assignment.part.batches,
+            assignment.part.messages,
+            lambda f: region(f.item, f.piece).within(f.box),
             wrote,
             threads,
         )
@@ -155,12 +155,12 @@ def _write(
                 if not array.grid.count:  # nobody writes a shard of it
                     put_array(store, array)
     store.flush()
-    objects = {k: listing.objects[k] for k in ticket.give}
-    told = replace(listing, tensors=(), objects={}, paths={})
-    return Written(found, objects, told, nbytes, 0.0)
+    objects = {k: state.objects[k] for k in assignment.give}
+    told = replace(state, tensors=(), objects={}, paths={})
+    return WriteReport(found, objects, told, nbytes, 0.0)
 
 
-_NO_NOTE = Note()
+_NO_METADATA = SaveMetadata()
 
 
 def save(
@@ -211,55 +211,29 @@ def save(
         CoverageError: nobody holds some part of a tensor.
         UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
     """
-    with meeting(group, timeout, "save", url) as ranks:
-        with ranks.telling():
+    with group_for_call(group, timeout, "save", url) as ranks:
+        with ranks.sharing_errors():
             held = local_state(state)
-            terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
-            note = Note.of(step, run, metrics, config, lineage, after)
-        return save_held(held, terms, note, ranks)
+            options = SaveOptions(str(url), form, overwrite, replicas, chunk_bytes, shard_bytes)
+            metadata = SaveMetadata.of(step, run, metrics, config, lineage, after)
+        return save_in_group(held, options, metadata, ranks)
 
 
 def save_local(
     state: LocalState,
-    url: str | PathLike[str],
+    options: SaveOptions,
+    metadata: SaveMetadata = _NO_METADATA,
     *,
-    note: Note = _NO_NOTE,
-    form: Literal["zarr", "packed"] = "zarr",
-    overwrite: bool = False,
-    replicas: Literal["equal", "first"] = "equal",
-    chunk_bytes: int | None = None,
-    shard_bytes: int | None = None,
     group: dist.ProcessGroup | None = None,
     timeout: float = TIMEOUT,
 ) -> Saved:
     """Save what this rank holds, whatever engine it was collected from; see `save`."""
-    with meeting(group, timeout, "save", url) as ranks:
-        with ranks.telling():
-            terms = terms_of(url, form, overwrite, chunk_bytes, shard_bytes, replicas)
-        return save_held(state, terms, note, ranks)
+    with group_for_call(group, timeout, "save", options.url) as ranks:
+        return save_in_group(state, options, metadata, ranks)
 
 
-def save_held(state: LocalState, terms: Terms, note: Note, ranks: Group) -> Saved:
+def save_in_group(state: LocalState, options: SaveOptions, metadata: SaveMetadata, ranks: Group) -> Saved:
     """Save what this rank holds, together with the ranks of one of our own groups."""
-    with ranks.telling():
+    with ranks.sharing_errors():
         memories = [host_memory(copied_to_host(t.tensor)) for t in state.tensors]
-    return save_listed(listing_of(state), memories, terms, note, ranks)
-
-
-def terms_of(
-    url: str | PathLike[str],
-    form: Literal["zarr", "packed"],
-    overwrite: bool,  # noqa: FBT001 - as `save` has it
-    chunk_bytes: int | None,
-    shard_bytes: int | None,
-    replicas: Literal["equal", "first"],
-) -> Terms:
-    """What must be the same on all ranks, looked at before anything is done."""
-    if form not in ("zarr", "packed"):
-        raise UsageError(f"there is no form {form!r}", hint='"zarr" or "packed"')
-    if replicas not in ("equal", "first"):
-        raise UsageError(f"replicas cannot be {replicas!r}", hint='"equal" or "first"')
-    for what, given in (("chunk_bytes", chunk_bytes), ("shard_bytes", shard_bytes)):
-        if given is not None and given < 1:
-            raise UsageError(f"{what} must be at least 1, not {given}")
-    return Terms(str(url), form, overwrite, chunk_bytes, shard_bytes, replicas)
+    return write_checkpoint(state_info(state), memories, options, metadata, ranks)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.geometry.tensor import TensorInfo
-    from ucformat.torch.state.local import Local, LocalState
+    from ucformat.torch.state.local import LocalShard, LocalState
     from ucformat.torch.state.memory import Memory
 
 __all__ = ["HostBuffer", "Slots", "map_shared", "room_for", "stage"]
@@ -93,7 +93,7 @@ def room_for(state: LocalState) -> int:
     return sum(-(-_nbytes(t) // _ALIGNED) * _ALIGNED for t in state.tensors)
 
 
-def _nbytes(t: Local) -> int:
+def _nbytes(t: LocalShard) -> int:
     return t.nbytes if t.tensor.device.type == "cpu" else t.tensor.numel() * t.info.itemsize
 
 
@@ -139,7 +139,7 @@ def _copy_all(
     return tuple(out), tuple(slots)
 
 
-def _copy_pieces(t: Local, memory: Memory, copies: list[Callable[[], None]]) -> tuple[Piece, ...]:
+def _copy_pieces(t: LocalShard, memory: Memory, copies: list[Callable[[], None]]) -> tuple[Piece, ...]:
     """Note how to copy a tensor's pieces to memory; the pieces as they lie there."""
     source, itemsize = host_memory(t.tensor), t.info.itemsize
     pieces: list[Piece] = []

@@ -24,22 +24,33 @@ from ucformat.torch.comm.group import Group
 from ucformat.torch.comm.handshake import Address, connect
 from ucformat.torch.comm.links import Links
 from ucformat.torch.comm.wire import decode, encode, message
-from ucformat.torch.saving.manifest import Listing, Note
-from ucformat.torch.saving.plan import Terms
-from ucformat.torch.saving.save import Saved, save_listed
+from ucformat.torch.saving.manifest import SaveMetadata, StateInfo
+from ucformat.torch.saving.plan import SaveOptions
+from ucformat.torch.saving.save import Saved, write_checkpoint
 from ucformat.torch.saving.staging import Slots, map_shared
 
 if TYPE_CHECKING:
     from ucformat.torch.state.memory import Memory
 
-__all__ = ["Answer", "Beat", "Buffer", "Done", "Failed", "Forget", "Job", "Order", "Start", "main"]
+__all__ = [
+    "Command",
+    "Heartbeat",
+    "JobDone",
+    "MapBuffer",
+    "Reply",
+    "SaveJob",
+    "StagingFailed",
+    "UnmapBuffer",
+    "WorkerStart",
+    "main",
+]
 
 
 _BEATS = 8  # signs of life in the time after which one that gives none is taken for dead
 
 
 @message
-class Start:
+class WorkerStart:
     """Which rank it is, and where the writers of all listen: this one on the descriptor `listen`, which it was given.
 
     By `secret` they prove to each other who they are. Only the pipe from the rank to its own process carries it.
@@ -53,7 +64,7 @@ class Start:
 
 
 @message
-class Buffer:
+class MapBuffer:
     """Announces memory, whose descriptor follows."""
 
     number: int
@@ -61,26 +72,26 @@ class Buffer:
 
 
 @message
-class Job:
+class SaveJob:
     """A save: what is listed lies in the slots of a buffer."""
 
     number: int
     buffer: int
-    listing: Listing
+    state: StateInfo
     slots: Slots
-    terms: Terms
-    note: Note
+    options: SaveOptions
+    metadata: SaveMetadata
 
 
 @message
-class Forget:
+class UnmapBuffer:
     """A buffer that is no more."""
 
     number: int
 
 
 @message
-class Failed:
+class StagingFailed:
     """A save that this rank could not stage, and why; the other ranks' writers wait for it."""
 
     number: int
@@ -88,7 +99,7 @@ class Failed:
 
 
 @message
-class Done:
+class JobDone:
     """The outcome of a job: a `Saved`, or the error. `whole` says that the group can be used again."""
 
     number: int
@@ -97,16 +108,16 @@ class Done:
 
 
 @message
-class Beat:
+class Heartbeat:
     """A sign of life: bytes were written, or this rank waits for another one, which it does not do for ever."""
 
 
 #: What a rank tells its process, and what that answers.
-Order = Buffer | Forget | Job | Failed
-Answer = Done | Beat
+Command = MapBuffer | UnmapBuffer | SaveJob | StagingFailed
+Reply = JobDone | Heartbeat
 
 
-class _Pulse:
+class _Progress:
     """What the process does, as its signs of life tell."""
 
     def __init__(self) -> None:
@@ -133,13 +144,15 @@ def main() -> None:
     sys.stdout, sys.stderr = Hiding(sys.stdout), Hiding(sys.stderr)  # what libraries say goes to the training's logs
     record_commits()
     connection = Connection(int(sys.argv[1]))
-    start: Start = decode(connection.recv_bytes(), Start)
-    connection.send_bytes(encode(Beat(), Answer))
-    pulse, sending = _Pulse(), threading.Lock()
-    jobs: queue.SimpleQueue[Job | Failed] = queue.SimpleQueue()
+    start: WorkerStart = decode(connection.recv_bytes(), WorkerStart)
+    connection.send_bytes(encode(Heartbeat(), Reply))
+    pulse, sending = _Progress(), threading.Lock()
+    jobs: queue.SimpleQueue[SaveJob | StagingFailed] = queue.SimpleQueue()
     memories: dict[int, Memory] = {}
     threading.Thread(target=_listen, args=(connection, jobs, memories), daemon=True).start()
-    threading.Thread(target=_beat, args=(connection, sending, pulse, start.timeout / _BEATS), daemon=True).start()
+    threading.Thread(
+        target=_send_heartbeats, args=(connection, sending, pulse, start.timeout / _BEATS), daemon=True
+    ).start()
     while True:
         job = jobs.get()
         pulse.move(1)
@@ -147,18 +160,18 @@ def main() -> None:
         try:
             if pulse.group is None:
                 pulse.meeting = True
-                pulse.group = _meet(start)
+                pulse.group = _connect(start)
                 pulse.meeting = False
             outcome = _do(job, memories, pulse)
         except Exception as error:  # noqa: BLE001 - told to the rank
             outcome = error
         whole = pulse.group is not None and pulse.group.whole
-        _answer(connection, sending, Done(job.number, outcome, whole))
+        _answer(connection, sending, JobDone(job.number, outcome, whole))
         if not whole:
             os._exit(1)
 
 
-def _beat(connection: Connection, sending: threading.Lock, pulse: _Pulse, seconds: float) -> None:
+def _send_heartbeats(connection: Connection, sending: threading.Lock, pulse: _Progress, seconds: float) -> None:
     """Give a sign of life now and then, as long as there is some."""
     seen = 0
     with suppress(OSError):
@@ -167,22 +180,24 @@ def _beat(connection: Connection, sending: threading.Lock, pulse: _Pulse, second
             moved = pulse.moved
             if moved != seen or pulse.waits:
                 with sending:
-                    connection.send_bytes(encode(Beat(), Answer))
+                    connection.send_bytes(encode(Heartbeat(), Reply))
             seen = moved
 
 
-def _do(job: Job | Failed, memories: dict[int, Memory], pulse: _Pulse) -> Saved:
+def _do(job: SaveJob | StagingFailed, memories: dict[int, Memory], pulse: _Progress) -> Saved:
     """Save together with the writers of the other ranks; what this rank failed of before is raised on all."""
     group = pulse.group
     assert group is not None  # noqa: S101 - they have met
-    if isinstance(job, Failed):
-        with group.telling():
+    if isinstance(job, StagingFailed):
+        with group.sharing_errors():
             raise UcformatError(job.why, hint="nothing is committed; is there memory for a copy of the state?")
     memory = memories[job.buffer]
-    return save_listed(job.listing, [memory[a:b] for a, b in job.slots], job.terms, job.note, group, pulse.move)
+    return write_checkpoint(
+        job.state, [memory[a:b] for a, b in job.slots], job.options, job.metadata, group, pulse.move
+    )
 
 
-def _meet(start: Start) -> Group:
+def _connect(start: WorkerStart) -> Group:
     """The group of all ranks' writers."""
     if start.listen is None:
         return Group(Links({}, 0, 1, start.timeout))
@@ -195,16 +210,18 @@ def _meet(start: Start) -> Group:
     return Group(Links(peers, start.rank, len(start.places), start.timeout))
 
 
-def _listen(connection: Connection, jobs: queue.SimpleQueue[Job | Failed], memories: dict[int, Memory]) -> None:
+def _listen(
+    connection: Connection, jobs: queue.SimpleQueue[SaveJob | StagingFailed], memories: dict[int, Memory]
+) -> None:
     """Take what the rank sends; end the process when the rank is gone."""
     try:
         while True:
-            order: Buffer | Forget | Job | Failed = decode(connection.recv_bytes(), Order)
-            if isinstance(order, Buffer):
+            order: MapBuffer | UnmapBuffer | SaveJob | StagingFailed = decode(connection.recv_bytes(), Command)
+            if isinstance(order, MapBuffer):
                 fd = recv_handle(connection)
                 memories[order.number] = map_shared(fd, order.nbytes)
                 os.close(fd)
-            elif isinstance(order, Forget):
+            elif isinstance(order, UnmapBuffer):
                 del memories[order.number]
             else:
                 jobs.put(order)
@@ -212,6 +229,6 @@ def _listen(connection: Connection, jobs: queue.SimpleQueue[Job | Failed], memor
         os._exit(0)
 
 
-def _answer(connection: Connection, sending: threading.Lock, done: Done) -> None:
+def _answer(connection: Connection, sending: threading.Lock, done: JobDone) -> None:
     with sending:
-        connection.send_bytes(encode(done, Answer))
+        connection.send_bytes(encode(done, Reply))

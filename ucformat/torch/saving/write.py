@@ -20,7 +20,7 @@ from ucformat.format.sidecar import NO_BLOCK, PLACED, Columns, encode_columns
 from ucformat.geometry.box import Box, row_major
 from ucformat.reading.execute import checksum, place_checksum
 from ucformat.storage.upload import unit_for
-from ucformat.torch.state.memory import Region, copy_common, dense_region
+from ucformat.torch.state.memory import HostRegion, copy_common, dense_region
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
-    from ucformat.torch.saving.assignment import Bundle, Claim, Fragment, Held, Message, Shard
+    from ucformat.torch.saving.assignment import Fragment, GlobalTensor, ShardBatch, ShardTask, Transfer, WriteItem
     from ucformat.torch.state.memory import Memory
 
-    RegionOf = Callable[[Fragment], Region]
+    RegionOf = Callable[[Fragment], HostRegion]
 
 __all__ = ["Leaves", "packed_file", "sidecar_of", "write_packed", "write_shards"]
 
@@ -47,7 +47,7 @@ def packed_file(folder: str, rank: int) -> str:
 
 
 def write_packed(
-    store: Store, key: str, regions: Sequence[tuple[Region, TensorInfo]], progress: Callable[[int], None]
+    store: Store, key: str, regions: Sequence[tuple[HostRegion, TensorInfo]], progress: Callable[[int], None]
 ) -> None:
     """Write regions of tensors to a file.
 
@@ -81,18 +81,18 @@ def write_packed(
 
 
 def sidecar_of(
-    tensors: Sequence[Held],
-    claims: Sequence[Sequence[Claim]],
+    tensors: Sequence[GlobalTensor],
+    items: Sequence[Sequence[WriteItem]],
     dealt: Sequence[Sequence[tuple[int, int]]],
     folder: str,
 ) -> bytes:
-    """The sidecar of what all ranks wrote: `dealt` are each rank's (claim, piece)."""
+    """The sidecar of what all ranks wrote: `dealt` are each rank's (item, piece)."""
     number = {t.info.key: n for n, t in enumerate(tensors)}
     found: list[tuple[int, int, int, Tiling]] = []  # tensor, file, offset, and how it lies there
     for rank, mine in enumerate(dealt):
         end = 0
-        for claim, piece in mine:
-            info, box = claims[rank][claim].info, claims[rank][claim].boxes[piece]
+        for item, piece in mine:
+            info, box = items[rank][item].info, items[rank][item].boxes[piece]
             end += -end % ALIGNMENT
             tiling = Tiling(box, tile_shape(info.shape, info.itemsize), info.itemsize)
             if box.size:
@@ -131,16 +131,16 @@ def write_shards(
     store: Store,
     group: Group,
     arrays: Sequence[Array],
-    bundles: Sequence[Bundle],
-    messages: Sequence[Message],
+    batches: Sequence[ShardBatch],
+    messages: Sequence[Transfer],
     region_of: RegionOf,
     progress: Callable[[int], None],
     threads: int = 1,
 ) -> Leaves:
-    """Write this rank's bundles, and send what others need for theirs; the digests of what was written.
+    """Write this rank's batches, and send what others need for theirs; the digests of what was written.
 
-    `region_of` gives where a fragment of this rank lies. So many `threads` write the shards of a bundle. At most one
-    bundle, or one shard that is larger, is held of what others sent, and one message of what is sent. A rank that
+    `region_of` gives where a fragment of this rank lies. So many `threads` write the shards of a batch. At most one
+    batch, or one shard that is larger, is held of what others sent, and one message of what is sent. A rank that
     cannot write goes on to receive and send, so that nobody waits for it in vain, and raises at the end.
     """
     failures: list[BaseException] = []
@@ -151,16 +151,16 @@ def write_shards(
     leaves: Leaves = []
     try:
         with ThreadPoolExecutor(threads, "ucformat-write") as pool:
-            for bundle in bundles:
-                received = _receive(group, arrays, bundle)
+            for batch in batches:
+                received = _receive(group, arrays, batch)
                 if not failures:
 
-                    def write(shard: Shard, received: dict[Fragment, Memory] = received) -> bytes:
+                    def write(shard: ShardTask, received: dict[Fragment, Memory] = received) -> bytes:
                         return _write(store, group.rank, arrays, shard, received, region_of, progress)
 
                     try:
-                        found = list((map if threads == 1 else pool.map)(write, bundle.shards))
-                        leaves += [(s.tensor, s.at, f) for s, f in zip(bundle.shards, found, strict=True)]
+                        found = list((map if threads == 1 else pool.map)(write, batch.shards))
+                        leaves += [(s.tensor, s.at, f) for s, f in zip(batch.shards, found, strict=True)]
                     except Exception as error:  # noqa: BLE001 - raised below
                         failures.append(error)
     finally:
@@ -173,7 +173,7 @@ def write_shards(
 def _send_all(
     group: Group,
     arrays: Sequence[Array],
-    messages: Sequence[Message],
+    messages: Sequence[Transfer],
     region_of: RegionOf,
     failures: list[BaseException],
 ) -> None:
@@ -186,10 +186,10 @@ def _send_all(
         failures.append(error)
 
 
-def _receive(group: Group, arrays: Sequence[Array], bundle: Bundle) -> dict[Fragment, Memory]:
-    """The bytes that other ranks hold of a bundle's shards, by fragment."""
+def _receive(group: Group, arrays: Sequence[Array], batch: ShardBatch) -> dict[Fragment, Memory]:
+    """The bytes that other ranks hold of a batch's shards, by fragment."""
     by_sender: dict[int, list[Fragment]] = {}
-    for shard in bundle.shards:
+    for shard in batch.shards:
         for f in shard.fragments:
             if f.sender != group.rank:
                 by_sender.setdefault(f.sender, []).append(f)
@@ -207,7 +207,7 @@ def _write(
     store: Store,
     rank: int,
     arrays: Sequence[Array],
-    shard: Shard,
+    shard: ShardTask,
     received: dict[Fragment, Memory],
     region_of: RegionOf,
     progress: Callable[[int], None],
@@ -220,7 +220,7 @@ def _write(
     ]
 
     def fill(band: Band, raw: NDArray[np.uint8]) -> None:
-        target = Region(Box(band.box.start, band.padded), raw, 0, row_major(band.padded, itemsize))
+        target = HostRegion(Box(band.box.start, band.padded), raw, 0, row_major(band.padded, itemsize))
         for region in regions:
             copy_common(region, target, itemsize)
         progress(band.box.size * itemsize)

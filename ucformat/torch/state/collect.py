@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     Modules = list[tuple[Path, torch.nn.Module]]
 
-__all__ = ["Collected", "Group", "Leaf", "are_names", "collect", "is_group"]
+__all__ = ["CollectedState", "OptimizerGroup", "ValueSlot", "are_names", "collect", "is_group"]
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class ValueSlot:
     """A non-tensor value of a state, and how to put another in its place."""
 
     value: Any
@@ -42,7 +42,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class OptimizerGroup:
     """An optimizer group: its parameters as the optimizer names them, and its hyper-parameters, to be set in place."""
 
     params: tuple[str, ...]
@@ -53,24 +53,25 @@ class Group:
         """Whether each parameter's hyper-parameters stand in the state dict for themselves."""
         return isinstance(self.options, _FlatOptions)
 
-    def parts(self) -> list[Group]:
+    def parts(self) -> list[OptimizerGroup]:
         """What may have its own hyper-parameters: each parameter of a flattened state dict, else the group itself."""
         if not isinstance(self.options, _FlatOptions):
             return [self]
         flat = self.options
         return [
-            Group((name,), _FlatOptions(flat.state, keys)) for name, keys in zip(self.params, flat.keys_of, strict=True)
+            OptimizerGroup((name,), _FlatOptions(flat.state, keys))
+            for name, keys in zip(self.params, flat.keys_of, strict=True)
         ]
 
 
 @dataclass(slots=True)
-class Collected:
+class CollectedState:
     """All that was found in a state, by its path; `finish` is to be called when all is loaded."""
 
     tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
-    leaves: dict[Path, Leaf] = field(default_factory=dict)
-    ranks: dict[Path, tuple[PerRank, Leaf]] = field(default_factory=dict)
-    groups: dict[Path, list[Group]] = field(default_factory=dict)
+    leaves: dict[Path, ValueSlot] = field(default_factory=dict)
+    ranks: dict[Path, tuple[PerRank, ValueSlot]] = field(default_factory=dict)
+    groups: dict[Path, list[OptimizerGroup]] = field(default_factory=dict)
     apart: set[Path] = field(default_factory=set)  # entries that are groups, or hyper-parameters of such
     finish: list[Callable[[], None]] = field(default_factory=list)
     owners: dict[Path, Path] = field(default_factory=dict)  # of an optimizer, the module whose parameters it has
@@ -78,7 +79,7 @@ class Collected:
     prefixes: dict[Path, str] = field(default_factory=dict)  # what names of an optimizer's parameters begin with
 
 
-def collect(state: Mapping[str, Any]) -> Collected:
+def collect(state: Mapping[str, Any]) -> CollectedState:
     """What a training state holds.
 
     It may be nested mappings (and lists that hold tensors) of tensors and plain values, modules, optimizers, objects
@@ -90,7 +91,7 @@ def collect(state: Mapping[str, Any]) -> Collected:
     """
     if not isinstance(state, Mapping):
         raise UsageError(f"a training state is a mapping, not a {type(state).__name__}", hint='{"model": model, …}')
-    found = Collected()
+    found = CollectedState()
     _walk(found, (), state, [(p, m) for p, m in _values(state) if isinstance(m, torch.nn.Module)])
     _check_names(found)
     naming = name_state(
@@ -103,7 +104,7 @@ def collect(state: Mapping[str, Any]) -> Collected:
     return found
 
 
-def _check_names(found: Collected) -> None:
+def _check_names(found: CollectedState) -> None:
     """UsageError where two entries have one name once it is written with dots."""
     seen: dict[str, Path] = {}
     for path in (*found.tensors, *found.leaves, *found.ranks):
@@ -121,7 +122,7 @@ def _values(state: Any, path: Path = ()) -> list[tuple[Path, Any]]:
     return [(path, state)]
 
 
-def _walk(found: Collected, path: Path, value: Any, modules: Modules, put: Any = None) -> None:
+def _walk(found: CollectedState, path: Path, value: Any, modules: Modules, put: Any = None) -> None:
     if isinstance(value, torch.Tensor | ShardedTensor):
         found.tensors[path] = value
     elif isinstance(value, torch.nn.Module):
@@ -141,10 +142,10 @@ def _walk(found: Collected, path: Path, value: Any, modules: Modules, put: Any =
     elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         _stateful(found, path, value, modules)
     else:
-        found.leaves[path] = Leaf(value, put or _no_place(path))
+        found.leaves[path] = ValueSlot(value, put or _no_place(path))
 
 
-def _mapping(found: Collected, path: Path, value: Mapping[Any, Any], modules: Modules, put: Any) -> None:
+def _mapping(found: CollectedState, path: Path, value: Mapping[Any, Any], modules: Modules, put: Any) -> None:
     odd = [k for k in value if type(k) not in (str, int)]
     if odd and (_holds_tensors(value) or put is None):
         raise UsageError(
@@ -152,11 +153,11 @@ def _mapping(found: Collected, path: Path, value: Mapping[Any, Any], modules: Mo
             hint="give it a text as its key, or keep it in a dictionary of plain values, which may have any keys",
         )
     if odd:  # one value as a whole
-        found.leaves[path] = Leaf(value, put)
+        found.leaves[path] = ValueSlot(value, put)
         return
     groups = value.get(GROUPS)
     if isinstance(groups, list) and groups and all(map(is_group, groups)):
-        found.groups[path] = [Group(tuple(g["params"]), _Options(g)) for g in groups]
+        found.groups[path] = [OptimizerGroup(tuple(g["params"]), _Options(g)) for g in groups]
         apart = {GROUPS}
     else:
         apart = {k for k in value if isinstance(k, str) and all(split_option(k))}
@@ -164,7 +165,7 @@ def _mapping(found: Collected, path: Path, value: Mapping[Any, Any], modules: Mo
             found.groups[path] = _flattened_groups(value, apart)
     found.apart |= {(*path, k) for k in apart}
     if not value and put is not None:
-        found.leaves[path] = Leaf({}, put)
+        found.leaves[path] = ValueSlot({}, put)
     for key, inner in value.items():
         if key not in apart:
             _walk(found, (*path, IntKey(key) if isinstance(key, int) else key), inner, modules, _setter(value, key))
@@ -193,20 +194,20 @@ class _Options(dict[str, Any]):
         self.group[key] = value
 
 
-def _flattened_groups(value: Any, keys: set[str]) -> list[Group]:
+def _flattened_groups(value: Any, keys: set[str]) -> list[OptimizerGroup]:
     """The groups of a flattened optimizer state dict: parameters with equal hyper-parameters are one."""
     options: dict[str, dict[str, str]] = {}  # name -> option -> key
     for key in (k for k in value if k in keys):
         name, option = split_option(key)
         options.setdefault(name, {})[option] = key
-    groups: dict[str, Group] = {}
+    groups: dict[str, OptimizerGroup] = {}
     for name, by_option in options.items():
         same = json.dumps(encode({o: value[k] for o, k in by_option.items()}), sort_keys=True)
         if (group := groups.get(same)) is None:
-            groups[same] = Group((name,), _FlatOptions(value, by_option))
+            groups[same] = OptimizerGroup((name,), _FlatOptions(value, by_option))
         else:
             group.options.add(by_option)  # type: ignore[attr-defined]
-            groups[same] = Group((*group.params, name), group.options)
+            groups[same] = OptimizerGroup((*group.params, name), group.options)
     return list(groups.values())
 
 
@@ -227,7 +228,7 @@ class _FlatOptions(dict[str, Any]):
                 self.state[keys[option]] = value
 
 
-def _sequence(found: Collected, path: Path, value: Any, modules: Modules, put: Any) -> None:
+def _sequence(found: CollectedState, path: Path, value: Any, modules: Modules, put: Any) -> None:
     items = value if isinstance(value, list) else list(value)
     for i, inner in enumerate(items):
         _walk(found, (*path, i), inner, modules, _setter(items, i))
@@ -264,10 +265,10 @@ def _no_place(path: Path) -> Callable[[Any], None]:
     return put
 
 
-def _leaf(value: Any, put: Any) -> Leaf:
+def _leaf(value: Any, put: Any) -> ValueSlot:
     """The state of a value that each rank has for itself."""
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-        return Leaf(value.state_dict(), value.load_state_dict)
+        return ValueSlot(value.state_dict(), value.load_state_dict)
 
     def set_value(new: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -275,20 +276,20 @@ def _leaf(value: Any, put: Any) -> Leaf:
         elif put is not None:
             put(new)
 
-    return Leaf(value, set_value)
+    return ValueSlot(value, set_value)
 
 
-def _stateful(found: Collected, path: Path, value: Any, modules: Modules) -> None:
+def _stateful(found: CollectedState, path: Path, value: Any, modules: Modules) -> None:
     """An object with a state dict: one value where that holds no tensors, else what is in it, loaded in the end."""
     held = value.state_dict()
     if not _holds_tensors(held):
-        found.leaves[path] = Leaf(held, value.load_state_dict)
+        found.leaves[path] = ValueSlot(held, value.load_state_dict)
         return
     _walk(found, path, held, modules)
     found.finish.append(lambda: value.load_state_dict(held))
 
 
-def _module(found: Collected, path: Path, module: torch.nn.Module) -> None:
+def _module(found: CollectedState, path: Path, module: torch.nn.Module) -> None:
     if any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
         raise UnsupportedError(
             f"{dotted(path)} is wrapped in FSDP1, whose parameters are flat",
@@ -300,13 +301,13 @@ def _module(found: Collected, path: Path, module: torch.nn.Module) -> None:
             found.tensors[*path, name] = value
         else:
             extra[name] = value
-            found.leaves[*path, name] = Leaf(value, _setter(extra, name))
+            found.leaves[*path, name] = ValueSlot(value, _setter(extra, name))
     if extra:
         options = StateDictOptions(strict=False)
         found.finish.append(lambda: set_model_state_dict(module, extra, options=options) and None)
 
 
-def _optimizer(found: Collected, path: Path, optimizer: torch.optim.Optimizer, modules: Modules) -> None:
+def _optimizer(found: CollectedState, path: Path, optimizer: torch.optim.Optimizer, modules: Modules) -> None:
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     owners = [(p, m) for p, m in modules if mine <= {id(p) for p in m.parameters()}]
     if not owners:
@@ -319,11 +320,11 @@ def _optimizer(found: Collected, path: Path, optimizer: torch.optim.Optimizer, m
     found.groups[path] = []
     for live, group in zip(optimizer.param_groups, named[GROUPS], strict=True):
         names = tuple(str(n) for n in group["params"])
-        found.groups[path].append(Group(names, _Options(live, ("params", "param_names"))))
+        found.groups[path].append(OptimizerGroup(names, _Options(live, ("params", "param_names"))))
         for name, param in zip(names, live["params"], strict=True):
             for key, value in optimizer.state.get(param, {}).items():
                 where = (*path, "state", name, key)
                 if isinstance(value, torch.Tensor):
                     found.tensors[where] = value
                 else:
-                    found.leaves[where] = Leaf(value, _setter(optimizer.state[param], key))
+                    found.leaves[where] = ValueSlot(value, _setter(optimizer.state[param], key))

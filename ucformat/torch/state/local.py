@@ -23,13 +23,13 @@ from ucformat.torch.state.memory import dtype_name, synchronize
 from ucformat.torch.state.objects import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ucformat.sources.dcp.names import Path
-    from ucformat.torch.state.collect import Collected
+    from ucformat.torch.state.collect import CollectedState
 
 __all__ = [
-    "Local",
+    "LocalShard",
     "LocalState",
     "groups_of",
     "local_of",
@@ -39,12 +39,13 @@ __all__ = [
     "paths_of",
     "pieces_in",
     "places_of",
+    "tied_names",
     "without_ties",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class LocalShard:
     """The pieces of one tensor that this rank holds, in the memory of `tensor`.
 
     A piece's offset and strides are in elements of that memory, from the first element of `tensor` on: they are those
@@ -75,7 +76,7 @@ class LocalState:
     `paths` and `places` are those of `Facts`; `places` are none, or as many as groups.
     """
 
-    tensors: tuple[Local, ...]
+    tensors: tuple[LocalShard, ...]
     objects: Mapping[str, Any] = field(default_factory=dict)
     ranks: Mapping[str, Any] = field(default_factory=dict)
     groups: tuple[Mapping[str, Any], ...] = ()
@@ -105,7 +106,7 @@ def _strided(offset: int, dense: Sequence[int], shape: Sequence[int], strides: S
     return at
 
 
-def local_of(name: str, state: str, tensor: torch.Tensor) -> Local:
+def local_of(name: str, state: str, tensor: torch.Tensor) -> LocalShard:
     """What this rank holds of a tensor in a training state: of a DTensor its shard, of a plain tensor all.
 
     Raises:
@@ -117,7 +118,7 @@ def local_of(name: str, state: str, tensor: torch.Tensor) -> Local:
         return _of_sharded(name, state, tensor)
     tensor = _plain(name, tensor)
     info = TensorInfo(name, state, dtype_name(tensor.dtype), tuple(tensor.shape))
-    return Local(info, pieces_in(tensor, [_whole(n) for n in tensor.shape]), tensor)
+    return LocalShard(info, pieces_in(tensor, [_whole(n) for n in tensor.shape]), tensor)
 
 
 def mesh_of(tensors: Sequence[torch.Tensor]) -> dict[str, int]:
@@ -149,13 +150,13 @@ def _whole(n: int) -> Dim:
     return Dim(n, (Run(0, 0, n, False),) if n else ())
 
 
-def _of_dtensor(name: str, state: str, tensor: DTensor) -> Local:
+def _of_dtensor(name: str, state: str, tensor: DTensor) -> LocalShard:
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     local = _plain(name, tensor.to_local())
     info = TensorInfo(name, state, dtype_name(tensor.dtype), shape)
     at = mesh.get_coordinate()
     if at is None:
-        return Local(info, (), local)
+        return LocalShard(info, (), local)
     if any(isinstance(p, Partial) for p in tensor.placements):
         raise LayoutError(
             f"{name} ({state}) is partial over its mesh: each rank holds a summand of it",
@@ -164,7 +165,7 @@ def _of_dtensor(name: str, state: str, tensor: DTensor) -> Local:
     for dims in _readings(shape, tensor.placements, mesh.shape, at):
         sizes = tuple(d.size for d in dims)
         if sizes == tuple(local.shape) or (0 in sizes and not local.numel()):  # FSDP2 makes (0, 0) of an empty (0, n)
-            return Local(info, pieces_in(local, dims), local)
+            return LocalShard(info, pieces_in(local, dims), local)
     raise LayoutError(
         f"{name} ({state}): its local shape {tuple(local.shape)} is not what its placements {tensor.placements} make "
         f"of {shape} at coordinate {tuple(at)} of the mesh {tuple(mesh.shape)}",
@@ -219,12 +220,12 @@ def _chunk(begin: int, end: int, count: int, index: int) -> tuple[int, int]:
     return min(end, begin + index * step), min(end, begin + (index + 1) * step)
 
 
-def _of_sharded(name: str, state: str, tensor: ShardedTensor) -> Local:
+def _of_sharded(name: str, state: str, tensor: ShardedTensor) -> LocalShard:
     """FSDP1's shards; a rank has one, or none."""
     shards = tensor.local_shards()
     info = TensorInfo(name, state, dtype_name(tensor.dtype), tuple(tensor.size()))
     if not shards:
-        return Local(info, (), torch.empty(0, dtype=tensor.dtype))
+        return LocalShard(info, (), torch.empty(0, dtype=tensor.dtype))
     if len(shards) > 1:
         raise UsageError(
             f"{name} ({state}): this rank holds {len(shards)} shards of one ShardedTensor",
@@ -232,7 +233,7 @@ def _of_sharded(name: str, state: str, tensor: ShardedTensor) -> Local:
         )
     local, where = _plain(name, shards[0].tensor), shards[0].metadata
     starts_and_sizes = zip(where.shard_offsets, where.shard_sizes, strict=True)
-    return Local(
+    return LocalShard(
         info, pieces_in(local, [Dim(n, (Run(a, 0, n, False),) if n else ()) for a, n in starts_and_sizes]), local
     )
 
@@ -258,7 +259,7 @@ def local_state(state: Mapping[str, Any]) -> LocalState:
     )
 
 
-def paths_of(found: Collected, aliases: Mapping[str, str]) -> dict[Key, tuple[Path, ...]]:
+def paths_of(found: CollectedState, aliases: Mapping[str, str]) -> dict[Key, tuple[Path, ...]]:
     """The paths of each tensor, by the name under which it is stored."""
     out: dict[Key, tuple[Path, ...]] = {}
     for path, key in found.keys.items():
@@ -267,17 +268,17 @@ def paths_of(found: Collected, aliases: Mapping[str, str]) -> dict[Key, tuple[Pa
     return out
 
 
-def places_of(found: Collected) -> tuple[Place, ...]:
+def places_of(found: CollectedState) -> tuple[Place, ...]:
     """The place of each optimizer group, in the order of `groups_of`."""
     return tuple(Place(root, g.params, g.flattened) for root, groups in found.groups.items() for g in groups)
 
 
-def locals_of(found: Collected) -> list[Local]:
+def locals_of(found: CollectedState) -> list[LocalShard]:
     """What this rank has of each tensor that was found."""
     return [local_of(*found.keys[path], t) for path, t in found.tensors.items()]
 
 
-def groups_of(found: Collected, aliases: Mapping[str, str]) -> tuple[dict[str, Any], ...]:
+def groups_of(found: CollectedState, aliases: Mapping[str, str]) -> tuple[dict[str, Any], ...]:
     """The optimizer groups: parameters by the names under which they are stored, and hyper-parameters as JSON."""
     return tuple(
         {"params": [aliases.get(p, p) for n in g.params for p in [found.prefixes[root] + n]], **encode(dict(g.options))}
@@ -294,21 +295,30 @@ def _place(objects: dict[Any, Any], path: Sequence[str | int], value: Any) -> No
     objects[last] = value
 
 
-def without_ties(tensors: Sequence[Local]) -> tuple[dict[str, str], list[Local]]:
-    """Weights that are one memory under several names: further names by the first, and each memory once."""
+def tied_names(weights: Iterable[tuple[str, torch.Tensor, tuple[object, ...]]]) -> dict[str, str]:
+    """Weights that are one memory under several names: further names by the first.
+
+    Args:
+        weights: the name and the memory of each, and what else must be equal: the global shape, an offset.
+    """
     first: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
-    for t in tensors:
-        if t.info.state == "weight" and t.tensor.numel() and t.pieces:
-            where = (t.tensor.data_ptr(), t.tensor.device, t.info.dtype, t.info.shape, tuple(t.tensor.stride()))
-            name = first.setdefault(where, t.info.name)
-            if name != t.info.name:
-                aliases[t.info.name] = name
+    for name, tensor, where in weights:
+        known = first.setdefault((tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.stride()), *where), name)
+        if known != name:
+            aliases[name] = known
+    return aliases
+
+
+def without_ties(tensors: Sequence[LocalShard]) -> tuple[dict[str, str], list[LocalShard]]:
+    """Weights that are one memory under several names: further names by the first, and each memory once."""
+    weights = [t for t in tensors if t.info.state == "weight" and t.tensor.numel() and t.pieces]
+    aliases = tied_names((t.info.name, t.tensor, (t.info.shape,)) for t in weights)
     kept = [t for t in tensors if t.info.state != "weight" or t.info.name not in aliases]
     return aliases, [_renamed(t, aliases) for t in kept]
 
 
-def _renamed(t: Local, aliases: Mapping[str, str]) -> Local:
+def _renamed(t: LocalShard, aliases: Mapping[str, str]) -> LocalShard:
     if t.info.name not in aliases:
         return t
     return type(t)(type(t.info)(aliases[t.info.name], t.info.state, t.info.dtype, t.info.shape), t.pieces, t.tensor)

@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     Memory = NDArray[np.uint8]
 
 __all__ = [
-    "Region",
+    "HostRegion",
     "blocks_of",
     "check_fillable",
     "copied_to_host",
     "copy_common",
+    "device_of_first",
     "devices_of",
     "dtype_name",
     "host_memory",
-    "marks",
-    "on",
+    "keep_current_device",
+    "record_events",
     "region_of",
-    "same_device",
     "span",
     "synchronize",
     "torch_dtype",
@@ -67,18 +67,18 @@ def synchronize(tensors: Iterable[torch.Tensor]) -> None:
         torch.accelerator.synchronize(device)
 
 
-def marks(devices: Iterable[torch.device]) -> list[torch.Event]:
+def record_events(devices: Iterable[torch.device]) -> list[torch.Event]:
     """Events on these devices, each behind all that this thread has begun there; they are waited for on the host."""
     return [torch.accelerator.current_stream(device).record_event() for device in devices]
 
 
-def on(devices: Iterable[torch.device]) -> AbstractContextManager[object]:
+def device_of_first(devices: Iterable[torch.device]) -> AbstractContextManager[object]:
     """Make the first of the devices the current one, on which pinned memory is allocated; none leaves it as it is."""
     first = next(iter(devices), None)
     return nullcontext() if first is None else torch.accelerator.device_index(first.index)
 
 
-def same_device() -> Callable[[], None]:
+def keep_current_device() -> Callable[[], None]:
     """What a new thread calls first, so that its current device is that of the thread which makes it."""
     if not torch.accelerator.is_available():
         return lambda: None
@@ -146,7 +146,7 @@ BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class HostRegion:
     """A box of a tensor in memory: element `box.start + i` at byte `offset + sum(i[d] * strides[d])`."""
 
     box: Box
@@ -154,10 +154,10 @@ class Region:
     offset: int
     strides: tuple[int, ...]
 
-    def within(self, box: Box) -> Region:
+    def within(self, box: Box) -> HostRegion:
         """The region of a box inside this one."""
         skip = sum((a - b) * s for a, b, s in zip(box.start, self.box.start, self.strides, strict=True))
-        return Region(box, self.memory, self.offset + skip, self.strides)
+        return HostRegion(box, self.memory, self.offset + skip, self.strides)
 
     def elements(self, itemsize: int) -> NDArray[np.generic]:
         """The box as an array of whole elements, whatever their type."""
@@ -182,17 +182,17 @@ class Region:
 _UNITS = {n: np.dtype(f"V{n}") if n > 8 else np.dtype(f"u{n}") for n in (1, 2, 4, 8, 16)}
 
 
-def region_of(piece: Piece, memory: Memory, itemsize: int) -> Region:
+def region_of(piece: Piece, memory: Memory, itemsize: int) -> HostRegion:
     """Where a piece lies in the host memory of its tensor."""
-    return Region(piece.box, memory, piece.offset * itemsize, tuple(s * itemsize for s in piece.strides))
+    return HostRegion(piece.box, memory, piece.offset * itemsize, tuple(s * itemsize for s in piece.strides))
 
 
-def dense_region(box: Box, memory: Memory, itemsize: int) -> Region:
+def dense_region(box: Box, memory: Memory, itemsize: int) -> HostRegion:
     """A box that lies in row-major order in memory of its own."""
-    return Region(box, memory, 0, row_major(box.shape, itemsize))
+    return HostRegion(box, memory, 0, row_major(box.shape, itemsize))
 
 
-def copy_common(source: Region, target: Region, itemsize: int) -> None:
+def copy_common(source: HostRegion, target: HostRegion, itemsize: int) -> None:
     """Copy what two regions have in common."""
     common = source.box.intersect(target.box)
     if common is not None:
