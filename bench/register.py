@@ -29,7 +29,7 @@ from tests.catalog.databases import running_postgres
 from tests.zero_files import FLAT, write_zero3
 from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.models import Checkpoint, Edge, Location
-from ucformat.catalog.policy import load_policy
+from ucformat.catalog.retention import load_policy
 from ucformat.errors import PermissionDenied, UnsupportedError
 from ucformat.format.commit import manifest_bytes
 

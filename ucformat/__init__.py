@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ucformat._version import __version__
-from ucformat.catalog.changes import on_change, who_needs
+from ucformat.catalog import dependent_finders, on_change
 from ucformat.format.hooks import may_replace, on_abandon
 from ucformat.redacted import hide_in_record
 
@@ -112,7 +112,7 @@ logging.getLogger("ucformat").addFilter(hide_in_record)
 on_change.append(_keep_documents)  # here, for the catalog and the format know nothing of the rooms above them
 may_replace.append(_refuse_protected)
 on_abandon.append(_release)
-who_needs.append(_ask_beside)
+dependent_finders.append(_ask_beside)
 
 
 def __getattr__(name: str) -> object:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
-from ucformat.catalog.policy import load_policy
-from ucformat.catalog.retention import Held, Row
+from ucformat.catalog.retention import RetentionHold, RetentionRow, load_policy
 
 if TYPE_CHECKING:
     from ucformat.schema.policy import Policy
@@ -18,7 +17,7 @@ HOUR = timedelta(hours=1)
 NAN, INF = float("nan"), float("inf")
 
 
-def row(serial: int, **change: Any) -> Row:
+def row(serial: int, **change: Any) -> RetentionRow:
     """A checkpoint of a run, without protection: step 10 x serial, one made each hour."""
     usual: dict[str, Any] = {
         "id": f"c{serial}",
@@ -29,7 +28,7 @@ def row(serial: int, **change: Any) -> Row:
         "created": NOW - 100 * HOUR + serial * HOUR,
         "nbytes": 100 + serial,
     }
-    return Row(serial, **{**usual, **change})
+    return RetentionRow(serial, **{**usual, **change})
 
 
 def policy(keep: dict[str, Any], **more: Any) -> Policy:
@@ -40,7 +39,7 @@ instants = st.integers(-8, 4).map(lambda h: NOW + h * HOUR)
 
 
 @st.composite
-def row_lists(draw: st.DrawFn) -> list[Row]:
+def row_lists(draw: st.DrawFn) -> list[RetentionRow]:
     """Some checkpoints, many of them equal in something, some protected, some that need others, even in circles."""
     ids = [f"c{i}" for i in range(draw(st.integers(0, 9)))]
     rarely = st.sampled_from([(), (), (), (), ("x",), ("x", "y")])
@@ -56,7 +55,7 @@ def row_lists(draw: st.DrawFn) -> list[Row]:
             metrics=draw(st.dictionaries(st.sampled_from(["m", "n"]), value)),
             aliases=draw(rarely),
             tags=draw(rarely),
-            holds=tuple(Held("why", until) for until in draw(st.lists(st.none() | instants, max_size=1))),
+            holds=tuple(RetentionHold("why", until) for until in draw(st.lists(st.none() | instants, max_size=1))),
             dependents=tuple(draw(st.lists(st.sampled_from(ids), max_size=2, unique=True))) if draw(booleans) else (),
             matches=draw(st.frozensets(st.integers(0, 2))),
             deleted=draw(st.none() | instants),

@@ -9,8 +9,8 @@ import pytest
 
 from tests.catalog.acts import actions, purge, put, rows
 from tests.catalog.manifests import manifest, tensor
+from ucformat.catalog.labels import ANY
 from ucformat.catalog.models import Run
-from ucformat.catalog.names import ANY
 from ucformat.errors import Conflict, NotFound, PermissionDenied, UsageError
 from ucformat.schema.manifest import LineageDoc
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.catalog.manifests import manifest, tensor
-from ucformat.catalog.bulk import insert_rows
 from ucformat.catalog.catalog import Catalog
-from ucformat.catalog.plain import plain
+from ucformat.catalog.columns import storable_text
+from ucformat.catalog.rows import insert_rows
 from ucformat.errors import UcformatError
 
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8) | st.text("\\N\t\r\n. ", max_size=6)
@@ -39,7 +39,7 @@ def test_names_that_no_database_takes_are_recorded_all_the_same(database_url: st
     with Catalog(database_url) as catalog:
         entry = catalog.record(manifest(1, tensors=tuple(tensor(n, content=n) for n in names)), "/data/1")
         found = catalog.tensors(entry.id)
-    assert [t.name for t in found] == [plain(n) for n in names]
+    assert [t.name for t in found] == [storable_text(n) for n in names]
     assert [t.digest for t in found] == [tensor(n, content=n).digest for n in names]
 
 

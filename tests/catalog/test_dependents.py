@@ -12,10 +12,9 @@ import sqlalchemy as sa
 from tests.catalog.acts import put
 from ucformat.catalog import deletion
 from ucformat.catalog.deletion import begin_purge, retention_rows
-from ucformat.catalog.locks import lock
 from ucformat.catalog.models import Checkpoint, Edge, Location
-from ucformat.catalog.policy import load_policy
-from ucformat.catalog.retention import protections
+from ucformat.catalog.retention import load_policy, protections
+from ucformat.catalog.rows import lock
 from ucformat.catalog.stamp import make_stamp, now
 from ucformat.errors import PermissionDenied
 

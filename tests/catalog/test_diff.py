@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.catalog.manifests import digest, manifest, tensor
+from ucformat.catalog.database import Database
 from ucformat.catalog.diff import MISSING, Changed, Diff, TensorChange, diff
-from ucformat.catalog.engine import Database
-from ucformat.catalog.names import add_metrics
+from ucformat.catalog.labels import add_metrics
 from ucformat.catalog.recording import record
 from ucformat.catalog.stamp import Stamp
 

@@ -14,9 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.catalog.manifests import made_from, manifest, packed_over
-from ucformat.catalog.engine import Database
-from ucformat.catalog.lineage import Lineage, LineageEdge, LineageNode, add_link, lineage
-from ucformat.catalog.lineage_text import dot, mermaid, tree
+from ucformat.catalog.database import Database
+from ucformat.catalog.lineage import (
+    Lineage,
+    LineageEdge,
+    LineageNode,
+    add_link,
+    load_lineage,
+    render_dot,
+    render_mermaid,
+    render_tree,
+)
 from ucformat.catalog.models import Alias, Checkpoint, Edge, Event, TensorSet
 from ucformat.catalog.recording import record
 from ucformat.catalog.stamp import Stamp
@@ -49,7 +57,7 @@ def put(database: Database, *manifests: Manifest) -> list[int]:
 
 def ask(database: Database, serial: int, direction: Any = "up", depth: int | None = None) -> Lineage:
     with database.reading() as c:
-        return lineage(c, serial, direction, depth, NOW)
+        return load_lineage(c, serial, direction, depth, NOW)
 
 
 def link(database: Database, child: int, parent: str, kind: str = "finetune") -> bool:
@@ -137,8 +145,8 @@ def test_every_step_is_there_once_whatever_the_graph(
     near_first = [found.nodes[e.child if up else e.parent].distance for e in found.edges]
     assert near_first == sorted(near_first)
     assert [n.distance for n in found.nodes.values()] == sorted(distances.values())
-    assert tree(found)[0].startswith(names[0][:12])
-    assert len(tree(found)) == 1 + len(found.edges)
+    assert render_tree(found)[0].startswith(names[0][:12])
+    assert len(render_tree(found)) == 1 + len(found.edges)
 
 
 def test_a_node_says_what_is_known_of_it(database: Database) -> None:
@@ -176,7 +184,7 @@ def test_unknown_parents_are_known_by_their_url(database: Database) -> None:
         None, "/strange/place", "/strange/place", None, None, None, None, None, 1
     )
     assert found.edges[0].parent == "/strange/place"
-    assert tree(ask(database, serials[1]))[1] == "← convert  /strange/place  not in the catalog"
+    assert render_tree(ask(database, serials[1]))[1] == "← convert  /strange/place  not in the catalog"
 
 
 def test_edges_that_bytes_depend_on_are_told_apart(database: Database) -> None:
@@ -185,9 +193,9 @@ def test_edges_that_bytes_depend_on_are_told_apart(database: Database) -> None:
     serials = put(database, parent, child)
     found = ask(database, serials[1])
     assert found.edges == (LineageEdge(child.id, parent.id, "convert", depends=True),)
-    assert "convert (depends)" in tree(found)[1]
-    assert "==>" in mermaid(found)
-    assert "style=bold" in dot(found)
+    assert "convert (depends)" in render_tree(found)[1]
+    assert "==>" in render_mermaid(found)
+    assert "style=bold" in render_dot(found)
 
 
 def test_parents_come_as_recorded_and_children_by_age(database: Database) -> None:
@@ -209,7 +217,7 @@ def test_a_ladder_of_diamonds_is_walked_once(database: Database) -> None:
         found = ask(database, serials[0], depth=depth)
         assert len(found.nodes) == 2 * n + 1
         assert len(found.edges) == 4 * n - 2
-        assert len(tree(found)) == 4 * n - 1
+        assert len(render_tree(found)) == 4 * n - 1
 
 
 def test_a_thousand_steps_are_walked_in_two_statements(database: Database) -> None:
@@ -320,7 +328,7 @@ def drawn(direction: Any, *edges: str) -> Lineage:
 
 
 def shape(lineage: Lineage) -> list[str]:
-    return [line.replace("  ucformat", "").replace("merge  ", "") for line in tree(lineage)]
+    return [line.replace("  ucformat", "").replace("merge  ", "") for line in render_tree(lineage)]
 
 
 def test_a_tree_names_again_what_it_has_shown() -> None:
@@ -348,14 +356,14 @@ def test_a_tree_names_again_what_it_has_shown() -> None:
 def test_a_long_line_of_descent_stays_narrow() -> None:
     keys = [f"{i:012}" for i in range(5000)]
     edges = tuple(LineageEdge(a, b, "resume", depends=False) for a, b in pairwise(keys))
-    lines = tree(Lineage(keys[0], "up", {k: node(k) for k in keys}, edges))
+    lines = render_tree(Lineage(keys[0], "up", {k: node(k) for k in keys}, edges))
     assert len(lines) == 5000
     assert max(map(len, lines)) < 60
 
 
 def test_a_tree_tells_what_is_gone() -> None:
     root = node("a" * 32, name="run7@3", state="purged", kind="deepspeed")
-    assert tree(Lineage("a", "up", {"a": root}, ())) == ["run7@3  aaaaaaaaaaaa  deepspeed  purged"]
+    assert render_tree(Lineage("a", "up", {"a": root}, ())) == ["run7@3  aaaaaaaaaaaa  deepspeed  purged"]
 
 
 NASTY = [
@@ -385,12 +393,12 @@ def test_no_name_breaks_a_picture(name: str) -> None:
     found = Lineage("x", "up", nodes, (LineageEdge("x", name, name, depends=False),))
     plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
-    lines = tree(found)
+    lines = render_tree(found)
     assert len(lines) == 2
     assert all(line.isprintable() for line in lines)
     assert lines[1] == f"← {plain}  {plain}  not in the catalog"
 
-    lines = mermaid(found).splitlines()
+    lines = render_mermaid(found).splitlines()
     assert lines[0] == "flowchart LR"
     assert len(lines) == 4
     parsed = [re.fullmatch(r'  n[01]\["([^"]*)"\]', line) for line in lines[1:3]]
@@ -401,7 +409,7 @@ def test_no_name_breaks_a_picture(name: str) -> None:
         assert m is not None
         assert re.fullmatch(r"([\w @./:-]|#\d+;|<br/>)*", m[1])
 
-    lines = dot(found).splitlines()
+    lines = render_dot(found).splitlines()
     assert lines[:3] == ["digraph lineage {", "  rankdir=LR;", "  node [shape=box];"]
     assert lines[-1] == "}"
     assert len(lines) == 7

@@ -12,7 +12,7 @@ from alembic.script import ScriptDirectory
 
 from tests.catalog.manifests import manifest
 from ucformat.catalog.catalog import Catalog
-from ucformat.catalog.engine import VERSION_TABLE, Database
+from ucformat.catalog.database import VERSION_TABLE, Database
 from ucformat.catalog.models import Base
 from ucformat.errors import NotFound, PermissionDenied, UpgradeNeeded
 from ucformat.migrations import HEAD, KNOWN
@@ -185,7 +185,7 @@ def test_one_that_is_killed_while_upgrading_leaves_the_database_as_it_was(databa
 def _upgrade_and_die(url: str) -> None:
     import os
 
-    from ucformat.catalog import engine as module
+    from ucformat.catalog import database as module
 
     real = module._migrate
 

@@ -10,18 +10,18 @@ from hypothesis import given
 
 from tests.catalog.rows import HOUR, NOW, instants, row, row_lists
 from ucformat.catalog.purge import PurgePlan, plan_purge
-from ucformat.catalog.retention import Held, Row
+from ucformat.catalog.retention import RetentionHold, RetentionRow
 
 GRACE = timedelta(hours=2)
 FAR = NOW + timedelta(days=36500)
 
 
-def dead(serial: int, **change: Any) -> Row:
+def dead(serial: int, **change: Any) -> RetentionRow:
     """A checkpoint deleted three hours ago."""
     return row(serial, **{"state": "deleted", "deleted": NOW - 3 * HOUR, **change})
 
 
-def waits(*rows: Row) -> list[tuple[int, tuple[str, ...], datetime | None]]:
+def waits(*rows: RetentionRow) -> list[tuple[int, tuple[str, ...], datetime | None]]:
     return [(w.row.serial, w.reasons, w.until) for w in plan_purge(rows, NOW, GRACE, {}).wait]
 
 
@@ -55,10 +55,10 @@ def test_what_is_protected_since_waits() -> None:
     assert waits(
         dead(1, aliases=("best",)),
         dead(2, tags=("good",)),
-        dead(3, holds=(Held("paper"),)),
-        dead(4, holds=(Held("audit", NOW + 5 * HOUR), Held("over", NOW))),
+        dead(3, holds=(RetentionHold("paper"),)),
+        dead(4, holds=(RetentionHold("audit", NOW + 5 * HOUR), RetentionHold("over", NOW))),
         dead(5, kind="fsdp"),
-        dead(6, holds=(Held("over", NOW),)),
+        dead(6, holds=(RetentionHold("over", NOW),)),
     ) == [
         (1, ("alias best",), None),
         (2, ("tag good",), None),
@@ -89,7 +89,7 @@ def test_the_id_stands_for_what_is_purged() -> None:
     assert plan.id != plan_purge([dead(1)], NOW, GRACE, {}).id
 
 
-def everything_until(rows: list[Row], now: datetime) -> set[str]:
+def everything_until(rows: list[RetentionRow], now: datetime) -> set[str]:
     """The ids that are gone once `gc` was run as often as it does anything."""
     gone: set[str] = set()
     while plan := plan_purge(rows, now, GRACE, {}).purge:
@@ -99,7 +99,7 @@ def everything_until(rows: list[Row], now: datetime) -> set[str]:
 
 
 @given(row_lists(), instants)
-def test_nothing_is_purged_early_or_while_protected(rows: list[Row], now: datetime) -> None:
+def test_nothing_is_purged_early_or_while_protected(rows: list[RetentionRow], now: datetime) -> None:
     plan = plan_purge(rows, now, GRACE, {})
     for r in plan.purge:
         end = r.purge_after or (r.deleted and r.deleted + GRACE)
@@ -115,7 +115,7 @@ def test_nothing_is_purged_early_or_while_protected(rows: list[Row], now: dateti
 
 
 @given(row_lists())
-def test_what_waits_is_purged_at_the_time_that_the_plan_names(rows: list[Row]) -> None:
+def test_what_waits_is_purged_at_the_time_that_the_plan_names(rows: list[RetentionRow]) -> None:
     for w in plan_purge(rows, NOW, GRACE, {}).wait:
         if w.until is None:
             assert w.row.id not in everything_until(rows, FAR)

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.catalog.rows import HOUR, INF, NAN, NOW, keeps, lasts, policy, row, row_lists, scopes
-from ucformat.catalog.retention import Held, RetentionPlan, Row, plan_retention
+from ucformat.catalog.retention import RetentionHold, RetentionPlan, RetentionRow, plan_retention
 
 if TYPE_CHECKING:
     from ucformat.schema.policy import Policy
 
 
-def kept(keep: dict[str, Any], *rows: Row, **more: Any) -> list[int]:
+def kept(keep: dict[str, Any], *rows: RetentionRow, **more: Any) -> list[int]:
     return sorted(k.row.serial for k in plan_retention(policy(keep, **more), rows, NOW).keep)
 
 
@@ -25,7 +25,7 @@ def deleted(plan: RetentionPlan) -> set[int]:
     return {r.serial for r in plan.delete}
 
 
-def after(rows: list[Row], plan: RetentionPlan) -> list[Row]:
+def after(rows: list[RetentionRow], plan: RetentionPlan) -> list[RetentionRow]:
     """The checkpoints once the plan is applied."""
     gone = deleted(plan)
     return [replace(r, state="deleted", deleted=NOW) if r.serial in gone else r for r in rows]
@@ -36,7 +36,7 @@ def test_a_plan_says_all_there_is_to_say() -> None:
         row(1, tags=("good",), aliases=("best", "again")),
         row(2, metrics={"loss": 1.0}),
         row(3),
-        row(4, holds=(Held("paper"), Held("audit", NOW + 48 * HOUR), Held("over", NOW))),
+        row(4, holds=(RetentionHold("paper"), RetentionHold("audit", NOW + 48 * HOUR), RetentionHold("over", NOW))),
         row(5, kind="deepspeed"),
         row(6, state="deleted"),
         row(7, dependents=("c8", "c6")),
@@ -177,23 +177,23 @@ def test_the_id_stands_for_what_is_deleted_and_by_which_policy() -> None:
 # Properties, over random checkpoints and policies.
 
 
-def judged(p: Policy, r: Row) -> bool:
+def judged(p: Policy, r: RetentionRow) -> bool:
     return r.kind == "ucformat" and r.state == "committed" and (p.scope is None or 0 in r.matches)
 
 
-def protected(r: Row) -> bool:
+def protected(r: RetentionRow) -> bool:
     holds = [h for h in r.holds if h.until is None or h.until > NOW]
     return bool(r.aliases or r.tags or holds or r.dependents)
 
 
-def rivals(rule: Any, r: Row, rows: list[Row]) -> list[Row]:
+def rivals(rule: Any, r: RetentionRow, rows: list[RetentionRow]) -> list[RetentionRow]:
     """The others that a checkpoint competes with."""
     others = [o for o in rows if o.serial != r.serial]
     return others if rule.group == "all" else [o for o in others if r.run is not None and o.run == r.run]
 
 
-def is_last(rule: Any, r: Row, rows: list[Row]) -> bool:
-    def time(x: Row) -> Any:
+def is_last(rule: Any, r: RetentionRow, rows: list[RetentionRow]) -> bool:
+    def time(x: RetentionRow) -> Any:
         return (x.created, -1 if x.step is None else x.step, x.serial)
 
     others = rivals(rule, r, rows)
@@ -206,8 +206,8 @@ def is_last(rule: Any, r: Row, rows: list[Row]) -> bool:
     return len(higher) < int(rule.count)
 
 
-def is_best(rule: Any, r: Row, rows: list[Row]) -> bool:
-    def value(x: Row) -> float | None:
+def is_best(rule: Any, r: RetentionRow, rows: list[RetentionRow]) -> bool:
+    def value(x: RetentionRow) -> float | None:
         v = x.metrics.get(rule.metric)
         return v if v in (0.0, 1.0, 2.0) else None
 
@@ -219,7 +219,7 @@ def is_best(rule: Any, r: Row, rows: list[Row]) -> bool:
     return len(better) < int(rule.count)
 
 
-def is_kept(p: Policy, r: Row, rows: list[Row]) -> bool:
+def is_kept(p: Policy, r: RetentionRow, rows: list[RetentionRow]) -> bool:
     first = 0 if p.scope is None else 1
     return (
         protected(r)
@@ -233,7 +233,7 @@ def is_kept(p: Policy, r: Row, rows: list[Row]) -> bool:
 
 @given(row_lists(), keeps, scopes)
 def test_a_plan_agrees_with_the_rules_read_one_checkpoint_at_a_time(
-    rows: list[Row], keep: dict[str, Any], scope: dict[str, Any]
+    rows: list[RetentionRow], keep: dict[str, Any], scope: dict[str, Any]
 ) -> None:
     p = policy(keep, **scope)
     of = [r for r in rows if judged(p, r)]
@@ -245,7 +245,7 @@ def test_a_plan_agrees_with_the_rules_read_one_checkpoint_at_a_time(
 
 
 @given(row_lists(), keeps, scopes)
-def test_nothing_protected_is_deleted(rows: list[Row], keep: dict[str, Any], scope: dict[str, Any]) -> None:
+def test_nothing_protected_is_deleted(rows: list[RetentionRow], keep: dict[str, Any], scope: dict[str, Any]) -> None:
     p = policy(keep, **scope)
     for r in plan_retention(p, rows, NOW).delete:
         assert judged(p, r)
@@ -255,7 +255,7 @@ def test_nothing_protected_is_deleted(rows: list[Row], keep: dict[str, Any], sco
 
 @given(row_lists(), keeps, keeps, scopes)
 def test_another_rule_never_deletes_more(
-    rows: list[Row], keep: dict[str, Any], more: dict[str, Any], scope: dict[str, Any]
+    rows: list[RetentionRow], keep: dict[str, Any], more: dict[str, Any], scope: dict[str, Any]
 ) -> None:
     fewer = plan_retention(policy(keep, **scope), rows, NOW)
     both = {**more, **keep}  # what `keep` has, with what only `more` has
@@ -263,14 +263,16 @@ def test_another_rule_never_deletes_more(
 
 
 @given(row_lists(), keeps, scopes)
-def test_the_same_policy_deletes_nothing_more(rows: list[Row], keep: dict[str, Any], scope: dict[str, Any]) -> None:
+def test_the_same_policy_deletes_nothing_more(
+    rows: list[RetentionRow], keep: dict[str, Any], scope: dict[str, Any]
+) -> None:
     p = policy(keep, **scope)
     plan = plan_retention(p, rows, NOW)
     assert plan_retention(p, after(rows, plan), NOW).delete == ()
 
 
 @given(row_lists(), keeps, scopes)
-def test_nor_once_the_deleted_are_purged(rows: list[Row], keep: dict[str, Any], scope: dict[str, Any]) -> None:
+def test_nor_once_the_deleted_are_purged(rows: list[RetentionRow], keep: dict[str, Any], scope: dict[str, Any]) -> None:
     rows = [replace(r, dependents=()) for r in rows]
     p = policy(keep, **scope)
     plan = plan_retention(p, rows, NOW)
@@ -279,14 +281,14 @@ def test_nor_once_the_deleted_are_purged(rows: list[Row], keep: dict[str, Any], 
 
 @given(st.data(), row_lists(), keeps, scopes)
 def test_the_order_of_the_rows_does_not_matter(
-    data: st.DataObject, rows: list[Row], keep: dict[str, Any], scope: dict[str, Any]
+    data: st.DataObject, rows: list[RetentionRow], keep: dict[str, Any], scope: dict[str, Any]
 ) -> None:
     p = policy(keep, **scope)
     assert plan_retention(p, data.draw(st.permutations(rows)), NOW) == plan_retention(p, rows, NOW)
 
 
 @given(row_lists(), st.integers(1, 4))
-def test_last_keeps_so_many_of_each_run(rows: list[Row], n: int) -> None:
+def test_last_keeps_so_many_of_each_run(rows: list[RetentionRow], n: int) -> None:
     """Exactly n where steps grow with time, else never fewer, and never more than n by step and n by time."""
     bare = [row(r.serial, run=r.run or "c", step=r.step, created=r.created) for r in rows]
     plan = plan_retention(policy({"last": n}), bare, NOW)
@@ -298,7 +300,7 @@ def test_last_keeps_so_many_of_each_run(rows: list[Row], n: int) -> None:
 
 
 @given(row_lists(), lasts)
-def test_the_newest_checkpoint_of_a_run_survives_last(rows: list[Row], last: dict[str, Any]) -> None:
+def test_the_newest_checkpoint_of_a_run_survives_last(rows: list[RetentionRow], last: dict[str, Any]) -> None:
     plan = plan_retention(policy({"last": last["count"]}), rows, NOW)
     for r in plan.delete:
         assert any(k.row.run == r.run and k.row.created >= r.created for k in plan.keep)

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from tests.catalog.manifests import manifest
 from tests.patience import wait_until
 from ucformat.catalog import sql
-from ucformat.catalog.engine import Database
+from ucformat.catalog.database import Database
 from ucformat.catalog.models import Base, Run
 from ucformat.catalog.recording import record
 from ucformat.catalog.sql import Table, run_sql
@@ -341,7 +341,7 @@ def test_sqlite_makes_no_value_that_is_very_large(lite: Database, statement: str
 
 def test_sqlite_takes_no_more_memory_than_it_may(lite: Database) -> None:
     program = (
-        "import sys; from ucformat.catalog.engine import Database; from ucformat.catalog.sql import run_sql\n"
+        "import sys; from ucformat.catalog.database import Database; from ucformat.catalog.sql import run_sql\n"
         "run_sql(Database(sys.argv[1]), sys.argv[2], None, timeout=None, memory=32 << 20)"
     )
     endless = "with recursive n(i) as (select 1 union select i + 1 from n) select count(*) from n"

@@ -20,10 +20,10 @@ from hypothesis.stateful import (
 
 from tests.catalog.manifests import BEGIN, manifest, packed_over
 from ucformat.catalog.deletion import begin_purge, end_purge
+from ucformat.catalog.labels import ANY
 from ucformat.catalog.models import Base, Identity
-from ucformat.catalog.names import ANY
-from ucformat.catalog.policy import load_policy
 from ucformat.catalog.refs import Ref, resolve
+from ucformat.catalog.retention import load_policy
 from ucformat.catalog.stamp import make_stamp
 from ucformat.errors import Conflict, NotFound, PermissionDenied
 from ucformat.schema.manifest import LineageDoc

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.cli.conftest import object_of
-from ucformat.catalog import names
+from ucformat.catalog import labels
 from ucformat.cli.text import ago
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ def test_interrupted_it_has_not_happened(
         add_tags(*arguments, **options)
         raise KeyboardInterrupt
 
-    add_tags = names.add_tags
-    monkeypatch.setattr(names, "add_tags", interrupted)
+    add_tags = labels.add_tags
+    monkeypatch.setattr(labels, "add_tags", interrupted)
     assert run("tag", "run7@1000", "good", code=130).stderr.strip() == "interrupted"
     assert entry("run7@1000").tags == ()
 

@@ -31,7 +31,7 @@ from tests.golden.test_golden import HERE
 from ucformat.catalog.filter.compile import compile_filter
 from ucformat.catalog.filter.parse import parse
 from ucformat.catalog.filter.syntax import unparse
-from ucformat.catalog.policy import load_policy
+from ucformat.catalog.retention import load_policy
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import UcformatError
 from ucformat.format.commit import MANIFEST, parse_manifest

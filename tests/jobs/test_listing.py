@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 import ucformat
 from tests.jobs.conftest import foreign, universal
-from ucformat.catalog.policy import load_policy
+from ucformat.catalog.retention import load_policy
 from ucformat.errors import NotFound, PermissionDenied, UcformatError
 from ucformat.jobs.gc import collect
 from ucformat.jobs.register import register, reindex

@@ -61,7 +61,7 @@ MARKS = {
     "ucformat.Catalog": "import ucformat; ucformat.Catalog(url).tag(id, 'kept')",
     "catalog.catalog": "from ucformat.catalog.catalog import Catalog; Catalog(url).tag(id, 'kept')",
     "catalog.names": (
-        "import ucformat.catalog.names; from ucformat.catalog import catalog; catalog.Catalog(url).tag(id, 'kept')"
+        "import ucformat.catalog.labels; from ucformat.catalog import catalog; catalog.Catalog(url).tag(id, 'kept')"
     ),
     "ucp": "from ucformat.cli.main import ucp; ucp.main(['tag', id, 'kept', '--catalog', url])",
     "cli.mark": "from ucformat.cli.mark import tag; tag.main([id, 'kept', '--catalog', url])",

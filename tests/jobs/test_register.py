@@ -21,7 +21,7 @@ import ucformat
 from tests.fakes import manifest_file
 from tests.jobs.conftest import document, foreign, universal
 from ucformat.catalog.catalog import Catalog
-from ucformat.catalog.policy import load_policy
+from ucformat.catalog.retention import load_policy
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import NotACheckpoint, NotFound, PermissionDenied, UcformatError, UsageError
 from ucformat.format import commit

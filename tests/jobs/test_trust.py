@@ -14,7 +14,7 @@ import ucformat
 from tests.fakes import manifest_file
 from tests.jobs.conftest import document, universal
 from ucformat.catalog.catalog import GRACE, Catalog
-from ucformat.catalog.document import FAR, compose
+from ucformat.catalog.document import MAX_REVISION, compose
 from ucformat.catalog.refs import parse_ref, resolve
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import Conflict, PermissionDenied
@@ -204,7 +204,7 @@ def alias(version: int, name: str = "best") -> dict[str, Any]:
     return {"name": name, "version": version, "moved": BEYOND_ALL_TIMES}
 
 
-@pytest.mark.parametrize("version", [1, 5, FAR, 2**31 - 2])
+@pytest.mark.parametrize("version", [1, 5, MAX_REVISION, 2**31 - 2])
 def test_a_name_that_exists_is_not_moved_by_a_document(
     catalog: Catalog, recorded: Recorded, version: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -318,7 +318,7 @@ def test_what_documents_said_is_marked(catalog: Catalog, other: Catalog, recorde
     assert "hold 1" not in catalog.get(entry.id).from_documents
 
 
-@pytest.mark.parametrize("revision", [FAR, 2**31 - 2])
+@pytest.mark.parametrize("revision", [MAX_REVISION, 2**31 - 2])
 def test_a_revision_beyond_any_count_leaves_room(catalog: Catalog, recorded: Recorded, revision: int) -> None:
     entry = recorded()
     say(mine(entry), entry.id, revision=revision)

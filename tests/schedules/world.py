@@ -33,8 +33,8 @@ from sqlalchemy.pool import StaticPool
 
 import ucformat  # noqa: F401 - it has catalogs write their documents
 from tests.inline import Inline
-from ucformat.catalog.engine import Database, _begin_sqlite
-from ucformat.catalog.engine import explaining as explaining_database
+from ucformat.catalog.database import Database, _begin_sqlite
+from ucformat.catalog.database import explaining as explaining_database
 from ucformat.catalog.models import Base
 from ucformat.errors import Conflict, UcformatError, Uncertain
 from ucformat.format.commit import MANIFEST, parse_manifest

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.catalog.rows import keeps, scopes
-from ucformat.catalog.policy import load_policy
+from ucformat.catalog.retention import load_policy
 from ucformat.errors import NotFound, UpgradeNeeded, UsageError
 from ucformat.schema.policy import Best, Keep, Last, Policy, duration_text, parse_duration, policy_json_schema
 

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import sqlalchemy as sa
 
-from ucformat.catalog import names, recording
-from ucformat.catalog.changes import ask_who_needs, on_change
-from ucformat.catalog.entries import load
-from ucformat.catalog.locks import lock
+from ucformat.catalog import find_dependents, labels, on_change, recording
+from ucformat.catalog.columns import storable_json
+from ucformat.catalog.entries import load_entries
+from ucformat.catalog.labels import ANY
 from ucformat.catalog.models import Checkpoint, Verification
-from ucformat.catalog.names import ANY
-from ucformat.catalog.plain import storable
-from ucformat.catalog.reader import Reader
+from ucformat.catalog.reader import CatalogReader
 from ucformat.catalog.refs import parse_ref, resolve, same_url
-from ucformat.catalog.rows import TOUCHED, event, touch
+from ucformat.catalog.rows import TOUCHED, event, lock, touch
 from ucformat.catalog.stamp import GRACE, Stamp, make_stamp
 from ucformat.errors import Conflict, PermissionDenied, UsageError
 
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from ucformat.catalog.entries import Entry
-    from ucformat.catalog.recording import Place
+    from ucformat.catalog.recording import LocationEntry
     from ucformat.catalog.retention import RetentionPlan
     from ucformat.schema.documents import CatalogDoc
     from ucformat.schema.manifest import Manifest
@@ -42,7 +40,7 @@ _log = logging.getLogger("ucformat")
 _PROBLEMS = 100  # of a damaged checkpoint so many are kept
 
 
-class Catalog(Reader):
+class Catalog(CatalogReader):
     """A catalog of checkpoints in SQLite or PostgreSQL.
 
     Every method is one transaction: it happens as a whole or not at all, whoever else works on the catalog. A `ref` is
@@ -90,7 +88,7 @@ class Catalog(Reader):
             serial = recording.record(c, manifest, url, now=stamp.now, who=stamp.who, **about)
             if run is not None and recording.set_run(c, serial, run, stamp.now):
                 touch(c, [serial])
-            return load(c, [serial], stamp.now)[0]
+            return load_entries(c, [serial], stamp.now)[0]
 
         return self._write(work)
 
@@ -113,14 +111,14 @@ class Catalog(Reader):
         def work(c: Connection) -> tuple[Entry, list[str]]:
             serial = c.execute(sa.select(Checkpoint.serial).where(Checkpoint.id == checkpoint)).scalar_one()
             refused = absorb(c, serial, doc, url, stamp, trust=trust)
-            return load(c, [serial], stamp.now)[0], refused
+            return load_entries(c, [serial], stamp.now)[0], refused
 
         entry, refused = self._database.write(work)
         for what in refused:
             _log.warning("%s; --trust-documents believes it", what)
         return entry
 
-    def forget(self, places: Collection[Place]) -> list[str]:
+    def forget(self, places: Collection[LocationEntry]) -> list[str]:
         """Forget that checkpoints lie in these places, if none was seen there since; the urls that were forgotten.
 
         A checkpoint that lies nowhere any more is purged, and no longer protects what its bytes lay in.
@@ -172,7 +170,7 @@ class Catalog(Reader):
                     checkpoint=serial,
                     url=same_url(url),
                     at=stamp.now,
-                    problems=storable(problems[:_PROBLEMS]),
+                    problems=storable_json(problems[:_PROBLEMS]),
                     **values,
                 )
             )
@@ -202,7 +200,7 @@ class Catalog(Reader):
         with self._database.reading() as c:
             first = plan(c)
             places = deletion.places_of(c, [r.serial for r in first.delete])
-        needed = ask_who_needs(places)
+        needed = find_dependents(places)
         if apply is None:
             if not needed:
                 return first
@@ -235,7 +233,7 @@ class Catalog(Reader):
         with self._database.reading() as c:
             serials = [resolve(c, parse_ref(r)) for r in refs]
             places = deletion.places_of(c, serials)
-        needed = ask_who_needs(places)
+        needed = find_dependents(places)
         self._write(lambda c: deletion.delete(c, serials, grace, stamp, why={}, needed=needed))
 
     def restore(self, *refs: str) -> None:
@@ -260,13 +258,13 @@ class Catalog(Reader):
         """
 
         def move(c: Connection, stamp: Stamp, old: Any) -> Iterable[int]:
-            return names.move_alias(c, name, _alive(c, ref, names.alias_here(c, name)), old, stamp)
+            return labels.move_alias(c, name, _alive(c, ref, labels.alias_target(c, name)), old, stamp)
 
         self._move(move, expect)
 
     def unalias(self, name: str, *, expect: Any = ANY) -> None:
         """Remove an alias; its history stays."""
-        self._move(lambda c, stamp, old: names.remove_alias(c, name, old, stamp), expect)
+        self._move(lambda c, stamp, old: labels.remove_alias(c, name, old, stamp), expect)
 
     def _move(self, move: Callable[[Connection, Stamp, Any], Iterable[int]], expect: Any) -> None:
         stamp = make_stamp()
@@ -285,7 +283,7 @@ class Catalog(Reader):
             tags: their names.
             permanent: they are never taken off again (default: `untag` takes them off).
         """
-        self._say(ref, lambda c, serial, stamp: names.add_tags(c, serial, tags, stamp, permanent=permanent))
+        self._say(ref, lambda c, serial, stamp: labels.add_tags(c, serial, tags, stamp, permanent=permanent))
 
     def untag(self, ref: str, *tags: str, reason: str) -> None:
         """Take tags off a checkpoint, all of them or none.
@@ -300,28 +298,28 @@ class Catalog(Reader):
             PermissionDenied: one is permanent.
             UsageError: there is no reason.
         """
-        self._say(ref, lambda c, serial, stamp: names.remove_tags(c, serial, tags, reason, stamp), alive=False)
+        self._say(ref, lambda c, serial, stamp: labels.remove_tags(c, serial, tags, reason, stamp), alive=False)
 
     def hold(self, ref: str, reason: str, until: datetime | timedelta | None = None) -> int:
         """Keep a checkpoint from being deleted, until a time or until it is released; the number of the hold."""
         return self._say(
             ref,
-            lambda c, serial, stamp: names.add_hold(
+            lambda c, serial, stamp: labels.add_hold(
                 c, serial, reason, stamp.now + until if isinstance(until, timedelta) else until, stamp
             ),
         )
 
     def release(self, ref: str, number: int | None = None) -> int:
         """End the holds on a checkpoint, or the one of this number; how many there were."""
-        return self._say(ref, lambda c, serial, stamp: names.release_holds(c, serial, stamp, number), alive=False)
+        return self._say(ref, lambda c, serial, stamp: labels.release_holds(c, serial, stamp, number), alive=False)
 
     def metric(self, ref: str, metrics: Mapping[str, float]) -> None:
         """Write metrics of a checkpoint, in place of older ones of the same names."""
-        self._say(ref, lambda c, serial, stamp: names.add_metrics(c, serial, metrics, stamp))
+        self._say(ref, lambda c, serial, stamp: labels.add_metrics(c, serial, metrics, stamp))
 
     def note(self, ref: str, text: str) -> None:
         """Write something about a checkpoint."""
-        self._say(ref, lambda c, serial, stamp: names.add_note(c, serial, text, stamp))
+        self._say(ref, lambda c, serial, stamp: labels.add_note(c, serial, text, stamp))
 
     def _say(self, ref: str, say: Callable[[Connection, int, Stamp], T], *, alive: bool = True) -> T:
         stamp = make_stamp()

@@ -1,53 +1,88 @@
-"""What the tables of the catalog are made of: types of columns that both databases have, and the base of all tables."""
+"""Column types that work the same on both databases, and the base class of the tables."""
 
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from sqlalchemy import JSON, Column, DateTime, MetaData, Table, Text, TypeDecorator
-
-from ucformat.catalog.plain import plain
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement
     from sqlalchemy.engine import Dialect
     from sqlalchemy.types import TypeEngine
 
-__all__ = ["Base", "Json", "PlainText", "UtcDateTime", "column"]
+__all__ = ["Base", "Json", "PlainText", "UtcDateTime", "column", "storable_json", "storable_text"]
+
+
+def storable_json(value: Any) -> Any:
+    """Make a JSON value storable in both databases.
+
+    Args:
+        value: the value.
+
+    Returns:
+        A copy in which non-finite numbers are `{"$float": "nan"}` and text has passed `storable_text`.
+    """
+    match value:
+        case float() if not math.isfinite(value):
+            return {"$float": str(value)}
+        case str():
+            return storable_text(value)
+        case dict():
+            return {storable_json(str(k)): storable_json(v) for k, v in value.items()}
+        case list() | tuple():
+            return [storable_json(v) for v in value]
+    return value
+
+
+def storable_text(text: str) -> str:
+    """Make text storable in both databases.
+
+    Args:
+        text: the text.
+
+    Returns:
+        The text with U+FFFD in place of NUL and of unpaired surrogates.
+    """
+    if text.isascii():
+        return text.replace("\0", "\ufffd")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace("\0", "\ufffd")
+
 
 _T = TypeVar("_T")
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """An instant; stored in UTC, always given back with its zone."""
+    """A time with its zone, stored in UTC."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002
-        """To UTC; a time without a zone is a mistake of the caller."""
+        """Convert to UTC."""
         if value is None:
             return None
         assert value.tzinfo is not None, "a time without a zone"  # noqa: S101
         return value.astimezone(UTC)
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002
-        """With its zone, which SQLite does not keep."""
+        """Add the zone, which SQLite does not store."""
         if value is None:
             return None
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
 class PlainText(TypeDecorator[str]):
-    """Text of any length, without what one of the databases does not take (see `plain`)."""
+    """Text of any length that both databases can store (see `storable_text`)."""
 
     impl = Text
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:  # noqa: ARG002
-        """As it can be stored, and so found again."""
-        return None if value is None else plain(value)
+        """Convert to the stored form, also when searching."""
+        return None if value is None else storable_text(value)
 
 
 class Json(TypeDecorator[Any]):
@@ -66,10 +101,10 @@ class Json(TypeDecorator[Any]):
 
 
 class Base:
-    """What all tables share: names of constraints that migrations can rely on.
+    """The base class of the tables, with fixed names of constraints, which migrations rely on.
 
     A subclass is a table: its columns are attributes, and wherever SQLAlchemy takes a table it takes the class. The
-    ORM is not used: a session would be of no use here, and importing it takes longer than most commands.
+    ORM is not used: importing it takes longer than most commands.
     """
 
     metadata = MetaData(
@@ -103,5 +138,5 @@ class Base:
 def column(
     kind: TypeEngine[_T] | type[TypeEngine[_T]], *args: Any, nullable: bool = False, **options: Any
 ) -> ColumnElement[_T]:
-    """A column, which by default has to have a value."""
+    """A column, by default NOT NULL."""
     return Column(kind, *args, nullable=nullable, **options)

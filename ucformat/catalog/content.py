@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from ucformat.catalog.bulk import insert_rows
-from ucformat.catalog.models import BLOCK, Checkpoint, Digest, TensorSet
-from ucformat.catalog.plain import plain
-from ucformat.catalog.rows import insert_if_absent
+from ucformat.catalog.columns import storable_text
+from ucformat.catalog.models import BLOCK, Checkpoint, Digest, Form, Location, TensorSet
+from ucformat.catalog.rows import insert_if_absent, insert_rows
+from ucformat.errors import Conflict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,7 +20,16 @@ if TYPE_CHECKING:
 
     from ucformat.schema.manifest import Manifest, TensorDoc
 
-__all__ = ["add_digests", "digest_block", "manifest_content", "remove_digests", "tensor_digests", "tensor_set"]
+__all__ = [
+    "add_digests",
+    "contradiction",
+    "digest_block",
+    "manifest_content",
+    "must_be_same",
+    "remove_digests",
+    "tensor_digests",
+    "tensor_set",
+]
 
 _COLUMNS = ("tensor_set_id", "position", "name", "state", "dtype", "shape", "chunk", "shard", "nbytes")
 _NAME = attrgetter("name")
@@ -43,9 +52,9 @@ def tensor_set(connection: Connection, tensors: Sequence[TensorDoc]) -> int:
         (
             made,
             i,
-            plain(t.name),
-            plain(t.state),
-            plain(t.dtype),
+            storable_text(t.name),
+            storable_text(t.state),
+            storable_text(t.dtype),
             _joined(t.shape),
             _joined(t.chunk),
             _joined(t.shard),
@@ -129,3 +138,73 @@ def remove_digests(connection: Connection, serial: int) -> None:
     """Forget what the tensors of a checkpoint hold."""
     block = sa.select(Checkpoint.digest_block).where(Checkpoint.serial == serial).scalar_subquery()
     connection.execute(sa.delete(Digest).where(Digest.block == block, Digest.checkpoint == serial))
+
+
+def must_be_same(connection: Connection, serial: int, url: str, content: str, manifest: Manifest) -> None:
+    """Refuse what bears a known id and is another checkpoint, or one in a form that no known place has.
+
+    Args:
+        connection: of the transaction.
+        serial: the checkpoint that is known by the manifest's id.
+        url: the place, as the catalog holds it.
+        content: `manifest_content` of the manifest.
+        manifest: what was found at the place.
+
+    Raises:
+        Conflict: it is not the one that is known.
+    """
+    places, forms = _places_of(connection, serial), _forms_of(connection, serial)
+    if manifest.digest in forms:
+        return
+    elsewhere = places and url not in places and forms
+    if _is_other(connection, serial, content, manifest, untold=not elsewhere):
+        where = f"the one at {places[0]}" if places else "one that the catalog knew"
+        raise Conflict(
+            f"{url} holds another checkpoint than {where}, and has its id {manifest.id}",
+            hint="nothing was recorded; see which of them is the true one, and move the other away",
+        )
+    if elsewhere:
+        raise Conflict(
+            f"{url} holds the checkpoint {manifest.id} in another form than {places[0]}: its manifest differs",
+            hint="nothing was recorded; `ucp copy` makes a copy that is the same to the byte",
+        )
+
+
+def contradiction(connection: Connection, manifest: Manifest, url: str) -> str | None:
+    """As `Catalog.contradiction`, in a transaction.
+
+    Args:
+        connection: of the transaction.
+        manifest: as there.
+        url: the place, as the catalog holds it.
+    """
+    serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == manifest.id))
+    if serial is None or url not in _places_of(connection, serial) or manifest.digest in _forms_of(connection, serial):
+        return None
+    content = manifest_content(manifest)
+    if content is not None and not _is_other(connection, serial, content, manifest):
+        return None
+    return f"the manifest at {url} is not the one that the catalog recorded there"
+
+
+def _places_of(connection: Connection, serial: int) -> Sequence[str]:
+    here = sa.select(Location.url).where(Location.checkpoint == serial).order_by(Location.id)
+    return connection.scalars(here).all()
+
+
+def _forms_of(connection: Connection, serial: int) -> Sequence[str]:
+    """The digests of the manifests that a checkpoint has had."""
+    return connection.scalars(sa.select(Form.manifest).where(Form.checkpoint == serial)).all()
+
+
+def _is_other(connection: Connection, serial: int, content: str, manifest: Manifest, *, untold: bool = True) -> bool:
+    """Whether a manifest is of another checkpoint: it says other things, or that an array holds other bytes.
+
+    With `untold` also where it no longer says what an array holds; a packed file never does.
+    """
+    known = connection.scalar(sa.select(Checkpoint.content).where(Checkpoint.serial == serial))
+    if known != content:
+        return True
+    digests = tensor_digests(connection, serial)
+    said = ((manifest.tensors[n].digest, digest) for n, digest in digests.items())
+    return any(one != digest for one, digest in said if untold or one is not None)

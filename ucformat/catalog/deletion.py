@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from ucformat.catalog.content import remove_digests
-from ucformat.catalog.locks import PAGE, lock
 from ucformat.catalog.models import Alias, AliasClaim, Checkpoint, Edge, Hold, Location, Metric, Run, Tag
 from ucformat.catalog.purge import end_of_grace
-from ucformat.catalog.retention import Held, Row, needed_by, protections
-from ucformat.catalog.rows import event, events, touch, update
+from ucformat.catalog.retention import RetentionHold, RetentionRow, needed_by, protections
+from ucformat.catalog.rows import MAX_IN_LIST, event, events, lock, touch, update_checkpoints
 from ucformat.catalog.stamp import clocks
 from ucformat.errors import PermissionDenied
 
@@ -81,7 +80,7 @@ def retention_rows(
     metrics: Collection[str] = (),
     serials: Sequence[int] | None = None,
     needed: Mapping[str, Collection[str]] = MappingProxyType({}),
-) -> list[Row]:
+) -> list[RetentionRow]:
     """What retention has to know of all checkpoints that are not purged, or of these.
 
     `needed` are the ids of those who need some of them, by what is said beside these.
@@ -96,13 +95,13 @@ def retention_rows(
 
     aliases, tags = many(Alias, lambda r: r.name), many(Tag, lambda r: r.name)
     claims = many(AliasClaim, lambda r: r.name)
-    holds = many(Hold, lambda r: Held(r.reason, r.until))
+    holds = many(Hold, lambda r: RetentionHold(r.reason, r.until))
     measured = many(Metric, lambda r: (r.name, r.value), metrics=sorted(metrics)) if metrics else {}
     dependents = _dependents(connection, serials)
     matches = [_matching(connection, text, now) for text in filters]
     rows = connection.execute(_live_rows(Checkpoint, some=serials is not None), given)
     return [
-        Row(
+        RetentionRow(
             serial=r.serial,
             id=r.id,
             kind=r.kind,
@@ -234,8 +233,8 @@ def places_of(connection: Connection, serials: Sequence[int]) -> dict[str, list[
         the urls, sorted, by id; one that lies nowhere is left out.
     """
     found: dict[str, list[str]] = {}
-    for at in range(0, len(serials), PAGE):
-        some = Location.checkpoint.in_(serials[at : at + PAGE])
+    for at in range(0, len(serials), MAX_IN_LIST):
+        some = Location.checkpoint.in_(serials[at : at + MAX_IN_LIST])
         here = sa.select(Checkpoint.id, Location.url).join(Location, Location.checkpoint == Checkpoint.serial)
         for name, url in connection.execute(here.where(some).order_by(Location.url)):
             found.setdefault(name, []).append(url)
@@ -295,13 +294,13 @@ def delete(
             )
     over = stamp.now + grace
     shown = clocks(connection)
-    update(connection, serials, state="deleted", deleted=stamp.now, purge_after=over, deleted_clocks=shown)
+    update_checkpoints(connection, serials, state="deleted", deleted=stamp.now, purge_after=over, deleted_clocks=shown)
     _forget_said(connection, serials)
     events(connection, "delete", stamp.who, stamp.now, serials, purge_after=over.isoformat(), **why)
     touch(connection, serials)
 
 
-def _obstacles(row: Row, now: datetime) -> list[str]:
+def _obstacles(row: RetentionRow, now: datetime) -> list[str]:
     found = [] if row.kind == "ucformat" else [f"not ours: written by {row.kind}"]
     if row.state != "committed":
         found.append(f"it is {row.state}")
@@ -319,7 +318,7 @@ def restore(connection: Connection, serials: Sequence[int], stamp: Stamp) -> Non
             raise PermissionDenied(
                 f"a checkpoint that is {state} cannot be restored", hint="only deleted ones can, until gc purges them"
             )
-    update(connection, serials, state="committed", deleted=None, purge_after=None)
+    update_checkpoints(connection, serials, state="committed", deleted=None, purge_after=None)
     _forget_said(connection, serials)
     events(connection, "restore", stamp.who, stamp.now, serials)
     touch(connection, serials)
@@ -327,8 +326,8 @@ def restore(connection: Connection, serials: Sequence[int], stamp: Stamp) -> Non
 
 def _forget_said(connection: Connection, serials: Sequence[int]) -> None:
     """Forget what is known of the deletion of single places: what is said here counts for all."""
-    for at in range(0, len(serials), PAGE):
-        some = Location.checkpoint.in_(serials[at : at + PAGE])
+    for at in range(0, len(serials), MAX_IN_LIST):
+        some = Location.checkpoint.in_(serials[at : at + MAX_IN_LIST])
         connection.execute(sa.update(Location).where(some).values(deleted=None, purge_after=None, spared=False))
 
 
@@ -374,9 +373,9 @@ def end_purge(connection: Connection, serial: int, stamp: Stamp) -> None:
     connection.execute(sa.delete(Location).where(Location.checkpoint == serial, ~Location.spared))
     event(connection, "purged", stamp.who, stamp.now, serial)
     if connection.scalar(sa.select(sa.exists().where(Location.checkpoint == serial))):
-        update(connection, [serial], state="committed", deleted=None, purge_after=None)
+        update_checkpoints(connection, [serial], state="committed", deleted=None, purge_after=None)
         _forget_said(connection, [serial])
         touch(connection, [serial])
         return
     remove_digests(connection, serial)
-    update(connection, [serial], state="purged")
+    update_checkpoints(connection, [serial], state="purged")

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ucformat.catalog.entries import load
-from ucformat.catalog.query import tensors
+from ucformat.catalog.entries import load_entries, load_tensors
 
 if TYPE_CHECKING:
     from datetime import datetime
 
     from sqlalchemy import Connection
 
-    from ucformat.catalog.entries import Entry
-    from ucformat.catalog.query import TensorEntry
+    from ucformat.catalog.entries import Entry, TensorEntry
 
 __all__ = ["MISSING", "Aspect", "Changed", "Diff", "Missing", "TensorChange", "TensorsDiff", "diff"]
 
@@ -102,7 +100,7 @@ class Diff:
 
 def diff(connection: Connection, a_serial: int, b_serial: int, now: datetime) -> Diff:
     """In what two checkpoints differ."""
-    a, b = (load(connection, [serial], now)[0] for serial in (a_serial, b_serial))
+    a, b = (load_entries(connection, [serial], now)[0] for serial in (a_serial, b_serial))
     return Diff(
         a,
         b,
@@ -110,7 +108,7 @@ def diff(connection: Connection, a_serial: int, b_serial: int, now: datetime) ->
         _changes(a.topology, b.topology),
         _changes(a.producer, b.producer),
         _changes(a.metrics, b.metrics),
-        _tensors(tensors(connection, a_serial), tensors(connection, b_serial)),
+        _tensors(load_tensors(connection, a_serial), load_tensors(connection, b_serial)),
     )
 
 

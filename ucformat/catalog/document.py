@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from ucformat.catalog.deletion import retention_rows
-from ucformat.catalog.locks import lock, take_turns
+from ucformat.catalog.labels import alias_target, record_untag, set_tag
 from ucformat.catalog.models import (
     Alias,
     AliasClaim,
@@ -32,10 +32,9 @@ from ucformat.catalog.models import (
     Tag,
     Untag,
 )
-from ucformat.catalog.names import alias_here, put_tag, take_off
 from ucformat.catalog.recording import insert_edge, set_run, stored_metric
 from ucformat.catalog.retention import protections
-from ucformat.catalog.rows import event, insert_if_absent, touch
+from ucformat.catalog.rows import MAX_IN_LIST, event, insert_if_absent, lock, take_turns, touch
 from ucformat.catalog.stamp import GRACE, clocks
 from ucformat.schema.documents import AliasDoc, CatalogDoc, EdgeDoc, HoldDoc, MetricDoc, NoteDoc, TagDoc, UntagDoc
 
@@ -46,11 +45,10 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.stamp import Stamp
 
-__all__ = ["FAR", "Stale", "absorb", "compose", "stale", "written"]
+__all__ = ["MAX_REVISION", "Stale", "absorb", "compose", "mark_written", "stale"]
 
 #: A revision or version beyond this is nobody's count of changes, and would leave no room to count on.
-FAR = 2**30
-_PAGE = 5000  # serials in one IN list
+MAX_REVISION = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +68,14 @@ def stale(connection: Connection, limit: int | None, first: Collection[int] = ()
     others = due.where(Checkpoint.serial.not_in(chosen)) if chosen else due
     chosen += connection.scalars(others.order_by(Checkpoint.serial.desc()).limit(limit))
     urls: dict[int, list[str]] = {s: [] for s in chosen}
-    for at in range(0, len(chosen), _PAGE):
-        some = Location.checkpoint.in_(chosen[at : at + _PAGE])
+    for at in range(0, len(chosen), MAX_IN_LIST):
+        some = Location.checkpoint.in_(chosen[at : at + MAX_IN_LIST])
         for row in connection.execute(sa.select(Location.checkpoint, Location.url).where(some)):
             urls[row.checkpoint].append(row.url)
     return [Stale(s, tuple(u)) for s, u in urls.items()]
 
 
-def written(connection: Connection, serial: int, revision: int) -> None:
+def mark_written(connection: Connection, serial: int, revision: int) -> None:
     """Note that the document of this revision lies beside the checkpoint."""
     connection.execute(
         sa.update(Checkpoint)
@@ -161,7 +159,7 @@ def absorb(
         return []
     before = _content(compose(connection, serial, url))
     unsaid = row.document_revision > row.document_written  # something of ours is in no document yet
-    said = _Said(connection, serial, url, stamp, trust)
+    said = _Origin(connection, serial, url, stamp, trust)
     _absorb_words(said, doc)
     refused = _absorb_aliases(said, doc.aliases)
     for edge in doc.lineage:
@@ -171,7 +169,7 @@ def absorb(
     if doc.revision >= row.document_written:  # several places have documents of one revision
         _absorb_deletion(said, row, doc, unsaid=unsaid)
     after = _content(compose(connection, serial, url))
-    latest = max(row.document_revision, min(doc.revision, FAR))
+    latest = max(row.document_revision, min(doc.revision, MAX_REVISION))
     due = unsaid or after != _content(doc)
     values = {"document_revision": latest + due, "document_written": latest}
     connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(**values))
@@ -181,7 +179,7 @@ def absorb(
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _Origin:
     """Where something of a checkpoint is said, and whether it is believed like what is said here."""
 
     connection: Connection
@@ -206,7 +204,7 @@ def _content(doc: CatalogDoc) -> dict[str, Any]:
     return {k: sorted(v, key=repr) if isinstance(v, list) else v for k, v in said.items()}
 
 
-def _absorb_deletion(said: _Said, row: Any, doc: CatalogDoc, *, unsaid: bool) -> None:
+def _absorb_deletion(said: _Origin, row: Any, doc: CatalogDoc, *, unsaid: bool) -> None:
     """Note that the others deleted it at this place, or restored it; gone from everywhere, it is deleted here as well.
 
     But never what is protected here, or what was restored here since. Its grace begins anew: the one that a document
@@ -237,7 +235,7 @@ def _absorb_deletion(said: _Said, row: Any, doc: CatalogDoc, *, unsaid: bool) ->
     connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == row.serial).values(**values))
 
 
-def _absorb_words(said: _Said, doc: CatalogDoc) -> None:
+def _absorb_words(said: _Origin, doc: CatalogDoc) -> None:
     connection, serial = said.connection, said.serial
     _absorb_tags(said, doc)
     created = sa.select(Checkpoint.created).where(Checkpoint.serial == serial).scalar_subquery()
@@ -262,14 +260,14 @@ def _older_said(metric: MetricDoc) -> ColumnElement[bool]:
     return sa.and_(Metric.said_at.is_not(None), Metric.measured < metric.measured)
 
 
-def _absorb_tags(said: _Said, doc: CatalogDoc) -> None:
+def _absorb_tags(said: _Origin, doc: CatalogDoc) -> None:
     """Of a tag and its removal the later one is right, if one place says both; a permanent tag in any case."""
     connection, serial = said.connection, said.serial
     gone = connection.execute(sa.select(Untag.name, Untag.removed, Untag.said_at).where(Untag.checkpoint == serial))
     removed = {r.name: r.removed for r in gone if r.said_at is None or said.changes(r.said_at)}
     for tag in doc.tags:
         if tag.permanent or tag.name not in removed or tag.created > removed[tag.name]:
-            put_tag(connection, serial, tag.name, tag.created, tag.who, permanent=tag.permanent, said_at=said.mark)
+            set_tag(connection, serial, tag.name, tag.created, tag.who, permanent=tag.permanent, said_at=said.mark)
     here = sa.select(Tag.name, Tag.created, Tag.permanent, Tag.said_at).where(Tag.checkpoint == serial)
     borne = {r.name: r for r in connection.execute(here)}
     for untag in doc.untags:
@@ -278,10 +276,10 @@ def _absorb_tags(said: _Said, doc: CatalogDoc) -> None:
             tag_here.permanent or tag_here.created > untag.removed or not said.changes(tag_here.said_at)
         )
         if not stays and (untag.name not in removed or untag.removed > removed[untag.name]):
-            take_off(connection, serial, untag.name, untag.removed, untag.who, untag.reason, said.mark)
+            record_untag(connection, serial, untag.name, untag.removed, untag.who, untag.reason, said.mark)
 
 
-def _absorb_row(said: _Said, table: Any, keys: dict[str, Any], **values: Any) -> None:
+def _absorb_row(said: _Origin, table: Any, keys: dict[str, Any], **values: Any) -> None:
     """Insert a row unless one with these values is there, released or not."""
     connection, serial = said.connection, said.serial
     same = [getattr(table, k) == v for k, v in keys.items()]
@@ -289,7 +287,7 @@ def _absorb_row(said: _Said, table: Any, keys: dict[str, Any], **values: Any) ->
         connection.execute(sa.insert(table).values(checkpoint=serial, **keys, **values, said_at=said.mark))
 
 
-def _absorb_aliases(said: _Said, aliases: Iterable[AliasDoc]) -> list[str]:
+def _absorb_aliases(said: _Origin, aliases: Iterable[AliasDoc]) -> list[str]:
     """Take the names that are free, and note the others as claims; what was refused."""
     connection = said.connection
     connection.execute(
@@ -297,13 +295,13 @@ def _absorb_aliases(said: _Said, aliases: Iterable[AliasDoc]) -> list[str]:
     )
     refused = []
     for alias in {a.name: a for a in aliases}.values():
-        here = alias_here(connection, alias.name)
+        here = alias_target(connection, alias.name)
         past = (AliasMove.name == alias.name, AliasMove.target == said.serial, AliasMove.version == alias.version)
         last = connection.scalar(sa.select(sa.func.max(AliasMove.version)).where(AliasMove.name == alias.name)) or 0
         if connection.scalar(sa.select(sa.exists().where(*past))) or (last >= alias.version and here == said.serial):
             continue  # we know of that move, and of what came after
         free = here is None or here == said.serial or said.trust
-        if free and last < alias.version <= FAR:
+        if free and last < alias.version <= MAX_REVISION:
             _take_alias(said, alias, here)
         elif not said.trust:
             values = {"checkpoint": said.serial, "name": alias.name, "said_at": said.url}
@@ -315,7 +313,7 @@ def _absorb_aliases(said: _Said, aliases: Iterable[AliasDoc]) -> list[str]:
     return refused
 
 
-def _take_alias(said: _Said, alias: AliasDoc, here: int | None) -> None:
+def _take_alias(said: _Origin, alias: AliasDoc, here: int | None) -> None:
     connection = said.connection
     values = {"checkpoint": said.serial, "version": alias.version, "moved": alias.moved}
     if here is None:

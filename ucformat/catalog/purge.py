@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from ucformat.catalog.retention import OURS, Row, digest, order, protections
+from ucformat.catalog.retention import OWN_KIND, RetentionRow, plan_id, plan_order, protections
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["PurgePlan", "Waiting", "end_of_grace", "plan_purge"]
+__all__ = ["Deferred", "PurgePlan", "end_of_grace", "plan_purge"]
 
 
 _LAST = datetime.max.replace(tzinfo=UTC)
@@ -20,14 +20,14 @@ _SECOND, _DISAGREE = timedelta(seconds=1), timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class Deferred:
     """A deleted checkpoint that stays in storage for now, all the reasons why, and when it may be purged.
 
     Without `until` somebody has to do something first, as release a hold. What is needed by others is purged in a later
     run than they are, at the earliest.
     """
 
-    row: Row
+    row: RetentionRow
     reasons: tuple[str, ...]
     until: datetime | None
 
@@ -37,8 +37,8 @@ class PurgePlan:
     """What to purge; each deleted row is in one of `purge` and `wait`. Plans of the same `id` purge the same."""
 
     id: str
-    purge: tuple[Row, ...]
-    wait: tuple[Waiting, ...]
+    purge: tuple[RetentionRow, ...]
+    wait: tuple[Deferred, ...]
 
     @property
     def bytes_purged(self) -> int:
@@ -46,7 +46,9 @@ class PurgePlan:
         return sum(row.nbytes for row in self.purge)
 
 
-def plan_purge(rows: Iterable[Row], now: datetime, default_grace: timedelta, clocks: Mapping[str, float]) -> PurgePlan:
+def plan_purge(
+    rows: Iterable[RetentionRow], now: datetime, default_grace: timedelta, clocks: Mapping[str, float]
+) -> PurgePlan:
     """Which of the deleted checkpoints may be purged; rows in other states are passed over.
 
     What another one needs is not purged in the same plan, so that a crash between the two leaves no broken checkpoint.
@@ -57,20 +59,20 @@ def plan_purge(rows: Iterable[Row], now: datetime, default_grace: timedelta, clo
         default_grace: of those that have none of their own.
         clocks: what other clocks show, in seconds. A grace is over when it is by all that saw it begin.
     """
-    deleted = sorted((row for row in rows if row.state == "deleted"), key=order)
+    deleted = sorted((row for row in rows if row.state == "deleted"), key=plan_order)
     ends = {row.id: end_of_grace(row, default_grace, now, clocks) for row in deleted}
     times = _times(deleted, ends, now)
     purge, wait = [], []
     for row in deleted:
         reasons = _reasons(row, ends[row.id], now, clocks)
         if reasons:
-            wait.append(Waiting(row, reasons, times.get(row.id)))
+            wait.append(Deferred(row, reasons, times.get(row.id)))
         else:
             purge.append(row)
-    return PurgePlan(digest("purge", purge), tuple(purge), tuple(wait))
+    return PurgePlan(plan_id("purge", purge), tuple(purge), tuple(wait))
 
 
-def end_of_grace(row: Row, default: timedelta, now: datetime, clocks: Mapping[str, float]) -> datetime | None:
+def end_of_grace(row: RetentionRow, default: timedelta, now: datetime, clocks: Mapping[str, float]) -> datetime | None:
     """When a deleted checkpoint may be purged, by this host's clock: when its grace is over by all clocks at hand.
 
     Args:
@@ -92,13 +94,13 @@ def end_of_grace(row: Row, default: timedelta, now: datetime, clocks: Mapping[st
     return max((end, *(now + min(t, _LAST - now) for t in left)))
 
 
-def _ages(row: Row, clocks: Mapping[str, float]) -> dict[str, timedelta]:
+def _ages(row: RetentionRow, clocks: Mapping[str, float]) -> dict[str, timedelta]:
     """How long ago a checkpoint was deleted, by each clock that saw it."""
     return {name: timedelta(seconds=clocks[name] - then) for name, then in row.deleted_clocks.items() if name in clocks}
 
 
-def _reasons(row: Row, end: datetime | None, now: datetime, clocks: Mapping[str, float]) -> tuple[str, ...]:
-    found = [] if row.kind == OURS else [f"not ours: written by {row.kind}"]
+def _reasons(row: RetentionRow, end: datetime | None, now: datetime, clocks: Mapping[str, float]) -> tuple[str, ...]:
+    found = [] if row.kind == OWN_KIND else [f"not ours: written by {row.kind}"]
     if end is None:
         found.append("it is not known when it was deleted")
     elif now < end:
@@ -110,10 +112,12 @@ def _reasons(row: Row, end: datetime | None, now: datetime, clocks: Mapping[str,
     return (*found, *protections(row, now))
 
 
-def _times(rows: Sequence[Row], ends: Mapping[str, datetime | None], now: datetime) -> dict[str, datetime | None]:
+def _times(
+    rows: Sequence[RetentionRow], ends: Mapping[str, datetime | None], now: datetime
+) -> dict[str, datetime | None]:
     """When each may be purged if nothing else happens; None if that is never."""
     missing = {row.id: len(row.dependents) for row in rows}
-    needed: dict[str, list[Row]] = defaultdict(list)
+    needed: dict[str, list[RetentionRow]] = defaultdict(list)
     for row in rows:
         for dependent in row.dependents:
             needed[dependent].append(row)
@@ -129,8 +133,10 @@ def _times(rows: Sequence[Row], ends: Mapping[str, datetime | None], now: dateti
     return times
 
 
-def _time(row: Row, end: datetime | None, times: Mapping[str, datetime | None], now: datetime) -> datetime | None:
-    if row.kind != OURS or row.aliases or row.claims or row.tags:
+def _time(
+    row: RetentionRow, end: datetime | None, times: Mapping[str, datetime | None], now: datetime
+) -> datetime | None:
+    if row.kind != OWN_KIND or row.aliases or row.claims or row.tags:
         return None
     holds = [hold.until for hold in row.holds if hold.until is None or hold.until > now]
     conditions = [end, *holds, *(times[d] for d in row.dependents)]

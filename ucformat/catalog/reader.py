@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Self
 
-from ucformat.catalog import identity, names, query, recording, stamp
-from ucformat.catalog.changes import ask_who_needs
-from ucformat.catalog.engine import Database
-from ucformat.catalog.entries import load
+from ucformat.catalog import content, entries, find_dependents, labels, recording, stamp
+from ucformat.catalog.database import Database
+from ucformat.catalog.entries import load_entries
 from ucformat.catalog.refs import parse_ref, resolve, same_url
 from ucformat.catalog.stamp import GRACE
 from ucformat.errors import PermissionDenied
@@ -17,19 +16,18 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ucformat.catalog.diff import Diff
-    from ucformat.catalog.entries import Entry
+    from ucformat.catalog.entries import Entry, EventEntry, TensorEntry
+    from ucformat.catalog.labels import AliasEntry, MoveEntry
     from ucformat.catalog.lineage import Lineage
-    from ucformat.catalog.names import AliasEntry, MoveEntry
     from ucformat.catalog.purge import PurgePlan
-    from ucformat.catalog.query import EventEntry, TensorEntry
-    from ucformat.catalog.recording import Place
+    from ucformat.catalog.recording import LocationEntry
     from ucformat.catalog.sql import Table
     from ucformat.schema.manifest import Manifest
 
-__all__ = ["Reader"]
+__all__ = ["CatalogReader"]
 
 
-class Reader:
+class CatalogReader:
     """What can be asked of a catalog."""
 
     def __init__(self, url: str | None = None, *, read_only: bool = False, upgrade: bool = False) -> None:
@@ -75,7 +73,7 @@ class Reader:
         self,
         where: str = "",
         *,
-        sort: str = query.NEWEST,
+        sort: str = entries.NEWEST,
         limit: int | None = None,
         offset: int = 0,
         deleted: bool = False,
@@ -88,13 +86,13 @@ class Reader:
             UsageError: the filter or the sort cannot be read, or names a key that nobody has.
         """
         with self._database.reading() as c:
-            found = query.find(c, where, stamp.now(), sort=sort, limit=limit, offset=offset, deleted=deleted)
-            return load(c, found, stamp.now())
+            found = entries.find_serials(c, where, stamp.now(), sort=sort, limit=limit, offset=offset, deleted=deleted)
+            return load_entries(c, found, stamp.now())
 
     def count(self, where: str = "", *, deleted: bool = False) -> int:
         """How many checkpoints a filter takes."""
         with self._database.reading() as c:
-            return query.count(c, where, stamp.now(), deleted=deleted)
+            return entries.count_checkpoints(c, where, stamp.now(), deleted=deleted)
 
     def get(self, ref: str) -> Entry:
         """The checkpoint that a reference means.
@@ -104,9 +102,9 @@ class Reader:
             UsageError: the reference means several.
         """
         with self._database.reading() as c:
-            return load(c, [resolve(c, parse_ref(ref))], stamp.now())[0]
+            return load_entries(c, [resolve(c, parse_ref(ref))], stamp.now())[0]
 
-    def places(self, root: str) -> list[Place]:
+    def places(self, root: str) -> list[LocationEntry]:
         """The places at or below `root` where checkpoints lie, as far as the catalog knows."""
         with self._database.reading() as c:
             return recording.places(c, same_url(root))
@@ -119,21 +117,21 @@ class Reader:
     def tensors(self, ref: str) -> list[TensorEntry]:
         """The tensors of a checkpoint, as its manifest lists them."""
         with self._database.reading() as c:
-            return query.tensors(c, resolve(c, parse_ref(ref)))
+            return entries.load_tensors(c, resolve(c, parse_ref(ref)))
 
     def holding(self, digest: str) -> list[tuple[Entry, TensorEntry]]:
         """The checkpoints that hold a tensor with this very content, and that tensor."""
         with self._database.reading() as c:
-            found = query.holding(c, digest)
-            entries = dict(zip(found, load(c, list(found), stamp.now()), strict=True))
-            return [(entries[s], t) for s, tensors in found.items() for t in tensors]
+            found = entries.find_digest(c, digest)
+            loaded = dict(zip(found, load_entries(c, list(found), stamp.now()), strict=True))
+            return [(loaded[s], t) for s, tensors in found.items() for t in tensors]
 
     def lineage(self, ref: str, direction: Literal["up", "down"] = "up", depth: int | None = None) -> Lineage:
         """What a checkpoint was made from (`up`), or what was made from it (`down`), so many steps far."""
-        from ucformat.catalog.lineage import lineage
+        from ucformat.catalog.lineage import load_lineage
 
         with self._database.reading() as c:
-            return lineage(c, resolve(c, parse_ref(ref)), direction, depth, stamp.now())
+            return load_lineage(c, resolve(c, parse_ref(ref)), direction, depth, stamp.now())
 
     def diff(self, a: str, b: str) -> Diff:
         """In what two checkpoints differ: configuration, tensors, topology, metrics; reads no tensor."""
@@ -167,17 +165,17 @@ class Reader:
     def events(self, ref: str | None = None, limit: int = 100) -> list[EventEntry]:
         """The audit log, the newest first: of one checkpoint, or of all."""
         with self._database.reading() as c:
-            return query.events(c, None if ref is None else resolve(c, parse_ref(ref)), limit)
+            return entries.load_events(c, None if ref is None else resolve(c, parse_ref(ref)), limit)
 
     def aliases(self) -> list[AliasEntry]:
         """All aliases, by name."""
         with self._database.reading() as c:
-            return names.aliases(c)
+            return labels.aliases(c)
 
     def alias_history(self, name: str) -> list[MoveEntry]:
         """Where an alias pointed to, the first first."""
         with self._database.reading() as c:
-            return names.alias_history(c, name)
+            return labels.alias_history(c, name)
 
     def protections(self, checkpoint: str, url: str, *, said: bool = True) -> tuple[str, ...]:
         """Why a checkpoint at a place must stay, even if the catalog does not know it: others may need its files.
@@ -204,7 +202,7 @@ class Reader:
             perhaps in another form, as `materialize` makes it.
         """
         with self._database.reading() as c:
-            return identity.contradiction(c, manifest, same_url(url))
+            return content.contradiction(c, manifest, same_url(url))
 
     def purgeable(self, grace: timedelta = GRACE) -> PurgePlan:
         """Which deleted checkpoints `gc` may remove from storage now; `grace` is for those without one of their own."""
@@ -214,7 +212,7 @@ class Reader:
         with self._database.reading() as c:
             plan = plan_purge(deletion.retention_rows(c, stamp.now()), stamp.now(), grace, stamp.clocks(c))
             places = deletion.places_of(c, [r.serial for r in plan.purge])
-        needed = ask_who_needs(places)
+        needed = find_dependents(places)
         if not needed:
             return plan
         with self._database.reading() as c:

@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
+from ucformat.catalog.columns import storable_json, storable_text
 from ucformat.catalog.content import (
     add_digests,
     digest_block,
     manifest_content,
+    must_be_same,
     remove_digests,
     tensor_set,
 )
-from ucformat.catalog.identity import must_be_same
-from ucformat.catalog.locks import lock, take_turns
 from ucformat.catalog.models import Checkpoint, Config, Edge, Form, Location, Metric, Run
-from ucformat.catalog.plain import plain, storable
 from ucformat.catalog.refs import same_url
-from ucformat.catalog.rows import begins_with, event, insert_if_absent, one_id, touch
+from ucformat.catalog.rows import event, insert_if_absent, lock, one_id, starts_with, take_turns, touch
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,21 +34,21 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import Manifest
 
 __all__ = [
-    "Place",
+    "LocationEntry",
     "canonical_hash",
     "forget",
     "insert_edge",
     "listings",
-    "locate",
     "places",
     "record",
+    "record_location",
     "set_run",
     "stored_metric",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LocationEntry:
     """A place where a checkpoint lies, by its serial, and when it was last seen there."""
 
     url: str
@@ -104,8 +103,8 @@ def record(
                 "content": content,
                 "attempt": manifest.attempt or None,
                 "engine": manifest.producer.get("engine.name"),
-                "producer": storable(manifest.producer),
-                "topology": storable(manifest.layout),
+                "producer": storable_json(manifest.producer),
+                "topology": storable_json(manifest.layout),
                 "config_id": _config(connection, manifest.config) if manifest.config else None,
                 "tensor_set_id": tensor_set(connection, manifest.tensors),
                 "digest_block": digest_block(connection, len(manifest.tensors)),
@@ -116,7 +115,7 @@ def record(
         serial = connection.execute(made.returning(Checkpoint.serial)).scalar_one()
         _add_details(connection, serial, manifest, url)
         event(connection, "record", who, now, serial, url=url, kind=kind)
-    again = locate(connection, serial, url, now=now, who=who, listing=listing)
+    again = record_location(connection, serial, url, now=now, who=who, listing=listing)
     if kind == "ucformat" and manifest.digest is not None:
         insert_if_absent(connection, Form, {"checkpoint": serial, "manifest": manifest.digest}, {}, Form.manifest)
     if again or _materialised(connection, serial, manifest):
@@ -135,7 +134,7 @@ def _told(connection: Connection, serial: int, manifest: Manifest, *, said: bool
         here = sa.update(Checkpoint).where(Checkpoint.serial == serial, none)
         connection.execute(here.values(config_id=_config(connection, manifest.config)))
     for name, value in manifest.metrics.items():
-        keys = {"checkpoint": serial, "name": plain(name)}
+        keys = {"checkpoint": serial, "name": storable_text(name)}
         values = {"value": stored_metric(value), "measured": _created(manifest)}
         insert_if_absent(connection, Metric, keys, values, Metric.name)
 
@@ -160,8 +159,10 @@ def _check(manifest: Manifest, url: str, nbytes: int) -> None:
     if not manifest.id:
         raise UsageError(f"the checkpoint at {url} has no id to record it by", hint="give the manifest one")
     for what, text in (("place", url), ("id", manifest.id)):
-        if plain(text) != text:
-            raise UsageError(f"the checkpoint at {plain(url)} cannot be recorded: its {what} is not text: {text!r}")
+        if storable_text(text) != text:
+            raise UsageError(
+                f"the checkpoint at {storable_text(url)} cannot be recorded: its {what} is not text: {text!r}"
+            )
     if max(abs(manifest.step or 0), nbytes) >= 2**63:
         raise UsageError(f"the checkpoint at {url} cannot be recorded: its step or its size is beyond any bound")
 
@@ -182,7 +183,7 @@ def set_run(connection: Connection, serial: int, run: str, now: datetime) -> boo
     return changed.rowcount > 0
 
 
-def locate(
+def record_location(
     connection: Connection,
     serial: int,
     url: str,
@@ -231,18 +232,18 @@ def _unsay_deletion(connection: Connection, serial: int) -> None:
     connection.execute(sa.update(Checkpoint).where(*said).values(**again))
 
 
-def places(connection: Connection, root: str) -> list[Place]:
+def places(connection: Connection, root: str) -> list[LocationEntry]:
     """The places at or below `root` where checkpoints lie, as far as is known."""
     root = root.rstrip("/")
-    below = sa.or_(Location.url == root, begins_with(Location.url, f"{root}/"))
+    below = sa.or_(Location.url == root, starts_with(Location.url, f"{root}/"))
     found = sa.select(Location.url, Location.checkpoint, Location.seen).where(below).order_by(Location.url)
-    return [Place(*row) for row in connection.execute(found)]
+    return [LocationEntry(*row) for row in connection.execute(found)]
 
 
 def listings(connection: Connection, root: str) -> dict[str, tuple[str, str]]:
     """Of the places at or below `root` that were read: the checkpoint's id, and the hash of what its files were."""
     root = root.rstrip("/")
-    below = sa.or_(Location.url == root, begins_with(Location.url, f"{root}/"))
+    below = sa.or_(Location.url == root, starts_with(Location.url, f"{root}/"))
     found = (
         sa.select(Location.url, Checkpoint.id, Location.listing)
         .join(Checkpoint, Checkpoint.serial == Location.checkpoint)
@@ -251,7 +252,7 @@ def listings(connection: Connection, root: str) -> dict[str, tuple[str, str]]:
     return {url: (checkpoint, str(listing)) for url, checkpoint, listing in connection.execute(found)}
 
 
-def forget(connection: Connection, gone: Iterable[Place], *, now: datetime, who: str) -> list[str]:
+def forget(connection: Connection, gone: Iterable[LocationEntry], *, now: datetime, who: str) -> list[str]:
     """Forget these places, but none where something was seen since; a checkpoint without any left is purged."""
     gone = list(gone)
     lock(connection, {place.checkpoint for place in gone})
@@ -272,7 +273,7 @@ def _add_details(connection: Connection, serial: int, manifest: Manifest, url: s
     add_digests(connection, serial, manifest.tensors)
     if manifest.metrics:
         measured = _created(manifest)
-        metrics = {plain(n): stored_metric(v) for n, v in manifest.metrics.items()}
+        metrics = {storable_text(n): stored_metric(v) for n, v in manifest.metrics.items()}
         connection.execute(
             sa.insert(Metric),
             [{"checkpoint": serial, "name": n, "value": v, "measured": measured} for n, v in metrics.items()],
@@ -331,7 +332,7 @@ def stored_metric(value: float) -> float | None:
 
 
 def _config(connection: Connection, config: Mapping[str, Any]) -> int:
-    document = storable(config)
+    document = storable_json(config)
     return one_id(connection, Config, {"hash": canonical_hash(document)}, {"document": document})
 
 

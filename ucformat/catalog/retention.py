@@ -10,26 +10,40 @@ import hashlib
 import json
 import math
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from heapq import nlargest, nsmallest
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog.newest import contradictions
+from ucformat.errors import UpgradeNeeded, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from datetime import datetime, timedelta
 
     from ucformat.schema.policy import Best, Last, Policy
 
-__all__ = ["Held", "Kept", "RetentionPlan", "Row", "digest", "needed_by", "order", "plan_retention", "protections"]
+__all__ = [
+    "Kept",
+    "RetentionHold",
+    "RetentionPlan",
+    "RetentionRow",
+    "load_policy",
+    "needed_by",
+    "plan_id",
+    "plan_order",
+    "plan_retention",
+    "protections",
+]
 
-OURS = "ucformat"
-_NAMED = 10  # of those that need a checkpoint so many are named
+OWN_KIND = "ucformat"
+_MAX_NAMED = 10  # of those that need a checkpoint so many are named
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class RetentionHold:
     """Why a checkpoint must not be deleted, and until when (None: until it is released)."""
 
     reason: str
@@ -37,7 +51,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RetentionRow:
     """What retention needs to know of a checkpoint.
 
     `kind` is `ucformat`, or the engine that wrote it. `holds` are those that were not released. `dependents` are the
@@ -60,7 +74,7 @@ class Row:
     aliases: tuple[str, ...] = ()
     claims: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
-    holds: tuple[Held, ...] = ()
+    holds: tuple[RetentionHold, ...] = ()
     dependents: tuple[str, ...] = ()
     matches: frozenset[int] = frozenset()
     deleted: datetime | None = None
@@ -77,7 +91,7 @@ class Row:
 class Kept:
     """A checkpoint that stays, and all the reasons why."""
 
-    row: Row
+    row: RetentionRow
     reasons: tuple[str, ...]
 
 
@@ -92,7 +106,7 @@ class RetentionPlan:
 
     id: str
     keep: tuple[Kept, ...]
-    delete: tuple[Row, ...]
+    delete: tuple[RetentionRow, ...]
     untouched: tuple[Kept, ...]
     idle: tuple[str, ...]
     contradictions: tuple[str, ...]
@@ -109,10 +123,10 @@ class RetentionPlan:
         return sum(row.nbytes for row in self.delete)
 
 
-def plan_retention(policy: Policy, rows: Iterable[Row], now: datetime) -> RetentionPlan:
+def plan_retention(policy: Policy, rows: Iterable[RetentionRow], now: datetime) -> RetentionPlan:
     """What the policy keeps and deletes of these checkpoints."""
     judged, untouched, keep, delete = [], [], [], []
-    for row in sorted(rows, key=order):
+    for row in sorted(rows, key=plan_order):
         why = _not_judged(policy, row)
         if why is None:
             judged.append(row)
@@ -126,17 +140,17 @@ def plan_retention(policy: Policy, rows: Iterable[Row], now: datetime) -> Retent
         else:
             delete.append(row)
     idle = tuple(text for text, serials in rules if not serials)
-    identity = digest(policy.model_dump(mode="json"), delete)
+    identity = plan_id(policy.model_dump(mode="json"), delete)
     wrong = tuple(contradictions(judged, lambda row: row.name))
     return RetentionPlan(identity, tuple(keep), tuple(delete), tuple(untouched), idle, wrong, policy.grace)
 
 
-def order(row: Row) -> tuple[object, ...]:
+def plan_order(row: RetentionRow) -> tuple[object, ...]:
     """The order in which plans list checkpoints: by run, in it by step; what has neither comes first."""
     return (row.run is not None, row.run or "", *_by_step(row))
 
 
-def protections(row: Row, now: datetime) -> tuple[str, ...]:
+def protections(row: RetentionRow, now: datetime) -> tuple[str, ...]:
     """Why nothing may delete this checkpoint at this time, whatever a policy says."""
     return (
         *(f"alias {name}" for name in sorted(row.aliases)),
@@ -149,24 +163,24 @@ def protections(row: Row, now: datetime) -> tuple[str, ...]:
 
 def needed_by(dependents: Sequence[str]) -> Iterator[str]:
     """That these need a checkpoint, the first of them by name."""
-    named = dependents if len(dependents) <= _NAMED else nsmallest(_NAMED, dependents)
+    named = dependents if len(dependents) <= _MAX_NAMED else nsmallest(_MAX_NAMED, dependents)
     yield from (f"needed by {name}" for name in sorted(named))
-    if len(dependents) > _NAMED:
-        yield f"needed by {len(dependents) - _NAMED:,} more"
+    if len(dependents) > _MAX_NAMED:
+        yield f"needed by {len(dependents) - _MAX_NAMED:,} more"
 
 
-def _hold(hold: Held) -> str:
+def _hold(hold: RetentionHold) -> str:
     return f"held: {hold.reason}" if hold.until is None else f"held until {hold.until:%Y-%m-%d}: {hold.reason}"
 
 
-def digest(what: object, rows: Iterable[Row]) -> str:
+def plan_id(what: object, rows: Iterable[RetentionRow]) -> str:
     """The id of a plan that does this to these checkpoints."""
     text = json.dumps([what, sorted(row.id for row in rows)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _not_judged(policy: Policy, row: Row) -> str | None:
-    if row.kind != OURS:
+def _not_judged(policy: Policy, row: RetentionRow) -> str | None:
+    if row.kind != OWN_KIND:
         return f"not ours: written by {row.kind}"
     if row.state != "committed":
         return f"already {row.state}"
@@ -175,7 +189,7 @@ def _not_judged(policy: Policy, row: Row) -> str | None:
     return None
 
 
-def _rules(policy: Policy, rows: Sequence[Row], now: datetime) -> Iterator[tuple[str, Iterable[Row]]]:
+def _rules(policy: Policy, rows: Sequence[RetentionRow], now: datetime) -> Iterator[tuple[str, Iterable[RetentionRow]]]:
     """Each rule of the policy, in words, and what it keeps."""
     keep = policy.keep
     for last in keep.last:
@@ -203,17 +217,17 @@ def _of(rule: Last | Best) -> str:
     return "all" if rule.group == "all" else "its run"
 
 
-def _groups(rule: Last | Best, rows: Sequence[Row]) -> Iterable[Sequence[Row]]:
+def _groups(rule: Last | Best, rows: Sequence[RetentionRow]) -> Iterable[Sequence[RetentionRow]]:
     """Which checkpoints compete. Those of no run have nothing in common: none of them displaces another."""
     if rule.group == "all":
         return [rows]
-    runs: dict[object, list[Row]] = defaultdict(list)
+    runs: dict[object, list[RetentionRow]] = defaultdict(list)
     for row in rows:
         runs[row.serial if row.run is None else row.run].append(row)
     return runs.values()
 
 
-def _last(rule: Last, rows: Sequence[Row]) -> Iterator[Row]:
+def _last(rule: Last, rows: Sequence[RetentionRow]) -> Iterator[RetentionRow]:
     """By count and by step: of a run taken back to an earlier step, the newest checkpoints have not the highest steps.
 
     Of what nobody counted, those that were created last besides. Runs are compared by time alone, and of each as many
@@ -232,19 +246,19 @@ def _last(rule: Last, rows: Sequence[Row]) -> Iterator[Row]:
             yield from nlargest(many, counted, key=_by_count)
 
 
-def _by_count(row: Row) -> tuple[object, ...]:
+def _by_count(row: RetentionRow) -> tuple[object, ...]:
     return (row.commits, *_by_step(row))
 
 
-def _by_time(row: Row) -> tuple[object, ...]:
+def _by_time(row: RetentionRow) -> tuple[object, ...]:
     return (row.created, -1 if row.step is None else row.step, row.serial)
 
 
-def _by_step(row: Row) -> tuple[object, ...]:
+def _by_step(row: RetentionRow) -> tuple[object, ...]:
     return (-1 if row.step is None else row.step, row.created, row.serial)
 
 
-def _best(rule: Best, rows: Sequence[Row]) -> Iterator[Row]:
+def _best(rule: Best, rows: Sequence[RetentionRow]) -> Iterator[RetentionRow]:
     """Those no worse than the k-th best, all that are tied with it. What is not finite is a failure, never a best."""
     sign = 1 if rule.mode == "max" else -1
     for group in _groups(rule, rows):
@@ -255,3 +269,33 @@ def _best(rule: Best, rows: Sequence[Row]) -> Iterator[Row]:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
+
+
+def load_policy(source: Path | str | Mapping[str, Any]) -> Policy:
+    """Read and validate a retention policy.
+
+    Args:
+        source: a YAML or JSON file, or a mapping that was read from one.
+
+    Returns:
+        The policy.
+
+    Raises:
+        UsageError: it is not a policy; the message lists all faults.
+        UpgradeNeeded: its version is newer than this ucformat knows.
+    """
+    from ucformat.schema import policy as schema
+    from ucformat.schema.layout import Faults, checked
+    from ucformat.written import read_written
+
+    document = source if isinstance(source, Mapping) else read_written(Path(source), "policy file")
+    version = document.get("version") if isinstance(document, Mapping) else None
+    if isinstance(version, int) and version > schema.VERSION:
+        raise UpgradeNeeded(
+            f"the policy has version {version}; this ucformat reads up to {schema.VERSION}", hint="upgrade ucformat"
+        )
+    try:
+        return checked(schema.Policy, document)
+    except Faults as e:
+        hint = "`keep` lists what to keep, such as `last: 5`; docs/retention.md describes the file"
+        raise UsageError(f"not a policy:\n{e}", hint=hint) from e

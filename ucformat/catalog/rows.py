@@ -1,14 +1,19 @@
-"""What all share that write rows into the catalog."""
+"""Writing rows of the catalog: locks, bulk inserts, the audit log, and which documents are out of date.
+
+Only PostgreSQL has concurrent writers. There, locks are taken in this order: named locks, then rows of checkpoints,
+each kind sorted, so that transactions do not deadlock. If they do, PostgreSQL aborts one and `Database.write` retries.
+"""
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError
 
-from ucformat.catalog.locks import PAGE, lock
+from ucformat.catalog.columns import storable_json
 from ucformat.catalog.models import Checkpoint, Event
-from ucformat.catalog.plain import storable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -16,49 +21,111 @@ if TYPE_CHECKING:
 
     from sqlalchemy import ColumnElement, Connection
 
-__all__ = ["TOUCHED", "begins_with", "event", "events", "insert_if_absent", "one_id", "touch", "update"]
+__all__ = [
+    "MAX_IN_LIST",
+    "TOUCHED",
+    "event",
+    "events",
+    "insert_if_absent",
+    "insert_rows",
+    "lock",
+    "one_id",
+    "starts_with",
+    "take_turns",
+    "touch",
+    "update_checkpoints",
+]
 
-#: Where a connection keeps the checkpoints that `touch` was called for.
+#: Serials in one IN list.
+MAX_IN_LIST = 5000
+_TURNS = sa.text("select count(pg_advisory_xact_lock(number)) from unnest(cast(:numbers as bigint[])) as number")
+
+
+def take_turns(connection: Connection, *words: str) -> None:
+    """Take named locks until the transaction ends, for what has no row to lock yet.
+
+    A parent may be recorded while a child looks for it, for instance.
+
+    Args:
+        connection: a transaction that writes; on SQLite, which has one writer at a time, nothing is done.
+        words: the names.
+    """
+    if connection.dialect.name == "postgresql":
+        hashes = {blake2b(w.encode("utf-8", "surrogatepass"), digest_size=8).digest() for w in words}
+        numbers = sorted(int.from_bytes(h, "big", signed=True) for h in hashes)
+        connection.execute(_TURNS, {"numbers": numbers})
+
+
+def lock(connection: Connection, serials: Iterable[int]) -> dict[int, str]:
+    """Lock rows of checkpoints until the transaction ends. Rows that refer to them can still be added.
+
+    Args:
+        connection: a transaction that writes.
+        serials: the checkpoints.
+
+    Returns:
+        Their states, by serial; those that do not exist are left out.
+    """
+    found: dict[int, str] = {}
+    ordered = sorted(set(serials))
+    for at in range(0, len(ordered), MAX_IN_LIST):
+        chosen = Checkpoint.serial.in_(ordered[at : at + MAX_IN_LIST])
+        query = sa.select(Checkpoint.serial, Checkpoint.state).where(chosen).order_by(Checkpoint.serial)
+        found |= dict(connection.execute(query.with_for_update(key_share=True)).all())
+    return found
+
+
+#: The key in `Connection.info` of the serials that `touch` was called for.
 TOUCHED = "touched"
 
 
 def event(connection: Connection, action: str, who: str, now: datetime, checkpoint: int | None, **detail: Any) -> None:
-    """Write into the audit log."""
+    """Append an event to the audit log."""
     events(connection, action, who, now, [checkpoint], **detail)
 
 
 def events(
     connection: Connection, action: str, who: str, now: datetime, checkpoints: Sequence[int | None], **detail: Any
 ) -> None:
-    """Write into the audit log what was done to each of many."""
-    values = {"at": now, "who": who, "action": action, "detail": storable(detail)}
+    """Append an event for each checkpoint to the audit log."""
+    values = {"at": now, "who": who, "action": action, "detail": storable_json(detail)}
     if checkpoints:
         connection.execute(sa.insert(Event), [{**values, "checkpoint": c} for c in checkpoints])
 
 
 def touch(connection: Connection, serials: Iterable[int]) -> None:
-    """Note that the documents beside these checkpoints have to be written again."""
+    """Mark the documents beside these checkpoints as out of date."""
     serials = set(serials)
     connection.info.setdefault(TOUCHED, set()).update(serials)
     lock(connection, serials)
-    update(connection, serials, document_revision=Checkpoint.document_revision + 1)
+    update_checkpoints(connection, serials, document_revision=Checkpoint.document_revision + 1)
 
 
-def update(connection: Connection, serials: Iterable[int], **values: Any) -> None:
-    """Change checkpoints that are locked."""
+def update_checkpoints(connection: Connection, serials: Iterable[int], **values: Any) -> None:
+    """Update columns of checkpoints, which the caller has locked."""
     chosen = sorted(serials)
-    for at in range(0, len(chosen), PAGE):
-        page = Checkpoint.serial.in_(chosen[at : at + PAGE])
+    for at in range(0, len(chosen), MAX_IN_LIST):
+        page = Checkpoint.serial.in_(chosen[at : at + MAX_IN_LIST])
         connection.execute(sa.update(Checkpoint).where(page).values(**values))
 
 
 def one_id(connection: Connection, table: Any, keys: Mapping[str, Any], values: Mapping[str, Any]) -> int:
-    """The id of the row with these unique values, which is made if nobody has it yet."""
+    """Get or create the row with these unique values.
+
+    Args:
+        connection: a transaction that writes.
+        table: a model with an `id`.
+        keys: the unique columns.
+        values: the other columns of a new row.
+
+    Returns:
+        The id.
+    """
     where = [getattr(table, k) == v for k, v in keys.items()]
     found = connection.scalar(sa.select(table.id).where(*where))
     if found is None:
         found = insert_if_absent(connection, table, keys, values, table.id)
-    if found is None:  # somebody else made it at this instant
+    if found is None:  # inserted concurrently
         found = connection.execute(sa.select(table.id).where(*where)).scalar_one()
     return int(found)
 
@@ -66,9 +133,20 @@ def one_id(connection: Connection, table: Any, keys: Mapping[str, Any], values: 
 def insert_if_absent(
     connection: Connection, table: Any, keys: Mapping[str, Any], values: Mapping[str, Any], returning: Any
 ) -> int | None:
-    """Insert a row unless one with these unique values is there; what `returning` says of it, or None."""
+    """Insert a row unless one with these unique values exists.
+
+    Args:
+        connection: a transaction that writes.
+        table: the model.
+        keys: the unique columns.
+        values: the other columns.
+        returning: a column of the inserted row.
+
+    Returns:
+        The value of that column; None if the row existed.
+    """
     insert: Any
-    if connection.dialect.name == "postgresql":  # each dialect is imported only where it is spoken
+    if connection.dialect.name == "postgresql":  # each dialect is imported only where it is used
         from sqlalchemy.dialects.postgresql import insert
     else:
         from sqlalchemy.dialects.sqlite import insert
@@ -79,7 +157,60 @@ def insert_if_absent(
     return found
 
 
-def begins_with(column: Any, text: Any) -> ColumnElement[bool]:
-    """Whether a text begins with another, to the letter: LIKE has wildcards, and on SQLite takes `A` for `a`."""
+def starts_with(column: Any, text: Any) -> ColumnElement[bool]:
+    """Whether a text starts with another, exactly: LIKE has wildcards, and ignores case on SQLite."""
     found: ColumnElement[bool] = sa.func.substr(column, 1, sa.func.length(text)) == text
     return found
+
+
+def insert_rows(
+    connection: Connection, table: str, columns: Sequence[str], rows: Sequence[tuple[str | int | None, ...]]
+) -> None:
+    """Insert many rows in the caller's transaction, bypassing SQLAlchemy's column types.
+
+    Recording 10,000 tensors of a new structure takes 100 ms instead of 150 on SQLite, and 140 ms instead of 330 on
+    PostgreSQL, by COPY.
+
+    Args:
+        connection: a transaction that writes.
+        table: its name.
+        columns: their names.
+        rows: the values, in the order of the columns; text must have passed `storable_text`.
+    """
+    if not rows:
+        return
+    names = ", ".join(columns)
+    if connection.dialect.name == "postgresql":
+        _copy(connection, f"COPY {table} ({names}) FROM STDIN", rows)
+    else:
+        marks = ", ".join("?" * len(columns))
+        connection.exec_driver_sql(f"INSERT INTO {table} ({names}) VALUES ({marks})", list(rows))  # noqa: S608 - constants
+
+
+def _copy(connection: Connection, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    """COPY by the driver; its errors become those of SQLAlchemy."""
+    import psycopg
+
+    driver = connection.connection.driver_connection
+    assert isinstance(driver, psycopg.Connection)  # noqa: S101
+    text = _copy_text(rows)
+    try:
+        with driver.cursor() as cursor, cursor.copy(statement) as copy:
+            if text is not None:
+                copy.write(text)
+            else:
+                for row in rows:
+                    copy.write_row(row)
+    except psycopg.Error as error:
+        raise DBAPIError(statement, None, error) from error
+
+
+def _copy_text(rows: Sequence[tuple[Any, ...]]) -> str | None:
+    """The input of COPY; None if a value has to be escaped, which the driver does, four times as slowly."""
+    columns = len(rows[0])
+    line = "\t".join(["%s"] * columns) + "\n"
+    text = "".join([line % row for row in rows])
+    special = (
+        "\\" in text or "\r" in text or text.count("\n") > len(rows) or text.count("\t") > len(rows) * (columns - 1)
+    )
+    return None if special or any(None in row for row in rows) else text

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy.exc import DBAPIError
 
-from ucformat.catalog.engine import explaining
+from ucformat.catalog.database import explaining
 from ucformat.errors import PermissionDenied, UcformatError, UnsafeError, UsageError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from ucformat.catalog.engine import Database
+    from ucformat.catalog.database import Database
 
 __all__ = ["TIMEOUT", "Table", "run_sql"]
 

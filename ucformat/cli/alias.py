@@ -14,7 +14,7 @@ from ucformat.cli.text import moment, table
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ucformat.catalog.names import AliasEntry, MoveEntry
+    from ucformat.catalog.labels import AliasEntry, MoveEntry
     from ucformat.cli.output import Output
 
 __all__ = ["list_", "log", "rm", "set_"]
@@ -42,7 +42,7 @@ def set_(
 
     Write run/NAME for an alias of one run, which run@NAME then means.
     """
-    from ucformat.catalog.names import ANY
+    from ucformat.catalog.labels import ANY
 
     if new and expect is not None:
         raise click.UsageError("--new and --expect exclude each other")
@@ -63,7 +63,7 @@ def set_(
 @CATALOG
 def rm(name: str, expect: str | None, out: Output) -> None:
     """Remove an alias; the checkpoint and the history of the alias stay."""
-    from ucformat.catalog.names import ANY
+    from ucformat.catalog.labels import ANY
 
     with opened_catalog() as catalog:
         catalog.unalias(name, expect=ANY if expect is None else expect)

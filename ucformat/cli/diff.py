@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ucformat.catalog.diff import Changed, Diff
-    from ucformat.catalog.entries import Entry
-    from ucformat.catalog.query import TensorEntry
+    from ucformat.catalog.entries import Entry, TensorEntry
     from ucformat.cli.output import Output
     from ucformat.jobs.compare import TensorDifference
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from datetime import timedelta
 
-    from ucformat.catalog.purge import Waiting
+    from ucformat.catalog.purge import Deferred
     from ucformat.cli.output import Output
     from ucformat.jobs.gc import Collected
 
@@ -108,7 +108,7 @@ def _lines(found: Collected) -> Iterator[str]:
         yield from row_table([(w.row, _why(w)) for w in plan.wait], "because")
 
 
-def _why(waiting: Waiting) -> tuple[str, ...]:
+def _why(waiting: Deferred) -> tuple[str, ...]:
     return waiting.reasons if waiting.until is None else (*waiting.reasons, f"until {moment(waiting.until)}")
 
 

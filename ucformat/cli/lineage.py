@@ -52,12 +52,12 @@ def lineage(
 
 
 def _lines(found: Lineage, form: str) -> Iterator[str]:
-    from ucformat.catalog.lineage_text import dot, mermaid, tree
+    from ucformat.catalog.lineage import render_dot, render_mermaid, render_tree
 
     if form != "tree":
-        return iter((dot if form == "dot" else mermaid)(found).splitlines())
+        return iter((render_dot if form == "dot" else render_mermaid)(found).splitlines())
     width = terminal_width()
-    return (shorten(line, width) for line in tree(found))
+    return (shorten(line, width) for line in render_tree(found))
 
 
 def _data(found: Lineage) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ucformat.cli.text import moment, tabbed, table
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ucformat.catalog.query import EventEntry
+    from ucformat.catalog.entries import EventEntry
     from ucformat.cli.output import Output
 
 __all__ = ["log"]

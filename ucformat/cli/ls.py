@@ -57,8 +57,8 @@ def ls(
 
     For one: ucp ls "run = 'run7' and step > 1000 and metric.val_loss < 2.1". docs/filters.md describes the language.
     """
+    from ucformat.catalog.entries import NEWEST
     from ucformat.catalog.newest import contradictions
-    from ucformat.catalog.query import NEWEST
     from ucformat.cli.columns import parse_columns
 
     chosen = None if columns is None else parse_columns(columns)

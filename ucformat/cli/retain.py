@@ -41,7 +41,7 @@ def retain(
     What is deleted can be restored until its grace is over; until `ucp gc`, not a byte is touched. What is aliased,
     tagged, held or needed by others is always kept. docs/retention.md describes policies.
     """
-    from ucformat.catalog.policy import load_policy
+    from ucformat.catalog.retention import load_policy
 
     policy = load_policy(file)
     if ignored and not apply:

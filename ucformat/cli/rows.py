@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ucformat.catalog.catalog import Catalog
-    from ucformat.catalog.retention import Row
+    from ucformat.catalog.retention import RetentionRow
     from ucformat.cli.output import Output
 
 __all__ = ["YES", "agreed", "ignore_in", "row_data", "row_table"]
@@ -24,7 +24,7 @@ __all__ = ["YES", "agreed", "ignore_in", "row_data", "row_table"]
 YES = click.option("-y", "--yes", is_flag=True, help="With --apply, do not ask.")
 
 
-def ignore_in(rows: Iterable[Row], ignored: Sequence[str], catalog: Catalog, out: Output, name: str) -> None:
+def ignore_in(rows: Iterable[RetentionRow], ignored: Sequence[str], catalog: Catalog, out: Output, name: str) -> None:
     """Do what `--ignore-dependent` says of those checkpoints of a plan that are said to be needed so.
 
     Args:
@@ -38,7 +38,7 @@ def ignore_in(rows: Iterable[Row], ignored: Sequence[str], catalog: Catalog, out
     ignore(ignored, [url for row in needed for url in catalog.get(row.id).urls], out, name)
 
 
-def row_data(row: Row, **more: Any) -> dict[str, Any]:
+def row_data(row: RetentionRow, **more: Any) -> dict[str, Any]:
     """A checkpoint of a plan as JSON has it."""
     return {
         "id": row.id,
@@ -51,7 +51,7 @@ def row_data(row: Row, **more: Any) -> dict[str, Any]:
     }
 
 
-def row_table(rows: Iterable[tuple[Row, Sequence[str]]], why: str = "") -> Iterator[str]:
+def row_table(rows: Iterable[tuple[RetentionRow, Sequence[str]]], why: str = "") -> Iterator[str]:
     """A line for each checkpoint, with the reasons for what happens to it in a column `why`."""
     width = terminal_width()
     cut = None if width is None else 12

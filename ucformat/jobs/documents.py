@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from ucformat.catalog.document import FAR, compose, stale, written
-from ucformat.catalog.retention import OURS, Held, Row, needed_by, protections
+from ucformat.catalog.document import MAX_REVISION, compose, mark_written, stale
+from ucformat.catalog.retention import OWN_KIND, RetentionHold, RetentionRow, needed_by, protections
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import (
     Conflict,
@@ -122,7 +122,7 @@ def _write_everywhere(catalog: Catalog, checkpoint: Stale) -> None:
         except UcformatError as error:
             _log.warning("what the catalog knows of %s is not kept beside it: %s", url, error.message)
     if revisions and len(revisions) == len(checkpoint.urls):
-        catalog.database.write(lambda c: written(c, checkpoint.serial, min(revisions)))
+        catalog.database.write(lambda c: mark_written(c, checkpoint.serial, min(revisions)))
 
 
 def _composed(catalog: Catalog, serial: int, url: str) -> CatalogDoc:
@@ -153,7 +153,7 @@ def _write(catalog: Catalog, serial: int, url: str) -> int:
             if there.catalog != doc.catalog or there.revision > doc.revision:
                 catalog.absorb(doc.id, there, url)
                 doc = _composed(catalog, serial, url)
-            if doc.revision <= there.revision <= FAR:
+            if doc.revision <= there.revision <= MAX_REVISION:
                 settle(store, CATALOG_DOCUMENT)  # who wrote it may have been killed before it lasts
                 _refuse_replacing(store, doc)
                 return there.revision
@@ -246,9 +246,9 @@ def protections_of(url: str, checkpoint: str, *, known: bool = True) -> tuple[st
     found = _beside(store, checkpoint)
     now = datetime.now(UTC)
     if doc is not None and doc.id == checkpoint:
-        row = Row(
-            *(0, checkpoint, OURS, "committed", None, None, now, 0),
-            holds=tuple(Held(h.reason, h.until) for h in doc.holds),
+        row = RetentionRow(
+            *(0, checkpoint, OWN_KIND, "committed", None, None, now, 0),
+            holds=tuple(RetentionHold(h.reason, h.until) for h in doc.holds),
             aliases=tuple(a.name for a in doc.aliases),
             tags=tuple(t.name for t in doc.tags),
         )

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucformat.catalog.entries import load_ids
+from ucformat.catalog.entries import load_by_id
 from ucformat.catalog.refs import same_url
 from ucformat.catalog.stamp import now
 from ucformat.checkpoint import open_checkpoint
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.entries import Entry
-    from ucformat.catalog.recording import Place
+    from ucformat.catalog.recording import LocationEntry
     from ucformat.checkpoint import Checkpoint
     from ucformat.schema.documents import CatalogDoc
     from ucformat.schema.manifest import Manifest
@@ -191,8 +191,8 @@ def reindex(
 
 
 def _missing(
-    known: Sequence[Place], present: Collection[str], options: Mapping[str, Any] | None
-) -> tuple[list[Place], list[_Opened]]:
+    known: Sequence[LocationEntry], present: Collection[str], options: Mapping[str, Any] | None
+) -> tuple[list[LocationEntry], list[_Opened]]:
     """Which known places hold no checkpoint, and what came of asking the others that were not come across.
 
     So it is with what lies behind a linked folder, or inside of another checkpoint: a search does not go there.
@@ -211,7 +211,7 @@ def _missing(
 def _entries(catalog: Catalog, ids: Sequence[str]) -> tuple[Entry, ...]:
     """The checkpoints of these ids as they are now that all is recorded."""
     with catalog.database.reading() as c:
-        return tuple(load_ids(c, ids, now()))
+        return tuple(load_by_id(c, ids, now()))
 
 
 def _with_config(

@@ -1,4 +1,4 @@
-"""Runs revisions over a connection that `ucformat.catalog.engine` has opened, locked and put into the configuration."""
+"""Runs revisions over the connection in the configuration, which `ucformat.catalog.database` opened and locked."""
 
 from __future__ import annotations
 

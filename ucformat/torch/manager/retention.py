@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog.newest import contradictions
-from ucformat.catalog.policy import load_policy
 from ucformat.catalog.refs import same_url
-from ucformat.catalog.retention import OURS, Row, plan_retention
+from ucformat.catalog.retention import OWN_KIND, RetentionRow, load_policy, plan_retention
 from ucformat.catalog.stamp import now
 from ucformat.errors import (
     Conflict,
@@ -207,9 +206,9 @@ def _literal(text: str) -> str:
     return text.replace("'", "''")
 
 
-def _row(step: RunStep, serial: int = 0, run: str = "", **said: Any) -> Row:
+def _row(step: RunStep, serial: int = 0, run: str = "", **said: Any) -> RetentionRow:
     about = {"commits": step.commits, "metrics": step.metrics, **said}
-    return Row(serial, step.id, OURS, "committed", run, step.step, step.created, step.nbytes, **about)
+    return RetentionRow(serial, step.id, OWN_KIND, "committed", run, step.step, step.created, step.nbytes, **about)
 
 
 def deleted_ids(root: str) -> frozenset[str]:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
 
-from ucformat.catalog.locks import lock, take_turns
 from ucformat.catalog.models import Alias, AliasMove, Checkpoint, Hold, Metric, Note, Tag, Untag
 from ucformat.catalog.recording import stored_metric
-from ucformat.catalog.rows import event, insert_if_absent
+from ucformat.catalog.rows import event, insert_if_absent, lock, take_turns
 from ucformat.errors import Conflict, NotFound, PermissionDenied, UsageError
 
 if TYPE_CHECKING:
@@ -30,19 +29,18 @@ __all__ = [
     "add_metrics",
     "add_note",
     "add_tags",
-    "alias_here",
     "alias_history",
+    "alias_target",
     "aliases",
     "move_alias",
-    "put_tag",
+    "record_untag",
     "release_holds",
     "remove_alias",
     "remove_tags",
-    "take_off",
+    "set_tag",
 ]
 
-
-_INSTANT = timedelta(microseconds=1)  # the least that times differ by
+_MICROSECOND = timedelta(microseconds=1)  # the least that times differ by
 
 
 class _Any:
@@ -85,7 +83,7 @@ def move_alias(
     Raises:
         Conflict: it points to another one.
     """
-    check_word("an alias", name)
+    check_label("an alias", name)
     if name == "latest":
         raise UsageError("`latest` means the last step of a run, and cannot be an alias", hint="choose another name")
     found = _alias(connection, name)
@@ -115,7 +113,7 @@ def remove_alias(connection: Connection, name: str, expect: int | _Any | None, s
     return (found.checkpoint,)
 
 
-def alias_here(connection: Connection, name: str) -> int | None:
+def alias_target(connection: Connection, name: str) -> int | None:
     """The checkpoint that an alias points to, and will point to until the transaction ends or moves it itself."""
     found = _alias(connection, name)
     return None if found is None else int(found.checkpoint)
@@ -185,18 +183,18 @@ def add_tags(
     """Put tags on a checkpoint, or make those that it bears permanent; whether anything is new."""
     new = []
     for tag in tags:
-        check_word("a tag", tag)
+        check_label("a tag", tag)
         here = (Untag.checkpoint == serial, Untag.name == tag)
         removed = connection.scalar(sa.select(Untag.removed).where(*here))
-        created = stamp.now if removed is None else max(stamp.now, removed + _INSTANT)  # by whatever clock
-        if put_tag(connection, serial, tag, created, stamp.who, permanent=permanent):
+        created = stamp.now if removed is None else max(stamp.now, removed + _MICROSECOND)  # by whatever clock
+        if set_tag(connection, serial, tag, created, stamp.who, permanent=permanent):
             new.append(tag)
     if new:
         event(connection, "tag", stamp.who, stamp.now, serial, tags=new, **({"permanent": True} if permanent else {}))
     return bool(new)
 
 
-def put_tag(
+def set_tag(
     connection: Connection,
     serial: int,
     tag: str,
@@ -242,11 +240,11 @@ def remove_tags(connection: Connection, serial: int, tags: Sequence[str], reason
                 f"the tag {tag!r} is permanent: it stays on the checkpoint for ever", hint="that was asked for"
             )
     for tag in dict.fromkeys(tags):
-        take_off(connection, serial, tag, max(stamp.now, borne[tag].created), stamp.who, reason)
+        record_untag(connection, serial, tag, max(stamp.now, borne[tag].created), stamp.who, reason)
     event(connection, "untag", stamp.who, stamp.now, serial, tags=list(dict.fromkeys(tags)), reason=reason)
 
 
-def take_off(
+def record_untag(
     connection: Connection,
     serial: int,
     tag: str,
@@ -291,7 +289,7 @@ def add_metrics(connection: Connection, serial: int, metrics: Mapping[str, float
     """Write metrics of a checkpoint, in place of older ones of the same names; whether any changed."""
     changed = {}
     for name, value in sorted(metrics.items()):
-        check_word("a metric", name)
+        check_label("a metric", name)
         stored = stored_metric(value)
         row = {"value": stored, "measured": stamp.now, "said_at": None}
         keys = {"checkpoint": serial, "name": name}
@@ -316,7 +314,7 @@ def add_note(connection: Connection, serial: int, text: str, stamp: Stamp) -> No
     event(connection, "note", stamp.who, stamp.now, serial)
 
 
-def check_word(what: str, word: str) -> None:
+def check_label(what: str, word: str) -> None:
     """UsageError unless the word can be a name: printable, and without blanks at its ends."""
     if not word or word != word.strip() or not word.isprintable():
         raise UsageError(f"{word!r} cannot be {what}", hint="write printable characters, without blanks at the ends")

@@ -32,9 +32,9 @@ __all__ = ["VERSION_TABLE", "Database", "explaining"]
 T = TypeVar("T")
 
 VERSION_TABLE = "ucformat_version"
-_CONNECT = 10  # seconds to wait for PostgreSQL's first answer
-_WAIT = 60  # seconds to wait for another writer of SQLite
-_TRIES = 10
+_CONNECT_TIMEOUT = 10  # seconds to wait for PostgreSQL's first answer
+_BUSY_TIMEOUT = 60  # seconds to wait for another writer of SQLite
+_MAX_TRIES = 10
 _CLASHES = ("40001", "40P01")  # serialization failure, deadlock detected
 _LOCK = 0x75636661  # PostgreSQL's advisory lock while tables are made or changed: "ucfa"
 _NETWORK = {
@@ -113,10 +113,10 @@ class Database:
     def _engine(self) -> Engine:
         options: dict[str, Any] = {
             "isolation_level": "READ COMMITTED",  # whatever the server's default is
-            "connect_args": {"connect_timeout": _CONNECT},
+            "connect_args": {"connect_timeout": _CONNECT_TIMEOUT},
         }
         if self.sqlite:
-            options = {"connect_args": {"timeout": _WAIT, "check_same_thread": False, "isolation_level": None}}
+            options = {"connect_args": {"timeout": _BUSY_TIMEOUT, "check_same_thread": False, "isolation_level": None}}
         try:
             engine = sa.create_engine(self._url, **options)
         except ModuleNotFoundError as error:
@@ -158,7 +158,7 @@ class Database:
 
     def write(self, work: Callable[[Connection], T]) -> T:
         """Do something in a transaction that writes; again, if it clashed with another and was to give way."""
-        for left in reversed(range(_TRIES)):
+        for left in reversed(range(_MAX_TRIES)):
             try:
                 with self.writing() as connection:
                     return work(connection)
@@ -186,17 +186,17 @@ class Database:
     def _settle(self, *, upgrade: bool) -> None:
         """Make sure that the tables are of this version."""
         with self.reading() as connection:
-            found = _state(connection)
+            found = _schema_state(connection)
         if found == "empty" and not self.read_only:
             with self._alone() as connection:
-                if _state(connection) == "empty":  # nobody else was quicker
+                if _schema_state(connection) == "empty":  # nobody else was quicker
                     _migrate(connection)
                     connection.execute(sa.insert(Identity).values(id=uuid4().hex, created=datetime.now(UTC)))
         elif found == "empty":
             raise NotFound(f"there is no catalog at {self.url} yet", hint=_MADE)
         elif found == "older" and upgrade:
             with self._alone() as connection:
-                if _state(connection) == "older":
+                if _schema_state(connection) == "older":
                     _migrate(connection)
         elif found == "older":
             raise UpgradeNeeded(
@@ -291,7 +291,7 @@ def _begin_sqlite(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.info.get("writing") else "BEGIN")
 
 
-def _state(connection: Connection) -> Literal["empty", "older", "current", "newer"]:
+def _schema_state(connection: Connection) -> Literal["empty", "older", "current", "newer"]:
     tables = set(sa.inspect(connection).get_table_names())
     if VERSION_TABLE not in tables:
         if taken := tables & set(Base.metadata.tables):
