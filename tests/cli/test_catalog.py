@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ucformat
-from tests.catalog.test_migrations import made_by
+from tests.catalog.test_migrations import next_release
 from tests.cli.conftest import object_of
-from ucformat.migrations import HEAD, KNOWN
+from ucformat.migrations import HEAD
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,16 +74,18 @@ def test_one_that_cannot_be_used(run: Run, tmp_path: Path) -> None:
 
 def test_an_older_one_is_upgraded_when_asked(run: Run, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/old.db"
-    made_by(url, KNOWN[0]).dispose()
-    result = run("catalog", "info", "--json", "--catalog", url, code=7)
-    assert object_of(result.stdout)["state"] == "older"
-    run("ls", "--catalog", url, code=7)
-    found = {"url": url, "upgraded": True, "revision": HEAD}
-    assert object_of(run("catalog", "upgrade", "--json", "--catalog", url).stdout) == found
-    assert object_of(run("catalog", "upgrade", "--json", "--catalog", url).stdout) == found | {"upgraded": False}
-    assert run("catalog", "upgrade", "--catalog", url).stdout == f"{url}: already of revision {HEAD}\n"
-    assert run("catalog", "upgrade", "-q", "--catalog", url).stdout == f"{HEAD}\n"
-    assert "switched off" in run("catalog", "upgrade", "--catalog", "none", code=6).stderr
+    ucformat.Catalog(url).close()
+    with next_release(tmp_path / "scripts"):
+        result = run("catalog", "info", "--json", "--catalog", url, code=7)
+        assert object_of(result.stdout)["state"] == "older"
+        run("ls", "--catalog", url, code=7)
+        revision = "toy"
+        found = {"url": url, "upgraded": True, "revision": revision}
+        assert object_of(run("catalog", "upgrade", "--json", "--catalog", url).stdout) == found
+        assert object_of(run("catalog", "upgrade", "--json", "--catalog", url).stdout) == found | {"upgraded": False}
+        assert run("catalog", "upgrade", "--catalog", url).stdout == f"{url}: already of revision {revision}\n"
+        assert run("catalog", "upgrade", "-q", "--catalog", url).stdout == f"{revision}\n"
+        assert "switched off" in run("catalog", "upgrade", "--catalog", "none", code=6).stderr
 
 
 def test_a_newer_one_is_only_read(run: Run, catalog: Path) -> None:

@@ -18,7 +18,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
 from ucformat.catalog.models import Base, Identity
 from ucformat.errors import NotFound, PermissionDenied, UcformatError, UnsupportedError, UpgradeNeeded, UsageError
-from ucformat.migrations import HEAD, KNOWN
+from ucformat.migrations import HEAD, KNOWN, configuration
 from ucformat.redacted import learn, learn_url, redacted, scrub
 from ucformat.settings import local_path
 
@@ -190,7 +190,7 @@ class Database:
         if found == "empty" and not self.read_only:
             with self._alone() as connection:
                 if _schema_state(connection) == "empty":  # nobody else was quicker
-                    _migrate(connection)
+                    _create(connection)
                     connection.execute(sa.insert(Identity).values(id=uuid4().hex, created=datetime.now(UTC)))
         elif found == "empty":
             raise NotFound(f"there is no catalog at {self.url} yet", hint=_MADE)
@@ -313,15 +313,21 @@ def _revision(connection: Connection) -> str | None:
     return None if found is None else str(found)
 
 
-def _migrate(connection: Connection, revision: str = HEAD) -> None:
-    """Bring the tables to a revision, in the caller's transaction."""
+def _create(connection: Connection) -> None:
+    """Create the tables in the caller's transaction."""
     from alembic import command
 
-    from ucformat.migrations.config import configuration
+    Base.metadata.create_all(connection)
+    command.stamp(configuration(connection, Base.metadata, VERSION_TABLE), HEAD)
+
+
+def _migrate(connection: Connection) -> None:
+    """Upgrade the tables in the caller's transaction."""
+    from alembic import command
 
     if connection.dialect.name == "sqlite":
         connection.exec_driver_sql("PRAGMA defer_foreign_keys = ON")  # batch mode drops tables that others refer to
-    command.upgrade(configuration(connection, Base.metadata, VERSION_TABLE), revision)
+    command.upgrade(configuration(connection, Base.metadata, VERSION_TABLE), HEAD)
 
 
 @contextmanager

@@ -1,12 +1,40 @@
-"""The one alembic chain of the catalog's tables, for SQLite and PostgreSQL alike.
+"""Revisions of the catalog's tables, by Alembic, for SQLite and PostgreSQL alike.
 
-A new revision: change `catalog/models.py`, write a file in `versions/` as the others are, and add its number to
-`KNOWN`; `tests/catalog/test_migrations.py` says what the models have and the chain has not. Revisions never import the
-models, which change under them.
+An empty database gets today's tables from `catalog/models.py` and is stamped with the last revision; revisions only
+upgrade databases of earlier releases. To add one: change the models, write a file in `versions/`, and add its number to
+`KNOWN`. Revisions never import the models, which change after them.
 """
 
-__all__ = ["HEAD", "KNOWN"]
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from alembic.config import Config
+    from sqlalchemy import Connection, MetaData
+
+__all__ = ["HEAD", "KNOWN", "configuration"]
 
 #: The revisions, oldest first, and the last of them: what this version of ucformat works with.
-KNOWN = ("0001", "0002", "0003", "0004", "0005", "0006", "0007")
+KNOWN = ("1",)
 HEAD = KNOWN[-1]
+
+
+def configuration(connection: Connection, metadata: MetaData, version_table: str) -> Config:
+    """The configuration for `alembic.command`.
+
+    Args:
+        connection: the transaction in which revisions run.
+        metadata: the tables of the models.
+        version_table: the name of the table that holds the revision.
+
+    Returns:
+        The configuration.
+    """
+    from alembic.config import Config
+
+    found = Config()
+    found.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
+    found.attributes |= {"connection": connection, "metadata": metadata, "version_table": version_table}
+    return found
