@@ -303,7 +303,7 @@ def test_of_files_of_settings(name: str, text: str, line: str, watch: Watch, mon
 
 def test_of_whatever_writes_to_the_streams_of_a_process(watch: Watch) -> None:
     code = (
-        "import os, warnings; import ucformat.cli.ls as ls; from ucformat.cli.main import main\n"
+        "import os, warnings; import ucformat.cli.commands.ls as ls; from ucformat.cli.main import main\n"
         "def fail(*_):\n"
         "    warnings.warn('it was ' + os.environ['SOME_TOKEN'])\n"
         "    print(os.environ['SOME_TOKEN'])\n"

@@ -164,7 +164,7 @@ def _upgrade_and_die(url: str, scripts: Path) -> None:
         real(connection)
         os._exit(9)
 
-    module._migrate = migrate_and_die  # type: ignore[assignment]
+    module._migrate = migrate_and_die
     with next_release(scripts):
         Database(url, upgrade=True)
 

@@ -14,7 +14,7 @@ from tests.cli.interrupting import interrupted
 from tests.fakes import ODD, FakeSource, random_array, same
 from tests.patience import PATIENCE
 from ucformat.checkpoint import Checkpoint
-from ucformat.cli.options import SIZE
+from ucformat.cli.ui.options import SIZE
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:

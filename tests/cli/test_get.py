@@ -14,8 +14,8 @@ from tests.cli.conftest import object_of
 from tests.fakes import ODD, FakeSource, same
 from tests.interrupts import interruptions
 from ucformat.checkpoint import Checkpoint
-from ucformat.cli import npy
-from ucformat.cli.slices import parse_slice
+from ucformat.cli.commands import get
+from ucformat.cli.commands.get import parse_slice
 from ucformat.errors import Conflict, UsageError
 from ucformat.jobs.convert import convert
 from ucformat.storage.local import LocalStore
@@ -164,7 +164,7 @@ def test_wrong_names_and_slices_are_explained(run: Run, committed: Path) -> None
 def test_ctrl_c_at_any_instant_leaves_no_part_of_a_file(force: bool, tmp_path: Path) -> None:
     file, instants = tmp_path / "x.npy", 0
     array = np.arange(1000)
-    for _ in interruptions(lambda: npy.save(file, array, force=force), (npy,)):
+    for _ in interruptions(lambda: get.save(file, array, force=force), (get,)):
         found = list(tmp_path.iterdir())
         assert found in ([], [file])
         if found:
@@ -173,4 +173,4 @@ def test_ctrl_c_at_any_instant_leaves_no_part_of_a_file(force: bool, tmp_path: P
         instants += 1
     assert instants > 20
     with pytest.raises(Conflict, match="exists"):
-        npy.save(file, array, force=False)
+        get.save(file, array, force=False)

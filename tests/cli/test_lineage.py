@@ -50,7 +50,7 @@ def test_links(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None:
 
 
 def test_every_kind_is_offered() -> None:
-    from ucformat.cli.lineage import _KINDS
+    from ucformat.cli.commands.lineage import _KINDS
     from ucformat.schema.manifest import LineageDoc
 
     assert LineageDoc.model_fields["kind"].annotation.__args__ == _KINDS  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.conftest import object_of
 from ucformat.catalog import labels
-from ucformat.cli.text import ago
+from ucformat.cli.ui.text import ago
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,9 +18,9 @@ from tests.fakes import manifest_file
 from ucformat import errors
 from ucformat._version import __version__
 from ucformat.cli.main import ucp
-from ucformat.cli.output import clean
 from ucformat.cli.program import LazyGroup
-from ucformat.cli.text import bytes_text, shorten
+from ucformat.cli.ui.output import clean
+from ucformat.cli.ui.text import bytes_text, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

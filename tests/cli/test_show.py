@@ -10,7 +10,7 @@ import pytest
 from tests.cli.conftest import object_of
 from tests.fakes import ODD, FakeSource, random_array
 from ucformat.checkpoint import Checkpoint
-from ucformat.cli.show import _list
+from ucformat.cli.commands.show import _list
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.jobs.convert import convert
 from ucformat.storage.local import LocalStore
@@ -84,7 +84,7 @@ def test_a_terminal_sees_lines_that_fit_and_a_pipe_full_names(monkeypatch: pytes
     full = list(_list(tensors))
     assert full[1].startswith(name)
     assert full[2].startswith(name)
-    monkeypatch.setattr("ucformat.cli.show.terminal_width", lambda: 80)
+    monkeypatch.setattr("ucformat.cli.commands.show.terminal_width", lambda: 80)
     short = list(_list(tensors))
     assert all(len(line) <= 80 for line in short)
     assert short[1].startswith("model.decoder.laye….linear_fc1.weight ")

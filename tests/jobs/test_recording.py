@@ -64,9 +64,9 @@ MARKS = {
         "import ucformat.catalog.labels; from ucformat.catalog import catalog; catalog.Catalog(url).tag(id, 'kept')"
     ),
     "ucp": "from ucformat.cli.main import ucp; ucp.main(['tag', id, 'kept', '--catalog', url])",
-    "cli.mark": "from ucformat.cli.mark import tag; tag.main([id, 'kept', '--catalog', url])",
+    "cli.mark": "from ucformat.cli.commands.labels import tag; tag.main([id, 'kept', '--catalog', url])",
     "cli.catalogs": (
-        "from ucformat.cli.catalogs import opened_catalog\n"
+        "from ucformat.cli.ui.catalogs import opened_catalog\n"
         "from ucformat.settings import using\n"
         "with using(catalog=url), opened_catalog() as c: c.tag(id, 'kept')"
     ),

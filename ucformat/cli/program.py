@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.output import INTERRUPTED, print_error
+from ucformat.cli.ui.output import INTERRUPTED, print_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,8 +29,8 @@ class Interrupted(Exception):
 class LazyGroup(click.Group):
     """A group that knows its commands by name and one line of help, and imports one when it is called.
 
-    `lazy` gives for each name where the command is (`module:attribute`, or a command itself) and its line of help;
-    `sections` the first names of the parts into which the help divides them, with their titles.
+    `lazy` maps each name to the command (`module:attribute` in `ucformat.cli.commands`, or a command itself) and its
+    line of help; `sections` maps the first command of each section of the help to the section's title.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LazyGroup(click.Group):
         if isinstance(home, click.Command):
             return home
         module, _, attribute = home.partition(":")
-        command = getattr(import_module(module), attribute)
+        command = getattr(import_module(f"ucformat.cli.commands.{module}"), attribute)
         assert isinstance(command, click.Command)  # noqa: S101
         return command
 

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.catalogs import instant, opened_catalog
-from ucformat.cli.options import CATALOG, REF, command, ref_argument
-from ucformat.cli.output import terminal_width
-from ucformat.cli.text import shorten
+from ucformat.cli.ui.catalogs import instant, opened_catalog
+from ucformat.cli.ui.options import CATALOG, REF, command, ref_argument
+from ucformat.cli.ui.output import terminal_width
+from ucformat.cli.ui.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ucformat.catalog.lineage import Lineage, LineageNode
-    from ucformat.cli.output import Output
+    from ucformat.cli.ui.output import Output
 
 __all__ = ["lineage", "link"]
 

@@ -3,24 +3,51 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import shlex
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.output import Output
+from ucformat.cli.ui.output import Output, showing_warnings
+from ucformat.errors import UcformatError, UsageError
+from ucformat.settings import local_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Mapping, Sequence
+
+    from ucformat.checkpoint import Checkpoint
+
+__all__ = [
+    "CATALOG",
+    "CONFIG",
+    "IGNORE_DEPENDENT",
+    "METRIC",
+    "REF",
+    "SIZE",
+    "SOURCE",
+    "SRC",
+    "STATES",
+    "TIME",
+    "VIEW",
+    "command",
+    "ignore_dependents_of",
+    "open_any",
+    "parse_metric",
+    "ref_argument",
+]
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
     from datetime import timedelta
 
     _Type = click.ParamType[int]
     _TimeType = click.ParamType[timedelta]
 else:
     _Type = _TimeType = click.ParamType  # generic only in newer versions of click
-
-__all__ = ["CATALOG", "IGNORE", "REF", "SIZE", "SRC", "STATES", "TIME", "VIEW", "command", "ignore", "ref_argument"]
 
 _REFERENCE = "a path or url, run@step, run@latest, alias:name, or an id or the beginning of one"
 
@@ -116,7 +143,7 @@ VIEW = click.option(
 
 
 #: For every command that is refused where others need the files.
-IGNORE = click.option(
+IGNORE_DEPENDENT = click.option(
     "--ignore-dependent",
     "ignored",
     metavar="ID",
@@ -125,7 +152,7 @@ IGNORE = click.option(
 )
 
 
-def ignore(ignored: Sequence[str], urls: Sequence[str], out: Output, name: str) -> None:
+def ignore_dependents_of(ignored: Sequence[str], urls: Sequence[str], out: Output, name: str) -> None:
     """Do what `--ignore-dependent` says.
 
     Args:
@@ -159,11 +186,10 @@ def command(function: Callable[..., None]) -> click.Command:
 
     @functools.wraps(function)
     def wrapped(*args: Any, as_json: bool, quiet: bool, **options: Any) -> None:
-        from ucformat.cli.warned import hearing
         from ucformat.errors import spelling_options
 
         out = Output(as_json=as_json, quiet=quiet)
-        with hearing(out), spelling_options(_spelling(made)):
+        with showing_warnings(out), spelling_options(_spelling(made)):
             function(*args, out=out, **options)
 
     made = click.command(context_settings={"help_option_names": ["-h", "--help"]})(wrapped)
@@ -175,3 +201,140 @@ def command(function: Callable[..., None]) -> click.Command:
         means = "is" if len(refs) == 1 else "are each"
         made.epilog = f"{' and '.join(refs)} {means} {_REFERENCE}."
     return made
+
+
+def parse_metric(text: str, hint: str) -> tuple[str, float]:
+    """A metric as `val_loss=2.13`; `hint` is the parameter that an error names."""
+    name, equals, value = text.rpartition("=")
+    try:
+        number = float(value)
+    except ValueError:
+        number = None
+    if not equals or not name or number is None:
+        raise click.BadParameter(f"{text!r} is not NAME=VALUE, as val_loss=2.13 is", param_hint=hint)
+    return name, number
+
+
+def _parse_metrics(_ctx: click.Context, _param: click.Parameter, given: Sequence[str]) -> dict[str, float]:
+    return dict(parse_metric(text, "--metric") for text in given)
+
+
+def _read_config(_ctx: click.Context, _param: click.Parameter, given: str | None) -> dict[str, Any] | None:
+    if given is None:
+        return None
+    from ucformat.errors import UsageError
+    from ucformat.written import read_written
+
+    found = read_written(Path(given), "configuration")
+    if not isinstance(found, dict):
+        raise UsageError(f"{given} holds no mapping", hint="a configuration is a JSON or YAML file of keys and values")
+    return found
+
+
+CONFIG = click.option(
+    "--config",
+    metavar="FILE",
+    callback=_read_config,
+    help="The training's configuration, in JSON or YAML, besides what the files tell; it wins.",
+)
+METRIC = click.option(
+    "--metric",
+    "metrics",
+    metavar="NAME=VALUE",
+    multiple=True,
+    callback=_parse_metrics,
+    help="A measured number, besides what the files tell. Give it again for several.",
+)
+
+
+def _source_options(_ctx: click.Context, _param: click.Parameter, given: Sequence[str]) -> dict[str, Any] | None:
+    found: dict[str, Any] = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--source {text}: write KEY=VALUE", hint="for one: --source layout=tp2.yaml")
+        if key in found:
+            raise UsageError(f"--source {key} is given twice")
+        found[key] = _source_value(key, value)
+    return found or None
+
+
+def _source_value(key: str, text: str) -> Any:
+    """The value of an option as its source takes it; that of an unknown one as text, which opening refuses."""
+    from ucformat.sources import SOURCES
+    from ucformat.sources.base import options_of
+
+    known = {name: field.metadata["how"] for source in SOURCES for name, field in options_of(source).items()}
+    return _SOURCE_READERS[known[key]](key, text) if key in known else text
+
+
+def _layout(_key: str, text: str) -> Any:
+    """A layout out of a file, or the name of a preset."""
+    from ucformat.geometry.layout import Layout
+
+    path = local_path(text, absolute=False)
+    return Layout.load(path) if path.suffix or os.path.exists(path) else text  # noqa: PTH110 - never fails
+
+
+def _document(key: str, text: str) -> Any:
+    from ucformat.written import read_written
+
+    return read_written(local_path(text, absolute=False), f"file of {key}")
+
+
+def _flag(key: str, text: str) -> bool:
+    if text not in ("true", "false"):
+        raise UsageError(f"--source {key}={text}: write {key}=true or {key}=false")
+    return text == "true"
+
+
+def _number(key: str, text: str) -> int:
+    if not text.isdecimal():
+        raise UsageError(f"--source {key}={text}: write a number, for one {key}=50257")
+    return int(text)
+
+
+def _cuts(_key: str, text: str) -> dict[str, str]:
+    """PATTERN=HOW, several with commas between."""
+    found: dict[str, str] = {}
+    for item in text.split(","):
+        pattern, equals, how = item.rpartition("=")
+        if not equals or not pattern or not how:
+            raise UsageError(
+                f"--source cuts={text}: write cuts=PATTERN=HOW,…", hint="for one: --source 'cuts=*position*=replicate'"
+            )
+        found[pattern] = how
+    return found
+
+
+#: How the text of an option is read, by `how` in its source's options.
+_SOURCE_READERS: dict[str, Callable[[str, str], Any]] = {
+    "cuts": _cuts,
+    "document": _document,
+    "flag": _flag,
+    "layout": _layout,
+    "names": lambda _key, text: text.split(","),
+    "number": _number,
+}
+
+
+def open_any(ref: str, options: Mapping[str, Any] | None) -> Checkpoint:
+    """Open one of several checkpoints; a universal one says all itself, and these options are of the others."""
+    import ucformat
+
+    if options:
+        with suppress(UcformatError):
+            found = ucformat.open(ref)
+            if found.kind == "ucformat":
+                return found
+    return ucformat.open(ref, options=options)
+
+
+SOURCE = click.option(
+    "--source",
+    "options",
+    metavar="KEY=VALUE",
+    multiple=True,
+    callback=_source_options,
+    help="What the files of a foreign SRC do not say: layout=FILE, groups=FILE, …; docs/sources lists each kind's.",
+)

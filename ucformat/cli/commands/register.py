@@ -6,19 +6,26 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.catalogs import entry_data, opened_catalog
-from ucformat.cli.options import CATALOG, IGNORE, VIEW, command, ignore
-from ucformat.cli.output import Heading, terminal_width
-from ucformat.cli.said_options import CONFIG, METRIC
-from ucformat.cli.source_options import SOURCE
-from ucformat.cli.text import bytes_text, plural, table
+from ucformat.cli.ui.catalogs import entry_data, opened_catalog
+from ucformat.cli.ui.options import (
+    CATALOG,
+    CONFIG,
+    IGNORE_DEPENDENT,
+    METRIC,
+    SOURCE,
+    VIEW,
+    command,
+    ignore_dependents_of,
+)
+from ucformat.cli.ui.output import Heading, terminal_width
+from ucformat.cli.ui.text import bytes_text, plural, table
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.cli.output import Output
+    from ucformat.cli.ui.output import Output
     from ucformat.jobs.register import Registered, Reindexed
 
 __all__ = ["register", "reindex"]
@@ -46,7 +53,7 @@ TRUST = click.option(
     is_flag=True,
     help="With --virtual: also where nothing can be written beside SRC's files, to say that they are needed.",
 )
-@IGNORE
+@IGNORE_DEPENDENT
 @TRUST
 @CONFIG
 @METRIC
@@ -87,7 +94,7 @@ def register(
             raise UsageError("--virtual takes two places, SRC and DST", hint="ucp register SRC DST --virtual")
         source = ucformat.open(places[0], view=view, options=options)
         said = {"run": run, "config": config, "metrics": metrics}
-        ignore(ignored, [places[1]], out, "register")
+        ignore_dependents_of(ignored, [places[1]], out, "register")
         how = {"checksums": checksums, "overwrite": overwrite, "unprotected": unprotected}
         _register_virtual(source, places[1], said, out, how)
         return

@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.options import CATALOG, SRC, command
-from ucformat.cli.output import Heading
-from ucformat.cli.source_options import SOURCE
-from ucformat.cli.text import bytes_text, plural
+from ucformat.cli.ui.options import CATALOG, SOURCE, SRC, command
+from ucformat.cli.ui.output import Heading
+from ucformat.cli.ui.text import bytes_text, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ucformat.cli.output import Output
+    from ucformat.cli.ui.output import Output
     from ucformat.jobs.run import Report
 
 __all__ = ["verify"]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucformat.cli.catalogs import file_of, url_of_catalog
-from ucformat.cli.options import CATALOG, command
-from ucformat.cli.output import Heading, terminal_width
-from ucformat.cli.text import count, field
+from ucformat.cli.ui.catalogs import file_of, url_of_catalog
+from ucformat.cli.ui.options import CATALOG, command
+from ucformat.cli.ui.output import Heading, terminal_width
+from ucformat.cli.ui.text import count, field
 from ucformat.redacted import shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ucformat.catalog.catalog import Catalog
-    from ucformat.cli.output import Output
+    from ucformat.cli.ui.output import Output
 
 __all__ = ["info", "upgrade"]
 

@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.options import CATALOG, SRC, STATES, VIEW, command
-from ucformat.cli.output import Heading, terminal_width
-from ucformat.cli.source_options import SOURCE
-from ucformat.cli.text import bytes_text, count, field, plural, shape_text, table
+from ucformat.cli.ui.options import CATALOG, SOURCE, SRC, STATES, VIEW, command
+from ucformat.cli.ui.output import Heading, terminal_width
+from ucformat.cli.ui.text import bytes_text, count, field, plural, shape_text, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ucformat.catalog.entries import Entry
     from ucformat.checkpoint import Checkpoint
-    from ucformat.cli.output import Output
-    from ucformat.cli.recorded import Recorded
+    from ucformat.cli.commands.recorded import Recorded
+    from ucformat.cli.ui.output import Output
     from ucformat.geometry.tensor import TensorInfo
 
 __all__ = ["show"]
@@ -72,7 +71,7 @@ def _opened(
 ) -> tuple[dict[str, Any], Sequence[TensorInfo], Recorded | None]:
     """What a checkpoint says of itself, its tensors, and what the catalog knows of it."""
     import ucformat
-    from ucformat.cli.recorded import look_up
+    from ucformat.cli.commands.recorded import look_up
     from ucformat.errors import NotFound
 
     try:

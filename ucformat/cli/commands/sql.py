@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.catalogs import opened_catalog
-from ucformat.cli.options import CATALOG, TIME, command
-from ucformat.cli.output import terminal_width
-from ucformat.cli.text import plural, tabbed, table
+from ucformat.cli.ui.catalogs import opened_catalog
+from ucformat.cli.ui.options import CATALOG, TIME, command
+from ucformat.cli.ui.output import terminal_width
+from ucformat.cli.ui.text import plural, tabbed, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from datetime import timedelta
 
     from ucformat.catalog.sql import Table
-    from ucformat.cli.output import Output
+    from ucformat.cli.ui.output import Output
 
 __all__ = ["sql"]
 

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.options import command
-from ucformat.cli.output import Heading, terminal_width
-from ucformat.cli.text import field
+from ucformat.cli.ui.options import command
+from ucformat.cli.ui.output import Heading, terminal_width
+from ucformat.cli.ui.text import field
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ucformat.cli.output import Output
+    from ucformat.cli.ui.output import Output
     from ucformat.jobs.doctor import Diagnosis
 
 __all__ = ["doctor"]

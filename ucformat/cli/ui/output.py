@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
 from contextlib import contextmanager
+from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +15,19 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["INTERRUPTED", "Heading", "Output", "Tabbed", "clean", "print_error", "terminal_width"]
+    from rich.progress import ProgressColumn
+
+__all__ = [
+    "INTERRUPTED",
+    "Heading",
+    "Output",
+    "Tabbed",
+    "clean",
+    "print_error",
+    "progress_bar",
+    "showing_warnings",
+    "terminal_width",
+]
 
 #: As a shell says of a process that Ctrl-C ended, and of one whose reader went away.
 INTERRUPTED, SIGPIPE = 130, 141
@@ -50,7 +64,7 @@ class Output:
             return
         for line in (bare if self.quiet else people)():
             text = str(line) if isinstance(line, Tabbed) else clean(line, keep="")
-            if isinstance(line, Heading) and coloured(sys.stdout):
+            if isinstance(line, Heading) and use_color(sys.stdout):
                 text = click.style(text, bold=True)
             _write(sys.stdout, text)
 
@@ -64,7 +78,7 @@ class Output:
         if self.as_json:
             _write(sys.stderr, dumps({"warning": {"message": message}}, indent=_indent(sys.stderr)))
             return
-        label = click.style("warning:", fg="yellow", bold=True) if coloured(sys.stderr) else "warning:"
+        label = click.style("warning:", fg="yellow", bold=True) if use_color(sys.stderr) else "warning:"
         _write(sys.stderr, f"{label} {clean(message)}")
 
     @contextmanager
@@ -73,9 +87,8 @@ class Output:
         if self.quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
             yield lambda _done, _total: None
             return
-        from ucformat.cli.progress import bar
 
-        with bar(what, unit) as update:
+        with progress_bar(what, unit) as update:
             yield update
 
 
@@ -85,7 +98,7 @@ def print_error(message: str, hint: str | None = None, *, as_json: bool, kind: s
         error = {"type": kind, "message": message, "hint": hint, "exit_code": code}
         _write(sys.stderr, dumps({"error": error}, indent=_indent(sys.stderr)))
         return
-    bold = coloured(sys.stderr)
+    bold = use_color(sys.stderr)
     if code == INTERRUPTED:
         _write(sys.stderr, f"{chr(10) * sys.stderr.isatty()}{clean(message)}")  # the terminal shows ^C on this line
         return
@@ -111,7 +124,7 @@ def clean(text: str, keep: str = "\n") -> str:
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
-def coloured(stream: Any) -> bool:
+def use_color(stream: Any) -> bool:
     """Whether to use colours: on a terminal, unless NO_COLOR is set or the terminal has none."""
     return bool(stream.isatty()) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
@@ -128,3 +141,54 @@ def _write(stream: Any, text: str) -> None:
         with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - what is still buffered goes there at exit
             os.dup2(nowhere.fileno(), stream.fileno())
         raise click.exceptions.Exit(SIGPIPE) from None
+
+
+_PATIENCE = 0.4  # seconds; what is done sooner needs no bar, which would only flicker
+
+
+@contextmanager
+def progress_bar(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr that goes away when it is done; call it with how much is done, and how much in all."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as TimeColumn
+    from rich.progress import TransferSpeedColumn as SpeedColumn
+
+    amount: list[ProgressColumn] = (
+        [DownloadColumn(binary_units=True), SpeedColumn()]
+        if unit == "bytes"
+        else [MofNCompleteColumn(), TextColumn(unit)]
+    )
+    columns = [TextColumn("{task.description}"), BarColumn(), *amount, TimeColumn(compact=True)]
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = progress.add_task(what, total=None)
+    timer = Timer(_PATIENCE, progress.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+    finally:
+        timer.cancel()
+        timer.join()
+        progress.stop()
+
+
+class _WarningHandler(logging.Handler):
+    def __init__(self, out: Output) -> None:
+        super().__init__(logging.WARNING)
+        self.out = out
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a warning as a line."""
+        self.out.warn(record.getMessage())
+
+
+@contextmanager
+def showing_warnings(out: Output) -> Iterator[None]:
+    """In the block, what ucformat warns of is shown."""
+    logger, handler = logging.getLogger("ucformat"), _WarningHandler(out)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ucformat.cli.catalogs import instant, opened_catalog
-from ucformat.cli.options import CATALOG, IGNORE, TIME, command, ignore, ref_argument
-from ucformat.cli.text import moment
+from ucformat.cli.ui.catalogs import instant, opened_catalog
+from ucformat.cli.ui.options import CATALOG, IGNORE_DEPENDENT, TIME, command, ignore_dependents_of, ref_argument
+from ucformat.cli.ui.text import moment
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from ucformat.cli.output import Output
+    from ucformat.cli.ui.output import Output
 
 __all__ = ["delete", "restore"]
 
@@ -23,7 +23,7 @@ _REFS = ref_argument("refs", "REF…", many=True)
 @command
 @_REFS
 @click.option("--grace", type=TIME, default="7d", metavar="TIME", help="How long it can be restored.  [default: 7d]")
-@IGNORE
+@IGNORE_DEPENDENT
 @CATALOG
 def delete(refs: tuple[str, ...], grace: timedelta, ignored: tuple[str, ...], out: Output) -> None:
     """Delete checkpoints, all of them or none; `ucp restore` takes it back.
@@ -34,7 +34,7 @@ def delete(refs: tuple[str, ...], grace: timedelta, ignored: tuple[str, ...], ou
     with opened_catalog() as catalog:
         found = {e.id: e for e in map(catalog.get, refs)}
         ids = list(found)
-        ignore(ignored, [url for e in found.values() for url in e.urls], out, "delete")
+        ignore_dependents_of(ignored, [url for e in found.values() for url in e.urls], out, "delete")
         catalog.delete(*ids, grace=grace)
         gone = [catalog.get(i) for i in ids]
     out.result(

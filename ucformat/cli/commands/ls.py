@@ -1,4 +1,4 @@
-"""Columns of `ucp ls`: what keys of the filter language say of a checkpoint, as text."""
+"""`ucp ls`: the checkpoints that the catalog knows."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from ucformat.cli.text import ago, bytes_text, count, moment
+import click
+
+from ucformat.cli.ui.catalogs import entry_data, opened_catalog
+from ucformat.cli.ui.options import CATALOG, command
+from ucformat.cli.ui.output import terminal_width
+from ucformat.cli.ui.text import ago, bytes_text, count, moment, plural, table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.entries import Entry
+    from ucformat.cli.ui.output import Output
 
-__all__ = ["KEYS", "Column", "parse_columns"]
+__all__ = ["KEYS", "Column", "ls", "parse_columns"]
 
-_ID = 12  # so much of an id is shown to people
+_ID_LENGTH = 12  # so much of an id is shown to people
 
 #: Key -> what it says of a checkpoint. Besides these there are metric.NAME, and paths into config, topology, producer.
 KEYS: dict[str, Callable[[Entry], Any]] = {
@@ -88,7 +95,7 @@ class Column:
             case _ if value is None:
                 return "-"
             case "id" if short:
-                return str(value)[:_ID]
+                return str(value)[:_ID_LENGTH]
             case "size":
                 return bytes_text(value)
             case "step" | "tensors":
@@ -154,3 +161,93 @@ def _reach(value: Any, path: Sequence[str]) -> Any:
         else:
             value = value.get(part) if isinstance(value, dict) else None
     return value
+
+
+_MOST = 50
+
+
+@command
+@click.argument("where", metavar="[FILTER]", default="")
+@click.option(
+    "--sort",
+    default="newest",
+    metavar="KEYS",
+    help="By these keys, a minus sign for descending: '-metric.val_loss,step'; `newest` is the newest first, of a run "
+    "by its count of commits.  [default: newest]",
+)
+@click.option(
+    "-n",
+    "--limit",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help=f"At most so many; 0 for all.  [default: {_MOST}, with -q and --json all]",
+)
+@click.option("--offset", type=click.IntRange(min=0), default=0, metavar="N", help="Leave out the first N.")
+@click.option("--columns", metavar="KEYS", help="What to show: run,step,metric.val_loss,config.optimizer.lr,url, …")
+@click.option("-a", "--all", "deleted", is_flag=True, help="Those that are deleted, purged or replaced, too.")
+@CATALOG
+def ls(
+    where: str,
+    sort: str,
+    limit: int | None,
+    offset: int,
+    columns: str | None,
+    deleted: bool,  # noqa: FBT001
+    out: Output,
+) -> None:
+    """List the checkpoints that the catalog knows, or those that FILTER takes.
+
+    For one: ucp ls "run = 'run7' and step > 1000 and metric.val_loss < 2.1". docs/filters.md describes the language.
+    """
+    from ucformat.catalog.entries import NEWEST
+    from ucformat.catalog.newest import contradictions
+
+    chosen = None if columns is None else parse_columns(columns)
+    if limit is None and not (out.quiet or out.as_json):
+        limit = _MOST
+    with opened_catalog() as catalog:
+        found = catalog.find(where, sort=sort, limit=limit or None, offset=offset, deleted=deleted)
+        full = limit and len(found) == limit
+        total = catalog.count(where, deleted=deleted) if full or offset else len(found)
+        for column in chosen or ():
+            if column.path and column.empty(found):
+                _check_known(catalog, column.key, out)
+    out.result(
+        lambda: _table(found, chosen or _default(found, deleted=deleted)),
+        lambda: {"checkpoints": [entry_data(e) for e in found], "total": total},
+        lambda: (e.id for e in found),
+    )
+    if sort == NEWEST:
+        for text in contradictions(found, lambda entry: entry.name):
+            out.warn(text)
+    if full and total > offset + len(found):
+        out.note(f"{count(len(found))} of {plural(total, 'checkpoint')}; -n {total} shows more, or a narrower filter")
+
+
+def _check_known(catalog: Catalog, key: str, out: Output) -> None:
+    """Tell if no checkpoint at all has such a key: it may be misspelled."""
+    from ucformat.errors import UsageError
+
+    try:
+        catalog.count(f"{key} is null")
+    except UsageError as error:
+        out.note(f"{error.message.splitlines()[0]}{f'; {error.hint}' if error.hint else ''}")
+
+
+def _default(found: Sequence[Entry], *, deleted: bool) -> list[Column]:
+    """The columns that are shown unasked; of these, people see only the ones in which anything stands."""
+    columns = parse_columns(f"name,id,kind,{'state,' if deleted else ''}size,age,alias,tag")
+    return columns if terminal_width() is None else [c for c in columns if not c.empty(found)]
+
+
+def _table(found: Sequence[Entry], columns: Sequence[Column]) -> Iterator[str]:
+    if not found:
+        return iter(("no checkpoints",))
+    width = terminal_width()
+    return table(
+        [c.key for c in columns],
+        [[c.text(e, short=width is not None) for c in columns] for e in found],
+        left=[i for i, c in enumerate(columns) if not c.right(found)],
+        shrink=[i for i, c in enumerate(columns) if c.shrinks],
+        width=width,
+    )

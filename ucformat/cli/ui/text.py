@@ -6,7 +6,7 @@ import textwrap
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from ucformat.cli.output import Heading, Tabbed, clean
+from ucformat.cli.ui.output import Heading, Tabbed, clean
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence

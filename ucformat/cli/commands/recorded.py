@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ucformat.cli.catalogs import entry_data, file_of
-from ucformat.cli.text import field, moment, plural
+from ucformat.cli.ui.catalogs import entry_data, file_of
+from ucformat.cli.ui.text import field, moment, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.entries import Entry, HoldEntry, VerificationEntry
-    from ucformat.cli.output import Output
+    from ucformat.cli.ui.output import Output
     from ucformat.geometry.tensor import TensorInfo
 
 __all__ = ["Recorded", "look_up"]

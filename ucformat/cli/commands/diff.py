@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.catalogs import opened_catalog
-from ucformat.cli.options import CATALOG, command, ref_argument
-from ucformat.cli.output import Heading, terminal_width
-from ucformat.cli.source_options import SOURCE
-from ucformat.cli.text import count, plural, shape_text, shorten, tabbed, table
+from ucformat.cli.ui.catalogs import opened_catalog
+from ucformat.cli.ui.options import CATALOG, SOURCE, command, ref_argument
+from ucformat.cli.ui.output import Heading, terminal_width
+from ucformat.cli.ui.text import count, plural, shape_text, shorten, tabbed, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.diff import Changed, Diff
     from ucformat.catalog.entries import Entry, TensorEntry
-    from ucformat.cli.output import Output
+    from ucformat.cli.ui.output import Output
     from ucformat.jobs.compare import TensorDifference
 
 __all__ = ["diff"]
 
 _PARTS = ("config", "topology", "producer", "metrics", "tensors")
-_MOST = 20  # tensors of which only the values differ that people are shown
+_MAX_VALUE_ROWS = 20  # tensors of which only the values differ that people are shown
 
 
 @command
@@ -60,12 +62,10 @@ def diff(
     Without --values no tensor is read: the digests that were made when it was written tell whether its values are the
     same. Checkpoints that the catalog does not know are opened where they lie.
     """
-    from ucformat.cli.values import read_values
-
     chosen = _chosen(parts)
     if values and "tensors" not in chosen:
         raise click.UsageError("--values compares tensors, which --what leaves out")
-    found = _Found(_diff(a, b, options), read_values(a, b, options, workers, out) if values else None)
+    found = _Found(_diff(a, b, options), _read_values(a, b, options, workers, out) if values else None)
     equal = not any(found.differs(part) for part in chosen)
     out.result(
         lambda: _lines(found, (a, b), chosen, equal=equal),
@@ -108,19 +108,18 @@ def _chosen(text: str) -> list[str]:
 
 def _diff(a: str, b: str, options: dict[str, Any] | None) -> Diff:
     """From the catalog if it knows both, else from what lies in storage."""
-    from ucformat.cli.scratch import diff_opened
     from ucformat.errors import NotFound
     from ucformat.settings import load_settings
 
     if load_settings().catalog_url() is None:
-        return diff_opened(a, b, None, options)
+        return _diff_opened(a, b, None, options)
     with opened_catalog() as catalog:
         try:
             if not options:  # else they are opened as these say, whatever the catalog knows
                 return catalog.diff(a, b)
         except NotFound:
             pass
-        return diff_opened(a, b, catalog, options)
+        return _diff_opened(a, b, catalog, options)
 
 
 def _lines(found: _Found, names: tuple[str, str], chosen: Sequence[str], *, equal: bool) -> Iterator[str]:
@@ -151,13 +150,12 @@ def _value(value: Any) -> str:
 
 
 def _tensors(found: _Found, width: int | None) -> Iterator[str]:
-    from ucformat.cli.values import value_lines
 
     t = found.diff.tensors
     rows = [(x.name, x.state, "added", "", _tensor(x)) for x in t.added]
     rows += [(x.name, x.state, "removed", _tensor(x), "") for x in t.removed]
     alone = [c for c in t.changed if c.what == ("digest",)]
-    shown = [c for c in t.changed if c.what != ("digest",)] + (alone[:_MOST] if found.values is None else [])
+    shown = [c for c in t.changed if c.what != ("digest",)] + (alone[:_MAX_VALUE_ROWS] if found.values is None else [])
     for c in shown:
         what = ", ".join("values" if aspect == "digest" else aspect for aspect in c.what)
         x, y = _tensor(c.a), _tensor(c.b)
@@ -166,10 +164,10 @@ def _tensors(found: _Found, width: int | None) -> Iterator[str]:
         head = ("tensor", "state", "differs in", "was", "is")
         yield from table(head, rows, left=5, shrink=(0, 2, 3, 4), width=width)
     if found.values is not None:
-        yield from ["", *value_lines(found.values, width)] if rows else value_lines(found.values, width)
+        yield from ["", *_value_lines(found.values, width)] if rows else _value_lines(found.values, width)
         return
-    if len(alone) > _MOST:
-        yield f"and {count(len(alone) - _MOST)} more in values only"
+    if len(alone) > _MAX_VALUE_ROWS:
+        yield f"and {count(len(alone) - _MAX_VALUE_ROWS)} more in values only"
     yield f"{plural(t.same, 'tensor')} the same" + (
         f", {count(t.unknown)} without digests to compare; --values reads them" if t.unknown else ""
     )
@@ -180,7 +178,6 @@ def _tensor(tensor: TensorEntry) -> str:
 
 
 def _data(found: _Found, chosen: Sequence[str], *, equal: bool) -> dict[str, Any]:
-    from ucformat.cli.values import value_data
 
     data: dict[str, Any] = {side: _side(getattr(found.diff, side)) for side in ("a", "b")}
     data["equal"] = equal
@@ -198,7 +195,7 @@ def _data(found: _Found, chosen: Sequence[str], *, equal: bool) -> dict[str, Any
             ],
             "unknown": t.unknown,
             "same": t.same,
-            "values": None if found.values is None else value_data(found.values),
+            "values": None if found.values is None else _value_data(found.values),
         }
     return data
 
@@ -239,3 +236,76 @@ def _bare(found: _Found, chosen: Sequence[str]) -> Iterator[str]:
         else:
             for change in found.changed(part):
                 yield tabbed((part, change.path, _value(change.a), _value(change.b)))
+
+
+def _read_values(
+    a: str, b: str, options: dict[str, Any] | None, workers: int | None, out: Output
+) -> list[TensorDifference]:
+    """Compare what both checkpoints hold in the same state and shape, element by element."""
+    from ucformat.cli.ui.options import open_any
+    from ucformat.jobs.compare import compare
+
+    left, right = open_any(a, options), open_any(b, options)
+    with out.progress("comparing") as progress:
+        return list(compare(left, right, workers=workers, progress=progress))
+
+
+def _value_data(values: Sequence[TensorDifference]) -> list[dict[str, Any]]:
+    """As JSON has them."""
+    return [
+        {
+            "name": v.name,
+            "state": v.state,
+            "shape": list(v.shape),
+            "dtypes": list(v.dtypes),
+            "equal": v.equal,
+            "elements": v.elements,
+            "differing": v.differing,
+            "nan_mismatches": v.nan_mismatches,
+            "max_abs": v.max_abs,
+            "max_rel": v.max_rel,
+            "by_digest": v.by_digest,
+        }
+        for v in values
+    ]
+
+
+def _value_lines(values: Sequence[TensorDifference], width: int | None) -> Iterator[str]:
+    """A line for each tensor whose values differ, and how many do not."""
+    rows = [
+        (v.name, v.state, count(v.differing), count(v.elements), f"{v.max_abs:.3g}", f"{v.max_rel:.3g}", _nan(v))
+        for v in values
+        if not v.equal
+    ]
+    if rows:
+        head = ("values of", "state", "differ", "of", "max abs", "max rel", "nan in one")
+        yield from table(head, rows, left=2, width=width)
+    same = [v for v in values if v.equal]
+    known = sum(v.by_digest for v in same)
+    yield f"{plural(len(same), 'tensor')} the same, {count(known)} of them by their digests"
+
+
+def _nan(value: TensorDifference) -> str:
+    return count(value.nan_mismatches) if value.nan_mismatches else "-"
+
+
+def _diff_opened(a: str, b: str, known: Catalog | None, options: dict[str, Any] | None) -> Diff:
+    """In what two checkpoints differ, from their manifests; with the metrics that the catalog `known` has of either."""
+    from ucformat.catalog.catalog import Catalog
+
+    with TemporaryDirectory(prefix="ucformat-") as folder, Catalog(f"{folder}/catalog.db") as scratch:
+        return scratch.diff(*(_note(ref, scratch, known, options) for ref in (a, b)))
+
+
+def _note(ref: str, scratch: Catalog, known: Catalog | None, options: dict[str, Any] | None) -> str:
+    """Record a checkpoint, which is opened for that, in the scratch catalog; its id."""
+    from ucformat.cli.ui.options import open_any
+    from ucformat.errors import NotFound
+
+    ck = open_any(ref, options)
+    manifest = ck.manifest.model_copy(update={"id": ck.id})
+    if known is not None:
+        with suppress(NotFound):
+            manifest = manifest.model_copy(update={"metrics": dict(known.get(ck.id).metrics)})
+    scratch.record(manifest, ck.home, kind=ck.kind)
+    return ck.id

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.catalogs import instant, opened_catalog
-from ucformat.cli.options import CATALOG, command, ref_argument
-from ucformat.cli.output import terminal_width
-from ucformat.cli.text import moment, tabbed, table
+from ucformat.cli.ui.catalogs import instant, opened_catalog
+from ucformat.cli.ui.options import CATALOG, command, ref_argument
+from ucformat.cli.ui.output import terminal_width
+from ucformat.cli.ui.text import moment, tabbed, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ucformat.catalog.entries import EventEntry
-    from ucformat.cli.output import Output
+    from ucformat.cli.ui.output import Output
 
 __all__ = ["log"]
 

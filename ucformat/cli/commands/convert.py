@@ -1,0 +1,251 @@
+"""`ucp convert`: a universal checkpoint of any checkpoint."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ucformat.cli.ui.options import (
+    CATALOG,
+    CONFIG,
+    IGNORE_DEPENDENT,
+    METRIC,
+    SIZE,
+    SOURCE,
+    SRC,
+    STATES,
+    VIEW,
+    command,
+    ignore_dependents_of,
+)
+from ucformat.cli.ui.text import bytes_text, plural
+
+if TYPE_CHECKING:
+    from ucformat.cli.ui.output import Output
+
+__all__ = ["convert", "copy", "materialize"]
+
+
+@command
+@SRC
+@click.argument("dst", metavar="DST")
+@STATES
+@click.option("--chunk-bytes", type=SIZE, help="Most bytes of a chunk, the unit of reading.  [default: 1MiB]")
+@click.option("--shard-bytes", type=SIZE, help="Most bytes of a shard, the unit of writing.  [default: 128MiB]")
+@click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST; it stays whole until the new one is.")
+@click.option(
+    "-w",
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Shards written at once.  [default: one for each core, at most 16]",
+)
+@click.option(
+    "--no-verify", is_flag=True, help="Do not compare what is read with the checksums that the files of SRC carry."
+)
+@click.option("--run", metavar="NAME", help="The training run, for the catalog.  [default: SRC's, else DST's folder]")
+@CONFIG
+@METRIC
+@VIEW
+@SOURCE
+@IGNORE_DEPENDENT
+@CATALOG
+def convert(
+    src: str,
+    dst: str,
+    states: tuple[str, ...],
+    chunk_bytes: int | None,
+    shard_bytes: int | None,
+    overwrite: bool,  # noqa: FBT001
+    workers: int | None,
+    no_verify: bool,  # noqa: FBT001
+    run: str | None,
+    config: dict[str, Any] | None,
+    metrics: dict[str, float],
+    view: str | None,
+    options: dict[str, Any] | None,
+    ignored: tuple[str, ...],
+    out: Output,
+) -> None:
+    """Make a universal checkpoint at DST of what SRC holds, and commit it.
+
+    Stopped at any instant, it leaves nothing that opens; the same command again continues, and writes only what is not
+    there yet.
+    """
+    import ucformat
+    from ucformat.cli.program import Interrupted
+
+    begun = time.perf_counter()
+    ignore_dependents_of(ignored, [dst], out, "convert")
+    try:
+        with out.progress("converting") as progress:
+            source = ucformat.open(src, view=view, options=options)
+            ck = ucformat.convert(
+                source,
+                dst,
+                list(states) or None,
+                chunk_bytes,
+                shard_bytes,
+                overwrite,
+                workers,
+                run=run,
+                config=config,
+                metrics=metrics,
+                verify=not no_verify,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"interrupted: nothing is committed at {dst}; run the same command again and it continues"
+        ) from None
+    seconds = time.perf_counter() - begun
+    nbytes = sum(info.nbytes for info in ck.tensors.values())
+    found = {
+        "url": ck.url,
+        "id": ck.manifest.id,
+        "tensors": len(ck.tensors),
+        "bytes": nbytes,
+        "seconds": round(seconds, 3),
+        "mb_per_s": round(nbytes / seconds / 1e6, 3),
+    }
+    amount = (
+        f"{plural(len(ck.tensors), 'tensor')}, {bytes_text(nbytes)} in {seconds:.1f} s, {found['mb_per_s']:,.0f} MB/s"
+    )
+    verified = ck.manifest.verified
+    if verified is not None and (verified.but or not verified.default):
+        bare = len(verified.but) if verified.default else len(ck.tensors) - len(verified.but)
+        why = "as was asked for" if no_verify else "SRC's files carry no checksums of them"
+        out.note(f"{plural(bare, 'tensor')} came in unverified: {why}")
+    out.result(lambda: [f"{ck.url}  {ck.manifest.id}  {amount}"], lambda: found, lambda: [ck.manifest.id])
+
+
+@command
+@SRC
+@click.argument("dst", metavar="DST")
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace another checkpoint at DST; it stays whole until the copy is. Repair the same one.",
+)
+@click.option(
+    "-w",
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Files copied at once.  [default: one for each core, at most 16; at least 8 for object stores]",
+)
+@IGNORE_DEPENDENT
+@CATALOG
+def copy(
+    src: str,
+    dst: str,
+    overwrite: bool,  # noqa: FBT001
+    workers: int | None,
+    ignored: tuple[str, ...],
+    out: Output,
+) -> None:
+    """Copy a universal checkpoint to another place, under the same id, and commit it there.
+
+    Every byte is compared with its checksum on the way. Stopped at any instant, it leaves nothing that opens; the same
+    command again continues, and keeps the files that are whole. A checkpoint that is there already is no error.
+    """
+    import ucformat
+    from ucformat.cli.program import Interrupted
+
+    begun = time.perf_counter()
+    ignore_dependents_of(ignored, [dst], out, "copy")
+    try:
+        with out.progress("copying") as progress:
+            done = ucformat.copy(src, dst, overwrite, workers, progress=progress)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"interrupted: nothing is committed at {dst}; run the same command again and it continues"
+        ) from None
+    seconds = time.perf_counter() - begun
+    found = {
+        "url": done.url,
+        "id": done.id,
+        "already": done.already,
+        "files": done.files,
+        "bytes": done.nbytes,
+        "kept_files": done.kept,
+        "kept_bytes": done.kept_nbytes,
+        "seconds": round(seconds, 3),
+        "mb_per_s": round(done.nbytes / seconds / 1e6, 3),
+    }
+    if done.already:
+        out.note(f"{done.url} holds this checkpoint already: nothing to do")
+    kept = f"; {plural(done.kept, 'file')} of these, {bytes_text(done.kept_nbytes)}, were there" if done.kept else ""
+    amount = (
+        f"{plural(done.files, 'file')}, {bytes_text(done.nbytes)} in {seconds:.1f} s, {found['mb_per_s']:,.0f} MB/s"
+    )
+    out.result(lambda: [f"{done.url}  {done.id}  {amount}{kept}"], lambda: found, lambda: [done.id])
+
+
+@command
+@SRC
+@click.argument("dst", metavar="[DST]", required=False)
+@click.option("--chunk-bytes", type=SIZE, help="Most bytes of a chunk, the unit of reading.  [default: 1MiB]")
+@click.option("--shard-bytes", type=SIZE, help="Most bytes of a shard, the unit of writing.  [default: 128MiB]")
+@click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST; it stays whole until the new one is.")
+@click.option(
+    "-w",
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Shards written at once.  [default: one for each core, at most 16]",
+)
+@click.option(
+    "--no-verify", is_flag=True, help="Do not compare what is read with the checksums that the files of SRC carry."
+)
+@IGNORE_DEPENDENT
+@CATALOG
+def materialize(
+    src: str,
+    dst: str | None,
+    chunk_bytes: int | None,
+    shard_bytes: int | None,
+    overwrite: bool,  # noqa: FBT001
+    workers: int | None,
+    no_verify: bool,  # noqa: FBT001
+    ignored: tuple[str, ...],
+    out: Output,
+) -> None:
+    """Make arrays of the packed checkpoint SRC: in place, or as a new checkpoint at DST.
+
+    In place the packed files are deleted once the arrays are committed, and the checkpoint keeps its id. Stopped at any
+    instant, SRC is whole; the same command again continues.
+    """
+    import ucformat
+    from ucformat.cli.program import Interrupted
+    from ucformat.jobs.materialize import is_packed
+
+    begun = time.perf_counter()
+    source = ucformat.open(src)
+    ignore_dependents_of(ignored, [source.home if dst is None else dst], out, "materialize")
+    nothing = dst is None and source.kind == "ucformat" and not is_packed(source)
+    try:
+        with out.progress("materialising") as progress:
+            ck = ucformat.materialize(
+                source, dst, chunk_bytes, shard_bytes, overwrite, workers, verify=not no_verify, progress=progress
+            )
+    except KeyboardInterrupt:
+        whole = f"{source.url} is whole" if dst is None else f"nothing is committed at {dst}"
+        raise Interrupted(f"interrupted: {whole}; run the same command again and it continues") from None
+    if nothing:
+        out.note(f"{ck.url} is arrays already: nothing to do")
+    seconds = time.perf_counter() - begun
+    tensors = 0 if nothing else len(ck.tensors)
+    nbytes = 0 if nothing else sum(info.nbytes for info in ck.tensors.values())
+    found = {
+        "url": ck.url,
+        "id": ck.manifest.id,
+        "tensors": tensors,
+        "bytes": nbytes,
+        "seconds": round(seconds, 3),
+        "mb_per_s": round(nbytes / seconds / 1e6, 3),
+    }
+    amount = f"{plural(tensors, 'tensor')}, {bytes_text(nbytes)} in {seconds:.1f} s, {found['mb_per_s']:,.0f} MB/s"
+    out.result(lambda: [f"{ck.url}  {ck.manifest.id}  {amount}"], lambda: found, lambda: [ck.manifest.id])

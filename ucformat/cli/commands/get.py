@@ -1,0 +1,273 @@
+"""`ucp get`: a tensor, or a slice of one, as a `.npy` file or printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ucformat.cli.ui.options import CATALOG, SOURCE, SRC, VIEW, command
+from ucformat.cli.ui.output import terminal_width
+from ucformat.cli.ui.text import bytes_text, shape_text
+from ucformat.errors import Conflict, NotFound, UsageError
+
+if TYPE_CHECKING:
+    from types import EllipsisType
+
+    from numpy.typing import NDArray
+
+    from ucformat.cli.ui.output import Output
+    from ucformat.reading.lazy import Index, Tensor
+
+__all__ = ["as_stored", "cast", "check_target", "get", "parse_slice", "save"]
+
+_MAX_PRINTED = 10_000  # values
+
+
+@command
+@SRC
+@click.argument("name", metavar="NAME")
+@click.argument("where", metavar="[SLICE]", required=False)
+@click.option("-s", "--state", metavar="STATE", help="In which state.  [default: weight, else master]")
+@click.option("-o", "--out", "target", default="-", metavar="FILE", help="A .npy file, or - to print.  [default: -]")
+@click.option("--dtype", metavar="DTYPE", help="Cast to this dtype, float32 for one; by default nothing is cast.")
+@click.option("-f", "--force", is_flag=True, help="Replace FILE if it exists.")
+@VIEW
+@SOURCE
+@CATALOG
+def get(
+    src: str,
+    name: str,
+    where: str | None,
+    state: str | None,
+    target: str,
+    dtype: str | None,
+    force: bool,  # noqa: FBT001
+    view: str | None,
+    options: dict[str, Any] | None,
+    out: Output,
+) -> None:
+    """Read a tensor, or a slice of one, and nothing else of the checkpoint.
+
+    SLICE is NumPy's: '0:512,128:', '[3, ..., ::2]'; all of it by default.
+
+    A .npy file cannot hold bfloat16 or float8: their bits are stored as uint16 or uint8, with a note on stderr.
+    Use --dtype float32 to store values instead.
+    """
+    import ucformat
+
+    index = (...,) if where is None else parse_slice(where)
+    file = None if target == "-" else Path(target)
+    if file is not None:
+        check_target(file, force=force)
+    ck = ucformat.open(src, view=view, options=options)
+    tensor = ck[name] if state is None else ck[name, state]
+    shape = _shape(tensor, index)
+    if file is None:
+        _check_small(shape)
+    array = cast(_read(tensor, index), dtype)
+    stored = array if file is None else as_stored(array)
+    if file is not None:
+        save(file, stored, force=force)
+        if stored.dtype != array.dtype:
+            out.note(f"{file} holds the bits of {array.dtype} as {stored.dtype}; --dtype float32 would give the values")
+
+    def data() -> dict[str, Any]:
+        found = {
+            "url": ck.url,
+            "name": tensor.name,
+            "state": tensor.state,
+            "slice": where,
+            "dtype": tensor.info.dtype,
+            "cast_to": dtype,
+            "shape": list(array.shape),
+            "bytes": array.nbytes,
+            "out": target,
+            "stored_as": None if file is None else str(stored.dtype),
+        }
+        return found | ({"values": _values(array)} if file is None else {})
+
+    def lines() -> list[str]:
+        if file is None:
+            return _printed(array)
+        bits = "" if stored.dtype == array.dtype else f" as {stored.dtype} bits"
+        return [f"{file}: {tensor.info.key}, {shape_text(array.shape)} {array.dtype}{bits}, {bytes_text(array.nbytes)}"]
+
+    out.result(lines, data, lambda: _printed(array) if file is None else ())
+
+
+def _shape(tensor: Tensor, index: Index) -> tuple[int, ...]:
+    """The shape that an index gives, found without reading."""
+    import numpy as np
+
+    try:
+        return np.broadcast_to(np.empty(()), tensor.shape)[index].shape
+    except IndexError as error:
+        raise UsageError(
+            f"{tensor.info.key} has the shape {list(tensor.shape)}: {error}",
+            hint="for each dim an integer inside it, or a slice such as 0:512; `...` stands for the dims between",
+        ) from None
+
+
+def _check_small(shape: tuple[int, ...]) -> None:
+    import math
+
+    if math.prod(shape) > _MAX_PRINTED:
+        raise UsageError(
+            f"{math.prod(shape):,} values are too many to print",
+            hint="give a smaller slice, or write them to a file with --out x.npy",
+        )
+
+
+def _read(tensor: Tensor, index: Index) -> NDArray[Any]:
+    import numpy as np
+
+    return np.asarray(tensor.read() if index == (...,) else tensor[index])
+
+
+def _plain(array: NDArray[Any]) -> NDArray[Any]:
+    """With bfloat16 and float8 as float32, which holds each of their values."""
+    import numpy as np
+
+    return array.astype(np.float32) if array.dtype.kind == "V" or array.dtype.name.startswith("float8") else array
+
+
+def _printed(array: NDArray[Any]) -> list[str]:
+    import numpy as np
+
+    width = terminal_width() or 10**6
+    text = np.array2string(_plain(array), threshold=sys.maxsize, max_line_width=width, floatmode="unique")
+    return text.splitlines()
+
+
+def _values(array: NDArray[Any]) -> Any:
+    import numpy as np
+
+    array = _plain(array)
+    if array.dtype.kind == "c":
+        array = np.stack([array.real, array.imag], -1)
+    return array.tolist()
+
+
+_INT = r"\s*([+-]?\d+)?\s*"
+_SLICE = re.compile(rf"{_INT}:{_INT}(?::{_INT})?", re.ASCII)
+
+
+def parse_slice(text: str) -> tuple[int | slice | EllipsisType, ...]:
+    """`0:512, 128:`, with or without brackets, as what `tensor[...]` takes; UsageError where it is none."""
+    inside = text.strip()
+    if inside.startswith("[") and inside.endswith("]"):
+        inside = inside[1:-1].strip()
+    if not inside:
+        raise _error(text, "it is empty")
+    parts = inside.split(",")
+    if len(parts) > 1 and not parts[-1].strip():  # NumPy lets a comma stand at the end
+        parts.pop()
+    return tuple(_part(part.strip(), text) for part in parts)
+
+
+def _part(part: str, text: str) -> int | slice | EllipsisType:
+    if part == "...":
+        return ...
+    if re.fullmatch(r"[+-]?\d{1,20}", part, re.ASCII):
+        return int(part)
+    found = _SLICE.fullmatch(part)
+    if found is None or max(map(len, found.groups(default="")), default=0) > 20:
+        raise _error(text, f"{part!r} is not an integer, a slice such as 0:512, or ...")
+    start, stop, step = (None if n is None else int(n) for n in found.groups())
+    if step == 0:
+        raise _error(text, "the step cannot be 0")
+    return slice(start, stop, step)
+
+
+def _error(text: str, why: str) -> UsageError:
+    return UsageError(f"{text!r} is not a slice: {why}", hint="write it as NumPy does: '0:512,128:' or '[3, ..., ::2]'")
+
+
+_KINDS = ("bool", "uint", "int", "float", "complex")  # a cast to the left would drop more than digits
+
+
+def cast(array: NDArray[Any], dtype: str | None) -> NDArray[Any]:
+    """The array in this dtype; UsageError where the cast would drop a part, the imaginary one or the fraction."""
+    if dtype is None:
+        return array
+    import numpy as np
+
+    from ucformat.reading.dtypes import dtype_name, numpy_dtype
+
+    target = numpy_dtype(dtype)
+    source = dtype_name(array.dtype)
+    if _kind(dtype) < _kind(source):
+        raise UsageError(f"casting {source} to {dtype} would lose more than digits", hint="cast it in your own program")
+    with np.errstate(all="ignore"):
+        return array.astype(target)
+
+
+def _kind(dtype: str) -> int:
+    name = dtype.removeprefix("b") if dtype == "bfloat16" else dtype
+    return next(i for i, kind in enumerate(_KINDS) if name.startswith(kind))
+
+
+def as_stored(array: NDArray[Any]) -> NDArray[Any]:
+    """As a `.npy` file can hold it: bfloat16 and float8 as the unsigned integers of their bits."""
+    from ucformat.reading.dtypes import dtype_name
+
+    nameless = dtype_name(array.dtype).startswith(("bfloat", "float8"))  # np.save would call these `|V2`, `|V1`, `<f1`
+    return array.view(f"<u{array.itemsize}") if nameless else array
+
+
+def check_target(file: Path, *, force: bool) -> None:
+    """Conflict where there is a file already, NotFound where no folder is for it: before anything is read."""
+    if not file.parent.is_dir():
+        raise NotFound(f"there is no folder {file.parent} to write {file.name} in", hint=f"mkdir -p {file.parent}")
+    if file.is_dir():
+        raise UsageError(f"{file} is a folder", hint=f"name a file in it: {file / 'x.npy'}")
+    if file.is_file() and not force:
+        raise _exists(file)
+
+
+def _exists(file: Path) -> Conflict:
+    return Conflict(f"{file} exists", hint="choose another name, or give --force to replace it")
+
+
+def save(file: Path, array: NDArray[Any], *, force: bool) -> None:
+    """Write the file atomically; an existing one is only replaced with `force`."""
+    import numpy as np
+
+    if file.exists() and not file.is_file():  # a device: nothing to lose or to leave behind
+        with file.open("wb") as device:
+            np.save(device, array, allow_pickle=False)
+        return
+    file = file.resolve()
+    scratch = file.with_name(
+        f".{file.name}.{secrets.token_hex(8)}.part"
+    )  # nobody else's: it is removed whatever happens
+    try:
+        with scratch.open("xb") as out:
+            np.save(out, array, allow_pickle=False)
+        if force:
+            scratch.replace(file)
+        else:
+            _publish(scratch, file)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def _publish(scratch: Path, file: Path) -> None:
+    """Give a file its name if nothing has it."""
+    try:
+        os.link(scratch, file)
+    except FileExistsError:
+        raise _exists(file) from None
+    except OSError:  # no hard links here
+        if file.exists():
+            raise _exists(file) from None
+        scratch.replace(file)
+    else:
+        scratch.unlink()

@@ -1,0 +1,311 @@
+"""`ucp plan`: what ranks of a layout would read, before any of it is read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from ucformat.cli.ui.options import CATALOG, SOURCE, SRC, STATES, VIEW, command, ref_argument
+from ucformat.cli.ui.output import Heading, terminal_width
+from ucformat.cli.ui.text import bytes_text, count, plural, table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ucformat.cli.ui.output import Output
+    from ucformat.geometry.layout import Layout
+    from ucformat.jobs.fits import Fit
+    from ucformat.reading.rank import ReadPlan
+
+__all__ = ["check", "fits", "plan", "schema"]
+
+_MAX_FILES = 5
+_SUMS = (
+    "tensors",
+    "memory",
+    "bytes_needed",
+    "bytes_read",
+    "bytes_unverified",
+    "bytes_besides",
+    "requests",
+    "zero_filled",
+)
+
+
+@command
+@SRC
+@click.option("-l", "--layout", "file", required=True, metavar="FILE", help="The layout file, YAML or JSON.")
+@click.option("-r", "--rank", default="all", metavar="N|all", help="One rank, or all of them.  [default: all]")
+@STATES
+@click.option(
+    "--verify",
+    type=click.Choice(["whole", "always", "never"]),
+    default="whole",
+    help="Which checksums reading checks: of chunks it reads whole, of all (reads whole chunks for it), or none.  "
+    "[default: whole]",
+)
+@VIEW
+@SOURCE
+@CATALOG
+def plan(
+    src: str,
+    file: str,
+    rank: str,
+    states: tuple[str, ...],
+    verify: Literal["whole", "always", "never"],
+    view: str | None,
+    options: dict[str, Any] | None,
+    out: Output,
+) -> None:
+    """Say what ranks of a layout would read: bytes, requests, files and memory. No tensor is read for it."""
+    import ucformat
+
+    ck = ucformat.open(src, view=view, options=options)
+    layout = ucformat.Layout.load(file)
+    ranks = range(layout.mesh.size) if rank == "all" else [_rank(rank)]
+    found, described = [], ""
+    with out.progress("planning", "ranks") as progress:
+        for done, n in enumerate(ranks, 1):
+            read = ck.plan(layout, n, list(states) or None, verify=verify)
+            found.append(_plan_data(read))
+            described = str(read)
+            progress(done, len(ranks))
+    total = {key: sum(p[key] for p in found) for key in _SUMS}
+    out.result(
+        lambda: _plan_table(found, total) if rank == "all" else _plan_lines(described, found[0]),
+        lambda: {"url": ck.url, "layout": file, "verify": verify, "ranks": found, "total": total},
+        lambda: (str(p["bytes_read"]) for p in found),
+    )
+
+
+def _rank(text: str) -> int:
+    if not text.isdecimal():
+        raise click.BadParameter(f"{text!r} is neither a rank, 0 or more, nor 'all'", param_hint="'--rank'")
+    return int(text)
+
+
+def _plan_data(plan: ReadPlan) -> dict[str, Any]:
+    return {
+        "rank": plan.rank,
+        "tensors": len(plan.held),
+        "memory": plan.memory,
+        "bytes_needed": plan.bytes_needed,
+        "bytes_read": plan.bytes_read,
+        "bytes_unverified": plan.bytes_unverified,
+        "bytes_besides": plan.bytes_besides,
+        "requests": plan.requests,
+        "zero_filled": sum(plan.zero_filled.values()),
+        "files": dict(plan.files),
+    }
+
+
+def _plan_lines(described: str, found: dict[str, Any]) -> Iterator[str]:
+    yield from described.splitlines()
+    files = sorted(found["files"].items(), key=lambda f: (-f[1], f[0]))
+    if files:
+        yield ""
+        yield from table(("file", "read"), [(f, bytes_text(n)) for f, n in files[:_MAX_FILES]], width=terminal_width())
+    if len(files) > _MAX_FILES:
+        yield f"and {bytes_text(sum(n for _, n in files[_MAX_FILES:]))} of {count(len(files) - _MAX_FILES)} more"
+
+
+def _plan_table(found: Sequence[dict[str, Any]], total: dict[str, Any]) -> Iterator[str]:
+    head = ("rank", "tensors", "memory", "needed", "read", "ratio", "requests", "files")
+    files = {f for p in found for f in p["files"]}
+    return table(
+        head,
+        [_plan_row(str(p["rank"]), p, len(p["files"])) for p in found],
+        left=0,
+        total=_plan_row("total", total, len(files)),
+    )
+
+
+def _plan_row(label: str, p: dict[str, Any], files: int) -> tuple[str, ...]:
+    ratio = p["bytes_read"] / p["bytes_needed"] if p["bytes_needed"] else 1.0
+    sizes = [bytes_text(p[key]) for key in ("memory", "bytes_needed", "bytes_read")]
+    return label, count(p["tensors"]), *sizes, f"{ratio:.3f}", count(p["requests"]), count(files)
+
+
+_MAX_MISFITS = 20  # misfits that are shown of one checkpoint
+
+
+@command
+@ref_argument("ref", "[REF]", optional=True)
+@click.option("-l", "--layout", "file", required=True, metavar="FILE", help="The layout file, YAML or JSON.")
+@click.option("--where", metavar="FILTER", help="All checkpoints of the catalog that FILTER takes, instead of REF.")
+@SOURCE
+@CATALOG
+def fits(ref: str | None, file: str, where: str | None, options: dict[str, Any] | None, out: Output) -> None:
+    """Say whether a checkpoint can be resumed under a layout, and if not, which tensors, by which rule, and why.
+
+    Reads no tensor. Exits with 1 where one does not fit.
+    """
+    import ucformat
+    from ucformat.errors import UsageError
+
+    if (ref is None) == (where is None):
+        raise UsageError("give either REF or --where FILTER", hint="ucp fits run7@latest --layout target.yaml")
+    if where is not None and options:
+        raise UsageError("--source goes with REF: what it says is of one checkpoint", hint="leave out --where")
+    layout = ucformat.Layout.load(file)
+    if ref is not None:
+        found = ucformat.fits(ref, layout, options=options)
+        out.result(
+            lambda: _fit_lines(found),
+            lambda: _fit_data(found),
+            lambda: ["fits"] if found else [m.name for m in found.misfits],
+        )
+        if not found:
+            raise click.exceptions.Exit(1)
+        return
+    several = _fit_all(str(where), layout, out)
+    out.result(
+        lambda: _fits_table(several),
+        lambda: {"checkpoints": [{"ref": r, **d} for r, _, d in several]},
+        lambda: (ref for ref, fit, _ in several if fit),
+    )
+    if not all(fit for _, fit, _ in several):
+        raise click.exceptions.Exit(1)
+
+
+def _fit_all(where: str, layout: Any, out: Output) -> list[tuple[str, bool, dict[str, Any]]]:
+    """Of each checkpoint that a filter takes its reference, whether it fits, and what is to be said of it."""
+    import ucformat
+    from ucformat.cli.ui.catalogs import opened_catalog
+    from ucformat.errors import UcformatError
+
+    with opened_catalog() as catalog:
+        entries = catalog.find(where)
+    found: list[tuple[str, bool, dict[str, Any]]] = []
+    with out.progress("checking", "checkpoints") as progress:
+        for done, entry in enumerate(entries, 1):
+            try:
+                fit = ucformat.fits(entry.id, layout)
+                found.append((entry.name, bool(fit), _fit_data(fit)))
+            except UcformatError as error:  # it is gone from its place, or cannot be read: not a reason to stop
+                found.append((entry.name, False, {"fits": False, "error": error.message}))
+            progress(done, len(entries))
+    return found
+
+
+def _fit_data(fit: Fit) -> dict[str, Any]:
+    """A fit as JSON."""
+    return {
+        "url": fit.url,
+        "fits": bool(fit),
+        "ranks": fit.ranks,
+        "tensors": fit.tensors,
+        "memory": fit.memory,
+        "misfits": [
+            {"name": m.name, "states": list(m.states), "rules": list(m.rules), "reason": m.reason} for m in fit.misfits
+        ],
+    }
+
+
+def _fit_lines(fit: Fit) -> Iterator[str]:
+    if fit.memory is not None:
+        low, high = fit.memory
+        memory = bytes_text(high) if low == high else f"{bytes_text(low)} to {bytes_text(high)}"
+        yield f"{fit.url} fits: {plural(fit.tensors, 'tensor')} on {plural(fit.ranks, 'rank')}, {memory} each"
+        return
+    yield f"{fit.url} does not fit {plural(fit.ranks, 'rank')}:"
+    yield from _misfit_lines(fit)
+
+
+def _misfit_lines(fit: Fit) -> Iterator[str]:
+    """What does not fit, the first of it."""
+    yield from (f"  {misfit}" for misfit in fit.misfits[:_MAX_MISFITS])
+    if len(fit.misfits) > _MAX_MISFITS:
+        yield f"  and {plural(len(fit.misfits) - _MAX_MISFITS, 'more tensor')}; --json lists them all"
+
+
+def _fits_table(several: Sequence[tuple[str, bool, dict[str, Any]]]) -> Iterator[str]:
+    rows = []
+    for ref, fit, found in several:
+        first = next((f"{m['name']}: {m['reason']}" for m in found.get("misfits", ())), found.get("error", ""))
+        rows.append((ref, "fits" if fit else "no", first))
+    return table(("checkpoint", "", "why not"), rows, width=terminal_width(), left=3)
+
+
+_MAX_NAMED = 3  # tensors of a rule that are named
+
+
+@command
+@click.argument("file", metavar="FILE")
+@click.option("--against", metavar="SRC", help="A checkpoint to try it on: a path or url, run@step, alias:name, an id.")
+@SOURCE
+@CATALOG
+def check(file: str, against: str | None, options: dict[str, Any] | None, out: Output) -> None:
+    """Check a layout file; with --against, say which rule takes which tensor of a checkpoint, and what none takes.
+
+    Reads no tensor. Exits with 1 where a tensor is taken by no rule, or by one that does not fit it.
+    """
+    import ucformat
+    from ucformat.views.document import load
+
+    if against is None and options:
+        raise click.UsageError("--source says what the files of --against do not")
+    found = load(file)
+    if against is None:
+        text = f"{file} is a layout for {plural(found.mesh.size, 'rank')}" if found else f"{file} is a view"
+        out.result(
+            lambda: [text], lambda: {"layout": file, "ranks": found.mesh.size if found else None}, lambda: [file]
+        )
+        return
+    if found is None:
+        _check_view(file, against, options, out)
+        return
+    fit = ucformat.fits(against, found, options=options)
+    rules = [{"rule": r.rule, "tensors": list(r.names)} for r in fit.rules]
+    out.result(
+        lambda: _describe(fit, found), lambda: _fit_data(fit) | {"rules": rules}, lambda: [m.name for m in fit.misfits]
+    )
+    if not fit:
+        raise click.exceptions.Exit(1)
+
+
+def _check_view(file: str, against: str, options: dict[str, Any] | None, out: Output) -> None:
+    """A file with a view and no rules: what its steps take and make."""
+    import ucformat
+
+    steps = ucformat.open(against, view=file, options=options).steps
+    rows = [(t.step, _abbreviated(t.took), _abbreviated(t.made)) for t in steps]
+    out.result(
+        lambda: table(("step", "takes", "makes"), rows, left=3, shrink=(0, 1, 2), width=terminal_width()),
+        lambda: {"steps": [{"step": t.step, "took": list(t.took), "made": list(t.made)} for t in steps]},
+        lambda: (name for t in steps for name in t.made),
+    )
+
+
+def _describe(fit: Fit, layout: Layout) -> Iterator[str]:
+
+    rows = [(r.rule, str(len(r.names)), _abbreviated(r.names)) for r in fit.rules]
+    yield from table(("rule", "tensors", ""), rows, left={0, 2}, shrink=(0, 2), width=terminal_width())
+    yield ""
+    if fit:
+        yield Heading(
+            f"every one of {plural(fit.tensors, 'tensor')} has its place on {plural(layout.mesh.size, 'rank')}"
+        )
+        return
+    yield Heading(f"{plural(len(fit.misfits), 'tensor')} of {fit.tensors:,} cannot be placed")
+    yield from _misfit_lines(fit)
+
+
+def _abbreviated(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMED:,} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + more
+
+
+@command
+def schema(out: Output) -> None:
+    """Print the JSON Schema of layout files, with which editors complete and check them."""
+    from ucformat.cli.ui.output import dumps
+    from ucformat.schema.layout import json_schema
+
+    found = json_schema()
+
+    def lines() -> list[str]:
+        return dumps(found, indent=2).splitlines()
+
+    out.result(lines, lambda: found, lines)

@@ -1,0 +1,270 @@
+"""`ucp retain`: deleting what a policy does not keep."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ucformat.cli.ui.catalogs import instant, opened_catalog
+from ucformat.cli.ui.options import CATALOG, IGNORE_DEPENDENT, TIME, command, ignore_dependents_of
+from ucformat.cli.ui.output import Heading, terminal_width
+from ucformat.cli.ui.text import ago, bytes_text, count, moment, plural, table
+from ucformat.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from datetime import timedelta
+
+    from ucformat.catalog.catalog import Catalog
+    from ucformat.catalog.purge import Deferred
+    from ucformat.catalog.retention import RetentionPlan, RetentionRow
+    from ucformat.cli.ui.output import Output
+    from ucformat.jobs.gc import Collected
+
+__all__ = ["gc", "retain"]
+
+_YES = click.option("-y", "--yes", is_flag=True, help="With --apply, do not ask.")
+
+
+def _ignore_dependents(
+    rows: Iterable[RetentionRow], ignored: Sequence[str], catalog: Catalog, out: Output, name: str
+) -> None:
+    """Do what `--ignore-dependent` says of those checkpoints of a plan that are said to be needed so.
+
+    Args:
+        rows: the checkpoints that stay.
+        ignored: the ids of dependents.
+        catalog: of the plan.
+        out: where it is noted that nothing needs them.
+        name: the command's, for the log.
+    """
+    needed = [row for row in rows if {*ignored} & {*row.dependents}]
+    ignore_dependents_of(ignored, [url for row in needed for url in catalog.get(row.id).urls], out, name)
+
+
+def _row_data(row: RetentionRow, **more: Any) -> dict[str, Any]:
+    """A checkpoint of a plan as JSON has it."""
+    return {
+        "id": row.id,
+        "name": row.name,
+        "run": row.run,
+        "step": row.step,
+        "created": instant(row.created),
+        "bytes": row.nbytes,
+        **more,
+    }
+
+
+def _row_table(rows: Iterable[tuple[RetentionRow, Sequence[str]]], why: str = "") -> Iterator[str]:
+    """A line for each checkpoint, with the reasons for what happens to it in a column `why`."""
+    width = terminal_width()
+    cut = None if width is None else 12
+    head = ["name", "id", "size", "age", *([why] if why else [])]
+    body = [
+        [r.name, r.id[:cut], bytes_text(r.nbytes), ago(r.created), *(["; ".join(reasons)] if why else [])]
+        for r, reasons in rows
+    ]
+    return table(head, body, left=(0, 1, 4), shrink=(0, 4) if why else (0,), width=width)
+
+
+def _confirm(question: str, out: Output, *, yes: bool) -> bool:
+    """Whether to do it: somebody at a terminal is asked, unless --yes says so; elsewhere --apply has said it."""
+    if yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return True
+    if click.confirm(question, err=True):
+        return True
+    out.note("nothing was done")
+    return False
+
+
+@command
+@click.option("-p", "--policy", "file", required=True, metavar="FILE", help="The policy, YAML or JSON.")
+@click.option("--apply", is_flag=True, help="Delete what the plan says; without it, the plan is only shown.")
+@IGNORE_DEPENDENT
+@_YES
+@CATALOG
+def retain(
+    file: str,
+    apply: bool,  # noqa: FBT001
+    ignored: tuple[str, ...],
+    yes: bool,  # noqa: FBT001
+    out: Output,
+) -> None:
+    """Show what a policy keeps and deletes, and with --apply delete it.
+
+    What is deleted can be restored until its grace is over; until `ucp gc`, not a byte is touched. What is aliased,
+    tagged, held or needed by others is always kept. docs/retention.md describes policies.
+    """
+    from ucformat.catalog.retention import load_policy
+
+    policy = load_policy(file)
+    if ignored and not apply:
+        raise UsageError("--ignore-dependent goes with --apply")
+    applied = False
+    with opened_catalog() as catalog:
+        plan = catalog.retain(policy)
+        if ignored:
+            _ignore_dependents([kept.row for kept in plan.keep], ignored, catalog, out, "retain")
+            plan = catalog.retain(policy)
+        if not (out.as_json or out.quiet):
+            out.result(lambda: _retain_lines(plan), dict)
+        for rule in plan.idle:
+            out.note(f"the rule keeps nothing: {rule}")
+        for text in plan.contradictions:
+            out.warn(text)
+        amount = f"{plural(len(plan.delete), 'checkpoint')}, {bytes_text(plan.bytes_deleted)}"
+        if apply and plan.delete:
+            if not _confirm(f"delete {amount}?", out, yes=yes):
+                raise click.exceptions.Exit(1)
+            catalog.retain(policy, apply=plan.id)
+        applied = apply
+    done = f"deleted {amount}" if applied else "nothing was deleted; --apply does it"
+    out.result(
+        lambda: ["", done] if plan.delete else [],
+        lambda: _retain_data(plan, applied=applied),
+        lambda: (row.id for row in plan.delete),
+    )
+
+
+def _retain_lines(plan: RetentionPlan) -> Iterator[str]:
+    yield Heading(f"keep {plural(len(plan.keep), 'checkpoint')}, {bytes_text(plan.bytes_kept)}")
+    if plan.keep:
+        yield from _row_table([(kept.row, kept.reasons) for kept in plan.keep], "because")
+    yield ""
+    yield Heading(f"delete {plural(len(plan.delete), 'checkpoint')}, {bytes_text(plan.bytes_deleted)}")
+    if plan.delete:
+        yield from _row_table([(row, ()) for row in plan.delete])
+    if plan.untouched:
+        yield ""
+        yield Heading(f"not judged: {plural(len(plan.untouched), 'checkpoint')}")
+        for why, n in Counter("; ".join(kept.reasons) for kept in plan.untouched).most_common():
+            yield f"  {count(n):>6}  {why}"
+
+
+def _retain_data(plan: RetentionPlan, *, applied: bool) -> dict[str, Any]:
+    return {
+        "plan": plan.id,
+        "applied": applied,
+        "delete": [_row_data(row) for row in plan.delete],
+        "keep": [_row_data(kept.row, reasons=list(kept.reasons)) for kept in plan.keep],
+        "untouched": [_row_data(kept.row, reasons=list(kept.reasons)) for kept in plan.untouched],
+        "idle": list(plan.idle),
+        "bytes_deleted": plan.bytes_deleted,
+        "bytes_kept": plan.bytes_kept,
+        "grace_seconds": int(plan.grace.total_seconds()),
+    }
+
+
+@command
+@click.argument("places", metavar="[PLACE…]", nargs=-1)
+@click.option("--apply", is_flag=True, help="Remove what is shown, for good; without it, it is only shown.")
+@click.option(
+    "--grace",
+    type=TIME,
+    default="7d",
+    metavar="TIME",
+    help="Leave what writers began less than this ago, and what was deleted so lately and has no grace of its own.  "
+    "[default: 7d]",
+)
+@IGNORE_DEPENDENT
+@_YES
+@CATALOG
+def gc(
+    places: tuple[str, ...],
+    apply: bool,  # noqa: FBT001
+    grace: timedelta,
+    ignored: tuple[str, ...],
+    yes: bool,  # noqa: FBT001
+    out: Output,
+) -> None:
+    """Show what can be removed from storage, and with --apply remove it, for good.
+
+    These are checkpoints that were deleted, when their grace is over and if nothing protects them, and below each PLACE
+    what writers that were interrupted left there. What an interrupted gc left is removed by the next one.
+    """
+    from ucformat.cli.program import Interrupted
+    from ucformat.errors import UcformatError, UsageError
+    from ucformat.jobs.gc import collect
+
+    if ignored and not apply:
+        raise UsageError("--ignore-dependent goes with --apply")
+    with opened_catalog() as catalog:
+        if ignored:
+            _ignore_dependents([waiting.row for waiting in catalog.purgeable(grace).wait], ignored, catalog, out, "gc")
+        found = collect(catalog, places, grace=grace)
+        if not (out.as_json or out.quiet):
+            out.result(lambda: _gc_lines(found), dict)
+        work = bool(found.plan.purge or found.resumed or found.leftovers)
+        if apply and work:
+            if not _confirm(f"remove {_amount(found)} for good?", out, yes=yes):
+                raise click.exceptions.Exit(1)
+            try:
+                with out.progress("removing", "checkpoints") as progress:
+                    found = collect(catalog, places, apply=True, expect=found.plan.id, grace=grace, progress=progress)
+            except KeyboardInterrupt:
+                raise Interrupted("interrupted: the same command again removes the rest") from None
+    done = f"removed {plural(len(found.purged), 'checkpoint')}" if apply else "nothing was removed; --apply does it"
+    out.result(
+        lambda: ["", done, *(f"  failed    {f}" for f in found.failures)] if work else [],
+        lambda: _gc_data(found, applied=apply),
+        lambda: found.purged if apply else [*found.resumed, *(row.id for row in found.plan.purge)],
+    )
+    if found.failures:
+        raise UcformatError(
+            f"{plural(len(found.failures), 'removal')} failed", hint="the same command again tries those once more"
+        )
+
+
+def _amount(found: Collected) -> str:
+    size = found.plan.bytes_purged + sum(left.nbytes for left in found.leftovers)
+    parts = [plural(len(found.plan.purge) + len(found.resumed), "checkpoint")]
+    if found.leftovers:
+        parts.append(plural(len(found.leftovers), "leftover"))
+    return f"{' and '.join(parts)}, {bytes_text(size)}"
+
+
+def _gc_lines(found: Collected) -> Iterator[str]:
+    plan = found.plan
+    yield Heading(f"remove {_amount(found)}")
+    if plan.purge:
+        yield from _row_table([(row, ()) for row in plan.purge])
+    for checkpoint in found.resumed:
+        yield f"{checkpoint}  its removal was begun before"
+    if found.leftovers:
+        yield ""
+        yield from _leftovers(found)
+    if plan.wait:
+        yield ""
+        size = sum(w.row.nbytes for w in plan.wait)
+        yield Heading(f"wait for {plural(len(plan.wait), 'checkpoint')}, {bytes_text(size)}")
+        yield from _row_table([(w.row, _reasons(w)) for w in plan.wait], "because")
+
+
+def _reasons(waiting: Deferred) -> tuple[str, ...]:
+    return waiting.reasons if waiting.until is None else (*waiting.reasons, f"until {moment(waiting.until)}")
+
+
+def _leftovers(found: Collected) -> Iterator[str]:
+    rows = [(left.url, left.attempt or "", bytes_text(left.nbytes), moment(left.started)) for left in found.leftovers]
+    return table(("left by a writer in", "attempt", "size", "begun"), rows, left=(0, 1, 3), width=terminal_width())
+
+
+def _gc_data(found: Collected, *, applied: bool) -> dict[str, Any]:
+    plan = found.plan
+    return {
+        "plan": plan.id,
+        "applied": applied,
+        "purge": [_row_data(row) for row in plan.purge],
+        "resumed": list(found.resumed),
+        "leftovers": [
+            {"url": left.url, "attempt": left.attempt, "bytes": left.nbytes, "started": instant(left.started)}
+            for left in found.leftovers
+        ],
+        "waiting": [_row_data(w.row, reasons=list(w.reasons), until=instant(w.until)) for w in plan.wait],
+        "purged": list(found.purged),
+        "failures": list(found.failures),
+        "bytes": plan.bytes_purged + sum(left.nbytes for left in found.leftovers),
+    }
