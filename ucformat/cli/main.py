@@ -1,4 +1,4 @@
-"""The entry point `ucp`, and what it knows of its commands before loading any of them."""
+"""The entry point `ucp` and its table of commands, which imports none of them."""
 
 from __future__ import annotations
 
@@ -16,73 +16,73 @@ _ALIAS = LazyGroup(
     {
         "set": ("labels:set_", "Point an alias to a checkpoint."),
         "rm": ("labels:rm", "Remove an alias."),
-        "list": ("labels:list_", "List the aliases and where they point."),
-        "log": ("labels:log", "Show where an alias has pointed."),
+        "list": ("labels:list_", "List the aliases and their targets."),
+        "log": ("labels:log", "Show the history of an alias."),
     },
-    help="Names that point to checkpoints, and can be moved.",
+    help="Named references to checkpoints that can be moved.",
 )
 
 _CATALOG = LazyGroup(
     "catalog",
     {
-        "info": ("catalog:info", "Say which catalog is used and what is in it."),
-        "upgrade": ("catalog:upgrade", "Bring a catalog of an older ucformat up to date."),
+        "info": ("catalog:info", "Show which catalog is used, and its contents."),
+        "upgrade": ("catalog:upgrade", "Upgrade a catalog from an older version of ucformat."),
     },
-    help="The catalog itself.",
+    help="Inspect and upgrade the catalog.",
 )
 
 _LAYOUT = LazyGroup(
     "layout",
     {
-        "check": ("layouts:check", "Check a layout file, and which rule takes which tensor."),
+        "check": ("layouts:check", "Check a layout file, and show which tensors each rule matches."),
         "schema": ("layouts:schema", "Print the JSON Schema of layout files."),
     },
-    help="Layout files: how tensors lie on ranks.",
+    help="Layout files: how tensors are sharded across ranks.",
 )
 
 ucp = Program(
     "ucp",
     {
-        "show": ("show:show", "Say what a checkpoint holds."),
-        "get": ("get:get", "Read a tensor, or a slice of one."),
-        "plan": ("layouts:plan", "Say what ranks of a layout would read, before any of it is read."),
-        "fits": ("layouts:fits", "Say whether checkpoints can be resumed under a layout."),
-        "convert": ("convert:convert", "Make a universal checkpoint of any checkpoint."),
-        "materialize": ("convert:materialize", "Make arrays of a packed checkpoint."),
-        "copy": ("convert:copy", "Copy a universal checkpoint to another place."),
+        "show": ("show:show", "Show the contents of a checkpoint."),
+        "get": ("get:get", "Read a tensor or a slice of one."),
+        "plan": ("layouts:plan", "Compute what the ranks of a layout would read."),
+        "fits": ("layouts:fits", "Check whether checkpoints can be loaded under a layout."),
+        "convert": ("convert:convert", "Convert any checkpoint to a universal one."),
+        "materialize": ("convert:materialize", "Convert a packed checkpoint to arrays."),
+        "copy": ("convert:copy", "Copy a universal checkpoint to another location."),
         "verify": ("verify:verify", "Read every byte and compare it with its checksums."),
-        "doctor": ("doctor:doctor", "Probe what a storage place can do."),
-        "layout": (_LAYOUT, "Layout files: how tensors lie on ranks."),
-        "ls": ("ls:ls", "List the checkpoints that the catalog knows."),
-        "diff": ("diff:diff", "Show in what two checkpoints differ."),
-        "lineage": ("lineage:lineage", "Show what a checkpoint was made from, or what was made from it."),
-        "sql": ("sql:sql", "Ask the catalog in SQL."),
-        "register": ("register:register", "Make checkpoints known to the catalog."),
-        "reindex": ("register:reindex", "Make the catalog know what lies below a place."),
-        "tag": ("labels:tag", "Put tags on a checkpoint."),
-        "untag": ("labels:untag", "Take tags off a checkpoint, and say why."),
-        "alias": (_ALIAS, "Names that point to checkpoints, and can be moved."),
-        "metric": ("labels:metric", "Write metrics of a checkpoint."),
-        "note": ("labels:note", "Write something about a checkpoint."),
-        "hold": ("labels:hold", "Keep a checkpoint from being deleted."),
+        "doctor": ("doctor:doctor", "Check storage capabilities."),
+        "layout": (_LAYOUT, "Validate layout files."),
+        "ls": ("ls:ls", "List the checkpoints in the catalog."),
+        "diff": ("diff:diff", "Show the differences between two checkpoints."),
+        "lineage": ("lineage:lineage", "Show the ancestors or descendants of a checkpoint."),
+        "sql": ("sql:sql", "Query the catalog in SQL."),
+        "register": ("register:register", "Record existing checkpoints in the catalog."),
+        "reindex": ("register:reindex", "Rebuild the catalog from storage."),
+        "tag": ("labels:tag", "Add tags to a checkpoint."),
+        "untag": ("labels:untag", "Remove tags from a checkpoint, with a reason."),
+        "alias": (_ALIAS, "Manage named references to checkpoints."),
+        "metric": ("labels:metric", "Set metrics of a checkpoint."),
+        "note": ("labels:note", "Add a note to a checkpoint."),
+        "hold": ("labels:hold", "Protect a checkpoint from deletion."),
         "release": ("labels:release", "End the holds on a checkpoint."),
-        "link": ("lineage:link", "Say that a checkpoint was made from another one."),
-        "log": ("log:log", "Show who did what, when."),
-        "delete": ("delete:delete", "Delete checkpoints; they can be restored for a time."),
-        "restore": ("delete:restore", "Take a deletion back."),
-        "retain": ("retention:retain", "Show what a policy keeps and deletes, and delete it."),
+        "link": ("lineage:link", "Record that a checkpoint was made from another one."),
+        "log": ("log:log", "Show the audit log."),
+        "delete": ("delete:delete", "Delete checkpoints; they can be restored during a grace period."),
+        "restore": ("delete:restore", "Undo a deletion."),
+        "retain": ("retention:retain", "Show what a policy keeps and deletes, and apply it."),
         "gc": ("retention:gc", "Show what can be removed from storage, and remove it."),
-        "catalog": (_CATALOG, "The catalog itself: which it is, and upgrading it."),
+        "catalog": (_CATALOG, "Inspect and upgrade the catalog."),
     },
     sections={"show": "Checkpoints", "ls": "The catalog of checkpoints"},
-    help="""Checkpoints for large models: every layout saves them, every layout reads exactly its slice.
+    help="""Checkpoints for large models: save with any layout, and read exactly one rank's slice with any other.
 
-    A checkpoint SRC or REF is a path or a url, of a universal checkpoint or of one that an engine wrote: all are read
-    in place, and nothing in them is ever executed. One that the catalog knows is also run@step, run@latest, alias:name,
-    or its id or the beginning of it.
+    SRC and REF are paths or urls of universal checkpoints or of checkpoints that a training engine wrote. All are read
+    in place, and no code in them is ever executed. Checkpoints in the catalog can also be written as run@step,
+    run@latest, alias:name, an id, or the beginning of one.
 
-    Results go to stdout, all else to stderr. Exit codes: 0 ok, 1 failed, 2 usage, 3 not found, 4 conflict, 5 damaged,
-    6 refused, 7 needs an upgrade. UCP_DEBUG=1 shows where an error came from.""",
+    Results go to stdout, everything else to stderr. Exit codes: 0 ok, 1 failed, 2 usage, 3 not found, 4 conflict,
+    5 damaged, 6 refused, 7 needs an upgrade. UCP_DEBUG=1 shows tracebacks.""",
 )
 click.version_option(__version__, prog_name="ucp", message="%(prog)s %(version)s")(ucp)
 
@@ -92,7 +92,7 @@ def main() -> None:
     try:
         ucp.main()
     finally:
-        gc.freeze()  # or Python, ending, looks for garbage in all that was imported: a quarter of the time of `ucp ls`
+        gc.freeze()  # skips the final garbage collection, which takes a quarter of the time of `ucp ls`
 
 
 if __name__ == "__main__":

@@ -31,7 +31,10 @@ _SOURCES = {
 @command
 @CATALOG
 def info(out: Output) -> None:
-    """Say which catalog is used, who says so, its revision, and how much is in it; it is not made for that."""
+    """Show which catalog is used, which setting selects it, its revision, and how many checkpoints it has.
+
+    A catalog that does not exist yet is not created.
+    """
     from ucformat.errors import UcformatError
     from ucformat.settings import load_settings, source_of
 
@@ -58,7 +61,7 @@ def info(out: Output) -> None:
 
 
 def _look(url: str) -> dict[str, Any]:
-    """What is in the catalog; one that is not there yet is not made."""
+    """What the catalog contains; one that does not exist yet is not created."""
     from ucformat.catalog.catalog import Catalog
 
     file = file_of(url)
@@ -101,9 +104,9 @@ def _describe(found: dict[str, Any]) -> Iterator[str]:
 @command
 @CATALOG
 def upgrade(out: Output) -> None:
-    """Bring the tables of a catalog that an older ucformat made up to date. Back it up first.
+    """Upgrade the tables of a catalog that an older ucformat created. Back it up first.
 
-    It happens as a whole or not at all; older versions of ucformat cannot write into the catalog afterwards.
+    The upgrade is atomic; older versions of ucformat cannot write to the catalog afterwards.
     """
     from ucformat.catalog.catalog import Catalog
     from ucformat.errors import UpgradeNeeded

@@ -32,20 +32,24 @@ __all__ = ["convert", "copy", "materialize"]
 @SRC
 @click.argument("dst", metavar="DST")
 @STATES
-@click.option("--chunk-bytes", type=SIZE, help="Most bytes of a chunk, the unit of reading.  [default: 1MiB]")
-@click.option("--shard-bytes", type=SIZE, help="Most bytes of a shard, the unit of writing.  [default: 128MiB]")
-@click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST; it stays whole until the new one is.")
+@click.option("--chunk-bytes", type=SIZE, help="Maximum size of a chunk, the unit of reading.  [default: 1MiB]")
+@click.option("--shard-bytes", type=SIZE, help="Maximum size of a shard, the unit of writing.  [default: 128MiB]")
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace the checkpoint at DST, which stays intact until the new one is committed.",
+)
 @click.option(
     "-w",
     "--workers",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Shards written at once.  [default: one for each core, at most 16]",
+    help="Number of shards to write concurrently.  [default: one for each core, at most 16]",
 )
+@click.option("--no-verify", is_flag=True, help="Do not check the checksums in SRC's files.")
 @click.option(
-    "--no-verify", is_flag=True, help="Do not compare what is read with the checksums that the files of SRC carry."
+    "--run", metavar="NAME", help="The training run to record in the catalog.  [default: SRC's, else DST's folder]"
 )
-@click.option("--run", metavar="NAME", help="The training run, for the catalog.  [default: SRC's, else DST's folder]")
 @CONFIG
 @METRIC
 @VIEW
@@ -69,10 +73,10 @@ def convert(
     ignored: tuple[str, ...],
     out: Output,
 ) -> None:
-    """Make a universal checkpoint at DST of what SRC holds, and commit it.
+    """Convert SRC to a universal checkpoint at DST.
 
-    Stopped at any instant, it leaves nothing that opens; the same command again continues, and writes only what is not
-    there yet.
+    Resumable: if interrupted, nothing is visible at DST, and running the same command again writes only what is
+    missing.
     """
     import ucformat
     from ucformat.cli.program import Interrupted
@@ -127,14 +131,14 @@ def convert(
 @click.option(
     "--overwrite",
     is_flag=True,
-    help="Replace another checkpoint at DST; it stays whole until the copy is. Repair the same one.",
+    help="Replace another checkpoint at DST, which stays intact until the copy is committed; repair the same one.",
 )
 @click.option(
     "-w",
     "--workers",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Files copied at once.  [default: one for each core, at most 16; at least 8 for object stores]",
+    help="Number of files to copy concurrently.  [default: one per core, at most 16; at least 8 for object stores]",
 )
 @IGNORE_DEPENDENT
 @CATALOG
@@ -146,10 +150,10 @@ def copy(
     ignored: tuple[str, ...],
     out: Output,
 ) -> None:
-    """Copy a universal checkpoint to another place, under the same id, and commit it there.
+    """Copy a universal checkpoint to another place, keeping its id.
 
-    Every byte is compared with its checksum on the way. Stopped at any instant, it leaves nothing that opens; the same
-    command again continues, and keeps the files that are whole. A checkpoint that is there already is no error.
+    Every byte is checked against its checksum. Resumable: if interrupted, nothing is visible at DST, and running the
+    same command again copies only what is missing. If DST is already the same checkpoint, nothing is done.
     """
     import ucformat
     from ucformat.cli.program import Interrupted
@@ -187,19 +191,21 @@ def copy(
 @command
 @SRC
 @click.argument("dst", metavar="[DST]", required=False)
-@click.option("--chunk-bytes", type=SIZE, help="Most bytes of a chunk, the unit of reading.  [default: 1MiB]")
-@click.option("--shard-bytes", type=SIZE, help="Most bytes of a shard, the unit of writing.  [default: 128MiB]")
-@click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST; it stays whole until the new one is.")
+@click.option("--chunk-bytes", type=SIZE, help="Maximum size of a chunk, the unit of reading.  [default: 1MiB]")
+@click.option("--shard-bytes", type=SIZE, help="Maximum size of a shard, the unit of writing.  [default: 128MiB]")
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace the checkpoint at DST, which stays intact until the new one is committed.",
+)
 @click.option(
     "-w",
     "--workers",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Shards written at once.  [default: one for each core, at most 16]",
+    help="Number of shards to write concurrently.  [default: one for each core, at most 16]",
 )
-@click.option(
-    "--no-verify", is_flag=True, help="Do not compare what is read with the checksums that the files of SRC carry."
-)
+@click.option("--no-verify", is_flag=True, help="Do not check the checksums in SRC's files.")
 @IGNORE_DEPENDENT
 @CATALOG
 def materialize(
@@ -213,10 +219,10 @@ def materialize(
     ignored: tuple[str, ...],
     out: Output,
 ) -> None:
-    """Make arrays of the packed checkpoint SRC: in place, or as a new checkpoint at DST.
+    """Convert the packed checkpoint SRC to arrays: in place, or as a new checkpoint at DST.
 
-    In place the packed files are deleted once the arrays are committed, and the checkpoint keeps its id. Stopped at any
-    instant, SRC is whole; the same command again continues.
+    In place, the checkpoint keeps its id, and the packed files are deleted once the arrays are committed. Resumable: if
+    interrupted, SRC is intact, and running the same command again continues.
     """
     import ucformat
     from ucformat.cli.program import Interrupted

@@ -22,14 +22,20 @@ _REFS = ref_argument("refs", "REF…", many=True)
 
 @command
 @_REFS
-@click.option("--grace", type=TIME, default="7d", metavar="TIME", help="How long it can be restored.  [default: 7d]")
+@click.option(
+    "--grace",
+    type=TIME,
+    default="7d",
+    metavar="TIME",
+    help="Grace period in which they can be restored.  [default: 7d]",
+)
 @IGNORE_DEPENDENT
 @CATALOG
 def delete(refs: tuple[str, ...], grace: timedelta, ignored: tuple[str, ...], out: Output) -> None:
-    """Delete checkpoints, all of them or none; `ucp restore` takes it back.
+    """Delete checkpoints, all of them or none; `ucp restore` restores them.
 
-    Not a byte is touched: that does `ucp gc`, when the grace is over. What is aliased, tagged, held, needed by others
-    or not written by ucformat is refused.
+    Storage is not touched until `ucp gc` runs after the grace period. Checkpoints that have an alias, tag or hold, that
+    others need, or that ucformat did not write are refused.
     """
     with opened_catalog() as catalog:
         found = {e.id: e for e in map(catalog.get, refs)}
@@ -48,7 +54,7 @@ def delete(refs: tuple[str, ...], grace: timedelta, ignored: tuple[str, ...], ou
 @_REFS
 @CATALOG
 def restore(refs: tuple[str, ...], out: Output) -> None:
-    """Take the deletion of checkpoints back, of all of them or none, before `ucp gc` has removed them."""
+    """Restore deleted checkpoints, all of them or none, before `ucp gc` removes them."""
     with opened_catalog() as catalog:
         found = {e.id: e for e in (catalog.get(ref) for ref in refs)}
         catalog.restore(*found)

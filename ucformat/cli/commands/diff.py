@@ -40,11 +40,15 @@ _MAX_VALUE_ROWS = 20  # tensors of which only the values differ that people are 
     metavar="PARTS",
     help=f"What to compare, of {','.join(_PARTS)}.  [default: all]",
 )
-@click.option("--values", is_flag=True, help="Read the tensors too, and say how far their values are apart.")
+@click.option("--values", is_flag=True, help="Also read the tensors and show by how much their values differ.")
 @click.option(
-    "-w", "--workers", type=click.IntRange(min=1), metavar="N", help="With --values, blocks compared at once."
+    "-w",
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="With --values, number of blocks to compare concurrently.",
 )
-@click.option("--exit-code", "fail", is_flag=True, help="Exit with 1 if they differ, or may.")
+@click.option("--exit-code", "fail", is_flag=True, help="Exit with 1 if they differ or may differ.")
 @SOURCE
 @CATALOG
 def diff(
@@ -57,10 +61,10 @@ def diff(
     fail: bool,  # noqa: FBT001
     out: Output,
 ) -> None:
-    """Show in what checkpoint B differs from A: configuration, topology, versions, metrics, tensors.
+    """Show how checkpoint B differs from A: configuration, topology, versions, metrics, tensors.
 
-    Without --values no tensor is read: the digests that were made when it was written tell whether its values are the
-    same. Checkpoints that the catalog does not know are opened where they lie.
+    Without --values no tensor is read; tensors are compared by the digests from when they were written. Checkpoints
+    that are not in the catalog are opened in place.
     """
     chosen = _chosen(parts)
     if values and "tensors" not in chosen:

@@ -21,9 +21,9 @@ __all__ = ["doctor"]
 
 @command
 @click.argument("url", metavar="URL")
-@click.option("--read-only", is_flag=True, help="Write nothing: only see whether what lies there can be read.")
+@click.option("--read-only", is_flag=True, help="Write nothing; only check whether the files there can be read.")
 def doctor(url: str, read_only: bool, out: Output) -> None:  # noqa: FBT001
-    """Probe what a storage place can do, and say what that means for checkpoints there.
+    """Test the capabilities of a storage location, and show what they mean for checkpoints there.
 
     URL is a path or a url; nothing need lie there. Some 20 MiB are written in a folder `ucf-doctor-…` and removed
     again. Exits with 1 unless checkpoints can be read and committed there; with --read-only, unless what lies there

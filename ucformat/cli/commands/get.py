@@ -33,9 +33,9 @@ _MAX_PRINTED = 10_000  # values
 @SRC
 @click.argument("name", metavar="NAME")
 @click.argument("where", metavar="[SLICE]", required=False)
-@click.option("-s", "--state", metavar="STATE", help="In which state.  [default: weight, else master]")
+@click.option("-s", "--state", metavar="STATE", help="The tensor's state.  [default: weight, else master]")
 @click.option("-o", "--out", "target", default="-", metavar="FILE", help="A .npy file, or - to print.  [default: -]")
-@click.option("--dtype", metavar="DTYPE", help="Cast to this dtype, float32 for one; by default nothing is cast.")
+@click.option("--dtype", metavar="DTYPE", help="Cast to this dtype, such as float32.  [default: no cast]")
 @click.option("-f", "--force", is_flag=True, help="Replace FILE if it exists.")
 @VIEW
 @SOURCE
@@ -52,9 +52,9 @@ def get(
     options: dict[str, Any] | None,
     out: Output,
 ) -> None:
-    """Read a tensor, or a slice of one, and nothing else of the checkpoint.
+    """Read a tensor or a slice of one, and nothing else of the checkpoint.
 
-    SLICE is NumPy's: '0:512,128:', '[3, ..., ::2]'; all of it by default.
+    SLICE is in NumPy's syntax: '0:512,128:' or '[3, ..., ::2]'. By default the whole tensor is read.
 
     A .npy file cannot hold bfloat16 or float8: their bits are stored as uint16 or uint8, with a note on stderr.
     Use --dtype float32 to store values instead.

@@ -25,12 +25,12 @@ __all__ = ["hold", "list_", "log", "metric", "note", "release", "rm", "set_", "t
 @command
 @REF
 @click.argument("tags", metavar="TAG…", nargs=-1, required=True)
-@click.option("--permanent", is_flag=True, help="For ever: it cannot be taken off.")
+@click.option("--permanent", is_flag=True, help="Make them permanent: they cannot be removed.")
 @CATALOG
 def tag(ref: str, tags: tuple[str, ...], permanent: bool, out: Output) -> None:  # noqa: FBT001
-    """Put tags on a checkpoint.
+    """Add tags to a checkpoint.
 
-    A checkpoint that bears one is not deleted, until `ucp untag` takes it off. For a name that moves, see `ucp alias`.
+    A tagged checkpoint is not deleted until `ucp untag` removes its tags. For a name that moves, see `ucp alias`.
     """
     with opened_catalog() as catalog:
         entry = catalog.get(ref)
@@ -42,12 +42,12 @@ def tag(ref: str, tags: tuple[str, ...], permanent: bool, out: Output) -> None: 
 @command
 @REF
 @click.argument("tags", metavar="TAG…", nargs=-1, required=True)
-@click.option("--reason", required=True, metavar="TEXT", help="Why, for those who look for the tag later: ucp log.")
+@click.option("--reason", required=True, metavar="TEXT", help="Why, for the audit log (ucp log).")
 @CATALOG
 def untag(ref: str, tags: tuple[str, ...], reason: str, out: Output) -> None:
-    """Take tags off a checkpoint: all of them or none. Those that are permanent stay.
+    """Remove tags from a checkpoint, all of them or none. Permanent tags cannot be removed.
 
-    A checkpoint without a tag, an alias, a hold and others that need it may be deleted by the next `ucp retain`.
+    Without a tag, alias, hold or dependent, a checkpoint may be deleted by the next `ucp retain`.
     """
     with opened_catalog() as catalog:
         entry = catalog.get(ref)
@@ -61,9 +61,9 @@ def untag(ref: str, tags: tuple[str, ...], reason: str, out: Output) -> None:
 @click.argument("metrics", metavar="NAME=VALUE…", nargs=-1, required=True)
 @CATALOG
 def metric(ref: str, metrics: tuple[str, ...], out: Output) -> None:
-    """Write metrics of a checkpoint, in place of older ones of the same names.
+    """Set metrics of a checkpoint, replacing those with the same names.
 
-    VALUE is a number; nan says that it was measured and was none.
+    VALUE is a number; nan records that the measurement gave no number.
     """
     given = dict(parse_metric(text, "'NAME=VALUE…'") for text in metrics)
     with opened_catalog() as catalog:
@@ -81,7 +81,7 @@ def metric(ref: str, metrics: tuple[str, ...], out: Output) -> None:
 @click.argument("text", metavar="TEXT")
 @CATALOG
 def note(ref: str, text: str, out: Output) -> None:
-    """Write something about a checkpoint; `ucp show` shows it."""
+    """Add a note to a checkpoint, which `ucp show` prints."""
     with opened_catalog() as catalog:
         entry = catalog.get(ref)
         catalog.note(entry.id, text)
@@ -93,11 +93,13 @@ def note(ref: str, text: str, out: Output) -> None:
 
 @command
 @REF
-@click.option("--reason", required=True, metavar="TEXT", help="Why it must stay, for those who find the hold later.")
-@click.option("--until", metavar="WHEN", help="For how long: 12h, 30d, or through 2026-12-31 (UTC).  [default: always]")
+@click.option("--reason", required=True, metavar="TEXT", help="Why it must be kept.")
+@click.option(
+    "--until", metavar="WHEN", help="How long: 12h, 30d, or through 2026-12-31 (UTC).  [default: until released]"
+)
 @CATALOG
 def hold(ref: str, reason: str, until: str | None, out: Output) -> None:
-    """Keep a checkpoint from being deleted, until a time or until `ucp release`."""
+    """Protect a checkpoint from deletion until a time or until `ucp release`."""
     end = None if until is None else _until(until)
     with opened_catalog() as catalog:
         entry = catalog.get(ref)
@@ -130,10 +132,10 @@ def _until(text: str) -> datetime | timedelta:
 
 @command
 @REF
-@click.option("--hold", "number", type=int, metavar="N", help="Only the hold of this number.  [default: all]")
+@click.option("--hold", "number", type=int, metavar="N", help="Only the hold with this number.  [default: all]")
 @CATALOG
 def release(ref: str, number: int | None, out: Output) -> None:
-    """End the holds on a checkpoint."""
+    """Release the holds on a checkpoint."""
     from ucformat.errors import NotFound
 
     with opened_catalog() as catalog:
@@ -156,7 +158,7 @@ def _data(entry: Any, **said: Any) -> dict[str, Any]:
 
 _NAME = click.argument("name", metavar="NAME")
 _EXPECT = click.option(
-    "--expect", metavar="REF", help="Only if it points to this checkpoint now; else that is a conflict, exit code 4."
+    "--expect", metavar="REF", help="Only if it currently points to this checkpoint; otherwise exit with 4 (conflict)."
 )
 
 
@@ -164,7 +166,7 @@ _EXPECT = click.option(
 @_NAME
 @REF
 @_EXPECT
-@click.option("--new", is_flag=True, help="Only if there is no alias of this name yet.")
+@click.option("--new", is_flag=True, help="Only if the alias does not exist yet.")
 @CATALOG
 def set_(
     name: str,
@@ -173,7 +175,7 @@ def set_(
     new: bool,  # noqa: FBT001
     out: Output,
 ) -> None:
-    """Point an alias to a checkpoint; one that exists is moved.
+    """Point an alias to a checkpoint; an existing alias is moved.
 
     Write run/NAME for an alias of one run, which run@NAME then means.
     """
@@ -197,7 +199,7 @@ def set_(
 @_EXPECT
 @CATALOG
 def rm(name: str, expect: str | None, out: Output) -> None:
-    """Remove an alias; the checkpoint and the history of the alias stay."""
+    """Remove an alias; the checkpoint and the history of the alias are kept."""
     from ucformat.catalog.labels import ANY
 
     with opened_catalog() as catalog:
@@ -245,7 +247,7 @@ def _list(found: Sequence[AliasEntry], pointed: dict[str, str]) -> Iterator[str]
 @_NAME
 @CATALOG
 def log(name: str, out: Output) -> None:
-    """Show where an alias has pointed, when, and who moved it; the first move first."""
+    """Show where an alias pointed, when, and who moved it, oldest move first."""
     from ucformat.errors import NotFound
 
     with opened_catalog() as catalog:

@@ -36,13 +36,13 @@ _SUMS = (
 @command
 @SRC
 @click.option("-l", "--layout", "file", required=True, metavar="FILE", help="The layout file, YAML or JSON.")
-@click.option("-r", "--rank", default="all", metavar="N|all", help="One rank, or all of them.  [default: all]")
+@click.option("-r", "--rank", default="all", metavar="N|all", help="A rank, or all ranks.  [default: all]")
 @STATES
 @click.option(
     "--verify",
     type=click.Choice(["whole", "always", "never"]),
     default="whole",
-    help="Which checksums reading checks: of chunks it reads whole, of all (reads whole chunks for it), or none.  "
+    help="Which checksums to check: those of chunks that are read completely, all (reads complete chunks), or none.  "
     "[default: whole]",
 )
 @VIEW
@@ -58,7 +58,7 @@ def plan(
     options: dict[str, Any] | None,
     out: Output,
 ) -> None:
-    """Say what ranks of a layout would read: bytes, requests, files and memory. No tensor is read for it."""
+    """Show what the ranks of a layout would read: bytes, requests, files and memory. Reads no tensor."""
     import ucformat
 
     ck = ucformat.open(src, view=view, options=options)
@@ -133,13 +133,15 @@ _MAX_MISFITS = 20  # misfits that are shown of one checkpoint
 @command
 @ref_argument("ref", "[REF]", optional=True)
 @click.option("-l", "--layout", "file", required=True, metavar="FILE", help="The layout file, YAML or JSON.")
-@click.option("--where", metavar="FILTER", help="All checkpoints of the catalog that FILTER takes, instead of REF.")
+@click.option(
+    "--where", metavar="FILTER", help="Check all checkpoints in the catalog that match FILTER, instead of REF."
+)
 @SOURCE
 @CATALOG
 def fits(ref: str | None, file: str, where: str | None, options: dict[str, Any] | None, out: Output) -> None:
-    """Say whether a checkpoint can be resumed under a layout, and if not, which tensors, by which rule, and why.
+    """Check whether a checkpoint can be resumed with a layout; if not, show the tensors and rules that do not fit.
 
-    Reads no tensor. Exits with 1 where one does not fit.
+    Reads no tensor. Exits with 1 if any tensor does not fit.
     """
     import ucformat
     from ucformat.errors import UsageError
@@ -147,7 +149,7 @@ def fits(ref: str | None, file: str, where: str | None, options: dict[str, Any] 
     if (ref is None) == (where is None):
         raise UsageError("give either REF or --where FILTER", hint="ucp fits run7@latest --layout target.yaml")
     if where is not None and options:
-        raise UsageError("--source goes with REF: what it says is of one checkpoint", hint="leave out --where")
+        raise UsageError("--source needs REF: it describes one checkpoint", hint="leave out --where")
     layout = ucformat.Layout.load(file)
     if ref is not None:
         found = ucformat.fits(ref, layout, options=options)
@@ -233,19 +235,21 @@ _MAX_NAMED = 3  # tensors of a rule that are named
 
 @command
 @click.argument("file", metavar="FILE")
-@click.option("--against", metavar="SRC", help="A checkpoint to try it on: a path or url, run@step, alias:name, an id.")
+@click.option(
+    "--against", metavar="SRC", help="A checkpoint to test it against: a path or url, run@step, alias:name, or an id."
+)
 @SOURCE
 @CATALOG
 def check(file: str, against: str | None, options: dict[str, Any] | None, out: Output) -> None:
-    """Check a layout file; with --against, say which rule takes which tensor of a checkpoint, and what none takes.
+    """Validate a layout file; with --against, show which rule matches which tensor of a checkpoint.
 
-    Reads no tensor. Exits with 1 where a tensor is taken by no rule, or by one that does not fit it.
+    Reads no tensor. Exits with 1 if a tensor matches no rule, or a rule that does not fit it.
     """
     import ucformat
     from ucformat.views.document import load
 
     if against is None and options:
-        raise click.UsageError("--source says what the files of --against do not")
+        raise click.UsageError("--source describes the checkpoint of --against, and needs it")
     found = load(file)
     if against is None:
         text = f"{file} is a layout for {plural(found.mesh.size, 'rank')}" if found else f"{file} is a view"
@@ -266,7 +270,7 @@ def check(file: str, against: str | None, options: dict[str, Any] | None, out: O
 
 
 def _check_view(file: str, against: str, options: dict[str, Any] | None, out: Output) -> None:
-    """A file with a view and no rules: what its steps take and make."""
+    """Show what the steps of a file with a view and no rules consume and produce."""
     import ucformat
 
     steps = ucformat.open(against, view=file, options=options).steps
@@ -299,7 +303,7 @@ def _abbreviated(names: Sequence[str]) -> str:
 
 @command
 def schema(out: Output) -> None:
-    """Print the JSON Schema of layout files, with which editors complete and check them."""
+    """Print the JSON Schema of layout files, for completion and validation in editors."""
     from ucformat.cli.ui.output import dumps
     from ucformat.schema.layout import json_schema
 

@@ -24,8 +24,8 @@ _KINDS = ("resume", "finetune", "convert", "reshard", "merge", "average", "quant
 
 @command
 @REF
-@click.option("--up/--down", default=True, help="What it was made from, or what was made from it.  [default: --up]")
-@click.option("--depth", type=click.IntRange(min=1), metavar="N", help="At most so many steps.  [default: all]")
+@click.option("--up/--down", default=True, help="Show ancestors or descendants.  [default: --up]")
+@click.option("--depth", type=click.IntRange(min=1), metavar="N", help="Maximum number of steps.  [default: all]")
 @click.option(
     "--format",
     "form",
@@ -41,7 +41,7 @@ def lineage(
     form: str,
     out: Output,
 ) -> None:
-    """Show what a checkpoint was made from, or what was made from it, over any number of steps."""
+    """Show the ancestors of a checkpoint, or its descendants, over any number of steps."""
     with opened_catalog() as catalog:
         found = catalog.lineage(ref, "up" if up else "down", depth)
     out.result(
@@ -87,12 +87,12 @@ def _node(key: str, node: LineageNode) -> dict[str, Any]:
 @command
 @ref_argument("child", "CHILD")
 @ref_argument("parent", "PARENT")
-@click.option("--kind", type=click.Choice(_KINDS), required=True, help="How the child was made.")
+@click.option("--kind", type=click.Choice(_KINDS), required=True, help="How CHILD was made.")
 @CATALOG
 def link(child: str, parent: str, kind: str, out: Output) -> None:
-    """Say that a checkpoint was made from another one.
+    """Record that a checkpoint was made from another.
 
-    PARENT may also be a path or url that the catalog does not know. What ucformat makes is linked by itself.
+    PARENT may also be a path or url that is not in the catalog. Checkpoints made by ucformat are linked automatically.
     """
     with opened_catalog() as catalog:
         entry = catalog.get(child)

@@ -24,11 +24,16 @@ __all__ = ["log"]
 @command
 @ref_argument("ref", "[REF]", optional=True)
 @click.option(
-    "-n", "--limit", type=click.IntRange(min=1), default=100, metavar="N", help="At most so many.  [default: 100]"
+    "-n",
+    "--limit",
+    type=click.IntRange(min=1),
+    default=100,
+    metavar="N",
+    help="Maximum number of entries.  [default: 100]",
 )
 @CATALOG
 def log(ref: str | None, limit: int, out: Output) -> None:
-    """Show who did what with a checkpoint, or with all, the newest first."""
+    """Show the audit log of a checkpoint or of all checkpoints, newest first."""
     with opened_catalog() as catalog:
         events = catalog.events(ref, limit)
     out.result(

@@ -172,7 +172,7 @@ _MOST = 50
     "--sort",
     default="newest",
     metavar="KEYS",
-    help="By these keys, a minus sign for descending: '-metric.val_loss,step'; `newest` is the newest first, of a run "
+    help="Sort keys, with a minus sign for descending: '-metric.val_loss,step'; `newest` is newest first, within a run "
     "by its count of commits.  [default: newest]",
 )
 @click.option(
@@ -180,11 +180,11 @@ _MOST = 50
     "--limit",
     type=click.IntRange(min=0),
     metavar="N",
-    help=f"At most so many; 0 for all.  [default: {_MOST}, with -q and --json all]",
+    help=f"Maximum number of checkpoints; 0 for all.  [default: {_MOST}, with -q and --json all]",
 )
-@click.option("--offset", type=click.IntRange(min=0), default=0, metavar="N", help="Leave out the first N.")
-@click.option("--columns", metavar="KEYS", help="What to show: run,step,metric.val_loss,config.optimizer.lr,url, …")
-@click.option("-a", "--all", "deleted", is_flag=True, help="Those that are deleted, purged or replaced, too.")
+@click.option("--offset", type=click.IntRange(min=0), default=0, metavar="N", help="Skip the first N.")
+@click.option("--columns", metavar="KEYS", help="Columns to show: run,step,metric.val_loss,config.optimizer.lr,url, …")
+@click.option("-a", "--all", "deleted", is_flag=True, help="Include deleted, purged and replaced checkpoints.")
 @CATALOG
 def ls(
     where: str,
@@ -195,9 +195,9 @@ def ls(
     deleted: bool,  # noqa: FBT001
     out: Output,
 ) -> None:
-    """List the checkpoints that the catalog knows, or those that FILTER takes.
+    """List the checkpoints in the catalog, or those that match FILTER.
 
-    For one: ucp ls "run = 'run7' and step > 1000 and metric.val_loss < 2.1". docs/filters.md describes the language.
+    Example: ucp ls "run = 'run7' and step > 1000 and metric.val_loss < 2.1". docs/filters.md describes the language.
     """
     from ucformat.catalog.entries import NEWEST
     from ucformat.catalog.newest import contradictions

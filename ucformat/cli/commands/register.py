@@ -34,16 +34,18 @@ __all__ = ["register", "reindex"]
 TRUST = click.option(
     "--trust-documents",
     is_flag=True,
-    help="Believe what other catalogs wrote beside the checkpoints: names move, tags go, deletions keep their grace.",
+    help="Trust the documents of other catalogs: aliases move, tags are removed, deletions keep their grace period.",
 )
 
 
 @command
 @click.argument("places", metavar="PLACE…", nargs=-1, required=True)
-@click.option("-r", "--recursive", is_flag=True, help="Search the folders below, too.")
-@click.option("--rescan", is_flag=True, help="With -r: read what is known and unchanged, too.")
+@click.option("-r", "--recursive", is_flag=True, help="Also search subfolders.")
+@click.option("--rescan", is_flag=True, help="With -r: also read checkpoints that are known and unchanged.")
 @click.option(
-    "--run", metavar="NAME", help="The run they belong to.  [default: theirs, else the folder that theirs is in]"
+    "--run",
+    metavar="NAME",
+    help="The run they belong to.  [default: the run in the checkpoint, else the parent folder]",
 )
 @click.option("--virtual", is_flag=True, help="Make a virtual checkpoint: PLACE… is SRC DST.")
 @click.option("--checksums", is_flag=True, help="With --virtual: read SRC's files once and keep their checksums.")
@@ -51,7 +53,7 @@ TRUST = click.option(
 @click.option(
     "--unprotected",
     is_flag=True,
-    help="With --virtual: also where nothing can be written beside SRC's files, to say that they are needed.",
+    help="With --virtual: proceed even if no record that SRC's files are needed can be written beside them.",
 )
 @IGNORE_DEPENDENT
 @TRUST
@@ -77,14 +79,14 @@ def register(
     options: dict[str, Any] | None,
     out: Output,
 ) -> None:
-    """Make checkpoints known to the catalog, universal ones and those of engines, as they lie.
+    """Add universal checkpoints and checkpoints of training engines to the catalog.
 
-    PLACE is a path or a url. Nothing is converted, copied or changed. What is known already stays as it is, and with
-    --run gets into that run. What --source says is not recorded: it is given again where one of them is opened.
+    PLACE is a path or a url. Nothing is converted, copied or changed. Checkpoints that are known already are left
+    alone, except that --run moves them to that run. --source is not recorded: give it again to open one of them.
 
-    With --virtual a universal checkpoint of SRC is made at DST that holds no bytes of tensors, only where these lie in
-    SRC's files. It opens like any other as long as those stay as they are; `ucp materialize DST` makes arrays of it.
-    That it needs them is said beside them, in needed-by/, and kept by every catalog.
+    With --virtual, a universal checkpoint is created at DST that references the bytes in SRC's files instead of copying
+    them. It can be used like any other while those files are unchanged; `ucp materialize DST` converts it to arrays.
+    Records in needed-by/ beside SRC's files, and every catalog, protect them.
     """
     import ucformat
     from ucformat.cli.program import Interrupted
@@ -139,7 +141,7 @@ def _register_virtual(source: Checkpoint, dst: str, said: dict[str, Any], out: O
 
 @command
 @click.argument("place", metavar="PLACE")
-@click.option("--forget", is_flag=True, help="Forget the checkpoints that the catalog knew there and that are gone.")
+@click.option("--forget", is_flag=True, help="Forget checkpoints that the catalog has there and that no longer exist.")
 @TRUST
 @SOURCE
 @CATALOG
@@ -150,11 +152,11 @@ def reindex(
     options: dict[str, Any] | None,
     out: Output,
 ) -> None:
-    """Make the catalog know what lies below PLACE.
+    """Bring the catalog up to date with the checkpoints below PLACE.
 
-    A catalog that was lost comes back this way, with the tags, aliases, holds, metrics and notes that were written
-    beside the checkpoints, which an empty catalog believes. What it knew there and does not find is an error, for so it
-    is with a disk that is not mounted; with --forget it is forgotten, and no longer protects what it needed.
+    This rebuilds a lost catalog, with the tags, aliases, holds, metrics and notes that are stored beside the
+    checkpoints, which an empty catalog trusts. Checkpoints that the catalog has there but that are missing are an
+    error, since a disk may not be mounted; --forget removes them, and they no longer protect the files they needed.
     """
     import ucformat
     from ucformat.cli.program import Interrupted

@@ -46,7 +46,7 @@ def _ignore_dependents(
 
 
 def _row_data(row: RetentionRow, **more: Any) -> dict[str, Any]:
-    """A checkpoint of a plan as JSON has it."""
+    """The JSON of a checkpoint in a plan."""
     return {
         "id": row.id,
         "name": row.name,
@@ -59,7 +59,7 @@ def _row_data(row: RetentionRow, **more: Any) -> dict[str, Any]:
 
 
 def _row_table(rows: Iterable[tuple[RetentionRow, Sequence[str]]], why: str = "") -> Iterator[str]:
-    """A line for each checkpoint, with the reasons for what happens to it in a column `why`."""
+    """A line for each checkpoint, with the reasons in a column named `why`."""
     width = terminal_width()
     cut = None if width is None else 12
     head = ["name", "id", "size", "age", *([why] if why else [])]
@@ -71,7 +71,7 @@ def _row_table(rows: Iterable[tuple[RetentionRow, Sequence[str]]], why: str = ""
 
 
 def _confirm(question: str, out: Output, *, yes: bool) -> bool:
-    """Whether to do it: somebody at a terminal is asked, unless --yes says so; elsewhere --apply has said it."""
+    """Ask for confirmation at a terminal, unless `yes`; elsewhere --apply is enough."""
     if yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return True
     if click.confirm(question, err=True):
@@ -82,7 +82,7 @@ def _confirm(question: str, out: Output, *, yes: bool) -> bool:
 
 @command
 @click.option("-p", "--policy", "file", required=True, metavar="FILE", help="The policy, YAML or JSON.")
-@click.option("--apply", is_flag=True, help="Delete what the plan says; without it, the plan is only shown.")
+@click.option("--apply", is_flag=True, help="Delete what the plan lists.  [default: only show the plan]")
 @IGNORE_DEPENDENT
 @_YES
 @CATALOG
@@ -93,10 +93,10 @@ def retain(
     yes: bool,  # noqa: FBT001
     out: Output,
 ) -> None:
-    """Show what a policy keeps and deletes, and with --apply delete it.
+    """Show what a policy keeps and deletes; with --apply, delete it.
 
-    What is deleted can be restored until its grace is over; until `ucp gc`, not a byte is touched. What is aliased,
-    tagged, held or needed by others is always kept. docs/retention.md describes policies.
+    Deleted checkpoints can be restored in their grace period; storage is not touched until `ucp gc`. Checkpoints that
+    have an alias, tag or hold, or that others need, are always kept. docs/retention.md describes policies.
     """
     from ucformat.catalog.retention import load_policy
 
@@ -160,7 +160,7 @@ def _retain_data(plan: RetentionPlan, *, applied: bool) -> dict[str, Any]:
 
 @command
 @click.argument("places", metavar="[PLACE…]", nargs=-1)
-@click.option("--apply", is_flag=True, help="Remove what is shown, for good; without it, it is only shown.")
+@click.option("--apply", is_flag=True, help="Permanently remove what is listed.  [default: only list it]")
 @click.option(
     "--grace",
     type=TIME,
@@ -180,10 +180,10 @@ def gc(
     yes: bool,  # noqa: FBT001
     out: Output,
 ) -> None:
-    """Show what can be removed from storage, and with --apply remove it, for good.
+    """Show what can be removed from storage; with --apply, remove it permanently.
 
-    These are checkpoints that were deleted, when their grace is over and if nothing protects them, and below each PLACE
-    what writers that were interrupted left there. What an interrupted gc left is removed by the next one.
+    This includes deleted checkpoints whose grace period is over and that nothing protects, and files below each PLACE
+    that interrupted writers left. An interrupted gc is completed by the next one.
     """
     from ucformat.cli.program import Interrupted
     from ucformat.errors import UcformatError, UsageError

@@ -32,7 +32,7 @@ __all__ = ["show"]
     "globs",
     metavar="GLOB",
     multiple=True,
-    help="List the tensors whose names match: '*' for all, '*.bias', … Give it again for several.",
+    help="List the tensors whose names match: '*' for all, '*.bias', … May be repeated.",
 )
 @STATES
 @VIEW
@@ -46,10 +46,10 @@ def show(
     options: dict[str, Any] | None,
     out: Output,
 ) -> None:
-    """Say what a checkpoint holds: who wrote it, its step and layout, its tensors by state, and what is beside them.
+    """Show what a checkpoint contains: its writer, step, layout, tensors by state, objects and assets.
 
-    Kilobytes are read, whatever its size. What the catalog knows of it is shown too, and of one whose files are gone
-    nothing else.
+    Reads a few kilobytes, whatever the checkpoint's size. Also shows what the catalog knows of it; if its files are
+    gone, only that.
     """
     found, every, known = _opened(src, view, options, out)
     tensors = _chosen(every, found["aliases"] or {}, globs, states)

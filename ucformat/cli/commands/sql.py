@@ -32,7 +32,7 @@ _MEMORY = 1 << 30  # of SQLite
     "--limit",
     type=click.IntRange(min=0),
     metavar="N",
-    help=f"At most so many rows; 0 for all.  [default: {_MOST}, with -q and --json all]",
+    help=f"Maximum number of rows; 0 for all.  [default: {_MOST}, with -q and --json all]",
 )
 @click.option(
     "--timeout",
@@ -40,19 +40,19 @@ _MEMORY = 1 << 30  # of SQLite
     default="60s",
     show_default=True,
     metavar="TIME",
-    help="End the query after so long.",
+    help="Time limit of the query.",
 )
 @click.option(
     "--trust-role",
     is_flag=True,
-    help="Ask PostgreSQL under a role that may do more than read tables (docs/catalog.md).",
+    help="Allow a PostgreSQL role that may do more than read tables (docs/catalog.md).",
 )
 @CATALOG
 def sql(statement: str, limit: int | None, timeout: timedelta, *, trust_role: bool, out: Output) -> None:
-    """Ask the catalog in SQL; the database lets nothing be written.
+    """Query the catalog with SQL, read-only.
 
-    For one: ucp sql 'select run.name, max(step) from checkpoint join run on run.id = run_id group by 1'.
-    docs/catalog.md describes the tables, which may change from version to version; `ucp ls` will not.
+    Example: ucp sql 'select run.name, max(step) from checkpoint join run on run.id = run_id group by 1'.
+    docs/catalog.md describes the tables, which may change between versions; `ucp ls` is stable.
     """
     if limit is None and not (out.quiet or out.as_json):
         limit = _MOST

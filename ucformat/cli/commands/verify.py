@@ -26,15 +26,15 @@ __all__ = ["verify"]
     "--workers",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Files read at once.  [default: one for each core, at most 16]",
+    help="Number of files to read concurrently.  [default: one for each core, at most 16]",
 )
 @SOURCE
 @CATALOG
 def verify(src: str, workers: int | None, options: dict[str, Any] | None, out: Output) -> None:
-    """Read every byte of a checkpoint and compare it with its checksums and digests.
+    """Read every byte of a checkpoint and check it against its checksums and digests.
 
-    Every problem is printed on a line of its own, and the exit code is 5. Of a foreign checkpoint, what has no checksum
-    is only seen to be there.
+    Prints one line for each problem and exits with 5 if there are any. Files of a foreign checkpoint without checksums
+    are only checked to exist.
     """
     import ucformat
     from ucformat.errors import ChecksumError

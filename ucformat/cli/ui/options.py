@@ -1,4 +1,4 @@
-"""Options that commands share."""
+"""Options and arguments that commands share, and the decorator that makes a function a command."""
 
 from __future__ import annotations
 
@@ -131,14 +131,14 @@ STATES = click.option(
     "states",
     metavar="STATE",
     multiple=True,
-    help="Only tensors in this state: weight, master, exp_avg, … Give it again for several.",
+    help="Only tensors in this state: weight, master, exp_avg, … May be repeated.",
 )
 
 
 VIEW = click.option(
     "--view",
     metavar="FILE|PRESET",
-    help="See SRC under other names, shapes and dtypes: the section `view` of a layout file, or a preset.",
+    help="View SRC with other names, shapes and dtypes: a layout file with a section `view`, or a preset.",
 )
 
 
@@ -148,7 +148,7 @@ IGNORE_DEPENDENT = click.option(
     "ignored",
     metavar="ID",
     multiple=True,
-    help="Let go of files although this checkpoint is said to need them: it is gone, or may break. The log keeps it.",
+    help="Proceed although this checkpoint is recorded as needing the files; it may break. The audit log records it.",
 )
 
 
@@ -182,7 +182,7 @@ def _spelling(of: click.Command) -> Callable[[str, str, str], str]:
 
 
 def command(function: Callable[..., None]) -> click.Command:
-    """A command that is given an `Output` as `out`, by its options --json and --quiet."""
+    """Make a function a command with the options --json and --quiet, which it gets as an `Output` in `out`."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, as_json: bool, quiet: bool, **options: Any) -> None:
@@ -194,8 +194,8 @@ def command(function: Callable[..., None]) -> click.Command:
 
     made = click.command(context_settings={"help_option_names": ["-h", "--help"]})(wrapped)
     made.params += [
-        click.Option(["as_json", "--json"], is_flag=True, help="Print one JSON object; errors too, to stderr."),
-        click.Option(["-q", "--quiet"], is_flag=True, help="Print the bare result for scripts; no progress, no notes."),
+        click.Option(["as_json", "--json"], is_flag=True, help="Print one JSON object; errors are JSON on stderr."),
+        click.Option(["-q", "--quiet"], is_flag=True, help="Print only the result, for scripts; no progress or notes."),
     ]
     if refs := [str(p.metavar).strip("[]…") for p in made.params if isinstance(p, _Ref)]:
         means = "is" if len(refs) == 1 else "are each"
@@ -235,7 +235,7 @@ CONFIG = click.option(
     "--config",
     metavar="FILE",
     callback=_read_config,
-    help="The training's configuration, in JSON or YAML, besides what the files tell; it wins.",
+    help="The training configuration, JSON or YAML; overrides what the files contain.",
 )
 METRIC = click.option(
     "--metric",
@@ -243,7 +243,7 @@ METRIC = click.option(
     metavar="NAME=VALUE",
     multiple=True,
     callback=_parse_metrics,
-    help="A measured number, besides what the files tell. Give it again for several.",
+    help="A metric to add to those in the files. May be repeated.",
 )
 
 
@@ -336,5 +336,5 @@ SOURCE = click.option(
     metavar="KEY=VALUE",
     multiple=True,
     callback=_source_options,
-    help="What the files of a foreign SRC do not say: layout=FILE, groups=FILE, …; docs/sources lists each kind's.",
+    help="Information that a foreign SRC's files lack: layout=FILE, groups=FILE, …; see docs/sources for each kind.",
 )
