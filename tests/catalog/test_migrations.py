@@ -66,7 +66,7 @@ def filled(url: str) -> None:
     """A catalog of this release, with data."""
     with Catalog(url) as catalog:
         catalog.record(manifest(1), "/data/1")
-        catalog.record(manifest(2), "/data/2")
+        catalog.record(manifest(2, step=9), "/data/2")
         catalog.tag("run7@0", "good")
         catalog.link("run7@0", "/data/2", "convert")
 

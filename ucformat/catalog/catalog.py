@@ -1,4 +1,4 @@
-"""The face of the catalog: frozen values in and out, one transaction a call."""
+"""The catalog's public interface: frozen values in and out, one transaction for each call."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ucformat.catalog.entries import load_entries
 from ucformat.catalog.labels import ANY
 from ucformat.catalog.models import Checkpoint, Verification
 from ucformat.catalog.reader import CatalogReader
-from ucformat.catalog.refs import parse_ref, resolve, same_url
+from ucformat.catalog.refs import parent_name, parse_ref, resolve, resolve_committed, same_url
 from ucformat.catalog.rows import TOUCHED, event, lock, touch
 from ucformat.catalog.stamp import GRACE, Stamp, make_stamp
-from ucformat.errors import Conflict, PermissionDenied, UsageError
+from ucformat.errors import Conflict, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -43,16 +43,16 @@ _PROBLEMS = 100  # of a damaged checkpoint so many are kept
 class Catalog(CatalogReader):
     """A catalog of checkpoints in SQLite or PostgreSQL.
 
-    Every method is one transaction: it happens as a whole or not at all, whoever else works on the catalog. A `ref` is
-    a place, `run@step`, `run@latest`, `alias:name`, an id or the beginning of one.
+    Every method is one atomic transaction. A `ref` is a place, `run@step`, `run@latest`, `alias:name`, an id or the
+    beginning of one.
 
     Args:
-        url: a file's path, `sqlite:///…` or `postgresql://…`; None for the one that the settings name.
-        read_only: never write, and let the database see to it.
-        upgrade: bring tables of an older ucformat up to date; without it, they are UpgradeNeeded.
+        url: a file's path, `sqlite:///…` or `postgresql://…` (default: the catalog of the settings).
+        read_only: do not write; the database enforces it (default: False).
+        upgrade: upgrade tables of an older ucformat (default: raise UpgradeNeeded).
     """
 
-    # What happens to it
+    # Recording
 
     def record(
         self,
@@ -65,25 +65,28 @@ class Catalog(CatalogReader):
         said: bool = False,
         listing: str | None = None,
     ) -> Entry:
-        """Record a checkpoint that lies at `url`; one whose id is known only gets the place, and the run if given.
+        """Record a checkpoint at a place. If its id is known, only the place is added, and the run if given.
 
         Args:
-            manifest: what it holds; of a foreign one, the manifest that describes it, with an id.
-            url: where it lies.
+            manifest: the manifest; of a foreign checkpoint, one that describes it, with an id.
+            url: the place.
             kind: `ucformat`, or the engine that wrote it.
-            run: its run; by default the manifest's, else the name of the folder that the checkpoint's folder is in.
-            files: of a foreign one, in how many files its extents lie, and how large these are.
-            listing: the hash of what its files are, by which `register` knows it again without reading it.
-            said: of a foreign one, that somebody said the manifest's configuration: it also replaces a known one.
+            run: its run (default: the manifest's, else the name of the parent folder).
+            files: of a foreign checkpoint, the number of its files and their bytes.
+            said: of a foreign checkpoint, replace a known configuration by the manifest's (default: keep it).
+            listing: a hash of the file listing, by which `register` recognises unchanged checkpoints.
+
+        Returns:
+            The checkpoint's entry.
 
         Raises:
-            Conflict: another checkpoint is known by its id.
+            Conflict: another checkpoint has its id.
         """
         stamp, url = make_stamp(), same_url(url)
 
         def work(c: Connection) -> Entry:
             given = run or manifest.run
-            where = given or _folder(url)
+            where = given or parent_name(url)
             about: dict[str, Any] = {"kind": kind, "run": where, "files": files, "said": said, "listing": listing}
             serial = recording.record(c, manifest, url, now=stamp.now, who=stamp.who, **about)
             if run is not None and recording.set_run(c, serial, run, stamp.now):
@@ -93,16 +96,16 @@ class Catalog(CatalogReader):
         return self._write(work)
 
     def absorb(self, checkpoint: str, doc: CatalogDoc, url: str, *, trust: bool = False) -> Entry:
-        """Take in what another catalog, or this one before it was lost, wrote beside the checkpoint of this id.
-
-        What is refused is a warning.
+        """Import the document beside a checkpoint, which another catalog or this one wrote; log warnings for refusals.
 
         Args:
             checkpoint: the id.
-            doc: what lies beside it.
-            url: the place where it does, for which alone it speaks.
-            trust: believe it as if all had been said here; otherwise it moves no name, takes back nothing that was said
-                here, and what it says to be deleted gets a new grace.
+            doc: the document.
+            url: the place that it is about.
+            trust: apply all of it (default: move no alias, undo nothing recorded here, restart the grace of deletions).
+
+        Returns:
+            The checkpoint's entry.
         """
         from ucformat.catalog.document import absorb
 
@@ -115,22 +118,33 @@ class Catalog(CatalogReader):
 
         entry, refused = self._database.write(work)
         for what in refused:
-            _log.warning("%s; --trust-documents believes it", what)
+            _log.warning("%s; --trust-documents applies it", what)
         return entry
 
     def forget(self, places: Collection[LocationEntry]) -> list[str]:
-        """Forget that checkpoints lie in these places, if none was seen there since; the urls that were forgotten.
+        """Remove places where checkpoints no longer exist, unless one was seen there since.
 
-        A checkpoint that lies nowhere any more is purged, and no longer protects what its bytes lay in.
+        A checkpoint without a place becomes purged, and no longer protects the files that it needed.
+
+        Args:
+            places: the places, as `places` returned them.
+
+        Returns:
+            The urls that were removed.
         """
         stamp = make_stamp()
         return self._database.write(lambda c: recording.forget(c, places, now=stamp.now, who=stamp.who))
 
     def link(self, child: str, parent: str, kind: str) -> None:
-        """Say from what a checkpoint was made; `parent` may be a place that the catalog does not know.
+        """Record that a checkpoint was made from another.
+
+        Args:
+            child: a reference.
+            parent: a reference, or a place that is not in the catalog.
+            kind: how, such as `finetune` or `convert`.
 
         Raises:
-            UsageError: an unknown kind of edge, or the parent descends from the child.
+            UsageError: the kind is unknown, or the parent descends from the child.
         """
         stamp = make_stamp()
         from ucformat.schema.manifest import LineageDoc
@@ -159,7 +173,17 @@ class Catalog(CatalogReader):
         problems: Sequence[str] = (),
         tool: str = "",
     ) -> None:
-        """Note what a verification of a checkpoint found, in one of the places where it lies."""
+        """Record the result of a verification.
+
+        Args:
+            ref: the checkpoint.
+            url: the place that was verified.
+            ok: whether no problem was found.
+            bytes_verified: bytes that were checked against checksums.
+            bytes_unverified: bytes without checksums.
+            problems: the problems; the first 100 are stored.
+            tool: the program and its version.
+        """
         stamp = make_stamp()
         values = {"ok": ok, "bytes_verified": bytes_verified, "bytes_unverified": bytes_unverified, "tool": tool}
 
@@ -178,13 +202,20 @@ class Catalog(CatalogReader):
 
         self._write(work)
 
-    # What may go
+    # Deletion
 
     def retain(self, policy: Policy, *, apply: str | None = None) -> RetentionPlan:
-        """What a policy keeps and deletes; with `apply`, the id of a plan that was looked at, it is deleted, softly.
+        """Plan what a policy keeps and deletes, or apply such a plan.
+
+        Args:
+            policy: the policy.
+            apply: the id of a plan to apply; its checkpoints can be restored in their grace (default: only plan).
+
+        Returns:
+            The plan.
 
         Raises:
-            Conflict: the plan is another one by now; nothing was deleted.
+            Conflict: the plan has changed; nothing was deleted.
         """
         from ucformat.catalog import deletion
         from ucformat.catalog.retention import plan_retention
@@ -212,8 +243,8 @@ class Catalog(CatalogReader):
             found = plan(c)
             if found.id != apply:
                 raise Conflict(
-                    "the checkpoints have changed since the plan was made, and so has the plan: nothing was deleted",
-                    hint="look at the new plan, and apply that",
+                    "the plan has changed since it was shown: nothing was deleted",
+                    hint="review the new plan and apply that",
                 )
             serials = [r.serial for r in found.delete]
             deletion.delete(c, serials, found.grace, stamp, why={"plan": found.id}, needed=needed)
@@ -222,10 +253,14 @@ class Catalog(CatalogReader):
         return self._write(work)
 
     def delete(self, *refs: str, grace: timedelta = GRACE) -> None:
-        """Delete checkpoints softly: all of them or none. They can be restored until `gc` finds the grace over.
+        """Delete checkpoints, all of them or none. They can be restored until `gc` removes them.
+
+        Args:
+            refs: the checkpoints.
+            grace: for how long `gc` must not remove them (default: 7 days).
 
         Raises:
-            PermissionDenied: one is aliased, tagged, held, needed by another, or not written by ucformat.
+            PermissionDenied: one has an alias, tag or hold, is needed by another, or was not written by ucformat.
         """
         from ucformat.catalog import deletion
 
@@ -237,13 +272,17 @@ class Catalog(CatalogReader):
         self._write(lambda c: deletion.delete(c, serials, grace, stamp, why={}, needed=needed))
 
     def restore(self, *refs: str) -> None:
-        """Take deletions back: all of them or none."""
+        """Restore deleted checkpoints, all of them or none.
+
+        Raises:
+            PermissionDenied: one is not deleted, or is being purged.
+        """
         from ucformat.catalog import deletion
 
         stamp = make_stamp()
         self._write(lambda c: deletion.restore(c, [resolve(c, parse_ref(r)) for r in refs], stamp))
 
-    # What people say of it
+    # Labels
 
     def alias(self, name: str, ref: str, *, expect: Any = ANY) -> None:
         """Point an alias to a checkpoint.
@@ -251,19 +290,19 @@ class Catalog(CatalogReader):
         Args:
             name: the alias.
             ref: the checkpoint.
-            expect: to what it must point now, a reference; None if there must be none.
+            expect: where it must point now, a reference; None if it must not exist (default: anywhere).
 
         Raises:
-            Conflict: it points to something else.
+            Conflict: it points elsewhere.
         """
 
         def move(c: Connection, stamp: Stamp, old: Any) -> Iterable[int]:
-            return labels.move_alias(c, name, _alive(c, ref, labels.alias_target(c, name)), old, stamp)
+            return labels.move_alias(c, name, resolve_committed(c, ref, labels.alias_target(c, name)), old, stamp)
 
         self._move(move, expect)
 
     def unalias(self, name: str, *, expect: Any = ANY) -> None:
-        """Remove an alias; its history stays."""
+        """Remove an alias and keep its history; `expect` and errors as in `alias`."""
         self._move(lambda c, stamp, old: labels.remove_alias(c, name, old, stamp), expect)
 
     def _move(self, move: Callable[[Connection, Stamp, Any], Iterable[int]], expect: Any) -> None:
@@ -276,32 +315,41 @@ class Catalog(CatalogReader):
         self._write(work)
 
     def tag(self, ref: str, *tags: str, permanent: bool = False) -> None:
-        """Put tags on a checkpoint, which keep it from being deleted.
+        """Add tags to a checkpoint, which protect it from deletion.
 
         Args:
             ref: the checkpoint.
             tags: their names.
-            permanent: they are never taken off again (default: `untag` takes them off).
+            permanent: they cannot be removed (default: `untag` removes them).
         """
         self._say(ref, lambda c, serial, stamp: labels.add_tags(c, serial, tags, stamp, permanent=permanent))
 
     def untag(self, ref: str, *tags: str, reason: str) -> None:
-        """Take tags off a checkpoint, all of them or none.
+        """Remove tags from a checkpoint, all of them or none.
 
         Args:
             ref: the checkpoint.
             tags: their names.
-            reason: why, for the log.
+            reason: why, for the audit log.
 
         Raises:
-            NotFound: it does not bear one of them.
+            NotFound: it does not have one of them.
             PermissionDenied: one is permanent.
-            UsageError: there is no reason.
+            UsageError: the reason is empty.
         """
         self._say(ref, lambda c, serial, stamp: labels.remove_tags(c, serial, tags, reason, stamp), alive=False)
 
     def hold(self, ref: str, reason: str, until: datetime | timedelta | None = None) -> int:
-        """Keep a checkpoint from being deleted, until a time or until it is released; the number of the hold."""
+        """Protect a checkpoint from deletion.
+
+        Args:
+            ref: the checkpoint.
+            reason: why.
+            until: a time or a duration from now (default: until it is released).
+
+        Returns:
+            The number of the hold.
+        """
         return self._say(
             ref,
             lambda c, serial, stamp: labels.add_hold(
@@ -310,26 +358,26 @@ class Catalog(CatalogReader):
         )
 
     def release(self, ref: str, number: int | None = None) -> int:
-        """End the holds on a checkpoint, or the one of this number; how many there were."""
+        """Release the hold with this number (default: all holds) on a checkpoint; return how many were released."""
         return self._say(ref, lambda c, serial, stamp: labels.release_holds(c, serial, stamp, number), alive=False)
 
     def metric(self, ref: str, metrics: Mapping[str, float]) -> None:
-        """Write metrics of a checkpoint, in place of older ones of the same names."""
+        """Set metrics of a checkpoint, replacing those with the same names."""
         self._say(ref, lambda c, serial, stamp: labels.add_metrics(c, serial, metrics, stamp))
 
     def note(self, ref: str, text: str) -> None:
-        """Write something about a checkpoint."""
+        """Add a note to a checkpoint."""
         self._say(ref, lambda c, serial, stamp: labels.add_note(c, serial, text, stamp))
 
     def _say(self, ref: str, say: Callable[[Connection, int, Stamp], T], *, alive: bool = True) -> T:
         stamp = make_stamp()
 
         def work(c: Connection) -> T:
-            serial = _alive(c, ref) if alive else resolve(c, parse_ref(ref))
+            serial = resolve_committed(c, ref) if alive else resolve(c, parse_ref(ref))
             found = say(c, serial, stamp)
             if found or found is None:
                 touch(c, [serial])
-            else:  # nothing changes, but whoever said it before may have been killed before it was in the document
+            else:  # nothing changes, but an earlier process may have died before it wrote the document
                 c.info[TOUCHED].add(serial)
             return found
 
@@ -344,22 +392,3 @@ class Catalog(CatalogReader):
         for listener in on_change if touched else ():
             listener(self, touched)
         return found
-
-
-def _alive(connection: Connection, ref: str, *others: int | None) -> int:
-    """The serial of a checkpoint that is not purged or replaced; else PermissionDenied: nothing more can be said of it.
-
-    It is locked, and `others` are along with it: one at a time, two transactions could wait for each other.
-    """
-    serial = resolve(connection, parse_ref(ref))
-    state = lock(connection, {serial, *(o for o in others if o is not None)})[serial]
-    if state != "committed":
-        hint = "`ucp restore` brings it back" if state == "deleted" else "its bytes are gone"
-        raise PermissionDenied(f"the checkpoint {ref} is {state}", hint=hint)
-    return serial
-
-
-def _folder(url: str) -> str | None:
-    """The name of the folder that a checkpoint's folder is in."""
-    parts = [p for p in url.partition("://")[2].split("/") if p] if "://" in url else [p for p in url.split("/") if p]
-    return parts[-2] if len(parts) > 1 else None

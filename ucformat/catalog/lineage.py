@@ -1,4 +1,4 @@
-"""Lineage: what a checkpoint was made from, or what was made from it, over any number of steps."""
+"""Lineage: the ancestors or descendants of a checkpoint, as a graph, and as text: a tree, Mermaid or Graphviz."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ __all__ = [
 
 Direction = Literal["up", "down"]
 
-_NEAR = 64  # up to this depth the database counts the steps; further, it walks all the way, which costs less
+_NEAR = 64  # up to this depth the query counts steps; for more, following all edges is cheaper
 _LOCK = 0x7563666C  # PostgreSQL's advisory lock of those who add links: "ucfl"
 
 
 @dataclass(frozen=True, slots=True)
 class LineageNode:
-    """A checkpoint, `distance` steps from the root; of one that the catalog does not know, there is only a url."""
+    """A checkpoint, `distance` steps from the root; of one that is not in the catalog, only the url is known."""
 
     id: str | None
     name: str
@@ -57,7 +57,7 @@ class LineageNode:
 
 @dataclass(frozen=True, slots=True)
 class LineageEdge:
-    """A step, between the keys of two nodes; with `depends`, the child's bytes lie in the parent's files."""
+    """An edge between the keys of two nodes; with `depends`, the child needs the parent's files."""
 
     child: str
     parent: str
@@ -67,10 +67,10 @@ class LineageEdge:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The nodes that are reached from the one whose key is `root`, and the edges that lead to them, nearest first.
+    """The nodes that are reached from `root`, and the edges to them, nearest first.
 
-    A node's key is the checkpoint's id, or the url of one that the catalog does not know. Parents come in the order in
-    which they were recorded, children the oldest first.
+    A node's key is the checkpoint's id, or the url of one that is not in the catalog. Parents are in the order in which
+    they were recorded, children oldest first.
     """
 
     root: str
@@ -86,7 +86,18 @@ def load_lineage(
     depth: int | None,
     now: datetime,  # noqa: ARG001 - as all questions are asked
 ) -> Lineage:
-    """What a checkpoint was made from (`up`), or what was made from it (`down`), at most `depth` steps away."""
+    """Load the lineage of a checkpoint.
+
+    Args:
+        connection: a transaction.
+        serial: the checkpoint.
+        direction: `up` to its ancestors or `down` to its descendants.
+        depth: the maximum number of steps; None for all.
+        now: unused.
+
+    Returns:
+        The graph.
+    """
     if direction not in ("up", "down"):
         raise UsageError(f"{direction!r} is not a direction of lineage", hint="it is `up` or `down`")
     if depth is not None and depth < 0:
@@ -122,10 +133,20 @@ def load_lineage(
 
 
 def add_link(connection: Connection, serial: int, parent: str, kind: str, stamp: Stamp) -> bool:
-    """Say from what a checkpoint was made: a reference, or a place that the catalog does not know; whether it is new.
+    """Record that a checkpoint was made from another.
+
+    Args:
+        connection: a transaction that writes.
+        serial: the child.
+        parent: a reference, or a place that is not in the catalog.
+        kind: how the child was made.
+        stamp: who records it, and when.
+
+    Returns:
+        Whether the edge is new.
 
     Raises:
-        NotFound: the parent is neither known nor a place.
+        NotFound: the parent is neither in the catalog nor a place.
         UsageError: the parent is the checkpoint itself, or descends from it.
     """
     ref = parse_ref(parent)
@@ -222,10 +243,14 @@ def _node(r: Row[Any], distance: int) -> LineageNode:
 
 
 def render_tree(lineage: Lineage) -> list[str]:
-    """A line for each step, branches indented; a node that is reached again is only named, and marked `(above)`.
+    """Render a tree for terminals.
 
-    A line that begins with an arrow is the only step from the line above it, so that a long line of descent stays
-    narrow.
+    Args:
+        lineage: the graph.
+
+    Returns:
+        A line for each edge. A line that begins with an arrow is the only edge from the line above, so that long chains
+        stay narrow; a node that is reached again is only named, and marked `(above)`.
     """
     arrow, up = ("← ", True) if lineage.direction == "up" else ("→ ", False)
     steps: dict[str, list[LineageEdge]] = {}
@@ -248,7 +273,7 @@ def render_tree(lineage: Lineage) -> list[str]:
 
 
 def _branches(edges: Sequence[LineageEdge], indent: str, arrow: str) -> list[tuple[str, str, LineageEdge]]:
-    """How the line of each step begins, and how those below it do; the first step last."""
+    """The prefix of each edge's line and of the lines below it; the first edge last."""
     if len(edges) == 1:
         return [(indent + arrow, indent, edges[0])]
     last = len(edges) - 1
@@ -257,7 +282,7 @@ def _branches(edges: Sequence[LineageEdge], indent: str, arrow: str) -> list[tup
 
 
 def render_mermaid(lineage: Lineage) -> str:
-    """A Mermaid flowchart, arrows from parents to children; thick where the child's bytes lie in the parent's files."""
+    """Render a Mermaid flowchart, with arrows from parents to children, thick if the child needs the parent's files."""
     numbers = {key: f"n{i}" for i, key in enumerate(lineage.nodes)}
     lines = ["flowchart LR"]
     for key, node in lineage.nodes.items():
@@ -270,7 +295,7 @@ def render_mermaid(lineage: Lineage) -> str:
 
 
 def render_dot(lineage: Lineage) -> str:
-    """A digraph for Graphviz, arrows as in `mermaid`; bold where the child's bytes lie in the parent's files."""
+    """Render a Graphviz digraph, with arrows from parents to children, bold if the child needs the parent's files."""
     numbers = {key: f"n{i}" for i, key in enumerate(lineage.nodes)}
     lines = ["digraph lineage {", "  rankdir=LR;", "  node [shape=box];"]
     for key, node in lineage.nodes.items():
@@ -283,7 +308,7 @@ def render_dot(lineage: Lineage) -> str:
 
 
 def _label(node: LineageNode) -> list[str]:
-    """What a node is called, and what is known of it."""
+    """The name of a node, and a few facts about it."""
     if node.id is None:
         return [node.name, "not in the catalog"]
     short = node.id[:12]
@@ -300,15 +325,15 @@ def _line(node: LineageNode) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without what breaks lines, steers a terminal or turns the writing around."""
+    """Escape line breaks, control characters and changes of writing direction."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _entities(text: str) -> str:
-    """For a quoted text of Mermaid: everything that could end it, or mean something in it, as a number."""
+    """Escape for a quoted text of Mermaid: all special characters as numbers."""
     return "".join(c if c.isalnum() or c in " @./:-" else f"#{ord(c)};" for c in _printable(text))
 
 
 def _escaped(text: str) -> str:
-    """For a quoted string of DOT, in which a backslash escapes and an ampersand begins an entity."""
+    """Escape for a quoted string of DOT."""
     return _printable(text).replace("&", "&amp;").replace("\\", "\\\\").replace('"', '\\"')

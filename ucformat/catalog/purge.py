@@ -1,4 +1,4 @@
-"""What may be removed from storage for good: a pure function of the deleted checkpoints and the time."""
+"""Which deleted checkpoints may be removed from storage: a pure function of the checkpoints and the time."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _SECOND, _DISAGREE = timedelta(seconds=1), timedelta(minutes=5)
 class Deferred:
     """A deleted checkpoint that stays in storage for now, all the reasons why, and when it may be purged.
 
-    Without `until` somebody has to do something first, as release a hold. What is needed by others is purged in a later
-    run than they are, at the earliest.
+    `until` is None if a user has to act first, for instance to release a hold. A checkpoint that others need is purged
+    in a later run than these.
     """
 
     row: RetentionRow
@@ -34,7 +34,7 @@ class Deferred:
 
 @dataclass(frozen=True, slots=True)
 class PurgePlan:
-    """What to purge; each deleted row is in one of `purge` and `wait`. Plans of the same `id` purge the same."""
+    """What to purge; each deleted row is in one of `purge` and `wait`. Plans with the same `id` purge the same rows."""
 
     id: str
     purge: tuple[RetentionRow, ...]
@@ -42,22 +42,25 @@ class PurgePlan:
 
     @property
     def bytes_purged(self) -> int:
-        """How much becomes free."""
+        """The bytes that are freed."""
         return sum(row.nbytes for row in self.purge)
 
 
 def plan_purge(
     rows: Iterable[RetentionRow], now: datetime, default_grace: timedelta, clocks: Mapping[str, float]
 ) -> PurgePlan:
-    """Which of the deleted checkpoints may be purged; rows in other states are passed over.
+    """Plan which deleted checkpoints may be purged.
 
-    What another one needs is not purged in the same plan, so that a crash between the two leaves no broken checkpoint.
+    A checkpoint that another one needs is not purged in the same plan, so that no crash leaves a broken checkpoint.
 
     Args:
-        rows: the checkpoints.
-        now: the time by the clock of this host.
-        default_grace: of those that have none of their own.
-        clocks: what other clocks show, in seconds. A grace is over when it is by all that saw it begin.
+        rows: the checkpoints; those that are not deleted are ignored.
+        now: the time by this host's clock.
+        default_grace: the grace period of those that have none of their own.
+        clocks: the time by other clocks, in seconds; a grace period is over when all clocks that saw it begin agree.
+
+    Returns:
+        The plan.
     """
     deleted = sorted((row for row in rows if row.state == "deleted"), key=plan_order)
     ends = {row.id: end_of_grace(row, default_grace, now, clocks) for row in deleted}
@@ -73,16 +76,16 @@ def plan_purge(
 
 
 def end_of_grace(row: RetentionRow, default: timedelta, now: datetime, clocks: Mapping[str, float]) -> datetime | None:
-    """When a deleted checkpoint may be purged, by this host's clock: when its grace is over by all clocks at hand.
+    """When the grace period of a deleted checkpoint is over by all available clocks.
 
     Args:
         row: the checkpoint.
-        default: the grace of one that has none of its own.
-        now: the time by the clock of this host.
-        clocks: what other clocks show, in seconds.
+        default: the grace period if it has none of its own.
+        now: the time by this host's clock.
+        clocks: the time by other clocks, in seconds.
 
     Returns:
-        the time; None if it is not known when the checkpoint was deleted.
+        The time by this host's clock; None if it is unknown when the checkpoint was deleted.
     """
     end = row.purge_after
     if end is None and row.deleted is not None:
@@ -95,7 +98,7 @@ def end_of_grace(row: RetentionRow, default: timedelta, now: datetime, clocks: M
 
 
 def _ages(row: RetentionRow, clocks: Mapping[str, float]) -> dict[str, timedelta]:
-    """How long ago a checkpoint was deleted, by each clock that saw it."""
+    """How long ago a checkpoint was deleted, by each clock that was read then and now."""
     return {name: timedelta(seconds=clocks[name] - then) for name, then in row.deleted_clocks.items() if name in clocks}
 
 
@@ -115,7 +118,7 @@ def _reasons(row: RetentionRow, end: datetime | None, now: datetime, clocks: Map
 def _times(
     rows: Sequence[RetentionRow], ends: Mapping[str, datetime | None], now: datetime
 ) -> dict[str, datetime | None]:
-    """When each may be purged if nothing else happens; None if that is never."""
+    """When each may be purged if nothing else happens; None for never."""
     missing = {row.id: len(row.dependents) for row in rows}
     needed: dict[str, list[RetentionRow]] = defaultdict(list)
     for row in rows:

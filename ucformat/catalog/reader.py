@@ -1,4 +1,4 @@
-"""The questions that a catalog answers: frozen values out, one transaction each."""
+"""Queries of the catalog: frozen values out, one transaction each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["CatalogReader"]
 
 
 class CatalogReader:
-    """What can be asked of a catalog."""
+    """The queries of a catalog."""
 
     def __init__(self, url: str | None = None, *, read_only: bool = False, upgrade: bool = False) -> None:
         if url is None:
@@ -36,22 +36,22 @@ class CatalogReader:
 
             url = load_settings().catalog_url()
             if url is None:
-                raise PermissionDenied("the catalog is switched off", hint="set UCP_CATALOG, or give --catalog URL")
+                raise PermissionDenied("the catalog is switched off", hint="set UCP_CATALOG or pass --catalog URL")
         self._database = Database(url, read_only=read_only, upgrade=upgrade)
 
     @property
     def url(self) -> str:
-        """Where it is, without a password."""
+        """Its url, without the password."""
         return self._database.url
 
     @property
     def database(self) -> Database:
-        """The database: for the rooms above, not for users."""
+        """The database, for internal use."""
         return self._database
 
     @property
     def who(self) -> str:
-        """What the audit log calls us."""
+        """The user and host that the audit log records."""
         return stamp.make_stamp().who
 
     def close(self) -> None:
@@ -78,63 +78,86 @@ class CatalogReader:
         offset: int = 0,
         deleted: bool = False,
     ) -> list[Entry]:
-        """The checkpoints that a filter takes, in order; with `deleted` also those that are no longer committed.
+        """Find the checkpoints that match a filter (docs/filters.md).
 
-        A filter that speaks of `state` itself sees them all. The language is in docs/filters.md.
+        Args:
+            where: the filter (default: all checkpoints).
+            sort: the keys to sort by (default: newest first).
+            limit: the maximum number of checkpoints (default: all).
+            offset: how many to skip (default: 0).
+            deleted: include those that are no longer committed (default: only if the filter uses `state`).
+
+        Returns:
+            Their entries.
 
         Raises:
-            UsageError: the filter or the sort cannot be read, or names a key that nobody has.
+            UsageError: the filter or sort order is invalid, or uses a key that no checkpoint has.
         """
         with self._database.reading() as c:
             found = entries.find_serials(c, where, stamp.now(), sort=sort, limit=limit, offset=offset, deleted=deleted)
             return load_entries(c, found, stamp.now())
 
     def count(self, where: str = "", *, deleted: bool = False) -> int:
-        """How many checkpoints a filter takes."""
+        """Count the checkpoints that match a filter; arguments and errors as in `find`."""
         with self._database.reading() as c:
             return entries.count_checkpoints(c, where, stamp.now(), deleted=deleted)
 
     def get(self, ref: str) -> Entry:
-        """The checkpoint that a reference means.
+        """Look up a checkpoint.
+
+        Args:
+            ref: a reference.
+
+        Returns:
+            Its entry.
 
         Raises:
             NotFound: there is none.
-            UsageError: the reference means several.
+            UsageError: the reference is ambiguous.
         """
         with self._database.reading() as c:
             return load_entries(c, [resolve(c, parse_ref(ref))], stamp.now())[0]
 
     def places(self, root: str) -> list[LocationEntry]:
-        """The places at or below `root` where checkpoints lie, as far as the catalog knows."""
+        """The places of checkpoints at or below `root`, sorted by url."""
         with self._database.reading() as c:
             return recording.places(c, same_url(root))
 
     def listings(self, root: str) -> dict[str, tuple[str, str]]:
-        """Of the places at or below `root` that were read: the checkpoint's id, and the hash of what its files were."""
+        """The checkpoint's id and the hash of its file listing, by url of places at or below `root`."""
         with self._database.reading() as c:
             return recording.listings(c, same_url(root))
 
     def tensors(self, ref: str) -> list[TensorEntry]:
-        """The tensors of a checkpoint, as its manifest lists them."""
+        """The tensors of a checkpoint, in the order of its manifest."""
         with self._database.reading() as c:
             return entries.load_tensors(c, resolve(c, parse_ref(ref)))
 
     def holding(self, digest: str) -> list[tuple[Entry, TensorEntry]]:
-        """The checkpoints that hold a tensor with this very content, and that tensor."""
+        """Find the checkpoints and tensors with this content digest."""
         with self._database.reading() as c:
             found = entries.find_digest(c, digest)
             loaded = dict(zip(found, load_entries(c, list(found), stamp.now()), strict=True))
             return [(loaded[s], t) for s, tensors in found.items() for t in tensors]
 
     def lineage(self, ref: str, direction: Literal["up", "down"] = "up", depth: int | None = None) -> Lineage:
-        """What a checkpoint was made from (`up`), or what was made from it (`down`), so many steps far."""
+        """Follow the lineage of a checkpoint.
+
+        Args:
+            ref: the checkpoint.
+            direction: `up` to its ancestors or `down` to its descendants.
+            depth: the maximum number of steps (default: all).
+
+        Returns:
+            The graph of the checkpoints that are reached.
+        """
         from ucformat.catalog.lineage import load_lineage
 
         with self._database.reading() as c:
             return load_lineage(c, resolve(c, parse_ref(ref)), direction, depth, stamp.now())
 
     def diff(self, a: str, b: str) -> Diff:
-        """In what two checkpoints differ: configuration, tensors, topology, metrics; reads no tensor."""
+        """Compare configuration, tensors, topology and metrics of two checkpoints, without reading tensors."""
         from ucformat.catalog.diff import diff
 
         with self._database.reading() as c:
@@ -149,21 +172,24 @@ class CatalogReader:
         memory: int | None = None,
         trust_role: bool = False,
     ) -> Table:
-        """The rows of one SQL query, which the database does not let write.
+        """Run one read-only SQL query, which the database enforces.
 
         Args:
-            statement: One SELECT, VALUES or WITH.
-            limit: The most rows; None for all.
-            timeout: Seconds until the query is ended; None for no limit.
-            memory: Bytes that SQLite may take in this process, for good; None for no limit.
-            trust_role: Whether to ask PostgreSQL under a role that may do more than read tables.
+            statement: one SELECT, VALUES or WITH.
+            limit: the maximum number of rows (default: all, up to 256 MiB).
+            timeout: seconds until the query is cancelled; None for no limit (default: 60).
+            memory: bytes that SQLite may allocate in this process from now on (default: no limit).
+            trust_role: allow a PostgreSQL role that may do more than read tables (default: False).
+
+        Returns:
+            The rows.
         """
         from ucformat.catalog.sql import run_sql
 
         return run_sql(self._database, statement, limit, timeout=timeout, memory=memory, trust_role=trust_role)
 
     def events(self, ref: str | None = None, limit: int = 100) -> list[EventEntry]:
-        """The audit log, the newest first: of one checkpoint, or of all."""
+        """The last `limit` events of the audit log, newest first, of one checkpoint (default: of all)."""
         with self._database.reading() as c:
             return entries.load_events(c, None if ref is None else resolve(c, parse_ref(ref)), limit)
 
@@ -173,17 +199,20 @@ class CatalogReader:
             return labels.aliases(c)
 
     def alias_history(self, name: str) -> list[MoveEntry]:
-        """Where an alias pointed to, the first first."""
+        """The moves of an alias, oldest first."""
         with self._database.reading() as c:
             return labels.alias_history(c, name)
 
     def protections(self, checkpoint: str, url: str, *, said: bool = True) -> tuple[str, ...]:
-        """Why a checkpoint at a place must stay, even if the catalog does not know it: others may need its files.
+        """What protects a checkpoint at a place from deletion, even if it is not in the catalog.
 
         Args:
             checkpoint: its id.
             url: the place.
-            said: also what is said of it: holds, tags, aliases (default); otherwise only who needs its files.
+            said: include its holds, tags and aliases (default); otherwise only the checkpoints that need its files.
+
+        Returns:
+            The reasons.
         """
         from ucformat.catalog import deletion
 
@@ -191,21 +220,28 @@ class CatalogReader:
             return deletion.protections_at(c, checkpoint, same_url(url), stamp.now(), said=said)
 
     def contradiction(self, manifest: Manifest, url: str) -> str | None:
-        """Why what lies at a place, by its manifest, is not the checkpoint that is recorded there under its id.
+        """Whether the manifest at a place contradicts the checkpoint that is recorded there under the same id.
 
         Args:
-            manifest: what was read there.
+            manifest: the manifest that was read there.
             url: the place.
 
         Returns:
-            the reason; None where nothing says so: the catalog does not know it, or not there, or it is that one,
-            perhaps in another form, as `materialize` makes it.
+            The contradiction; None if it is the same checkpoint, perhaps in the form that `materialize` makes, or if
+            the catalog does not have it there.
         """
         with self._database.reading() as c:
             return content.contradiction(c, manifest, same_url(url))
 
     def purgeable(self, grace: timedelta = GRACE) -> PurgePlan:
-        """Which deleted checkpoints `gc` may remove from storage now; `grace` is for those without one of their own."""
+        """Plan which deleted checkpoints `gc` may remove from storage now.
+
+        Args:
+            grace: the grace period of those that have none of their own (default: 7 days).
+
+        Returns:
+            The plan.
+        """
         from ucformat.catalog import deletion
         from ucformat.catalog.purge import plan_purge
 

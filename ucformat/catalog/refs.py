@@ -21,14 +21,15 @@ import sqlalchemy as sa
 
 from ucformat.catalog.models import Alias, Checkpoint, Location, Run
 from ucformat.catalog.newest import contradiction, select_newest_first
-from ucformat.errors import NotFound, UsageError
+from ucformat.catalog.rows import lock
+from ucformat.errors import NotFound, PermissionDenied, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sqlalchemy import Connection
 
-__all__ = ["Ref", "is_place", "parse_ref", "resolve", "same_url"]
+__all__ = ["Ref", "is_place", "parent_name", "parse_ref", "resolve", "resolve_committed", "same_url"]
 
 _log = logging.getLogger("ucformat")
 _ID = re.compile(r"[0-9a-f]{4,64}", re.ASCII)
@@ -80,6 +81,12 @@ def same_url(place: str) -> str:
     return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111 - links stay as they are written
 
 
+def parent_name(url: str) -> str | None:
+    """The name of the parent folder."""
+    parts = [p for p in url.partition("://")[2].split("/") if p] if "://" in url else [p for p in url.split("/") if p]
+    return parts[-2] if len(parts) > 1 else None
+
+
 def resolve(connection: Connection, ref: Ref) -> int:
     """The serial of the checkpoint that a reference means.
 
@@ -111,6 +118,20 @@ def resolve(connection: Connection, ref: Ref) -> int:
             if named
             else "`ucp ls` lists those it knows; `ucp register PLACE` makes one known",
         )
+    return serial
+
+
+def resolve_committed(connection: Connection, ref: str, *others: int | None) -> int:
+    """The serial of a committed checkpoint, locked together with `others` so that transactions cannot deadlock.
+
+    Raises:
+        PermissionDenied: it is not committed.
+    """
+    serial = resolve(connection, parse_ref(ref))
+    state = lock(connection, {serial, *(o for o in others if o is not None)})[serial]
+    if state != "committed":
+        hint = "`ucp restore` restores it" if state == "deleted" else "its bytes are gone"
+        raise PermissionDenied(f"the checkpoint {ref} is {state}", hint=hint)
     return serial
 
 

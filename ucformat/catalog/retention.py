@@ -1,7 +1,7 @@
-"""What a policy keeps and what it deletes: a pure function of the policy, the checkpoints and the time.
+"""Retention policies, and what they keep and delete: a pure function of the policy, the checkpoints and the time.
 
-Nothing here reads the catalog or deletes anything. The repository fills the rows, shows the plan, and applies it if
-planning again gives a plan of the same id. docs/retention.md says for people what is kept and why.
+The catalog provides the rows, and applies a plan if planning again gives one with the same id. docs/retention.md
+describes policies for users.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ __all__ = [
 ]
 
 OWN_KIND = "ucformat"
-_MAX_NAMED = 10  # of those that need a checkpoint so many are named
+_MAX_NAMED = 10  # checkpoints that need another, named in a reason
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionHold:
-    """Why a checkpoint must not be deleted, and until when (None: until it is released)."""
+    """A hold: why a checkpoint must not be deleted, and until when (None: until it is released)."""
 
     reason: str
     until: datetime | None = None
@@ -52,13 +52,13 @@ class RetentionHold:
 
 @dataclass(frozen=True, slots=True)
 class RetentionRow:
-    """What retention needs to know of a checkpoint.
+    """A checkpoint as retention sees it.
 
-    `kind` is `ucformat`, or the engine that wrote it. `holds` are those that were not released. `dependents` are the
-    ids of the checkpoints whose bytes lie in this one's files, deleted ones too, but no purged ones. `claims` are
-    aliases that the document beside it names and that point elsewhere here. `matches` are the indexes, in
-    `policy.filters()`, of the filters that it satisfies; of `metrics`, those in `policy.metrics()` suffice.
-    `deleted_clocks` are what other clocks than the host's showed, in seconds, when it was deleted.
+    `kind` is `ucformat`, or the engine that wrote it. `holds` have not been released. `dependents` are the ids of the
+    checkpoints that need this one's files, unless they are purged. `claims` are aliases in the document beside it that
+    point elsewhere in this catalog. `matches` are the indexes in `policy.filters()` of the filters that it matches;
+    `metrics` has at least those in `policy.metrics()`. `deleted_clocks` are the seconds that clocks other than the
+    host's showed when it was deleted.
     """
 
     serial: int
@@ -83,13 +83,13 @@ class RetentionRow:
 
     @property
     def name(self) -> str:
-        """How people call it: `run7@1000`, else the beginning of its id."""
+        """Its short name: `run7@1000`, else the beginning of its id."""
         return self.id[:12] if self.run is None or self.step is None else f"{self.run}@{self.step}"
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A checkpoint that stays, and all the reasons why."""
+    """A checkpoint that is kept, and all the reasons why."""
 
     row: RetentionRow
     reasons: tuple[str, ...]
@@ -99,9 +99,8 @@ class Kept:
 class RetentionPlan:
     """What a policy does: each row is in one of `keep`, `delete` and `untouched`.
 
-    Two plans have the same `id` if the same policy deletes the same checkpoints. `untouched` are those that were not
-    judged, and why. `idle` are the rules of the policy that keep nothing, which may be misspelled; `contradictions`
-    say of which checkpoints a clock was wrong.
+    Two plans have the same `id` if the same policy deletes the same checkpoints. `untouched` are outside of the policy,
+    with the reason. `idle` are rules that keep nothing, which may be mistakes; `contradictions` warn of wrong clocks.
     """
 
     id: str
@@ -114,17 +113,26 @@ class RetentionPlan:
 
     @property
     def bytes_kept(self) -> int:
-        """The size of what was judged and stays."""
+        """The bytes of the checkpoints that the policy keeps."""
         return sum(kept.row.nbytes for kept in self.keep)
 
     @property
     def bytes_deleted(self) -> int:
-        """The size of what is deleted, which is free once it is purged."""
+        """The bytes of the deleted checkpoints, which are freed when they are purged."""
         return sum(row.nbytes for row in self.delete)
 
 
 def plan_retention(policy: Policy, rows: Iterable[RetentionRow], now: datetime) -> RetentionPlan:
-    """What the policy keeps and deletes of these checkpoints."""
+    """Apply a policy to checkpoints, without deleting anything.
+
+    Args:
+        policy: the policy.
+        rows: the checkpoints, in any order.
+        now: the time, with its zone.
+
+    Returns:
+        The plan.
+    """
     judged, untouched, keep, delete = [], [], [], []
     for row in sorted(rows, key=plan_order):
         why = _not_judged(policy, row)
@@ -146,12 +154,12 @@ def plan_retention(policy: Policy, rows: Iterable[RetentionRow], now: datetime) 
 
 
 def plan_order(row: RetentionRow) -> tuple[object, ...]:
-    """The order in which plans list checkpoints: by run, in it by step; what has neither comes first."""
+    """The sort key of plans: by run, then by step; checkpoints without either come first."""
     return (row.run is not None, row.run or "", *_by_step(row))
 
 
 def protections(row: RetentionRow, now: datetime) -> tuple[str, ...]:
-    """Why nothing may delete this checkpoint at this time, whatever a policy says."""
+    """The reasons why this checkpoint must not be deleted now, whatever a policy says."""
     return (
         *(f"alias {name}" for name in sorted(row.aliases)),
         *(f"alias {name} in another catalog" for name in sorted(row.claims)),
@@ -162,7 +170,7 @@ def protections(row: RetentionRow, now: datetime) -> tuple[str, ...]:
 
 
 def needed_by(dependents: Sequence[str]) -> Iterator[str]:
-    """That these need a checkpoint, the first of them by name."""
+    """The reasons for checkpoints that need another: the first ten by id, then their number."""
     named = dependents if len(dependents) <= _MAX_NAMED else nsmallest(_MAX_NAMED, dependents)
     yield from (f"needed by {name}" for name in sorted(named))
     if len(dependents) > _MAX_NAMED:
@@ -174,7 +182,7 @@ def _hold(hold: RetentionHold) -> str:
 
 
 def plan_id(what: object, rows: Iterable[RetentionRow]) -> str:
-    """The id of a plan that does this to these checkpoints."""
+    """The id of a plan: a hash of what it does, and of the checkpoints that it does it to."""
     text = json.dumps([what, sorted(row.id for row in rows)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -190,7 +198,7 @@ def _not_judged(policy: Policy, row: RetentionRow) -> str | None:
 
 
 def _rules(policy: Policy, rows: Sequence[RetentionRow], now: datetime) -> Iterator[tuple[str, Iterable[RetentionRow]]]:
-    """Each rule of the policy, in words, and what it keeps."""
+    """The text of each rule, and the checkpoints that it keeps."""
     keep = policy.keep
     for last in keep.last:
         yield f"{_counted('last', last.count)} of {_of(last)}", _last(last, rows)
@@ -218,7 +226,7 @@ def _of(rule: Last | Best) -> str:
 
 
 def _groups(rule: Last | Best, rows: Sequence[RetentionRow]) -> Iterable[Sequence[RetentionRow]]:
-    """Which checkpoints compete. Those of no run have nothing in common: none of them displaces another."""
+    """The groups in which checkpoints compete. Each checkpoint without a run is a group of its own."""
     if rule.group == "all":
         return [rows]
     runs: dict[object, list[RetentionRow]] = defaultdict(list)
@@ -228,10 +236,10 @@ def _groups(rule: Last | Best, rows: Sequence[RetentionRow]) -> Iterable[Sequenc
 
 
 def _last(rule: Last, rows: Sequence[RetentionRow]) -> Iterator[RetentionRow]:
-    """By count and by step: of a run taken back to an earlier step, the newest checkpoints have not the highest steps.
+    """The last by count of commits and by step: after a rollback the newest checkpoints do not have the highest steps.
 
-    Of what nobody counted, those that were created last besides. Runs are compared by time alone, and of each as many
-    are kept by count as by time.
+    Of checkpoints without a count, also the last by time. Runs are compared by time alone, and as many checkpoints of
+    each run are kept by count as by time.
     """
     for group in _groups(rule, rows):
         if rule.group == "run":
@@ -259,7 +267,7 @@ def _by_step(row: RetentionRow) -> tuple[object, ...]:
 
 
 def _best(rule: Best, rows: Sequence[RetentionRow]) -> Iterator[RetentionRow]:
-    """Those no worse than the k-th best, all that are tied with it. What is not finite is a failure, never a best."""
+    """The k best and all that tie with the k-th. Values that are not finite are never the best."""
     sign = 1 if rule.mode == "max" else -1
     for group in _groups(rule, rows):
         scores = [(sign * value, row) for row in group if (value := _finite(row.metrics.get(rule.metric))) is not None]

@@ -17,9 +17,15 @@ from ucformat.errors import UcformatError, UsageError
 from ucformat.settings import local_path
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from datetime import timedelta
 
     from ucformat.checkpoint import Checkpoint
+
+    _Type = click.ParamType[int]
+    _TimeType = click.ParamType[timedelta]
+else:
+    _Type = _TimeType = click.ParamType  # generic only in newer versions of click
 
 __all__ = [
     "CATALOG",
@@ -39,15 +45,6 @@ __all__ = [
     "parse_metric",
     "ref_argument",
 ]
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from datetime import timedelta
-
-    _Type = click.ParamType[int]
-    _TimeType = click.ParamType[timedelta]
-else:
-    _Type = _TimeType = click.ParamType  # generic only in newer versions of click
 
 _REFERENCE = "a path or url, run@step, run@latest, alias:name, or an id or the beginning of one"
 
