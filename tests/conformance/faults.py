@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from crc32c import crc32c
 
-from tests.conformance.make import ATTEMPT, CREATED, DATA, SHAPES, changed, edited, flipped, objects_of, packed_files
+from tests.conformance.make import (
+    ATTEMPT,
+    CREATED,
+    DATA,
+    SHAPES,
+    changed,
+    edited,
+    flipped,
+    objects_of,
+    packed_files,
+    placed,
+)
 from ucformat.format.digest import with_own_digest
 
 if TYPE_CHECKING:
@@ -118,6 +129,12 @@ def of_packed(columns: Columns, files: Files) -> Faults:
     short[at] ^= 1
     stale = columns["crc32c"][:]
     stale[0] = crc32c(b"other")
+    begin = columns["offset"][-1]
+    elements = files[rank1][begin::2]
+    tiled = files[rank1][:begin] + b"".join(
+        data + placed(1, at, data) for at, data in ((begin, elements[:4]), (begin + 8, elements[4:]))
+    )
+    apart = {**columns, "strides": [*columns["strides"][:-1], 1], "tile": [*columns["tile"][:-1], 4]}
     return {
         "sidecar-flipped": ("damaged", "a bit of the sidecar is flipped", flipped(good, path, -3)),
         "sidecar-missing": ("damaged", "the sidecar is missing", changed(good, path, lambda _: b"")),
@@ -137,6 +154,7 @@ def of_packed(columns: Columns, files: Files) -> Faults:
         "extent-too-far": ("damaged", "an offset above 2^60", row("offset", n - 1, 2**61)),
         "extent-hole": ("damaged", "extents do not cover their tensor", packed_files(no_first, files)),
         "extent-overlap": ("damaged", "extents overlap that are no replicas", row("start", 2, 1)),
+        "extent-replicas-tiles": ("damaged", "replicas have different tiles", packed_files(apart, {**files, rank1: tiled})),
         "extent-replicas": ("damaged:verify", "replicas differ", packed_files(columns, {**files, rank1: bytes(other)})),
         "tile-zero": ("damaged", "a tile has an edge of 0", row("tile", 5, 0)),
         "tile-strides": ("damaged", "tiles with strides", row("strides", 4, 24)),

@@ -28,11 +28,12 @@ from crc32c import crc32c
 import ucformat
 from tests.fakes import FakeSource, random_array
 from ucformat.checkpoint import Checkpoint
-from ucformat.format.arrays import folder_names
+from ucformat.format.arrays import array_json, folder_names
 from ucformat.format.chunking import Grid, chunk_shape, tile_shape
 from ucformat.format.commit import manifest_bytes
 from ucformat.format.digest import bytes_digest, own_digest, tensor_digest, with_own_digest
 from ucformat.format.shard import write_shard
+from ucformat.geometry.tensor import Key
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.manifest import Manifest, SidecarDoc, TensorDoc
@@ -338,6 +339,14 @@ def vectors() -> dict[str, Any]:
         digests.append(
             {"dtype": dtype, "shape": shape, "chunk": chunk, "shard": shard, **written(grid, dtype, elements)}
         )
+    zarr = [
+        {"name": name, "state": "weight", "dtype": dtype, "shape": shape, "chunk": chunk, "shard": shard,
+         "document": array_json(Key(name, "weight"), dtype, Grid(shape, chunk, shard, ITEMSIZE[dtype])).decode()}
+        for name, dtype, shape, chunk, shard in (
+            ("ü", "float32", (3,), (2,), (4,)), ('"\\/\b\f\n\r\t\x01\x7f😀', "int8", (), (), ()),
+            ("c", "complex64", (0, 3), (1, 3), (1, 3)),
+        )
+    ]  # fmt: skip
     document = b'{\n "format": "x"\n}'
     whole = with_own_digest(document)
     own = {"document": document.decode(), "with_digest": whole.decode(), "digest": own_digest(whole)}
@@ -349,6 +358,7 @@ def vectors() -> dict[str, Any]:
         "grids": grids,
         "folders": [{"names": names, "folders": list(folder_names(names).values())} for names in folders],
         "tensors": digests,
+        "zarr": zarr,
         "document": own,
         "checksums": checks,
     }

@@ -335,7 +335,7 @@ class Checkpoint:
     def _packed(self, number: int, t: Any) -> Bytes:
         size = SIZES[t["dtype"]]
         out, seen = np.zeros((*t["shape"], size), np.uint8), np.zeros(t["shape"], bool)
-        boxes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+        boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
         for e in self.extents()[number]:
             where = tuple(slice(s, s + n) for s, n in zip(e.start, e.shape, strict=True))
             if not math.prod(e.shape):
@@ -343,10 +343,10 @@ class Checkpoint:
             held = self._tiles(e, size) if any(e.tile) else self._strided(e, size)
             box = (tuple(e.start), tuple(e.shape))
             if box in boxes:
-                need((out[where] == held).all(), f"replicas of {t['name']} differ")
+                need(boxes[box] == e.tile and (out[where] == held).all(), f"replicas of {t['name']} differ")
                 continue
             need(not seen[where].any(), f"extents of {t['name']} overlap")
-            boxes.add(box)
+            boxes[box] = e.tile
             out[where], seen[where] = held, True
         need(seen.all(), f"extents do not cover {t['name']}")
         return out
