@@ -19,7 +19,7 @@ from ucformat.reading.readable import Facts
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from ucformat.reading.readable import Record
+    from ucformat.reading.readable import FileRecord
     from ucformat.storage.base import Store
 
 Arrays = dict[tuple[str, str], Any]
@@ -85,7 +85,7 @@ class FakeSource:
                 flat = sum(a * s for a, s in zip(box.start, strides, strict=True))
                 yield Extent(box, f"rank{k}.bin", self.offsets[key] + flat - start * info.itemsize, strides)
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[FileRecord]:
         return iter(())
 
 

@@ -30,7 +30,7 @@ __all__ = [
     "shown_url",
 ]
 
-_SHORTEST = 6  # letters of a value that is taken for a secret: shorter ones are words that stand everywhere
+_MIN_LENGTH = 6  # letters of a value that is taken for a secret: shorter ones are words that stand everywhere
 _WORD = re.compile(r"[a-z]+|\d{1,8}")  # as secrets they hide nothing, and stand in other texts
 _QUERY = re.compile(r"\?[^\s'\"<>)]*")
 _USER = re.compile(r"(\w://)[^\s@\"'<>]*@")  # a password may have slashes in it
@@ -66,7 +66,7 @@ _learned: set[str] = set()
 def learn(*secrets: str) -> None:
     """Know that these texts are secret; words, and what is shorter than six letters, stand everywhere."""
     for secret in secrets:
-        if secret not in _learned and len(secret) >= _SHORTEST:
+        if secret not in _learned and len(secret) >= _MIN_LENGTH:
             _learned.add(secret)
             if not _WORD.fullmatch(secret):
                 _known.update(dict.fromkeys(_spellings(secret)))
@@ -104,7 +104,7 @@ def redacted(text: str, secrets: Iterable[str] = ()) -> str:
             are named as secrets are left out.
     """
     _learn_environment()
-    for secret in sorted({s for s in (*secrets, *_learned) if len(s) >= _SHORTEST}, key=len, reverse=True):
+    for secret in sorted({s for s in (*secrets, *_learned) if len(s) >= _MIN_LENGTH}, key=len, reverse=True):
         text = text.replace(secret, "…")
     text = _SCHEME.sub(r"\1 …", hide(text))
     text = _NAMED.sub(r"\1…", text)

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from platformdirs import user_config_path, user_data_path
 
+from ucformat.durable import make_folder, sync_folder
 from ucformat.errors import PermissionDenied, UnsafeError, UsageError
-from ucformat.lasting import make_folder, sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -195,7 +195,7 @@ _FIELDS = tuple(f.name for f in fields(Settings))
 _KNOWN = f"what can be set: {', '.join(_FIELDS)}"
 #: What only the user says, in a file of the user's or the environment: where secrets are sent, and what may be read.
 _OWN = ("endpoint", "roots", "trusted")
-_LONGEST = 1 << 20  # bytes of a file of settings
+_MAX_FILE_BYTES = 1 << 20  # bytes of a file of settings
 
 
 def _environment() -> dict[str, str]:
@@ -261,13 +261,13 @@ def _opened(path: Path | None) -> _File | None:
         number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe of that name does not block
         with open(number, "rb") as file:  # noqa: PTH123 - of a number, not of a path
             found = os.fstat(number)
-            text = file.read(_LONGEST + 1 if stat.S_ISREG(found.st_mode) else 0).decode()
+            text = file.read(_MAX_FILE_BYTES + 1 if stat.S_ISREG(found.st_mode) else 0).decode()
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise UsageError(f"the settings in {path} cannot be read: {error}", hint="it is a text file") from error
-    if not stat.S_ISREG(found.st_mode) or len(text) > _LONGEST:
-        raise UsageError(f"the settings in {path} cannot be read: it is no file of at most {_LONGEST} bytes")
+    if not stat.S_ISREG(found.st_mode) or len(text) > _MAX_FILE_BYTES:
+        raise UsageError(f"the settings in {path} cannot be read: it is no file of at most {_MAX_FILE_BYTES} bytes")
     return _File(path, text, frozenset({link.st_uid, found.st_uid}), found.st_mode)
 
 

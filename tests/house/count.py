@@ -7,7 +7,7 @@ The rules:
 
 - A *module* is a `.py` file of `ucformat`. Its lines are all lines of the file.
 - A *box-type* is a dataclass, NamedTuple, TypedDict or pydantic model that says where a part of a tensor is. That is
-  one with a field whose annotation names `Box`, `Extent`, `Tiles` or `Strided`, or with a field for where it begins
+  one with a field whose annotation names `Box`, `Extent`, `Tiles` or `Copy`, or with a field for where it begins
   (`start`, `offset`, `begin`) beside one for how far it reaches (`shape`, `size`, `stop`, `end`, `count`, `numel`,
   `nbytes`, `sizes`, `strides`).
   Annotations of callables do not count.
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "ucformat"
 SMALL, LARGE = 40, 400
 
-_PLACES = {"Box", "Extent", "Tiles", "Strided"}
+_PLACES = {"Box", "Extent", "Tiles", "Copy"}
 _BEGINS = {"start", "offset", "begin"}
 _REACHES = {"shape", "size", "stop", "end", "count", "numel", "nbytes", "sizes", "strides"}
 _BASES = {"NamedTuple", "TypedDict", "BaseModel", "_Document", "Written"}

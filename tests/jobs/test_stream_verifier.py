@@ -122,7 +122,7 @@ def test_padding_that_no_tensor_needs_is_read_and_counted(tmp_path: Path) -> Non
     assert ck.manifest.verified is not None
     assert ck.manifest.verified.besides > 0
     record = next(r for r in TorchZip(LocalStore(file.parent), "m.pt").records() if r.name.endswith("data/0"))
-    restore = flip(file, record.offset() + 1)  # before the first element of the slice
+    restore = flip(file, record.locate() + 1)  # before the first element of the slice
     refused(file, tmp_path / "dst", "m.pt", record.name, "cut (weight)")
     assert not ucformat.verify(file)
     restore()
@@ -153,7 +153,7 @@ def test_an_interrupted_conversion_of_a_damaged_source_is_not_continued_into_a_c
 ) -> None:
     file = torch_file(tmp_path / "src")
     record = next(r for r in TorchZip(LocalStore(file.parent), "m.pt").records() if r.name.endswith("data/0"))
-    at = record.offset() + (1000 * 101 + 50) * 4
+    at = record.locate() + (1000 * 101 + 50) * 4
     restore = flip(file, at)
 
     def stop(done: int, total: int) -> None:
@@ -271,7 +271,7 @@ def test_what_carries_no_checksums_is_said_to_be_unverified(tmp_path: Path) -> N
 def test_the_option(tmp_path: Path) -> None:
     file = torch_file(tmp_path / "src")
     record = next(r for r in TorchZip(LocalStore(file.parent), "m.pt").records() if r.name.endswith("data/0"))
-    flip(file, record.offset() + 5000)
+    flip(file, record.locate() + 5000)
     words = ["convert", str(file), str(tmp_path / "dst")]
     found = CliRunner().invoke(ucp, words)
     assert found.exit_code == 5
@@ -287,5 +287,5 @@ def test_a_virtual_checkpoint_of_a_damaged_file_gets_no_checksums(tmp_path: Path
     assert with_sums.manifest.verified is not None
     assert with_sums.manifest.verified.default
     record = next(r for r in TorchZip(LocalStore(file.parent), "m.pt").records() if r.name.endswith("data/0"))
-    flip(file, record.offset() + 5000)
+    flip(file, record.locate() + 5000)
     refused(file, tmp_path / "dst", "m.pt", record.name, virtual=True, checksums=True)

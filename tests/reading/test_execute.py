@@ -17,7 +17,7 @@ from ucformat.format.shard import write_shard
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Block, Extent, Piece, TensorInfo, Tiles
 from ucformat.reading.execute import execute, memory_of
-from ucformat.reading.plan import Verify, Wanted, make_plan
+from ucformat.reading.plan import ReadItem, Verify, make_plan
 from ucformat.storage.base import Costs
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.wrappers import RecordingStore
@@ -84,7 +84,7 @@ def check_reads(
         (k, Piece(b, 0, tuple(s // a.dtype.itemsize for s in o.strides)))
         for k, (b, o) in enumerate(zip(boxes, outs, strict=True))
     ]
-    plan = make_plan([Wanted(info, extents, pieces)], verify, costs)
+    plan = make_plan([ReadItem(info, extents, pieces)], verify, costs)
     recorder = RecordingStore(store)
     execute(plan, recorder, [memory_of(o) for o in outs], ["t"] * len(outs), threads=2)
     for b, o, space in zip(boxes, outs, spaces, strict=True):
@@ -171,7 +171,7 @@ def test_a_flipped_bit_is_found_on_whole_chunks(verify: Verify) -> None:
     put(store, "s0_0", bytes(data))
     info = TensorInfo("layer.weight", "exp_avg", "float32", a.shape)
     out = np.empty(a.shape, a.dtype)
-    plan = make_plan([Wanted(info, tiles, [(0, Piece(Box.whole(a.shape), 0, (64, 1)))])], verify)
+    plan = make_plan([ReadItem(info, tiles, [(0, Piece(Box.whole(a.shape), 0, (64, 1)))])], verify)
     if verify == "never":
         execute(plan, store, [memory_of(out)], ["layer.weight (exp_avg)"])
         assert out.tobytes() != a.tobytes()
@@ -184,13 +184,13 @@ def test_a_hole_is_an_error_that_names_tensor_and_box() -> None:
     info = TensorInfo("x", "weight", "float32", (4, 4))
     extents = [Extent(Box((0, 0), (3, 4)), "f", 0, (16, 4))]
     with pytest.raises(MissingData, match=r"x \(weight\): 4 elements of \[0:4, 0:4\] are stored in no file"):
-        make_plan([Wanted(info, extents, [(0, Piece(Box.whole((4, 4)), 0, (4, 1)))])])
+        make_plan([ReadItem(info, extents, [(0, Piece(Box.whole((4, 4)), 0, (4, 1)))])])
 
 
 def test_replicas_are_read_once() -> None:
     info = TensorInfo("x", "weight", "float32", (4, 4))
     extents = [Extent(Box.whole((4, 4)), f"rank{k}", 0, (16, 4)) for k in range(3)]
-    plan = make_plan([Wanted(info, extents, [(0, Piece(Box.whole((4, 4)), 0, (4, 1)))])])
+    plan = make_plan([ReadItem(info, extents, [(0, Piece(Box.whole((4, 4)), 0, (4, 1)))])])
     assert plan.bytes_read == 64
     assert list(plan.files) == ["rank0"]
 
@@ -207,7 +207,7 @@ def test_tensor_parallel_slices_read_only_what_they_need(shape: tuple[int, int],
         start = tuple(rank * n if d == dim else 0 for d in range(2))
         box = Box(start, tuple(n if d == dim else shape[d] for d in range(2)))
         for verify in VERIFY:
-            plan = make_plan([Wanted(info, tiles, [(0, Piece(box, 0, row_major(box.shape)))])], verify)
+            plan = make_plan([ReadItem(info, tiles, [(0, Piece(box, 0, row_major(box.shape)))])], verify)
             assert plan.bytes_read / plan.bytes_needed <= 1.02
             assert verify == "never" or plan.bytes_unverified == 0
 
@@ -221,5 +221,5 @@ def test_cuts_of_the_first_dim_read_only_what_they_need(shape: tuple[int, ...], 
     step = -(-shape[0] // world)
     for begin in range(0, shape[0], step):
         box = Box((begin, *[0] * (len(shape) - 1)), (min(step, shape[0] - begin), *shape[1:]))
-        plan = make_plan([Wanted(info, tiles, [(0, Piece(box, 0, row_major(box.shape)))])])
+        plan = make_plan([ReadItem(info, tiles, [(0, Piece(box, 0, row_major(box.shape)))])])
         assert plan.bytes_read / plan.bytes_needed <= 1.02

@@ -151,7 +151,7 @@ def test_memory_of_any_strides_is_filled_exactly_and_nothing_beside_it(
     expected = raw.copy()
     expected[where] = a.reshape(a.shape or (1,)).view(np.uint8).reshape(*a.shape, a.itemsize)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ucformat.reading.lazy._PART", data.draw(st.sampled_from([1, 200, 64 << 20])))
+        patch.setattr("ucformat.reading.lazy._BUFFER_BYTES", data.draw(st.sampled_from([1, 200, 64 << 20])))
         assert ck[key].read(out=out) is out
     assert raw.tobytes() == expected.tobytes()
 

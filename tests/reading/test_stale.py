@@ -15,7 +15,7 @@ from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Block, Extent, Piece, TensorInfo
 from ucformat.reading import execute as module
 from ucformat.reading.execute import execute
-from ucformat.reading.plan import Verify, Wanted, make_plan
+from ucformat.reading.plan import ReadItem, Verify, make_plan
 from ucformat.storage.memory import MemoryStore
 
 CANARY, UNFILLED = 0xA5, 0xF0
@@ -66,7 +66,7 @@ def read(extent: Extent, boxes: list[Box], verify: Verify) -> list[Any]:
         out.write(FILE)
     memories = [np.full(b.size, UNFILLED, np.uint8) for b in boxes]
     pieces = [(n, Piece(b, 0, row_major(b.shape))) for n, b in enumerate(boxes)]
-    execute(make_plan([Wanted(INFO, [extent], pieces)], verify), store, memories, ["t"] * len(boxes), threads=1)
+    execute(make_plan([ReadItem(INFO, [extent], pieces)], verify), store, memories, ["t"] * len(boxes), threads=1)
     return [m.reshape(b.shape) for m, b in zip(memories, boxes, strict=True)]
 
 

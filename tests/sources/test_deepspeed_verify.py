@@ -60,7 +60,7 @@ def flip(path: Path, record: str, byte: int = 0) -> None:
     store = LocalStore(path.parent)
     found = next(r for r in TorchZip(store, path.name).records() if r.name == record)
     data = bytearray(path.read_bytes())
-    data[found.offset() + byte] ^= 4
+    data[found.locate() + byte] ^= 4
     path.write_bytes(data)
 
 
@@ -196,6 +196,6 @@ for computed in (True, False):
     with_crc, without = (list(TorchZip(store, f"{computed}.pt").records()) for computed in (True, False))
     assert [r.name.split("/", 1)[1] for r in with_crc] == [r.name.split("/", 1)[1] for r in without]
     for r in with_crc:
-        assert r.crc32 == zlib.crc32(store.read(r.file, r.offset(), r.nbytes))
+        assert r.crc32 == zlib.crc32(store.read(r.file, r.locate(), r.nbytes))
     assert {r.crc32 for r in without if r.nbytes} == {None}
     assert sum(r.nbytes for r in without) > 80

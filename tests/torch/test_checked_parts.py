@@ -22,7 +22,7 @@ from ucformat.format.chunking import Tiling
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece, TensorInfo, single_extents
 from ucformat.reading.plan import make_plan
-from ucformat.reading.rank import wanted_of
+from ucformat.reading.rank import item_for
 from ucformat.torch.loading import read as reading
 from ucformat.torch.loading.match import Matched
 from ucformat.torch.loading.read import read
@@ -68,7 +68,7 @@ def saved(dim: int, ranks: int) -> tuple[Checkpoint, MemoryStore]:
 def plan_of(ck: Checkpoint, dim: int, degree: int, rank: int) -> tuple[Plan, dict[str, Box]]:
     boxes = {n: cut(s, dim, degree)[rank] for n, s in SHAPES.items()}
     pieces = [(i, Piece(boxes[n], 0, row_major(boxes[n].shape))) for i, n in enumerate(SHAPES)]
-    wanted = [wanted_of(ck.source, INFOS[n], [p]) for n, p in zip(SHAPES, pieces, strict=True)]
+    wanted = [item_for(ck.source, INFOS[n], [p]) for n, p in zip(SHAPES, pieces, strict=True)]
     return make_plan(wanted), boxes
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.local import Dim, Run
+from ucformat.geometry.local import Dim
 from ucformat.torch.state.local import pieces_in
 from ucformat.torch.state.memory import blocks_of, copy_common, dense_region, host_memory, region_of
 
@@ -77,7 +77,7 @@ def raw(tensor: torch.Tensor) -> np.ndarray:
 
 
 def whole_piece(tensor: torch.Tensor, start: tuple[int, ...]) -> tuple[Dim, ...]:
-    return tuple(Dim(n, (Run(a, 0, n, padding=False),) if n else ()) for a, n in zip(start, tensor.shape, strict=True))
+    return tuple(Dim.whole(n, a) for a, n in zip(start, tensor.shape, strict=True))
 
 
 @given(tensors(), st.data())

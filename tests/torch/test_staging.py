@@ -63,8 +63,8 @@ def test_each_piece_of_a_shard_is_staged(pool: ThreadPoolExecutor) -> None:
     """A dim of several runs, in memory that is transposed."""
     tensor = torch.arange(35, dtype=torch.float32).reshape(5, 7).t()
     dims = (
-        Dim(7, (Run(0, 0, 3, padding=False), Run(20, 3, 4, padding=False))),
-        Dim(5, (Run(1, 0, 2, padding=False), Run(8, 2, 3, padding=False))),
+        Dim(7, (Run(range(3)), Run(range(20, 24), 3))),
+        Dim(5, (Run(range(1, 3)), Run(range(8, 11), 2))),
     )
     info = TensorInfo("t", "weight", "float32", (30, 30))
     local = LocalShard(info, pieces_in(tensor, dims), tensor)

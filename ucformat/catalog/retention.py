@@ -292,11 +292,11 @@ def load_policy(source: Path | str | Mapping[str, Any]) -> Policy:
         UsageError: it is not a policy; the message lists all faults.
         UpgradeNeeded: its version is newer than this ucformat knows.
     """
+    from ucformat.config_files import read_config_file
     from ucformat.schema import policy as schema
     from ucformat.schema.layout import Faults, checked
-    from ucformat.written import read_written
 
-    document = source if isinstance(source, Mapping) else read_written(Path(source), "policy file")
+    document = source if isinstance(source, Mapping) else read_config_file(Path(source), "policy file")
     version = document.get("version") if isinstance(document, Mapping) else None
     if isinstance(version, int) and version > schema.VERSION:
         raise UpgradeNeeded(

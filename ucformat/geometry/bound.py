@@ -21,26 +21,34 @@ if TYPE_CHECKING:
     from ucformat.geometry.mesh import Mesh
     from ucformat.geometry.placement import Placed, Rule
 
-__all__ = ["BoundLayout", "Buffer", "Local"]
+__all__ = ["BoundLayout", "LocalBuffer", "LocalTensor"]
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
-    """What one rank holds of a tensor: an array of its own, or a slice of a flat buffer.
+class LocalTensor:
+    """What one rank holds of a tensor: an array of its own (`buffer` is None), or a slice of a flat buffer.
 
-    `shape` and `size` (elements) include padding. `padding` are pieces of the padding tensor, in the same buffer.
-    For a flat buffer `shape` is `(size,)`, `offset` where the slice begins in it, in elements; else None and 0.
+    `shape` includes padding; that of a slice is `(size,)`. `padding` are pieces of the padding tensor, in the same
+    buffer.
     """
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     padding: tuple[Piece, ...]
-    buffer: str | None
-    offset: int
-    size: int
+    buffer: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of elements, padding included."""
+        return math.prod(self.shape)
+
+    @property
+    def offset(self) -> int:
+        """Element of the buffer at which it begins; 0 where it is empty."""
+        return min((p.offset for p in (*self.pieces, *self.padding)), default=0)
 
 
-class Buffer(NamedTuple):
+class LocalBuffer(NamedTuple):
     """One rank's flat buffer of one state: its elements, padding included, and their dtype."""
 
     size: int
@@ -123,18 +131,18 @@ class BoundLayout:
         local = self.local(key, rank)
         return local.pieces if local else ()
 
-    def local(self, key: Key, rank: int) -> Local | None:
+    def local(self, key: Key, rank: int) -> LocalTensor | None:
         """What this rank holds of a tensor; None where a stage or owner leaves it to other ranks."""
         return self._local(key, self.placed(key).mesh.coordinate(rank))
 
-    def buffers(self, rank: int) -> dict[tuple[str, str], Buffer]:
+    def buffers(self, rank: int) -> dict[tuple[str, str], LocalBuffer]:
         """This rank's flat buffers, by name and state."""
-        out: dict[tuple[str, str], Buffer] = {}
+        out: dict[tuple[str, str], LocalBuffer] = {}
         for key, group in self._group.items():
             at = group.mesh.coordinate(rank)
             if self._placed[key].holds(at):
                 flat = group.joined(at)[key.name]
-                out.setdefault((flat.name, key.state), Buffer(flat.size, self._infos[key].dtype))
+                out.setdefault((flat.name, key.state), LocalBuffer(flat.size, self._infos[key].dtype))
         return out
 
     def placed(self, key: Key) -> Placed:
@@ -198,19 +206,18 @@ class BoundLayout:
                 for piece in self.pieces(key, rank := mesh.rank(holder)):
                     yield rank, piece.box
 
-    def _local(self, key: Key, at: Mapping[str, int]) -> Local | None:
+    def _local(self, key: Key, at: Mapping[str, int]) -> LocalTensor | None:
         placed, group = self._placed[key], self._group.get(key)
         if not placed.holds(at):
             return None
         dims = _dims(self._infos[key], placed, at)
         if group is None:
-            shape = tuple(d.size for d in dims)
-            return Local(shape, *pieces_of(dims), None, 0, math.prod(shape))
+            return LocalTensor(tuple(d.size for d in dims), *pieces_of(dims))
         flat = group.joined(at)[key.name]
         index = group.mesh.index(axes_of(group.flat), at)
         start, stop, offset = flat.slots[key.name].on(index, flat.size)
         pieces = pieces_of(dims, (start, stop), offset, flat.name)
-        return Local((stop - start,), *pieces, flat.name, offset, stop - start)
+        return LocalTensor((stop - start,), *pieces, flat.name)
 
     def _buffer_name(self, info: TensorInfo, placed: Placed, flat: Flat) -> str:
         """`flat:<group>`, and the mesh's name between where there are several."""

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from ucformat.config_files import line_of, read_config_file
 from ucformat.errors import LayoutError, UpgradeNeeded
 from ucformat.geometry.mesh import Mesh
 from ucformat.geometry.placement import Flat, Owner, Partial, Placement, Replicate, Rule, Shard, Stage
 from ucformat.schema import layout as schema
 from ucformat.schema.view import Step
-from ucformat.written import line_of, read_written
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +25,7 @@ _STEP: TypeAdapter[Step] = TypeAdapter(Step)
 
 def read(path: Path) -> Any:
     """What a YAML or JSON file holds; LayoutError names the line of a fault."""
-    return read_written(path, "layout file", LayoutError)
+    return read_config_file(path, "layout file", LayoutError)
 
 
 def validate(document: Any) -> schema.LayoutDocument:

@@ -44,15 +44,14 @@ __all__ = [
 
 
 class Run(NamedTuple):
-    """`size` indices from `start` of the global dim lie from `at` on in the local one.
+    """Consecutive indices of the global dim, and the index of the local dim where they begin.
 
-    For `padding`, `start` counts from the end of the tensor: it is an index of the padding tensor.
+    For `padding`, they count from the end of the tensor: they are indices of the padding tensor.
     """
 
-    start: int
-    at: int
-    size: int
-    padding: bool
+    indices: range
+    at: int = 0
+    padding: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +61,29 @@ class Dim:
     size: int
     runs: tuple[Run, ...]
 
+    @classmethod
+    def whole(cls, size: int, start: int = 0) -> Dim:
+        """All of a dim of this size, or `size` indices of one, beginning with `start`."""
+        return cls(size, (Run(range(start, start + size)),) if size else ())
+
     def take(self, intervals: Iterable[tuple[int, int]]) -> Dim:
         """The concatenation of intervals of this dim."""
         runs: list[Run] = []
         at = 0
         for a, b in intervals:
             for r in self.runs:
-                lo, hi = max(a, r.at), min(b, r.at + r.size)
+                lo, hi = max(a, r.at), min(b, r.at + len(r.indices))
                 if lo >= hi:
                     continue
-                run = Run(r.start + lo - r.at, at + lo - a, hi - lo, r.padding)
+                run = Run(r.indices[lo - r.at : hi - r.at], at + lo - a, r.padding)
                 last = runs[-1] if runs else None
-                if last and (last.start + last.size, last.at + last.size, last.padding) == (*run[:2], run.padding):
-                    runs[-1] = last._replace(size=last.size + run.size)
+                if (
+                    last
+                    and last.padding == run.padding
+                    and last.at + len(last.indices) == run.at
+                    and last.indices.stop == run.indices.start
+                ):
+                    runs[-1] = Run(range(last.indices.start, run.indices.stop), last.at, last.padding)
                 else:
                     runs.append(run)
             at += b - a
@@ -92,7 +101,7 @@ class Cut(NamedTuple):
 @lru_cache(maxsize=1 << 16)  # layers repeat: a model has few distinct (shape, cut)
 def local_dims(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[Dim, ...]:
     """The dims of the local tensor after these cuts, in order; LayoutError (without a tensor's name) if impossible."""
-    dims = [Dim(n, (Run(0, 0, n, False),) if n else ()) for n in shape]
+    dims = [Dim.whole(n) for n in shape]
     done: set[int] = set()
     padded: int | None = None
     for shard, degree, at in cuts:
@@ -121,7 +130,7 @@ def _pad(dim: Dim, to: int, degree: int) -> Dim:
             hint=f"make pad_to, now {to}, a multiple of {degree}",
         )
     extra = size - dim.size
-    return Dim(size, (*dim.runs, Run(0, dim.size, extra, True))) if extra else dim
+    return Dim(size, (*dim.runs, Run(range(extra), dim.size, padding=True))) if extra else dim
 
 
 def _intervals(shard: Shard, n: int, degree: int, index: int) -> list[tuple[int, int]]:
@@ -179,7 +188,10 @@ def pieces_of(
         for runs in product(*clipped):
             at = sum((b + r.at) * s for b, r, s in zip(box.start, runs, strides, strict=True))
             piece = Piece(
-                Box(tuple(r.start for r in runs), tuple(r.size for r in runs)), offset + at - start, strides, buffer
+                Box(tuple(r.indices.start for r in runs), tuple(len(r.indices) for r in runs)),
+                offset + at - start,
+                strides,
+                buffer,
             )
             (padding if any(r.padding for r in runs) else pieces).append(piece)
     return tuple(pieces), tuple(padding)
@@ -207,8 +219,8 @@ def regions_of(dims: tuple[Dim, ...]) -> tuple[tuple[Region, ...], tuple[Region,
     regions: list[Region] = []
     padding: list[Region] = []
     for runs in product(*(d.runs for d in dims)):
-        shape = tuple(r.size for r in runs)
-        region = Region(Box(tuple(r.at for r in runs), shape), Box(tuple(r.start for r in runs), shape))
+        shape = tuple(len(r.indices) for r in runs)
+        region = Region(Box(tuple(r.at for r in runs), shape), Box(tuple(r.indices.start for r in runs), shape))
         (padding if any(r.padding for r in runs) else regions).append(region)
     return tuple(regions), tuple(padding)
 

@@ -23,10 +23,10 @@ from ucformat.errors import LayoutError
 
 __all__ = ["Pattern", "compile_pattern", "compile_regex", "expand", "is_regex"]
 
-_LONG = 1000  # characters of a pattern
-_NAME = 200  # characters of a name that any pattern can be tried on
-_STEPS = 60_000_000  # of trying a pattern on one name, at most: some tenths of a second
-_MADE = 1 << 16  # characters of a name that a template makes
+_MAX_PATTERN = 1000  # characters of a pattern
+_MIN_NAME = 200  # characters of a name that any pattern can be tried on
+_MAX_STEPS = 60_000_000  # of trying a pattern on one name, at most: some tenths of a second
+_MAX_EXPANDED = 1 << 16  # characters of a name that a template makes
 
 _Bound = tuple[int, ...]
 _Head = tuple[int, int]  # the characters that may come next, and at how many places of the pattern to look for that
@@ -98,9 +98,9 @@ def compile_pattern(regex: str) -> Pattern:
         LayoutError: it is none (the cause is what `re` says), or may take too much work on names of 200 characters;
             then it says which part does, and how to write it instead.
     """
-    if len(regex) > _LONG:
+    if len(regex) > _MAX_PATTERN:
         raise LayoutError(
-            f"the pattern {_short(regex)} has {len(regex)} characters; at most {_LONG} are taken",
+            f"the pattern {_short(regex)} has {len(regex)} characters; at most {_MAX_PATTERN} are taken",
             hint="split it into several patterns",
         )
     try:
@@ -109,17 +109,18 @@ def compile_pattern(regex: str) -> Pattern:
         work = _Count(regex).seq(tree, tree.state.flags, _END)[1]
     except (re.error, OverflowError, RecursionError) as e:
         raise LayoutError(f"{_short(regex)} is not a regular expression: {e}") from e
-    longest = _NAME
-    while longest < 1 << 20 and _value(work, longest * 5 // 4) <= _STEPS:
+    longest = _MIN_NAME
+    while longest < 1 << 20 and _value(work, longest * 5 // 4) <= _MAX_STEPS:
         longest = longest * 5 // 4
     return Pattern(compiled, longest)
 
 
 def expand(match: re.Match[str], template: str) -> str:
     """What a template makes of a match; LayoutError where it does not fit the pattern, or makes a very long name."""
-    if len(template) + template.count("\\") * len(match[0]) > _MADE:
+    if len(template) + template.count("\\") * len(match[0]) > _MAX_EXPANDED:
         raise LayoutError(
-            f"the template {_short(template)} may make a name of more than {_MADE} characters of {_short(match[0])}",
+            f"the template {_short(template)} may make a name of more than {_MAX_EXPANDED} characters "
+            f"of {_short(match[0])}",
             hint="write a shorter template",
         )
     try:
@@ -181,7 +182,7 @@ class _Count:
             chars, empty, _ = self._first(option, flags)
             chars |= follow[0] if empty else 0
             apart, seen = apart and not seen & chars, seen | chars
-            total, largest, work = _add(total, mine), _most(largest, mine), _add(work, steps)
+            total, largest, work = _add(total, mine), _larger(largest, mine), _add(work, steps)
         return largest if apart else total, work
 
     def _repeat(self, node: Any, flags: int, follow: _Head) -> tuple[_Bound, _Bound]:
@@ -193,12 +194,12 @@ class _Count:
         leaves_once = not empty and not chars & follow[0]  # the next character says whether it goes on
         if most == 1 and code is not op.POSSESSIVE_REPEAT:
             return (mine if leaves_once else _add(_ONE, mine)), steps
-        often = (most + 1,) if most <= _NAME else (least + 1, 1) if empty else (0, 1)
+        often = (most + 1,) if most <= _MIN_NAME else (least + 1, 1) if empty else (0, 1)
         if code is op.POSSESSIVE_REPEAT:
             return _ONE, self._checked(_times(often, steps), node)
         if mine == _ONE and not empty:
             return (_ONE if leaves_once else often), self._checked(_times(often, steps), node)
-        if most > _NAME:
+        if most > _MIN_NAME:
             raise self._refused(node, "repeats what can match the same text in several ways", _HINT)
         ways: _Bound = (0,)
         work: _Bound = (0,)
@@ -247,7 +248,7 @@ class _Count:
         return _chars(node, flags), False, 1
 
     def _checked(self, bound: _Bound, node: Any) -> _Bound:
-        if _value(bound, _NAME) > _STEPS:
+        if _value(bound, _MIN_NAME) > _MAX_STEPS:
             raise self._refused(node, "can match in too many ways", _HINT)
         return bound
 
@@ -262,7 +263,7 @@ def _add(a: _Bound, b: _Bound) -> _Bound:
     return tuple(x + (short[i] if i < len(short) else 0) for i, x in enumerate(long))
 
 
-def _most(a: _Bound, b: _Bound) -> _Bound:
+def _larger(a: _Bound, b: _Bound) -> _Bound:
     long, short = (a, b) if len(a) >= len(b) else (b, a)
     return tuple(max(x, short[i]) if i < len(short) else x for i, x in enumerate(long))
 

@@ -95,6 +95,11 @@ class Block:
     crc32c: int | None = None
     placed: bool = False
 
+    @property
+    def stored(self) -> int:
+        """Bytes to read for the block and what is stored of its checksum."""
+        return self.nbytes + (4 if self.crc32c is None else 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Extent:

@@ -16,8 +16,8 @@ from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.jobs.run import default_workers, run
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.reading.plan import Wanted
-from ucformat.reading.read import read_wanted
+from ucformat.reading.plan import ReadItem
+from ucformat.reading.read import read_items
 from ucformat.schema.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:
@@ -282,7 +282,9 @@ class _Tensor:
         """The elements of a box, one after another, in the memory that is given."""
         raw = memory[: box.size * self.info.itemsize]
         piece = Piece(box, 0, row_major(box.shape))
-        read_wanted(self.store, [Wanted(self.info, self.extents, [(0, piece)])], [raw], [str(self.info.key)], threads=1)
+        read_items(
+            self.store, [ReadItem(self.info, self.extents, [(0, piece)])], [raw], [str(self.info.key)], threads=1
+        )
         return raw.view(numpy_dtype(self.info.dtype))
 
 

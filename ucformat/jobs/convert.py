@@ -32,8 +32,8 @@ from ucformat.jobs.record import lineage_from, record_commits
 from ucformat.jobs.run import run as run_tasks
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.virtual import place_all, put_sidecar
-from ucformat.reading.plan import Wanted
-from ucformat.reading.read import read_wanted
+from ucformat.reading.plan import ReadItem
+from ucformat.reading.read import read_items
 from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
 from ucformat.schema.manifest import Manifest, VerifiedDoc
@@ -342,8 +342,8 @@ def _write_shard(
         if verifier is not None:
             verifier.expect(info, extents, band.box)
         piece = Piece(band.box, 0, row_major(band.padded))
-        wanted = [Wanted(info, planned, [(0, piece)])]
-        read_wanted(source.store, wanted, [raw], [str(info.key)], verify=verify, costs=costs, threads=1)
+        wanted = [ReadItem(info, planned, [(0, piece)])]
+        read_items(source.store, wanted, [raw], [str(info.key)], verify=verify, costs=costs, threads=1)
 
     kept = _kept(store, key, task)
     if kept is not None:  # written by this plan before it was interrupted

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Block, Key, TensorInfo
-    from ucformat.reading.readable import Readable, Record
+    from ucformat.reading.readable import FileRecord, Readable
     from ucformat.sources.base import OpenSource
     from ucformat.storage.base import Store
     from ucformat.views.viewed import ComputedFile
@@ -91,7 +91,7 @@ class StreamVerifier:
     def __init__(self, source: Readable, origin: OpenSource | Universal, compared: Collection[str] = ()) -> None:
         self._source, self._origin, self._compared = source, origin, compared
         self._lock = threading.Lock()
-        self._records: dict[str, tuple[list[int], list[Record]]] = {}
+        self._records: dict[str, tuple[list[int], list[FileRecord]]] = {}
         self._of_records: dict[tuple[str, int], _StreamSum] = {}
         self._blocks: dict[str, list[tuple[int, int, _StreamSum]]] = {}
         self._longest: dict[str, int] = {}
@@ -99,7 +99,7 @@ class StreamVerifier:
         self._bare: set[Key] = set()  # tensors of which some bytes are under no checksum
         self._besides = 0
         if not isinstance(origin, Universal):
-            by_file: dict[str, list[Record]] = {}
+            by_file: dict[str, list[FileRecord]] = {}
             for record in origin.records():
                 if record.crc32 is not None and record.nbytes:
                     by_file.setdefault(record.file, []).append(record)
@@ -230,7 +230,7 @@ class StreamVerifier:
                 assert r.crc32 is not None  # noqa: S101 - others are left out
                 what = f"the CRC-32 of its record {r.name} differs"
                 one = self._of_records.setdefault(
-                    (file, n), _StreamSum(file, what, r.offset(), r.nbytes, r.crc32, castagnoli=False)
+                    (file, n), _StreamSum(file, what, r.locate(), r.nbytes, r.crc32, castagnoli=False)
                 )
             if one.start < stop and at < one.stop:
                 found.append(one)

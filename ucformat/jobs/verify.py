@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from ucformat.format.sidecar import Sidecar
     from ucformat.geometry.tensor import Extent
-    from ucformat.reading.readable import Record
+    from ucformat.reading.readable import FileRecord
     from ucformat.sources.base import OpenSource
     from ucformat.storage.base import Store
 
@@ -207,10 +207,10 @@ def _foreign(ck: Checkpoint, replicated: list[_Replicated]) -> Iterator[_Check]:
         yield _Check(*counted, lambda r=r: (b"", _record(source, r)))  # type: ignore[misc]
 
 
-def _record(source: OpenSource, record: Record) -> list[Problem]:
+def _record(source: OpenSource, record: FileRecord) -> list[Problem]:
     """Whether a record is what its CRC-32 says; read in blocks."""
     try:
-        start, crc = record.offset(), 0
+        start, crc = record.locate(), 0
         if record.crc32 is None:
             return []
         buffer = memoryview(bytearray(min(_BLOCK, record.nbytes)))

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ucformat.reading.plan import Part, Plan, Request
+    from ucformat.geometry.tensor import Block
+    from ucformat.reading.copies import Copy
+    from ucformat.reading.plan import Plan, Request
     from ucformat.storage.base import Bytes, Costs, Store
 
     Memory = NDArray[np.uint8]
@@ -149,7 +151,7 @@ def execute(
                         for r in batch:
                             scratch = _serve(store, r, memories, labels, scratch)
                 except NotFound as error:  # the checkpoint speaks of this file: it is not the caller who erred
-                    of = labels[batch[0].parts[0].buffer]
+                    of = labels[batch[0].copies[0].buffer]
                     raise MissingData(f"{of}: {error.message}") from error
                 if progress is not None:
                     progress(sum(r.total for r in batch))
@@ -178,10 +180,9 @@ def _serve_ranges(store: Store, batch: Sequence[Request], memories: Sequence[Mem
             if r.count == 1:
                 _deal(r, next(views), memories, labels)
                 continue
-            part = r.parts[0]
+            one = r.copies[0]
             for k in range(r.count):
-                inner = replace(part.inner, src=0, dst=part.inner.dst + k * part.dst_step)
-                _copy(replace(part, inner=inner, count=1), next(views), memories[part.buffer])
+                _copy(replace(one, src=0, dst=one.dst + k * one.dst_step), next(views), memories[one.buffer])
     return True
 
 
@@ -189,15 +190,15 @@ def _serve(store: Store, r: Request, memories: Sequence[Memory], labels: Sequenc
     """One request; returns the scratch buffer, grown if it had to be."""
     if r.count > 1:
         return _serve_rows(store, r, memories, scratch)
-    if len(r.parts) == 1:
-        part = r.parts[0]
-        memory = memories[part.buffer]
+    if len(r.copies) == 1:
+        one = r.copies[0]
+        memory = memories[one.buffer]
         sums: list[memoryview] = []
-        direct = list(_straight(part, r.nbytes, memory, sums))
+        direct = list(_straight(one, r.nbytes, memory, sums))
         if direct:
             store.read_into(r.file, r.offset, direct)
-            if part.check is not None:
-                _check(r, part, (bytes(s) for s in sums), direct[::2] if sums else direct, labels)
+            if one.block is not None:
+                _check(r.file, one, one.block, (bytes(s) for s in sums), direct[::2] if sums else direct, labels)
             return scratch
     if scratch.size < r.nbytes:
         if r.nbytes > _LARGE:
@@ -211,21 +212,22 @@ def _serve(store: Store, r: Request, memories: Sequence[Memory], labels: Sequenc
 
 def _deal(r: Request, view: memoryview, memories: Sequence[Memory], labels: Sequence[str]) -> None:
     """Check a request's bytes, and copy them to where they belong."""
-    for part in r.parts:
-        if part.check is not None:
-            n, skip = part.check.nbytes, part.check.skip
-            begins = [part.inner.src - skip + k * part.src_step for k in range(part.count)]
-            _check(r, part, (bytes(view[b + n : b + n + 4]) for b in begins), [view[b : b + n] for b in begins], labels)
-        _copy(part, view, memories[part.buffer])
+    for one in r.copies:
+        if one.block is not None:
+            n, first = one.block.nbytes, one.block.offset - r.offset
+            begins = [first + k * one.src_step for k in range(one.count)]
+            stored = (bytes(view[b + n : b + n + 4]) for b in begins)
+            _check(r.file, one, one.block, stored, [view[b : b + n] for b in begins], labels)
+        _copy(one, view, memories[one.buffer])
 
 
 def _serve_rows(store: Store, r: Request, memories: Sequence[Memory], scratch: Memory) -> Memory:
     """A request of several ranges, each straight into memory where its bytes lie as they must."""
-    part = r.parts[0]
-    memory = memories[part.buffer]
-    if part.inner.shape == (r.nbytes,):
-        begin, view = part.inner.dst, memory.data
-        starts = range(begin, begin + r.count * part.dst_step, part.dst_step) if part.dst_step else [begin] * r.count
+    one = r.copies[0]
+    memory = memories[one.buffer]
+    if one.shape == (r.nbytes,):
+        begin, view = one.dst, memory.data
+        starts = range(begin, begin + r.count * one.dst_step, one.dst_step) if one.dst_step else [begin] * r.count
         store.read_rows(r.file, r.offset, r.step, [view[a : a + r.nbytes] for a in starts])
         return scratch
     if scratch.size < r.total:
@@ -233,66 +235,60 @@ def _serve_rows(store: Store, r: Request, memories: Sequence[Memory], scratch: M
     found = scratch.data[: r.total]
     rows = [found[a : a + r.nbytes] for a in range(0, r.total, r.nbytes)]
     store.read_rows(r.file, r.offset, r.step, rows)
-    _copy(replace(part, inner=replace(part.inner, src=0), count=r.count, src_step=r.nbytes), found, memory)
+    _copy(replace(one, src=0, count=r.count, src_step=r.nbytes), found, memory)
     return scratch
 
 
-def _straight(part: Part, nbytes: int, memory: Memory, sums: list[memoryview]) -> Iterator[memoryview]:
+def _straight(one: Copy, nbytes: int, memory: Memory, sums: list[memoryview]) -> Iterator[memoryview]:
     """The buffers to read into if the bytes lie in the file as they must in memory; none where they do not.
 
     Memory for stored checksums is put between the chunks, and into `sums`.
     """
-    inner, check = part.inner, part.check
+    block = one.block
     view = memory.data
-    if check is not None:
-        if inner.shape != (check.nbytes,):
+    if block is not None:
+        if one.shape != (block.nbytes,):
             return
-        for k in range(part.count):
-            begin = inner.dst + k * part.dst_step
-            yield view[begin : begin + check.nbytes]
-            if check.crc32c is None:
+        for k in range(one.count):
+            begin = one.dst + k * one.dst_step
+            yield view[begin : begin + block.nbytes]
+            if block.crc32c is None:
                 sums.append(memoryview(bytearray(4)))
                 yield sums[-1]
-    elif len(inner.shape) == 1 and part.count == 1 and inner.shape[0] == nbytes:
-        yield view[inner.dst : inner.dst + nbytes]
-    elif len(inner.shape) == 2 and inner.shape[1] >= _LONG_ROW and inner.src_strides[0] == inner.shape[1]:
-        rows, run = inner.shape
+    elif len(one.shape) == 1 and one.count == 1 and one.shape[0] == nbytes:
+        yield view[one.dst : one.dst + nbytes]
+    elif len(one.shape) == 2 and one.shape[1] >= _LONG_ROW and one.src_strides[0] == one.shape[1]:
+        rows, run = one.shape
         for k in range(rows):
-            begin = inner.dst + k * inner.dst_strides[0]
+            begin = one.dst + k * one.dst_strides[0]
             yield view[begin : begin + run]
 
 
 def _check(
-    r: Request, part: Part, stored: Iterator[bytes], chunks: Sequence[memoryview], labels: Sequence[str]
+    file: str, one: Copy, block: Block, stored: Iterator[bytes], chunks: Sequence[memoryview], labels: Sequence[str]
 ) -> None:
-    check = part.check
-    assert check is not None  # noqa: S101
     for k, chunk in enumerate(chunks):
-        expected = int.from_bytes(next(stored), "little") if check.crc32c is None else check.crc32c
-        at = r.offset + part.inner.src - check.skip + k * part.src_step
-        if checksum(chunk, place_checksum(r.file, at) if check.placed else 0) != expected:
+        expected = int.from_bytes(next(stored), "little") if block.crc32c is None else block.crc32c
+        at = block.offset + k * one.src_step
+        if checksum(chunk, place_checksum(file, at) if block.placed else 0) != expected:
             raise ChecksumError(
-                f"{labels[part.buffer]}: the chunk at bytes {at}:{at + check.nbytes} of {r.file} is damaged "
+                f"{labels[one.buffer]}: the chunk at bytes {at}:{at + block.nbytes} of {file} is damaged "
                 f"(its crc32c is not {expected:#010x})",
                 hint="restore the file from another copy; `ucp verify` names every damaged chunk",
             )
 
 
-def _copy(part: Part, found: memoryview, memory: Memory) -> None:
-    inner = part.inner
-    shape, src_strides, dst_strides = inner.shape, inner.src_strides, inner.dst_strides
+def _copy(one: Copy, found: memoryview, memory: Memory) -> None:
+    shape, src_strides, dst_strides = one.shape, one.src_strides, one.dst_strides
     unit = np.dtype(np.uint8)
     if shape[-1] in (2, 4, 8):  # scattered elements: move each in one go
         unit = np.dtype(f"u{shape[-1]}")
         shape, src_strides, dst_strides = shape[:-1], src_strides[:-1], dst_strides[:-1]
-    if part.count > 1:
-        shape, src_strides, dst_strides = (
-            (part.count, *shape),
-            (part.src_step, *src_strides),
-            (part.dst_step, *dst_strides),
-        )
-    source = np.ndarray(shape, unit, found, inner.src, src_strides)
-    np.ndarray(shape, unit, memory, inner.dst, dst_strides)[...] = source
+    if one.count > 1:
+        shape = (one.count, *shape)
+        src_strides, dst_strides = (one.src_step, *src_strides), (one.dst_step, *dst_strides)
+    source = np.ndarray(shape, unit, found, one.src, src_strides)
+    np.ndarray(shape, unit, memory, one.dst, dst_strides)[...] = source
 
 
 def checksum(data: Bytes, before: int = 0) -> int:

@@ -12,7 +12,7 @@ from ucformat.geometry.tensor import Piece
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.execute import check_out, is_direct, memory_of
 from ucformat.reading.plan import make_plan
-from ucformat.reading.rank import wanted_of
+from ucformat.reading.rank import item_for
 from ucformat.reading.read import read_planned
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Tensor"]
 
-_PART = 64 << 20  # bytes that are held at once where an array cannot be filled in place
+_BUFFER_BYTES = 64 << 20  # bytes that are held at once where an array cannot be filled in place
 
 
 class Tensor:
@@ -119,7 +119,7 @@ class Tensor:
     def _read_parts(self, out: NDArray[Any], verify: Verify, threads: int | None) -> NDArray[Any]:
         """Read into memory that no plan can fill, part by part."""
         plain = np.asarray(out)
-        rows = max(1, _PART // max(1, self.nbytes // max(1, self.shape[0])))
+        rows = max(1, _BUFFER_BYTES // max(1, self.nbytes // max(1, self.shape[0])))
         for at in range(0, self.shape[0], rows):
             n = min(rows, self.shape[0] - at)
             box = Box((at, *[0] * (self.ndim - 1)), (n, *self.shape[1:]))
@@ -132,7 +132,7 @@ class Tensor:
         return self._plan(box, row_major(box.shape), verify)
 
     def _plan(self, box: Box, strides: tuple[int, ...], verify: Verify) -> Plan:
-        wanted = wanted_of(self._source, self.info, [(0, Piece(box, 0, strides))])
+        wanted = item_for(self._source, self.info, [(0, Piece(box, 0, strides))])
         return make_plan([wanted], verify, self._source.store.costs)
 
     def _read(

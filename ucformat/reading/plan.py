@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Literal
 
 from ucformat.errors import CoverageError, Inconsistent, IntegrityError, MissingData
 from ucformat.geometry.coverage import prove
-from ucformat.geometry.tensor import Tiles
-from ucformat.reading.moves import Check, Strided, moves
+from ucformat.geometry.tensor import Block, Tiles
+from ucformat.reading.copies import Copy, copies
 from ucformat.storage.base import Costs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ucformat.geometry.tensor import Extent, Piece, TensorInfo
-    from ucformat.reading.moves import Move
 
-__all__ = ["Part", "Plan", "Request", "Verify", "make_plan", "read_tensor"]
+__all__ = ["Plan", "ReadItem", "Request", "Verify", "make_plan", "read_tensor"]
 
 #: Which checksums to check: of the chunks of arrays that are read whole and of all blocks of packed files (which are
 #: read whole for it), of all chunks too, of none.
@@ -30,33 +29,17 @@ _TRIFLE = 16  # bytes of gaps that are never worth another request: checksums, a
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one request gives to one buffer: the set `inner`, `count` times, at steps in the bytes read and in memory.
-
-    `inner.src` counts from the first byte of the request. With a `check`, each of the `count` sets lies in a chunk of
-    its own, whose checksum is to be checked.
-    """
-
-    buffer: int
-    inner: Strided
-    check: Check | None = None
-    count: int = 1
-    src_step: int = 0
-    dst_step: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Request:
-    """One range of bytes of one file, and the parts of it that are wanted.
+    """One range of bytes of one file, and the copies of it to buffers.
 
-    With a `count` it stands for so many ranges, `step` bytes apart: its one part is that of the first, and each next
+    With a `count` it stands for so many ranges, `step` bytes apart: its one copy is that of the first, and each next
     one goes `dst_step` further in memory.
     """
 
     file: str
     offset: int
     nbytes: int
-    parts: tuple[Part, ...]
+    copies: tuple[Copy, ...]
     count: int = 1
     step: int = 0
 
@@ -100,16 +83,21 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Pieces of one tensor, each with the number of the buffer it goes to."""
+class ReadItem:
+    """A tensor to read: its extents, and the pieces to fill, each with the number of its buffer."""
 
     info: TensorInfo
     extents: Iterable[Extent | Tiles]
     pieces: Sequence[tuple[int, Piece]]
 
 
-def make_plan(wanted: Iterable[Wanted], verify: Verify = "whole", costs: Costs | None = None) -> Plan:
-    """How to fill all the pieces of all the tensors.
+def make_plan(items: Iterable[ReadItem], verify: Verify = "whole", costs: Costs | None = None) -> Plan:
+    """Plan how to fill all the pieces of all the tensors.
+
+    Args:
+        items: the tensors and their pieces.
+        verify: which checksums to check.
+        costs: of the store's requests, which decide how ranges are merged and cut; by default those of local files.
 
     Raises:
         MissingData: the extents of a tensor leave a hole in a piece.
@@ -119,48 +107,47 @@ def make_plan(wanted: Iterable[Wanted], verify: Verify = "whole", costs: Costs |
     costs = costs or Costs()
     requests: list[Request] = []
     needed = unverified = besides = 0
-    for w in wanted:
-        found, exposed, more = read_tensor(w, verify, costs)
+    for item in items:
+        found, exposed, more = read_tensor(item, verify, costs)
         requests += found
         unverified += exposed
         besides += more
-        needed += sum(p.box.size for _, p in w.pieces) * w.info.itemsize
+        needed += sum(p.box.size for _, p in item.pieces) * item.info.itemsize
     requests.sort(key=lambda r: (r.file, r.offset))
     return Plan(tuple(_join(requests, costs)), needed, unverified, besides)
 
 
-def read_tensor(w: Wanted, verify: Verify, costs: Costs) -> tuple[list[Request], int, int]:
+def read_tensor(item: ReadItem, verify: Verify, costs: Costs) -> tuple[list[Request], int, int]:
     """The requests for one tensor's pieces, how many bytes of it go unchecked, and how many more are read to check."""
     requests: list[Request] = []
     unverified = besides = 0
-    pieces = [(b, p) for b, p in w.pieces if p.box.size]
+    pieces = [(b, p) for b, p in item.pieces if p.box.size]
     if not pieces:
         return requests, 0, 0
-    extents = _distinct(w.extents)
+    extents = _distinct(item.extents)
     for buffer, piece in pieces:
         met = [e for e in extents if e.box.intersect(piece.box)]
-        _must_cover(w.info, piece, met)
+        _must_cover(item.info, piece, met)
         for extent in met:
-            if not isinstance(extent, Tiles) and extent.leaves_block(w.info.itemsize):
+            if not isinstance(extent, Tiles) and extent.leaves_block(item.info.itemsize):
                 raise IntegrityError(
-                    f"{w.info.key}: the bytes of {extent.box} leave the block in {extent.file} that has their checksum",
+                    f"{item.info.key}: the bytes of {extent.box} leave the block of {extent.file} with their checksum",
                     hint="restore what lists them, the sidecar or the file's own header, from another copy",
                 )
-            for move in moves(extent, piece, w.info.itemsize):
-                if move.check is None or not _is_checked(move, extent, verify, costs):
-                    unverified += move.nbytes
-                    requests += _ranges(buffer, move, costs)
+            for inner, outer, block, whole in copies(extent, piece, item.info.itemsize):
+                if block is None or not _is_checked(extent, block, verify, costs, whole=whole):
+                    unverified += outer.nbytes * inner.nbytes
+                    requests += _ranges(buffer, extent.file, inner.within(outer), costs)
                     continue
-                besides += move.outer.nbytes * move.check.stored - move.nbytes
-                requests += _whole_chunks(buffer, move, costs)
+                besides += outer.nbytes * (block.stored - inner.nbytes)
+                requests += _whole_chunks(buffer, extent.file, inner, outer, block, costs)
     return requests, unverified, besides
 
 
-def _is_checked(move: Move, extent: Extent | Tiles, verify: Verify, costs: Costs) -> bool:
-    if verify == "whole" and not move.whole:
-        assert move.check is not None  # noqa: S101
+def _is_checked(extent: Extent | Tiles, block: Block, verify: Verify, costs: Costs, *, whole: bool) -> bool:
+    if verify == "whole" and not whole:
         of_array = isinstance(extent, Tiles) and not extent.placed
-        return not of_array and move.check.nbytes <= costs.block
+        return not of_array and block.nbytes <= costs.block
     return verify != "never"
 
 
@@ -196,35 +183,26 @@ def _like(info: TensorInfo, piece: Piece) -> TensorInfo:
     return type(info)(f"{info.name}{piece.box}", info.state, info.dtype, piece.box.shape)
 
 
-def _whole_chunks(buffer: int, move: Move, costs: Costs) -> Iterator[Request]:
+def _whole_chunks(buffer: int, file: str, inner: Copy, outer: Copy, block: Block, costs: Costs) -> Iterator[Request]:
     """Requests for chunks that are read whole and checked; neighbours along the last dim of the grid together."""
-    check, inner, outer = move.check, move.inner, move.outer
-    assert check is not None  # noqa: S101
-    step = outer.src_strides[-1] if outer.shape else 0
-    adjacent = step == check.stored
-    most = max(1, costs.request // check.stored) if adjacent else 1
+    step, dst_step = (outer.src_strides[-1], outer.dst_strides[-1]) if outer.shape else (0, 0)
+    adjacent = step == block.stored
+    most = max(1, costs.request // block.stored) if adjacent else 1
+    skip = inner.src - block.offset
     *leading, last = outer.shape or (1,)
     for at in product(*map(range, leading)):
-        src = sum(i * s for i, s in zip(at, outer.src_strides, strict=False))
-        dst = sum(i * d for i, d in zip(at, outer.dst_strides, strict=False))
+        src = block.offset + sum(i * s for i, s in zip(at, outer.src_strides, strict=False))
+        dst = inner.dst + sum(i * d for i, d in zip(at, outer.dst_strides, strict=False))
         for first in range(0, last, most):
             count = min(most, last - first)
-            begin = inner.src - check.skip + src + first * step
-            to = inner.dst + dst + first * (outer.dst_strides[-1] if outer.shape else 0)
-            part = Part(
-                buffer,
-                Strided(inner.shape, check.skip, inner.src_strides, to, inner.dst_strides),
-                check,
-                count,
-                step,
-                outer.dst_strides[-1] if outer.shape else 0,
-            )
-            yield Request(move.file, begin, (count - 1) * step + check.stored, (part,))
+            begin, to = src + first * step, dst + first * dst_step
+            own = Block(begin, block.nbytes, block.crc32c, block.placed)
+            copy = Copy(inner.shape, skip, inner.src_strides, to, inner.dst_strides, buffer, own, count, step, dst_step)
+            yield Request(file, begin, (count - 1) * step + block.stored, (copy,))
 
 
-def _ranges(buffer: int, move: Move, costs: Costs) -> Iterator[Request]:
+def _ranges(buffer: int, file: str, whole: Copy, costs: Costs) -> Iterator[Request]:
     """Requests for exactly the wanted bytes, save that small gaps are read over."""
-    whole = move.inner.within(move.outer)
     n = len(whole.shape)
     span = 1  # bytes of the file that the innermost dims from `n` on reach over
     while n and _merges(whole.src_strides[n - 1] - span, span, costs):
@@ -237,6 +215,7 @@ def _ranges(buffer: int, move: Move, costs: Costs) -> Iterator[Request]:
     dst_step = whole.dst_strides[n - 1] if n else 0
     cut = bool(n) and _merges(src_step - span, span, costs)  # the request would be too long
     most = max(1, (costs.request - span) // src_step + 1 if cut else costs.request // span)
+    shape, src_strides, dst_strides = whole.shape[n:], whole.src_strides[n:], whole.dst_strides[n:]
     *leading, last = whole.shape[:n] or (1,)
     for at in product(*map(range, leading)):
         src = whole.src + sum(i * s for i, s in zip(at, whole.src_strides, strict=False))
@@ -244,13 +223,12 @@ def _ranges(buffer: int, move: Move, costs: Costs) -> Iterator[Request]:
         for first in range(0, last, most):
             count = min(most, last - first)
             begin, to = src + first * src_step, dst + first * dst_step
-            inner = Strided(whole.shape[n:], 0, whole.src_strides[n:], to, whole.dst_strides[n:])
             if cut:
-                rows = ((count, *inner.shape), 0, (src_step, *inner.src_strides), to, (dst_step, *inner.dst_strides))
-                yield Request(move.file, begin, (count - 1) * src_step + span, (Part(buffer, Strided(*rows)),))
+                rows = Copy((count, *shape), 0, (src_step, *src_strides), to, (dst_step, *dst_strides), buffer)
+                yield Request(file, begin, (count - 1) * src_step + span, (rows,))
             else:
-                part = Part(buffer, inner, dst_step=dst_step)
-                yield Request(move.file, begin, span, (part,), count, src_step)
+                copy = Copy(shape, 0, src_strides, to, dst_strides, buffer, dst_step=dst_step)
+                yield Request(file, begin, span, (copy,), count, src_step)
 
 
 def _merges(gap: int, span: int, costs: Costs) -> bool:
@@ -282,13 +260,12 @@ def _joined(group: list[Request]) -> Request:
     if len(group) == 1:
         return group[0]
     first, last = group[0], group[-1]
-    parts = tuple(
-        Part(p.buffer, _from(p.inner, r.offset - first.offset), p.check, p.count, p.src_step, p.dst_step)
-        for r in group
-        for p in r.parts
+    moved = tuple(_moved(c, r.offset - first.offset) for r in group for c in r.copies)
+    return Request(first.file, first.offset, last.offset + last.nbytes - first.offset, moved)
+
+
+def _moved(c: Copy, by: int) -> Copy:
+    """The copy from a request that begins `by` bytes earlier."""
+    return Copy(
+        c.shape, c.src + by, c.src_strides, c.dst, c.dst_strides, c.buffer, c.block, c.count, c.src_step, c.dst_step
     )
-    return Request(first.file, first.offset, last.offset + last.nbytes - first.offset, parts)
-
-
-def _from(inner: Strided, by: int) -> Strided:
-    return Strided(inner.shape, inner.src + by, inner.src_strides, inner.dst, inner.dst_strides)

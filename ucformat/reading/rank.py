@@ -13,7 +13,7 @@ from ucformat.geometry.box import hull
 from ucformat.geometry.tensor import Key, Roster, TensorInfo
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.execute import check_out, memory_of
-from ucformat.reading.plan import Wanted, make_plan
+from ucformat.reading.plan import ReadItem, make_plan
 from ucformat.reading.read import read_planned
 from ucformat.reading.readable import TRACKERS
 from ucformat.storage.watched import check_unchanged
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ucformat.geometry.bound import BoundLayout, Local
+    from ucformat.geometry.bound import BoundLayout, LocalTensor
     from ucformat.geometry.layout import Layout
     from ucformat.geometry.tensor import Piece
     from ucformat.reading.execute import Memory
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import Readable
     from ucformat.storage.base import Store
 
-__all__ = ["LOADED", "Bound", "Buffer", "Held", "ReadPlan", "plan_rank", "wanted_of"]
+__all__ = ["LOADED", "Bound", "RankBuffer", "ReadPlan", "item_for", "plan_rank"]
 
 #: What is said of tensors that were loaded while their files were changed.
 LOADED = "what was loaded is of no use"
 
 
 @dataclass(frozen=True, slots=True)
-class Buffer:
+class RankBuffer:
     """Memory that a plan fills: one tensor's local array, or a flat buffer that several tensors share."""
 
     key: tuple[str, str]
@@ -52,23 +52,14 @@ class Buffer:
         return int(np.prod(self.shape, dtype=np.int64)) * numpy_dtype(self.dtype).itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Where a rank's part of a tensor lies: `shape` elements from `offset` on in buffer number `buffer`."""
-
-    buffer: int
-    offset: int
-    shape: tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class ReadPlan:
     """What one rank will read; made without any I/O on tensors, run by `execute`."""
 
     plan: Plan
     store: Store
-    buffers: tuple[Buffer, ...]
-    held: Mapping[Key, Held]
+    buffers: tuple[RankBuffer, ...]
+    tensors: Mapping[Key, LocalTensor]
     zero_filled: Mapping[Key, int]  # elements of padding that no file holds
     rank: int
 
@@ -110,7 +101,7 @@ class ReadPlan:
     def __str__(self) -> str:
         ratio = self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
         lines = [
-            f"rank {self.rank}: {len(self.held)} tensors, {_size(self.memory)} of memory",
+            f"rank {self.rank}: {len(self.tensors)} tensors, {_size(self.memory)} of memory",
             f"  needed      {_size(self.bytes_needed)}",
             f"  read        {_size(self.bytes_read)}  ({ratio:.3f} of what is needed)",
             f"  unverified  {_size(self.bytes_unverified)}; {_size(self.bytes_besides)} are read for checksums alone",
@@ -155,16 +146,15 @@ class ReadPlan:
         out: dict[tuple[str, str], NDArray[np.generic]] = {}
         for b, a in zip(self.buffers, arrays, strict=True):
             out[b.key] = a
-        for key, held in self.held.items():
-            if key in out:  # it has a buffer of its own
-                continue
-            flat = arrays[held.buffer].reshape(-1)
-            size = int(np.prod(held.shape, dtype=np.int64))
-            out[key.name, key.state] = flat[held.offset : held.offset + size].reshape(held.shape)
+        for key, local in self.tensors.items():
+            if local.buffer is not None:
+                out[key.name, key.state] = out[local.buffer, key.state][local.offset : local.offset + local.size]
         return out
 
 
-def _check_given(given: Mapping[tuple[str, str], NDArray[np.generic]], buffers: Sequence[Buffer], rank: int) -> None:
+def _check_given(
+    given: Mapping[tuple[str, str], NDArray[np.generic]], buffers: Sequence[RankBuffer], rank: int
+) -> None:
     known = {b.key: b for b in buffers}
     runs = []
     for key, array in given.items():
@@ -186,7 +176,7 @@ def _check_given(given: Mapping[tuple[str, str], NDArray[np.generic]], buffers: 
             raise UsageError(f"the arrays to fill for {one} and {other} share memory", hint="give each one its own")
 
 
-def _array(b: Buffer, given: NDArray[np.generic] | None) -> NDArray[np.generic]:
+def _array(b: RankBuffer, given: NDArray[np.generic] | None) -> NDArray[np.generic]:
     dtype = numpy_dtype(b.dtype)
     if given is None:
         return np.zeros(b.shape, dtype) if b.padded else np.empty(b.shape, dtype)
@@ -230,10 +220,10 @@ def plan_rank(source: Readable, bound: Bound, rank: int, verify: Verify) -> Read
     return _Planner(source, bound.layout, rank, bound.stored).plan(verify)
 
 
-def wanted_of(source: Readable, info: TensorInfo, pieces: Sequence[tuple[int, Piece]]) -> Wanted:
+def item_for(source: Readable, info: TensorInfo, pieces: Sequence[tuple[int, Piece]]) -> ReadItem:
     """Pieces of a tensor, each with the number of its buffer, and the extents that they need."""
     near = hull(piece.box for _, piece in pieces)
-    return Wanted(info, () if near is None else source.extents(info.key, near), pieces)
+    return ReadItem(info, () if near is None else source.extents(info.key, near), pieces)
 
 
 def _chosen(roster: Roster, states: Sequence[str] | None) -> Roster:
@@ -253,37 +243,37 @@ class _Planner:
     def __init__(self, source: Readable, bound: BoundLayout, rank: int, stored: Mapping[Key, TensorInfo]) -> None:
         self.source, self.bound, self.rank, self.stored = source, bound, rank, stored
         self.infos = {i.key: i for i in source.facts.roster.tensors}
-        self.buffers = [Buffer(k, b.dtype, (b.size,), padded=True) for k, b in bound.buffers(rank).items()]
+        self.buffers = [RankBuffer(k, b.dtype, (b.size,), padded=True) for k, b in bound.buffers(rank).items()]
         self.numbers = {b.key: n for n, b in enumerate(self.buffers)}
-        self.held: dict[Key, Held] = {}
+        self.tensors: dict[Key, LocalTensor] = {}
         self.zero_filled: dict[Key, int] = {}
 
     def plan(self, verify: Verify) -> ReadPlan:
         wanted = [w for key in self.bound.keys(self.rank) for w in self._wanted(key)]
         plan = make_plan(wanted, verify, self.source.store.costs)
-        return ReadPlan(plan, self.source.store, tuple(self.buffers), self.held, self.zero_filled, self.rank)
+        return ReadPlan(plan, self.source.store, tuple(self.buffers), self.tensors, self.zero_filled, self.rank)
 
-    def _wanted(self, key: Key) -> list[Wanted]:
+    def _wanted(self, key: Key) -> list[ReadItem]:
         local = self.bound.local(key, self.rank)
         if local is None:
             return []
         info = self.stored[key]
         number = self._buffer(key, info, local)
-        self.held[key] = Held(number, local.offset, local.shape)
-        wanted = [wanted_of(self.source, info, [(number, p) for p in local.pieces])]
+        self.tensors[key] = local
+        wanted = [item_for(self.source, info, [(number, p) for p in local.pieces])]
         if local.padding:
             like = self.bound.padding(key)
             kept = self.infos.get(info.key.padding)
             if like is not None and kept is not None and (kept.shape, kept.dtype) == (like.shape, like.dtype):
-                wanted.append(wanted_of(self.source, kept, [(number, p) for p in local.padding]))
+                wanted.append(item_for(self.source, kept, [(number, p) for p in local.padding]))
             else:
                 self.zero_filled[key] = sum(p.box.size for p in local.padding)
         return wanted
 
-    def _buffer(self, key: Key, info: TensorInfo, local: Local) -> int:
+    def _buffer(self, key: Key, info: TensorInfo, local: LocalTensor) -> int:
         if local.buffer is not None:
             return self.numbers[local.buffer, key.state]
-        self.buffers.append(Buffer((key.name, key.state), info.dtype, local.shape, padded=bool(local.padding)))
+        self.buffers.append(RankBuffer((key.name, key.state), info.dtype, local.shape, padded=bool(local.padding)))
         return len(self.buffers) - 1
 
 

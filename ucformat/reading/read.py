@@ -12,7 +12,7 @@ from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Piece
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.execute import execute
-from ucformat.reading.plan import Wanted, make_plan
+from ucformat.reading.plan import ReadItem, make_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ucformat.reading.plan import Plan, Verify
     from ucformat.storage.base import Costs, Store
 
-__all__ = ["read_extents", "read_flat", "read_planned", "read_wanted"]
+__all__ = ["read_extents", "read_flat", "read_items", "read_planned"]
 
 _SMALL = 256 << 20  # bytes: smaller plans are run without asking for the sizes of files first
 
@@ -57,9 +57,9 @@ def read_planned(
     execute(plan, store, memories(), labels, threads, progress)
 
 
-def read_wanted(
+def read_items(
     store: Store,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[ReadItem],
     memories: Sequence[Memory],
     labels: Sequence[str],
     *,
@@ -110,7 +110,7 @@ def read_flat(store: Store, info: TensorInfo, extents: Iterable[Extent | Tiles],
         for box in flat_boxes(info.shape, first, last)
     ]
     raw = np.empty((last - first) * info.itemsize, np.uint8)
-    read_wanted(store, [Wanted(info, extents, pieces)], [raw], [str(info.key)], threads=1)
+    read_items(store, [ReadItem(info, extents, pieces)], [raw], [str(info.key)], threads=1)
     return raw.view(numpy_dtype(info.dtype))
 
 

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 __all__ = [
     "TRACKERS",
     "Facts",
+    "FileRecord",
     "IntKey",
     "LazyMapping",
     "LazySequence",
     "Place",
     "Readable",
-    "Record",
     "StatePath",
     "json_key",
     "path_from_json",
@@ -151,17 +151,18 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class FileRecord:
     """Bytes of a file that stand under one checksum; `crc32` is None where the writer computed none.
 
-    They begin at `offset()`, after `near` and before any other record's `near`.
+    `locate` gives the byte of the file where they begin, which may have to be read; it is after `near` and before any
+    other record's `near`.
     """
 
     file: str
     name: str
     nbytes: int
     crc32: int | None
-    offset: Callable[[], int]  # it may have to be read
+    locate: Callable[[], int]
     near: int = 0
 
 

@@ -16,7 +16,7 @@ Model = TypeVar("Model", bound=BaseModel)
 T = TypeVar("T")
 
 VERSION = 1
-_FAULTS = 100  # so many are told
+_MAX_FAULTS = 100  # so many are told
 
 
 class Shard(Written):
@@ -184,7 +184,7 @@ def checked_as(kind: TypeAdapter[T], document: Any) -> T:
         return kind.validate_python(document)
     except ValidationError as e:
         lines = []
-        for fault in islice(e.errors(include_url=False, include_context=False, include_input=False), _FAULTS):
+        for fault in islice(e.errors(include_url=False, include_context=False, include_input=False), _MAX_FAULTS):
             where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in fault["loc"]).lstrip(".")
             lines.append(f"{where}: {fault['msg']}" if where else fault["msg"])
         more = e.error_count() - len(lines)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
-    from ucformat.reading.readable import Facts, Record
+    from ucformat.reading.readable import Facts, FileRecord
     from ucformat.storage.base import Store
 
 __all__ = [
@@ -41,7 +41,7 @@ class OpenSource(Protocol):
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """See Readable."""
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[FileRecord]:
         """Every record of the checkpoint's files, where these have records with checksums; else none."""
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
-    from ucformat.reading.readable import Record
+    from ucformat.reading.readable import FileRecord
     from ucformat.sources.base import OpenSource
     from ucformat.sources.pickle.file import TorchFile
     from ucformat.sources.pickle.stand_ins import StoredTensor
@@ -120,7 +120,7 @@ class PrefixedSource:
         for extent in self._source.extents(key, within):
             yield replace(extent, file=self._below + extent.file)
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[FileRecord]:
         """Every record of its files."""
         for record in self._source.records():
             yield replace(record, file=self._below + record.file)

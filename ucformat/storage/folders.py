@@ -12,8 +12,8 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from ucformat.durable import make_folder, sync_open_folder
 from ucformat.errors import UnsafeError
-from ucformat.lasting import make_folder, sync_open_folder
 from ucformat.settings import roots_with
 from ucformat.storage.error_mapping import mapping_os_errors
 from ucformat.storage.local_files import Descriptor

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ucformat.errors import LayoutError
 from ucformat.geometry.box import Box
 from ucformat.schema.dtypes import ITEMSIZE
-from ucformat.views.table import Entry, Formula, Piece, compose, renamed
+from ucformat.views.table import Entry, Formula, compose, part_of, renamed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -33,8 +33,8 @@ def transposed(name: str, entry: Entry, axes: Sequence[int] | None) -> Entry:
 
     def change(view: View) -> View:
         shape = tuple(view.info.shape[a] for a in order)
-        piece = Piece(Box.whole(shape), view, Box.whole(view.info.shape), order)
-        return compose(replace(view.info, shape=shape), [piece])
+        part = part_of(view, Box.whole(shape), Box.whole(view.info.shape), order)
+        return compose(replace(view.info, shape=shape), [part])
 
     return _each(name, entry, change)
 
@@ -71,13 +71,13 @@ def split(
 
 def _taken(view: View, name: str, dim: int, runs: Iterable[tuple[int, int]]) -> View:
     """These runs of indices along a dim, joined."""
-    shape, axes = view.info.shape, tuple(range(len(view.info.shape)))
-    pieces, at = [], 0
+    shape = view.info.shape
+    parts, at = [], 0
     for begin, length in runs:
-        pieces.append(Piece(_slab(shape, dim, at, length), view, _slab(shape, dim, begin, length), axes))
+        parts.append(part_of(view, _slab(shape, dim, at, length), _slab(shape, dim, begin, length)))
         at += length
     info = replace(view.info, name=name, shape=(*shape[:dim], at, *shape[dim + 1 :]))
-    return compose(info, pieces)
+    return compose(info, parts)
 
 
 def fused(name: str, members: Named, dim: int, repeat: int) -> Entry:
@@ -99,13 +99,12 @@ def fused(name: str, members: Named, dim: int, repeat: int) -> Entry:
                 runs.append((view, block * length, at, length))
                 at += length
         shape = views[0].info.shape
-        axes = tuple(range(len(shape)))
-        pieces = [
-            Piece(_slab(shape, dim, to, length), view, _slab(view.info.shape, dim, begin, length), axes)
+        parts = [
+            part_of(view, _slab(shape, dim, to, length), _slab(view.info.shape, dim, begin, length))
             for view, begin, to, length in runs
         ]
         info = replace(views[0].info, name=name, shape=(*shape[:dim], at, *shape[dim + 1 :]))
-        return compose(info, pieces)
+        return compose(info, parts)
 
     return _together(name, members, join)
 
@@ -122,8 +121,8 @@ def stacked(name: str, members: Named, dim: int) -> Entry:
     def join(views: Sequence[View]) -> View:
         shape = (*first[:dim], len(views), *first[dim:])
         axes = (*range(dim), None, *range(dim, len(first)))
-        pieces = [Piece(_slab(shape, dim, i, 1), v, Box.whole(first), axes) for i, v in enumerate(views)]
-        return compose(replace(views[0].info, name=name, shape=shape), pieces)
+        parts = [part_of(v, _slab(shape, dim, i, 1), Box.whole(first), axes) for i, v in enumerate(views)]
+        return compose(replace(views[0].info, name=name, shape=shape), parts)
 
     return _together(name, members, join)
 
@@ -137,7 +136,7 @@ def unstacked(name: str, entry: Entry, into: str, dim: int, start: int) -> list[
         box = _slab(shape, dim, i, 1)
         axes = (*range(dim), *range(dim + 1, len(shape)))
         left = _without(shape, dim)
-        return compose(replace(view.info, name=to, shape=left), [Piece(Box.whole(left), view, box, axes)])
+        return compose(replace(view.info, name=to, shape=left), [part_of(view, Box.whole(left), box, axes)])
 
     names = [(i, into.replace("{i}", str(start + i))) for i in range(entry.shape[dim])]
     return [(to, _each(name, entry, partial(take, i=i, to=to), to)) for i, to in names]

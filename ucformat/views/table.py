@@ -18,7 +18,7 @@ from ucformat.geometry.view import Part, View
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Entry", "Formula", "Piece", "Table", "compose", "identity"]
+__all__ = ["Entry", "Formula", "Table", "compose", "identity", "part_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +45,36 @@ class Entry:
         return self.states[first].info.shape
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of a new tensor that is a box of a view; `axes` as in `Part`."""
-
-    target: Box
-    view: View
-    box: Box
-    axes: tuple[int | None, ...]
-
-
 def identity(info: TensorInfo) -> View:
     """A source tensor as it is."""
     whole = Box.whole(info.shape)
     return View(info, (Part(whole, info.key, whole, tuple(range(len(info.shape)))),))
 
 
-def compose(info: TensorInfo, pieces: Iterable[Piece]) -> View:
-    """A tensor made of boxes of views, as a view of what these are made of; LayoutError where it is not covered."""
-    return View(info, tuple(part for piece in pieces for inner in piece.view.parts if (part := _through(piece, inner))))
+def part_of(view: View, target: Box, box: Box, axes: tuple[int | None, ...] | None = None) -> tuple[View, Part]:
+    """A box of a new tensor that is a box of a view, by default with its dims in the same order."""
+    return view, Part(target, view.info.key, box, tuple(range(len(target.shape))) if axes is None else axes)
 
 
-def _through(piece: Piece, inner: Part) -> Part | None:
-    """What a piece takes of one part of its view."""
-    clip = inner.target.intersect(piece.box)
+def compose(info: TensorInfo, parts: Iterable[tuple[View, Part]]) -> View:
+    """Make a tensor of boxes of views.
+
+    Args:
+        info: the new tensor.
+        parts: each with the view that is its source.
+
+    Returns:
+        A view of the sources that these views are made of.
+
+    Raises:
+        CoverageError: the parts do not cover the tensor.
+    """
+    return View(info, tuple(p for view, part in parts for inner in view.parts if (p := _through(part, inner))))
+
+
+def _through(part: Part, inner: Part) -> Part | None:
+    """What a part of a view takes of one of the view's own parts."""
+    clip = inner.target.intersect(part.box)
     if clip is None:
         return None
     start, shape = list(inner.box.start), [1] * len(inner.box.shape)
@@ -77,11 +83,11 @@ def _through(piece: Piece, inner: Part) -> Part | None:
             start[axis] += clip.start[dim] - inner.target.start[dim]
             shape[axis] = clip.shape[dim]
     target = Box(
-        tuple(t if a is None else t + clip.start[a] - piece.box.start[a]
-              for t, a in zip(piece.target.start, piece.axes, strict=True)),
-        tuple(1 if a is None else clip.shape[a] for a in piece.axes),
+        tuple(t if a is None else t + clip.start[a] - part.box.start[a]
+              for t, a in zip(part.target.start, part.axes, strict=True)),
+        tuple(1 if a is None else clip.shape[a] for a in part.axes),
     )  # fmt: skip
-    axes = tuple(None if a is None else inner.axes[a] for a in piece.axes)
+    axes = tuple(None if a is None else inner.axes[a] for a in part.axes)
     return Part(target, inner.source, Box(tuple(start), tuple(shape)), axes)
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.tensor import TensorInfo, Tiles
     from ucformat.geometry.view import View
-    from ucformat.reading.readable import Facts, Readable, Record
+    from ucformat.reading.readable import Facts, FileRecord, Readable
     from ucformat.schema.view import Labelled
     from ucformat.storage.base import Store
     from ucformat.views.table import Entry, Formula
@@ -187,7 +187,7 @@ class Viewed:
     def _single_extents(self, key: Key, within: Box) -> Iterator[Extent]:
         return single_extents(self._source_extents(key, within))
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[FileRecord]:
         """None: the steps say nothing of the files; ask the source."""
         return iter(())
 

@@ -88,7 +88,7 @@ def _rank(text: str) -> int:
 def _plan_data(plan: ReadPlan) -> dict[str, Any]:
     return {
         "rank": plan.rank,
-        "tensors": len(plan.held),
+        "tensors": len(plan.tensors),
         "memory": plan.memory,
         "bytes_needed": plan.bytes_needed,
         "bytes_read": plan.bytes_read,

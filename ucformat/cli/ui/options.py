@@ -219,10 +219,10 @@ def _parse_metrics(_ctx: click.Context, _param: click.Parameter, given: Sequence
 def _read_config(_ctx: click.Context, _param: click.Parameter, given: str | None) -> dict[str, Any] | None:
     if given is None:
         return None
+    from ucformat.config_files import read_config_file
     from ucformat.errors import UsageError
-    from ucformat.written import read_written
 
-    found = read_written(Path(given), "configuration")
+    found = read_config_file(Path(given), "configuration")
     if not isinstance(found, dict):
         raise UsageError(f"{given} holds no mapping", hint="a configuration is a JSON or YAML file of keys and values")
     return found
@@ -274,9 +274,9 @@ def _layout(_key: str, text: str) -> Any:
 
 
 def _document(key: str, text: str) -> Any:
-    from ucformat.written import read_written
+    from ucformat.config_files import read_config_file
 
-    return read_written(local_path(text, absolute=False), f"file of {key}")
+    return read_config_file(local_path(text, absolute=False), f"file of {key}")
 
 
 def _flag(key: str, text: str) -> bool:

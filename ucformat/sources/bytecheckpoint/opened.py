@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import TensorInfo
-    from ucformat.reading.readable import Record
+    from ucformat.reading.readable import FileRecord
     from ucformat.sources.bytecheckpoint.folder import Folder
     from ucformat.sources.dcp.metadata import Stretch
     from ucformat.storage.base import Store
@@ -122,7 +122,7 @@ class _RawItems(Items):
         unit = ITEMSIZE[found.dtype]
         return [Extent(box, stretch.file, stretch.offset + found.offset * unit, tuple(s * unit for s in found.strides))]
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[FileRecord]:
         """None: there are no checksums."""
         return iter(())
 

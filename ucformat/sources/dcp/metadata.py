@@ -35,7 +35,7 @@ from ucformat.storage.concurrency import map_io
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from ucformat.reading.readable import Record
+    from ucformat.reading.readable import FileRecord
     from ucformat.sources.dcp.names import Path
     from ucformat.storage.base import Store
 
@@ -324,10 +324,10 @@ class Items:
             for fqn, s in where.items()
         }
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[FileRecord]:
         """Every record of every item's archive."""
 
-        def of(item: tuple[tuple[str, tuple[int, ...] | None], Stretch]) -> list[Record]:
+        def of(item: tuple[tuple[str, tuple[int, ...] | None], Stretch]) -> list[FileRecord]:
             (fqn, start), stretch = item
             name = fqn if start is None else f"{fqn}{list(start)}"
             self._files.check(stretch, name)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
-    from ucformat.reading.readable import Record
+    from ucformat.reading.readable import FileRecord
     from ucformat.sources.dcp.metadata import Items, Metadata
     from ucformat.sources.dcp.names import Path
     from ucformat.sources.dcp.state import Named, Optimizer
@@ -211,7 +211,7 @@ class OpenDcp:
             raise unknown_tensor(key, self._infos, self.store.url)
         return self.items.extents(self.named.tensors[key], self._infos[key], within)
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[FileRecord]:
         """Every record of the archives of all items; opens each."""
         return self.items.records()
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ucformat.geometry.tensor import Key
-    from ucformat.reading.readable import Record
+    from ucformat.reading.readable import FileRecord
     from ucformat.sources.safetensors.opened import Header
     from ucformat.storage.base import Store
 
@@ -89,7 +89,7 @@ class OpenShards:
         """Where the bytes of a tensor lie."""
         return self._contents.extents(key, within, self.store.url)
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[FileRecord]:
         """None: safetensors has no checksums."""
         return iter(())
 

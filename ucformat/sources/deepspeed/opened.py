@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
-    from ucformat.reading.readable import Record
+    from ucformat.reading.readable import FileRecord
     from ucformat.sources.deepspeed.experts import Experts
     from ucformat.sources.deepspeed.folder import DeepSpeedOptions, TagFiles
     from ucformat.storage.base import Store
@@ -70,7 +70,7 @@ class OpenDeepSpeed:
         """Where the bytes of a tensor lie; opens the files of the ranks that hold them, if they are not yet open."""
         return self._contents.extents(key, within, self.store.url)
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[FileRecord]:
         """Every record of the zip files of all ranks; reads the directory of each."""
         for key in self._files.all:
             if key != self._files.latest:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
-    from ucformat.reading.readable import Record
+    from ucformat.reading.readable import FileRecord
     from ucformat.sources.deepspeed.folder import DeepSpeedOptions
     from ucformat.storage.base import Store
 
@@ -92,7 +92,7 @@ class OpenUniversal:
         """Where the bytes of a tensor lie."""
         return self._contents.extents(key, within, self.store.url)
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[FileRecord]:
         """Every record of the zip files; reads the directory of each."""
         for key in self.facts.files:
             if key != self._latest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import NotFound
-from ucformat.reading.readable import Facts, Record
+from ucformat.reading.readable import Facts, FileRecord
 from ucformat.sources.huggingface.engines import Engine, Told, open_engine
 from ucformat.sources.index import TensorIndex
 from ucformat.sources.model_files import find_assets, read_json
@@ -93,14 +93,14 @@ class OpenHuggingFace:
         """Where the bytes of a tensor lie."""
         return self.contents.extents(key, within, self.store.url)
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[FileRecord]:
         """Every record of the engine's files and of the others; a safetensors file is one, without a checksum."""
         for source in self._engine.sources:
             yield from source.records()
         for key in self._zips:
             yield from TorchZip(self.store, key).records()
         for key in self._engine.unchecked:
-            yield Record(key, key, self.store.info(key).size, None, int)
+            yield FileRecord(key, key, self.store.info(key).size, None, int)
 
 
 def _step(objects: Mapping[str, Any], engine: Engine) -> int | None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.geometry.local import Region
     from ucformat.geometry.tensor import Extent
-    from ucformat.reading.readable import Record
+    from ucformat.reading.readable import FileRecord
     from ucformat.sources.megatron.arguments import MegatronOptions
     from ucformat.sources.megatron.folder import MegatronFolder
     from ucformat.sources.megatron.rank_files import At
@@ -95,7 +95,7 @@ class OpenClassic:
         """Where the bytes of a tensor lie."""
         return self.contents.extents(key, within, self.store.url)
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[FileRecord]:
         """Every record of the files of all ranks."""
         for rank in self._ranks.values():
             yield from TorchZip(self.store, rank.file.file.key).records()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
-    from ucformat.reading.readable import Record
+    from ucformat.reading.readable import FileRecord
     from ucformat.sources.megatron.arguments import MegatronOptions
     from ucformat.sources.megatron.folder import MegatronFolder
     from ucformat.storage.base import Store
@@ -94,7 +94,7 @@ class OpenDist:
         """Where the bytes of a tensor lie; opens the items that hold them, if they are not yet open."""
         return self.contents.extents(key, within, self.store.url)
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[FileRecord]:
         """Every record of the archives of all items, and of `common.pt`."""
         yield from TorchZip(self.store, self._common.key).records()
         yield from self._items.records()

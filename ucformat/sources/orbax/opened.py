@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
-    from ucformat.reading.readable import Record
+    from ucformat.reading.readable import FileRecord
     from ucformat.sources.zarr.array import Array
     from ucformat.storage.base import Store
 
@@ -134,7 +134,7 @@ class OpenOrbax:
             raise unknown_tensor(key, self._arrays, self.store.url)
         return self._chunks.extents(self._arrays[key], within)
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[FileRecord]:
         """None: Orbax keeps no checksums of data."""
         yield from ()
 

@@ -22,7 +22,7 @@ from ucformat.errors import IntegrityError, MissingData, UcformatError, UnsafeEr
 from ucformat.geometry.box import Box
 from ucformat.geometry.flat_buffer import flat_extents
 from ucformat.geometry.tensor import Extent
-from ucformat.reading.readable import Record
+from ucformat.reading.readable import FileRecord
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.sources.pickle.stand_ins import Opaque
 from ucformat.sources.pickle.unpickler import unpickle
@@ -150,7 +150,7 @@ class TorchZip:
         """CRC-32 of a storage, as the directory says; 0 where torch was told to compute none."""
         return self._storage(storage).crc32
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[FileRecord]:
         """Every member, for whoever wants to check it; torch writes a checksum of 0 where it was told to compute none.
 
         (`torch.serialization.set_crc32_options(False)`; of an empty member 0 is the checksum.)
@@ -162,7 +162,7 @@ class TorchZip:
             held = self._ranges.held(member.header_offset, _HEADER)
             head = partial(self.store.read, self.key, near, _HEADER) if held is None else partial(bytes, held)
             start = partial(_start, head, near, member.nbytes, self._base + self.size, f"{name} in {self.label}")
-            yield Record(self.key, whole, member.nbytes, crc, start, near)
+            yield FileRecord(self.key, whole, member.nbytes, crc, start, near)
 
     def offset(self, storage: str) -> int:
         """Where in the file the bytes of a storage begin; the first call for each reads 30 bytes."""

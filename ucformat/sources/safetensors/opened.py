@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ucformat.geometry.tensor import Key
-    from ucformat.reading.readable import Record
+    from ucformat.reading.readable import FileRecord
     from ucformat.storage.base import Store
 
 __all__ = ["DTYPES", "MAX_HEADER", "Header", "OpenSafetensors", "Stored", "parse_header", "read_header"]
@@ -223,7 +223,7 @@ class OpenSafetensors:
         """Where the bytes of a tensor lie: in one file, one after another."""
         return self.contents.extents(key, within, self.store.url)
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[FileRecord]:
         """None: safetensors keeps no checksums."""
         return iter(())
 

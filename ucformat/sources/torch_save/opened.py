@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
-    from ucformat.reading.readable import Record
+    from ucformat.reading.readable import FileRecord
     from ucformat.storage.base import Store
 
 __all__ = ["OpenTorchSave", "Parts", "find_parts", "is_module"]
@@ -197,7 +197,7 @@ class OpenTorchSave:
         """Where the bytes of a tensor lie: in one file, as its strides say."""
         return self.contents.extents(key, within, self.store.url)
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[FileRecord]:
         """Every record of the zip files."""
         for key in self._keys:
             yield from TorchZip(self.store, key).records()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
-    from ucformat.reading.readable import Record
+    from ucformat.reading.readable import FileRecord
     from ucformat.sources.zarr.values import Values
     from ucformat.storage.base import Store
 
@@ -189,7 +189,7 @@ class OpenZarr:
             raise unknown_tensor(key, self._arrays, self.store.url)
         return self._chunks.extents(self._arrays[key], within)
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[FileRecord]:
         """None: the checksums of Zarr stand beside its chunks."""
         yield from ()
 

@@ -8,7 +8,7 @@ import torch
 
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.geometry.box import row_major
-from ucformat.geometry.local import Dim, Run, pieces_of
+from ucformat.geometry.local import Dim, pieces_of
 from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.sources.configuration import of_program
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
@@ -129,7 +129,7 @@ def part_of(held: OptimizerTensor, name: str, memory: torch.Tensor, state: str) 
 
 def flat_local(info: TensorInfo, memory: torch.Tensor, start: int, stop: int) -> LocalShard:
     """Elements `[start, stop)` of a flattened tensor that lie one after another in memory."""
-    dims = tuple(Dim(n, (Run(0, 0, n, False),) if n else ()) for n in info.shape)
+    dims = tuple(Dim.whole(n) for n in info.shape)
     return LocalShard(info, pieces_of(dims, flat=(start, stop))[0], memory)
 
 

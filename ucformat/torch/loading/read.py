@@ -17,9 +17,9 @@ import torch.distributed as dist
 from ucformat.errors import UsageError
 from ucformat.geometry.box import Box, is_apart, row_major
 from ucformat.geometry.tensor import Piece, Tiles
-from ucformat.reading.plan import Wanted
-from ucformat.reading.rank import wanted_of
-from ucformat.reading.read import read_wanted
+from ucformat.reading.plan import ReadItem
+from ucformat.reading.rank import item_for
+from ucformat.reading.read import read_items
 from ucformat.torch.comm.group import group_of, name_rank
 from ucformat.torch.state.memory import (
     blocks_of,
@@ -85,13 +85,13 @@ def read(
     direct = [m for m in matched if _is_direct(m)]
     synchronize(m.target.tensor for m in direct)
     wanted = [
-        wanted_of(ck.source, m.stored, [(n, p) for p in m.target.pieces])
+        item_for(ck.source, m.stored, [(n, p) for p in m.target.pieces])
         for n, m in enumerate(direct)
         if m.target.pieces
     ]
     memories = [host_memory(m.target.tensor) for m in direct]
     labels = [str(m.target.key) for m in direct]
-    plan = read_wanted(ck.store, wanted, memories, labels, verify=verify, threads=threads, progress=progress)
+    plan = read_items(ck.store, wanted, memories, labels, verify=verify, threads=threads, progress=progress)
     staged = [m for m in matched if not _is_direct(m)]
     done = ReadAmount(plan.bytes_read, plan.bytes_unverified)
     return done.plus(_staged(ck, staged, verify, threads, progress)) if staged else done
@@ -162,7 +162,7 @@ def _batches(ck: Checkpoint, matched: Sequence[Matched]) -> Iterator[list[_Unit]
     batch: list[_Unit] = []
     total = 0
     for m in matched:
-        extents = list(wanted_of(ck.source, m.stored, [(0, p) for p in m.target.pieces]).extents)
+        extents = list(item_for(ck.source, m.stored, [(0, p) for p in m.target.pieces]).extents)
         for piece in m.target.pieces:
             for box in _cut(piece.box, m.stored.itemsize, extents):
                 unit = _Unit(m, box, extents)
@@ -207,11 +207,11 @@ def _fill(
 ) -> ReadAmount:
     memory, wanted, views, at = host_memory(buffer), [], [], 0
     for n, u in enumerate(batch):
-        wanted.append(Wanted(u.m.stored, u.extents, [(n, Piece(u.box, 0, row_major(u.box.shape)))]))
+        wanted.append(ReadItem(u.m.stored, u.extents, [(n, Piece(u.box, 0, row_major(u.box.shape)))]))
         views.append((memory[at : at + u.nbytes], buffer[at : at + u.nbytes]))
         at += u.room
     memories, labels = [v for v, _ in views], [str(u.m.target.key) for u in batch]
-    plan = read_wanted(ck.store, wanted, memories, labels, verify=verify, threads=threads, progress=progress)
+    plan = read_items(ck.store, wanted, memories, labels, verify=verify, threads=threads, progress=progress)
     for u, (_, held) in zip(batch, views, strict=True):
         data = held.view(torch_dtype(u.m.stored.dtype)).view(u.box.shape)
         target = _region(u.m, u.box)

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ucformat.errors import LayoutError, UsageError
 from ucformat.geometry.box import row_major
-from ucformat.geometry.local import Dim, Run, pieces_of
+from ucformat.geometry.local import Dim, pieces_of
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.readable import Place
 from ucformat.sources.dcp.names import dotted
@@ -147,7 +147,7 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(n: int) -> Dim:
-    return Dim(n, (Run(0, 0, n, False),) if n else ())
+    return Dim.whole(n)
 
 
 def _of_dtensor(name: str, state: str, tensor: DTensor) -> LocalShard:
@@ -233,9 +233,7 @@ def _of_sharded(name: str, state: str, tensor: ShardedTensor) -> LocalShard:
         )
     local, where = _plain(name, shards[0].tensor), shards[0].metadata
     starts_and_sizes = zip(where.shard_offsets, where.shard_sizes, strict=True)
-    return LocalShard(
-        info, pieces_in(local, [Dim(n, (Run(a, 0, n, False),) if n else ()) for a, n in starts_and_sizes]), local
-    )
+    return LocalShard(info, pieces_in(local, [Dim.whole(n, a) for a, n in starts_and_sizes]), local)
 
 
 def local_state(state: Mapping[str, Any]) -> LocalState:

@@ -1,4 +1,4 @@
-"""Moves: equal strided sets of bytes in a file and in a buffer, made by intersecting extents with pieces."""
+"""Strided copies from a file to a buffer, made by intersecting extents with pieces."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
-from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.tensor import Extent, Tiles
+from ucformat.geometry.box import row_major
+from ucformat.geometry.tensor import Block, Tiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ucformat.geometry.tensor import Piece
+    from ucformat.geometry.box import Box
+    from ucformat.geometry.tensor import Extent, Piece
 
-__all__ = ["Check", "Move", "Strided", "moves"]
+__all__ = ["Copy", "copies"]
 
 
 @dataclass(frozen=True, slots=True)
-class Strided:
-    """Bytes `src + i·src_strides` of a file and `dst + i·dst_strides` of a buffer, for every index `i` below `shape`.
+class Copy:
+    """Bytes `src + i·src_strides` that go to `dst + i·dst_strides` of a buffer, for every index `i` below `shape`.
 
-    All in bytes. Dims are folded: neighbours that one stride can walk, in the file and in the buffer, are one dim; the
-    last is a run of adjacent bytes in both.
+    All in bytes. Dims are folded: neighbours that one stride can walk, on both sides, are one dim; the last is a run of
+    adjacent bytes in both. Of a plan's request, `src` counts from the first byte that is read; the copy is made `count`
+    times, `src_step` and `dst_step` apart. With a `block`, each of them is within a block of its own, `src_step` apart,
+    whose checksum is verified.
     """
 
     shape: tuple[int, ...]
@@ -31,14 +34,19 @@ class Strided:
     src_strides: tuple[int, ...]
     dst: int
     dst_strides: tuple[int, ...]
+    buffer: int = 0
+    block: Block | None = None
+    count: int = 1
+    src_step: int = 0
+    dst_step: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes moved."""
+        """Bytes copied, of one of `count`."""
         return math.prod(self.shape)
 
-    def within(self, outer: Strided) -> Strided:
-        """This set once for each index of `outer`, as one set, its dims sorted by their stride in the file."""
+    def within(self, outer: Copy) -> Copy:
+        """This copy once for each index of `outer`, as one copy, its dims sorted by their stride in the file."""
         dims = sorted(
             zip(
                 outer.shape + self.shape,
@@ -52,45 +60,22 @@ class Strided:
         return _fold(shape, self.src + outer.src, src_strides, self.dst + outer.dst, dst_strides)
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """The chunk of `nbytes` that holds all of one inner set, and its checksum.
+_ONCE = Copy((), 0, (), 0, ())
 
-    It begins `skip` bytes before the set's first byte; `crc32c` and `placed` as of a `Block`.
+
+def copies(extent: Extent | Tiles, piece: Piece, itemsize: int) -> Iterator[tuple[Copy, Copy, Block | None, bool]]:
+    """What to copy from `extent` to `piece`, both of one tensor.
+
+    Args:
+        extent: where a box of the tensor is stored.
+        piece: where a box of it is wanted.
+        itemsize: bytes of one element.
+
+    Yields:
+        A copy whose `src` counts from the beginning of the file, the grid of chunks for each of which it is made again,
+        the block of the first chunk, and whether all elements of each chunk are wanted. Nothing if the boxes are
+        disjoint.
     """
-
-    nbytes: int
-    skip: int
-    crc32c: int | None = None
-    placed: bool = False
-
-    @property
-    def stored(self) -> int:
-        """Bytes to read for the chunk and what is stored of its checksum."""
-        return self.nbytes + (4 if self.crc32c is None else 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """What one extent gives to one piece: the set `inner`, once for each index of the chunk grid `outer`."""
-
-    file: str
-    outer: Strided
-    inner: Strided
-    check: Check | None
-    whole: bool  # all of each chunk's elements are wanted
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes wanted."""
-        return self.outer.nbytes * self.inner.nbytes
-
-
-_ONE = Strided((), 0, (), 0, ())
-
-
-def moves(extent: Extent | Tiles, piece: Piece, itemsize: int) -> Iterator[Move]:
-    """What `extent` gives to `piece`, both of one tensor whose elements are `itemsize` bytes; nothing if disjoint."""
     common = extent.box.intersect(piece.box)
     if common is None:
         return
@@ -101,15 +86,13 @@ def moves(extent: Extent | Tiles, piece: Piece, itemsize: int) -> Iterator[Move]
     src = extent.offset + _dot(common.start, extent.box.start, extent.strides)
     dst = piece.offset * itemsize + _dot(common.start, piece.box.start, to)
     inner = _fold((*common.shape, itemsize), src, (*extent.strides, 1), dst, (*to, 1))
-    check = None
-    if extent.block is not None:
-        block = extent.block
-        check = Check(block.nbytes, src - block.offset, block.crc32c, block.placed)
-    yield Move(extent.file, _ONE, inner, check, whole=common == extent.box)
+    yield inner, _ONCE, extent.block, common == extent.box
 
 
-def _tiled(tiles: Tiles, common: Box, piece: Piece, to: tuple[int, ...]) -> Iterator[Move]:
-    """One move for each combination, over the dims, of a cut first chunk, the whole ones and a cut last chunk."""
+def _tiled(
+    tiles: Tiles, common: Box, piece: Piece, to: tuple[int, ...]
+) -> Iterator[tuple[Copy, Copy, Block | None, bool]]:
+    """A copy for each combination, over the dims, of a cut first chunk, the whole ones and a cut last chunk."""
     grid = tiles.strides
     within = row_major(tiles.chunk, tiles.itemsize)
     nbytes = math.prod(tiles.chunk) * tiles.itemsize
@@ -119,13 +102,13 @@ def _tiled(tiles: Tiles, common: Box, piece: Piece, to: tuple[int, ...]) -> Iter
     ]
     base = piece.offset * tiles.itemsize + _dot(tiles.box.start, piece.box.start, to)
     for cut in product(*cuts):
-        skip = sum(c.skip * w for c, w in zip(cut, within, strict=True))
-        src = tiles.offset + skip + sum(c.first * g for c, g in zip(cut, grid, strict=True))
+        begin = tiles.offset + sum(c.first * g for c, g in zip(cut, grid, strict=True))
+        src = begin + sum(c.skip * w for c, w in zip(cut, within, strict=True))
         dst = base + sum((c.first * n + c.skip) * t for c, n, t in zip(cut, tiles.chunk, to, strict=True))
         outer_to = tuple(n * t for n, t in zip(tiles.chunk, to, strict=True))
         outer = _fold(tuple(c.count for c in cut), 0, grid, 0, outer_to, run=False)
         inner = _fold((*(c.length for c in cut), tiles.itemsize), src, (*within, 1), dst, (*to, 1))
-        yield Move(tiles.file, outer, inner, Check(nbytes, skip, placed=tiles.placed), all(c.whole for c in cut))
+        yield inner, outer, Block(begin, nbytes, placed=tiles.placed), all(c.whole for c in cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +148,7 @@ def _fold(
     dst_strides: tuple[int, ...],
     *,
     run: bool = True,
-) -> Strided:
+) -> Copy:
     """Drop dims of one element, join neighbours that one stride walks on both sides; `run`: end in a run of bytes."""
     dims: list[tuple[int, int, int]] = []
     for n, s, d in zip(shape, src_strides, dst_strides, strict=True):
@@ -177,4 +160,4 @@ def _fold(
             dims.append((n, s, d))
     if run and (not dims or dims[-1][1:] != (1, 1)):
         dims.append((1, 1, 1))
-    return Strided(tuple(n for n, _, _ in dims), src, tuple(s for _, s, _ in dims), dst, tuple(d for _, _, d in dims))
+    return Copy(tuple(n for n, _, _ in dims), src, tuple(s for _, s, _ in dims), dst, tuple(d for _, _, d in dims))

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
     import yaml
 
-__all__ = ["line_of", "read_written"]
+__all__ = ["line_of", "read_config_file"]
 
-_MOST = 1_000_000  # values of a YAML file, an alias counted as all that it stands for
+_MAX_VALUES = 1_000_000  # values of a YAML file, an alias counted as all that it stands for
 
 
-def read_written(path: Path, what: str, fault: type[UsageError] = UsageError) -> Any:
+def read_config_file(path: Path, what: str, fault: type[UsageError] = UsageError) -> Any:
     """What a YAML or JSON file holds; `fault` names the line of one, also of a key that is given twice.
 
     `what` says in errors what kind of file it should be.
@@ -116,10 +116,10 @@ def _yaml(path: Path, text: str, fault: type[UsageError]) -> Any:
 
 def _check_aliases(root: yaml.Node) -> None:
     """An error where a few aliases stand for very many values, or one for itself."""
-    if _written_out(root) > _MOST:
+    if _written_out(root) > _MAX_VALUES:
         from yaml.constructor import ConstructorError
 
-        raise ConstructorError(None, None, f"its aliases stand for more than {_MOST:,} values", root.start_mark)
+        raise ConstructorError(None, None, f"its aliases stand for more than {_MAX_VALUES:,} values", root.start_mark)
 
 
 def _written_out(root: yaml.Node) -> float:
