@@ -236,7 +236,7 @@ class TestDamage:
     def test_files_of_two_precisions(self, folder: Path) -> None:
         path = self.part(folder, 2)
         shutil.copy(path, path.with_name(path.name.removeprefix("bf16_")))
-        with pytest.raises(IntegrityError, match="side by side"):
+        with pytest.raises(IntegrityError, match="are both present"):
             opened(folder)
 
     def test_swapped_ranks(self, folder: Path) -> None:

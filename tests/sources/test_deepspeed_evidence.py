@@ -231,7 +231,7 @@ class TestRanksThatWereSeededAlike:
 class TestCuts:
     def test_a_word_that_is_none(self, tmp_path: Path) -> None:
         write(tmp_path / "x", gpt(**SMALL), tp=2)
-        with pytest.raises(UsageError, match="'sideways', said of 'x'"):
+        with pytest.raises(UsageError, match="'sideways', given for 'x'"):
             opened(tmp_path / "x", cuts={"x": "sideways"})
 
     def test_they_go_before_a_layout_and_what_the_checkpoint_says(self, tmp_path: Path) -> None:

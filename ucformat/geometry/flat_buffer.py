@@ -54,7 +54,7 @@ def flat_range(shape: tuple[int, ...], within: Box | None) -> tuple[int, int]:
 
 
 def _flat_boxes(at: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """The boxes of a non-empty range of the sub-tensor of this shape that lies at index `at`."""
+    """The boxes of a non-empty range of the sub-tensor of this shape at index `at`."""
     lead = (1,) * len(at)
     if not shape:
         return [Box(at, lead)]
@@ -170,7 +170,7 @@ class FlatBuffer:
 
 
 def join_flat(flat: Flat, degree: int, name: str, members: Sequence[tuple[str, int]]) -> dict[str, FlatBuffer]:
-    """Join tensors into flat buffers as a layout says.
+    """Join tensors into flat buffers by the settings of a layout.
 
     Args:
         flat: the layout's settings.

@@ -63,7 +63,7 @@ class Atom:
 
 
 def atom_names(prefix: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Parameter -> state as the file's name says -> key; MissingData where a conversion left off in the middle."""
+    """Parameter -> state in the file's name -> key; MissingData where a conversion left off in the middle."""
     names = list(names)
     found: dict[str, dict[str, str]] = {}
     for match in filter(None, map(_ATOM.fullmatch, names)):
@@ -138,11 +138,11 @@ def _atom(file: TorchFile, state: str, tensor: StoredTensor, *, bare: bool = Fal
 
 
 def _of_shape(file: TorchFile, tensor: StoredTensor, shape: Shape, *, view: bool) -> StoredTensor:
-    """The same elements in another shape, where they are as many and `view` says that it may be."""
+    """The same elements in another shape, where they are as many and `view` allows it."""
     if view and tensor.size == math.prod(shape) and (not tensor.size or tensor.strides == row_major(tensor.shape)):
         return replace(tensor, shape=shape, strides=row_major(shape))
     raise IntegrityError(
-        f"{file.key} has the shape {list(tensor.shape)}, but the model states beside it say {list(shape)}",
+        f"{file.key} has the shape {list(tensor.shape)}, but the model states beside it record {list(shape)}",
         hint="DeepSpeed's converter joins the parts of every parameter along dim 0 where it is not told how they are "
         "cut (--inject_missing_state), or files of different conversions are mixed; convert the original checkpoint "
         "with ucformat",

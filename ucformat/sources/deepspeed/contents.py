@@ -130,7 +130,7 @@ def stage_of(value: Any) -> int | None:
 
 
 def hyper_parameters(group: Any, file: TorchFile) -> dict[str, Any]:
-    """What an optimizer group says besides its parameters, as JSON."""
+    """The hyper-parameters of an optimizer group, as JSON."""
     if not isinstance(group, dict):
         raise IntegrityError(f"an optimizer group in {file.key} is a {type(group).__name__}")
     plain: dict[str, Any] = to_json(
@@ -140,14 +140,14 @@ def hyper_parameters(group: Any, file: TorchFile) -> dict[str, Any]:
 
 
 def scalars(file: TorchFile, state: dict[str, Any], dropped: frozenset[str]) -> dict[str, Any]:
-    """What an optimizer file says besides the tensors of its parameters: nothing is left out but what is named."""
+    """All values of an optimizer file but its parameters' tensors and the `dropped` ones."""
     known = ("optimizer_state_dict", "ds_config", "ds_version")  # the last two are in the model states too
     around = {k: v for k, v in file.value.items() if k not in known}
     return {**around, **{k: v for k, v in state.items() if k not in dropped}}
 
 
 def refuse_flat_state(state: str, tensor: StoredTensor, group: int, file: str) -> UnsupportedError:
-    """What to say of an optimizer state that is neither as long as the flat group nor a scalar."""
+    """The error for an optimizer state that is neither as long as the flat group nor a scalar."""
     return UnsupportedError(
         f"{file}: the optimizer state {state!r} of group {group} has shape {tensor.shape}, which is not laid along the "
         "group's parameters; such optimizers are not yet read"

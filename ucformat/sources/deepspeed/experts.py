@@ -70,7 +70,7 @@ class Experts:
     def degree_of(self, names: Iterable[str], hyper: Any, parts: Any, file: str) -> int:
         """Over how many expert-parallel ranks the parameters of a flat group are dealt; 1 where they are no experts'.
 
-        `parts`: into how many partitions the group is cut, where the file says so.
+        `parts`: into how many partitions the group is cut, if the file has it.
         """
         label = hyper.get("name") if isinstance(hyper, dict) and hyper.get("moe") else None
         told = _GROUP.fullmatch(label) if isinstance(label, str) else None
@@ -166,7 +166,7 @@ def expert_model(base: ModelStates, file: TorchFile, experts: Experts, degree: i
 
 
 def check_degree(experts: Experts, model: ModelStates, degree: int) -> None:
-    """Under ZeRO 0: the files of expert-parallel ranks are as many as the optimizer's groups say."""
+    """Under ZeRO 0: check that there are as many files of expert-parallel ranks as the optimizer's groups require."""
     state = model.value.get("optimizer")
     inner = state.get("optimizer_state_dict", state) if isinstance(state, dict) else {}
     groups = inner.get("param_groups") if isinstance(inner, dict) else None

@@ -11,7 +11,7 @@ each model-parallel rank M (that of the pipeline stage times the tensor-parallel
 - experts: also their weights, `layer_L_expert_E_mp_rank_M_model_states.pt`, L counting layers of experts only; under
   ZeRO 0 the optimizer of each expert-parallel rank P, `expp_rank_P_mp_rank_M_optim_states.pt`
 
-(`pp_rank` is the data-parallel rank; `bf16_` says that the engine trained in bf16.)
+(`pp_rank` is the data-parallel rank; `bf16_` marks training in bf16.)
 """
 
 from __future__ import annotations
@@ -156,8 +156,7 @@ def list_files(store: Store, tag: str, *, universal: bool = False) -> TagFiles:
         )
     if single and cut:
         raise IntegrityError(
-            f"{prefix}{min(single.values())} and {cut[0][0]} stand side by side: ZeRO 3 and another stage, in one "
-            "folder",
+            f"{prefix}{min(single.values())} and {cut[0][0]} are both present: ZeRO 3 and another stage, in one folder",
             hint="move the files of the save that you do not want elsewhere",
         )
     models = cut
@@ -217,7 +216,7 @@ def _grid(prefix: str, found: list[re.Match[str]]) -> tuple[tuple[str, ...], ...
     if len({m[1] for m in found}) > 1:
         plain, bf16 = (next(m[0] for m in found if bool(m[1]) == flag) for flag in (False, True))
         raise IntegrityError(
-            f"{prefix}{plain} and {prefix}{bf16} stand side by side: two saves, one in bf16, were made to one folder",
+            f"{prefix}{plain} and {prefix}{bf16} are both present: two saves, one in bf16, were made to one folder",
             hint="move the files of the save that you do not want elsewhere",
         )
     if not found:
@@ -250,7 +249,7 @@ def _layers(prefix: str, found: list[re.Match[str]]) -> dict[int, tuple[str, ...
         return {}
     if len({m[2] is None for m in found}) > 1:
         raise IntegrityError(
-            f"{prefix}: layers with and without a tensor-parallel rank (`-model_…`) stand side by side",
+            f"{prefix}: layers with and without a tensor-parallel rank (`-model_…`) are both present",
             hint="move the files of the save that you do not want elsewhere",
         )
     by_rank = {(_number(m[1]), _number(m[2] or "0")): m[0] for m in found}

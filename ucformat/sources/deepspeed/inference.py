@@ -1,4 +1,4 @@
-"""How a parameter is sharded across tensor-parallel ranks, where neither the caller nor the checkpoint says so.
+"""How a parameter is sharded across tensor-parallel ranks, where neither the caller nor the checkpoint describes it.
 
 What counts as evidence: parts of unequal shape are cut along the dim in which they differ; equal bytes, not all of one
 value, are replicas; of a family that is known by its module names, the preset applies. What is left is not guessed: an
@@ -111,7 +111,7 @@ def cut(dim: int, how: str = "") -> str:
 
 
 def ambiguous(doubts: Sequence[Doubt], ranks: int) -> AmbiguousLayout:
-    """The error that lists what can be read in two ways, and how to say which is meant."""
+    """The error that lists the parameters that can be read in two ways, and how to specify one."""
     lines = [
         f"  {d.name} (parts of {list(d.shapes[0])}): {d.one.strip('{}')} or {d.other.strip('{}')}"
         for d in doubts[:_LISTED]
@@ -123,9 +123,9 @@ def ambiguous(doubts: Sequence[Doubt], ranks: int) -> AmbiguousLayout:
         f"    - {{match: {_quoted(d.name)}, place: [{d.one}]}}  # or [{d.other}]" for d in doubts[:_LISTED]
     )
     return AmbiguousLayout(
-        f"the checkpoint was saved by {ranks} tensor-parallel ranks and does not say how these parameters are cut:\n"
+        f"the checkpoint was saved by {ranks} tensor-parallel ranks and does not record how these parameters are cut:\n"
         + "\n".join(lines),
-        hint=f"say it for each, as in {how_to_say(told)} ({', '.join(CUTS)}, or the dim to join along; a "
+        hint=f"specify it for each, as in {how_to_say(told)} ({', '.join(CUTS)}, or the dim to join along; a "
         "pattern may have *); or in a layout file "
         f"that is given as {option_text('layout')}; a preset may do, too, "
         f"such as {option_text('layout', repr('llama'), 'llama')}:\n    version: 1\n    mesh: {{tp: {ranks}}}\n"
@@ -163,7 +163,7 @@ class ModelSizes:
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> ModelSizes:
-        """Those in a model states file: in its arguments, and in what it says of its parameters."""
+        """Those in a model states file: in its arguments, and in `universal_checkpoint_info`."""
         told: dict[str, int] = {}
         for key in (*_ARGUMENTS, "universal_checkpoint_info"):
             found = value.get(key)
@@ -214,7 +214,7 @@ class ModelSizes:
 
 
 def as_its_weight(name: str, shapes: Shapes, shardings: Mapping[str, TPSharding]) -> TPSharding | None:
-    """A bias as the rows of its weight lie; None where it is no bias, or its weight's sharding does not tell."""
+    """A bias sharded as the rows of its weight; None where it is no bias, or its weight's sharding does not fit."""
     weight = shardings.get(f"{name.removesuffix('bias')}weight") if name.endswith("bias") else None
     if weight is None or weight.mean or weight.scaled or len(weight.shape) < 2 or len(shapes[0]) != 1:
         return None
@@ -237,7 +237,7 @@ def as_other_norms(name: str, shapes: Shapes, shardings: Mapping[str, TPSharding
 
 
 def _rows(regions: tuple[tuple[Region, ...], ...]) -> tuple[tuple[Region, ...], ...]:
-    """What regions of a matrix say of its rows alone."""
+    """The regions of the rows of a matrix."""
     return tuple(tuple(dict.fromkeys(Region(_first(r.local), _first(r.box)) for r in held)) for held in regions)
 
 

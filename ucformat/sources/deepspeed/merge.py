@@ -221,7 +221,7 @@ def _refuse_mean(key: Key, parts: Sequence[Key]) -> Iterator[Extent]:
 
 def _refuse_scaled(key: Key) -> Iterator[Extent]:
     raise UnsupportedError(
-        f"{key} is stored multiplied by a number, as the affine map of the checkpoint says, so it is not read in place",
+        f"{key} is scaled, according to the affine map of the checkpoint, so it is not read in place",
         hint="DeepSpeed's own converter undoes it for weights; of optimizer states it refuses it, too",
     )
 

@@ -1,7 +1,7 @@
 """The model states file: the module's tensors, tied names, and everything that is no tensor.
 
 Keys of the file (DeepSpeed 0.19.8): `module` (name -> tensor), `buffer_names`, `optimizer` (ZeRO 0 alone),
-`param_shapes` (ZeRO: for each flat group its parameters' shapes, in the order in which they lie in it), `shared_params`
+`param_shapes` (ZeRO: for each flat group its parameters' shapes, in their order in it), `shared_params`
 (ZeRO: tied name -> stored name), `frozen_param_shapes` and `frozen_param_fragments` (ZeRO 2 and 3), the engine's
 counters and configuration, and every key of the `client_state` that `save_checkpoint` was given.
 
@@ -84,11 +84,11 @@ class ModelStates:
             raise IntegrityError(f"{self.key} has a tensor whose name is not text")
 
     def adopt(self, name: str, tensor: StoredTensor, home: TorchFile) -> None:
-        """A tensor of the module that lies in another file."""
+        """Add a tensor of the module that another file holds."""
         self.module[name], self._homes[name] = tensor, home
 
     def adopt_after(self, prefix: str, tensors: dict[str, tuple[StoredTensor, TorchFile]]) -> None:
-        """Tensors that lie in other files, put after the last one of the module whose name begins so; else last."""
+        """Add tensors that other files hold, after the last one of the module whose name begins so; else last."""
         names = list(self.module)
         at = max((i + 1 for i, name in enumerate(names) if name.startswith(prefix)), default=len(names))
         twice = next((name for name in tensors if name in self.module), None)
@@ -99,7 +99,7 @@ class ModelStates:
         self.module = dict([*items[:at], *((n, t) for n, (t, _) in tensors.items()), *items[at:]])
 
     def home(self, name: str) -> TorchFile:
-        """The file in which a tensor of the module lies."""
+        """The file that holds a tensor of the module."""
         return self._homes.get(name, self.file)
 
     @property
@@ -109,7 +109,7 @@ class ModelStates:
 
     @property
     def dims(self) -> tuple[int | None, int | None, int | None]:
-        """What the file says of the degrees: of pipelines, of tensor parallelism, and of both together."""
+        """The degrees of pipeline and of tensor parallelism, and their product; None where the file has none."""
         told = self.value.get("checkpoint_parallel_dimensions")
         told = told if isinstance(told, dict) else {}
         sizes = (told.get("pp_degree"), told.get("tp_degree"), self.value.get("mp_world_size"))
@@ -125,9 +125,9 @@ class ModelStates:
     def aliases(self, *, zero3: bool, shared: dict[str, str] | None = None) -> dict[str, str]:
         """Tied name -> stored name.
 
-        ZeRO says so in `shared_params`; but before stage 3 that goes by address, and all empty tensors have address 0,
-        so a pair counts only where both are one stored tensor. ZeRO 0 says nothing: what is stored in the same place is
-        tied. Only the first rank's file says anything: `shared` gives the others what it said.
+        ZeRO lists them in `shared_params`; but before stage 3 that goes by address, and all empty tensors have address
+        0, so a pair counts only where both are one stored tensor. ZeRO 0 has no list: what is stored in the same place
+        is tied. Only the first rank's file has the list: `shared` passes it to the others.
         """
         shared = self.value.get("shared_params") or shared
         if zero3:

@@ -67,7 +67,7 @@ class OpenDeepSpeed:
         )
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Where the bytes of a tensor lie; opens the files of the ranks that hold them, if they are not yet open."""
+        """Where the bytes of a tensor are; opens the files of the ranks that hold them, if they are not yet open."""
         return self._contents.extents(key, within, self.store.url)
 
     def records(self) -> Iterator[FileRecord]:

@@ -1,4 +1,4 @@
-"""`universal_checkpoint_info`: what a checkpoint says of how its parameters are sharded across tensor-parallel ranks.
+"""`universal_checkpoint_info`: how a checkpoint describes the sharding of its parameters across tensor-parallel ranks.
 
 Megatron-DeepSpeed's models write it into the client state, AutoTP into the model states; its versions are 0.2, 0.3 and
 0.4. It lists patterns of names by what is to be done with the parts. As DeepSpeed does it: an affine map goes first,
@@ -58,7 +58,7 @@ class Patterns(Generic[T]):
             return next(((pattern, value) for regex, pattern, value in self._others if regex.match(name)), None)
         except LayoutError as error:
             raise UnsupportedError(
-                error.message, hint=f"say how the tensors are cut: {option_text('layout')}"
+                error.message, hint=f"specify how the tensors are cut: {option_text('layout')}"
             ) from error
 
 
@@ -82,7 +82,7 @@ def _compiled(pattern: str, what: str) -> Pattern:
             raise IntegrityError(f"{what} has a pattern that is none: {error.message}") from error
         raise UnsupportedError(
             f"of the patterns of {what}, {error.message}",
-            hint=f"say how the tensors are cut instead: {option_text('layout')}",
+            hint=f"specify how the tensors are cut instead: {option_text('layout')}",
         ) from error
 
 
@@ -100,7 +100,7 @@ _PIECES = 4096
 
 
 class TensorParallelInfo:
-    """What one checkpoint says, its patterns ready to be matched."""
+    """The `universal_checkpoint_info` of one checkpoint, its patterns compiled."""
 
     def __init__(self, value: Any, file: str, padded: int | None) -> None:
         self._value: dict[str, Any] = value if isinstance(value, dict) else {}
@@ -119,18 +119,18 @@ class TensorParallelInfo:
         if affine.get("version", 1) > _AFFINE_NEWEST:
             raise UpgradeNeeded(
                 f"{self._where} has an affine map of version {affine['version']}; known is {_AFFINE_NEWEST}",
-                hint=f"say how the tensors are cut: {option_text('layout')}, or use a newer ucformat",
+                hint=f"specify how the tensors are cut: {option_text('layout')}, or use a newer ucformat",
             )
         self._affine = self._mapping("params", affine)
 
     def __bool__(self) -> bool:
-        """Whether it says anything of how parameters are cut."""
+        """Whether it describes how any parameters are sharded."""
         return any((*self._lists.values(), self._sub, self._affine))
 
     def sharding(self, name: str, shapes: Shapes) -> TPSharding | None:
-        """How a parameter is to be read; None where the checkpoint says nothing of any.
+        """How a parameter is sharded; None where the checkpoint describes none.
 
-        LayoutError (without the name) where what is said does not fit the shapes of the parts.
+        LayoutError (without the name) where the description does not fit the shapes of the parts.
         """
         found = self._find(name, shapes) if len(shapes) > 1 and self else None
         if len(shapes) == 1:
@@ -143,7 +143,7 @@ class TensorParallelInfo:
         return not any(patterns.find(name) for patterns in found)
 
     def is_replicated(self, name: str) -> bool:
-        """Whether a pattern says that every rank holds all of a parameter."""
+        """Whether a pattern declares a parameter replicated."""
         return self._lists["tp_replicated_parameter_patterns"].find(name) is not None
 
     def is_vocabulary(self, name: str) -> bool:
@@ -156,7 +156,7 @@ class TensorParallelInfo:
             return _affine(hit[1], shapes).because("its affine map")
         hit = self._unsupported.find(name)
         if hit:
-            raise LayoutError(f"AutoTP says that it is cut in a way that it cannot describe ({hit[1]})")
+            raise LayoutError(f"AutoTP marks it as cut in a way that it cannot describe ({hit[1]})")
         for key, make in _LISTS.items():
             if self._lists[key].find(name):
                 return make(shapes).because(key)
@@ -164,7 +164,7 @@ class TensorParallelInfo:
         if hit:
             return self._sub_param(hit[0], hit[1], shapes).because(_SUB)
         if not shapes[0]:
-            raise LayoutError(f"it has no dims to be joined along, and no pattern of {_KEY} says that it is replicated")
+            raise LayoutError(f"it has no dims to be joined along, and no pattern of {_KEY} marks it as replicated")
         return concatenate(shapes, 1 if self._lists[_ROW].find(name) else 0).because(
             _ROW if self._lists[_ROW].find(name) else "no pattern, which means dim 0"
         )

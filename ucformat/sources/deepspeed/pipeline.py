@@ -290,7 +290,7 @@ def _dealt(models: Sequence[ModelStates], groups: Sequence[Sequence[str]]) -> li
     if at != [len(group) for group in groups]:
         raise UsageError(
             f"{models[0].key}: {[len(g) for g in groups]} names are given for groups of {at} entries over all stages",
-            hint="a tied module's parameters stand in each stage that has it, before those of its layers",
+            hint="a tied module's parameters are listed in each stage that has it, before those of its layers",
         )
     return out
 

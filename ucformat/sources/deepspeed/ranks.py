@@ -129,7 +129,7 @@ class ParallelDegrees:
 
     @classmethod
     def of(cls, files: TagFiles, model: ModelStates, *, others: Sequence[ModelStates] | None = None) -> ParallelDegrees:
-        """From what the first model states file says, or the files' names; checked against each other.
+        """From the first model states file, or the files' names; checked against each other.
 
         `others`: the model states of all model-parallel ranks of a folder of the universal format, which has no
         optimizer's files and no layers'. The ranks of one pipeline stage have parameters of the same names.
@@ -138,7 +138,7 @@ class ParallelDegrees:
         """
         pp, tp, mp = model.dims
         in_names = len(next(iter(files.layers.values()))) if files.layers else None
-        if pp is None or tp is None:  # before DeepSpeed 0.18 no file says so
+        if pp is None or tp is None:  # before DeepSpeed 0.18 no file has them
             there = mp or len(files.models)
             tp = in_names if in_names is not None else there
             if others is not None and model.in_layers:
@@ -153,14 +153,14 @@ class ParallelDegrees:
                 )
         dp = model.world or (max(map(len, files.optims)) if files.optims else 1)
         if max(pp, tp, dp) > _MAX_RANKS or pp * tp * dp > _MAX_RANKS:
-            raise IntegrityError(f"{model.key} says that {pp} x {tp} x {dp} ranks saved it")
+            raise IntegrityError(f"{model.key} records {pp} x {tp} x {dp} ranks")
         wanted = dp if files.zero3 or model.param_shapes is not None else None
         check_world(files, pp * tp, wanted, optims=others is None)
         if others is None:
             _check_layers(files, model)
         if in_names is not None and in_names != tp:
             raise IntegrityError(
-                f"{model.key} says that {tp} tensor-parallel ranks saved it, but each layer has {in_names} files",
+                f"{model.key} records {tp} tensor-parallel ranks, but each layer has {in_names} files",
                 hint="files of different saves are mixed in one folder",
             )
         return cls(pp, tp, dp)

@@ -92,7 +92,7 @@ class ShardingResolver:
         verdict = self._compared(shapes, verdict)
         for name, parts in shapes.items():
             try:
-                found = self._told(name, parts, buffers, verdict)
+                found = self._given(name, parts, buffers, verdict)
                 if found is None and self._family is not None:
                     found = self._preset(self._family, name, parts, verdict)
                 if found is None:
@@ -102,7 +102,7 @@ class ShardingResolver:
             except LayoutError as error:
                 raise type(error)(
                     f"{self._file}: {name}: {error.message}",
-                    hint=error.hint or f"say how it is cut: {how_to_say({name: 'replicate'})}, …",
+                    hint=error.hint or f"specify how it is cut: {how_to_say({name: 'replicate'})}, …",
                 ) from error
             if isinstance(found, Doubt):
                 doubts[name] = found
@@ -120,7 +120,7 @@ class ShardingResolver:
         return out
 
     def _compared(self, shapes: Mapping[str, Shapes], verdict: Callable[[str], Verdict]) -> Callable[[str], Verdict]:
-        """`verdict`, which remembers what it said, and was asked of all that no pattern speaks of at once."""
+        """`verdict`, cached, and computed at once for all parameters that no pattern matches."""
         known: dict[str, Verdict] = {}
         if self.info and self._ranks > 1:
             asked = [n for n, s in shapes.items() if len(set(s)) == 1 and s[0] and self.info.is_default(n)]
@@ -177,10 +177,10 @@ class ShardingResolver:
         """
         return self.info.pipeline.find(name) is not None and not self.info.is_vocabulary(name)
 
-    def _told(
+    def _given(
         self, name: str, shapes: Shapes, buffers: frozenset[str], verdict: Callable[[str], Verdict]
     ) -> TPSharding | Doubt | None:
-        """What the caller or the checkpoint says."""
+        """The sharding that the caller or the checkpoint gives."""
         for layout in self._layouts:
             found = self._placed(layout, name, shapes)
             if found is not None:
@@ -197,7 +197,7 @@ class ShardingResolver:
     def _preset(
         self, family: Layout, name: str, shapes: Shapes, verdict: Callable[[str], Verdict]
     ) -> TPSharding | Doubt | None:
-        """What a preset that nobody asked for says, where the bytes do not contradict it."""
+        """The sharding of a recognised family's preset, where the bytes do not contradict it."""
         found = self._placed(family, name, shapes)
         if found is None or len(set(shapes)) > 1:
             return found
@@ -208,7 +208,7 @@ class ShardingResolver:
         return found.because("its family")
 
     def _placed(self, layout: Layout, name: str, shapes: Shapes) -> TPSharding | None:
-        """What the rules of a layout say of a parameter; None where none is for it."""
+        """The sharding that a layout gives a parameter; None where no rule matches it."""
         for rule in layout.rules:
             match = rule.find(name)
             if match is None or not rule.has_state("weight"):
@@ -225,7 +225,7 @@ class ShardingResolver:
                 return self.info.strip(name, shard(shapes, how)) if how.dim == 0 else shard(shapes, how)
             if self._vocab is None:
                 raise LayoutError(
-                    f"{rule} says that it is padded, but not from what size",
+                    f"{rule} pads it, but not from what size",
                     hint=f"give it: {option_text('vocab', '50257')}, or leave out pad_to, which keeps it as rows",
                 )
             return shard(shapes, how, self._vocab)
@@ -240,13 +240,13 @@ class ShardingResolver:
             raise AmbiguousLayout(
                 f"{self._file}: {names} are vocabularies of {' and '.join(map(str, padded))} rows, but one original "
                 f"size, {self._vocab}, is told: which of them is padded, and from what, is unclear",
-                hint="say how they are cut in a layout, where a rule without pad_to keeps all rows: "
+                hint="specify how they are cut in a layout, where a rule without pad_to keeps all rows: "
                 f"{option_text('layout')}",
             )
 
 
 def _padded(model: ModelStates, info: Any) -> int | None:
-    """The size that the vocabulary was padded to, where the file says so."""
+    """The size that the vocabulary was padded to, if the file has it."""
     args = model.value.get("args")
     found = info.get("padded_vocab_size") if isinstance(info, dict) else None
     if (found is None and isinstance(args, Inert)) or (found is None and isinstance(args, dict)):

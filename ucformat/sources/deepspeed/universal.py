@@ -89,7 +89,7 @@ class OpenUniversal:
         self._latest = files.latest
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Where the bytes of a tensor lie."""
+        """Where the bytes of a tensor are."""
         return self._contents.extents(key, within, self.store.url)
 
     def records(self) -> Iterator[FileRecord]:

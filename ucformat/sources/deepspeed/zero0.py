@@ -1,6 +1,6 @@
 """ZeRO 0: one file holds the module and the optimizer, whole, whose entries are numbered.
 
-What stands in `optimizer` depends on the precision (DeepSpeed 0.19.8):
+The content of `optimizer` depends on the precision (DeepSpeed 0.19.8):
 
 - fp32: the optimizer's own state dict; no master, the weights are fp32 themselves.
 - bf16, fp16 (FP16_UnfusedOptimizer): `optimizer_state_dict`, and `fp32_groups`: for each group a list of masters.
@@ -221,7 +221,7 @@ def sample(file: TorchFile, tensor: StoredTensor, dtype: str) -> bytes:
 
 
 def _flat(model: ModelStates, masters: list[Any], states: list[list[dict[str, Any]]], contents: TensorIndex) -> None:
-    """One flat entry for each group, in which the module's weights lie where they do in their storage."""
+    """One flat entry for each group, in which the module's weights have the offsets that they have in their storage."""
     if len(masters) != len(states) or any(len(s) != 1 for s in states):
         raise IntegrityError(f"{model.key}: its optimizer has other groups than there are flat masters")
     by_storage: dict[tuple[str, str], list[tuple[int, str]]] = {}

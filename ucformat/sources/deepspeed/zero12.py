@@ -1,9 +1,9 @@
 """ZeRO 1 and 2: each optimizer group is one flat buffer, cut into equal partitions over the ranks.
 
-The parameters of a group lie one after another in the order of `param_shapes`, each followed by its
+The parameters of a group are joined one after another in the order of `param_shapes`, each followed by its
 `param_alignment_paddings`; the end is padded so that all partitions are equal. Rank R's file holds partition R of the
 master (`single_partition_of_fp32_groups`, without the padding at the end; BF16_Optimizer keeps it) and of each state.
-Where a parameter lies is told three times, and what is told must agree: by those lengths, by `param_slice_mappings`
+The place of a parameter is recorded three times, and these must agree: by those lengths, by `param_slice_mappings`
 (name -> place in the rank's partition), and by the module's tensors, which are views of one flat buffer in the same
 order.
 
@@ -145,7 +145,7 @@ class Zero12:
         return out
 
     def _check_views(self, index: int, buffer: FlatBuffer) -> None:
-        """The module's tensors, where they are views of one flat buffer, lie where the layout says."""
+        """Check that the module's tensors, if they are views of one flat buffer, are where the layout puts them."""
         shapes = self.shapes[index]
         views = {n: self.model.module[n] for n in shapes if n in self.model.module}
         homes = {self.model.home(n).key for n in views}
@@ -161,7 +161,7 @@ class Zero12:
         wrong = [n for n, v in views.items() if v.offset != buffer.slots[n].start]
         if wrong:
             raise IntegrityError(
-                f"{self.model.key}: {wrong[0]} lies at element {views[wrong[0]].offset} of the flat group {index}, "
+                f"{self.model.key}: {wrong[0]} is at element {views[wrong[0]].offset} of the flat group {index}, "
                 f"but the order of `param_shapes` puts it at {buffer.slots[wrong[0]].start}",
                 hint="please report this checkpoint; it is not read because its layout is uncertain",
             )
@@ -180,7 +180,7 @@ class Zero12:
                     raise refuse_flat_state(name, value, index, partition.file.key)
 
     def _check_slices(self, rank: int, mappings: Any, file: str) -> None:
-        """`param_slice_mappings`, where the file has them, say the same as the layout."""
+        """Check that `param_slice_mappings`, if the file has them, agree with the layout."""
         if not isinstance(mappings, list):
             return
         for index, told in enumerate(mappings):
@@ -242,7 +242,7 @@ class Zero12:
         contents.keep_scalars(file, scalars(file, state, _TENSORS))
         told = stage_of(state.get("zero_stage", 1))  # BF16_Optimizer, which is of ZeRO 1, says nothing
         if told not in (1, 2):
-            raise IntegrityError(f"{file.key} says ZeRO {told}, but its files are those of ZeRO 1 and 2")
+            raise IntegrityError(f"{file.key} records ZeRO {told}, but its files are those of ZeRO 1 and 2")
         self.stage = told
 
     def _extents(self, index: int, name: str, state: str, expert_rank: int, within: Box | None) -> Iterator[Extent]:

@@ -25,12 +25,12 @@ class Arguments:
     """`args` of a checkpoint; of one that has none every answer is that it does not tell."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
-    vocab_size: int | None = None  # what the caller said
+    vocab_size: int | None = None  # as the caller gave it
     file: str = ""
 
     @classmethod
     def of(cls, value: Any, vocab_size: int | None, file: str) -> Arguments:
-        """From what stands in the file: a namespace, or a mapping."""
+        """From the value in the file: a namespace, or a mapping."""
         if isinstance(value, Inert):
             value = value.state
         found = {k: v for k, v in value.items() if isinstance(k, str)} if isinstance(value, dict) else {}

@@ -1,4 +1,4 @@
-"""Where parameters lie in the flat buffers of Megatron's distributed optimizer, and the proof that they do.
+"""The offsets of parameters in the flat buffers of Megatron's distributed optimizer, and the proof of them.
 
 The buffers of one rank's model hold its parameters in the reverse order of the module, each beginning at a multiple of
 64 elements; a buffer is cut into buckets at whole parameters. Nothing in the files names them. They are placed by that
@@ -32,7 +32,7 @@ _SAMPLE = 64
 
 @dataclass(frozen=True, slots=True)
 class FlatTensor:
-    """A flat tensor that lies in files; `locate` gives the extents of a range of it, as boxes of one dim."""
+    """A flat tensor in files; `locate` gives the extents of a range of it, as boxes of one dim."""
 
     size: int
     dtype: str
@@ -76,7 +76,7 @@ def place(
         params: all parameters; those that cannot be proved to be at their place are left out as frozen.
         sizes: elements of each bucket.
         edges: positions in each bucket at which something begins or ends, if they are known.
-        proved: says of a slot whether the values there are the parameter's. Without it all parameters must fit.
+        proved: whether the values in a slot are the parameter's. Without it all parameters must fit.
         joined: the buckets of a buffer may be joined without their padding.
     """
     for align in _ALIGN:
@@ -146,7 +146,7 @@ def _located(flat: FlatTensor, start: int, box: Box) -> Iterable[Extent]:
 
 
 def in_local(flat: FlatTensor, start: int, shape: tuple[int, ...], within: Box | None) -> Iterator[Extent]:
-    """The extents of a tensor of this shape that lies flat from `start` on, as boxes of the tensor."""
+    """The extents of a tensor of this shape that is flattened from `start` on, as boxes of the tensor."""
     first, last = flat_range(shape, within)
     unit = ITEMSIZE[flat.dtype]
     for extent in flat.locate(start + first, start + last):

@@ -92,7 +92,7 @@ class OpenClassic:
         )
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Where the bytes of a tensor lie."""
+        """Where the bytes of a tensor are."""
         return self.contents.extents(key, within, self.store.url)
 
     def records(self) -> Iterator[FileRecord]:
@@ -121,7 +121,7 @@ class OpenClassic:
         if degree not in (None, 1, self._degree):
             raise AmbiguousLayout(
                 f"experts were cut over {degree} tensor-parallel ranks and the rest over {self._degree}: the files do "
-                "not say which rank has which part",
+                "not record which rank has which part",
                 hint="save it with --ckpt-format torch_dist",
             )
 
@@ -204,13 +204,13 @@ class OpenClassic:
             names = sorted({e.file for r in (one, other) for e in r.contents.locate[key](None)})
             raise IntegrityError(
                 f"{key}: {' and '.join(names)} should hold the same, and do not",
-                hint=f"{_MIXED}; if it is cut instead, say how: {option_text('layout')}",
+                hint=f"{_MIXED}; if it is cut instead, specify how: {option_text('layout')}",
             )
 
     def _tied(
         self, holders: Mapping[Key, dict[int, list[_Rank]]], shardings: Mapping[str, TPSharding]
     ) -> dict[str, str]:
-        """The last stage's copy of the input embedding, where the arguments or the bytes say that it is one."""
+        """The last stage's copy of the input embedding, if the arguments or the bytes show that it is one."""
         word = next((n for n in _WORD if n in shardings), None)
         if word is None or self.args.tied is False:
             return {}
@@ -250,7 +250,7 @@ class OpenClassic:
         return [merged[k] for k in sorted(merged)]
 
     def _objects(self) -> dict[str, Any]:
-        """What is no tensor, as the first rank has it; under `ranks` what the others say differently."""
+        """What is no tensor, as the first rank has it; under `ranks` what differs in the others."""
         out = self._plain(self._ranks[0, 0, 0], "")
         if self.args.values:
             out["args"] = to_json(dict(self.args.values), path="args")

@@ -91,7 +91,7 @@ class OpenDist:
         )
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Where the bytes of a tensor lie; opens the items that hold them, if they are not yet open."""
+        """Where the bytes of a tensor are; opens the items that hold them, if they are not yet open."""
         return self.contents.extents(key, within, self.store.url)
 
     def records(self) -> Iterator[FileRecord]:
@@ -100,7 +100,7 @@ class OpenDist:
         yield from self._items.records()
 
     def _is_local(self) -> bool:
-        """Whether the model is of the local specification, whose norms have other names than the keys say.
+        """Whether the model is of the local specification, whose norms have other names than the keys.
 
         Its linear layers keep nothing as extra state, Transformer Engine's always something.
         """
@@ -179,7 +179,7 @@ class OpenDist:
             self.contents.add_whole(name, "step", common, tensors[0])
 
     def _aliases(self) -> dict[str, str]:
-        """A tied output layer, where the arguments say that it is one."""
+        """A tied output layer, if the arguments have it so."""
         word, out = "embedding.word_embeddings.weight", "output_layer.weight"
         return {out: word} if self.args.tied and word in self.weights and out not in self.weights else {}
 
@@ -194,7 +194,7 @@ class OpenDist:
         return out | ({"optimizer": kind} if len(kinds) == 1 and isinstance(kind := kinds.pop(), str) else {})
 
     def _optimizers(self) -> list[dict[Any, Any]]:
-        """What `common.pt` says of each optimizer."""
+        """The entry of each optimizer in `common.pt`."""
         found = self.values.get("optimizer")
         if not isinstance(found, dict):
             return []

@@ -100,7 +100,7 @@ def add_flat_states(of: Opened, items: Items, entries: Sequence[tuple[Bucket, st
     """Name what the buckets hold, and add it to the contents; AmbiguousLayout where that cannot be proved."""
     if stacked:
         raise AmbiguousLayout(
-            "the optimizer's states lie in flat buckets, which have no stacked form",
+            "the optimizer's states are in flat buckets, which have no stacked form",
             hint=f"open it without `stacked`, or without the optimizer: {option_text('optimizer')}",
         )
     groups: dict[tuple[int, int], dict[int, _Buffer]] = {}

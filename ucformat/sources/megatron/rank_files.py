@@ -90,7 +90,7 @@ def _value(file: TorchFile) -> dict[str, Any]:
 
 
 def _grid(found: dict[re.Match[str], str], args: Arguments) -> dict[At, str]:
-    """The files by rank; MissingData where there are fewer than the arguments say, IntegrityError where more."""
+    """The files by rank; MissingData where there are fewer than in the arguments, IntegrityError where more."""
     pp = args.degree("pipeline_model_parallel_size")
     ep = args.degree("expert_model_parallel_size") or 1
     out: dict[At, str] = {}
@@ -109,7 +109,7 @@ def _grid(found: dict[re.Match[str], str], args: Arguments) -> dict[At, str]:
     tp = args.degree("tensor_model_parallel_size", "model_parallel_size") or high[0]
     wanted = (tp, pp or high[1], ep if args.degree("expert_model_parallel_size") else high[2])
     if wanted[0] * wanted[1] * wanted[2] > 1 << 20:
-        raise IntegrityError(f"{args.file} says that {wanted} ranks saved it")
+        raise IntegrityError(f"{args.file} records {wanted} ranks")
     whole = {(t, p, e) for t in range(wanted[0]) for p in range(wanted[1]) for e in range(wanted[2])}
     if over := sorted(out.keys() - whole):
         raise IntegrityError(

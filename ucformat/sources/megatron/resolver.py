@@ -1,4 +1,4 @@
-"""How a parameter lies over tensor-parallel ranks, as the names of Megatron's modules and the shapes of parts tell.
+"""How a parameter is sharded across tensor-parallel ranks, by the names of Megatron's modules and the parts' shapes.
 
 Column-parallel layers are cut along dim 0, row-parallel ones along dim 1, vocabularies along dim 0, and all else that
 is known is on every rank. Of a gated first projection each rank has a part of the gate, then one of the other half:
@@ -65,7 +65,7 @@ class NameResolver:
         doubts: list[str] = []
         for name, shapes in self._shapes.items():
             try:
-                found = self._told(name, shapes)
+                found = self._given(name, shapes)
                 if found is None:
                     found = self._by_name(name, shapes, verdict)
             except LayoutError as e:
@@ -78,13 +78,13 @@ class NameResolver:
             raise self._ambiguous(doubts)
         return out
 
-    def _told(self, name: str, shapes: Shapes) -> TPSharding | None:
+    def _given(self, name: str, shapes: Shapes) -> TPSharding | None:
         if len(shapes) == 1:
             return replicate(shapes)
-        return next((said for layout in self._layouts if (said := self._said(layout, name, shapes))), None)
+        return next((found for layout in self._layouts if (found := self._in_layout(layout, name, shapes))), None)
 
     def _by_name(self, name: str, shapes: Shapes, verdict: Callable[[str], Verdict]) -> TPSharding | None:
-        """What the name says, where the bytes do not contradict it; of other names, what the bytes say."""
+        """The sharding by the name, where the bytes do not contradict it; of other names, by the bytes."""
         if _SAME.fullmatch(name):
             return replicate(shapes)  # which is proved when it is read
         found = self._cut(name, shapes)
@@ -120,8 +120,8 @@ class NameResolver:
             return None
         return rows == 2 * second[0][1]
 
-    def _said(self, layout: Layout, name: str, shapes: Shapes) -> TPSharding | None:
-        """What a caller's layout says of a parameter."""
+    def _in_layout(self, layout: Layout, name: str, shapes: Shapes) -> TPSharding | None:
+        """The sharding that a caller's layout gives a parameter."""
         rule = next(iter(layout.rules_for(name, ["weight"])), None)
         if rule is None:
             return None
@@ -140,7 +140,7 @@ class NameResolver:
         return AmbiguousLayout(
             f"the checkpoint was saved by {ranks} tensor-parallel ranks, and neither Megatron's names nor the bytes "
             "tell how these parameters are cut:\n" + "\n".join(lines),
-            hint=f"say it for each, as in {how_to_say({doubts[0]: '0'})} (or replicate, halves, 1; a pattern may have "
-            f"*); or in a layout file, given as {option_text('layout')}:\n"
+            hint=f"specify it for each, as in {how_to_say({doubts[0]: '0'})} (or replicate, halves, 1; a pattern may "
+            f"have *); or in a layout file, given as {option_text('layout')}:\n"
             f"    version: 1\n    mesh: {{tp: {ranks}}}\n    rules:\n{example}  # or replicate, shard 1, parts",
         )

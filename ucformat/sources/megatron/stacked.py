@@ -248,7 +248,7 @@ def add_tensor(contents: TensorIndex, tensor: ReadableTensor, rows: int) -> None
 
 
 def _part(tensor: ReadableTensor, of: Box, within: Box | None) -> Iterator[Extent]:
-    """The extents of a box of a tensor, as boxes of that box: those of what lies in `within`, which counts from it."""
+    """The extents of a box of a tensor, as boxes of that box: those within `within`, which counts from its start."""
     if within is None:
         return tensor.extents(of)
     return (replace(e, box=e.box.shift(within.start)) for e in tensor.extents(within.shift(of.start)))

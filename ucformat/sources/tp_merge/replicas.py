@@ -34,7 +34,7 @@ _FIRST, _FEW = 1 << 9, 8  # bytes, and elements of a small tensor
 
 
 class LocalContents(TensorIndex):
-    """The tensors of one model-parallel rank; it also notes which lie whole in a file, for their checksums."""
+    """The tensors of one model-parallel rank; it also notes which are whole in a file, for their checksums."""
 
     __slots__ = ("label", "large", "whole")
 
@@ -45,7 +45,7 @@ class LocalContents(TensorIndex):
         self.label = label
 
     def add_whole(self, name: str, state: str, file: TorchFile, tensor: StoredTensor) -> None:
-        """A tensor that lies whole in one file."""
+        """Add a tensor that is whole in one file."""
         super().add_whole(name, state, file, tensor)
         self.whole[next(reversed(self.infos))] = file, tensor
 
@@ -176,7 +176,7 @@ def must_agree(store: Store, key: Key, copies: Sequence[Replica]) -> None:
             raise IntegrityError(
                 f"{key}: {which} should hold the same, and do not",
                 hint="files of different saves are mixed in one folder, or the ranks' copies had come apart in "
-                f"training; if it is cut instead, say how: {option_text('layout')}",
+                f"training; if it is cut instead, specify how: {option_text('layout')}",
             )
 
 

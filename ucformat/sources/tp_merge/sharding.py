@@ -136,7 +136,7 @@ def sub_params(
     """
     sizes: list[int] = [n if isinstance(n, int) else sum(n) for n in view]
     if not 0 <= dim < len(sizes):
-        raise LayoutError(f"its sub-parameters lie along dim {dim} of a view of {len(sizes)} dims")
+        raise LayoutError(f"its sub-parameters are along dim {dim} of a view of {len(sizes)} dims")
     if any(len(w) != len(shapes) for w in widths):
         raise LayoutError(f"its sub-parameters are cut for another number of ranks than {len(shapes)}")
     sizes[dim] = sum(sum(w) for w in widths)
@@ -194,14 +194,14 @@ CUTS: dict[str, list[Any]] = {
 
 
 def layout_of_cuts(cuts: Mapping[str, str | int] | None, ranks: int) -> Layout | None:
-    """The layout that says the same; UsageError where a word is none of those of `CUTS`."""
+    """The same as a layout; UsageError where a word is none of those of `CUTS`."""
     if not cuts:
         return None
     return Layout({TP: ranks}, [{"match": pattern, "place": _place(pattern, how)} for pattern, how in cuts.items()])
 
 
 def how_to_say(cuts: Mapping[str, str]) -> str:
-    """The option that says these cuts, as `option_text` spells it."""
+    """The option for these cuts, as `option_text` spells it."""
     return option_text("cuts", repr(dict(cuts)), ",".join(f"{pattern}={how}" for pattern, how in cuts.items()))
 
 
@@ -210,7 +210,7 @@ def _place(pattern: str, how: str | int) -> list[Any]:
         return [{"shard": int(how), "over": TP}]
     if how not in CUTS:
         raise UsageError(
-            f"{how!r}, said of {pattern!r}, is no way in which a tensor is cut",
+            f"{how!r}, given for {pattern!r}, is not a way to cut a tensor",
             hint=f"the ways are: {', '.join(CUTS)}, or the number of the dim along which the ranks' parts are joined",
         )
     return CUTS[str(how)]
