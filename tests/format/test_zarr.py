@@ -14,8 +14,8 @@ from tests.fakes import random_array, same
 from ucformat.errors import UsageError
 from ucformat.format.arrays import array_json, shard_key
 from ucformat.format.chunking import Grid
-from ucformat.format.shard import Band, check_shard, write_shard
-from ucformat.geometry.tensor import Key
+from ucformat.format.shard import check_shard, write_shard
+from ucformat.geometry.tensor import Key, Piece
 from ucformat.reading.dtypes import dtype_name, fill_value, numpy_dtype
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.storage.local import LocalStore
@@ -28,11 +28,12 @@ SIZES: list[tuple[int | None, int | None]] = [(64, 1024), (4096, 1 << 16), (None
 
 
 def write_array(store: LocalStore, name: str, a: Any, grid: Grid) -> None:
-    def fill(band: Band, raw: Any) -> None:
-        padded = np.zeros(band.padded, a.dtype)
-        box = band.box
-        padded[tuple(map(slice, box.shape))] = a[tuple(slice(x, y) for x, y in zip(box.start, box.stop, strict=True))]
-        raw[:] = np.frombuffer(padded.tobytes(), np.uint8)
+    def fill(piece: Piece, raw: Any) -> None:
+        box, strides = piece.box, [s * a.itemsize for s in piece.strides]
+        raw[:] = 0
+        np.ndarray(box.shape, a.dtype, raw, 0, strides)[...] = a[
+            tuple(slice(x, y) for x, y in zip(box.start, box.stop, strict=True))
+        ]
 
     with store.create(f"{name}/zarr.json") as out:
         out.write(array_json(Key("a", "weight"), dtype_name(a.dtype), grid))

@@ -250,7 +250,7 @@ def test_what_digests_show_is_not_read(tmp_path: Path) -> None:
     assert len(rest) == len(ODD) - 1
     assert all(d.by_digest and d.equal for d in rest)
     for store in stores:
-        assert {read.key.rsplit("/data/", 1)[-1].split("/c/")[0].split("/")[-1] for read in store.reads} == {
+        assert {read.file.rsplit("/data/", 1)[-1].split("/c/")[0].split("/")[-1] for read in store.reads} == {
             "norm.bias"
         }
 

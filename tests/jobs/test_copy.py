@@ -319,7 +319,7 @@ def test_only_what_is_missing_is_copied(form: Path, tmp_path: Path) -> None:
     reads = RecordingStore(LocalStore(form))
     done = ucformat.copy(open_checkpoint(reads), dst)
     assert (done.files, done.kept) == (whole.files, whole.files - 1)
-    big = {r.key for r in reads.reads if r.nbytes > 2048 and r.key.startswith("data/") and "extents" not in r.key}
+    big = {r.file for r in reads.reads if r.nbytes > 2048 and r.file.startswith("data/") and "extents" not in r.file}
     assert big <= {str(lost.relative_to(dst))}
     assert contents(LocalStore(dst)) == contents(LocalStore(form))
 

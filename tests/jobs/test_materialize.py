@@ -325,7 +325,7 @@ def test_every_byte_is_read_once_and_compared_as_it_passes(shared: bool, workers
     files = {str(p.relative_to(where)): p for p in where.rglob("*.bin")}
     store.clear()
     ck = ucformat.materialize(source, tmp_path / "arrays", workers=workers)
-    read = sum(r.nbytes for r in store.reads if r.key in files)
+    read = sum(r.nbytes for r in store.reads if r.file in files)
     total = sum(p.stat().st_size for p in files.values())
     assert 0.98 * total <= read <= 1.02 * total
     assert holds(ck, arrays)

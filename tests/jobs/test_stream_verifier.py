@@ -138,7 +138,7 @@ def test_no_byte_is_read_twice(tmp_path: Path) -> None:
         ck = open_checkpoint(store)
         store.reads.clear()
         ucformat.convert(ck, tmp_path / str(verify), chunk_bytes=1 << 15, shard_bytes=1 << 20, verify=verify, workers=1)
-        reads[verify] = Counter(r for r in store.reads if r.nbytes > 64 and r.key.endswith("optim_states.pt"))
+        reads[verify] = Counter(r for r in store.reads if r.nbytes > 64 and r.file.endswith("optim_states.pt"))
     tensors = sum(read.nbytes * n for read, n in reads[False].items())
     more = sum(read.nbytes * n for read, n in (reads[True] - reads[False]).items())
     files = list(folder.rglob("*optim_states.pt"))

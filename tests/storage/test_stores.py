@@ -8,12 +8,13 @@ import fsspec
 import pytest
 
 from ucformat.errors import NotFound, UcformatError, UnsupportedError
+from ucformat.storage.base import ByteRange
 from ucformat.storage.fsspec_store import FsspecStore
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.testing import StoreTests, keys, put
 from ucformat.storage.url import open_store
-from ucformat.storage.wrappers import Read, RecordingStore, WrappedStore
+from ucformat.storage.wrappers import RecordingStore, WrappedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -116,7 +117,7 @@ class TestRecordingStore(StoreTests):
         store.read_into("f", 1, [memoryview(bytearray(2)), memoryview(bytearray(3))])
         with pytest.raises(NotFound):
             store.read("g")
-        assert store.reads == [Read("f", 2, 8), Read("f", 0, 10), Read("f", 1, 5)]
+        assert store.reads == [ByteRange("f", 2, 8), ByteRange("f", 0, 10), ByteRange("f", 1, 5)]
         assert store.nbytes == 23
         store.clear()
         assert store.nbytes == 0

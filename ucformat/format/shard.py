@@ -14,6 +14,7 @@ import numpy as np
 from ucformat.errors import NotFound
 from ucformat.format.digest import leaf
 from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.tensor import Piece
 from ucformat.reading.execute import checksum
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from ucformat.format.chunking import Grid
     from ucformat.storage.base import Store, Writer
 
-__all__ = ["BAND_BYTES", "Band", "Damage", "bands", "check_shard", "index_of", "write_shard"]
+__all__ = ["BAND_BYTES", "Damage", "bands", "check_shard", "index_of", "write_shard"]
 
 #: Bytes that are gathered, encoded and written at once.
 BAND_BYTES = 4 << 20
@@ -32,22 +33,18 @@ BAND_BYTES = 4 << 20
 _ABSENT = (1 << 64) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Band:
-    """Consecutive chunks of a shard that together are one box of the tensor.
+def bands(grid: Grid, shard: tuple[int, ...], most: int = BAND_BYTES) -> Iterator[tuple[Piece, tuple[int, ...]]]:
+    """Consecutive chunks of a shard that together are one box of the tensor, in order.
 
-    `padded` is the shape of a buffer that holds them whole; the box is smaller where the last chunks reach past the
-    tensor. `first` is the number of the first chunk in the shard.
+    Args:
+        grid: the array's.
+        shard: the shard's coordinates.
+        most: bytes of one band, unless a single chunk has more (default 4 MiB).
+
+    Yields:
+        The box in a buffer that holds its chunks whole, for the last may reach past the tensor; and the number of
+        chunks along each dim.
     """
-
-    box: Box
-    counts: tuple[int, ...]
-    padded: tuple[int, ...]
-    first: int
-
-
-def bands(grid: Grid, shard: tuple[int, ...], most: int = BAND_BYTES) -> Iterator[Band]:
-    """The bands of a shard, in order, each of at most `most` bytes unless one chunk has more."""
     whole = grid.box(shard)
     held = grid.tiles(shard, "").grid
     steps, budget = [1] * len(held), max(1, most // grid.chunk_nbytes)
@@ -56,13 +53,12 @@ def bands(grid: Grid, shard: tuple[int, ...], most: int = BAND_BYTES) -> Iterato
         budget //= steps[d]
         if steps[d] < held[d]:
             break
-    numbers = row_major(held)
     for at in product(*(range(0, n, s) for n, s in zip(held, steps, strict=True))):
         counts = tuple(min(s, n - a) for s, n, a in zip(steps, held, at, strict=True))
         start = tuple(w + a * c for w, a, c in zip(whole.start, at, grid.chunk, strict=True))
         padded = tuple(n * c for n, c in zip(counts, grid.chunk, strict=True))
         shape = tuple(min(p, stop - a) for p, stop, a in zip(padded, whole.stop, start, strict=True))
-        yield Band(Box(start, shape), counts, padded, sum(a * n for a, n in zip(at, numbers, strict=True)))
+        yield Piece(Box(start, shape), 0, row_major(padded)), counts
 
 
 def write_shard(
@@ -70,22 +66,21 @@ def write_shard(
     key: str,
     grid: Grid,
     shard: tuple[int, ...],
-    fill: Callable[[Band, NDArray[np.uint8]], None],
+    fill: Callable[[Piece, NDArray[np.uint8]], None],
 ) -> bytes:
     """Write a shard's file front to back; the digests of its chunks, one after another.
 
-    `fill` puts a band's elements, row-major in its padded shape, in the buffer it is given. No more than two bands
-    are held.
+    `fill` puts the elements of a piece in the buffer that it is given. No more than two bands are held.
     """
     leaves = []
     with store.create(key, grid.chunk_nbytes + 4) as out:
-        for band in bands(grid, shard):
-            count = math.prod(band.counts)
+        for piece, counts in bands(grid, shard):
+            count = math.prod(counts)
             raw = _memory("gathered", count * grid.chunk_nbytes)
-            if band.box.shape != band.padded:
+            if piece.box.size * grid.itemsize < raw.nbytes:
                 raw[:] = 0
-            fill(band, raw)
-            data, found = _encode(grid, band, raw, _memory("encoded", count * (grid.chunk_nbytes + 4)))
+            fill(piece, raw)
+            data, found = _encode(grid, counts, raw, _memory("encoded", count * (grid.chunk_nbytes + 4)))
             leaves += found
             out.write(data)
         out.write(index_of(grid, shard))
@@ -104,12 +99,14 @@ def _memory(use: str, nbytes: int) -> NDArray[np.uint8]:
     return held[:nbytes]
 
 
-def _encode(grid: Grid, band: Band, raw: NDArray[np.uint8], out: NDArray[np.uint8]) -> tuple[memoryview, list[bytes]]:
+def _encode(
+    grid: Grid, counts: tuple[int, ...], raw: NDArray[np.uint8], out: NDArray[np.uint8]
+) -> tuple[memoryview, list[bytes]]:
     """A band's chunks as they are stored, each followed by its checksum, and their digests; `out` is memory for it."""
     nbytes, pitch = grid.chunk_nbytes, grid.chunk_nbytes + 4
-    count = math.prod(band.counts)
+    count = math.prod(counts)
     chunk = (*grid.chunk[:-1], grid.chunk[-1] * grid.itemsize) if grid.chunk else (grid.itemsize,)
-    counts = band.counts or (1,)
+    counts = counts or (1,)
     n = len(counts)
     by_chunk = raw.reshape([x for pair in zip(counts, chunk, strict=True) for x in pair])
     by_chunk = by_chunk.transpose([*range(0, 2 * n, 2), *range(1, 2 * n, 2)])

@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ucformat.geometry.tensor import Extent, TensorInfo, Tiles
+    from ucformat.geometry.tensor import TensorInfo
     from ucformat.schema.manifest import TensorDoc
     from ucformat.storage.base import Store
 
     Floats = NDArray[np.float64]
     Progress = Callable[[int, int], None]
+    _Reader = Callable[[Box, NDArray[np.uint8]], NDArray[Any]]
 
 __all__ = ["Counts", "TensorDifference", "compare", "compare_values"]
 
@@ -255,37 +256,17 @@ def _boxes(shape: tuple[int, ...], itemsize: int, chunk: tuple[int, ...] | None)
         yield Box(start, tuple(min(s, n - i) for s, n, i in zip(steps, shape, start, strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
-class _BoxPair:
-    """A box of a tensor to compare, and where it lies in each checkpoint."""
+def _reader(info: TensorInfo, ck: Checkpoint) -> _Reader:
+    """What reads a box of a tensor, its elements one after another, into memory that it is given."""
+    extents = list(ck.source.extents(info.key))
 
-    number: int
-    box: Box
-    sides: tuple[_Tensor, _Tensor]
+    def read(box: Box, memory: NDArray[np.uint8]) -> NDArray[Any]:
+        raw = memory[: box.size * info.itemsize]
+        wanted = ReadItem(info, extents, [(0, Piece(box, 0, row_major(box.shape)))])
+        read_items(ck.store, [wanted], [raw], [str(info.key)], threads=1)
+        return raw.view(numpy_dtype(info.dtype))
 
-    @property
-    def nbytes(self) -> int:
-        return self.box.size * sum(s.info.itemsize for s in self.sides)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    info: TensorInfo
-    store: Store
-    extents: list[Extent | Tiles]
-
-    @classmethod
-    def of(cls, info: TensorInfo, ck: Checkpoint) -> _Tensor:
-        return cls(info, ck.store, list(ck.source.extents(info.key)))
-
-    def read(self, box: Box, memory: NDArray[np.uint8]) -> NDArray[Any]:
-        """The elements of a box, one after another, in the memory that is given."""
-        raw = memory[: box.size * self.info.itemsize]
-        piece = Piece(box, 0, row_major(box.shape))
-        read_items(
-            self.store, [ReadItem(self.info, self.extents, [(0, piece)])], [raw], [str(self.info.key)], threads=1
-        )
-        return raw.view(numpy_dtype(self.info.dtype))
+    return read
 
 
 def _differences(pairs: Sequence[_Pair], workers: int, progress: Progress | None) -> Iterator[TensorDifference]:
@@ -293,29 +274,29 @@ def _differences(pairs: Sequence[_Pair], workers: int, progress: Progress | None
     found: dict[int, Counts] = {}
     left: dict[int, int] = {}  # boxes of a tensor that are not compared yet
 
-    def tasks() -> Iterator[_BoxPair]:
+    def tasks() -> Iterator[tuple[int, Box, list[_Reader]]]:
         for number, p in enumerate(pairs):
             boxes = p.boxes()
             found[number], left[number] = Counts(), len(boxes)
             if boxes:
-                sides = (_Tensor.of(p.a, p.checkpoints[0]), _Tensor.of(p.b, p.checkpoints[1]))
+                readers = [_reader(info, ck) for info, ck in zip((p.a, p.b), p.checkpoints, strict=True)]
                 for box in boxes:
-                    yield _BoxPair(number, box, sides)
+                    yield number, box, readers
 
     own = threading.local()  # memory of each worker, the same for every box
 
-    def work(task: _BoxPair) -> Counts:
-        arrays = []
-        for which, side in enumerate(task.sides):
+    def work(task: tuple[int, Box, list[_Reader]]) -> Counts:
+        arrays, (_, box, readers) = [], task
+        for which, read in enumerate(readers):
             if not hasattr(own, f"side{which}"):
                 setattr(own, f"side{which}", np.empty(max(_BLOCK, _LARGEST), np.uint8))
-            arrays.append(side.read(task.box, getattr(own, f"side{which}")))
+            arrays.append(read(box, getattr(own, f"side{which}")))
         return compare_values(arrays[0], arrays[1])
 
-    for task, part in run(work, tasks(), workers):
-        found[task.number] += part
-        left[task.number] -= 1
-        done += task.nbytes
+    for (number, box, _), part in run(work, tasks(), workers):
+        found[number] += part
+        left[number] -= 1
+        done += box.size * (pairs[number].a.itemsize + pairs[number].b.itemsize)
         if progress is not None:
             progress(done, total)
         while left.get(at) == 0:

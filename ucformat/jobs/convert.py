@@ -25,13 +25,12 @@ from ucformat.format.arrays import (
 from ucformat.format.commit import begin, commit, give_up, new_id
 from ucformat.format.shard import check_shard, write_shard
 from ucformat.format.universal import Universal, group_docs, paths_of
-from ucformat.geometry.box import row_major
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.jobs.convert_checks import spread_of, verifying
 from ucformat.jobs.record import lineage_from, record_commits
 from ucformat.jobs.run import run as run_tasks
 from ucformat.jobs.run import workers_for
-from ucformat.jobs.virtual import place_all, put_sidecar
+from ucformat.jobs.virtual import VirtualExtents, put_sidecar
 from ucformat.reading.plan import ReadItem
 from ucformat.reading.read import read_items
 from ucformat.reading.readable import TRACKERS
@@ -53,10 +52,8 @@ if TYPE_CHECKING:
 
     from ucformat.format.arrays import Array
     from ucformat.format.commit import Attempt
-    from ucformat.format.shard import Band
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.jobs.convert_checks import StreamVerifier
-    from ucformat.jobs.virtual import VirtualExtents
     from ucformat.reading.plan import Verify
     from ucformat.schema.manifest import TensorDoc
     from ucformat.storage.base import Bytes, Store
@@ -155,7 +152,7 @@ def convert(
     infos = _chosen(source, None if states is None else each(states))
     _check_virtual(how, virtual=virtual, checksums=checksums, unprotected=unprotected)
     plan = plan_document(source, infos, how) | ({"virtual": checksums} if virtual else {})
-    placed = place_all(source, infos) if virtual else None
+    placed = VirtualExtents(source, infos) if virtual else None
     attempt = begin(store, plan, overwrite=overwrite, needs=[] if placed is None else [url for url, _ in placed.homes])
     try:
         if placed is None:
@@ -338,10 +335,9 @@ def _write_shard(
     if verifier is not None:  # puts the checksums of blocks that are read in parts together
         costs = replace(costs, block=0)
 
-    def fill(band: Band, raw: NDArray[np.uint8]) -> None:
+    def fill(piece: Piece, raw: NDArray[np.uint8]) -> None:
         if verifier is not None:
-            verifier.expect(info, extents, band.box)
-        piece = Piece(band.box, 0, row_major(band.padded))
+            verifier.expect(info, extents, piece.box)
         wanted = [ReadItem(info, planned, [(0, piece)])]
         read_items(source.store, wanted, [raw], [str(info.key)], verify=verify, costs=costs, threads=1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import repeat
 from typing import TYPE_CHECKING
@@ -30,38 +30,64 @@ if TYPE_CHECKING:
     from ucformat.jobs.dependents import Home
     from ucformat.storage.base import Store
 
-__all__ = ["VirtualExtents", "place_all", "put_sidecar"]
+__all__ = ["VirtualExtents", "put_sidecar"]
 
 _THREADS = 8
 
 
-@dataclass(frozen=True)
 class VirtualExtents:
-    """Where the bytes of tensors lie: the extents of each, and the files that these are in."""
+    """The extents of tensors in the files of another checkpoint, and what these files are called in a virtual one.
 
-    infos: Sequence[TensorInfo]
-    extents: list[list[Extent]]
-    places: _SourceFiles
+    Attributes:
+        infos: the tensors.
+        extents: those of each tensor.
+        roots: the urls of the places in which the files are.
+        files: a key of the source -> the file's key in the virtual checkpoint.
+        origin: the store and the key in it of each file.
+    """
+
+    def __init__(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> None:
+        """Find the extents.
+
+        Raises:
+            UnsupportedError: a tensor has no bytes of its own in a file: it is compressed, or computed.
+        """
+        self._store = source.source.store
+        self.infos = infos
+        self.roots: list[str] = []
+        self.files: dict[str, str] = {}
+        self.origin: list[tuple[Store, str]] = []
+        self.extents: list[list[Extent]] = []
+        for info in infos:
+            found = [self._place(info, extent) for extent in single_extents(source.source.extents(info.key))]
+            prove(info, [(e.file, e.box) for e in found])
+            self.extents.append(found)
 
     @cached_property
     def homes(self) -> tuple[Home, ...]:
         """The places in which it has to be said that the files are needed."""
-        return find_homes(self.places.origin)
+        return find_homes(self.origin)
 
+    def _place(self, info: TensorInfo, extent: Extent) -> Extent:
+        if extent.file not in self.files:
+            self.files[extent.file] = self._find(info, extent.file)
+        return replace(extent, file=self.files[extent.file])
 
-def place_all(source: Checkpoint, infos: Sequence[TensorInfo]) -> VirtualExtents:
-    """Find where the bytes of these tensors lie.
-
-    Raises:
-        UnsupportedError: a tensor has no bytes of its own in a file: it is compressed, or computed.
-    """
-    places = _SourceFiles(source.source.store)
-    extents = []
-    for info in infos:
-        found = [places.place(info, extent) for extent in single_extents(source.source.extents(info.key))]
-        prove(info, [(e.file, e.box) for e in found])
-        extents.append(found)
-    return VirtualExtents(infos, extents, places)
+    def _find(self, info: TensorInfo, file: str) -> str:
+        if file.startswith(HIDDEN):
+            raise UnsupportedError(
+                f"{info.key} has no bytes of its own in a file: it is compressed, or computed by a view",
+                hint="write it: `ucp convert SRC DST`; or leave it out with `states`, or a view's `drop`",
+            )
+        store, key = self._store, file
+        if file.startswith(MOUNT):  # of a virtual checkpoint
+            while not isinstance(store, MountedStore):
+                store = store.inner  # type: ignore[attr-defined]
+            store, key = store.place(file) or (store, key)
+        if store.url not in self.roots:
+            self.roots.append(store.url)
+        self.origin.append((store, key))
+        return mounted_key(self.roots.index(store.url), key)
 
 
 def put_sidecar(
@@ -82,67 +108,35 @@ def put_sidecar(
         Conflict: what the files belong to is being removed or replaced.
         PermissionDenied: it cannot be said there.
     """
-    infos, extents, places = placed.infos, placed.extents, placed.places
-    for root in places.roots:
+    for root in placed.roots:
         allow_root(root)
     need(placed.homes, str(attempt.keeps), store.url, unprotected=unprotected)
-    doc = put_file(store, f"{attempt.folder('data')}/extents.safetensors", encode(extents))
-    sources = _sources(places, progress, checksums=checksums)  # of files that are there although they are needed
+    doc = put_file(store, f"{attempt.folder('data')}/extents.safetensors", encode(placed.extents))
+    sources = _sources(placed, progress, checksums=checksums)  # of files that are there although they are needed
     if (watching := find_watched(source.store)) is not None:
-        for file in places.files:  # of many, sizes alone were read
+        for file in placed.files:  # of many, sizes alone were read
             watching.note(file)
-    sidecar = SidecarDoc(**doc.model_dump(), roots=tuple(places.roots), sources=sources)
-    docs = (TensorDoc(name=i.name, state=i.state, dtype=i.dtype, shape=i.shape, nbytes=i.nbytes) for i in infos)
+    sidecar = SidecarDoc(**doc.model_dump(), roots=tuple(placed.roots), sources=sources)
+    docs = (TensorDoc(name=i.name, state=i.state, dtype=i.dtype, shape=i.shape, nbytes=i.nbytes) for i in placed.infos)
     return sidecar, tuple(docs)
 
 
 def _sources(
-    places: _SourceFiles, progress: Callable[[int, int], None] | None, *, checksums: bool
+    placed: VirtualExtents, progress: Callable[[int, int], None] | None, *, checksums: bool
 ) -> tuple[SourceFileDoc, ...]:
     """The files as they are now."""
-    infos = [store.info(key) for store, key in places.origin]
+    infos = [store.info(key) for store, key in placed.origin]
     digests: Iterable[str | None] = repeat(None)
     if checksums:
-        total, done = sum(i.size for i in infos), 0
+        total, done = sum(i.size for i in placed.infos), 0
         digests = []
         with ThreadPoolExecutor(_THREADS) as pool:
-            for info, digest in zip(infos, pool.map(lambda place: file_digest(*place), places.origin), strict=True):
+            for info, digest in zip(infos, pool.map(lambda place: file_digest(*place), placed.origin), strict=True):
                 digests.append(digest)
                 done += info.size
                 if progress is not None:
                     progress(done, total)
     return tuple(
         SourceFileDoc(path=file, nbytes=info.size, modified=info.modified, etag=info.etag, digest=digest)
-        for file, info, digest in zip(places.files.values(), infos, digests, strict=False)
+        for file, info, digest in zip(placed.files.values(), infos, digests, strict=False)
     )
-
-
-class _SourceFiles:
-    """The files in which a checkpoint's bytes really lie, and what they are called in a virtual one."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.roots: list[str] = []
-        self.files: dict[str, str] = {}  # a key of the source -> what the file is called in the virtual checkpoint
-        self.origin: list[tuple[Store, str]] = []  # where each of them lies
-
-    def place(self, info: TensorInfo, extent: Extent) -> Extent:
-        if extent.file not in self.files:
-            self.files[extent.file] = self._find(info, extent.file)
-        return replace(extent, file=self.files[extent.file])
-
-    def _find(self, info: TensorInfo, file: str) -> str:
-        if file.startswith(HIDDEN):
-            raise UnsupportedError(
-                f"{info.key} has no bytes of its own in a file: it is compressed, or computed by a view",
-                hint="write it: `ucp convert SRC DST`; or leave it out with `states`, or a view's `drop`",
-            )
-        store, key = self._store, file
-        if file.startswith(MOUNT):  # of a virtual checkpoint
-            while not isinstance(store, MountedStore):
-                store = store.inner  # type: ignore[attr-defined]
-            store, key = store.place(file) or (store, key)
-        if store.url not in self.roots:
-            self.roots.append(store.url)
-        self.origin.append((store, key))
-        return mounted_key(self.roots.index(store.url), key)

@@ -17,7 +17,7 @@ import hashlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
 
 from ucformat.errors import MissingData, NotFound, UnsafeError
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HIDDEN",
+    "ByteRange",
     "Bytes",
     "Costs",
     "Info",
@@ -46,6 +47,14 @@ Bytes = bytes | bytearray | memoryview
 
 #: How the names of temporary files and locks begin, which `Store.list` does not show.
 HIDDEN = ".ucf-"
+
+
+class ByteRange(NamedTuple):
+    """A range of a file, in bytes."""
+
+    file: str
+    offset: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)

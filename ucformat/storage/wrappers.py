@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ucformat.errors import NotFound, UcformatError
-from ucformat.storage.base import check_key, read_ranges
+from ucformat.storage.base import ByteRange, check_key, read_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Costs, Info, Ranges, Store, Writer
 
-__all__ = ["CachedListingStore", "PrefixStore", "Read", "RecordingStore", "SyntheticStore", "WrappedStore"]
+__all__ = ["CachedListingStore", "PrefixStore", "RecordingStore", "SyntheticStore", "WrappedStore"]
 
 
 class WrappedStore:
@@ -280,20 +280,12 @@ class CachedListingStore(WrappedStore):
         return (info for key, info in files.items() if key.startswith(below))
 
 
-class Read(NamedTuple):
-    """One read that succeeded: the file, and the range in bytes."""
-
-    key: str
-    offset: int
-    nbytes: int
-
-
 class RecordingStore(WrappedStore):
     """Keeps in `reads` every read of the store inside, in the order in which they end; for tests and benchmarks."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
-        self.reads: list[Read] = []  # appending is one step, so threads need no lock
+        self.reads: list[ByteRange] = []  # appending is one step, so threads need no lock
 
     @property
     def nbytes(self) -> int:
@@ -307,21 +299,21 @@ class RecordingStore(WrappedStore):
     def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """See Store."""
         data = self.inner.read(key, offset, nbytes)
-        self.reads.append(Read(key, offset, len(data)))
+        self.reads.append(ByteRange(key, offset, len(data)))
         return data
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """See Store."""
         self.inner.read_into(key, offset, buffers)
-        self.reads.append(Read(key, offset, sum(b.nbytes for b in buffers)))
+        self.reads.append(ByteRange(key, offset, sum(b.nbytes for b in buffers)))
 
     def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
         """See Store."""
         self.inner.read_rows(key, offset, step, rows)
-        self.reads.extend(Read(key, offset + k * step, row.nbytes) for k, row in enumerate(rows))
+        self.reads.extend(ByteRange(key, offset + k * step, row.nbytes) for k, row in enumerate(rows))
 
     def read_versioned(self, key: str) -> tuple[bytes, str]:
         """See Store."""
         data, version = self.inner.read_versioned(key)
-        self.reads.append(Read(key, 0, len(data)))
+        self.reads.append(ByteRange(key, 0, len(data)))
         return data, version

@@ -17,7 +17,7 @@ from ucformat.format.chunking import CHECKSUM_BYTES, Tiling, tile_shape
 from ucformat.format.extents import ALIGNMENT
 from ucformat.format.shard import write_shard
 from ucformat.format.sidecar import NO_BLOCK, PLACED, Columns, encode_columns
-from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.box import row_major
 from ucformat.reading.execute import checksum, place_checksum
 from ucformat.storage.upload import unit_for
 from ucformat.torch.state.memory import HostRegion, copy_common, dense_region
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.format.arrays import Array
-    from ucformat.format.shard import Band
     from ucformat.format.sidecar import Column
-    from ucformat.geometry.tensor import TensorInfo
+    from ucformat.geometry.tensor import Piece, TensorInfo
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.assignment import Fragment, GlobalTensor, ShardBatch, ShardTask, Transfer, WriteItem
@@ -219,10 +218,10 @@ def _write(
         region_of(f) if f.sender == rank else dense_region(f.box, received[f], itemsize) for f in shard.fragments
     ]
 
-    def fill(band: Band, raw: NDArray[np.uint8]) -> None:
-        target = HostRegion(Box(band.box.start, band.padded), raw, 0, row_major(band.padded, itemsize))
+    def fill(piece: Piece, raw: NDArray[np.uint8]) -> None:
+        target = HostRegion(piece.box, raw, 0, tuple(s * itemsize for s in piece.strides))
         for region in regions:
             copy_common(region, target, itemsize)
-        progress(band.box.size * itemsize)
+        progress(piece.box.size * itemsize)
 
     return write_shard(store, shard_key(array.path, shard.at), array.grid, shard.at, fill)
