@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.reading.readable import FileRecord
     from ucformat.sources.bytecheckpoint.folder import Folder
-    from ucformat.sources.dcp.metadata import Stretch
+    from ucformat.sources.dcp.metadata import ByteRange
     from ucformat.storage.base import Store
 
 __all__ = ["OpenByteCheckpoint"]
@@ -109,7 +109,7 @@ class _RawItems(Items):
                 if isinstance(index, Inert):
                     self._layouts[f"{part}.{index.get('fqn')}", index.get("offset")] = layout
 
-    def chunk(self, fqn: str, box: Box, stretch: Stretch, info: TensorInfo) -> list[Extent]:
+    def chunk(self, fqn: str, box: Box, stretch: ByteRange, info: TensorInfo) -> list[Extent]:
         """The extent of one chunk, as its pickle describes it."""
         layout, what = self._layouts.get((fqn, box.start)), f"{info.key}{box}"
         if not isinstance(layout, bytes):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ucformat.sources.dcp.names import Path
     from ucformat.storage.base import Store
 
-__all__ = ["MAX_METADATA", "Files", "Items", "Metadata", "Stretch", "TensorEntry", "read_metadata"]
+__all__ = ["MAX_METADATA", "ByteRange", "Files", "Items", "Metadata", "TensorEntry", "read_metadata"]
 
 _UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 MAX_METADATA = 2 << 30  # bytes; 10^6 chunks take about 300 MB
@@ -49,7 +49,7 @@ _DEEP, _LONG = 64, 16 << 10  # parts of a path, and characters of it; characters
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class ByteRange:
     """The bytes of one item."""
 
     file: str
@@ -75,7 +75,7 @@ class Metadata:
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     values: list[str] = field(default_factory=list)
     paths: dict[str, Path] = field(default_factory=dict)  # of each entry of which the file tells it
-    stored: dict[tuple[str, tuple[int, ...] | None], Stretch] = field(default_factory=dict)
+    stored: dict[tuple[str, tuple[int, ...] | None], ByteRange] = field(default_factory=dict)
     chunks: int = 0  # so many may still be listed, while it is read: one list may be shared by all tensors
 
     @property
@@ -191,7 +191,7 @@ def _storage(meta: Metadata, found: Any, below: str) -> None:
         if file not in known:
             check_key(below + file)
             known.add(file)
-        meta.stored[fqn, start] = Stretch(below + file, offset, nbytes)
+        meta.stored[fqn, start] = ByteRange(below + file, offset, nbytes)
 
 
 def _damaged(meta: Metadata, what: str) -> IntegrityError:
@@ -217,7 +217,7 @@ class Files:
         self.store = store
         self._sizes: dict[str, int] | None = None
 
-    def check(self, stretch: Stretch, what: str) -> None:
+    def check(self, stretch: ByteRange, what: str) -> None:
         """MissingData where the file, or its end, is not there; `what` lies in it."""
         if self._sizes is None:
             self._sizes = {info.key: info.size for info in self.store.list()}
@@ -269,7 +269,7 @@ class Items:
             self._distinct[fqn] = found = list(dict.fromkeys(b for b in self.meta.tensors[fqn].boxes if b.size))
         return found
 
-    def stretch(self, fqn: str, box: Box | None, info: TensorInfo | None = None) -> Stretch:
+    def stretch(self, fqn: str, box: Box | None, info: TensorInfo | None = None) -> ByteRange:
         """Where an item lies; MissingData where the metadata or the files lack it."""
         what = f"{info.key}{box}" if info else fqn
         stretch = self.meta.stored.get((fqn, box.start if box else None))
@@ -281,7 +281,7 @@ class Items:
         self._files.check(stretch, what)
         return stretch
 
-    def chunk(self, fqn: str, box: Box, stretch: Stretch, info: TensorInfo) -> list[Extent]:  # noqa: ARG002
+    def chunk(self, fqn: str, box: Box, stretch: ByteRange, info: TensorInfo) -> list[Extent]:  # noqa: ARG002
         """The extents of one chunk, from the archive that holds it.
 
         An archive that has the size of an earlier one and begins with the same bytes, up to where that one's data
@@ -297,7 +297,7 @@ class Items:
             self._alike[kind] = _Alike(self.store.read(stretch.file, stretch.offset, start), found[0].strides)
         return found
 
-    def _parse(self, box: Box, stretch: Stretch, info: TensorInfo) -> list[Extent]:
+    def _parse(self, box: Box, stretch: ByteRange, info: TensorInfo) -> list[Extent]:
         window = Window(stretch.offset, stretch.nbytes, f"{info.key}{box}")
         file = TorchFile(self.store, stretch.file, allow=self._allow, window=window)
         found = file.value
@@ -314,7 +314,7 @@ class Items:
 
         An entry whose pickle names what is not plain keeps no other from being read.
         """
-        where: dict[str, Stretch] = {}
+        where: dict[str, ByteRange] = {}
         for fqn in fqns:
             entry = self.meta.tensors.get(fqn)
             where[fqn] = self.stretch(fqn, entry.boxes[0] if entry and len(entry.boxes) == 1 else None)
@@ -327,7 +327,7 @@ class Items:
     def records(self) -> Iterator[FileRecord]:
         """Every record of every item's archive."""
 
-        def of(item: tuple[tuple[str, tuple[int, ...] | None], Stretch]) -> list[FileRecord]:
+        def of(item: tuple[tuple[str, tuple[int, ...] | None], ByteRange]) -> list[FileRecord]:
             (fqn, start), stretch = item
             name = fqn if start is None else f"{fqn}{list(start)}"
             self._files.check(stretch, name)
@@ -340,7 +340,7 @@ class Items:
 class _Ahead:
     """Reads of a store, of which those of small neighbouring stretches were made together."""
 
-    def __init__(self, store: Store, stretches: Iterable[Stretch]) -> None:
+    def __init__(self, store: Store, stretches: Iterable[ByteRange]) -> None:
         self._store = store
         self._ranges: dict[str, list[tuple[int, bytes]]] = {}
         for file, start, stop in _ranges(stretches):
@@ -356,7 +356,7 @@ class _Ahead:
         return self._store.read(key, offset, nbytes)
 
 
-def _ranges(stretches: Iterable[Stretch]) -> Iterator[tuple[str, int, int]]:
+def _ranges(stretches: Iterable[ByteRange]) -> Iterator[tuple[str, int, int]]:
     """Files and the bytes to be read of them at once, in order; larger stretches are left out."""
     file, start, stop = "", 0, 0
     for s in sorted((s for s in stretches if s.nbytes <= _RANGE), key=lambda s: (s.file, s.offset)):

@@ -173,9 +173,9 @@ def _inflate(data: bytes, where: str) -> bytes:
         raise IntegrityError(f"{where} is damaged: {error}") from None
 
 
-_MOST_MANIFEST = 64 << 20  # bytes
-_MOST_NODE = 256 << 20  # bytes; Orbax lets nodes of 100 MB be
-_MOST_NODES = 1 << 20
+_MAX_MANIFEST = 64 << 20  # bytes
+_MAX_NODE = 256 << 20  # bytes; Orbax lets nodes of 100 MB be
+_MAX_NODES = 1 << 20
 _FAILURES = (ValueError, TypeError, RuntimeError, OverflowError, KeyError, NotImplementedError)
 
 
@@ -188,7 +188,7 @@ def read_ocdbt(store: Store, folder: str, sizes: Mapping[str, int]) -> Values:
     """
     prefix = f"{folder}/" if folder else ""
     key = prefix + MANIFEST
-    if sizes[key] > _MOST_MANIFEST:
+    if sizes[key] > _MAX_MANIFEST:
         raise UnsupportedError(f"{store.url}/{key} has {sizes[key]} bytes, too many for a manifest")
     data = store.read(key)
     check_manifest(data, f"{store.url}/{key}")
@@ -211,10 +211,10 @@ def _walk(store: Store, prefix: str, version: dict[str, Any], sizes: Mapping[str
         if location is None:  # of an empty tree
             continue
         held = _locate(store, prefix, location, "btreenode", sizes)
-        if (held.file, held.offset) in seen or len(seen) >= _MOST_NODES:
+        if (held.file, held.offset) in seen or len(seen) >= _MAX_NODES:
             raise IntegrityError(f"{store.url}: its OCDBT tree comes back to the node {location}, or does not end")
         seen.add((held.file, held.offset))
-        if held.nbytes > _MOST_NODE:
+        if held.nbytes > _MAX_NODE:
             raise UnsupportedError(f"{store.url}: the OCDBT node {location} has {held.nbytes} bytes, too many")
         data = held.read(store)
         check_node(data, len(stem), f"{store.url}: the OCDBT node {location[:200]}")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.tensor import Extent
+from ucformat.geometry.tensor import Extent, TensorInfo
 from ucformat.reading.readable import Facts
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.sources.index import TensorIndex
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import FileRecord
     from ucformat.storage.base import Store
 
-__all__ = ["DTYPES", "MAX_HEADER", "Header", "OpenSafetensors", "Stored", "parse_header", "read_header"]
+__all__ = ["DTYPES", "MAX_HEADER", "Header", "OpenSafetensors", "parse_header", "read_header"]
 
 MAX_HEADER = 100_000_000
 _FIRST = 16 << 10  # read with the first bytes: most headers of small models fit
@@ -62,29 +62,20 @@ DTYPES: dict[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor in a safetensors file; `offset` is that of its first byte in the file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Header:
     """What a file says of its tensors, in the order of its header, and its `__metadata__`."""
 
     file: str
-    tensors: dict[str, Stored]
+    tensors: dict[str, TensorInfo]
+    starts: dict[str, int]  # of the bytes of each, in the file
     metadata: dict[str, str]
 
     def extents(self, name: str, _within: Box | None = None) -> Iterator[Extent]:
         """The one extent of a tensor; none where it has no elements."""
-        stored = self.tensors[name]
-        if stored.nbytes:
-            strides = row_major(stored.shape, ITEMSIZE[stored.dtype])
-            yield Extent(Box.whole(stored.shape), self.file, stored.offset, strides)
+        info = self.tensors[name]
+        if info.nbytes:
+            strides = row_major(info.shape, ITEMSIZE[info.dtype])
+            yield Extent(Box.whole(info.shape), self.file, self.starts[name], strides)
 
 
 def read_header(store: Store, key: str) -> Header:
@@ -115,13 +106,16 @@ def parse_header(data: bytes, size: int, file: str) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _damaged(file, "has a __metadata__ that is not text by text")
     start = 8 + len(data)
-    tensors = {name: _stored(name, entry, start, file) for name, entry in entries.items()}
-    _check_tiling(tensors, start, size, file)
-    return Header(file, tensors, metadata)
+    parsed = {name: _tensor(name, entry, file) for name, entry in entries.items()}
+    header = Header(
+        file, {n: i for n, (i, _) in parsed.items()}, {n: start + o for n, (_, o) in parsed.items()}, metadata
+    )
+    _check_tiling(header, start, size)
+    return header
 
 
-def _stored(name: str, entry: Any, start: int, file: str) -> Stored:
-    """One entry, its bytes as many as its shape and dtype take."""
+def _tensor(name: str, entry: Any, file: str) -> tuple[TensorInfo, int]:
+    """One entry and where its bytes begin after the header; they are as many as its shape and dtype take."""
     shown = reprlib.repr(name)
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _damaged(file, f"has an entry {shown} without exactly dtype, shape and data_offsets")
@@ -140,18 +134,18 @@ def _stored(name: str, entry: Any, start: int, file: str) -> Stored:
             file, f"gives the tensor {shown} {end - begin} bytes, but {dtype} of shape {reprlib.repr(shape)} takes "
             f"{reprlib.repr(nbytes)}"
         )  # fmt: skip
-    return Stored(DTYPES[dtype], tuple(shape), start + begin, nbytes)
+    return TensorInfo(name, "weight", DTYPES[dtype], tuple(shape)), begin
 
 
-def _check_tiling(tensors: dict[str, Stored], start: int, size: int, file: str) -> None:
+def _check_tiling(header: Header, start: int, size: int) -> None:
     """The tensors lie one after another, from the end of the header to that of the file."""
-    at, last = start, ""
-    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
-        if stored.offset != at:
-            what = "overlaps" if stored.offset < at else "leaves a hole after"
+    at, last, file = start, "", header.file
+    for name, begin in sorted(header.starts.items(), key=lambda item: (item[1], header.tensors[item[0]].nbytes)):
+        if begin != at:
+            what = "overlaps" if begin < at else "leaves a hole after"
             before = f"the tensor {reprlib.repr(last)}" if last else "the header"
             raise _damaged(file, f"puts the tensor {reprlib.repr(name)} where it {what} {before}")
-        at, last = at + stored.nbytes, name
+        at, last = at + header.tensors[name].nbytes, name
     if at != size:
         raise IntegrityError(
             f"{file} should have {at:,} bytes by its header, but has {size:,}",

@@ -39,7 +39,7 @@ PACKING: dict[str, Codec] = {
 }
 
 _NESTED = 4  # shards within shards
-_MOST_CODECS = 8  # codecs one after another: each may blow up what the next one made of a few bytes
+_MAX_CODECS = 8  # codecs one after another: each may blow up what the next one made of a few bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def check_chain(where: str, codecs: Any, shape: tuple[int, ...], itemsize: int, 
     """
     if not isinstance(codecs, list) or depth > _NESTED:
         raise IntegrityError(f"{where}: its codecs are not a list, or are nested too deeply")
-    if len(codecs) > _MOST_CODECS:
+    if len(codecs) > _MAX_CODECS:
         raise IntegrityError(f"{where}: {len(codecs)} codecs one after another are too many")
     out: list[Codec] = []
     stage = 0  # 0: arrays, 1: bytes
@@ -186,8 +186,8 @@ def sharding_of(codecs: tuple[Codec, ...]) -> Sharding | None:
     )
 
 
-_MOST_DIMS = 32  # TensorStore's
-_MOST_BYTES = 1 << 62  # of an array or a chunk: what strides and offsets can say
+_MAX_DIMS = 32  # TensorStore's
+_MAX_BYTES = 1 << 62  # of an array or a chunk: what strides and offsets can say
 _V2_DTYPE = re.compile(r"([<>|])([biufc]\d{1,2})")
 _V2_KINDS = {
     "b1": "bool", "i1": "int8", "i2": "int16", "i4": "int32", "i8": "int64", "u1": "uint8", "u2": "uint16",
@@ -348,7 +348,7 @@ def _array(
         raise IntegrityError(f"{where}: an array of {list(shape)} cannot be cut into chunks of {list(chunks)}")
     chunks = tuple(max(c, 1) for c in chunks)
     itemsize = ITEMSIZE[dtype]
-    if math.prod(shape) * itemsize > _MOST_BYTES or math.prod(chunks) * itemsize > _MOST_BYTES:
+    if math.prod(shape) * itemsize > _MAX_BYTES or math.prod(chunks) * itemsize > _MAX_BYTES:
         raise IntegrityError(f"{where}: an array of {list(shape)} in chunks of {list(chunks)} cannot be")
     chain = check_chain(where, codecs, chunks, itemsize)
     return Array(path, dtype, shape, chunks, chain, prefix, separator, fill, packed)
@@ -357,8 +357,8 @@ def _array(
 def _sizes(where: str, what: str, sizes: Any, least: int) -> tuple[int, ...]:
     if (
         not isinstance(sizes, list)
-        or len(sizes) > _MOST_DIMS
-        or any(type(n) is not int or not least <= n <= _MOST_BYTES for n in sizes)
+        or len(sizes) > _MAX_DIMS
+        or any(type(n) is not int or not least <= n <= _MAX_BYTES for n in sizes)
     ):
         raise IntegrityError(f"{where}: its {what} is {str(sizes)[:80]}, not a list of sizes")
     return tuple(sizes)

@@ -156,10 +156,10 @@ def _zero(dtype: str) -> object:
     return [0, 0] if dtype.startswith("complex") else 0
 
 
-_MOST = 1 << 22  # chunks, read at once, of an array of which some may be missing
+_MAX_CHUNKS = 1 << 22  # chunks, read at once, of an array of which some may be missing
 _FEW, _EACH = 1 << 14, 16  # so many anyhow, and one for so many stored bytes: that is an entry in the index of a shard
 _INDEXES = 64 << 20  # bytes of the indexes of shards that are kept
-_MOST_INDEX = 256 << 20  # and of one: of 16 million chunks
+_MAX_INDEX = 256 << 20  # and of one: of 16 million chunks
 
 
 class Chunks:
@@ -179,7 +179,7 @@ class Chunks:
     ) -> None:
         self._store, self._values, self._arrays = store, values, arrays
         self._filled, self._hint = frozenset(filled), hint
-        self._most = min(_MOST, _FEW + sum(v.nbytes for v in values.values()) // _EACH)
+        self._most = min(_MAX_CHUNKS, _FEW + sum(v.nbytes for v in values.values()) // _EACH)
         self._indexes = Cache(_INDEXES)
 
     def extents(self, array: Array, within: Box | None = None) -> Iterator[Extent]:
@@ -252,10 +252,10 @@ class Chunks:
         nbytes = entries + 4 * form.index_checked
         if shard.nbytes < nbytes:
             raise IntegrityError(f"{self._label(array)}: {shard.file} is too short for the index of a shard")
-        if nbytes > _MOST_INDEX:
+        if nbytes > _MAX_INDEX:
             raise UnsupportedError(
                 f"{self._label(array)}: the shard in {shard.file} has an index of {nbytes:,} bytes, more than "
-                f"{_MOST_INDEX:,}",
+                f"{_MAX_INDEX:,}",
                 hint="write the array anew with larger chunks, or smaller shards",
             )
         offset = 0 if form.index_first else shard.nbytes - nbytes
