@@ -400,9 +400,7 @@ def _walk(folder: Path, prefix: str) -> Iterator[Info]:
         except OSError as error:
             if e.is_symlink() or isinstance(error, FileNotFoundError):  # a link to nowhere, or deleted meanwhile
                 continue
-            with mapping_os_errors(
-                "list", str(folder / e.name)
-            ):  # to leave it out would be to say that it is not there
+            with mapping_os_errors("list", str(folder / e.name)):  # left out, it would seem not to be there
                 raise
         if stat.S_ISREG(found.st_mode):
             yield _info(prefix + e.name, found)
