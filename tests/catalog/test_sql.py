@@ -192,7 +192,7 @@ def test_rows_without_end_are_ended(database: Database, monkeypatch: pytest.Monk
     endless = "with recursive n(i) as (select 1 union all select 1 from n) select i from n"
     with pytest.raises(UcformatError, match=r"ended after 0.2 s"):
         run_sql(database, endless, None, timeout=0.2)
-    monkeypatch.setattr(sql, "_ROOM", 1 << 20)
+    monkeypatch.setattr(sql, "_MAX_RESULT", 1 << 20)
     with pytest.raises(UcformatError, match="more than 1 MiB, at row"):
         run_sql(database, endless, None)
 

@@ -35,7 +35,7 @@ HEAVY = {
     *("ucformat.reading.rank", "ucformat.views.viewed", "ucformat.geometry.layout", "ucformat.views.document"),
 }
 #: The modules of sources that read a checkpoint, which recognising it does not need.
-READERS = (".opened", ".classic", ".dist", ".universal", ".engines", ".unpickle", ".contents")
+READERS = (".opened", ".classic", ".dist", ".universal", ".engines", ".unpickle", ".index")
 PLANS = {"ucformat.reading.rank"}
 
 #: Command -> what it loads of these. `U` is a universal checkpoint in the catalog, `F` a safetensors file.
@@ -71,7 +71,7 @@ def test_a_command_loads_only_what_it_works_with(command: str, words: dict[str, 
     allowed = COMMANDS[command]
     assert sorted(loaded & HEAVY) == sorted(allowed)
     readers = {m.split(".")[2] for m in loaded if m.startswith("ucformat.sources.") and m.endswith(READERS)}
-    assert readers == ({"safetensors", "contents"} if "ucformat.sources" in allowed else set())
+    assert readers == ({"safetensors", "index"} if "ucformat.sources" in allowed else set())
 
 
 def test_the_program_ends_without_a_last_search_for_garbage() -> None:

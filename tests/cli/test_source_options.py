@@ -131,7 +131,7 @@ def _urls(run: Run, *words: object) -> set[str]:
 
 
 def test_where_it_cannot_be_meant(run: Run, layout: Path) -> None:
-    assert "with REF" in run("fits", "--where", "step > 1", "-l", layout, "--source", "a=1", code=2).stderr
+    assert "needs REF" in run("fits", "--where", "step > 1", "-l", layout, "--source", "a=1", code=2).stderr
     assert "--against" in run("layout", "check", layout, "--source", "a=1", code=2).stderr
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["TIMEOUT", "Table", "run_sql"]
 
 TIMEOUT = 60.0  # seconds
-_ROOM = 256 << 20  # bytes of all the values of a result
+_MAX_RESULT = 256 << 20  # bytes of all the values of a result
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def run_sql(
     """
     if limit is not None and limit < 0:
         raise UsageError(f"the limit cannot be {limit}", hint="leave it out for all rows")
-    if timeout is not None and not 0 < timeout <= _LONGEST:
+    if timeout is not None and not 0 < timeout <= _MAX_TIMEOUT:
         raise UsageError(f"the time limit cannot be {timeout:g} s", hint="leave it out for 60 s; None is without limit")
     if not statement.strip():
         raise UsageError("there is no SQL in it", hint="write a query, such as: select id from checkpoint")
@@ -83,7 +83,7 @@ def run_sql(
     return _postgresql(database, statement, limit, timeout, trust_role=trust_role)
 
 
-_LONGEST = 1_000_000  # seconds: PostgreSQL counts milliseconds in 31 bits
+_MAX_TIMEOUT = 1_000_000  # seconds: PostgreSQL counts milliseconds in 31 bits
 
 
 def _late(timeout: float | None) -> UcformatError:
@@ -102,13 +102,13 @@ def _refused(said: str) -> PermissionDenied:
 
 def _table(columns: Iterable[str], rows: Iterable[Iterable[Any]], limit: int | None) -> Table:
     found: list[tuple[Any, ...]] = []
-    room = _ROOM
+    room = _MAX_RESULT
     for row in islice(rows, None if limit is None else limit + 1):
         found.append(tuple(map(_plain, row)))
         room -= _nbytes(found[-1])
         if room < 0:
             raise UcformatError(
-                f"the result has more than {_ROOM >> 20} MiB, at row {len(found)}",
+                f"the result has more than {_MAX_RESULT >> 20} MiB, at row {len(found)}",
                 hint="ask for fewer rows (`-n`), or fewer columns",
             )
     return Table(tuple(columns), tuple(found[:limit]), limit is not None and len(found) > limit)

@@ -15,7 +15,6 @@ from ucformat.errors import NotFound
 from ucformat.format.universal import Universal
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.manifest import LineageDoc
-from ucformat.views.viewed import Viewed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -111,6 +110,8 @@ def lineage_from(source: Checkpoint, keys: Iterable[Key]) -> tuple[LineageDoc, .
         source: what is converted, perhaps through a view.
         keys: the tensors that are taken; a step whose tensors are left out says nothing.
     """
+    from ucformat.views.viewed import Viewed  # not needed to record a verification
+
     kinds = set()
     if isinstance(source.source, Viewed):
         for key in keys:

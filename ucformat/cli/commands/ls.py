@@ -163,7 +163,7 @@ def _reach(value: Any, path: Sequence[str]) -> Any:
     return value
 
 
-_MOST = 50
+_MAX_ROWS = 50
 
 
 @command
@@ -180,7 +180,7 @@ _MOST = 50
     "--limit",
     type=click.IntRange(min=0),
     metavar="N",
-    help=f"Maximum number of checkpoints; 0 for all.  [default: {_MOST}, with -q and --json all]",
+    help=f"Maximum number of checkpoints; 0 for all.  [default: {_MAX_ROWS}, with -q and --json all]",
 )
 @click.option("--offset", type=click.IntRange(min=0), default=0, metavar="N", help="Skip the first N.")
 @click.option("--columns", metavar="KEYS", help="Columns to show: run,step,metric.val_loss,config.optimizer.lr,url, …")
@@ -204,7 +204,7 @@ def ls(
 
     chosen = None if columns is None else parse_columns(columns)
     if limit is None and not (out.quiet or out.as_json):
-        limit = _MOST
+        limit = _MAX_ROWS
     with opened_catalog() as catalog:
         found = catalog.find(where, sort=sort, limit=limit or None, offset=offset, deleted=deleted)
         full = limit and len(found) == limit

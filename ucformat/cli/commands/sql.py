@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["sql"]
 
-_MOST = 100
+_MAX_ROWS = 100
 _MEMORY = 1 << 30  # of SQLite
 
 
@@ -32,7 +32,7 @@ _MEMORY = 1 << 30  # of SQLite
     "--limit",
     type=click.IntRange(min=0),
     metavar="N",
-    help=f"Maximum number of rows; 0 for all.  [default: {_MOST}, with -q and --json all]",
+    help=f"Maximum number of rows; 0 for all.  [default: {_MAX_ROWS}, with -q and --json all]",
 )
 @click.option(
     "--timeout",
@@ -55,7 +55,7 @@ def sql(statement: str, limit: int | None, timeout: timedelta, *, trust_role: bo
     docs/catalog.md describes the tables, which may change between versions; `ucp ls` is stable.
     """
     if limit is None and not (out.quiet or out.as_json):
-        limit = _MOST
+        limit = _MAX_ROWS
     with opened_catalog() as catalog:
         found = catalog.sql(
             statement, limit or None, timeout=timeout.total_seconds(), memory=_MEMORY, trust_role=trust_role
