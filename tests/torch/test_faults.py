@@ -62,7 +62,7 @@ def check_survivors(found: list[Any], doomed: int) -> None:
         if rank != doomed:
             assert seen["kind"] == "UcformatError"
             assert seen["message"].startswith(
-                f"rank {doomed} died, or said nothing for {TIMEOUT:g} s: rank {rank} waited"
+                f"rank {doomed} died or has been unresponsive for {TIMEOUT:g} s: rank {rank} failed"
             )
 
 

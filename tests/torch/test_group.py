@@ -127,7 +127,7 @@ def test_one_rank_alone_raises_its_error_as_it_is() -> None:
 @pytest.mark.parametrize("odd", [0, 1])
 def test_what_cannot_be_told_is_an_error_on_all(odd: int) -> None:
     found = together(2, lambda group: group.all_gather(object() if group.rank == odd else 1))
-    assert all("cannot be told to other ranks: it is a object" in e.message for e in found)
+    assert all("cannot be sent to other ranks: it is a object" in e.message for e in found)
 
 
 def test_what_fails_before_a_meeting_is_told_at_the_meeting() -> None:
@@ -169,7 +169,7 @@ def test_a_silent_rank_is_named_after_the_time_out(silent: int) -> None:
     found = together(3, act)
     assert found.pop(silent) == [True, True]
     for error, whole in found:
-        assert f"rank {silent} died, or said nothing for" in error.message
+        assert f"rank {silent} died or has been unresponsive for" in error.message
         assert error.hint is not None
         assert not whole
 

@@ -142,17 +142,17 @@ def test_other_errors_are_told_as_the_nearest_of_ours(error: BaseException, kind
 @pytest.mark.parametrize(
     ("value", "kind", "words"),
     [
-        ({"a": {"b": [1, object()]}}, Any, "a.b.1 cannot be told to other ranks: it is a object"),
-        (replace(SAMPLE, anything={"c": {"lr": np.float32(1)}}), Sample, "Sample.anything: c.lr cannot be told"),
-        ({"path": Path("x")}, Any, "path cannot be told to other ranks: it is a PosixPath"),
+        ({"a": {"b": [1, object()]}}, Any, "a.b.1 cannot be sent to other ranks: it is a object"),
+        (replace(SAMPLE, anything={"c": {"lr": np.float32(1)}}), Sample, "Sample.anything: c.lr cannot be sent"),
+        ({"path": Path("x")}, Any, "path cannot be sent to other ranks: it is a PosixPath"),
         ({1: "a"}, Mapping[str, str], "what should be text is 1, a int"),
         (1.5, int, "what should be an integer"),
         (1 << 63, int, "what should be an integer of 64 bits is not"),
         ("x", float, "what should be a number is not"),
         (object(), Sample, "what should be a Sample is a object"),
-        (object(), int | None, "a object was to be told where int | None is expected"),
-        (np.array([object()]), NDArray[np.uint32], "an array of object cannot be told"),
-        (1, None, "a int was to be told where nothing is expected"),
+        (object(), int | None, "a object was given where int | None is expected"),
+        (np.array([object()]), NDArray[np.uint32], "an array of object cannot be sent"),
+        (1, None, "a int was given where nothing is expected"),
     ],
     ids=lambda p: p if isinstance(p, str) else "",  # values have addresses
 )

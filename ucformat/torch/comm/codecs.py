@@ -143,7 +143,7 @@ class Nothing(Codec):
 
     def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
         if any(v is not None for v in values):
-            raise UsageError(f"a {type(values[0]).__name__} was to be told where nothing is expected")
+            raise UsageError(f"a {type(values[0]).__name__} was given where nothing is expected")
         out.blank(len(values))
 
     def read(self, count: int, source: ColumnReader) -> list[Any]:
@@ -342,7 +342,7 @@ class Union(Codec):
         for number, part in enumerate(self.parts):
             if isinstance(value, part.types):
                 return number
-        raise UsageError(f"a {type(value).__name__} was to be told where {self.text} is expected")
+        raise UsageError(f"a {type(value).__name__} was given where {self.text} is expected")
 
     def read(self, count: int, source: ColumnReader) -> list[Any]:
         chosen = source.integers(count, 0, len(self.parts))

@@ -45,11 +45,11 @@ __all__ = [
     "single_process_group",
 ]
 
-#: Seconds after which a rank that says nothing is taken for dead, so the longest that one may write while others wait.
+#: Seconds after which an unresponsive rank is considered dead, so the longest that one may write while others wait.
 #: One that dies is noticed at once, by its broken connection.
 TIMEOUT = 1800.0
 
-_NO_PLACE = "MASTER_ADDR, and the route to it, choose the interface on which ranks listen to each other"
+_NO_PLACE = "MASTER_ADDR and the route to it determine the interface on which ranks listen"
 
 _made: dict[tuple[object, ...], Group] = {}
 _making: dict[tuple[object, ...], threading.Lock] = {}
@@ -104,7 +104,7 @@ class Group:
 
     @contextmanager
     def exclusive(self) -> Iterator[Group]:
-        """Use the channel of this thread's; where several threads of some rank do at once, all ranks raise it."""
+        """Use the channel in this thread alone; where several of one rank use it at once, all ranks raise."""
         with self._counting:
             self._users += 1
             self._contested = self._contested or self._users > 1
@@ -158,8 +158,8 @@ class Group:
         """
         if self._contested and not isinstance(value, BaseException):
             value = UsageError(
-                f"several threads call {self.what} with the same url at once, and no rank can tell them apart",
-                hint="give each of them a process group of its own as `group`",
+                f"several threads call {self.what} with the same url at once, and ranks cannot tell them apart",
+                hint="give each a process group of its own as `group`",
             )
         if self.rank:
             try:
@@ -175,7 +175,7 @@ class Group:
         return answer
 
     def _answer(self, value: Any, then: Callable[[list[Any]], Sequence[Any]], kind: Any, answers: Any) -> Any:
-        """Rank 0's half of a meeting."""
+        """Rank 0's half of `gather_scatter`."""
         found: Sequence[Any] = ()
         try:
             told = [self._receive_message(r) for r in range(1, self.size)]
@@ -208,7 +208,7 @@ class Group:
             if one.what != self.what:
                 raise UsageError(
                     f"rank {rank} calls {one.what} while rank 0 calls {self.what}",
-                    hint="all ranks call the same in the same order; what threads do at once has a url of its own",
+                    hint="make the same calls in the same order on all ranks; concurrent threads need different urls",
                 )
 
     def _encode(self, value: Any, kind: Any) -> bytes:
@@ -226,7 +226,7 @@ class Group:
 
     @contextmanager
     def sharing_errors(self) -> Iterator[None]:
-        """Take part in the next meeting with what is raised inside, so that all ranks raise it."""
+        """Send what is raised inside to the other ranks in their next `gather_scatter`, so that all ranks raise it."""
         try:
             yield
         except Exception as error:
@@ -241,7 +241,7 @@ class Group:
 
 @message
 class _Envelope:
-    """What a rank says in a meeting, and in which call; `told` is its value, encoded."""
+    """What a rank sends in a collective, and in which call; `told` is its value, encoded."""
 
     what: str
     error: BaseException | None
@@ -332,9 +332,8 @@ def _gather_at_store(store: dist.Store, what: str, mine: str, rank: int, size: i
             store.wait([name], timedelta(seconds=max(0.001, end - time.monotonic())))
         except RuntimeError as error:
             raise UcformatError(
-                f"rank {other} did not come to meet rank {rank} within {timeout:g} s "
-                f"({str(error).splitlines()[0][:200]})",
-                hint="all ranks call the same; look for the first error in the log of that rank",
+                f"rank {other} did not join rank {rank} within {timeout:g} s ({str(error).splitlines()[0][:200]})",
+                hint="make the same call on all ranks; see the first error in the log of that rank",
             ) from error
     return [json.loads(store.get(name)) for name in names]
 

@@ -80,9 +80,9 @@ def connect(
         if late := sorted({other for other, _ in missing - found.keys()}):
             raise UcformatError(
                 f"rank {late[0]} did not connect to rank {rank} within {timeout:g} s"
-                + (f", nor did {len(late) - 1} others" if len(late) > 1 else ""),
-                hint="look whether it ended, and whether it reaches this rank's address "
-                f"{places[rank][0]}: MASTER_ADDR, and the route to it, choose the interface",
+                + (f", nor did {len(late) - 1} other ranks" if len(late) > 1 else ""),
+                hint="check that it is running and that it reaches this rank's address "
+                f"{places[rank][0]}: MASTER_ADDR and the route to it determine the interface",
             )
         on_failure.pop_all()
     for connection in found.values():
@@ -101,10 +101,10 @@ def _connect_to(rank: int, other: int, use: int, place: Address, secret: bytes, 
         return _connect_until(place, hello, secret, end)
     except OSError as error:
         raise UcformatError(
-            f"rank {other} died, or cannot be reached: rank {rank} called it at {place[0]}:{place[1]} in vain "
+            f"rank {other} died or is unreachable: rank {rank} could not connect to it at {place[0]}:{place[1]} "
             f"({error})",
-            hint="look for the first error in the log of that rank, and whether all hosts reach that address: "
-            "MASTER_ADDR, and the route to it, choose the interface",
+            hint="see the first error in the log of that rank, and check that all hosts reach that address: "
+            "MASTER_ADDR and the route to it determine the interface",
         ) from error
 
 
@@ -117,7 +117,7 @@ def _connect_until(place: Address, hello: bytes, secret: bytes, end: float) -> s
                 on_failure.pop_all()
                 return connection
         time.sleep(_AGAIN)
-    raise TimeoutError("it answered, and did not let this rank in")
+    raise TimeoutError("it answered but did not accept this rank")
 
 
 def _is_let_in(connection: socket.socket, hello: bytes, secret: bytes, end: float) -> bool:
@@ -139,7 +139,7 @@ def _is_let_in(connection: socket.socket, hello: bytes, secret: bytes, end: floa
         if answer:
             number, proof = answer[:_NUMBER], answer[_NUMBER:]
             if not hmac.compare_digest(proof, _proof(secret, b"called", hello + number)):
-                raise PermissionError("what answers there does not know the secret of this job")
+                raise PermissionError("the process at that address does not know this job's secret")
             connection.sendall(_proof(secret, b"caller", hello + number))
             return hear(len(_WELCOME)) == _WELCOME
     except ConnectionError:  # it did not wait

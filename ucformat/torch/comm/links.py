@@ -172,7 +172,7 @@ class Links:
         """Put a frame on a line."""
         line = self._lines[other]
         if not line.sending.acquire(timeout=max(0.0, end - time.monotonic())):
-            raise _Lost("it takes nothing", other)
+            raise _Lost("it accepts no data", other)
         try:
             parts = [memoryview(_FRAME.pack(tag, size)), data]
             while parts:
@@ -200,7 +200,7 @@ class Links:
                 if done():
                     return
                 if not idle or self.broken is not None:
-                    raise _Lost("time is up", other)
+                    raise _Lost("timed out", other)
                 line.reading = True
             try:
                 self._take(other, end)
@@ -255,7 +255,7 @@ class Links:
         poll.register(line, event)
         poll.register(self._bells, _READ)  # type: ignore[arg-type]
         if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
-            raise _Lost("time is up", other)
+            raise _Lost("timed out", other)
         self._listen()
         for who, because in list(self._heard.items()):
             if because is not None:  # if because of this rank, then that one which this one waits for is to blame
@@ -308,9 +308,9 @@ class Links:
         blamed = self._blamed(because)
         self._hang_up()
         return UcformatError(
-            f"rank {blamed} died, or said nothing for {self.timeout:g} s: rank {self.rank} waited in vain {what} rank "
+            f"rank {blamed} died or has been unresponsive for {self.timeout:g} s: rank {self.rank} failed {what} rank "
             f"{other} ({str(error).splitlines()[0][:200]})",
-            hint="look for the first error in the log of that rank; what was committed before is whole",
+            hint="see the first error in the log of that rank; checkpoints committed earlier are intact",
         )
 
     def _blamed(self, other: int) -> int:

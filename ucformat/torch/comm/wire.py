@@ -1,4 +1,4 @@
-"""What ranks tell each other, as bytes: columns of plain data, read back as what the reader expects and nothing else.
+"""Messages among ranks: columns of plain data, decoded as what the receiver expects and nothing else.
 
 A message holds numbers, text and raw bytes; it names no class and no function. Both sides know what is told: a kind, as
 Python's annotations have it (`tuple[Claim, ...] | None`, where `Claim` is a `message`). All values of one place in it
@@ -70,12 +70,12 @@ _T = TypeVar("_T")
 
 @dataclass_transform(frozen_default=True)
 def message(cls: type[_T]) -> type[_T]:
-    """A frozen dataclass that ranks tell each other; its annotations are how."""
+    """A frozen dataclass that ranks can send each other; its annotations define the encoding."""
     return dataclass(frozen=True, slots=True)(cls)
 
 
 def encode(value: Any, kind: Any) -> bytes:
-    """The bytes that tell a value.
+    """Encode a value.
 
     Raises:
         UsageError: part of it is not of the kind, or has no JSON form where that is needed; the message names it.
@@ -87,7 +87,7 @@ def encode(value: Any, kind: Any) -> bytes:
 
 
 def decode(data: Bytes, kind: Any) -> Any:
-    """The value of a kind that bytes tell; whatever they are, nothing is run.
+    """Decode a value of a kind; whatever the bytes are, no code is run.
 
     Raises:
         IntegrityError: they tell something else.
@@ -124,7 +124,7 @@ def _truth(value: int) -> bool:
 
 def _of_array(value: NDArray[Any]) -> tuple[str, tuple[int, ...], bytes]:
     if not _NUMBERS.fullmatch(value.dtype.str):
-        raise UsageError(f"an array of {value.dtype} cannot be told to other ranks")
+        raise UsageError(f"an array of {value.dtype} cannot be sent to other ranks")
     return value.dtype.str, value.shape, value.tobytes()
 
 
@@ -154,7 +154,7 @@ def _to_json(value: Any) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         where, odd = _without_json(value)
         raise UsageError(
-            f"{where or 'a value'} cannot be told to other ranks: it is a {type(odd).__name__}, which has no JSON form "
+            f"{where or 'a value'} cannot be sent to other ranks: it is a {type(odd).__name__}, which has no JSON form "
             f"({error})",
             hint="give plain values: text, numbers, true or false, lists, and mappings of these by text",
         ) from None
@@ -228,4 +228,4 @@ def _made_of_class(kind: type) -> Codec:
         return As((kind,), _TEXT, lambda v: v.model_dump_json(), kind.model_validate_json, kind.__name__)
     if issubclass(kind, BaseException):
         return As((kind,), _made(tuple[str, str, str | None]), _of_error, _error, "error")
-    raise TypeError(f"{kind} is nothing that ranks can tell each other")
+    raise TypeError(f"{kind} cannot be sent between ranks")

@@ -47,7 +47,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
     what each rank holds; of what several hold as plain tensors or values, DCP keeps one rank's without comparing them.
 
     Args:
-        path: where the checkpoint is to lie, a path or URL; the same on all ranks. A `checkpoint_id` given to DCP takes
+        path: where to write the checkpoint, a path or URL; the same on all ranks. A `checkpoint_id` given to DCP takes
             its place.
         single_file_per_rank: of no effect: `form` says which files are written.
         sync_files: of no effect: what is committed is durable before.
@@ -69,7 +69,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
         chunk_bytes: the most bytes of a chunk of the Zarr form (default 1 MiB).
         shard_bytes: the most bytes of a shard of the Zarr form (default 128 MiB).
         group: the ranks that save, the same as DCP's `process_group` (default: all).
-        timeout: seconds after which a silent rank is taken for dead.
+        timeout: seconds after which an unresponsive rank is considered dead.
 
     Raises:
         UsageError: an argument is refused.

@@ -72,7 +72,7 @@ def load(
         trust: open pickled objects, which may run code.
         verify: which checksums to check: of chunks that are read `whole`, `always` (reads whole chunks), `never`.
         threads: how many read on this rank.
-        timeout: seconds after which a silent rank is taken for dead.
+        timeout: seconds after which an unresponsive rank is considered dead.
 
     Raises:
         StateMismatch: the checkpoint does not fit the engine; all that does not is listed.

@@ -220,7 +220,7 @@ def save(
 
     Args:
         engine: what `deepspeed.initialize` returned.
-        url: where the checkpoint is to lie; the same on all ranks.
+        url: where to write the checkpoint; the same on all ranks.
         step: the training step (default: the engine's).
         run: the name of the training run, for the catalog.
         metrics: numbers to note, for the catalog: `{"val_loss": 2.1}`.
@@ -231,7 +231,7 @@ def save(
         form: `zarr` writes arrays, `packed` one file for each rank; see `ucformat.torch.save`.
         overwrite: replace a checkpoint that is committed there; it stays whole until this one is.
         lineage: what this checkpoint comes from.
-        timeout: seconds after which a silent rank is taken for dead.
+        timeout: seconds after which an unresponsive rank is considered dead.
 
     Raises:
         UnsupportedError: the engine has state that cannot be saved yet (pipeline, tensor or expert parallelism, NVMe),

@@ -88,7 +88,7 @@ class _Universal:
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save; all ranks call it. What lies at the path already is replaced."""
         if storage_options is not None:
-            raise UsageError("storage_options are not used here", hint="the url says where the checkpoint lies")
+            raise UsageError("storage_options are not used here", hint="the url alone locates the checkpoint")
         url = str(self.broadcast(str(filepath)))  # type: ignore[attr-defined] # of the strategy
         state = local_state(self._live(optimizers="optimizer_states" in checkpoint))
         if self.is_global_zero:  # type: ignore[attr-defined]
@@ -162,7 +162,7 @@ class UniversalCheckpointIO(CheckpointIO):
             UnsupportedError: an optimizer does not know the names of its parameters.
         """
         if storage_options is not None:
-            raise UsageError("storage_options are not used here", hint="the url says where the checkpoint lies")
+            raise UsageError("storage_options are not used here", hint="the url alone locates the checkpoint")
         named: dict[str, Any] = {"model": checkpoint["state_dict"]}
         numbered = checkpoint.get("optimizer_states", [])
         named |= {f"optimizer_{i}": _named(i, state) for i, state in enumerate(numbered)}

@@ -114,7 +114,7 @@ def load(
         group: the ranks that take part (default: all). Threads that load one checkpoint at once need one each.
         broadcast_group: ranks that hold the same (data-parallel replicas): each byte is read by one of them, and handed
             on over this group, which must carry tensors of the state's devices.
-        timeout: seconds after which a silent rank is taken for dead.
+        timeout: seconds after which an unresponsive rank is considered dead.
         progress: called with the bytes of each read that is done.
 
     Raises:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -118,14 +117,14 @@ def _staged(
     try:
         for number, batch in enumerate(_batches(ck, matched)):
             turn = number % 2
-            need = sum(unit.room for unit in batch)
+            need = sum(_room(m, _box(wanted)) for m, wanted in batch)
             for event in copied[turn]:
                 event.synchronize()
             held = buffers[turn]
             if held is None or held.numel() < need:
                 buffers[turn] = held = _host_buffer(max(need, STAGED_BYTES), devices)
             total = total.plus(_fill(ck, batch, held, devices, verify, threads, progress))
-            copied[turn] = record_events(d for d in devices if any(u.m.target.tensor.device == d for u in batch))
+            copied[turn] = record_events(d for d in devices if any(m.target.tensor.device == d for m, _ in batch))
     finally:  # where one failed too: the buffers go
         synchronize(targets)
     return total
@@ -139,38 +138,31 @@ def _host_buffer(nbytes: int, devices: Sequence[torch.device]) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """A box to read, of a tensor whose extents are these."""
-
-    m: Matched
-    box: Box
-    extents: Sequence[Extent | Tiles]
-
-    @property
-    def nbytes(self) -> int:
-        return self.box.size * self.m.stored.itemsize
-
-    @property
-    def room(self) -> int:
-        """Bytes in a buffer, so that the next box begins where every dtype may."""
-        return -(-self.nbytes // 16) * 16
+def _box(wanted: ReadItem) -> Box:
+    ((_, piece),) = wanted.pieces
+    return piece.box
 
 
-def _batches(ck: Checkpoint, matched: Sequence[Matched]) -> Iterator[list[_Unit]]:
+def _room(m: Matched, box: Box) -> int:
+    """Bytes of a box in a buffer, so that the next box begins where every dtype may."""
+    return -(-box.size * m.stored.itemsize // 16) * 16
+
+
+def _batches(ck: Checkpoint, matched: Sequence[Matched]) -> Iterator[list[tuple[Matched, ReadItem]]]:
     """The targets' boxes, cut where they are large, as many at once as a buffer holds."""
-    batch: list[_Unit] = []
+    batch: list[tuple[Matched, ReadItem]] = []
     total = 0
     for m in matched:
         extents = list(item_for(ck.source, m.stored, [(0, p) for p in m.target.pieces]).extents)
         for piece in m.target.pieces:
             for box in _cut(piece.box, m.stored.itemsize, extents):
-                unit = _Unit(m, box, extents)
-                if batch and total + unit.room > STAGED_BYTES:
+                room = _room(m, box)
+                if batch and total + room > STAGED_BYTES:
                     yield batch
                     batch, total = [], 0
-                batch.append(unit)
-                total += unit.room
+                dense = Piece(box, 0, row_major(box.shape))
+                batch.append((m, ReadItem(m.stored, extents, [(len(batch), dense)])))
+                total += room
     if batch:
         yield batch
 
@@ -198,23 +190,26 @@ def _cut(box: Box, itemsize: int, extents: Sequence[Extent | Tiles]) -> Iterator
 
 def _fill(
     ck: Checkpoint,
-    batch: Sequence[_Unit],
+    batch: Sequence[tuple[Matched, ReadItem]],
     buffer: torch.Tensor,
     devices: Sequence[torch.device],
     verify: Verify,
     threads: int | None,
     progress: Callable[[int], None] | None,
 ) -> ReadAmount:
-    memory, wanted, views, at = host_memory(buffer), [], [], 0
-    for n, u in enumerate(batch):
-        wanted.append(ReadItem(u.m.stored, u.extents, [(n, Piece(u.box, 0, row_major(u.box.shape)))]))
-        views.append((memory[at : at + u.nbytes], buffer[at : at + u.nbytes]))
-        at += u.room
-    memories, labels = [v for v, _ in views], [str(u.m.target.key) for u in batch]
-    plan = read_items(ck.store, wanted, memories, labels, verify=verify, threads=threads, progress=progress)
-    for u, (_, held) in zip(batch, views, strict=True):
-        data = held.view(torch_dtype(u.m.stored.dtype)).view(u.box.shape)
-        target = _region(u.m, u.box)
+    memory, views, at = host_memory(buffer), [], 0
+    for m, wanted in batch:
+        box = _box(wanted)
+        nbytes = box.size * m.stored.itemsize
+        views.append((memory[at : at + nbytes], buffer[at : at + nbytes]))
+        at += _room(m, box)
+    memories, labels = [v for v, _ in views], [str(m.target.key) for m, _ in batch]
+    items = [wanted for _, wanted in batch]
+    plan = read_items(ck.store, items, memories, labels, verify=verify, threads=threads, progress=progress)
+    for (m, wanted), (_, held) in zip(batch, views, strict=True):
+        box = _box(wanted)
+        data = held.view(torch_dtype(m.stored.dtype)).view(box.shape)
+        target = _region(m, box)
         target.copy_(data, non_blocking=target.device in devices)
     return ReadAmount(plan.bytes_read, plan.bytes_unverified)
 

@@ -41,7 +41,7 @@ __all__ = ["Manager"]
 
 _log = logging.getLogger("ucformat")
 
-_STOP, _FORCE, _DUE, _FAILED = 1, 2, 4, 8  # what ranks tell each other at a step
+_STOP, _FORCE, _DUE, _FAILED = 1, 2, 4, 8  # what ranks send each other at a step
 
 
 class Manager:
@@ -82,7 +82,7 @@ class Manager:
         shard_bytes: as for `save`.
         signals: those that ask to save and stop; handlers that were there are called too.
         group: the ranks that take part (default: all).
-        timeout: seconds after which a silent rank is taken for dead, also between calls of `save`.
+        timeout: seconds after which an unresponsive rank is considered dead, also between calls of `save`.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ def verify_on_all_ranks(
 def _open(step: RunStep) -> Checkpoint:
     ck = open_checkpoint(step.url)
     if ck.id != step.id:
-        raise MissingData(f"at {step.url} lies another checkpoint by now")
+        raise MissingData(f"{step.url} now holds another checkpoint")
     return ck
 
 

@@ -34,7 +34,7 @@ class RunStep:
 
     @property
     def run(self) -> str:
-        """What lies in one folder is of one run."""
+        """Empty: all checkpoints of one folder belong to one run."""
         return ""
 
 

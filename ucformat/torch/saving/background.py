@@ -69,7 +69,7 @@ class SaveHandle:
 
     @property
     def committed(self) -> bool:
-        """Whether the checkpoint stands."""
+        """Whether the checkpoint is committed."""
         return self._done.done() and self._done.exception() is None
 
     @property
@@ -257,7 +257,7 @@ class BackgroundWriter:
     def _died(self) -> None:
         """The process is gone: what it had under way is lost."""
         self._whole = False
-        how = f"said nothing for {self.group.timeout:g} s, and was killed"
+        how = f"was unresponsive for {self.group.timeout:g} s and was killed"
         with suppress(subprocess.TimeoutExpired):  # one that waits for a disk dies when that answers
             code = self._process.wait(_MOMENT)
             if not self._silent:
@@ -265,7 +265,7 @@ class BackgroundWriter:
         for handle, _ in list(self._handles.values()):
             error = UcformatError(
                 f"rank {self.group.rank}: the process that wrote {handle.url} {how}",
-                hint="nothing of it is committed; look at its output above, then save again",
+                hint="nothing of it is committed; see its output above, then save again",
             )
             conclude(handle, error)
 

@@ -280,7 +280,7 @@ def _paths(items: Sequence[Sequence[WriteItem]], aliases: Mapping[str, str]) -> 
 
 
 def _without_empty(item: WriteItem) -> WriteItem:
-    """A item of an empty shard of what other ranks know to be tied stands for nothing."""
+    """The item without empty boxes: an empty shard of a tensor that other ranks know to be tied does not count."""
     return WriteItem(item.info, tuple(b for b in item.boxes if b.size))
 
 
@@ -296,7 +296,7 @@ def _check_replicas(plan: GlobalPlan, offers: Sequence[_LocalPlan]) -> None:
             if other is not None:
                 raise UsageError(
                     f"{tensor.info.key} has another value on rank {who[other][0]} than on rank {who[0][0]}",
-                    hint='save what each rank has for itself as ucformat.torch.PerRank(value), or say replicas="first" '
+                    hint='save per-rank values as ucformat.torch.PerRank(value), or pass replicas="first" '
                     "to keep that of the first rank",
                 )
 
@@ -310,7 +310,7 @@ def _object_owners(offers: Sequence[_LocalPlan], options: SaveOptions) -> dict[s
             if digest != expected and options.replicas == "equal":
                 raise UsageError(
                     f"the object {name!r} has another value on rank {rank} than on rank {giver}",
-                    hint='save what each rank has for itself as ucformat.torch.PerRank(value), or say replicas="first" '
+                    hint='save per-rank values as ucformat.torch.PerRank(value), or pass replicas="first" '
                     "to keep that of the first rank",
                 )
     return {name: rank for name, (rank, _) in first.items()}

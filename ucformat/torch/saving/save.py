@@ -186,7 +186,7 @@ def save(
     Args:
         state: nested mappings of modules, optimizers, tensors (plain, DTensor, ShardedTensor), objects with a state
             dict, PerRank values and plain values; or the state dicts of all these.
-        url: where the checkpoint is to lie; the same on all ranks.
+        url: where to write the checkpoint; the same on all ranks.
         step: the training step.
         run: the name of the training run, for the catalog.
         metrics: numbers to note, for the catalog: `{"val_loss": 2.1}`.
@@ -203,7 +203,7 @@ def save(
         chunk_bytes: the most bytes of a chunk of the Zarr form (default 1 MiB).
         shard_bytes: the most bytes of a shard of the Zarr form (default 128 MiB).
         group: the ranks that take part (default: all). Threads that save at once to one url need one each.
-        timeout: seconds after which a silent rank is taken for dead.
+        timeout: seconds after which an unresponsive rank is considered dead.
 
     Raises:
         Conflict: a checkpoint is committed there already.

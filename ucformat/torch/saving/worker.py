@@ -109,7 +109,7 @@ class JobDone:
 
 @message
 class Heartbeat:
-    """A sign of life: bytes were written, or this rank waits for another one, which it does not do for ever."""
+    """A heartbeat: bytes were written, or this rank waits for another one, at most until the timeout."""
 
 
 #: What a rank tells its process, and what that answers.
@@ -205,7 +205,7 @@ def _connect(start: WorkerStart) -> Group:
         peers = connect(socket.socket(fileno=start.listen), start.rank, start.places, start.secret, start.timeout)
     except UcformatError as error:
         raise UcformatError(
-            f"the writing processes of all ranks did not meet: {error.message}", hint=error.hint
+            f"the writing processes of the ranks could not connect: {error.message}", hint=error.hint
         ) from error
     return Group(Links(peers, start.rank, len(start.places), start.timeout))
 

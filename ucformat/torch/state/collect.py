@@ -260,7 +260,7 @@ def _setter(holder: Any, key: Any) -> Callable[[Any], None]:
 
 def _no_place(path: Path) -> Callable[[Any], None]:
     def put(_: Any) -> None:
-        raise UsageError(f"{dotted(path)} lies where no value can be set", hint="use a list or a mapping")
+        raise UsageError(f"{dotted(path)} is in a place where no value can be set", hint="use a list or a mapping")
 
     return put
 

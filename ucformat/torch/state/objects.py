@@ -102,7 +102,7 @@ def decode(data: Any, template: Any = None, *, trust: bool = False) -> Any:
 def _distrusted(_: bytes) -> Any:
     raise UnsafeError(
         "the value is a pickle, which could run code when it is opened; trust=True opens it",
-        hint="say trust=True if you trust whoever wrote the checkpoint",
+        hint="pass trust=True if you trust the author of the checkpoint",
     )
 
 
