@@ -226,7 +226,7 @@ def test_a_folder_that_may_not_be_looked_into_is_an_error(
         def __exit__(self, *_: object) -> None:
             self._scan.close()
 
-    monkeypatch.setattr("ucformat.storage.local.os.scandir", Scan)
+    monkeypatch.setattr("ucformat.storage.local_files.os.scandir", Scan)
     with pytest.raises(PermissionDenied, match="Permission denied"):
         reindex(str(base), catalog, forget=forget)
     monkeypatch.undo()

@@ -23,7 +23,16 @@ from ucformat.settings import local_path
 from ucformat.storage.base import HIDDEN, Costs, Info, Writer, check_key, check_range, content_version
 from ucformat.storage.error_mapping import mapping_os_errors
 from ucformat.storage.folders import Folders, is_folder, link_target, refuse_broken_link, remove, roots_hint, upwards
-from ucformat.storage.local_files import Descriptor, OpenFile, OpenFiles, PendingSyncs, read_scattered, start_writeback
+from ucformat.storage.local_files import (
+    Descriptor,
+    OpenFile,
+    OpenFiles,
+    PendingSyncs,
+    file_info,
+    read_scattered,
+    start_writeback,
+    walk,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -80,7 +89,7 @@ class LocalStore:
         if not stat.S_ISREG(found.st_mode):
             raise NotFound(f"{path} is not a file")
         self._handles.drop_others(key, found)
-        return _info(key, found)
+        return file_info(key, found)
 
     def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """Bytes of a file, always of the one that stands there now."""
@@ -194,7 +203,7 @@ class LocalStore:
     def list(self, prefix: str = "") -> Iterator[Info]:
         """All files below a folder, in the order of their keys."""
         folder = self._path(prefix) if prefix else self._root
-        return _walk(folder, f"{prefix}/" if prefix else "")
+        return walk(folder, f"{prefix}/" if prefix else "")
 
     def delete(self, key: str) -> None:
         """Remove a file."""
@@ -379,28 +388,3 @@ def _write_all(fd: int, data: memoryview) -> None:
         data = data.cast("B")
         while data:
             data = data[os.write(fd, data[:_WRITE]) :]
-
-
-def _info(key: str, s: os.stat_result) -> Info:
-    return Info(key, s.st_size, f"{s.st_size}-{s.st_mtime_ns}-{s.st_ino}", s.st_mtime, changed=s.st_ctime_ns)
-
-
-def _walk(folder: Path, prefix: str) -> Iterator[Info]:
-    entries: list[os.DirEntry[str]] = []
-    folders: set[str] = set()
-    with suppress(NotFound), mapping_os_errors("list", str(folder)), os.scandir(folder) as scan:
-        entries = [e for e in scan if not e.name.startswith(HIDDEN)]
-        folders = {e.name for e in entries if e.is_dir(follow_symlinks=False)}
-    for e in sorted(entries, key=lambda e: e.name + "/" * (e.name in folders)):
-        if e.name in folders:
-            yield from _walk(folder / e.name, f"{prefix}{e.name}/")
-            continue
-        try:
-            found = e.stat()
-        except OSError as error:
-            if e.is_symlink() or isinstance(error, FileNotFoundError):  # a link to nowhere, or deleted meanwhile
-                continue
-            with mapping_os_errors("list", str(folder / e.name)):  # left out, it would seem not to be there
-                raise
-        if stat.S_ISREG(found.st_mode):
-            yield _info(prefix + e.name, found)

@@ -16,16 +16,27 @@ import stat
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ucformat.errors import NotFound
+from ucformat.storage.base import HIDDEN, Info
 from ucformat.storage.error_mapping import mapping_os_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["Descriptor", "OpenFile", "OpenFiles", "PendingSyncs", "read_scattered", "start_writeback"]
+__all__ = [
+    "Descriptor",
+    "OpenFile",
+    "OpenFiles",
+    "PendingSyncs",
+    "file_info",
+    "read_scattered",
+    "start_writeback",
+    "walk",
+]
 
 _IOV_MAX = 1024
 
@@ -245,3 +256,30 @@ def _sync_and_close(file: Descriptor, started: list[Future[None]]) -> None:
         os.fsync(file.fd)
     finally:
         file.close()
+
+
+def file_info(key: str, s: os.stat_result) -> Info:
+    """What a stat tells of the file of this key."""
+    return Info(key, s.st_size, f"{s.st_size}-{s.st_mtime_ns}-{s.st_ino}", s.st_mtime, changed=s.st_ctime_ns)
+
+
+def walk(folder: Path, prefix: str) -> Iterator[Info]:
+    """All files below a folder, in the order of their keys, which begin with `prefix`; not what links lead into."""
+    entries: list[os.DirEntry[str]] = []
+    folders: set[str] = set()
+    with suppress(NotFound), mapping_os_errors("list", str(folder)), os.scandir(folder) as scan:
+        entries = [e for e in scan if not e.name.startswith(HIDDEN)]
+        folders = {e.name for e in entries if e.is_dir(follow_symlinks=False)}
+    for e in sorted(entries, key=lambda e: e.name + "/" * (e.name in folders)):
+        if e.name in folders:
+            yield from walk(folder / e.name, f"{prefix}{e.name}/")
+            continue
+        try:
+            found = e.stat()
+        except OSError as error:
+            if e.is_symlink() or isinstance(error, FileNotFoundError):  # a link to nowhere, or deleted meanwhile
+                continue
+            with mapping_os_errors("list", str(folder / e.name)):  # left out, it would seem not to be there
+                raise
+        if stat.S_ISREG(found.st_mode):
+            yield file_info(prefix + e.name, found)
