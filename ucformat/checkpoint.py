@@ -11,15 +11,7 @@ from os import PathLike, fspath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from ucformat.errors import (
-    NotACheckpoint,
-    NotFound,
-    PermissionDenied,
-    TensorNotFound,
-    UcformatError,
-    UnsupportedError,
-    UsageError,
-)
+from ucformat.errors import NotACheckpoint, NotFound, TensorNotFound, UcformatError, UnsupportedError, UsageError
 from ucformat.format.commit import MANIFEST
 from ucformat.format.digest import document_digest
 from ucformat.format.universal import Universal, group_docs, paths_of
@@ -76,7 +68,7 @@ def open_checkpoint(
                 missing: UcformatError | None = None
                 if next(iter(seen.list()), None) is None:
                     missing = NotFound(f"{store.url} does not exist, or is empty", hint="check the path")
-            except (PermissionDenied, UnsupportedError) as error:  # plain HTTP, which has no folders
+            except UnsupportedError as error:  # plain HTTP, which has no folders
                 missing = error
             if missing is not None:
                 if isinstance(place, str | PathLike) and (source := _open_file(place, options)) is not None:
