@@ -10,12 +10,12 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ucformat.errors import IntegrityError, MissingData
+from ucformat.errors import IntegrityError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Block, Extent, Piece, TensorInfo
 from ucformat.reading import execute as module
-from ucformat.reading.execute import execute
 from ucformat.reading.plan import ReadItem, Verify, make_plan
+from ucformat.reading.read import read_planned
 from ucformat.storage.memory import MemoryStore
 
 CANARY, UNFILLED = 0xA5, 0xF0
@@ -66,7 +66,8 @@ def read(extent: Extent, boxes: list[Box], verify: Verify) -> list[Any]:
         out.write(FILE)
     memories = [np.full(b.size, UNFILLED, np.uint8) for b in boxes]
     pieces = [(n, Piece(b, 0, row_major(b.shape))) for n, b in enumerate(boxes)]
-    execute(make_plan([ReadItem(INFO, [extent], pieces)], verify), store, memories, ["t"] * len(boxes), threads=1)
+    plan = make_plan([ReadItem(INFO, [extent], pieces)], verify)
+    read_planned(plan, store, lambda: memories, ["t"] * len(boxes), threads=1)
     return [m.reshape(b.shape) for m, b in zip(memories, boxes, strict=True)]
 
 
@@ -96,5 +97,5 @@ def test_parts_are_what_the_whole_is(extent: Extent, row: int, column: int, veri
 def test_a_block_that_is_larger_than_its_file() -> None:
     """No memory is taken for what it claims to have."""
     extent = Extent(Box.whole(SHAPE), "f", 0, row_major(SHAPE), Block(0, 1 << 51, 0))
-    with pytest.raises(MissingData, match="but the file has 120"):
+    with pytest.raises(IntegrityError, match="f has 120 bytes"):
         read(extent, [Box.whole(SHAPE)], "whole")

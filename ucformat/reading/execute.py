@@ -15,7 +15,7 @@ from crc32c import crc32c
 from ucformat.errors import ChecksumError, MissingData, NotFound, UsageError
 from ucformat.geometry.box import is_apart
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.storage.base import check_range, read_ranges
+from ucformat.storage.base import read_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,9 +34,6 @@ __all__ = ["check_out", "checksum", "default_threads", "execute", "is_direct", "
 
 #: Rows at least this long are handed to the kernel one by one; shorter ones go through a scratch buffer.
 _LONG_ROW = 8 << 10
-
-#: Bytes: before memory is taken for more of a file, it is looked at whether that has them (docs/security.md, rule 15).
-_LARGE = 64 << 20
 
 _LONG = 256 << 10  # bytes that take longer than handing the GIL over and back
 
@@ -201,8 +198,6 @@ def _serve(store: Store, r: Request, memories: Sequence[Memory], labels: Sequenc
                 _check(r.file, one, one.block, (bytes(s) for s in sums), direct[::2] if sums else direct, labels)
             return scratch
     if scratch.size < r.nbytes:
-        if r.nbytes > _LARGE:
-            check_range(f"{store.url}/{r.file}", r.offset, r.nbytes, store.info(r.file).size)
         scratch = np.empty(r.nbytes, np.uint8)
     found = scratch.data[: r.nbytes]  # what is behind was read before, for others
     store.read_into(r.file, r.offset, [found])

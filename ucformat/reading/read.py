@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["read_extents", "read_flat", "read_items", "read_planned"]
 
-_SMALL = 256 << 20  # bytes: smaller plans are run without asking for the sizes of files first
+#: Bytes: a plan that reads less runs without asking for the sizes of files first (docs/security.md, rule 15).
+_SMALL = 256 << 20
 
 
 def read_planned(
@@ -151,8 +152,13 @@ def read_extents(
 
 
 def _check_sizes(plan: Plan, store: Store) -> None:
-    """IntegrityError if a large plan reaches past the end of a file, or one is missing: before memory is allocated."""
-    if plan.bytes_needed < _SMALL:
+    """Compare what a large plan reads with the sizes of its files, before memory is allocated.
+
+    Raises:
+        IntegrityError: a file ends before what is to be read.
+        MissingData: a file is missing.
+    """
+    if plan.bytes_read < _SMALL:
         return
     ends: dict[str, int] = {}
     for r in plan.requests:
