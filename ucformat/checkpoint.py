@@ -139,7 +139,10 @@ class Checkpoint(Mapping[str, "Tensor"]):
         origin = source
         while (view := _view(origin)) is not None:
             origin = view.base
-        self.origin = cast("OpenSource | Universal", origin)  # what it is a view of
+        self.origin = origin  # what it is a view of, and is one of the next two
+        self.universal = origin if isinstance(origin, Universal) else None
+        self.foreign = None if self.universal else cast("OpenSource", origin)
+        self.viewed = _view(source)
         self._infos: dict[Key, TensorInfo] = {info.key: info for info in source.facts.roster.tensors}
         self._states: dict[str, list[str]] = {}
         self._bound: tuple[Layout, Any, Readable, Bound] | None = None  # the last: ranks are planned in turn
@@ -164,14 +167,14 @@ class Checkpoint(Mapping[str, "Tensor"]):
         wherever these lie; where the writer made none, or not of all, of the place, and the files' sizes and times. Of
         a view it is a digest of the checkpoint's and the steps.
         """
-        if (view := _view(self.source)) is not None and view.steps:
-            steps = [step.model_dump(by_alias=True) for _, step in view.steps]
+        if self.viewed is not None and self.viewed.steps:
+            steps = [step.model_dump(by_alias=True) for _, step in self.viewed.steps]
             return document_digest([Checkpoint(self.origin).id, steps]).rpartition(":")[2][:32]
-        if isinstance(self.origin, Universal):
-            return self.origin.manifest.id
+        if self.universal:
+            return self.universal.manifest.id
         if self.facts.save_id:
             return document_digest([self.kind, self.facts.save_id]).rpartition(":")[2][:32]
-        records = list(self.origin.records())
+        records = list(cast("OpenSource", self.foreign).records())
         sums = sorted((r.file.rpartition("/")[2], r.name, r.nbytes, r.crc32) for r in records if r.crc32)
         if not sums or any(r.crc32 is None for r in records):
             known = [(i.key.rpartition("/")[2], i.size, i.version) for i in self.files()]
@@ -214,13 +217,13 @@ class Checkpoint(Mapping[str, "Tensor"]):
     @cached_property
     def objects(self) -> Mapping[str, Any]:
         """The non-tensor values: step counters, scheduler, scaler, client state, random generators; plain JSON."""
-        return self.origin.objects() if isinstance(self.origin, Universal) else dict(self.facts.objects)
+        return self.universal.objects() if self.universal else dict(self.facts.objects)
 
     @cached_property
     def assets(self) -> Mapping[str, bytes]:
         """Files kept as they are, read when asked for."""
-        if isinstance(self.origin, Universal):
-            docs, read = self.origin.manifest.assets, self.origin.read_file
+        if self.universal:
+            docs, read = self.universal.manifest.assets, self.universal.read_file
             return _Lazy({name: lambda d=doc: read(d) for name, doc in docs.items()})
         store = self.store
         return _Lazy({name: lambda n=name: store.read(n) for name in self.facts.assets})
@@ -230,8 +233,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
         """The configuration, metrics and run that the checkpoint tells; of a universal one, its manifest's."""
         from ucformat.sources.configuration import ASSETS, Told, told
 
-        if isinstance(self.origin, Universal):
-            m = self.origin.manifest
+        if self.universal:
+            m = self.universal.manifest
             return Told(m.config, m.metrics, m.run)
         files = [name for name in ASSETS if name in self.facts.assets]
         try:
@@ -251,8 +254,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
     @cached_property
     def manifest(self) -> Manifest:
         """The manifest; of a foreign one, or a view, one that describes it, without id, attempt, paths and digests."""
-        if isinstance(self.source, Universal):
-            return self.source.manifest
+        if self.universal and not self.viewed:
+            return self.universal.manifest
         facts = self.facts
         told = self.told
         return Manifest(
@@ -284,7 +287,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
     @property
     def zarr_url(self) -> str | None:
         """The Zarr v3 group that any Zarr reader opens; None of a foreign checkpoint."""
-        return f"{self.url}/data/{self.manifest.attempt}" if isinstance(self.source, Universal) else None
+        return f"{self.url}/data/{self.manifest.attempt}" if self.universal and not self.viewed else None
 
     def _stored(self, name: str) -> str:
         name = self.aliases.get(name, name)

@@ -281,7 +281,7 @@ def _postgresql(
         if rights is not None:
             raise UnsafeError(
                 f"PostgreSQL's role {driver.info.user!r} may do more than read tables: {rights[0]}",
-                hint="connect with a read-only role (docs/catalog.md, "A read-only role"), or pass --trust-role",
+                hint="connect with a read-only role (docs/catalog.md shows how to create one), or pass --trust-role",
             )
         late = threading.Event()
         try:

@@ -254,8 +254,8 @@ def write(
 
 def _list_files(source: Checkpoint) -> None:
     """Have the versions of a universal checkpoint's files known, where each would be a request of its own."""
-    if isinstance(source.origin, Universal) and source.store.costs.parallel is not None:
-        for _ in source.origin.store.list(f"data/{source.origin.manifest.attempt}"):
+    if source.universal and source.store.costs.parallel is not None:
+        for _ in source.universal.store.list(f"data/{source.universal.manifest.attempt}"):
             pass
 
 
@@ -267,7 +267,7 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
     objects, assets = attempt.folder("objects"), attempt.folder("assets")
     names = {t.name for t in tensors}
     keys = [Key(t.name, t.state) for t in tensors]
-    spread = spread_of(source.source, keys)
+    spread = spread_of(source.viewed, keys)
     values = {**source.objects, "spread": spread} if spread else source.objects
     made = Manifest(
         id=new_id(),

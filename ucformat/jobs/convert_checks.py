@@ -19,7 +19,6 @@ import numpy as np
 
 from ucformat.errors import ChecksumError
 from ucformat.format.digest import CRC32_SHIFT, CRC32C_SHIFT
-from ucformat.format.universal import Universal
 from ucformat.geometry.tensor import Extent, Tiles, single_extents
 from ucformat.jobs.run import run, workers_for
 from ucformat.reading.execute import checksum, place_checksum
@@ -36,8 +35,7 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Block, Key, TensorInfo
-    from ucformat.reading.readable import FileRecord, Readable
-    from ucformat.sources.base import OpenSource
+    from ucformat.reading.readable import FileRecord
     from ucformat.storage.base import Store
     from ucformat.views.viewed import ComputedFile
 
@@ -88,8 +86,8 @@ class StreamVerifier:
     The files in `compared` were compared as wholes before.
     """
 
-    def __init__(self, source: Readable, origin: OpenSource | Universal, compared: Collection[str] = ()) -> None:
-        self._source, self._origin, self._compared = source, origin, compared
+    def __init__(self, source: Checkpoint, compared: Collection[str] = ()) -> None:
+        self._source, self._origin, self._compared = source.source, source.origin, compared
         self._lock = threading.Lock()
         self._records: dict[str, tuple[list[int], list[FileRecord]]] = {}
         self._of_records: dict[tuple[str, int], _StreamSum] = {}
@@ -98,9 +96,9 @@ class StreamVerifier:
         self._computed: dict[str, bool] = {}  # file -> whether all it is made of carries checksums
         self._bare: set[Key] = set()  # tensors of which some bytes are under no checksum
         self._besides = 0
-        if not isinstance(origin, Universal):
+        if source.foreign:
             by_file: dict[str, list[FileRecord]] = {}
-            for record in origin.records():
+            for record in source.foreign.records():
                 if record.crc32 is not None and record.nbytes:
                     by_file.setdefault(record.file, []).append(record)
             for file, records in by_file.items():
@@ -308,7 +306,7 @@ def verifying(
     if not on or watching is None:
         yield None
         return
-    verifier = StreamVerifier(source.source, source.origin, compared)
+    verifier = StreamVerifier(source, compared)
     with watching.tapped(verifier.see):
         yield verifier
         for _ in run(verifier.finish, verifier.unfinished(), workers or workers_for(source.store)):
@@ -337,21 +335,21 @@ def _is_aligned(tiles: Tiles, box: Box) -> bool:
 _ELEMENTS = 1 << 18  # of each contribution, held at once
 
 
-def spread_of(source: Readable, keys: Iterable[Key]) -> dict[str, dict[str, Any]]:
+def spread_of(view: Viewed | None, keys: Iterable[Key]) -> dict[str, dict[str, Any]]:
     """For each of these tensors that is a mean, by name and state: of how many values, and how far they lie apart.
 
     `max_abs_difference` is the largest that any element has between two of the values. Of a tensor made of several
     means, or of parts of them, it is the largest of these as wholes. Reads each contribution once, in bounded memory.
     """
     out: dict[str, dict[str, Any]] = {}
-    if not isinstance(source, Viewed):
+    if view is None:
         return out
     known: dict[int, float] = {}  # several tensors may be made of one mean
     for key in keys:
-        files = {id(file): file for file in source.means(key)}
+        files = {id(file): file for file in view.means(key)}
         for number, file in files.items():
             if number not in known:
-                known[number] = _difference(source.store, file)
+                known[number] = _difference(view.store, file)
         if files:
             largest = float(np.max([known[number] for number in files]))  # NaN where one is
             values = max(len(file.inputs) for file in files.values())

@@ -15,7 +15,6 @@ from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, UcformatEr
 from ucformat.format.attempts import folders_of
 from ucformat.format.audit import ShardFile, wrong_digests
 from ucformat.format.commit import MANIFEST, announce, begin, commit, parse_manifest, read_manifest, settle
-from ucformat.format.universal import Universal
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.copy_files import copy_file, listed, transfer
 from ucformat.jobs.documents import copy_document
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ucformat.format.audit import Item
+    from ucformat.format.universal import Universal
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
@@ -111,13 +111,13 @@ def copy(
 
 
 def _universal(ck: Checkpoint) -> Universal:
-    source = ck.origin
-    if not isinstance(source, Universal):
+    source = ck.universal
+    if source is None:
         raise UnsupportedError(
             f"{ck.url} is a checkpoint of {ck.kind}, which has no checksums to copy it by",
             hint="`ucp convert SRC DST` makes a universal checkpoint of it at another place",
         )
-    if ck.source is not source:
+    if ck.viewed:
         raise UsageError(
             f"{ck.url} is seen through a view, of which there are no files to copy",
             hint="copy the checkpoint itself, or make one of the view: `ucp convert SRC DST --view …`",

@@ -20,7 +20,6 @@ from ucformat.errors import Conflict, NotFound, PermissionDenied, UcformatError,
 from ucformat.format.attempts import KINDS, replacing_attempts
 from ucformat.format.commit import read_manifest
 from ucformat.format.mounted import is_below
-from ucformat.format.universal import Universal
 from ucformat.schema.documents import NEEDED_BY, TOMBSTONE, NeededByDoc
 from ucformat.settings import allowed_roots, load_settings
 from ucformat.storage.base import exists
@@ -254,8 +253,8 @@ def unprotected(ck: Checkpoint) -> tuple[str, ...]:
 
     Places that nobody allows to be read, or that cannot be, are left out.
     """
-    source = ck.origin
-    if not isinstance(source, Universal) or source.manifest.sidecar is None:
+    source = ck.universal
+    if source is None or source.manifest.sidecar is None:
         return ()
     found = []
     for root in source.manifest.sidecar.roots:

@@ -91,14 +91,14 @@ def materialize(
 
 def is_packed(ck: Checkpoint) -> bool:
     """Whether some tensors of a universal checkpoint are not arrays."""
-    return isinstance(ck.source, Universal) and any(t.path is None for t in ck.manifest.tensors)
+    return ck.universal is not None and not ck.viewed and any(t.path is None for t in ck.manifest.tensors)
 
 
 def _in_place(source: Checkpoint, how: How) -> Checkpoint:
     found = find_watched(source.store)
     store = source.store if found is None else found.inner  # files that are written are not to stay what they were
     before = source.manifest
-    if not isinstance(source.source, Universal):
+    if source.viewed or not source.universal:
         raise UnsupportedError(
             f"{source.url} is a checkpoint of {source.kind}, whose files are not replaced",
             hint="say where the arrays are to lie: `ucp materialize SRC DST`, or materialize(src, dst)",
@@ -188,5 +188,4 @@ def _write(source: Checkpoint, store: Store, attempt: Attempt, how: How) -> tupl
 
 def _registered(source: Checkpoint) -> list[SourceFile]:
     """The files of another checkpoint that have a digest: a digest of a whole file cannot be made of parts of it."""
-    origin = source.origin
-    return [f for f in source_files(origin) if f.doc.digest is not None] if isinstance(origin, Universal) else []
+    return [f for f in source_files(source.universal) if f.doc.digest is not None] if source.universal else []

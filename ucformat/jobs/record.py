@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from ucformat._version import __version__
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import NotFound
-from ucformat.format.universal import Universal
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.manifest import LineageDoc
 
@@ -95,7 +94,7 @@ def lineage_to(source: Checkpoint, kind: str) -> LineageDoc:
         source: the checkpoint, perhaps through a view.
         kind: what it is to the new one, as in `LineageDoc.kind`.
     """
-    commits = source.origin.manifest.known_commits if isinstance(source.origin, Universal) else None
+    commits = source.universal.manifest.known_commits if source.universal else None
     about = {"url": source.home, "id": Checkpoint(source.origin).id, "engine": dict(source.facts.engine)}
     return LineageDoc.model_validate({"kind": kind, "commits": commits, **about})
 
@@ -110,12 +109,10 @@ def lineage_from(source: Checkpoint, keys: Iterable[Key]) -> tuple[LineageDoc, .
         source: what is converted, perhaps through a view.
         keys: the tensors that are taken; a step whose tensors are left out says nothing.
     """
-    from ucformat.views.viewed import Viewed  # not needed to record a verification
-
     kinds = set()
-    if isinstance(source.source, Viewed):
+    if source.viewed:
         for key in keys:
-            for file, said in source.source.computed(key):
+            for file, said in source.viewed.computed(key):
                 formula = file.formula
                 if said and formula.operation == "mean" and len(formula.inputs) > 1:
                     kinds.add("average")

@@ -6,7 +6,7 @@ import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import CoverageError, Inconsistent, IntegrityError, NotFound, UcformatError
@@ -90,9 +90,8 @@ def verify(
     except Inconsistent as error:  # what it says cannot be, so that there is nothing to compare its bytes with
         named = tuple(p for p in error.problems if isinstance(p, Problem))
         return Report(str(getattr(place, "url", place)), Universal.kind, 0, 0, 0, named)
-    source = ck.origin
     replicated: list[_Replicated] = []
-    checks = list(_universal(source, replicated) if isinstance(source, Universal) else _foreign(ck, replicated))
+    checks = list(_universal(ck.universal, replicated) if ck.universal else _foreign(ck, replicated))
     total, done = sum(c.verified + c.unverified for c in checks), 0
     problems: list[Problem] = []
     leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
@@ -103,11 +102,11 @@ def verify(
         done += check.verified + check.unverified
         if progress is not None:
             progress(done, total)
-    if isinstance(source, Universal):
-        if (reason := contradiction(source.manifest, ck.url)) is not None:
+    if ck.universal:
+        if (reason := contradiction(ck.universal.manifest, ck.url)) is not None:
             problems.append(Problem(MANIFEST, reason))
-        problems += wrong_digests(source, leaves, {(p.name, p.state) for p in problems})
-    for _, wrong in run(partial(_unequal, source.store, {p.file for p in problems}), replicated, workers):
+        problems += wrong_digests(ck.universal, leaves, {(p.name, p.state) for p in problems})
+    for _, wrong in run(partial(_unequal, ck.origin.store, {p.file for p in problems}), replicated, workers):
         problems += wrong
     report = Report(
         ck.url,
@@ -182,8 +181,7 @@ def _structure(source: Universal) -> tuple[list[Problem], Sidecar | None]:
 
 
 def _foreign(ck: Checkpoint, replicated: list[_Replicated]) -> Iterator[_Check]:
-    source = ck.origin
-    assert not isinstance(source, Universal)  # noqa: S101
+    source = cast("OpenSource", ck.foreign)
     records = list(source.records())
     in_records = {r.file for r in records}  # their bytes are counted there
     named: set[str] = set()

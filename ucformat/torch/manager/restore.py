@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ucformat.catalog.newest import contradictions
 from ucformat.checkpoint import open_checkpoint
@@ -14,7 +14,6 @@ from ucformat.errors import IntegrityError, MissingData, NotFound, UpgradeNeeded
 from ucformat.format.audit import ShardFile, ZarrJson, block_problems, checked, items, wrong_digests
 from ucformat.format.commit import MANIFEST
 from ucformat.format.structure import Problem
-from ucformat.format.universal import Universal
 from ucformat.geometry.tensor import Key, single_extents
 from ucformat.jobs.record import record_verification
 from ucformat.jobs.run import Report, run
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ucformat.checkpoint import Checkpoint
+    from ucformat.format.universal import Universal
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.load import LoadReport
     from ucformat.torch.manager.steps import RunStep
@@ -80,12 +80,11 @@ def verify_on_all_ranks(
 
     def judge(all_found: Sequence[_CheckResult]) -> list[Report]:
         problems = {str(p): p for f in all_found for p in f.problems}
-        if ck is not None and mode == "full" and not problems:
-            assert isinstance(ck.source, Universal)  # noqa: S101
+        if ck is not None and ck.universal and mode == "full" and not problems:
             leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
             for key, shard, digests in (told for f in all_found for told in f.leaves):
                 leaves.setdefault(key, {})[shard] = digests
-            problems = {str(p): p for p in wrong_digests(ck.source, leaves)}
+            problems = {str(p): p for p in wrong_digests(ck.universal, leaves)}
         nbytes = sum(f.nbytes for f in all_found)
         report = Report(step.url, "ucformat", len(ck.tensors) if ck else 0, nbytes, 0, tuple(problems.values()))
         return [report] * ranks.size
@@ -103,8 +102,7 @@ def _open(step: RunStep) -> Checkpoint:
 
 def _look(ck: Checkpoint, mode: Mode, ranks: Group, threads: int | None) -> _CheckResult:
     """This rank's part; every rank reads the documents, which it will need."""
-    source = ck.source
-    assert isinstance(source, Universal)  # noqa: S101 - it has a manifest
+    source = cast("Universal", ck.universal)  # it has a manifest
     if source.manifest.sidecar is not None:
         source.sidecar()
     _ = ck.objects
