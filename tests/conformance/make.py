@@ -33,7 +33,7 @@ from ucformat.format.chunking import Grid, chunk_shape, tile_shape
 from ucformat.format.commit import manifest_bytes
 from ucformat.format.digest import bytes_digest, own_digest, tensor_digest, with_own_digest
 from ucformat.format.shard import write_shard
-from ucformat.geometry.tensor import Key
+from ucformat.geometry.tensor import Key, Piece
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.manifest import Manifest, SidecarDoc, TensorDoc
@@ -41,6 +41,8 @@ from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from numpy.typing import NDArray
 
     from tests.fakes import Arrays
 
@@ -370,11 +372,10 @@ def written(grid: Grid, dtype: str, elements: bytes) -> dict[str, Any]:
     array = np.frombuffer(elements, numpy_dtype(dtype)).reshape(grid.shape)
     for shard in grid.shards():
 
-        def fill(band: Any, out: Any) -> None:
-            box = tuple(slice(a, a + n) for a, n in zip(band.box.start, band.box.shape, strict=True))
-            whole = np.zeros(band.padded, array.dtype)
-            whole[tuple(slice(0, n) for n in band.box.shape)] = array[box]
-            out[:] = np.frombuffer(whole.tobytes(), np.uint8)
+        def fill(piece: Piece, out: NDArray[np.uint8]) -> None:
+            box = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
+            strides = tuple(s * grid.itemsize for s in piece.strides)
+            np.ndarray(piece.box.shape, array.dtype, out, strides=strides)[...] = array[box]
 
         leaves[shard] = write_shard(store, "/".join(["c", *map(str, shard)]), grid, shard, fill)
     files = {info.key: base64.b64encode(store.read(info.key)).decode() for info in store.list()}

@@ -743,7 +743,7 @@ def test_a_document_beside_which_somebody_begins_stays(
             attempt(doc.parent)
         removal.remove_orphaned_document(store if when == "planned" else Begun(store))
 
-    monkeypatch.setattr(gc, "remove_lone_document", looked_at)
+    monkeypatch.setattr(gc, "remove_orphaned_document", looked_at)
     done = collect(catalog, [str(tree)], grace=NOW, apply=True)
     assert (len(done.leftovers), done.failures) == (1, ())
     assert doc.exists()

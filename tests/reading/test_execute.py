@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,6 +21,9 @@ from ucformat.reading.plan import ReadItem, Verify, make_plan
 from ucformat.storage.base import Costs
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.wrappers import RecordingStore
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 DTYPES = {1: "uint8", 2: "uint16", 4: "float32", 8: "float64", 16: "complex128"}
 VERIFY: list[Verify] = ["whole", "always", "never"]
@@ -42,10 +45,9 @@ def store_tiles(store: MemoryStore, a: np.ndarray, grid: Grid) -> list[Tiles]:
     for shard in grid.shards():
         key = "s" + "_".join(map(str, shard))
 
-        def fill(band, raw):  # type: ignore[no-untyped-def]
-            padded = np.zeros(band.padded, a.dtype)
-            padded[tuple(map(slice, band.box.shape))] = a[slices(band.box)]
-            raw[:] = np.frombuffer(padded.tobytes(), np.uint8)
+        def fill(piece: Piece, raw: NDArray[np.uint8]) -> None:
+            strides = tuple(s * grid.itemsize for s in piece.strides)
+            np.ndarray(piece.box.shape, a.dtype, raw, strides=strides)[...] = a[slices(piece.box)]
 
         write_shard(store, key, grid, shard, fill)
         found.append(grid.tiles(shard, key))

@@ -149,7 +149,7 @@ def test_without_keep_there_is_no_policy() -> None:
 
 
 def test_a_newer_version_needs_an_upgrade() -> None:
-    with pytest.raises(UpgradeNeeded, match="the policy is of version 2"):
+    with pytest.raises(UpgradeNeeded, match="the policy has version 2"):
         load_policy({**document(), "version": 2})
 
 

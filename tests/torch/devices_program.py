@@ -287,7 +287,7 @@ def shared_reading(folder: Path) -> None:
         return marks(found)
 
     module: Any = reading
-    module.marks = noting
+    module.record_events = noting
     tensors = empty_on_devices()
     fake.use(2)
     broadcast = dist.broadcast
@@ -295,7 +295,7 @@ def shared_reading(folder: Path) -> None:
     try:
         load(tensors, place, broadcast_group=dist.group.WORLD)
     finally:
-        dist.broadcast, module.marks = broadcast, marks
+        dist.broadcast, module.record_events = broadcast, marks
         fake.use(0)
         dist.destroy_process_group()
     check(tensors)

@@ -94,7 +94,7 @@ def test_who_does_not_know_the_secret_is_not_let_in() -> None:
     ends = [listener.getsockname() for listener in listeners]
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(connect, listeners[0], 0, ends, SECRET, PATIENCE)
-        with pytest.raises(UcformatError, match=r"rank 0 died, or cannot be reached: .* does not know the secret"):
+        with pytest.raises(UcformatError, match=r"rank 0 died or is unreachable: .* does not know this job's secret"):
             connect(at_loopback(1)[0], 1, ends, bytes(32), PATIENCE)
         second = connect(listeners[1], 1, ends, SECRET, PATIENCE)
         talk([first.result(), second])
@@ -104,7 +104,7 @@ def test_who_does_not_come_is_named() -> None:
     listeners = at_loopback(3)
     ends = [listener.getsockname() for listener in listeners]
     with pytest.raises(
-        UcformatError, match=r"rank 1 did not connect to rank 0 within 0\.1 s, nor did 1 others"
+        UcformatError, match=r"rank 1 did not connect to rank 0 within 0\.1 s, nor did 1 other ranks"
     ) as caught:
         connect(listeners[0], 0, ends, SECRET, 0.1)
     assert "MASTER_ADDR" in str(caught.value.hint)
@@ -218,7 +218,7 @@ def test_a_stranger_who_calls_himself_the_one_that_is_called() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         heard = pool.submit(answer)
-        with pytest.raises(UcformatError, match="does not know the secret of this job"):
+        with pytest.raises(UcformatError, match="does not know this job's secret"):
             connect(listeners[1], 1, [false.getsockname(), listeners[1].getsockname()], SECRET, PATIENCE)
         assert len(heard.result()) == 49
     false.close()

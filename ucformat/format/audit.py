@@ -156,6 +156,8 @@ class ShardFile:
         try:
             leaves, damages = check_shard(store, self.file, self.grid, self.shard, out)
         except (IntegrityError, PermissionDenied, UnsupportedError) as error:
+            if out is not None:  # whoever copies is told why the source cannot be read
+                raise
             return b"", [Problem(self.file, error.message, *self.key)]
         return leaves, [Problem(d.file, d.reason, *self.key, d.chunk) for d in damages]
 
