@@ -52,7 +52,7 @@ def main() -> None:
 def compare(made: Made, target: Path) -> None:
     """Every tensor of the converted checkpoint, and every rank's pieces, against the engine's memory."""
     ck, layout, truth = ucformat.open(target), ucformat.Layout.load(LAYOUT), made.truth
-    bound = layout.bind(ck.facts.roster)
+    bound = layout.bind(ck.metadata.tensor_list)
     compared = 0
     for rank in range(bound.ranks):
         arrays = ck.plan(layout, rank).execute()

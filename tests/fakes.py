@@ -12,9 +12,9 @@ import numpy as np
 from ucformat.format.digest import with_own_digest
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.flat_buffer import flat_boxes
-from ucformat.geometry.tensor import Extent, Key, Roster, TensorInfo
+from ucformat.geometry.tensor import Extent, Key, TensorInfo, TensorList
 from ucformat.reading.dtypes import dtype_name, numpy_dtype
-from ucformat.reading.readable import Facts
+from ucformat.reading.readable import CheckpointMetadata
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -51,7 +51,7 @@ class FakeSource:
     """Writes the arrays into `rank<k>.bin` files of a store, and reads them from there."""
 
     store: Store
-    facts: Facts
+    metadata: CheckpointMetadata
     offsets: Mapping[Key, int]
     ranks: int
     kind: str = "fake"
@@ -73,10 +73,15 @@ class FakeSource:
                 out.write(bytes(file))
         groups = {n: i for i, g in enumerate(facts.get("groups", ())) for n in g["params"]}
         names = tuple(f"rank{k}.bin" for k in range(ranks))
-        return cls(store, Facts(roster=Roster(tuple(infos), groups), files=names, **facts), offsets, ranks)
+        return cls(
+            store,
+            CheckpointMetadata(tensor_list=TensorList(tuple(infos), groups), files=names, **facts),
+            offsets,
+            ranks,
+        )
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        info = next(i for i in self.facts.roster.tensors if i.key == key)
+        info = next(i for i in self.metadata.tensor_list.tensors if i.key == key)
         part = -(-info.size // self.ranks)
         strides = row_major(info.shape, info.itemsize)
         for k in range(self.ranks):

@@ -77,8 +77,8 @@ class TestOpen:
         ck = ucformat.open(placed)
         assert holds(ck)
         assert same(np.asarray(ck["head.weight"]), ODD["embed.weight", "weight"])
-        assert (ck.objects, ck.facts.step) == (source.objects, 17)
-        assert [dict(g) for g in ck.facts.groups] == [dict(g) for g in FACTS["groups"]]
+        assert (ck.objects, ck.metadata.step) == (source.objects, 17)
+        assert [dict(g) for g in ck.metadata.groups] == [dict(g) for g in FACTS["groups"]]
 
     @pytest.mark.parametrize("key", [k for k, a in ODD.items() if a.ndim])
     def test_slices_bit_for_bit(self, placed: str, key: tuple[str, str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from functools import cached_property, partial
 from os import PathLike, fspath
 from types import MappingProxyType
@@ -14,10 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 from ucformat.errors import NotACheckpoint, NotFound, TensorNotFound, UcformatError, UnsupportedError, UsageError
 from ucformat.format.commit import MANIFEST
 from ucformat.format.digest import document_digest
-from ucformat.format.universal import Universal, group_docs, paths_of
+from ucformat.format.universal import Universal, describe
 from ucformat.geometry.tensor import Key
 from ucformat.schema.documents import TOMBSTONE
-from ucformat.schema.manifest import Manifest, TensorDoc
 from ucformat.storage.base import exists
 from ucformat.storage.url import each, open_store
 from ucformat.storage.watched import WatchedStore
@@ -31,9 +29,10 @@ if TYPE_CHECKING:
     from ucformat.reading.lazy import Tensor
     from ucformat.reading.plan import Verify
     from ucformat.reading.rank import Bound, ReadPlan
-    from ucformat.reading.readable import Facts, Readable
+    from ucformat.reading.readable import CheckpointMetadata, Readable
+    from ucformat.schema.manifest import Manifest
     from ucformat.sources.base import OpenSource
-    from ucformat.sources.configuration import Told
+    from ucformat.sources.configuration import TrainingInfo
     from ucformat.storage.base import Info, Store
     from ucformat.views.document import Steps
     from ucformat.views.steps import Taken
@@ -131,7 +130,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
     """
 
     def __init__(self, source: Readable) -> None:
-        if source.facts.means:
+        if source.metadata.means:
             from ucformat.views.viewed import Viewed
 
             source = Viewed(source, ())
@@ -143,7 +142,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         self.universal = origin if isinstance(origin, Universal) else None
         self.foreign = None if self.universal else cast("OpenSource", origin)
         self.viewed = _view(source)
-        self._infos: dict[Key, TensorInfo] = {info.key: info for info in source.facts.roster.tensors}
+        self._infos: dict[Key, TensorInfo] = {info.key: info for info in source.metadata.tensor_list.tensors}
         self._states: dict[str, list[str]] = {}
         self._bound: tuple[Layout, Any, Readable, Bound] | None = None  # the last: ranks are planned in turn
         for key in self._infos:
@@ -157,7 +156,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
     @property
     def home(self) -> str:
         """The url of the folder or file that is the checkpoint: of a DeepSpeed run that was opened, its tag folder."""
-        return f"{self.url}/{self.facts.folder}" if self.facts.folder else self.url
+        return f"{self.url}/{self.metadata.folder}" if self.metadata.folder else self.url
 
     @cached_property
     def id(self) -> str:
@@ -172,8 +171,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
             return document_digest([Checkpoint(self.origin).id, steps]).rpartition(":")[2][:32]
         if self.universal:
             return self.universal.manifest.id
-        if self.facts.save_id:
-            return document_digest([self.kind, self.facts.save_id]).rpartition(":")[2][:32]
+        if self.metadata.save_id:
+            return document_digest([self.kind, self.metadata.save_id]).rpartition(":")[2][:32]
         records = list(cast("OpenSource", self.foreign).records())
         sums = sorted((r.file.rpartition("/")[2], r.name, r.nbytes, r.crc32) for r in records if r.crc32)
         if not sums or any(r.crc32 is None for r in records):
@@ -192,9 +191,9 @@ class Checkpoint(Mapping[str, "Tensor"]):
         return self.source.kind
 
     @property
-    def facts(self) -> Facts:
-        """What it says of itself: roster, optimizer groups, step, source layout, engine."""
-        return self.source.facts
+    def metadata(self) -> CheckpointMetadata:
+        """What it says of itself: tensor list, optimizer groups, step, source layout, engine."""
+        return self.source.metadata
 
     def names(self) -> list[str]:
         """Names of the stored tensors, in the order of the training program; tied names are in `aliases`."""
@@ -212,12 +211,12 @@ class Checkpoint(Mapping[str, "Tensor"]):
     @property
     def aliases(self) -> Mapping[str, str]:
         """Tied tensors: further name -> name under which it is stored."""
-        return self.facts.aliases
+        return self.metadata.aliases
 
     @cached_property
     def objects(self) -> Mapping[str, Any]:
         """The non-tensor values: step counters, scheduler, scaler, client state, random generators; plain JSON."""
-        return self.universal.objects() if self.universal else dict(self.facts.objects)
+        return self.universal.objects() if self.universal else dict(self.metadata.objects)
 
     @cached_property
     def assets(self) -> Mapping[str, bytes]:
@@ -226,22 +225,23 @@ class Checkpoint(Mapping[str, "Tensor"]):
             docs, read = self.universal.manifest.assets, self.universal.read_file
             return _Lazy({name: lambda d=doc: read(d) for name, doc in docs.items()})
         store = self.store
-        return _Lazy({name: lambda n=name: store.read(n) for name in self.facts.assets})
+        return _Lazy({name: lambda n=name: store.read(n) for name in self.metadata.assets})
 
     @cached_property
-    def told(self) -> Told:
+    def training_info(self) -> TrainingInfo:
         """The configuration, metrics and run that the checkpoint tells; of a universal one, its manifest's."""
-        from ucformat.sources.configuration import ASSETS, Told, told
+        from ucformat.sources.configuration import ASSETS, TrainingInfo, read_training_info
 
         if self.universal:
             m = self.universal.manifest
-            return Told(m.config, m.metrics, m.run)
-        files = [name for name in ASSETS if name in self.facts.assets]
+            return TrainingInfo(m.config, m.metrics, m.run)
+        files = [name for name in ASSETS if name in self.metadata.assets]
         try:
-            return told(self.facts.objects, {name: partial(self._document, name) for name in files}, self.aliases)
-        except UcformatError as error:  # whoever reads these values is told; the tensors can be known without
-            _log.warning("%s: its configuration cannot be told: %s", self.url, error.message)
-            return Told()
+            assets = {name: partial(self._document, name) for name in files}
+            return read_training_info(self.metadata.objects, assets, self.aliases)
+        except UcformatError as error:  # the tensors can be read without it
+            _log.warning("%s: its configuration cannot be read: %s", self.url, error.message)
+            return TrainingInfo()
 
     def _document(self, name: str) -> Any:
         """A JSON file beside the tensors; one that is none tells nothing, and is no reason not to open the rest."""
@@ -256,33 +256,15 @@ class Checkpoint(Mapping[str, "Tensor"]):
         """The manifest; of a foreign one, or a view, one that describes it, without id, attempt, paths and digests."""
         if self.universal and not self.viewed:
             return self.universal.manifest
-        facts = self.facts
-        told = self.told
-        return Manifest(
-            id="",
-            attempt="",
-            created=datetime.now(UTC),
-            producer={f"engine.{k}": v for k, v in facts.engine.items()},
-            run=told.run,
-            metrics=dict(told.metrics),
-            config=dict(told.config),
-            step=facts.step,
-            layout=dict(facts.layout),
-            groups=group_docs(facts),
-            aliases=dict(facts.aliases),
-            tensors=tuple(
-                TensorDoc(
-                    name=i.name, state=i.state, dtype=i.dtype, shape=i.shape, nbytes=i.nbytes, at=paths_of(facts, i.key)
-                )
-                for i in facts.roster.tensors
-            ),
-        )
+        training = self.training_info
+        return describe(self.metadata, training.run, training.metrics, training.config)
 
     def files(self) -> list[Info]:
         """The files of a foreign checkpoint as they are now; where its run was opened, those of the tag folder."""
-        folder = self.facts.folder
-        below = f"{folder}/" if folder and folder not in self.facts.files else ""  # an index has its shards beside it
-        return [self.store.info(f) for f in self.facts.files if f.startswith(below)]
+        folder = self.metadata.folder
+        # the shards of an index lie beside it
+        below = f"{folder}/" if folder and folder not in self.metadata.files else ""
+        return [self.store.info(f) for f in self.metadata.files if f.startswith(below)]
 
     @property
     def zarr_url(self) -> str | None:
@@ -342,7 +324,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         chosen = None if states is None else each(states)
         if self._bound is None or self._bound[0] is not layout or self._bound[1] != chosen:
             source = self.view(layout).source if layout.view else self.source
-            self._bound = (layout, chosen, source, Bound.of(source.facts.roster, layout, chosen))
+            self._bound = (layout, chosen, source, Bound.of(source.metadata.tensor_list, layout, chosen))
         return plan_rank(self._bound[2], self._bound[3], rank, verify)
 
     def view(self, steps: Steps) -> Checkpoint:

@@ -286,11 +286,11 @@ docs = st.builds(
     st.sampled_from([(4, 2), (2, 2), None]),
     st.sampled_from([None, 1, 2]),
 )
-rosters = st.dictionaries(st.tuples(st.sampled_from("abcd"), st.sampled_from(["weight", "master"])), docs, max_size=6)
+tables = st.dictionaries(st.tuples(st.sampled_from("abcd"), st.sampled_from(["weight", "master"])), docs, max_size=6)
 
 
 @settings(max_examples=60)
-@given(a=rosters, b=rosters)
+@given(a=tables, b=tables)
 def test_every_tensor_is_counted_once(database: Database, a: dict[Any, TensorDoc], b: dict[Any, TensorDoc]) -> None:
     left, right = ([like(d, name=n, state=s) for (n, s), d in side.items()] for side in (a, b))
     t = compare_tensors(database, left, right).tensors

@@ -93,7 +93,10 @@ def test_what_is_known_already_gets_what_is_said_now(run: Run, tmp_path: Path) -
 def test_one_that_was_registered_without_gets_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     source = _sample("huggingface/trainer")
     with monkeypatch.context() as before:
-        before.setattr("ucformat.sources.configuration.told", lambda *_: ucformat.sources.configuration.Told())
+        before.setattr(
+            "ucformat.sources.configuration.read_training_info",
+            lambda *_: ucformat.sources.configuration.TrainingInfo(),
+        )
         entry = run("register", "-q", source).stdout
     assert json.loads(run("ls", "--json").stdout)["checkpoints"][0]["config"] == {}
     run("register", source)

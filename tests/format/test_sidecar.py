@@ -395,7 +395,7 @@ def packed(name: str, ranks: int = 3) -> MemoryStore:
     store = MemoryStore(name)
     attempt = begin(store, {"test": name}, overwrite=False)
     source = FakeSource.write(store, ODD, ranks)
-    infos = source.facts.roster.tensors
+    infos = source.metadata.tensor_list.tensors
     data = encode([source.extents(i.key) for i in infos])
     path = f"data/{attempt.id}/extents.safetensors"
     with store.create(path) as out:

@@ -230,8 +230,8 @@ def stored(files: Mapping[str, bytes]) -> MemoryStore:
 def exhaust(ck: Checkpoint) -> None:
     """Look at all that an opened checkpoint tells, and read its small tensors; each part may be an error of ours."""
     for look in (
-        lambda: list(ck.facts.groups),
-        lambda: ck.facts.step,
+        lambda: list(ck.metadata.groups),
+        lambda: ck.metadata.step,
         lambda: ck.objects,
         lambda: ck.manifest.model_dump_json(),  # noqa: PLW0108 - `manifest` may raise
         lambda: ck.id,

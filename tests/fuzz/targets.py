@@ -73,7 +73,13 @@ def compare(files: Files, changed: Files, theirs: Callable[[], Mapping[str, Any]
                     other, theirs = theirs(), None
             if name in other and state == "weight":
                 assert same(np.asarray(other[name]), whole), f"{name} differs from what its own library reads"
-    for look in (lambda: list(ck.facts.groups), lambda: ck.objects, lambda: ck.id, ck.files, lambda: dict(ck.assets)):
+    for look in (
+        lambda: list(ck.metadata.groups),
+        lambda: ck.objects,
+        lambda: ck.id,
+        ck.files,
+        lambda: dict(ck.assets),
+    ):
         with suppress(UcformatError):
             look()
 

@@ -205,4 +205,4 @@ def test_a_step_that_is_a_tensor_of_many_numbers() -> None:
     meta = copy.deepcopy(REAL)
     item = {index.fqn: index for index in meta.storage_data if index.fqn.startswith("train.")}
     meta.storage_data[item["train.step"]] = meta.storage_data[item["train.generator"]]
-    assert open_files({**FILES, ".metadata": pickle.dumps(meta)}).facts.step is None
+    assert open_files({**FILES, ".metadata": pickle.dumps(meta)}).metadata.step is None

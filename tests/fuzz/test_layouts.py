@@ -15,7 +15,7 @@ from tests.fuzz.fuzzing import bounded, changed, harmless, mutated
 from ucformat.errors import LayoutError, UcformatError
 from ucformat.geometry.layout import Layout
 from ucformat.geometry.placement import compile_match
-from ucformat.geometry.tensor import Roster, TensorInfo
+from ucformat.geometry.tensor import TensorInfo, TensorList
 from ucformat.views.document import read_steps
 from ucformat.views.steps import apply
 from ucformat.views.table import Table
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CONSTANT = 48 << 20
-ROSTER = Roster((TensorInfo("a.0.w", "weight", "float32", (8, 6)), TensorInfo("b", "weight", "bfloat16", (7,))))
+TENSORS = TensorList((TensorInfo("a.0.w", "weight", "float32", (8, 6)), TensorInfo("b", "weight", "bfloat16", (7,))))
 DOCUMENT: dict[str, Any] = {
     "version": 1,
     "mesh": {"pp": 2, "dp": 2, "tp": 2},
@@ -50,10 +50,10 @@ TEXTS = (yaml.safe_dump(DOCUMENT).encode(), yaml.safe_dump(DOCUMENT, default_flo
 
 def use(layout: Layout) -> None:
     """Bind it, and do its steps."""
-    table = Table.of(ROSTER, {}, {})
+    table = Table.of(TENSORS, {}, {})
     with suppress(UcformatError):
         apply(table, layout.view)
-    layout.bind(ROSTER)
+    layout.bind(TENSORS)
     layout.rename("a.0.w")
 
 
@@ -72,7 +72,7 @@ def test_documents_near_a_layout(document: Any) -> None:
 @settings(max_examples=120)
 def test_documents_near_a_view(document: Any) -> None:
     def view() -> None:
-        apply(Table.of(ROSTER, {}, {}), read_steps(document if isinstance(document, list) else [document]))
+        apply(Table.of(TENSORS, {}, {}), read_steps(document if isinstance(document, list) else [document]))
 
     harmless(view, 1000, constant=CONSTANT)
 

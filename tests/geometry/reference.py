@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from ucformat.geometry.tensor import Key, Piece, Roster, TensorInfo
+from ucformat.geometry.tensor import Key, Piece, TensorInfo, TensorList
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,10 +34,10 @@ def inside(array: np.ndarray, box: Box) -> np.ndarray:
     return view
 
 
-def numbered(roster: Roster) -> dict[Key, np.ndarray]:
+def numbered(tensor_list: TensorList) -> dict[Key, np.ndarray]:
     """Tensors in which no two elements are equal, not even of different tensors."""
     out, at = {}, 0
-    for info in roster.tensors:
+    for info in tensor_list.tensors:
         out[info.key] = np.arange(at, at + info.size, dtype=np.int64).reshape(info.shape)
         at += info.size
     return out
@@ -45,7 +45,7 @@ def numbered(roster: Roster) -> dict[Key, np.ndarray]:
 
 def empty(bound: BoundLayout, rank: int) -> Arrays:
     out: Arrays = {key: np.full(b.size, FILLER, np.int64) for key, b in bound.buffers(rank).items()}
-    for info in bound.roster.tensors:
+    for info in bound.tensor_list.tensors:
         local = bound.local(info.key, rank)
         if local is not None and local.buffer is None:
             out[info.key] = np.full(math.prod(local.shape), FILLER, np.int64)
@@ -61,7 +61,7 @@ def scatter(bound: BoundLayout, wholes: Mapping[Key, np.ndarray]) -> list[Arrays
     ranks = []
     for rank in range(bound.ranks):
         arrays = empty(bound, rank)
-        for info in bound.roster.tensors:
+        for info in bound.tensor_list.tensors:
             for piece in bound.pieces(info.key, rank):
                 to = window(buffer_of(arrays, info.key, piece), piece)
                 assert (to == FILLER).all()
@@ -73,7 +73,7 @@ def scatter(bound: BoundLayout, wholes: Mapping[Key, np.ndarray]) -> list[Arrays
 def gather(bound: BoundLayout, ranks: list[Arrays]) -> dict[Key, np.ndarray]:
     """Whole tensors from the ranks' buffers; where several ranks hold an element they must agree."""
     out = {}
-    for info in bound.roster.tensors:
+    for info in bound.tensor_list.tensors:
         whole = np.full(info.shape, FILLER, np.int64)
         for rank, arrays in enumerate(ranks):
             for piece in bound.pieces(info.key, rank):
@@ -84,7 +84,7 @@ def gather(bound: BoundLayout, ranks: list[Arrays]) -> dict[Key, np.ndarray]:
     return out
 
 
-def tensors(*shapes: tuple[int, ...], states: tuple[str, ...] = ("weight",), group: int = 0) -> Roster:
-    """A roster of tensors t0, t1, … of these shapes, each in every state."""
+def tensors(*shapes: tuple[int, ...], states: tuple[str, ...] = ("weight",), group: int = 0) -> TensorList:
+    """A tensor list of tensors t0, t1, … of these shapes, each in every state."""
     infos = [TensorInfo(f"t{i}", state, "float32", s) for i, s in enumerate(shapes) for state in states]
-    return Roster(tuple(infos), {f"t{i}": group for i in range(len(shapes))})
+    return TensorList(tuple(infos), {f"t{i}": group for i in range(len(shapes))})

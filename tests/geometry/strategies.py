@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ucformat.geometry.layout import Layout
 from ucformat.geometry.mesh import Mesh
 from ucformat.geometry.placement import Flat, Owner, Partial, Placement, Replicate, Rule, Shard, Stage
-from ucformat.geometry.tensor import Roster, TensorInfo
+from ucformat.geometry.tensor import TensorInfo, TensorList
 
 AXES = ("a", "b", "c")
 
@@ -17,11 +17,11 @@ shapes = st.lists(st.sampled_from([0, 1, 1, 2, 3, 4, 5, 7, 8, 12]), max_size=4).
 
 
 @st.composite
-def rosters(draw: st.DrawFn) -> Roster:
+def tensor_lists(draw: st.DrawFn) -> TensorList:
     """Some tensors, each in two states, in one of two optimizer groups."""
     chosen = draw(st.lists(shapes, min_size=1, max_size=4))
     infos = [TensorInfo(f"t.{i}", s, "float32", shape) for i, shape in enumerate(chosen) for s in ("weight", "m")]
-    return Roster(tuple(infos), {f"t.{i}": draw(st.integers(0, 1)) for i in range(len(chosen))})
+    return TensorList(tuple(infos), {f"t.{i}": draw(st.integers(0, 1)) for i in range(len(chosen))})
 
 
 @st.composite
@@ -68,7 +68,7 @@ def _flat(draw: st.DrawFn, over: tuple[str, ...]) -> Flat:
     return Flat(
         over,
         group=draw(st.sampled_from(["optimizer", "all", "tensor", r"/t\.(\d).*/"])),
-        order=draw(st.sampled_from(["roster", "reverse", "round_robin"])),
+        order=draw(st.sampled_from(["checkpoint", "reverse", "round_robin"])),
         cut=draw(st.sampled_from(["after_join", "before_join"])),
         tensor_align=draw(st.sampled_from([1, 2, 5])),
         group_pad=draw(st.sampled_from([1, 2, 3])),
@@ -78,7 +78,7 @@ def _flat(draw: st.DrawFn, over: tuple[str, ...]) -> Flat:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, roster: Roster) -> Layout:
+def layouts(draw: st.DrawFn, tensor_list: TensorList) -> Layout:
     """A random composition for each tensor, the same for all its states; all may share one flat placement."""
     mesh = draw(meshes())
     axes = draw(st.permutations(list(mesh.axes)))
@@ -86,7 +86,7 @@ def layouts(draw: st.DrawFn, roster: Roster) -> Layout:
     flat = draw(_flat(flat_axes)) if flat_axes else None
     rest = axes[len(flat_axes) :]
     rules = []
-    for info in roster.tensors[::2]:
+    for info in tensor_list.tensors[::2]:
         left = draw(st.permutations(rest))
         place: list[Placement] = []
         cut: set[int] = set()
@@ -108,4 +108,4 @@ def layouts(draw: st.DrawFn, roster: Roster) -> Layout:
     return Layout(mesh, rules, data=data)
 
 
-rosters_and_layouts = rosters().flatmap(lambda r: st.tuples(st.just(r), layouts(r), layouts(r)))
+lists_and_layouts = tensor_lists().flatmap(lambda r: st.tuples(st.just(r), layouts(r), layouts(r)))

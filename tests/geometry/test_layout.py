@@ -12,7 +12,7 @@ from ucformat.errors import LayoutError, TensorNotFound, UsageError
 from ucformat.geometry.layout import Layout
 from ucformat.geometry.mesh import Mesh
 from ucformat.geometry.placement import Flat, Owner, Partial, Replicate, Rule, Shard, Stage
-from ucformat.geometry.tensor import Key, Roster, TensorInfo
+from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 
 EVERYWHERE = Rule("*", (Replicate(),))
 
@@ -60,16 +60,16 @@ def test_patterns(match: str, name: str, *, yes: bool) -> None:
 
 
 def test_the_first_rule_that_matches_name_and_state_wins() -> None:
-    roster = tensors((4,), (2, 2), states=("weight", "exp_avg", "step"))
+    tensor_list = tensors((4,), (2, 2), states=("weight", "exp_avg", "step"))
     rules = [Rule("*", states=("step",)), Rule(("t0", "x"), (Shard(0, "tp"),), states=("exp*",)), EVERYWHERE]
-    bound = Layout({"tp": 2}, rules).bind(roster)
+    bound = Layout({"tp": 2}, rules).bind(tensor_list)
     found = {tuple(k): bound.rule_for(k).label for k in bound.keys(0)}
     assert found["t0", "step"] == "rules[0]"
     assert found["t0", "exp_avg"] == "rules[1]"
     assert found["t0", "weight"] == found["t1", "exp_avg"] == "rules[2]"
 
 
-def test_a_tensor_of_another_roster() -> None:
+def test_a_tensor_of_another_list() -> None:
     bound = Layout({"tp": 2}, [EVERYWHERE]).bind(tensors((2,)))
     with pytest.raises(TensorNotFound, match=r"not bound to t9 \(weight\)"):
         bound.pieces(Key("t9", "weight"), 0)
@@ -137,7 +137,7 @@ def test_the_first_layers_of_stages_fit_mesh_and_match() -> None:
     with pytest.raises(LayoutError, match="layer 0 of t0 comes before the first stage"):
         layout.bind(tensors((2,)))
     with pytest.raises(LayoutError, match="captures 'x' of tx, which is no layer number"):
-        layout.bind(Roster((TensorInfo("tx", "weight", "int8", ()),)))
+        layout.bind(TensorList((TensorInfo("tx", "weight", "int8", ()),)))
 
 
 @pytest.mark.parametrize(
@@ -178,12 +178,12 @@ def test_a_tensor_that_no_rule_matches() -> None:
     with pytest.raises(LayoutError, match=r"section rules matches t0 \(m\), .* and 1 more\n.*match: \"\*\""):
         layout.bind(tensors((1,), (1,), (1,), (1,), (1,), states=("m",)))
     with pytest.raises(LayoutError, match=r"section data matches a \(m\)\n"):
-        layout.bind(Roster((TensorInfo("a", "m", "int8", ()),)))
+        layout.bind(TensorList((TensorInfo("a", "m", "int8", ()),)))
 
 
-def test_a_roster_that_lists_a_tensor_twice() -> None:
+def test_a_list_that_has_a_tensor_twice() -> None:
     with pytest.raises(LayoutError, match=r"lists t0 \(weight\) twice"):
-        Layout({"dp": 2}, [EVERYWHERE]).bind(Roster(tensors((1,)).tensors * 2))
+        Layout({"dp": 2}, [EVERYWHERE]).bind(TensorList(tensors((1,)).tensors * 2))
 
 
 def test_sections_that_name_different_meshes() -> None:
@@ -199,37 +199,37 @@ def test_a_rule_without_a_mesh_takes_that_of_the_others() -> None:
         Layout({"x": {"a": 2}, "y": {"b": 2}}, [Rule("*", (Shard(0, "b"),))]).bind(tensors((4,)))
 
 
-def roster(*infos: tuple[str, str, str, tuple[int, ...]]) -> Roster:
-    return Roster(tuple(TensorInfo(*info) for info in infos), {i[0]: 0 for i in infos if i[0] != "frozen"})
+def tensor_list(*infos: tuple[str, str, str, tuple[int, ...]]) -> TensorList:
+    return TensorList(tuple(TensorInfo(*info) for info in infos), {i[0]: 0 for i in infos if i[0] != "frozen"})
 
 
 @pytest.mark.parametrize(
     ("held", "rules", "message"),
     [
-        (roster(("frozen", "master", "int8", (2,))), [Rule("*", (Flat("dp"),))], "in no optimizer group"),
+        (tensor_list(("frozen", "master", "int8", (2,))), [Rule("*", (Flat("dp"),))], "in no optimizer group"),
         (
-            roster(("a", "master", "float32", (2,)), ("a", "step", "float32", ())),
+            tensor_list(("a", "master", "float32", (2,)), ("a", "step", "float32", ())),
             [Rule("*", (Flat("dp"),))],
             r"a \(step\) of shape \(\) cannot share flat:0 with a \(master\)",
         ),
         (
-            roster(("a", "master", "float32", (2,)), ("b", "master", "bfloat16", (2,))),
+            tensor_list(("a", "master", "float32", (2,)), ("b", "master", "bfloat16", (2,))),
             [Rule("*", (Flat("dp"),))],
             r"b \(master\) is bfloat16, but shares the flat buffer 'flat:0' with a \(master\), float32",
         ),
         (
-            roster(("a", "master", "float32", (2,)), ("b", "master", "float32", (2,))),
+            tensor_list(("a", "master", "float32", (2,)), ("b", "master", "float32", (2,))),
             [Rule("a", (Flat("dp"),)), Rule("b", (Flat("dp", group_pad=2),))],
             r"b \(master\) joins the flat buffer 'flat:0', which another rule fills",
         ),
         (
-            roster(("a", "master", "float32", (2,)), ("a", "m", "float32", (2,))),
+            tensor_list(("a", "master", "float32", (2,)), ("a", "m", "float32", (2,))),
             [Rule("a", (Flat("dp"),), states=("m",)), Rule("a", (Shard(0, "tp"), Flat("dp")))],
             r"a \(m\) and a \(master\) share flat:0, but are cut differently",
         ),
     ],
 )
-def test_tensors_that_cannot_share_a_flat_buffer(held: Roster, rules: list[Rule], message: str) -> None:
+def test_tensors_that_cannot_share_a_flat_buffer(held: TensorList, rules: list[Rule], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         Layout({"dp": 2, "tp": 2}, rules).bind(held)
 
@@ -244,7 +244,7 @@ def test_two_states_may_be_flat_in_different_ways() -> None:
 def test_a_scalar_step_is_matched_by_an_earlier_rule() -> None:
     infos = [TensorInfo("a", s, "float32", () if s == "step" else (3,)) for s in ("master", "step")]
     data = [Rule("*", states=("step",)), Rule("*", (Flat("dp"),))]
-    bound = Layout({"dp": 2}, [EVERYWHERE], data=data).bind(Roster(tuple(infos), {"a": 0}))
+    bound = Layout({"dp": 2}, [EVERYWHERE], data=data).bind(TensorList(tuple(infos), {"a": 0}))
     step = bound.local(Key("a", "step"), 1)
     assert step is not None
     assert (step.shape, step.size, len(step.pieces), step.buffer) == ((), 1, 1, None)
@@ -263,7 +263,7 @@ def test_thousands_of_tensors_on_hundreds_of_ranks() -> None:
         data=[Rule("*", states=("weight",)), Rule("*", (Flat("dp", group_pad=2),))],
     )
     began = time.process_time()
-    bound = layout.bind(Roster(infos, dict.fromkeys(names, 0)))
+    bound = layout.bind(TensorList(infos, dict.fromkeys(names, 0)))
     pieces = [p for info in infos for p in bound.pieces(info.key, 77)]
     assert time.process_time() - began < 15
     assert len(pieces) < 5000

@@ -17,7 +17,7 @@ from ucformat.errors import LayoutError
 from ucformat.geometry.layout import Layout
 from ucformat.geometry.patterns import Pattern, compile_pattern, expand
 from ucformat.geometry.placement import compile_match
-from ucformat.geometry.tensor import Roster, TensorInfo
+from ucformat.geometry.tensor import TensorInfo, TensorList
 from ucformat.views.document import read_steps
 from ucformat.views.steps import apply
 from ucformat.views.table import Table
@@ -95,7 +95,7 @@ def test_it_is_refused_wherever_a_pattern_stands() -> None:
     ):
         with pytest.raises(LayoutError, match="for ever"):
             Layout.parse({"version": 1, "mesh": {"dp": 2}, **document})
-    table = Table.of(Roster((TensorInfo("a" * 60, "weight", "float32", (2,)),)), {}, {})
+    table = Table.of(TensorList((TensorInfo("a" * 60, "weight", "float32", (2,)),)), {}, {})
     with bounded(100), pytest.raises(LayoutError, match=r"view\[0\].*for ever"):
         apply(table, read_steps([{"drop": [bad]}]))
 
@@ -111,7 +111,7 @@ def test_a_name_that_is_too_long_for_a_pattern() -> None:
 
 def test_a_template_that_makes_a_very_long_name() -> None:
     steps = [{"rename": "/(.*)/", "to": r"\1\1"}] * 60
-    table = Table.of(Roster((TensorInfo("a", "weight", "float32", (2,)),)), {}, {})
+    table = Table.of(TensorList((TensorInfo("a", "weight", "float32", (2,)),)), {}, {})
     with bounded(1000), pytest.raises(LayoutError, match="may make a name of more than"):
         apply(table, read_steps(steps))
     found = compile_pattern("(.*)").match("name")

@@ -9,36 +9,36 @@ import numpy as np
 from hypothesis import given, settings
 
 from tests.geometry.reference import FILLER, gather, numbered, scatter, window
-from tests.geometry.strategies import rosters_and_layouts
+from tests.geometry.strategies import lists_and_layouts
 from ucformat.geometry.box import Box
 from ucformat.geometry.layout import Layout
-from ucformat.geometry.tensor import Roster
+from ucformat.geometry.tensor import TensorList
 
-Case = tuple[Roster, Layout, Layout]
+Case = tuple[TensorList, Layout, Layout]
 
 thorough = settings(max_examples=100)
 
 
 @thorough
-@given(rosters_and_layouts)
+@given(lists_and_layouts)
 def test_save_under_one_layout_and_load_under_another_is_the_identity(case: Case) -> None:
-    roster, one, other = case
-    wholes = numbered(roster)
+    tensor_list, one, other = case
+    wholes = numbered(tensor_list)
     for layout in (one, other):
-        bound = layout.bind(roster)
+        bound = layout.bind(tensor_list)
         wholes = gather(bound, scatter(bound, wholes))
-    for key, expected in numbered(roster).items():
+    for key, expected in numbered(tensor_list).items():
         np.testing.assert_array_equal(wholes[key], expected)
 
 
 @thorough
-@given(rosters_and_layouts)
+@given(lists_and_layouts)
 def test_elements_are_held_equally_often_by_all_holders(case: Case) -> None:
     """Walk the elements, as `prove` never does, and hold the two against each other."""
-    roster, layout, _ = case
-    bound = layout.bind(roster)
+    tensor_list, layout, _ = case
+    bound = layout.bind(tensor_list)
     bound.prove()
-    for info in roster.tensors:
+    for info in tensor_list.tensors:
         count = np.zeros(info.shape, int)
         for rank in range(bound.ranks):
             for piece in bound.pieces(info.key, rank):
@@ -48,15 +48,15 @@ def test_elements_are_held_equally_often_by_all_holders(case: Case) -> None:
 
 
 @thorough
-@given(rosters_and_layouts)
+@given(lists_and_layouts)
 def test_a_rank_holds_disjoint_pieces_within_its_buffer_in_order(case: Case) -> None:
-    roster, layout, _ = case
-    bound = layout.bind(roster)
+    tensor_list, layout, _ = case
+    bound = layout.bind(tensor_list)
     for rank in range(bound.ranks):
         buffers = bound.buffers(rank)
         used = {key: np.zeros(b.size, bool) for key, b in buffers.items()}
-        assert list(bound.keys(rank)) == [i.key for i in roster.tensors if bound.local(i.key, rank) is not None]
-        for info in roster.tensors:
+        assert list(bound.keys(rank)) == [i.key for i in tensor_list.tensors if bound.local(i.key, rank) is not None]
+        for info in tensor_list.tensors:
             local = bound.local(info.key, rank)
             if local is None:
                 assert bound.pieces(info.key, rank) == ()
@@ -79,11 +79,11 @@ def test_a_rank_holds_disjoint_pieces_within_its_buffer_in_order(case: Case) -> 
 
 
 @thorough
-@given(rosters_and_layouts)
+@given(lists_and_layouts)
 def test_padding_is_a_tensor_of_its_own_that_is_tiled_too(case: Case) -> None:
-    roster, layout, _ = case
-    bound = layout.bind(roster)
-    for info in roster.tensors:
+    tensor_list, layout, _ = case
+    bound = layout.bind(tensor_list)
+    for info in tensor_list.tensors:
         padding = bound.padding(info.key)
         held = [p for r in range(bound.ranks) if (loc := bound.local(info.key, r)) for p in loc.padding]
         if padding is None:
@@ -97,7 +97,7 @@ def test_padding_is_a_tensor_of_its_own_that_is_tiled_too(case: Case) -> None:
 
 
 @thorough
-@given(rosters_and_layouts)
+@given(lists_and_layouts)
 def test_a_layout_survives_its_document(case: Case) -> None:
     _, layout, other = case
     for sort_keys in (False, True):  # a manifest may sort the keys

@@ -71,8 +71,12 @@ def test_what_it_says_of_itself_is_read(place: Path) -> None:
     ck, want = ucformat.open(place), expected(place)
     facts = want["facts"]
     assert dict(ck.aliases) == facts["aliases"]
-    assert [dict(g) for g in ck.facts.groups] == facts["groups"]
-    assert (ck.facts.step, ck.facts.layout, ck.facts.engine) == (facts["step"], facts["layout"], facts["engine"])
+    assert [dict(g) for g in ck.metadata.groups] == facts["groups"]
+    assert (ck.metadata.step, ck.metadata.layout, ck.metadata.engine) == (
+        facts["step"],
+        facts["layout"],
+        facts["engine"],
+    )
     assert ck.objects == facts["objects"]
     assert {n: hashlib.sha256(data).hexdigest() for n, data in ck.assets.items()} == want["assets"]
     for alias, name in facts["aliases"].items():

@@ -15,11 +15,11 @@ import ucformat
 from tests.fakes import ODD, Arrays, FakeSource, random_array
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import ChecksumError, NotFound, TensorNotFound, UsageError
-from ucformat.geometry.tensor import Key, Roster, TensorInfo
+from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 from ucformat.jobs import compare as module
 from ucformat.jobs.compare import TensorDifference, compare, compare_values
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.reading.readable import Facts
+from ucformat.reading.readable import CheckpointMetadata
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
@@ -354,7 +354,7 @@ def sparse(folder: Path, shape: tuple[int, ...], dtype: str, fill: int) -> Check
             for _ in range(0, info.nbytes, 1 << 20):
                 out.write(bytes([fill]) * (1 << 20))
         out.truncate(info.nbytes)
-    facts = Facts(roster=Roster((info,), {}), files=("rank0.bin",))
+    facts = CheckpointMetadata(tensor_list=TensorList((info,), {}), files=("rank0.bin",))
     return Checkpoint(FakeSource(store, facts, {Key("large", "weight"): 0}, 1))
 
 

@@ -71,14 +71,14 @@ def test_facts_survive(source: Checkpoint, tmp_path: Path) -> None:
     assert ck.objects == source.objects
     assert ck.aliases == {"head.weight": "embed.weight"}
     assert same(ck["head.weight"][...], ODD["embed.weight", "weight"])
-    assert ck.facts.step == 17
-    assert [dict(g) for g in ck.facts.groups] == [dict(g) for g in GROUPS]
-    assert ck.facts.engine == {"name": "fake", "version": "1"}
+    assert ck.metadata.step == 17
+    assert [dict(g) for g in ck.metadata.groups] == [dict(g) for g in GROUPS]
+    assert ck.metadata.engine == {"name": "fake", "version": "1"}
     assert ck.manifest.lineage[0].kind == "convert"
     assert ck.manifest.lineage[0].url == source.url
     again = ucformat.convert(ck, tmp_path / "again", chunk_bytes=128)
     assert same(again["table"][...], ODD["table", "weight"])
-    assert again.facts.groups == ck.facts.groups
+    assert again.metadata.groups == ck.metadata.groups
     assert again.objects == ck.objects
     assert again.manifest.lineage[0].id == ck.manifest.id
 

@@ -102,7 +102,7 @@ def test_a_flipped_bit_is_found_and_a_repaired_source_is_converted(
     ck = ucformat.open(src)
     infos = [i for i in ck.tensors.values() if i.nbytes]
     info = infos[len(infos) // 2]
-    extent = next(e for e in ck.origin.extents(next(iter(ck.facts.means.get(info.key, (info.key,))))) if e.box.size)
+    extent = next(e for e in ck.origin.extents(next(iter(ck.metadata.means.get(info.key, (info.key,))))) if e.box.size)
     restore = flip(src / extent.file, extent.offset)
     refused(src, tmp_path / "dst", extent.file, "CRC-32 of its record", chunk_bytes=sizes[0], shard_bytes=sizes[1])
 

@@ -53,7 +53,7 @@ def test_it_reads_as_its_source_does(ck: Checkpoint, source: Path) -> None:
     assert ck.kind == "ucformat"
     assert holds(ucformat.open(ck.url))
     assert ck.tensors == foreign.tensors
-    assert (ck.facts.groups, ck.facts.step) == (foreign.facts.groups, foreign.facts.step)
+    assert (ck.metadata.groups, ck.metadata.step) == (foreign.metadata.groups, foreign.metadata.step)
     assert dict(ck.objects) == dict(foreign.objects)
     assert [(entry.kind, entry.id) for entry in ck.manifest.lineage] == [("convert", foreign.id)]
 

@@ -111,7 +111,7 @@ def contents(place: Path) -> str:
     for key in sorted(ck.tensors):
         a = ck[key].read()
         found.update(f"{key} {a.dtype} {a.shape}".encode() + a.tobytes())
-    found.update(repr((ck.facts.step, ck.facts.groups, ck.aliases, sorted(ck.assets))).encode())
+    found.update(repr((ck.metadata.step, ck.metadata.groups, ck.aliases, sorted(ck.assets))).encode())
     return found.hexdigest()
 
 

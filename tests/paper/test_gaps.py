@@ -53,7 +53,7 @@ def test_h1_any_zero_stage_to_any_other(tmp_path: Path, zero: int, other: int) -
             [
                 {"keep": "*", "states": ["master"]},
                 {"rename_states": {"master": "weight"}},
-                {"cast": "*", "dtype": str(opened.ck.facts.layout["weight_dtype"])},
+                {"cast": "*", "dtype": str(opened.ck.metadata.layout["weight_dtype"])},
             ]
         )
         for name in weights:
@@ -109,8 +109,8 @@ def test_h4_groups_that_differ_between_stages_are_joined_by_what_they_are(tmp_pa
     rewrite(tmp_path / "ckpt", "*mp_rank_02_optim_states.pt", no_decay)  # which has vectors alone
     ck = ucformat.open(tmp_path / "ckpt")
     check(ck, truth)
-    assert [g["weight_decay"] for g in ck.facts.groups] == [0.01, 0.0]
-    for group, wide in zip(ck.facts.groups, (True, False), strict=True):
+    assert [g["weight_decay"] for g in ck.metadata.groups] == [0.01, 0.0]
+    for group, wide in zip(ck.metadata.groups, (True, False), strict=True):
         assert set(group["params"]) == {n for n in model.names if (model.arrays[n, "master"].ndim > 1) == wide}
 
 
@@ -271,7 +271,7 @@ def test_h11_names_of_gptmodel_and_gptmodelpipe_both_ways(tmp_path: Path) -> Non
         steps = [{"rename": f"/{re.escape(a)}/", "to": b} for a, b in pairs.items()]
         seen = ucformat.open(tmp_path / str(pipe)).view(steps)
         check(seen, {key: a for key, a in truths[not pipe].items() if not key[0].endswith(".padding")})
-        grouped = {n for g in seen.facts.groups for n in g["params"]}
+        grouped = {n for g in seen.metadata.groups for n in g["params"]}
         assert grouped == set(pairs.values())
 
 
@@ -353,7 +353,7 @@ class TestH15Zero0AndDdp:
         flat = {"match": "*", "states": list(FLAT), "place": [{"flat": "optimizer", "over": "dp", "group_pad": 2}]}
         parts = read_as(out, ucformat.Layout({"dp": 3}, [EVERYTHING], data=[flat, EVERYTHING]), ["exp_avg"])
         joined = np.concatenate([p["flat:0", "exp_avg"] for p in parts])
-        right = np.concatenate([out[n, "exp_avg"].read().reshape(-1) for n in out.facts.groups[0]["params"]])
+        right = np.concatenate([out[n, "exp_avg"].read().reshape(-1) for n in out.metadata.groups[0]["params"]])
         assert same(joined[: right.size], right)
 
     def test_ddp_becomes_zero_3(self, tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ class TestH16SeveralDimsOfOneTensor:
         ck = Checkpoint(FakeSource.write(MemoryStore("h16"), {("w", "weight"): a}))
         rule = {"match": "w", "place": [{"pattern": "shard-Hy", "over": ["tp", "cp"], "dims": [0, 1]}]}
         layout = ucformat.Layout.parse({"version": 1, "mesh": {"tp": 3, "cp": 2}, "rules": [rule]})
-        layout.bind(ck.facts.roster).prove()
+        layout.bind(ck.metadata.tensor_list).prove()
         for rank, found in enumerate(read_as(ck, layout)):
             t, c = divmod(rank, 2)
             assert same(found["w", "weight"], np.ascontiguousarray(a[3 * t : 3 * t + 3, 5 * c : 5 * c + 5]))

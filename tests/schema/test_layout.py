@@ -12,7 +12,7 @@ from ucformat.errors import LayoutError, NotFound, UpgradeNeeded
 from ucformat.geometry.layout import Layout
 from ucformat.geometry.mesh import Mesh
 from ucformat.geometry.placement import Flat, Owner, Partial, Replicate, Rule, Shard, Stage
-from ucformat.geometry.tensor import Key, Roster, TensorInfo
+from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 from ucformat.schema.layout import json_schema
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -201,7 +201,7 @@ def test_the_files_in_the_docs_load_bind_and_cover(path: Path) -> None:
     shapes, states = (mixtral(), STATES[:-1]) if megatron else (llama(), STATES)
     infos = [TensorInfo(n, s, "float32", () if s == "step" else shape) for n, shape in shapes.items() for s in states]
     layout = Layout.load(path)
-    bound = layout.bind(Roster(tuple(infos), {n: int("norm" in n) for n in shapes}))
+    bound = layout.bind(TensorList(tuple(infos), {n: int("norm" in n) for n in shapes}))
     bound.prove()
     assert Layout.parse(layout.dump()) == layout
     for rank in range(bound.ranks):
@@ -213,7 +213,7 @@ def test_zero_1_of_the_docs_on_one_rank() -> None:
     shapes = llama()
     infos = [TensorInfo(n, s, "float32", shape) for n, shape in shapes.items() for s in STATES[:-1]]
     layout = Layout.load(DOCS / "layouts" / "llama-tp-pp-zero1.yaml")
-    bound = layout.bind(Roster(tuple(infos), dict.fromkeys(shapes, 0)))
+    bound = layout.bind(TensorList(tuple(infos), dict.fromkeys(shapes, 0)))
     assert {k.name.split(".")[2] for k in bound.keys(5)} == {str(i) for i in range(8, 16)}
     layer = 2 * 64 * 64 + 2 * 16 * 64 + 3 * 172 * 64  # cut by tp
     assert bound.buffers(5)["flat:0", "master"].size == 8 * (layer // 2 + 2 * 64) // 2

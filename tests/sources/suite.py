@@ -118,12 +118,12 @@ class SourceSuite:
             assert found[key][2] == expected[2], key
 
     def test_what_it_says_of_itself(self, sample: Sample) -> None:
-        facts = sample.open().facts
+        facts = sample.open().metadata
         assert dict(facts.aliases) == sample.aliases
         assert facts.step == sample.step
         if sample.groups is not None:
             assert [list(g["params"]) for g in facts.groups] == sample.groups
-            assert {n: g for g, names in enumerate(sample.groups) for n in names} == dict(facts.roster.groups)
+            assert {n: g for g, names in enumerate(sample.groups) for n in names} == dict(facts.tensor_list.groups)
         else:
             assert not facts.groups
         assert facts.engine["name"]
@@ -131,7 +131,7 @@ class SourceSuite:
 
     def test_extents_cover_each_tensor_exactly_once(self, sample: Sample) -> None:
         source = sample.open().source
-        for info in source.facts.roster.tensors:
+        for info in source.metadata.tensor_list.tensors:
             if (info.state, info.name) in sample.truth:
                 data = read_tensor(source, info)  # type: ignore[arg-type]
                 assert data == sample.truth[info.state, info.name][2], info.key
@@ -145,8 +145,8 @@ class SourceSuite:
         store = Counting(LocalStore(sample.path))
         source = next(s for s in SOURCES if s.find(store)).open(store)
         read = {key: list(ranges) for key, ranges in store.ranges.items()}  # asking for extents reads more
-        nbytes = sum(nbytes_read(read, source, info) for info in source.facts.roster.tensors)
-        assert nbytes <= self.most_read * sum(info.nbytes for info in source.facts.roster.tensors)
+        nbytes = sum(nbytes_read(read, source, info) for info in source.metadata.tensor_list.tensors)
+        assert nbytes <= self.most_read * sum(info.nbytes for info in source.metadata.tensor_list.tensors)
         assert max(store.requests.values()) <= self.most_requests
 
     def test_slices_read_what_they_need(self, sample: Sample) -> None:
@@ -167,8 +167,8 @@ class SourceSuite:
         source = sample.open()
         ck = ucformat.convert(source, tmp_path / "universal", chunk_bytes=4096)
         assert read_whole(ck) == read_whole(source)
-        assert (dict(ck.aliases), ck.facts.step) == (dict(source.aliases), source.facts.step)
-        assert list(ck.facts.groups) == list(source.facts.groups)
+        assert (dict(ck.aliases), ck.metadata.step) == (dict(source.aliases), source.metadata.step)
+        assert list(ck.metadata.groups) == list(source.metadata.groups)
         assert dict(ck.objects) == dict(source.objects)
         assert dict(ck.assets) == dict(source.assets)
         assert ucformat.verify(ck.url)
@@ -185,7 +185,7 @@ class SourceSuite:
     def damageable(self, copy: Sample) -> list[Path]:
         ck = copy.open()
         root = copy.path if copy.path.is_dir() else copy.path.parent
-        return [root / name for name in ck.facts.files]
+        return [root / name for name in ck.metadata.files]
 
     def test_a_missing_file_is_an_error_or_does_not_matter(self, copy: Sample, tmp_path: Path) -> None:
         for path in self.damageable(copy):

@@ -37,9 +37,9 @@ class TestByteCheckpoint(SourceSuite):
 def test_a_step_and_a_model_open_by_themselves(part: str) -> None:
     sample = sample_of("fsdp2", f"ckpt/global_step_2{part}")
     ck = sample.open()
-    assert ck.facts.step == 2
+    assert ck.metadata.step == 2
     assert {k.name for k in ck.tensors if k.state == "weight"} == {n for s, n in sample.truth if s == "weight"}
-    assert bool(ck.facts.groups) == (not part)
+    assert bool(ck.metadata.groups) == (not part)
 
 
 def test_every_rank_s_extra_state_is_kept() -> None:
@@ -53,4 +53,4 @@ def test_numbered_states_that_nothing_names_ask_for_the_names() -> None:
     with pytest.raises(UsageError, match=r"numbered .*\n.*'groups'"):
         open_checkpoint(sample.path)
     source = ByteCheckpoint(groups=sample.groups).open(LocalStore(sample.path))
-    assert [list(g["params"]) for g in source.facts.groups] == sample.groups
+    assert [list(g["params"]) for g in source.metadata.groups] == sample.groups

@@ -14,7 +14,7 @@ import torch
 from safetensors.numpy import save_file
 
 import ucformat
-from ucformat.sources.configuration import REDACTED, merged, plain, told
+from ucformat.sources.configuration import REDACTED, merged, plain, read_training_info
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -100,7 +100,7 @@ def test_kinds_stand_side_by_side_and_hide_nothing(
 def test_deepspeed_s_comes_before_megatron_s_arguments() -> None:
     state = {"bf16": True, "lr": 1e-4, "wandb_exp_name": "run7"}
     args = {"$class": "argparse.Namespace", "$state": state}
-    found = told({"ds_config": {"bf16": {"enabled": True}}, "client_state": {"args": args}}, {})
+    found = read_training_info({"ds_config": {"bf16": {"enabled": True}}, "client_state": {"args": args}}, {})
     assert found.config["bf16"] == {"enabled": True}
     assert found.config["args"] == {"bf16": True}
     assert (found.config["lr"], found.run) == (1e-4, "run7")
@@ -113,13 +113,18 @@ def test_trainer_s_last_values_are_metrics_and_its_run_is_the_run() -> None:
         {"eval_loss": 1.0, "step": 2},
     ]
     state = {"log_history": history, "best_metric": 0.5}
-    found = told(
+    found = read_training_info(
         {"trainer_state": state, "training_args": {"$state": {"run_name": "r1", "output_dir": "out"}, "$class": "x"}},
         {},
     )
     assert found.metrics == {"loss": 2.0, "epoch": 0.2, "eval_loss": 1.0, "best_metric": 0.5}
     assert found.run == "r1"
-    assert told({"training_args": {"$state": {"run_name": "out", "output_dir": "out"}, "$class": "x"}}, {}).run is None
+    assert (
+        read_training_info(
+            {"training_args": {"$state": {"run_name": "out", "output_dir": "out"}, "$class": "x"}}, {}
+        ).run
+        is None
+    )
 
 
 def test_orbax_s_metadata_and_metrics() -> None:
@@ -127,7 +132,7 @@ def test_orbax_s_metadata_and_metrics() -> None:
         "metrics": {"accuracy": 0.5}, "custom_metadata": {"lr": 1}, "trees": {"state": {"width": 4}},
         "items": {"config": {"layers": 2}, "metrics": {"loss": 0.25}},
     }}  # fmt: skip
-    found = told(objects, {})
+    found = read_training_info(objects, {})
     assert found.config == {"lr": 1, "width": 4, "layers": 2}
     assert found.metrics == {"accuracy": 0.5, "loss": 0.25}
 
@@ -160,4 +165,4 @@ def test_a_value_that_cannot_be_told_does_not_hide_the_tensors(
     (tmp_path / "config.json").write_text('{"a": ' * 300 + "1" + "}" * 300)
     ck = ucformat.open(tmp_path)
     assert (ck.manifest.config, len(ck.manifest.tensors)) == ({}, 1)
-    assert "its configuration cannot be told" in caplog.text
+    assert "its configuration cannot be read" in caplog.text

@@ -55,7 +55,7 @@ def check(made: Made, source: OpenSource, zero: int) -> None:
         trained = {n for s, n in truth if s == "master"}
         assert not trained & frozen
         truth = {(s, n): v for (s, n), v in truth.items() if s != "weight" or n not in trained}
-    infos = {(i.state, i.name): i for i in source.facts.roster.tensors if "client_state" not in i.name}
+    infos = {(i.state, i.name): i for i in source.metadata.tensor_list.tensors if "client_state" not in i.name}
     assert infos.keys() == truth.keys()
     for key, (dtype, shape, data) in truth.items():
         assert (infos[key].dtype, infos[key].shape) == (dtype, shape), key
@@ -69,7 +69,7 @@ def test_every_tensor_is_the_engines_bit_for_bit(chosen: Callable[[int, str], Ma
     source = open_source(LocalStore(made.checkpoint))
     assert source is not None
     check(made, source, spec["zero"])
-    facts = source.facts
+    facts = source.metadata
     assert facts.layout.items() >= {"zero": spec["zero"], "dp": world}.items()
     assert (facts.step, facts.engine) == (3, {"name": "deepspeed", "version": "0.19.8"})
     assert dict(facts.aliases) == made.facts["tied"]
@@ -84,14 +84,14 @@ def test_optimizer_groups_keep_their_own_hyper_parameters(
     chosen: Callable[[int, str], Made], world: int, name: str
 ) -> None:
     made = chosen(world, name)
-    facts = opened(made.checkpoint).facts
+    facts = opened(made.checkpoint).metadata
     wanted = [[n for n in group if n != "idle.nothing"] for group in made.facts["groups"]]
     found = [[n for n in group["params"] if n != "idle.nothing"] for group in facts.groups]
     if "round" in name:  # there the flat order is another one
         wanted, found = [sorted(g) for g in wanted], [sorted(g) for g in found]
     assert found == wanted
     for g, names in enumerate(found):
-        assert {facts.roster.groups[n] for n in names} == {g}
+        assert {facts.tensor_list.groups[n] for n in names} == {g}
     if "elastic" not in name:  # those files hold no hyper-parameters
         for group, hyper in zip(facts.groups, made.facts["hyper"], strict=True):
             assert group["lr"] == hyper["lr"]
@@ -110,30 +110,30 @@ def test_the_whole_product_is_bit_exact(shared: Path, world: int, zero: int) -> 
 
 def test_client_state_is_kept_with_its_tensors(chosen: Callable[[int, str], Made]) -> None:
     source = opened(chosen(4, "z1-client").checkpoint)
-    client = source.facts.objects["client_state"]
+    client = source.metadata.objects["client_state"]
     assert client["iteration"] == 3
     assert client["nan"] == {"$float": "nan"}
     assert client["$int:5"] == {"of": [1, 2]}
     assert client["rng"]["$tensor"]["shape"] == [64]
     assert client["ema"] == {"decay": 0.9, "big.weight": {"$ref": "client_state.ema.big.weight"}}
-    info = next(i for i in source.facts.roster.tensors if i.name == "client_state.ema.big.weight")
+    info = next(i for i in source.metadata.tensor_list.tensors if i.name == "client_state.ema.big.weight")
     assert (info.shape, info.dtype, len(read_tensor(source, info))) == ((200, 300), "float32", 240_000)
-    assert source.facts.objects["optimizer"]["loss_scaler"]["$class"].endswith("LossScaler")
-    assert source.facts.objects["lr_scheduler"] == {"last_batch_iteration": 2}
+    assert source.metadata.objects["optimizer"]["loss_scaler"]["$class"].endswith("LossScaler")
+    assert source.metadata.objects["lr_scheduler"] == {"last_batch_iteration": 2}
 
 
 @pytest.mark.parametrize(("world", "name"), [(2, "z3-counted"), (3, "z0-counted"), (4, "z2-round-counted")])
 def test_plain_optimizer_state_is_kept_by_group(chosen: Callable[[int, str], Made], world: int, name: str) -> None:
-    for group in opened(chosen(world, name).checkpoint).facts.groups:
+    for group in opened(chosen(world, name).checkpoint).metadata.groups:
         assert group["state"] == {"step": 3}
 
 
 def test_what_ranks_saved_differently_is_kept_for_each(chosen: Callable[[int, str], Made]) -> None:
     source = opened(chosen(3, "z3-client").checkpoint)
-    ranks = source.facts.objects["rank"]
+    ranks = source.metadata.objects["rank"]
     assert ranks.keys() == {"1", "2"}
     assert ranks["1"]["client_state"].keys() == {"rng", "own"}  # the shared average is stored once
-    names = {i.name for i in source.facts.roster.tensors if "client_state" in i.name}
+    names = {i.name for i in source.metadata.tensor_list.tensors if "client_state" in i.name}
     assert names == {
         "client_state.ema.big.weight",
         "client_state.own",
@@ -147,8 +147,8 @@ def test_opening_reads_kilobytes_and_the_first_rank_alone(chosen: Callable[[int,
     source = DeepSpeed().open(store)
     touched = {key for key in store.bytes if "optim" in key}
     assert {re.sub(r".*rank_(\d)_mp.*", r"\1", key) for key in touched} == {"0"}
-    last = next(i for i in reversed(source.facts.roster.tensors) if i.state == "exp_avg")
-    assert {e.file for e in source.extents(last.key)} <= set(source.facts.files)
+    last = next(i for i in reversed(source.metadata.tensor_list.tensors) if i.state == "exp_avg")
+    assert {e.file for e in source.extents(last.key)} <= set(source.metadata.files)
     assert max(store.bytes.values()) < 200_000
     assert max(store.requests.values()) < 40
 
@@ -203,7 +203,7 @@ class TestDamage:
 
     def read_all(self, folder: Path) -> None:
         source = opened(folder)
-        for info in source.facts.roster.tensors:
+        for info in source.metadata.tensor_list.tensors:
             for _ in source.extents(info.key):
                 pass
 
@@ -335,7 +335,7 @@ def test_errors_survive_the_pool(chosen: Callable[[int, str], Made], tmp_path: P
 
 def test_flat_ranges_make_few_extents(chosen: Callable[[int, str], Made]) -> None:
     source = opened(chosen(4, "z1-round-aligned").checkpoint)
-    for info in source.facts.roster.tensors:
+    for info in source.metadata.tensor_list.tensors:
         extents = list(source.extents(info.key))
         assert len(extents) <= 4 * max(1, 2 * len(info.shape) - 1)
         assert sum(e.box.size for e in extents) == math.prod(info.shape)

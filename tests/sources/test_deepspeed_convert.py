@@ -147,13 +147,13 @@ def test_converted_it_says_of_itself_what_it_said_in_place(made: Made, truth: Ar
     for alias, name in made.facts["tied"].items():
         state = source[name].state
         assert same(ck[alias][...], truth[name, state])
-    assert ck.facts.step == 3
-    assert ck.facts.engine == {"name": "deepspeed", "version": made.facts["version"]}
-    assert ck.facts.layout == dict(source.facts.layout)
+    assert ck.metadata.step == 3
+    assert ck.metadata.engine == {"name": "deepspeed", "version": made.facts["version"]}
+    assert ck.metadata.layout == dict(source.metadata.layout)
     assert ck.objects == source.objects
     assert ck.objects["lr_scheduler"] == {"last_batch_iteration": 2}
-    assert [dict(g) for g in ck.facts.groups] == [dict(g) for g in source.facts.groups]
-    for group, names, hyper in zip(ck.facts.groups, made.facts["groups"], made.facts["hyper"], strict=True):
+    assert [dict(g) for g in ck.metadata.groups] == [dict(g) for g in source.metadata.groups]
+    for group, names, hyper in zip(ck.metadata.groups, made.facts["groups"], made.facts["hyper"], strict=True):
         assert sorted(group["params"]) == sorted(n for n in names if n in group["params"] or n != "idle.nothing")
         assert (group["lr"], group["weight_decay"]) == (hyper["lr"], hyper["weight_decay"])
     assert ck.manifest.lineage[0].url == source.home

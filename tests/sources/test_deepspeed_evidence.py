@@ -224,7 +224,7 @@ class TestRanksThatWereSeededAlike:
         with pytest.raises(AmbiguousLayout, match=r"net\.a\.weight"):
             opened(tmp_path / "x")
         found = opened(tmp_path / "x", cuts={"net.[ab].*": 0, "/net\\.[ab].*/": 0, "net.c*": "replicate"})
-        shapes = {i.name: i.shape for i in found.facts.roster.tensors if i.state == "master"}
+        shapes = {i.name: i.shape for i in found.metadata.tensor_list.tensors if i.state == "master"}
         assert shapes == {"net.a.weight": (6, 8), "net.b.weight": (8, 8), "net.c.weight": (8,)}
 
 
@@ -238,7 +238,7 @@ class TestCuts:
         write(tmp_path / "x", gpt(**SMALL), tp=2)
         layout = ucformat.Layout({"tp": 2}, [{"match": "*position*", "place": [{"shard": 1, "over": "tp"}]}])
         for options, shape in ((({"layout": layout}), (5, 16)), ({"layout": layout, "cuts": {POSITION: 0}}, (10, 8))):
-            found = {i.name: i.shape for i in opened(tmp_path / "x", **options).facts.roster.tensors}
+            found = {i.name: i.shape for i in opened(tmp_path / "x", **options).metadata.tensor_list.tensors}
             assert found[POSITION] == shape
 
     def test_of_halves_and_means(self, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ class TestCuts:
         truth = write(tmp_path / "x", model, tp=2)
         check(opened(tmp_path / "x", cuts={"*dense_h_to_4h*": "halves"}), truth)
         key = Key(POSITION, "master")
-        assert key in opened(tmp_path / "x", cuts={"*position*": "mean"}).facts.means
+        assert key in opened(tmp_path / "x", cuts={"*position*": "mean"}).metadata.means
 
     def test_on_the_command_line(self, tmp_path: Path) -> None:
         name = LAYER + "adapter.up.weight"
@@ -338,5 +338,5 @@ class TestUniversal:
             list(source.extents(Key(POSITION, "exp_avg")))
 
     def test_cuts_are_heeded(self, converted: tuple[Path, dict[str, Arrays]]) -> None:
-        found = opened(converted[0] / "zero1-u", cuts={POSITION: 0}).facts.roster.tensors
+        found = opened(converted[0] / "zero1-u", cuts={POSITION: 0}).metadata.tensor_list.tensors
         assert {i.shape for i in found if i.name == POSITION and i.state != "step"} == {(10, 8)}

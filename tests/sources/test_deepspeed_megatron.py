@@ -32,7 +32,7 @@ def opened(folder: Path, **options: Any) -> OpenSource:
 
 def check(source: OpenSource, truth: dict[tuple[str, str], Any]) -> None:
     """All of the truth is there, and nothing else but `step`."""
-    infos = {(i.state, i.name): i for i in source.facts.roster.tensors if i.state != "step"}
+    infos = {(i.state, i.name): i for i in source.metadata.tensor_list.tensors if i.state != "step"}
     assert infos.keys() == truth.keys()
     for key, a in truth.items():
         assert infos[key].shape == a.shape, key
@@ -45,7 +45,7 @@ def test_every_source_of_the_papers_table(tmp_path: Path, tp: int, pp: int, dp: 
     truth = write(tmp_path / "ckpt", model, tp=tp, pp=pp, dp=dp, zero=zero, sp=sp)
     source = opened(tmp_path / "ckpt")
     check(source, truth)
-    facts = source.facts
+    facts = source.metadata
     degrees = {"zero": zero, "dp": dp * sp} | {k: n for k, n in (("tp", tp), ("pp", pp)) if n > 1}
     assert {k: v for k, v in facts.layout.items() if k != "weight_dtype"} == degrees
     assert facts.step == 3
@@ -88,7 +88,7 @@ class TestWithoutInfo:
         source = opened(tmp_path / "ckpt")
         for (state, name), a in told.items():
             if not state.endswith(".padding"):
-                info = next(i for i in source.facts.roster.tensors if i.key == Key(name, state))
+                info = next(i for i in source.metadata.tensor_list.tensors if i.key == Key(name, state))
                 spare = told.get((f"{state}.padding", name))  # nothing says which rows are padding
                 whole = a if spare is None else np.concatenate([a, spare])
                 assert read_tensor(source, info) == whole.tobytes(), name
@@ -134,7 +134,7 @@ class TestWithoutInfo:
         vocabulary = model.vocabulary[0]
         for (state, name), a in truth.items():
             if name != vocabulary:
-                info = next(i for i in source.facts.roster.tensors if i.key == Key(name, state))
+                info = next(i for i in source.metadata.tensor_list.tensors if i.key == Key(name, state))
                 assert read_tensor(source, info) == a.tobytes(), name
 
     def test_the_size_of_a_padded_vocabulary_can_be_given(self, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_what_the_files_say_can_be_overridden(tmp_path: Path) -> None:
     row = "language_model.encoder.layers.0.self_attention.dense.weight"
     model.info["parameter_with_row_parallelism_patterns"] = []
     truth = write(tmp_path / "ckpt", model, tp=2)
-    found = next(i for i in opened(tmp_path / "ckpt").facts.roster.tensors if i.key == Key(row, "weight"))
+    found = next(i for i in opened(tmp_path / "ckpt").metadata.tensor_list.tensors if i.key == Key(row, "weight"))
     assert found.shape == (16, 4)  # joined along dim 0, as DeepSpeed would
     check(opened(tmp_path / "ckpt", layout="megatron-deepspeed"), truth)
 
@@ -180,17 +180,17 @@ def test_averaged_parameters_are_kept_as_their_contributions(tmp_path: Path) -> 
     source = opened(tmp_path / "ckpt")
     for state in FLAT:
         key = Key(name, state)
-        info = next(i for i in source.facts.roster.tensors if i.key == key)
+        info = next(i for i in source.metadata.tensor_list.tensors if i.key == key)
         assert info.shape == (5, 8)
-        parts = source.facts.means[key]
+        parts = source.metadata.means[key]
         assert parts == (Key(name, f"{state}.partial0"), Key(name, f"{state}.partial1"))
         for t, part in enumerate(parts):
             data = read_tensor(_as(source, part), replace(info, state=part.state))
             assert data == (model.arrays[name, state] + np.float32(t)).tobytes()
-            assert part not in {i.key for i in source.facts.roster.tensors}
+            assert part not in {i.key for i in source.metadata.tensor_list.tensors}
         with pytest.raises(UnsupportedError, match="mean of 2 values"):
             source.extents(key)
-    assert Key(name, "step") not in source.facts.means
+    assert Key(name, "step") not in source.metadata.means
 
 
 def test_averaged_parameters_are_read_as_their_mean(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ class TestDamage:
 
     def read_all(self, folder: Path) -> None:
         source = opened(folder)
-        for info in source.facts.roster.tensors:
+        for info in source.metadata.tensor_list.tensors:
             list(source.extents(info.key))
 
     def test_it_reads(self, folder: Path) -> None:
@@ -291,6 +291,6 @@ def test_a_stage_without_layers_is_of_the_family_of_the_others(tmp_path: Path) -
     model = gpt(**{**SMALL, "layers": 1}, pipe=True, untied=True)
     model.layers.update({n: 3 for n in model.names if n.startswith("3.")})
     write(tmp_path / "ckpt", model, tp=2, pp=4, info=False)
-    shapes = {i.name: i.shape for i in opened(tmp_path / "ckpt").facts.roster.tensors if i.state == "weight"}
+    shapes = {i.name: i.shape for i in opened(tmp_path / "ckpt").metadata.tensor_list.tensors if i.state == "weight"}
     assert shapes["3.weight"] == (8,)
     assert shapes["4.lm_head.weight"] == (16, 8)

@@ -46,7 +46,9 @@ def expected(name: str) -> Sample:
     made = kept("deepspeed", name)
     shapes = {n: v[1] for (_, n), v in made.truth.items()}
     trained = {n for s, n in made.truth if s == "exp_avg"}
-    order = list(dict.fromkeys(i.name for i in DeepSpeed().open(LocalStore(made.checkpoint)).facts.roster.tensors))
+    order = list(
+        dict.fromkeys(i.name for i in DeepSpeed().open(LocalStore(made.checkpoint)).metadata.tensor_list.tensors)
+    )
     groups = groups_of(made.facts["spec"], sorted(trained, key=order.index), shapes)
     steps = frozenset(("step", n) for n in trained)
     return Sample(made.folder, "ckpt", "deepspeed", made.truth, {}, groups, 3, steps)
@@ -61,12 +63,14 @@ class TestKept(SourceSuite):
 @pytest.mark.parametrize("name", NAMES)
 def test_degrees(name: str) -> None:
     spec = kept("deepspeed", name).facts["spec"]
-    layout = opened(name).facts.layout
+    layout = opened(name).metadata.layout
     assert (layout["zero"], layout["dp"], layout["ep"]) == (spec["zero"], spec["world"], spec["ep"])
 
 
 def test_experts_stand_where_the_module_has_them() -> None:
-    names = list(dict.fromkeys(i.name for i in opened("ep2-dp4-z2").facts.roster.tensors if i.state == "weight"))
+    names = list(
+        dict.fromkeys(i.name for i in opened("ep2-dp4-z2").metadata.tensor_list.tensors if i.state == "weight")
+    )
     gate = names.index("moe.1.deepspeed_moe.gate.wg.weight")
     assert [expert_of(n) for n in names[gate + 1 : gate + 13]] == [e for e in range(4) for _ in range(3)]
     assert names[gate + 13].startswith("moe.1.mlp.")  # the residual expert, which is no expert of any rank
@@ -77,7 +81,7 @@ def test_only_the_holders_of_an_expert_are_opened() -> None:
     source = DeepSpeed().open(store)
     store.bytes.clear()
     name = "moe.0.deepspeed_moe.experts.deepspeed_experts.3.up.weight"
-    read_tensor(source, next(i for i in source.facts.roster.tensors if i.key == Key(name, "master")))
+    read_tensor(source, next(i for i in source.metadata.tensor_list.tensors if i.key == Key(name, "master")))
     assert {re.sub(r".*rank_(\d)_mp.*", r"\1", key) for key in store.bytes} <= {"1", "3"}
 
 
@@ -129,7 +133,7 @@ class TestHurt:
         value["optimizer"]["state"][0]["exp_avg"][0] += 1
         torch.save(value, path)
         source = DeepSpeed().open(LocalStore(copy))
-        info = next(i for i in source.facts.roster.tensors if i.state == "exp_avg")
+        info = next(i for i in source.metadata.tensor_list.tensors if i.state == "exp_avg")
         with pytest.raises(IntegrityError, match=r"expp_rank_0(.*)expp_rank_1"):
             read_tensor(source, info)
 
@@ -171,7 +175,10 @@ def test_optimizer_files_that_say_nothing(tmp_path: Path) -> None:
         torch.save({"optimizer": None}, copy / TAG / f"expp_rank_{rank}_mp_rank_00_optim_states.pt")
     source = DeepSpeed().open(LocalStore(copy))
     for (state, name), (_, _, data) in sample.truth.items():
-        assert read_tensor(source, next(i for i in source.facts.roster.tensors if i.key == Key(name, state))) == data
+        assert (
+            read_tensor(source, next(i for i in source.metadata.tensor_list.tensors if i.key == Key(name, state)))
+            == data
+        )
 
 
 @pytest.mark.parametrize(

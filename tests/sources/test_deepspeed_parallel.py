@@ -33,7 +33,9 @@ def expected(name: str) -> Sample:
         truth = {(s, n.replace("tied_modules.embed", "0")): v for (s, n), v in truth.items()}
     trained = {n for s, n in truth if s == "exp_avg"}
     shapes = {n: v[1] for (s, n), v in truth.items()}
-    order = list(dict.fromkeys(i.name for i in DeepSpeed().open(LocalStore(made.checkpoint)).facts.roster.tensors))
+    order = list(
+        dict.fromkeys(i.name for i in DeepSpeed().open(LocalStore(made.checkpoint)).metadata.tensor_list.tensors)
+    )
     names = sorted(trained, key=order.index)
     groups = [names]
     if made.facts["spec"].get("groups") == 2:
@@ -55,23 +57,23 @@ def opened(name: str, **options: Any) -> Any:
 @pytest.mark.parametrize("name", TENSOR + PIPELINES)
 def test_degrees(name: str) -> None:
     spec = kept("deepspeed", name).facts["spec"]
-    layout = opened(name).facts.layout
+    layout = opened(name).metadata.layout
     tp, pp = spec.get("tp", 1), spec.get("pp", 1)
     assert (layout["zero"], layout["dp"]) == (spec["zero"], spec["world"] // tp // pp)
     assert (layout.get("tp", 1), layout.get("pp", 1)) == (tp, pp)
 
 
 def test_each_ranks_objects_are_kept() -> None:
-    ranks = opened("tp2-dp2-z3").facts.objects["rank"]
+    ranks = opened("tp2-dp2-z3").metadata.objects["rank"]
     assert {label: r["client_state"] for label, r in ranks.items()} == {
         "tp1": {"rank": 1}, "tp0.dp1": {"rank": 2}, "tp1.dp1": {"rank": 3}}  # fmt: skip
-    assert opened("pp2-dp2-z1").facts.objects["rank"]["pp1"]["client_state"] == {"rank": 2}
+    assert opened("pp2-dp2-z1").metadata.objects["rank"]["pp1"]["client_state"] == {"rank": 2}
 
 
 @pytest.mark.parametrize("name", ["tp2-dp2-z1", "tp2-dp2-z3"])
 def test_an_odd_vocabulary_is_cut_unevenly(name: str) -> None:
     source = opened(name)
-    info = next(i for i in source.facts.roster.tensors if i.key == Key("lm_head.weight", "master"))
+    info = next(i for i in source.metadata.tensor_list.tensors if i.key == Key("lm_head.weight", "master"))
     assert info.shape[0] == 31
     rows = {e.box.start[0] for e in source.extents(info.key)}
     assert 16 in rows  # 16 + 15
@@ -101,7 +103,7 @@ class TestWithoutInfo:
         sample = expected("tp2-dp2-z1")
         source = DeepSpeed().open(LocalStore(copy))
         for (state, name), (_, shape, data) in sample.truth.items():
-            info = next(i for i in source.facts.roster.tensors if i.key == Key(name, state))
+            info = next(i for i in source.metadata.tensor_list.tensors if i.key == Key(name, state))
             assert info.shape == shape, name
             assert read_tensor(source, info) == data
 
@@ -127,13 +129,13 @@ def _mend(path: Path) -> None:
 
 class TestPipelinesUnderZero0:
     def test_names_can_be_given(self) -> None:
-        told = opened("pp2-z0").facts.groups[0]["params"]
+        told = opened("pp2-z0").metadata.groups[0]["params"]
         second = ["0.weight", *(n for n in told if n[0] == "3")]  # the tied module's stand first in each stage
         groups = [[*(n for n in told if n[0] in "012"), *second]]
         source = opened("pp2-z0", groups=groups)
         sample = expected("pp2-z0")
         for (state, name), (_, _, data) in sample.truth.items():
-            info = next(i for i in source.facts.roster.tensors if i.key == Key(name, state))
+            info = next(i for i in source.metadata.tensor_list.tensors if i.key == Key(name, state))
             assert read_tensor(source, info) == data
 
     def test_too_few_names_are_refused(self) -> None:
@@ -165,5 +167,5 @@ def test_tied_layers_that_differ_are_both_named(tmp_path: Path) -> None:
 
 def test_the_facts_are_plain_json() -> None:
     for name in TENSOR + PIPELINES:
-        facts = opened(name).facts
+        facts = opened(name).metadata
         json.dumps([facts.objects, facts.layout, facts.groups], allow_nan=False)

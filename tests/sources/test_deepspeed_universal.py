@@ -31,14 +31,14 @@ def expected(name: str) -> Sample:
         truth = {(s, n): v for (s, n), v in truth.items() if s != "weight" or n not in trained}
     if spec.get("pp"):
         truth = {(s, n): v for (s, n), v in truth.items() if s != "weight"}
-    order = list(dict.fromkeys(i.name for i in opened(name).facts.roster.tensors))
+    order = list(dict.fromkeys(i.name for i in opened(name).metadata.tensor_list.tensors))
     shapes = {n: v[1] for (_, n), v in truth.items()}
     names = [n for n in order if n in trained]
     groups = [names]
     if spec.get("groups") == 2:
         groups = [[n for n in names if (len(shapes[n]) > 1) == big] for big in (True, False)]
     if spec.get("pp"):
-        groups = [list(g["params"]) for g in opened(name).facts.groups]
+        groups = [list(g["params"]) for g in opened(name).metadata.groups]
         assert sorted(n for g in groups for n in g) == sorted(trained)
     steps = frozenset(("step", n) for n in trained)
     return Sample(made.folder, "ckpt", "deepspeed", truth, made.facts["tied"], groups, 3, steps)
@@ -84,27 +84,27 @@ def test_a_native_checkpoint_beside_it_is_taken_first(tmp_path: Path) -> None:
     shutil.copytree(kept("deepspeed", "universal-z1").checkpoint / TAG, tmp_path / "step3_universal")
     (tmp_path / "latest_universal").write_text("step3_universal")
     shutil.copytree(kept("deepspeed", "ep2-z0").checkpoint, tmp_path, dirs_exist_ok=True)
-    assert open_checkpoint(tmp_path).facts.layout["zero"] == 0
-    assert open_checkpoint(tmp_path / "step3_universal").facts.layout["universal"] is True
+    assert open_checkpoint(tmp_path).metadata.layout["zero"] == 0
+    assert open_checkpoint(tmp_path / "step3_universal").metadata.layout["universal"] is True
 
 
 def test_frozen_parameters_and_buffers_are_there() -> None:
     """DeepSpeed's own loading of a universal checkpoint leaves both as they were initialised."""
-    frozen = opened("universal-z3").facts
-    assert any("q_proj" in i.name and i.state == "weight" for i in frozen.roster.tensors)
+    frozen = opened("universal-z3").metadata
+    assert any("q_proj" in i.name and i.state == "weight" for i in frozen.tensor_list.tensors)
     assert "not_stored" not in frozen.objects
-    states = {i.state for i in opened("universal-z2").facts.roster.tensors if "mlp.down" in i.name}
+    states = {i.state for i in opened("universal-z2").metadata.tensor_list.tensors if "mlp.down" in i.name}
     assert states == {"weight"}  # the fp32 copy that the converter made of it is no master
 
 
 def test_groups_keep_their_own_hyper_parameters() -> None:
     for name in ("universal-z1", "universal-z3"):
-        assert [g["weight_decay"] for g in opened(name).facts.groups] == [0.01, 0.0]
+        assert [g["weight_decay"] for g in opened(name).metadata.groups] == [0.01, 0.0]
 
 
 def test_steps_of_zero_3_come_from_the_optimizers_file() -> None:
     source = opened("universal-z3")
-    infos = [i for i in source.facts.roster.tensors if i.state == "step"]
+    infos = [i for i in source.metadata.tensor_list.tensors if i.state == "step"]
     assert infos
     assert {read_tensor(source, i) for i in infos} == {b"\x00\x00\x40\x40"}
 
@@ -225,9 +225,9 @@ class TestForms:
         for name, step in (("a", 3), ("b", 3), ("c", 4)):
             self.put(folder, name, "fp32", {"param": torch.randn(2)})
             self.put(folder, name, "step", step)
-        assert open_checkpoint(folder).facts.groups[0]["state"] == {"step": {"a": 3, "b": 3, "c": 4}}
+        assert open_checkpoint(folder).metadata.groups[0]["state"] == {"step": {"a": 3, "b": 3, "c": 4}}
         self.put(folder, "c", "step", 3)
-        assert open_checkpoint(folder).facts.groups[0]["state"] == {"step": 3}
+        assert open_checkpoint(folder).metadata.groups[0]["state"] == {"step": 3}
 
     def test_a_flat_tensor_without_model_states(self, folder: Path) -> None:
         import torch
@@ -246,7 +246,7 @@ class TestForms:
         import torch
 
         self.put(folder, "..x/y", "fp32", {"param": torch.randn(2)})
-        assert [i.name for i in open_checkpoint(folder).facts.roster.tensors] == ["..x/y"]
+        assert [i.name for i in open_checkpoint(folder).metadata.tensor_list.tensors] == ["..x/y"]
 
 
 def test_what_the_converter_joined_wrongly_is_not_read(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_thousand_atoms_are_opened_by_few_bytes_each(tmp_path: Path) -> None:
         torch.save({"param": big}, path)
     store = Counting(LocalStore(tmp_path))
     source = DeepSpeed().open(store)
-    assert len(source.facts.roster.tensors) == 40
+    assert len(source.metadata.tensor_list.tensors) == 40
     assert max(store.bytes.values()) < 110_000 < big.numel() * 4
     store.bytes.clear()
     list(source.extents(Key("w7", "master")))

@@ -50,14 +50,14 @@ class TestTrainer(SourceSuite):
 
     def test_what_lies_beside_the_tensors(self, sample: Sample) -> None:
         ck = sample.open()
-        assert ck.facts.engine == {"name": "transformers", "version": "5.23.0"}
+        assert ck.metadata.engine == {"name": "transformers", "version": "5.23.0"}
         assert ck.objects["trainer_state"]["global_step"] == 3
         assert ck.objects["scheduler"]["last_epoch"] == 3
         assert ck.objects["rng_state"]["0"].keys() == {"python", "numpy", "cpu"}
         assert ck.objects["training_args"]["$class"] == "transformers.training_args.TrainingArguments"
         assert ck.objects["training_args"]["$state"]["max_steps"] == 3
         assert json.loads(ck.assets["config.json"])["model_type"] == "llama"
-        assert [g["weight_decay"] for g in ck.facts.groups] == [0.0, 0.0]
+        assert [g["weight_decay"] for g in ck.metadata.groups] == [0.0, 0.0]
 
     def test_without_its_family_the_optimizer_keeps_its_numbers(self, copy: Sample) -> None:
         groups = copy.groups or []
@@ -68,7 +68,7 @@ class TestTrainer(SourceSuite):
         assert {(k.state, k.name) for k in ck.tensors} == numbered(copy, groups).truth.keys()
         told = Checkpoint(HuggingFace(groups={"optimizer": groups}).open(LocalStore(copy.path)))
         assert {(k.state, k.name) for k in told.tensors} == copy.truth.keys()
-        assert [list(g["params"]) for g in told.facts.groups] == groups
+        assert [list(g["params"]) for g in told.metadata.groups] == groups
 
     def test_weights_alone(self, copy: Sample) -> None:
         for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
@@ -166,7 +166,7 @@ class TestTrainerWithZero2(SourceSuite):
 
     def test_the_exported_copy_is_not_listed(self, sample: Sample) -> None:
         assert (sample.path / "model.safetensors").exists()
-        facts = sample.open().facts
+        facts = sample.open().metadata
         assert "model.safetensors" not in facts.files
         assert facts.engine["engine"] == "deepspeed"
         assert facts.layout == {"zero": 2, "dp": 2}
@@ -275,10 +275,10 @@ def test_dcp_inside_is_told_what_its_hint_asks_for(tmp_path: Path) -> None:
     groups = [{"params": [0, 1], "lr": 0.5}]
     save({"optimizer": {"state": state, "param_groups": groups}}, checkpoint_id=tmp_path / "optimizer_0")
     with pytest.raises(UsageError, match=r"options=\{'groups'"):
-        list(open_checkpoint(tmp_path).facts.groups)
+        list(open_checkpoint(tmp_path).metadata.groups)
     for given in ([names[::-1]], {"optimizer": [names[::-1]]}):
         ck = open_checkpoint(tmp_path, options={"groups": given})
-        assert [list(g["params"]) for g in ck.facts.groups] == [names[::-1]]
+        assert [list(g["params"]) for g in ck.metadata.groups] == [names[::-1]]
         assert ck["a.weight", "exp_avg"].read().tolist() == [[1, 1], [1, 1]]
     with pytest.raises(UsageError, match="PyTorch DCP is not opened with the option 'layout'"):
         open_checkpoint(tmp_path, options={"layout": "llama"})

@@ -53,7 +53,7 @@ def sample_of(name: str, kind: str) -> Sample:
         truth = {k: v for k, v in truth.items() if k[0] != "step"}
     tied = "tied" in name
     ck = open_checkpoint(made.folder / kind)
-    found = [sorted(g["params"]) for g in ck.facts.groups]
+    found = [sorted(g["params"]) for g in ck.metadata.groups]
     assert found == [g for g in groups_of(truth) if g][: len(found)], found
     return Sample(
         folder=made.folder,
@@ -61,7 +61,7 @@ def sample_of(name: str, kind: str) -> Sample:
         kind="megatron",
         truth=truth,
         aliases={HEAD: WORD} if tied else {},
-        groups=[list(g["params"]) for g in ck.facts.groups],
+        groups=[list(g["params"]) for g in ck.metadata.groups],
         step=2,
     )
 
@@ -101,13 +101,13 @@ def copied(tmp_path: Path) -> Any:
 def test_hyper_parameters_objects_and_layout() -> None:
     for kind in ("sharded", "classic"):
         ck = opened(place("tp2-pp2-flat", kind))
-        assert [(g["wd_mult"], g["step"]) for g in ck.facts.groups] == [(1.0, 2.0), (0.0, 2.0)]
+        assert [(g["wd_mult"], g["step"]) for g in ck.metadata.groups] == [(1.0, 2.0), (0.0, 2.0)]
         assert ck.objects["args"]["num_query_groups"] == 2
         assert ck.objects["args"]["params_dtype"] == {"$dtype": "bfloat16"}
         assert ck.objects["opt_param_scheduler"]["lr_decay_style"] == "cosine"
         assert ck.objects["checkpoint_version"] == 3.0
-        assert (ck.facts.layout["tp"], ck.facts.layout["pp"], ck.facts.layout["ep"]) == (2, 2, 1)
-        assert ck.facts.engine["name"] == "megatron-core"
+        assert (ck.metadata.layout["tp"], ck.metadata.layout["pp"], ck.metadata.layout["ep"]) == (2, 2, 1)
+        assert ck.metadata.engine["name"] == "megatron-core"
     rng = opened(place("tp2-pp2-flat")).objects["rng_state"]
     assert sorted(rng) == ["0.0", "0.1", "1.0", "1.1"]
     ranks = opened(place("tp2-pp2-flat", "classic")).objects["ranks"]
@@ -119,7 +119,7 @@ def test_both_formats_are_one_checkpoint(name: str) -> None:
     one, two = (opened(place(name, kind)) for kind in ("sharded", "classic"))
     assert read_whole(one) == read_whole(two)
     assert dict(one.aliases) == dict(two.aliases)
-    assert [sorted(g["params"]) for g in one.facts.groups] == [sorted(g["params"]) for g in two.facts.groups]
+    assert [sorted(g["params"]) for g in one.metadata.groups] == [sorted(g["params"]) for g in two.metadata.groups]
 
 
 def test_one_iteration_opens_by_itself() -> None:
@@ -144,7 +144,7 @@ def test_options(kind: str) -> None:
     assert ck[WORD].shape[0] == 17
     assert ck[WORD, "weight.padding"].shape[0] == 15
     assert {k.state for k in ck.tensors} == {"weight", "weight.padding"}
-    assert not ck.facts.groups or kind == "sharded"
+    assert not ck.metadata.groups or kind == "sharded"
 
 
 def test_a_layer_is_read_without_the_others() -> None:
@@ -312,7 +312,7 @@ def test_a_common_file_of_other_kinds(copied: Any, common: Any) -> None:
     with suppress(UcformatError):
         ck = open_checkpoint(folder)
         read_whole(ck)
-        assert json.dumps([list(ck.facts.groups), dict(ck.objects)])
+        assert json.dumps([list(ck.metadata.groups), dict(ck.objects)])
 
 
 def test_flat_buckets_of_another_order_are_refused(copied: Any) -> None:

@@ -93,9 +93,9 @@ def test_it_is_what_it_is_on_disk(sample: str, bucket: Bucket) -> None:
     local, store = ucformat.open(DATA / sample), uploaded(DATA / sample, bucket)
     ck = open_checkpoint(store)
     assert store.requests <= SAMPLES[sample]
-    assert (ck.kind, ck.aliases, ck.facts.groups, ck.facts.step) == (
+    assert (ck.kind, ck.aliases, ck.metadata.groups, ck.metadata.step) == (
         *(local.kind, local.aliases),
-        *(local.facts.groups, local.facts.step),
+        *(local.metadata.groups, local.metadata.step),
     )
     assert ck.objects == local.objects
     assert read_whole(ck) == read_whole(local)

@@ -96,7 +96,7 @@ def test_numbers_and_texts_are_objects_and_random_keys_are_told() -> None:
 def test_items_are_prefixes_and_json_items_are_objects() -> None:
     ck = made("manager").open()
     assert ck.objects["orbax"]["items"]["loader"] == {"epoch": 2, "seen": [1, 2]}
-    assert ck.facts.folder == "step_40"
+    assert ck.metadata.folder == "step_40"
     assert ck.home.endswith("/step_40")
     step, item = (open_checkpoint(made("manager").path / p) for p in ("step_40", "step_40/state"))
     assert read_whole(step) == read_whole(ck)
@@ -123,11 +123,11 @@ def test_the_step_is_the_folders_name_where_the_tree_has_none(hurt: Path) -> Non
     tree = json.loads((hurt / "_METADATA").read_text())
     del tree["tree_metadata"]["('step',)"]
     (hurt / "_METADATA").write_text(json.dumps(tree))
-    assert open_checkpoint(hurt).facts.step is None
-    assert open_checkpoint(hurt.rename(hurt.with_name("1200"))).facts.step == 1200
+    assert open_checkpoint(hurt).metadata.step is None
+    assert open_checkpoint(hurt.rename(hurt.with_name("1200"))).metadata.step == 1200
     (hurt.with_name("1200")).rename(hurt)
     hurt.with_name("70").mkdir()
-    assert open_checkpoint(hurt.rename(hurt.with_name("70") / "default")).facts.step == 70
+    assert open_checkpoint(hurt.rename(hurt.with_name("70") / "default")).metadata.step == 70
 
 
 def test_steps_are_listed(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_save_that_did_not_end_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedError, match="did not end"):
             open_checkpoint(place)
     shutil.copytree(made("ocdbt_zarr2").path, tmp_path / "90" / "default")
-    assert open_checkpoint(tmp_path).facts.folder == "90"  # the save before it is whole
+    assert open_checkpoint(tmp_path).metadata.folder == "90"  # the save before it is whole
     shutil.copytree(made("ocdbt_zarr2").path, tmp_path / "90" / "params.orbax-checkpoint-tmp")
     with pytest.raises(UnsupportedError, match="did not end"):
         open_checkpoint(tmp_path / "90")

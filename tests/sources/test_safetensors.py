@@ -63,7 +63,7 @@ class TestAFile(SourceSuite):
 
     def test_its_folder_is_the_file(self, sample: Sample) -> None:
         ck = sample.open()
-        assert ck.facts.folder == "weights.safetensors"
+        assert ck.metadata.folder == "weights.safetensors"
         assert ck.home == f"{sample.folder}/weights.safetensors"
         assert [i.key for i in ck.files()] == ["weights.safetensors"]
         assert dict(ck.objects) == {"metadata": {"format": "np"}}
@@ -317,7 +317,7 @@ def check_hostile(data: bytes) -> None:
     except UcformatError:
         return
     theirs = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
-    for info in source.facts.roster.tensors:
+    for info in source.metadata.tensor_list.tensors:
         extents = list(source.extents(info.key))
         ours = b"".join(store.read(e.file, e.offset, info.nbytes) for e in extents)
         assert ours == bytes(theirs[info.name]["data"])

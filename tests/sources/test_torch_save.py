@@ -121,7 +121,7 @@ class TestWithAnOptimizer(SourceSuite):
         assert objects["loss"]["$tensor"]["shape"] == []
         assert objects["rng"]["cpu"]["$tensor"]["dtype"] == "uint8"
         assert objects["scheduler"]["step_size"] == 3
-        assert sample.open().facts.groups[0]["lr"] == 0.001
+        assert sample.open().metadata.groups[0]["lr"] == 0.001
 
 
 class TestLightning(SourceSuite):
@@ -144,7 +144,7 @@ class TestLightning(SourceSuite):
         return Sample(folder, ".", "torch_save", truth, {"net.head.weight": "net.embed.weight"}, groups, 2)
 
     def test_who_wrote_it(self, sample: Sample) -> None:
-        assert sample.open().facts.engine == {"name": "lightning", "version": "2.6.6"}
+        assert sample.open().metadata.engine == {"name": "lightning", "version": "2.6.6"}
 
 
 class TestShards(SourceSuite):
@@ -220,7 +220,7 @@ class TestWhichNames:
         ck = open_value(tmp_path, value)
         assert ck.names() == ["G.weight", "G.bias", "D.weight", "D.bias"]
         assert ck.states("D.bias") == ["weight", "momentum_buffer"]
-        assert [list(g["params"]) for g in ck.facts.groups] == [["G.weight", "G.bias"], ["D.weight", "D.bias"]]
+        assert [list(g["params"]) for g in ck.metadata.groups] == [["G.weight", "G.bias"], ["D.weight", "D.bias"]]
 
     def test_one_optimizer_of_several_modules(self, tmp_path: Path) -> None:
         one, other = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
@@ -228,14 +228,14 @@ class TestWhichNames:
         other(one(torch.ones(2, 3))).sum().backward()
         optimizer.step()
         value = {"a": one.state_dict(), "b": other.state_dict(), "optimizer": optimizer.state_dict()}
-        (group,) = open_value(tmp_path, value).facts.groups
+        (group,) = open_value(tmp_path, value).metadata.groups
         assert list(group["params"]) == ["a.weight", "a.bias", "b.weight", "b.bias"]
 
     def test_an_average_beside_the_model(self, tmp_path: Path) -> None:
         net, optimizer = trained()
         average = {k: v.clone() for k, v in net.state_dict().items()}
         ck = open_value(tmp_path, {"ema": average, "model": net.state_dict(), "optimizer": optimizer.state_dict()})
-        assert list(ck.facts.groups[0]["params"]) == GROUPS[0]
+        assert list(ck.metadata.groups[0]["params"]) == GROUPS[0]
         assert "ema.up.weight" in ck.names()
         assert "unnamed" not in ck.objects
 
@@ -249,13 +249,13 @@ class TestWhichNames:
         path = saved(tmp_path / "m", {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
         ck = open_checkpoint(path)
         assert ck.objects["unnamed"] == ["optimizer"]
-        assert list(ck.facts.groups[0]["params"]) == [f"optimizer.{i}" for i in range(4)]
+        assert list(ck.metadata.groups[0]["params"]) == [f"optimizer.{i}" for i in range(4)]
         if "momentum" in options:
             third = optimizer.state[net[2].weight]["momentum_buffer"]
             assert ck["optimizer.2", "momentum_buffer"].read().tobytes() == third.numpy().tobytes()
         names = [["1.weight", "1.bias", "2.weight", "2.bias"]]
         told = Checkpoint(TorchSave(groups={"optimizer": names}).open(LocalStore(path)))
-        assert [list(g["params"]) for g in told.facts.groups] == names
+        assert [list(g["params"]) for g in told.metadata.groups] == names
         if "momentum" in options:
             assert told["2.weight", "momentum_buffer"].read().tobytes() == third.numpy().tobytes()
             with pytest.raises(UsageError, match=r"1\.bias cannot be the entry"):
@@ -271,7 +271,7 @@ class TestWhichNames:
         net(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         ck = open_value(tmp_path, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
-        assert list(ck.facts.groups[0]["params"]) == ["1.weight", "1.bias", "2.weight", "2.bias"]
+        assert list(ck.metadata.groups[0]["params"]) == ["1.weight", "1.bias", "2.weight", "2.bias"]
 
     def test_an_optimizer_alone(self, tmp_path: Path) -> None:
         _, optimizer = trained()

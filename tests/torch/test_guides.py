@@ -75,7 +75,12 @@ def test_fsdp2(tmp_path: Path) -> None:
     first, second = follow("fsdp2.md", tmp_path)
     goes_on(first, second, range(5, 7))
     a, b = (ucformat.open(tmp_path / folder / "last") for folder in ("checkpoints", "other"))
-    assert (a.facts.step, a.manifest.run, a.manifest.layout["world"], b.manifest.layout["world"]) == (6, "fsdp2", 2, 3)
+    assert (a.metadata.step, a.manifest.run, a.manifest.layout["world"], b.manifest.layout["world"]) == (
+        6,
+        "fsdp2",
+        2,
+        3,
+    )
     assert a.tensors == b.tensors
     assert {k.state for k in a.tensors} == {"weight", "exp_avg", "exp_avg_sq", "step"}
 

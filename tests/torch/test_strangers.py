@@ -77,7 +77,7 @@ def test_nobody_listens_when_all_have_come() -> None:
 
 
 def test_more_strangers_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_MOST_HANDSHAKES", 2)
+    monkeypatch.setattr(handshake, "_MAX_HANDSHAKES", 2)
     monkeypatch.setattr(handshake, "_HANDSHAKE_S", 0.05)
     listeners = at_loopback(2)
     ends = [listener.getsockname() for listener in listeners]

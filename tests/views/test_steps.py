@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.fakes import Arrays, FakeSource, same
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import LayoutError, UsageError
-from ucformat.geometry.tensor import Key, Roster
+from ucformat.geometry.tensor import Key, TensorList
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -137,8 +137,8 @@ class TestStates:
         view = ck.view([{"split": "w", "into": ["a", "b"]}])
         assert same(view["b", "exp_avg"].read(), counting(4, 2, start=50)[2:])
         assert view.states("a") == view.states("b") == ["weight", "exp_avg", "step"]
-        assert view.facts.groups == ({"params": ["a", "b"], "lr": 0.1},)
-        assert view.facts.roster.groups == {"a": 0, "b": 0}
+        assert view.metadata.groups == ({"params": ["a", "b"], "lr": 0.1},)
+        assert view.metadata.tensor_list.groups == {"a": 0, "b": 0}
 
     def test_states_of_another_shape_are_refused(self) -> None:
         ck = checkpoint({("w", "weight"): counting(4, 2), ("w", "row"): counting(4)})
@@ -221,9 +221,11 @@ class TestComputed:
     def test_a_source_may_say_that_a_tensor_is_a_mean(self) -> None:
         arrays = {("a", f"weight.partial{i}"): counting(4, start=i) for i in range(2)}
         inner = FakeSource.write(MemoryStore("mean"), arrays)
-        info = replace(inner.facts.roster.tensors[0], state="weight")
-        facts = replace(inner.facts, roster=Roster((info,)), means={info.key: tuple(Key(*k) for k in arrays)})
-        source: Any = SimpleNamespace(kind="fake", store=inner.store, facts=facts, extents=inner.extents)
+        info = replace(inner.metadata.tensor_list.tensors[0], state="weight")
+        metadata = replace(
+            inner.metadata, tensor_list=TensorList((info,)), means={info.key: tuple(Key(*k) for k in arrays)}
+        )
+        source: Any = SimpleNamespace(kind="fake", store=inner.store, metadata=metadata, extents=inner.extents)
         ck = Checkpoint(source)
         assert same(ck["a"].read(), (counting(4) + 0.5).astype(np.float32))
 

@@ -104,9 +104,9 @@ def compose(connection: Connection, serial: int, url: str | None = None) -> Cata
     here = (Location.checkpoint == serial, Location.url == url, its_own)
     deletion = connection.execute(sa.select(Location.deleted, Location.purge_after).where(*here)).one_or_none() or row
     aliases = {r.name: AliasDoc(name=r.name, version=r.version, moved=r.moved) for r in rows(Alias)}
-    for r in rows(AliasClaim, AliasClaim.said_at == url):
+    for r in rows(AliasClaim, AliasClaim.document_url == url):
         aliases.setdefault(r.name, AliasDoc(name=r.name, version=r.version, moved=r.moved))
-    removed = sa.or_(Untag.said_at.is_(None), Untag.said_at == url)
+    removed = sa.or_(Untag.document_url.is_(None), Untag.document_url == url)
     return CatalogDoc(
         id=row.id,
         catalog=_identity(connection),
@@ -193,9 +193,9 @@ class _Origin:
         """What marks it in the catalog."""
         return None if self.trust else self.url
 
-    def changes(self, said_at: str | None) -> bool:
+    def changes(self, document_url: str | None) -> bool:
         """Whether it may take back what was said at a place, or here."""
-        return self.trust or said_at == self.url
+        return self.trust or document_url == self.url
 
 
 def _content(doc: CatalogDoc) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def _absorb_words(said: _Origin, doc: CatalogDoc) -> None:
     created = sa.select(Checkpoint.created).where(Checkpoint.serial == serial).scalar_subquery()
     for name, metric in doc.metrics.items():
         value = None if metric.value is None else stored_metric(metric.value)
-        values = {"value": value, "measured": metric.measured, "said_at": said.mark}
+        values = {"value": value, "measured": metric.measured, "document_url": said.mark}
         keys = {"checkpoint": serial, "name": name}
         if insert_if_absent(connection, Metric, keys, values, Metric.name) is None:
             manifests = Metric.measured == created
@@ -257,23 +257,25 @@ def _absorb_words(said: _Origin, doc: CatalogDoc) -> None:
 
 def _older_said(metric: MetricDoc) -> ColumnElement[bool]:
     """Of metrics that documents said, the later one is right."""
-    return sa.and_(Metric.said_at.is_not(None), Metric.measured < metric.measured)
+    return sa.and_(Metric.document_url.is_not(None), Metric.measured < metric.measured)
 
 
 def _absorb_tags(said: _Origin, doc: CatalogDoc) -> None:
     """Of a tag and its removal the later one is right, if one place says both; a permanent tag in any case."""
     connection, serial = said.connection, said.serial
-    gone = connection.execute(sa.select(Untag.name, Untag.removed, Untag.said_at).where(Untag.checkpoint == serial))
-    removed = {r.name: r.removed for r in gone if r.said_at is None or said.changes(r.said_at)}
+    gone = connection.execute(
+        sa.select(Untag.name, Untag.removed, Untag.document_url).where(Untag.checkpoint == serial)
+    )
+    removed = {r.name: r.removed for r in gone if r.document_url is None or said.changes(r.document_url)}
     for tag in doc.tags:
         if tag.permanent or tag.name not in removed or tag.created > removed[tag.name]:
-            set_tag(connection, serial, tag.name, tag.created, tag.who, permanent=tag.permanent, said_at=said.mark)
-    here = sa.select(Tag.name, Tag.created, Tag.permanent, Tag.said_at).where(Tag.checkpoint == serial)
+            set_tag(connection, serial, tag.name, tag.created, tag.who, permanent=tag.permanent, document_url=said.mark)
+    here = sa.select(Tag.name, Tag.created, Tag.permanent, Tag.document_url).where(Tag.checkpoint == serial)
     borne = {r.name: r for r in connection.execute(here)}
     for untag in doc.untags:
         tag_here = borne.get(untag.name)
         stays = tag_here is not None and (
-            tag_here.permanent or tag_here.created > untag.removed or not said.changes(tag_here.said_at)
+            tag_here.permanent or tag_here.created > untag.removed or not said.changes(tag_here.document_url)
         )
         if not stays and (untag.name not in removed or untag.removed > removed[untag.name]):
             record_untag(connection, serial, untag.name, untag.removed, untag.who, untag.reason, said.mark)
@@ -284,14 +286,14 @@ def _absorb_row(said: _Origin, table: Any, keys: dict[str, Any], **values: Any) 
     connection, serial = said.connection, said.serial
     same = [getattr(table, k) == v for k, v in keys.items()]
     if connection.scalar(sa.select(table.id).where(table.checkpoint == serial, *same).limit(1)) is None:
-        connection.execute(sa.insert(table).values(checkpoint=serial, **keys, **values, said_at=said.mark))
+        connection.execute(sa.insert(table).values(checkpoint=serial, **keys, **values, document_url=said.mark))
 
 
 def _absorb_aliases(said: _Origin, aliases: Iterable[AliasDoc]) -> list[str]:
     """Take the names that are free, and note the others as claims; what was refused."""
     connection = said.connection
     connection.execute(
-        sa.delete(AliasClaim).where(AliasClaim.checkpoint == said.serial, AliasClaim.said_at == said.url)
+        sa.delete(AliasClaim).where(AliasClaim.checkpoint == said.serial, AliasClaim.document_url == said.url)
     )
     refused = []
     for alias in {a.name: a for a in aliases}.values():
@@ -304,7 +306,7 @@ def _absorb_aliases(said: _Origin, aliases: Iterable[AliasDoc]) -> list[str]:
         if free and last < alias.version <= MAX_REVISION:
             _take_alias(said, alias, here)
         elif not said.trust:
-            values = {"checkpoint": said.serial, "name": alias.name, "said_at": said.url}
+            values = {"checkpoint": said.serial, "name": alias.name, "document_url": said.url}
             connection.execute(sa.insert(AliasClaim).values(**values, version=alias.version, moved=alias.moved))
             if here is not None:
                 refused.append(
@@ -317,7 +319,7 @@ def _take_alias(said: _Origin, alias: AliasDoc, here: int | None) -> None:
     connection = said.connection
     values = {"checkpoint": said.serial, "version": alias.version, "moved": alias.moved}
     if here is None:
-        connection.execute(sa.insert(Alias).values(name=alias.name, **values, said_at=said.mark))
+        connection.execute(sa.insert(Alias).values(name=alias.name, **values, document_url=said.mark))
     else:
         connection.execute(sa.update(Alias).where(Alias.name == alias.name).values(**values))
         touch(connection, [here])

@@ -174,7 +174,7 @@ def _load_page(connection: Connection, serials: Sequence[int], now: datetime) ->
         grouped: dict[int, list[Any]] = {}
         for row in connection.execute(_ROWS[table], {"serials": serials}):
             grouped.setdefault(row.checkpoint, []).append(value(row))
-            if name is not None and row.said_at is not None:
+            if name is not None and row.document_url is not None:
                 said.setdefault(row.checkpoint, []).append(f"{table.__tablename__} {getattr(row, name)}")
         return grouped
 

@@ -89,10 +89,10 @@ def move_alias(
     found = _alias(connection, name)
     _check_expected(connection, name, None if found is None else found.checkpoint, expect)
     if found is not None and found.checkpoint == target:
-        connection.execute(sa.update(Alias).where(Alias.name == name).values(said_at=None))
+        connection.execute(sa.update(Alias).where(Alias.name == name).values(document_url=None))
         return ()
     version = _next_version(connection, name) if found is None else found.version + 1
-    values = {"checkpoint": target, "version": version, "moved": stamp.now, "said_at": None}
+    values = {"checkpoint": target, "version": version, "moved": stamp.now, "document_url": None}
     if found is None:
         connection.execute(sa.insert(Alias).values(name=name, **values))
     else:
@@ -202,15 +202,15 @@ def set_tag(
     who: str,
     *,
     permanent: bool,
-    said_at: str | None = None,
+    document_url: str | None = None,
 ) -> bool:
     """Put a tag on a checkpoint, or make it permanent, or our own if a document said it; whether anything changed."""
     keys = {"checkpoint": serial, "name": tag}
-    values = {"created": created, "who": who, "permanent": permanent, "said_at": said_at}
+    values = {"created": created, "who": who, "permanent": permanent, "document_url": document_url}
     changed = insert_if_absent(connection, Tag, keys, values, Tag.name) is not None
     here = (Tag.checkpoint == serial, Tag.name == tag)
-    if not changed and said_at is None:
-        ours = sa.update(Tag).where(*here, Tag.said_at.is_not(None)).values(said_at=None)
+    if not changed and document_url is None:
+        ours = sa.update(Tag).where(*here, Tag.document_url.is_not(None)).values(document_url=None)
         changed = connection.execute(ours).rowcount > 0
     if permanent:
         lasting = sa.update(Tag).where(*here, Tag.permanent == sa.false()).values(permanent=True)
@@ -251,12 +251,12 @@ def record_untag(
     removed: datetime,
     who: str,
     reason: str,
-    said_at: str | None = None,
+    document_url: str | None = None,
 ) -> None:
     """Take a tag off a checkpoint if it bears it, and keep in mind that it was."""
     connection.execute(sa.delete(Tag).where(Tag.checkpoint == serial, Tag.name == tag))
     connection.execute(sa.delete(Untag).where(Untag.checkpoint == serial, Untag.name == tag))
-    values = {"removed": removed, "who": who, "reason": reason, "said_at": said_at}
+    values = {"removed": removed, "who": who, "reason": reason, "document_url": document_url}
     connection.execute(sa.insert(Untag).values(checkpoint=serial, name=tag, **values))
 
 
@@ -291,12 +291,12 @@ def add_metrics(connection: Connection, serial: int, metrics: Mapping[str, float
     for name, value in sorted(metrics.items()):
         check_label("a metric", name)
         stored = stored_metric(value)
-        row = {"value": stored, "measured": stamp.now, "said_at": None}
+        row = {"value": stored, "measured": stamp.now, "document_url": None}
         keys = {"checkpoint": serial, "name": name}
         if insert_if_absent(connection, Metric, keys, row, Metric.name) is not None:
             changed[name] = stored
             continue
-        new = sa.or_(Metric.value.is_distinct_from(stored), Metric.said_at.is_not(None))
+        new = sa.or_(Metric.value.is_distinct_from(stored), Metric.document_url.is_not(None))
         where = (Metric.checkpoint == serial, Metric.name == name, new)
         if connection.execute(sa.update(Metric).where(*where).values(**row)).rowcount:
             changed[name] = stored

@@ -46,7 +46,7 @@ __all__ = [
 BLOCK = 32_768
 
 
-def _said_at() -> ColumnElement[str]:
+def _document_url() -> ColumnElement[str]:
     """The place whose document said it; empty where it was said to this catalog, or its documents were trusted."""
     return column(PlainText, nullable=True)
 
@@ -199,7 +199,7 @@ class Metric(Base):
     name = column(PlainText, primary_key=True)
     value = column(Float(53), nullable=True)
     measured = column(UtcDateTime)
-    said_at = _said_at()
+    document_url = _document_url()
 
 
 class Edge(Base):
@@ -227,7 +227,7 @@ class Alias(Base):
     checkpoint = _of_checkpoint()
     version = column(Integer)
     moved = column(UtcDateTime)
-    said_at = _said_at()
+    document_url = _document_url()
 
 
 class AliasClaim(Base):
@@ -236,7 +236,7 @@ class AliasClaim(Base):
     __tablename__ = "alias_claim"
     checkpoint = _of_checkpoint(primary_key=True)
     name = column(PlainText, primary_key=True)
-    said_at = column(PlainText, primary_key=True)
+    document_url = column(PlainText, primary_key=True)
     version = column(Integer)
     moved = column(UtcDateTime)
 
@@ -265,7 +265,7 @@ class Tag(Base):
     created = column(UtcDateTime)
     who = column(PlainText)
     permanent = column(Boolean, server_default=false())
-    said_at = _said_at()
+    document_url = _document_url()
 
 
 class Untag(Base):
@@ -277,7 +277,7 @@ class Untag(Base):
     removed = column(UtcDateTime)
     who = column(PlainText)
     reason = column(PlainText)
-    said_at = _said_at()
+    document_url = _document_url()
 
 
 class Hold(Base):
@@ -291,7 +291,7 @@ class Hold(Base):
     created = column(UtcDateTime)
     who = column(PlainText)
     released = column(UtcDateTime, nullable=True)
-    said_at = _said_at()
+    document_url = _document_url()
 
 
 class Note(Base):
@@ -303,7 +303,7 @@ class Note(Base):
     text = column(PlainText)
     created = column(UtcDateTime)
     who = column(PlainText)
-    said_at = _said_at()
+    document_url = _document_url()
 
 
 class Verification(Base):

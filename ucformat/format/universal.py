@@ -1,7 +1,8 @@
-"""Reads a universal checkpoint: its manifest as facts and extents, with no other metadata file touched."""
+"""Reads a universal checkpoint: its manifest gives metadata and extents; no other file is read."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, NotFound
@@ -11,10 +12,10 @@ from ucformat.format.commit import MANIFEST, read_manifest
 from ucformat.format.digest import bytes_digest
 from ucformat.format.mounted import MountedStore, is_below
 from ucformat.format.structure import manifest_problems, refuse
-from ucformat.geometry.tensor import Key, Roster, TensorInfo
-from ucformat.reading.readable import Facts, Place, path_from_json, path_to_json
+from ucformat.geometry.tensor import Key, TensorInfo, TensorList
+from ucformat.reading.readable import CheckpointMetadata, Place, path_from_json, path_to_json
 from ucformat.schema.dtypes import ITEMSIZE
-from ucformat.schema.manifest import GroupDoc
+from ucformat.schema.manifest import GroupDoc, Manifest, TensorDoc
 from ucformat.schema.values import loads
 from ucformat.storage.local import LocalStore
 from ucformat.storage.watched import WatchedStore
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
     from ucformat.format.sidecar import Sidecar
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Tiles
-    from ucformat.schema.manifest import FileDoc, Manifest, TensorDoc
+    from ucformat.schema.manifest import FileDoc
     from ucformat.storage.base import Store
 
-__all__ = ["Universal", "grid_of", "group_doc", "group_docs", "paths_of"]
+__all__ = ["Universal", "describe", "grid_of", "group_doc", "group_docs", "paths_of"]
 
 _LARGE = 256 << 20  # bytes
 _MANY = 10_000  # shards
@@ -63,8 +64,8 @@ class Universal:
         self.docs: Mapping[Key, TensorDoc] = {Key(d.name, d.state): d for d in self.manifest.tensors}
         infos = tuple(TensorInfo(d.name, d.state, d.dtype, d.shape) for d in self.manifest.tensors)
         m = self.manifest
-        self.facts = Facts(
-            roster=Roster(infos, {name: i for i, g in enumerate(m.groups) for name in g.params}),
+        self.metadata = CheckpointMetadata(
+            tensor_list=TensorList(infos, {name: i for i, g in enumerate(m.groups) for name in g.params}),
             aliases=m.aliases,
             assets=tuple(m.assets),
             groups=tuple({"params": list(g.params), **g.options} for g in m.groups),
@@ -174,17 +175,51 @@ def _place(group: GroupDoc) -> Place | None:
     return Place(path_from_json(group.at), group.params if group.names is None else group.names, group.flattened)
 
 
-def paths_of(facts: Facts, key: Key) -> tuple[tuple[str | int, ...], ...]:
+def describe(
+    metadata: CheckpointMetadata, run: str | None, metrics: Mapping[str, float], config: Mapping[str, Any]
+) -> Manifest:
+    """A manifest that describes a checkpoint of any format, without id, attempt, places in files, or digests.
+
+    Args:
+        metadata: of the checkpoint.
+        run: the name of its run, if known.
+        metrics: its metrics by name.
+        config: the configuration of its training, as JSON values.
+
+    Returns:
+        The manifest, created now.
+    """
+    tensors = (
+        TensorDoc(**i.key._asdict(), dtype=i.dtype, shape=i.shape, nbytes=i.nbytes, at=paths_of(metadata, i.key))
+        for i in metadata.tensor_list.tensors
+    )
+    return Manifest(
+        id="",
+        attempt="",
+        created=datetime.now(UTC),
+        producer={f"engine.{k}": v for k, v in metadata.engine.items()},
+        run=run,
+        metrics=dict(metrics),
+        config=dict(config),
+        step=metadata.step,
+        layout=dict(metadata.layout),
+        groups=group_docs(metadata),
+        aliases=dict(metadata.aliases),
+        tensors=tuple(tensors),
+    )
+
+
+def paths_of(metadata: CheckpointMetadata, key: Key) -> tuple[tuple[str | int, ...], ...]:
     """The paths of a tensor as the manifest holds them."""
-    return tuple(tuple(path_to_json(p)) for p in facts.paths.get(key, ()))
+    return tuple(tuple(path_to_json(p)) for p in metadata.paths.get(key, ()))
 
 
-def group_docs(facts: Facts) -> tuple[GroupDoc, ...]:
+def group_docs(metadata: CheckpointMetadata) -> tuple[GroupDoc, ...]:
     """The optimizer groups as the manifest holds them."""
-    places = facts.places or (None,) * len(facts.groups)
+    places = metadata.places or (None,) * len(metadata.groups)
     return tuple(
         group_doc(tuple(g["params"]), {k: v for k, v in g.items() if k != "params"}, place)
-        for g, place in zip(facts.groups, places, strict=True)
+        for g, place in zip(metadata.groups, places, strict=True)
     )
 
 

@@ -1,4 +1,4 @@
-"""A layout bound to a roster: which box of which tensor each rank holds, and where."""
+"""A layout bound to a tensor list: which box of which tensor each rank holds, and where."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ucformat.geometry.flat_buffer import FlatBuffer, join_flat
 from ucformat.geometry.local import Cut, Dim, local_dims, pieces_of
 from ucformat.geometry.patterns import compile_regex
 from ucformat.geometry.placement import Flat, axes_of
-from ucformat.geometry.tensor import Key, Piece, Roster, TensorInfo
+from ucformat.geometry.tensor import Key, Piece, TensorInfo, TensorList
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -89,13 +89,13 @@ class _Group:
 
 
 class BoundLayout:
-    """A layout applied to the tensors of a roster. Made by `Layout.bind`, which raises LayoutError."""
+    """A layout applied to the tensors of a tensor list. Made by `Layout.bind`, which raises LayoutError."""
 
-    def __init__(self, meshes: Mapping[str, Mesh], roster: Roster, placed: Mapping[Key, Placed]) -> None:
+    def __init__(self, meshes: Mapping[str, Mesh], tensor_list: TensorList, placed: Mapping[Key, Placed]) -> None:
         self._meshes = meshes
-        self.roster = roster
+        self.tensor_list = tensor_list
         self._placed = placed
-        self._infos = {info.key: info for info in roster.tensors}
+        self._infos = {info.key: info for info in tensor_list.tensors}
         groups: dict[tuple[str, Flat, Mesh], _Group] = {}
         self._group: dict[Key, _Group] = {}
         names: dict[tuple[str, str], _Group] = {}  # a buffer's name and state have one geometry
@@ -122,7 +122,7 @@ class BoundLayout:
         return next(iter(self._meshes.values())).size
 
     def keys(self, rank: int) -> Iterator[Key]:
-        """The tensors of which this rank holds something, be it an empty shard, in the order of the roster."""
+        """The tensors of which this rank holds something, be it an empty shard, in the order of the tensor list."""
         at = {mesh: mesh.coordinate(rank) for mesh in self._meshes.values()}
         return (key for key, placed in self._placed.items() if placed.holds(at[placed.mesh]))
 
@@ -229,8 +229,8 @@ class BoundLayout:
             case "tensor":
                 return prefix + info.name
             case "optimizer":
-                if info.name in self.roster.groups:
-                    return f"{prefix}{self.roster.groups[info.name]}"
+                if info.name in self.tensor_list.groups:
+                    return f"{prefix}{self.tensor_list.groups[info.name]}"
                 raise LayoutError(
                     f"{info.key} is in no optimizer group, but {placed.rules[-1]} joins it to its group's flat buffer",
                     hint="match frozen parameters by an earlier rule, or use another group",

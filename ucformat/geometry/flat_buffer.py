@@ -176,7 +176,7 @@ def join_flat(flat: Flat, degree: int, name: str, members: Sequence[tuple[str, i
         flat: the layout's settings.
         degree: over how many coordinates the buffers are cut.
         name: of the buffer; with `max_elements` there may be several, `name.0`, `name.1`, …
-        members: the tensors in the order of the roster, and the elements of each that are joined.
+        members: the tensors in the order of the tensor list, and the elements of each that are joined.
 
     Returns:
         The buffer of each tensor, by the tensor's name.

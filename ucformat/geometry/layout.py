@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from ucformat.geometry.patterns import Pattern
-    from ucformat.geometry.tensor import Key, Roster
+    from ucformat.geometry.tensor import Key, TensorList
     from ucformat.schema.view import Labelled, Step
 
 __all__ = ["Layout"]
@@ -124,19 +124,19 @@ class Layout:
                     found[hit.label] = hit
         return list(found.values())
 
-    def bind(self, roster: Roster) -> BoundLayout:
-        """Apply the rules to the tensors of a roster.
+    def bind(self, tensor_list: TensorList) -> BoundLayout:
+        """Apply the rules to the tensors of a tensor list.
 
         LayoutError where no rule matches a tensor, where rules contradict each other, or where a placement does not
         fit a tensor's shape; it names tensor, state and rule.
         """
         placed: dict[Key, Placed] = {}
         known: dict[tuple[object, ...], Placed] = {}
-        matches = {n: self._matches(n) for n in dict.fromkeys(info.name for info in roster.tensors)}
+        matches = {n: self._matches(n) for n in dict.fromkeys(info.name for info in tensor_list.tensors)}
         missing: dict[str, list[Key]] = {}
-        for info in roster.tensors:
+        for info in tensor_list.tensors:
             if info.key in placed:
-                raise LayoutError(f"the roster lists {info.key} twice")
+                raise LayoutError(f"the tensor list lists {info.key} twice")
             found = []
             for section, candidates in matches[info.name].items():
                 hit = next((c for c in candidates if c[0].has_state(info.state)), None)
@@ -157,7 +157,7 @@ class Layout:
         for section, keys in missing.items():
             names = ", ".join(map(str, keys[:4])) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
             raise LayoutError(f"no rule of the section {section} matches {names}", hint=_CATCH_ALL.format(section))
-        return BoundLayout(self.meshes, roster, placed)
+        return BoundLayout(self.meshes, tensor_list, placed)
 
     def _matches(self, name: str) -> dict[str, list[tuple[Rule, re.Match[str]]]]:
         """The rules of each section that a name matches, whatever the state."""
@@ -175,7 +175,7 @@ class Layout:
         return self.meshes[next(iter(named))] if named else self.mesh
 
     def _check(self, rule: Rule) -> None:
-        """Fail before any roster is known: a rule must fit its mesh, or where it names none, any."""
+        """Fail before any tensor list is known: a rule must fit its mesh, or where it names none, any."""
         if rule.mesh is not None and rule.mesh not in self.meshes:
             raise LayoutError(f"{rule} names the mesh {rule.mesh!r}", hint=f"the meshes are {', '.join(self.meshes)}")
         errors = []

@@ -89,15 +89,15 @@ class Flat:
     the buffer is cut in equal slices, so a tensor may straddle ranks. `cut="before_join"` (ZeRO-3): each tensor is
     cut in `degree` equal parts of a multiple of `tensor_align` elements, and each rank joins its parts.
 
-    `group`: `optimizer` (the roster's), `all`, `tensor` (each by itself), or a `/regex/` whose first capture names
-    it. `order`: as the roster, reversed, or dealt out as DeepSpeed's `round_robin_gradients` does. `max_elements`: a
-    buffer is closed once it has this many elements (ZeRO-3's `sub_group_size`, counted on one rank, or Megatron's
-    `bucket_size`, counted on the whole buffer), and the next tensor starts another.
+    `group`: `optimizer` (the tensor list's), `all`, `tensor` (each by itself), or a `/regex/` whose first capture names
+    it. `order`: as in the checkpoint, reversed, or dealt out as DeepSpeed's `round_robin_gradients` does.
+    `max_elements`: a buffer is closed once it has this many elements (ZeRO-3's `sub_group_size`, counted on one rank,
+    or Megatron's `bucket_size`, counted on the whole buffer), and the next tensor starts another.
     """
 
     over: Over
     group: str = "optimizer"
-    order: Literal["roster", "reverse", "round_robin"] = "roster"
+    order: Literal["checkpoint", "reverse", "round_robin"] = "checkpoint"
     cut: Literal["after_join", "before_join"] = "after_join"
     tensor_align: int = 1
     group_pad: int = 1

@@ -14,7 +14,7 @@ from ucformat.schema.dtypes import ITEMSIZE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-__all__ = ["Block", "Extent", "Key", "Piece", "Roster", "TensorInfo", "Tiles", "single_extents"]
+__all__ = ["Block", "Extent", "Key", "Piece", "TensorInfo", "TensorList", "Tiles", "single_extents"]
 
 
 class Key(NamedTuple):
@@ -203,7 +203,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Roster:
+class TensorList:
     """The tensors of a checkpoint, in the order the training program lists them.
 
     `groups` gives a parameter's optimizer group, by its name. Flat buffers depend on both.
@@ -212,12 +212,12 @@ class Roster:
     tensors: tuple[TensorInfo, ...]
     groups: Mapping[str, int] = field(default_factory=dict)
 
-    def renamed(self, rename: Callable[[str], str]) -> Roster:
+    def renamed(self, rename: Callable[[str], str]) -> TensorList:
         """The same, each tensor under the name that `rename` makes of its name."""
         infos = tuple(TensorInfo(rename(i.name), i.state, i.dtype, i.shape) for i in self.tensors)
-        return Roster(infos, {rename(n): g for n, g in self.groups.items()})
+        return TensorList(infos, {rename(n): g for n, g in self.groups.items()})
 
-    def placed(self) -> Roster:
+    def placed(self) -> TensorList:
         """The same without trained padding: layouts place it with the tensor that it pads."""
         padding = {i.key.padding for i in self.tensors}
-        return Roster(tuple(i for i in self.tensors if i.key not in padding), self.groups)
+        return TensorList(tuple(i for i in self.tensors if i.key not in padding), self.groups)

@@ -218,7 +218,7 @@ def _chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo
 
 def plan_document(source: Checkpoint, infos: Sequence[TensorInfo], how: How) -> dict[str, Any]:
     """All that tells this conversion apart from another: the source's files as they are now, tensors and grids."""
-    files = map_io(source.store.info, source.facts.files)
+    files = map_io(source.store.info, source.metadata.files)
     return {
         "convert": source.store.url,
         "files": [(f.key, f.size, f.version) for f in files],
@@ -277,9 +277,9 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
         run=source.manifest.run,
         metrics=source.manifest.metrics,
         config=source.manifest.config,
-        step=source.facts.step,
-        layout=dict(source.facts.layout),
-        groups=group_docs(source.facts),
+        step=source.metadata.step,
+        layout=dict(source.metadata.layout),
+        groups=group_docs(source.metadata),
         lineage=lineage_from(source, keys),
         aliases={a: n for a, n in source.aliases.items() if n in names},
         objects=put_file(store, f"{objects}/objects.json", dumps(values, indent=1).encode()),
@@ -287,7 +287,7 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
             name: put_file(store, f"{assets}/{folder}", source.assets[name])
             for name, folder in folder_names(source.assets).items()
         },
-        tensors=tuple(t.model_copy(update={"at": paths_of(source.facts, Key(t.name, t.state))}) for t in tensors),
+        tensors=tuple(t.model_copy(update={"at": paths_of(source.metadata, Key(t.name, t.state))}) for t in tensors),
     )
     check_unchanged(source.store, "nothing was committed", TRACKERS)
     return made
@@ -386,5 +386,5 @@ def _write_metadata(store: Store, arrays: Sequence[Array]) -> None:
 
 
 def _producer(source: Checkpoint) -> dict[str, str]:
-    engine = {f"engine.{k}": v for k, v in source.facts.engine.items()}
+    engine = {f"engine.{k}": v for k, v in source.metadata.engine.items()}
     return {"ucformat": __version__, "python": platform.python_version(), **engine}

@@ -278,9 +278,9 @@ class StreamVerifier:
         )
 
     def _tensors_in(self, one: _StreamSum) -> Iterator[Key]:
-        facts = self._origin.facts
-        for info in facts.roster.tensors:
-            for key in facts.means.get(info.key, (info.key,)):
+        metadata = self._origin.metadata
+        for info in metadata.tensor_list.tensors:
+            for key in metadata.means.get(info.key, (info.key,)):
                 for e in single_extents(self._origin.extents(key)):
                     if e.file == one.file and e.box.size and e.offset < one.stop and e.last + info.itemsize > one.start:
                         yield info.key

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import LayoutError
 from ucformat.geometry.layout import Layout
-from ucformat.geometry.tensor import Roster
+from ucformat.geometry.tensor import TensorList
 from ucformat.references import open_reference
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ def fits(
         ck = ck.view(layout)
         steps = tuple(RuleUse(t.step, t.took) for t in ck.steps)
     named: dict[str, list[TensorInfo]] = {}
-    roster = ck.facts.roster.placed().renamed(layout.rename)
-    for info in roster.tensors:
+    tensor_list = ck.metadata.tensor_list.placed().renamed(layout.rename)
+    for info in tensor_list.tensors:
         named.setdefault(info.name, []).append(info)
     uses: dict[str, list[str]] = {str(rule): [] for section in layout.sections.values() for rule in section}
     misfits: list[Misfit] = []
@@ -101,11 +101,11 @@ def fits(
         rules = layout.rules_for(name, {i.state for i in infos})
         for rule in rules:
             uses[str(rule)].append(name)
-        misfits += _misfits(layout, name, infos, roster.groups, tuple(map(str, rules)))
+        misfits += _misfits(layout, name, infos, tensor_list.groups, tuple(map(str, rules)))
     memory = None
     if not misfits:
         try:
-            memory = _memory(layout.bind(roster))
+            memory = _memory(layout.bind(tensor_list))
         except LayoutError as error:
             misfits.append(
                 Misfit("all tensors together", tuple(sorted({k.state for k in ck.tensors})), (), error.message)
@@ -121,7 +121,7 @@ def _misfits(
     reasons: dict[str, list[str]] = {}
     for info in infos:
         try:
-            bound = layout.bind(Roster((info,), groups))
+            bound = layout.bind(TensorList((info,), groups))
             for rank in (0, bound.ranks - 1):
                 for key in bound.keys(rank):
                     bound.local(key, rank)
@@ -133,7 +133,7 @@ def _misfits(
 
 def _memory(bound: BoundLayout) -> tuple[int, int]:
     """The least and the most bytes that a rank holds."""
-    infos = {i.key: i for i in bound.roster.tensors}
+    infos = {i.key: i for i in bound.tensor_list.tensors}
     step = max(1, -(-bound.ranks // _RANKS))
     held = []
     for rank in {*range(0, bound.ranks, step), bound.ranks - 1}:

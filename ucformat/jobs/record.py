@@ -95,7 +95,7 @@ def lineage_to(source: Checkpoint, kind: str) -> LineageDoc:
         kind: what it is to the new one, as in `LineageDoc.kind`.
     """
     commits = source.universal.manifest.known_commits if source.universal else None
-    about = {"url": source.home, "id": Checkpoint(source.origin).id, "engine": dict(source.facts.engine)}
+    about = {"url": source.home, "id": Checkpoint(source.origin).id, "engine": dict(source.metadata.engine)}
     return LineageDoc.model_validate({"kind": kind, "commits": commits, **about})
 
 

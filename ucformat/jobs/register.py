@@ -364,7 +364,7 @@ def _open(root: str, options: Mapping[str, Any] | None) -> _OpenedCheckpoint:
         return _OpenedCheckpoint(ck.home, ck.kind, ck.manifest, None, doc, None)
     infos = ck.files()
     files = (len(infos), sum(i.size for i in infos))
-    return _OpenedCheckpoint(ck.home, ck.kind, _described(ck, infos), files, doc, ck.facts.files)
+    return _OpenedCheckpoint(ck.home, ck.kind, _described(ck, infos), files, doc, ck.metadata.files)
 
 
 def _described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:

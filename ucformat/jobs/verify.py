@@ -185,8 +185,8 @@ def _foreign(ck: Checkpoint, replicated: list[_Replicated]) -> Iterator[_Check]:
     records = list(source.records())
     in_records = {r.file for r in records}  # their bytes are counted there
     named: set[str] = set()
-    for stored in source.facts.roster.tensors:
-        for key in source.facts.means.get(stored.key, (stored.key,)):
+    for stored in source.metadata.tensor_list.tensors:
+        for key in source.metadata.means.get(stored.key, (stored.key,)):
             info = TensorInfo(*key, stored.dtype, stored.shape)
             try:
                 extents = list(source.extents(key))
@@ -230,7 +230,7 @@ def _record(source: OpenSource, record: FileRecord) -> list[Problem]:
 
 def _tensors_in(source: OpenSource, file: str, start: int, stop: int) -> Iterator[Key]:
     """The tensors that have bytes between these of a file."""
-    for info in source.facts.roster.tensors:
+    for info in source.metadata.tensor_list.tensors:
         with suppress(IntegrityError, CoverageError):  # that is a problem of its own
             for e in source.extents(info.key):
                 if e.file == file and e.box.size and e.offset < stop and e.last + info.itemsize > start:

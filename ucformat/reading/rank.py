@@ -10,7 +10,7 @@ import numpy as np
 
 from ucformat.errors import UsageError
 from ucformat.geometry.box import hull
-from ucformat.geometry.tensor import Key, Roster, TensorInfo
+from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.execute import check_out, memory_of
 from ucformat.reading.plan import ReadItem, make_plan
@@ -193,18 +193,18 @@ class Bound:
     stored: Mapping[Key, TensorInfo]
 
     @classmethod
-    def of(cls, roster: Roster, layout: Layout, states: Sequence[str] | None) -> Bound:
+    def of(cls, tensor_list: TensorList, layout: Layout, states: Sequence[str] | None) -> Bound:
         """Bind to the tensors in these states (None: all but padding, which lies with the tensor that it pads).
 
         Raises:
             LayoutError: the layout does not fit the tensors.
             UsageError: there is no such state, or renames give two tensors one name.
         """
-        roster = _chosen(roster, states)
-        stored = {Key(layout.rename(i.name), i.state): i for i in roster.tensors}
-        if len(stored) != len(roster.tensors):
+        tensor_list = _chosen(tensor_list, states)
+        stored = {Key(layout.rename(i.name), i.state): i for i in tensor_list.tensors}
+        if len(stored) != len(tensor_list.tensors):
             raise UsageError("the layout's renames give two tensors one name", hint="make them tell the tensors apart")
-        return cls(layout.bind(roster.renamed(layout.rename)), stored)
+        return cls(layout.bind(tensor_list.renamed(layout.rename)), stored)
 
 
 def plan_rank(source: Readable, bound: Bound, rank: int, verify: Verify) -> ReadPlan:
@@ -226,15 +226,15 @@ def item_for(source: Readable, info: TensorInfo, pieces: Sequence[tuple[int, Pie
     return ReadItem(info, () if near is None else source.extents(info.key, near), pieces)
 
 
-def _chosen(roster: Roster, states: Sequence[str] | None) -> Roster:
+def _chosen(tensor_list: TensorList, states: Sequence[str] | None) -> TensorList:
     if states is None:
-        return roster.placed()
-    tensors = tuple(i for i in roster.tensors if i.state in states)
+        return tensor_list.placed()
+    tensors = tuple(i for i in tensor_list.tensors if i.state in states)
     unknown = set(states) - {i.state for i in tensors}
     if unknown:
-        known = ", ".join(sorted({i.state for i in roster.tensors}))
+        known = ", ".join(sorted({i.state for i in tensor_list.tensors}))
         raise UsageError(f"no tensor is stored in state {min(unknown)!r}", hint=f"there are: {known}")
-    return Roster(tensors, roster.groups)
+    return TensorList(tensors, tensor_list.groups)
 
 
 class _Planner:
@@ -242,7 +242,7 @@ class _Planner:
 
     def __init__(self, source: Readable, bound: BoundLayout, rank: int, stored: Mapping[Key, TensorInfo]) -> None:
         self.source, self.bound, self.rank, self.stored = source, bound, rank, stored
-        self.infos = {i.key: i for i in source.facts.roster.tensors}
+        self.infos = {i.key: i for i in source.metadata.tensor_list.tensors}
         self.buffers = [RankBuffer(k, b.dtype, (b.size,), padded=True) for k, b in bound.buffers(rank).items()]
         self.numbers = {b.key: n for n, b in enumerate(self.buffers)}
         self.tensors: dict[Key, LocalTensor] = {}

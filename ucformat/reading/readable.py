@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ucformat.geometry.box import Box
-    from ucformat.geometry.tensor import Extent, Key, Roster, Tiles
+    from ucformat.geometry.tensor import Extent, Key, TensorList, Tiles
     from ucformat.storage.base import Store
 
 __all__ = [
     "TRACKERS",
-    "Facts",
+    "CheckpointMetadata",
     "FileRecord",
     "IntKey",
     "LazyMapping",
@@ -124,10 +124,10 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """All but the roster, paths and means are mappings and sequences of plain JSON values."""
+class CheckpointMetadata:
+    """All but the tensor list, paths and means are mappings and sequences of plain JSON values."""
 
-    roster: Roster
+    tensor_list: TensorList
     aliases: Mapping[str, str] = field(default_factory=dict)  # tied name -> name of the stored tensor
     objects: Mapping[str, Any] = field(default_factory=dict)
     assets: tuple[str, ...] = ()  # keys of files to keep as they are
@@ -140,14 +140,14 @@ class Facts:
     layout: Mapping[str, Any] = field(default_factory=dict)  # {"zero": 3, "dp": 4, …}
     engine: Mapping[str, str] = field(default_factory=dict)  # {"name": "deepspeed", "version": "0.19.8", …}
     files: tuple[str, ...] = ()  # keys of every file that holds a part of it
-    #: Tensors that are stored as several contributions, of which each is the mean; those are in no roster.
+    #: Tensors that are stored as several contributions, of which each is the mean; those are in no tensor list.
     means: Mapping[Key, tuple[Key, ...]] = field(default_factory=dict)
     save_id: str = ""  # what the writer called this one save, as it calls no other; where it did
     folder: str = ""  # the folder or file in the store that is the checkpoint itself, where the store is around it
 
-    def but(self, **changed: Any) -> Facts:
+    def but(self, **changed: Any) -> CheckpointMetadata:
         """The same but for these fields."""
-        return Facts(**{f.name: getattr(self, f.name) for f in fields(Facts)} | changed)
+        return CheckpointMetadata(**{f.name: getattr(self, f.name) for f in fields(CheckpointMetadata)} | changed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class Readable(Protocol):
 
     kind: str
     store: Store
-    facts: Facts
+    metadata: CheckpointMetadata
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent | Tiles]:
         """Where the bytes of one tensor lie: at least those extents that meet the box `within` (None: all).

@@ -39,7 +39,7 @@ class Flat(Written):
 
     flat: Text = Field(description="The group: optimizer, all, tensor, or a /regex/ whose first capture names it.")
     over: Names
-    order: Literal["roster", "reverse", "round_robin"] = "roster"
+    order: Literal["checkpoint", "reverse", "round_robin"] = "checkpoint"
     cut: Literal["after_join", "before_join"] = "after_join"
     tensor_align: Size = Field(1, description="Elements to a multiple of which each tensor's start is aligned.")
     group_pad: Size = Field(1, description="The end is padded to a multiple of this times the degree.")

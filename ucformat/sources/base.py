@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
-    from ucformat.reading.readable import Facts, FileRecord
+    from ucformat.reading.readable import CheckpointMetadata, FileRecord
     from ucformat.storage.base import Store
 
 __all__ = [
@@ -36,7 +36,7 @@ class OpenSource(Protocol):
 
     kind: str
     store: Store
-    facts: Facts
+    metadata: CheckpointMetadata
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """See Readable."""
@@ -107,7 +107,7 @@ class Source(ABC):
         return False
 
     def open_file(self, store: Store, key: str) -> OpenSource:
-        """Open it; its `facts.folder` is the file's key."""
+        """Open it; its `metadata.folder` is the file's key."""
         raise NotImplementedError(f"{store.url}/{key}")
 
 

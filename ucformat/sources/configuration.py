@@ -25,7 +25,17 @@ from ucformat.sources.values import to_json
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-__all__ = ["ASSETS", "KINDS", "REDACTED", "Told", "merged", "of_program", "plain", "told", "with_config"]
+__all__ = [
+    "ASSETS",
+    "KINDS",
+    "REDACTED",
+    "TrainingInfo",
+    "merged",
+    "of_program",
+    "plain",
+    "read_training_info",
+    "with_config",
+]
 
 #: Kinds of configuration, the first wins: as objects, at the root or in what a program adds to its engine's values.
 KINDS = (
@@ -75,19 +85,21 @@ _DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What a checkpoint's files tell: plain JSON, but that metrics may be NaN."""
+class TrainingInfo:
+    """The configuration, metrics and run name that a checkpoint's files contain, as JSON values; metrics may be NaN."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     run: str | None = None
 
 
-def told(objects: Mapping[str, Any], assets: Mapping[str, Callable[[], Any]], aliases: Iterable[str] = ()) -> Told:
+def read_training_info(
+    objects: Mapping[str, Any], assets: Mapping[str, Callable[[], Any]], aliases: Iterable[str] = ()
+) -> TrainingInfo:
     """What the values of a checkpoint tell.
 
     Args:
-        objects: its non-tensor values, as `Facts` has them.
+        objects: its non-tensor values, as `CheckpointMetadata` has them.
         assets: how to read those of its files that `ASSETS` names, as JSON.
         aliases: names of tied tensors, which safetensors keeps in its metadata.
     """
@@ -98,7 +110,7 @@ def told(objects: Mapping[str, Any], assets: Mapping[str, Callable[[], Any]], al
     arguments = dict(reversed(found)).get("training_args", {})
     run = arguments.get("run_name") or dict(reversed(found)).get("args", {}).get("wandb_exp_name")
     named = isinstance(run, str) and run and run != arguments.get("output_dir")
-    return Told(merged(found), dict(_metrics(objects)), run if named else None)
+    return TrainingInfo(merged(found), dict(_metrics(objects)), run if named else None)
 
 
 def merged(kinds: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, TensorNotFound
-from ucformat.geometry.tensor import Key, Roster, TensorInfo
+from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Group:
     state: dict[str, Any] = field(default_factory=dict)
 
     def json(self) -> dict[str, Any]:
-        """As the facts hold it."""
+        """As in `CheckpointMetadata`."""
         out = {**self.hyper, "params": self.names}
         return {**out, "state": self.state} if self.state else out
 
@@ -80,11 +80,11 @@ class TensorIndex:
         self.add_whole(name, "weight", file, tensor)
         return name
 
-    def roster(self) -> Roster:
+    def tensor_list(self) -> TensorList:
         """The tensors by name in the order in which names were added, each with its states together; their groups."""
         order = {name: i for i, name in enumerate(dict.fromkeys(key.name for key in self.infos))}
         infos = sorted(self.infos.values(), key=lambda info: order[info.name])
-        return Roster(tuple(infos), {name: g for g, group in enumerate(self.groups) for name in group.names})
+        return TensorList(tuple(infos), {name: g for g, group in enumerate(self.groups) for name in group.names})
 
     def extents(self, key: Key, within: Box | None, url: str) -> Iterator[Extent]:
         """Where the bytes of a tensor lie (see Readable); TensorNotFound where there is none of this key at `url`."""
@@ -108,11 +108,11 @@ class PrefixedSource:
     def __init__(self, source: OpenSource, store: Store, folder: str) -> None:
         self.kind, self.store = source.kind, store
         self._source, self._below = source, f"{folder}/"
-        facts = source.facts
-        self.facts = facts.but(
-            assets=tuple(self._below + key for key in facts.assets),
-            files=tuple(self._below + key for key in facts.files),
-            folder=self._below + facts.folder if facts.folder else folder,
+        metadata = source.metadata
+        self.metadata = metadata.but(
+            assets=tuple(self._below + key for key in metadata.assets),
+            files=tuple(self._below + key for key in metadata.files),
+            folder=self._below + metadata.folder if metadata.folder else folder,
         )
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:

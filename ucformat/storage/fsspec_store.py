@@ -233,8 +233,8 @@ def _find(fs: Any, folder: str) -> dict[str, Any]:
 
 
 def _info(key: str, found: dict[str, Any]) -> Info:
-    facts = (found[k] for k in _VERSION if k in found)
-    version = "-".join(str(f.timestamp() if isinstance(f, datetime) else f) for f in facts)
+    parts = (found[k] for k in _VERSION if k in found)
+    version = "-".join(str(f.timestamp() if isinstance(f, datetime) else f) for f in parts)
     times = (f.timestamp() if isinstance(f, datetime) else f for k in _MODIFIED if (f := found.get(k)) is not None)
     modified = next((float(t) for t in times if isinstance(t, int | float)), None)
     return Info(key, int(found["size"]), version, modified)

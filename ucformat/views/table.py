@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ucformat.errors import LayoutError
 from ucformat.geometry.box import Box
-from ucformat.geometry.tensor import Key, Roster, TensorInfo
+from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 from ucformat.geometry.view import Part, View
 
 if TYPE_CHECKING:
@@ -99,11 +99,11 @@ class Table:
     formulas: dict[Key, Formula] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, roster: Roster, aliases: Mapping[str, str], means: Mapping[Key, Sequence[Key]]) -> Table:
+    def of(cls, tensor_list: TensorList, aliases: Mapping[str, str], means: Mapping[Key, Sequence[Key]]) -> Table:
         """The tensors of a source; those that it stores as several contributions are the mean of these."""
         table = cls({})
         states: dict[str, dict[str, View]] = {}
-        for info in roster.tensors:
+        for info in tensor_list.tensors:
             if info.key in means:
                 inputs = tuple(identity(replace(info, name=k.name, state=k.state)) for k in means[info.key])
                 view = table.computed(Formula(info, "mean", inputs))

@@ -10,7 +10,7 @@ import numpy as np
 
 from ucformat.errors import UsageError
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.tensor import Extent, Key, Roster, single_extents
+from ucformat.geometry.tensor import Extent, Key, TensorList, single_extents
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.read import read_flat
 from ucformat.storage.base import HIDDEN, Info, check_range
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.tensor import TensorInfo, Tiles
     from ucformat.geometry.view import View
-    from ucformat.reading.readable import Facts, FileRecord, Readable
+    from ucformat.reading.readable import CheckpointMetadata, FileRecord, Readable
     from ucformat.schema.view import Labelled
     from ucformat.storage.base import Store
     from ucformat.views.table import Entry, Formula
@@ -130,11 +130,11 @@ class Viewed:
 
     def __init__(self, base: Readable, steps: Sequence[Labelled]) -> None:
         self.base, self.kind, self.steps = base, base.kind, tuple(steps)
-        table = Table.of(base.facts.roster, base.facts.aliases, base.facts.means)
+        table = Table.of(base.metadata.tensor_list, base.metadata.aliases, base.metadata.means)
         self.taken = apply(table, self.steps)
         stored, aliases = table.tied()
         self._views = {Key(n, s): v for n, entry in stored.items() for s, v in entry.states.items()}
-        self._infos = {i.key: i for i in base.facts.roster.tensors}
+        self._infos = {i.key: i for i in base.metadata.tensor_list.tensors}
         self._level: int = base._level + 1 if isinstance(base, Viewed) else 0  # noqa: SLF001 - of one's own
         self._files = {key: file_name(self._level, n) for n, key in enumerate(table.formulas)}
         self._formulas = table.formulas
@@ -143,7 +143,7 @@ class Viewed:
             for key, f in table.formulas.items()
         }
         self.store: Store = ComputedStore(base.store, self._computed) if self._computed else base.store
-        self.facts = _facts(base.facts, stored, aliases)
+        self.metadata = _view_metadata(base.metadata, stored, aliases)
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent | Tiles]:
         """See Readable."""
@@ -192,14 +192,20 @@ class Viewed:
         return iter(())
 
 
-def _facts(facts: Facts, stored: dict[str, Entry], aliases: dict[str, str]) -> Facts:
+def _view_metadata(
+    metadata: CheckpointMetadata, stored: dict[str, Entry], aliases: dict[str, str]
+) -> CheckpointMetadata:
     """What the source says of itself, with the names as the steps left them."""
     born: dict[str, list[str]] = {}
     for name, entry in stored.items():
         born.setdefault(entry.param, []).append(name)
-    groups = tuple({**g, "params": [n for p in g["params"] for n in born.get(p, ())]} for g in facts.groups)
+    groups = tuple({**g, "params": [n for p in g["params"] for n in born.get(p, ())]} for g in metadata.groups)
     numbers = {n: i for i, g in enumerate(groups) for n in g["params"]}
     if not groups:
-        numbers = {n: facts.roster.groups[e.param] for n, e in stored.items() if e.param in facts.roster.groups}
+        numbers = {
+            n: metadata.tensor_list.groups[e.param] for n, e in stored.items() if e.param in metadata.tensor_list.groups
+        }
     infos = tuple(view.info for entry in stored.values() for view in entry.states.values())
-    return facts.but(roster=Roster(infos, numbers), aliases=aliases, groups=groups, means={}, paths={}, places=())
+    return metadata.but(
+        tensor_list=TensorList(infos, numbers), aliases=aliases, groups=groups, means={}, paths={}, places=()
+    )

@@ -96,12 +96,12 @@ def test_a_rank_s_file_that_is_missing_or_short_is_named_with_the_tensor(copy: P
 
 def test_hyper_parameters_objects_and_layout() -> None:
     ck = sample_of("fsdp2-uneven").open()
-    assert [g["weight_decay"] for g in ck.facts.groups] == [0.01, 0.02]
-    assert ck.facts.groups[0]["betas"] == {"$tuple": [0.9, 0.999]}
+    assert [g["weight_decay"] for g in ck.metadata.groups] == [0.01, 0.02]
+    assert ck.metadata.groups[0]["betas"] == {"$tuple": [0.9, 0.999]}
     assert dict(ck.objects) == {"train": {"step": 2, "note": ["a", {"b": 1.5}]}}
-    assert ck.facts.engine["name"] == "torch.distributed.checkpoint"
+    assert ck.metadata.engine["name"] == "torch.distributed.checkpoint"
     flat = sample_of("hsdp-flat").open()
-    assert [g["weight_decay"] for g in flat.facts.groups] == [0.01, 0.02]
+    assert [g["weight_decay"] for g in flat.metadata.groups] == [0.01, 0.02]
 
 
 def test_a_save_is_known_by_what_its_writer_called_it(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def keys(folder: Path) -> set[tuple[str, str]]:
 
 def test_states_that_are_plain_numbers_are_in_the_group(tmp_path: Path) -> None:
     ck = open_checkpoint(save({"model": {"a": W, "b": W}, "optim": optim(["a", "b"])}, tmp_path / "x"))
-    assert ck.facts.groups == ({"lr": 0.5, "params": ["a", "b"], "state": {"step": 4}},)
+    assert ck.metadata.groups == ({"lr": 0.5, "params": ["a", "b"], "state": {"step": 4}},)
     assert dict(ck.objects) == {"optim": {"state": {"a": {"step": 4}, "b": {"step": 4}}}}
 
 
@@ -51,17 +51,17 @@ def test_two_models_and_their_optimizers_keep_their_keys(tmp_path: Path) -> None
     assert {tuple(k) for k in ck.tensors} == {
         (n, s) for n in ("gen.a", "disc.b", "disc.c") for s in ("weight", "exp_avg")
     }
-    assert [g["params"] for g in ck.facts.groups] == [["gen.a"], ["disc.b", "disc.c"]]
+    assert [g["params"] for g in ck.metadata.groups] == [["gen.a"], ["disc.b", "disc.c"]]
 
 
 def test_an_optimizer_that_may_be_of_either_model_names_its_states_itself(tmp_path: Path) -> None:
     place = save({"a": {"w": W}, "b": {"w": W + 1}, "x": {"o": optim(["w"])}}, tmp_path / "x")
     assert keys(place) == {("a.w", "weight"), ("b.w", "weight"), ("x.o.w", "exp_avg")}
-    assert open_checkpoint(place).facts.groups[0]["params"] == ["x.o.w"]
+    assert open_checkpoint(place).metadata.groups[0]["params"] == ["x.o.w"]
     with pytest.raises(UsageError, match=r"there is no 'c', of which `owners` speaks"):
         Dcp(owners={"x.o": "c"}).open(LocalStore(place))
     source = Dcp(owners={"x.o": "b"}).open(LocalStore(place))
-    assert {tuple(i.key) for i in source.facts.roster.tensors} == {
+    assert {tuple(i.key) for i in source.metadata.tensor_list.tensors} == {
         ("a.w", "weight"), ("w", "weight"), ("w", "exp_avg"),
     }  # fmt: skip
 
@@ -71,11 +71,11 @@ def test_numbers_that_shapes_do_not_tell_ask_for_names(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="numbered"):
         open_checkpoint(place)
     source = Dcp(groups=[["b", "a"]]).open(LocalStore(place))
-    assert source.facts.groups[0]["params"] == ["b", "a"]
+    assert source.metadata.groups[0]["params"] == ["b", "a"]
     with pytest.raises(UsageError, match="given"):
         Dcp(groups=[["b"]]).open(LocalStore(place))
     told = save({"model": {"a": W, "b": W, "c": W}, "optim": optim([0, 1], param_names=["c", "a"])}, tmp_path / "y")
-    assert open_checkpoint(told).facts.groups == ({"lr": 0.5, "params": ["c", "a"], "state": {"step": 4}},)
+    assert open_checkpoint(told).metadata.groups == ({"lr": 0.5, "params": ["c", "a"], "state": {"step": 4}},)
 
 
 def test_a_planner_that_keeps_no_paths(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_planner_that_keeps_no_paths(tmp_path: Path) -> None:
     }
     ck = open_checkpoint(save(state, tmp_path / "x", flatten=False))
     assert ("a", "exp_avg") in {tuple(k) for k in ck.tensors}
-    assert ck.facts.step == 7
+    assert ck.metadata.step == 7
 
 
 def test_groups_as_one_value_as_pytorch_2_3_kept_them(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_groups_as_one_value_as_pytorch_2_3_kept_them(tmp_path: Path) -> None:
         "optim": {"state": {"a": {"exp_avg": W}}, "param_groups": ({"lr": 1, "params": ["a"]},)},
     }
     place = save(state, tmp_path / "y")  # a tuple is one value in every version
-    assert open_checkpoint(place).facts.groups == ({"lr": 1, "params": ["a"]},)
+    assert open_checkpoint(place).metadata.groups == ({"lr": 1, "params": ["a"]},)
 
 
 def test_a_stream_transform_is_refused_by_name(tmp_path: Path) -> None:

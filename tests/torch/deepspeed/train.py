@@ -269,17 +269,17 @@ def make(task: Task, out: Path) -> None:
     if task.load:
         trainer.load(str(out / task.load / task.what))
         first = 3
-        facts["loaded"] = trainer.facts()
+        facts["loaded"] = trainer.metadata()
         trainer.save_own(folder)
     else:
         for step in range(task.steps):
             trainer.step(step)
         trainer.save(folder)
-        facts["saved"] = trainer.facts()
+        facts["saved"] = trainer.metadata()
         trainer.save_own(folder)
         first = task.steps
     facts["losses"] = losses(trainer, first)
-    facts["end"] = trainer.facts()
+    facts["end"] = trainer.metadata()
     if dist.get_rank() == 0:
         (folder / "facts.json").write_text(json.dumps(facts, default=str))
     trainer.close()

@@ -146,7 +146,7 @@ def across(folder: Path) -> dict[str, Any]:
     out["removed"] = not (folder / "io" / "epoch=0.ckpt").exists()
     out["names"] = sorted(f"{k.state}/{k.name}" for k in ck.tensors)
     out["groups"] = [list(g.params) for g in ck.manifest.groups]
-    out["step"] = ck.facts.step
+    out["step"] = ck.metadata.step
     out["told"] = [ck.manifest.config, sorted(ck.manifest.metrics)]
     try:
         fit(folder / "refused", makers["io"](), folder / "io-ddp" / "epoch=3.ckpt", module=Module(0.0))

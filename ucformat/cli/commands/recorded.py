@@ -33,10 +33,10 @@ class Recorded:
 
     def lines(self, here: str | None, width: int | None) -> Iterator[str]:
         """For people; `here` is the place that they see already."""
-        for label, text in self._facts(here):
+        for label, text in self._rows(here):
             yield from field(label, text, width)
 
-    def _facts(self, here: str | None) -> Iterator[tuple[str, str]]:
+    def _rows(self, here: str | None) -> Iterator[tuple[str, str]]:
         entry = self.entry
         if entry.run is not None:
             yield "run", entry.run

@@ -119,20 +119,20 @@ def _tensor(info: TensorInfo) -> dict[str, Any]:
 def _summary(ck: Checkpoint) -> dict[str, Any]:
     from ucformat.jobs.dependents import unprotected
 
-    facts = ck.facts
+    metadata = ck.metadata
     return {
         "url": ck.url,
         "kind": ck.kind,
         "id": ck.manifest.id or None,
-        "step": facts.step,
-        "engine": dict(facts.engine),
-        "layout": dict(facts.layout),
+        "step": metadata.step,
+        "engine": dict(metadata.engine),
+        "layout": dict(metadata.layout),
         "states": [],
         "total": {},
         "aliases": dict(ck.aliases),
         "groups": [
             {"params": list(g["params"]), "options": {k: v for k, v in g.items() if k != "params"}}
-            for g in facts.groups
+            for g in metadata.groups
         ],
         "objects": list(ck.objects),
         "assets": list(ck.assets),
@@ -190,13 +190,13 @@ def _describe(s: Mapping[str, Any], known: Recorded | None) -> Iterator[str]:
     yield Heading(s["url"] or s["id"])
     engine = " ".join(v for k, v in s["engine"].items() if k in ("name", "version"))
     universal = "universal, of " if engine else "universal"
-    facts = {
+    shown = {
         "kind": f"{universal}{engine}" if s["kind"] == "ucformat" else engine or s["kind"],
         "id": s["id"],
         "step": None if s["step"] is None else count(s["step"]),
         "layout": ", ".join(f"{k} {_value(v)}" for k, v in s["layout"].items()),
     }
-    for label, text in facts.items():
+    for label, text in shown.items():
         if text:
             yield from field(label, text, width)
     for place in s["unprotected"] or ():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
-from ucformat.geometry.tensor import Extent, Roster
-from ucformat.reading.readable import Facts, LazyMapping
+from ucformat.geometry.tensor import Extent, TensorList
+from ucformat.reading.readable import CheckpointMetadata, LazyMapping
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.sources.dcp.folder import FILE
 from ucformat.sources.dcp.metadata import Items, Metadata, read_metadata
@@ -50,14 +50,14 @@ class OpenByteCheckpoint(OpenDcp):
         items = _RawItems(store, _joined(metas), allow, metas)
         super().__init__(items, groups, owners or ({"optimizer": "model"} if len(metas) > 1 else None))
 
-    def _make_facts(self, values: ItemValues, infos: tuple[TensorInfo, ...]) -> Facts:
-        """The facts, with the extra states of all ranks."""
+    def _make_metadata(self, values: ItemValues, infos: tuple[TensorInfo, ...]) -> CheckpointMetadata:
+        """The metadata, with the extra states of all ranks."""
         assert isinstance(self.items, _RawItems)  # noqa: S101
         metas, folder = list(self.items.parts.values()), self._folder
         files = [f for meta in metas for f in (meta.file, *meta.files)]
         groups, places, numbers = values.lazy_groups()
-        return Facts(
-            roster=Roster(infos, numbers),
+        return CheckpointMetadata(
+            tensor_list=TensorList(infos, numbers),
             groups=groups,
             places=places,
             objects=LazyMapping(lambda: _extra_states(self.store, folder)),

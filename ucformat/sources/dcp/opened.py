@@ -6,8 +6,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UnsupportedError
-from ucformat.geometry.tensor import Roster, TensorInfo
-from ucformat.reading.readable import Facts, LazyMapping, LazySequence, Place
+from ucformat.geometry.tensor import TensorInfo, TensorList
+from ucformat.reading.readable import CheckpointMetadata, LazyMapping, LazySequence, Place
 from ucformat.sources.dcp.names import GROUPS, dotted, split_state
 from ucformat.sources.dcp.state import name_entries
 from ucformat.sources.index import Group, unknown_tensor
@@ -80,7 +80,7 @@ def _items(value: Any) -> list[Any] | None:
 
 
 def groups_of(optimizer: Optimizer, files: Values) -> list[tuple[Mapping[str, Any], Place | None]] | None:
-    """The groups as the facts hold them, parameters by name, and the place of each; None where these cannot be told.
+    """The optimizer groups as in `CheckpointMetadata`, and the place of each; None if they are unknown.
 
     Without a place, its entries are values of the checkpoint, too.
     """
@@ -187,14 +187,14 @@ class OpenDcp:
             key: TensorInfo(*key, meta.tensors[fqn].dtype, meta.tensors[fqn].shape)
             for key, fqn in self.named.tensors.items()
         }
-        self.facts = self._make_facts(ItemValues(items, self.named), _by_name(self._infos))
+        self.metadata = self._make_metadata(ItemValues(items, self.named), _by_name(self._infos))
 
-    def _make_facts(self, values: ItemValues, infos: tuple[TensorInfo, ...]) -> Facts:
+    def _make_metadata(self, values: ItemValues, infos: tuple[TensorInfo, ...]) -> CheckpointMetadata:
         meta = self.items.meta
         version = meta.root.get("version")
         groups, places, numbers = values.lazy_groups()
-        return Facts(
-            roster=Roster(infos, numbers),
+        return CheckpointMetadata(
+            tensor_list=TensorList(infos, numbers),
             groups=groups,
             places=places,
             objects=LazyMapping(values.objects),

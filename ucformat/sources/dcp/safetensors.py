@@ -14,7 +14,7 @@ from ucformat.errors import IntegrityError, MissingData
 from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Extent, TensorInfo
-from ucformat.reading.readable import Facts
+from ucformat.reading.readable import CheckpointMetadata
 from ucformat.sources.dcp.folder import INFO, SHARD
 from ucformat.sources.index import TensorIndex
 from ucformat.sources.safetensors.opened import read_header
@@ -58,8 +58,8 @@ class OpenShards:
         self._contents = TensorIndex()
         for name, found in pieces.items():
             self._add(name, dtypes[name], found)
-        self.facts = Facts(
-            roster=self._contents.roster(),
+        self.metadata = CheckpointMetadata(
+            tensor_list=self._contents.tensor_list(),
             engine={"name": "torch.distributed.checkpoint", "version": version, "format": "safetensors"},
             files=tuple(files),
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.box import Box
 from ucformat.geometry.local import parts_of
-from ucformat.geometry.tensor import Key, Roster, TensorInfo
+from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 from ucformat.geometry.view import View
 from ucformat.sources.index import Group, TensorIndex
 from ucformat.sources.tp_merge.replicas import Replica, Verdict, compare, must_agree
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ucformat.sources.index import Locate
     from ucformat.storage.base import Store
 
-__all__ = ["Merged", "merge_groups", "roster"]
+__all__ = ["Merged", "merge_groups", "tensor_list"]
 
 _MIXED = "files of different saves are mixed in one folder"
 
@@ -173,12 +173,12 @@ class _MergedTensor:
         return self._view.extents(local, within)
 
 
-def roster(stages: Sequence[Sequence[Slice]], contents: TensorIndex) -> Roster:
+def tensor_list(stages: Sequence[Sequence[Slice]], contents: TensorIndex) -> TensorList:
     """All tensors in the order of the module, what is not in it after that; each with its states together."""
     modules = (name for slices in stages for name in slices[0].model.module)
     order = {name: i for i, name in enumerate(dict.fromkeys((*modules, *(key.name for key in contents.infos))))}
     infos = sorted(contents.infos.values(), key=lambda info: order[info.name])
-    return Roster(tuple(infos), {name: g for g, group in enumerate(contents.groups) for name in group.names})
+    return TensorList(tuple(infos), {name: g for g, group in enumerate(contents.groups) for name in group.names})
 
 
 def _shapes(slices: Sequence[Slice]) -> dict[str, Shapes]:

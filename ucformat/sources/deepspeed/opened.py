@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UnsupportedError
-from ucformat.reading.readable import Facts
+from ucformat.reading.readable import CheckpointMetadata
 from ucformat.sources.deepspeed.contents import load_all
 from ucformat.sources.deepspeed.experts import adopt_experts, check_degree, expert_model
-from ucformat.sources.deepspeed.merge import Merged, merge_groups, roster
+from ucformat.sources.deepspeed.merge import Merged, merge_groups, tensor_list
 from ucformat.sources.deepspeed.model import ModelStates, Objects
 from ucformat.sources.deepspeed.pipeline import adopt_layers, layers_of, names_of_stages
 from ucformat.sources.deepspeed.ranks import ParallelDegrees, Slice, read_slice
@@ -51,10 +51,10 @@ class OpenDeepSpeed:
         }
         optimizers = {of.label: of.contents.optimizer for slices in stages for of in slices}
         lost = list(dict.fromkeys(name for slices in stages for name in slices[0].lost))
-        objects = Objects(by_label, optimizers, contents, lost).json()  # before the roster: large tensors join it
+        objects = Objects(by_label, optimizers, contents, lost).json()  # before the tensor list: large tensors join it
         first = stages[0][0]
-        self.facts = Facts(
-            roster=roster(stages, contents),
+        self.metadata = CheckpointMetadata(
+            tensor_list=tensor_list(stages, contents),
             aliases={a: b for slices in stages for a, b in slices[0].aliases.items()},
             objects=objects,
             groups=tuple(group.json() for group in contents.groups),

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData
 from ucformat.geometry.tensor import Key
-from ucformat.reading.readable import Facts
+from ucformat.reading.readable import CheckpointMetadata
 from ucformat.sources.deepspeed.atoms import Atom, atom_names, read_atoms, take_apart
 from ucformat.sources.deepspeed.contents import hyper_parameters, load_all, need, stage_of, state_of
 from ucformat.sources.deepspeed.folder import TagFiles, list_files
-from ucformat.sources.deepspeed.merge import Merged, roster
+from ucformat.sources.deepspeed.merge import Merged, tensor_list
 from ucformat.sources.deepspeed.model import ModelStates, Objects
 from ucformat.sources.deepspeed.ranks import ParallelDegrees, Slice, read_weights
 from ucformat.sources.deepspeed.resolver import ShardingResolver
@@ -74,8 +74,8 @@ class OpenUniversal:
         objects = Objects(by_label, {"": contents.optimizer}, contents, lost).json() if by_label else {}
         first = self._stages[0][0].model.value if self._stages else {}
         atoms = (key for states in keys.values() for key in states.values())
-        self.facts = Facts(
-            roster=roster(self._stages, contents),
+        self.metadata = CheckpointMetadata(
+            tensor_list=tensor_list(self._stages, contents),
             aliases=self._aliases(),
             objects=objects,
             groups=tuple(group.json() for group in contents.groups),
@@ -94,7 +94,7 @@ class OpenUniversal:
 
     def records(self) -> Iterator[FileRecord]:
         """Every record of the zip files; reads the directory of each."""
-        for key in self.facts.files:
+        for key in self.metadata.files:
             if key != self._latest:
                 yield from TorchZip(self.store, key).records()
 

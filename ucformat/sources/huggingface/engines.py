@@ -150,24 +150,24 @@ def open_engine(
 
 
 def _named(source: OpenSource) -> dict[str, str]:
-    facts = source.facts.engine
-    return {"engine": facts["name"], **({"engine_version": facts["version"]} if facts.get("version") else {})}
+    metadata = source.metadata.engine
+    return {"engine": metadata["name"], **({"engine_version": metadata["version"]} if metadata.get("version") else {})}
 
 
 def _add(source: OpenSource, prefix: str, engine: Engine, contents: TensorIndex) -> None:
     """All that an opened checkpoint holds, its names behind a prefix."""
-    facts = source.facts
-    for info in facts.roster.tensors:
+    metadata = source.metadata
+    for info in metadata.tensor_list.tensors:
         contents.add(prefix + info.name, info.state, info.dtype, info.shape, partial(source.extents, info.key))
     engine.sources.append(source)
-    engine.aliases |= {prefix + alias: prefix + name for alias, name in facts.aliases.items()}
-    engine.objects |= facts.objects
-    for group in facts.groups:
+    engine.aliases |= {prefix + alias: prefix + name for alias, name in metadata.aliases.items()}
+    engine.objects |= metadata.objects
+    for group in metadata.groups:
         hyper = {k: v for k, v in group.items() if k != "params"}
         contents.groups.append(Group([prefix + n for n in group["params"]], hyper))
-    engine.layout = {**engine.layout, **facts.layout}
-    engine.step = engine.step if engine.step is not None else facts.step
-    engine.files += facts.files
+    engine.layout = {**engine.layout, **metadata.layout}
+    engine.step = engine.step if engine.step is not None else metadata.step
+    engine.files += metadata.files
 
 
 def _sharded(store: Store, found: Contained, engine: Engine, contents: TensorIndex, told: Told) -> None:
@@ -205,12 +205,12 @@ def _whole(
         prefix = _prefix(number) if len(models) > 1 else ""
         source = _open_model(store, names, told.allow)
         before = len(engine.objects)
-        objects = source.facts.objects
+        objects = source.metadata.objects
         _add(source, prefix, engine, contents)
         if len(models) > 1 and objects:  # one model's metadata is not another's
             kept = dict(list(engine.objects.items())[:before])
             engine.objects = kept | {_prefix(number) + k: v for k, v in objects.items()}
-        tensors = {i.name: (i.dtype, i.shape) for i in source.facts.roster.tensors if i.state == "weight"}
+        tensors = {i.name: (i.dtype, i.shape) for i in source.metadata.tensor_list.tensors if i.state == "weight"}
         ordered = source.kind == "torch_save"
         if not ordered and (order := module_order(store, infos, list(tensors))) is not None:
             tensors, ordered = {name: tensors[name] for name in order}, True

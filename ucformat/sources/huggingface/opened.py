@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import NotFound
-from ucformat.reading.readable import Facts, FileRecord
+from ucformat.reading.readable import CheckpointMetadata, FileRecord
 from ucformat.sources.huggingface.engines import Engine, Told, open_engine
 from ucformat.sources.index import TensorIndex
 from ucformat.sources.model_files import find_assets, read_json
@@ -77,8 +77,8 @@ class OpenHuggingFace:
         own = (["trainer_state.json"] if found.trainer_state else []) + self._zips
         files = tuple(dict.fromkeys([*engine.files, *own]))
         assets = find_assets((i for i in infos.values()), files)
-        self.facts = Facts(
-            roster=self.contents.roster(),
+        self.metadata = CheckpointMetadata(
+            tensor_list=self.contents.tensor_list(),
             aliases=engine.aliases,
             objects=objects,
             assets=assets,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import AmbiguousLayout, IntegrityError, option_text
 from ucformat.geometry.tensor import Key
-from ucformat.reading.readable import Facts
+from ucformat.reading.readable import CheckpointMetadata
 from ucformat.sources.index import Group, TensorIndex
 from ucformat.sources.megatron.names import is_expert
 from ucformat.sources.megatron.rank_files import RankFile, read_ranks
@@ -79,8 +79,8 @@ class OpenClassic:
         objects = self._objects()
         step = first.values.get("iteration")
         paths = [f.file.key for f in files.values()] + [f.distrib.key for f in files.values() if f.distrib]
-        self.facts = Facts(
-            roster=self.contents.roster(),
+        self.metadata = CheckpointMetadata(
+            tensor_list=self.contents.tensor_list(),
             aliases=self.aliases,
             objects=objects,
             groups=tuple(g.json() for g in self.contents.groups),

@@ -10,8 +10,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
-from ucformat.geometry.tensor import Key, Roster
-from ucformat.reading.readable import Facts, LazyMapping, LazySequence
+from ucformat.geometry.tensor import Key, TensorList
+from ucformat.reading.readable import CheckpointMetadata, LazyMapping, LazySequence
 from ucformat.sources.dcp.metadata import Items, read_metadata
 from ucformat.sources.dcp.opened import plain_value
 from ucformat.sources.index import TensorIndex
@@ -77,8 +77,8 @@ class OpenDist:
         guarded = built_by_megatron(store.url)
         groups: LazySequence[Mapping[str, Any]] = LazySequence(guarded(self._groups))
         numbers = LazyMapping(lambda: {name: i for i, group in enumerate(groups) for name in group["params"]})
-        self.facts = Facts(
-            roster=Roster(self.contents.roster().tensors, numbers),
+        self.metadata = CheckpointMetadata(
+            tensor_list=TensorList(self.contents.tensor_list().tensors, numbers),
             groups=groups,
             objects=LazyMapping(guarded(self._objects)),
             aliases=self._aliases(),

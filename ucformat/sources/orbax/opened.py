@@ -6,8 +6,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData
-from ucformat.geometry.tensor import Roster, TensorInfo
-from ucformat.reading.readable import Facts
+from ucformat.geometry.tensor import TensorInfo, TensorList
+from ucformat.reading.readable import CheckpointMetadata
 from ucformat.sources.index import unknown_tensor
 from ucformat.sources.orbax.folder import CHECKPOINT, Step
 from ucformat.sources.orbax.tree import Item, scalar_json, tensor_keys
@@ -63,8 +63,10 @@ class OpenOrbax:
         objects: dict[str, Any] = {**numbers, **texts}
         if more := self._more(step, items):
             objects["orbax"] = more
-        self.facts = Facts(
-            roster=Roster(tuple(TensorInfo(*k, self._arrays[k].dtype, self._arrays[k].shape) for k in self._order())),
+        self.metadata = CheckpointMetadata(
+            tensor_list=TensorList(
+                tuple(TensorInfo(*k, self._arrays[k].dtype, self._arrays[k].shape) for k in self._order())
+            ),
             objects=objects,
             assets=tuple(key for key in step.others if key.rpartition("/")[2] not in (*_OWN, *_JSON)),
             step=self._step(numbers, step),

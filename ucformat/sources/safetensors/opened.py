@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Extent, TensorInfo
-from ucformat.reading.readable import Facts
+from ucformat.reading.readable import CheckpointMetadata
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.sources.index import TensorIndex
 from ucformat.sources.model_files import check_index, check_shards, present, read_weight_map
@@ -203,8 +203,8 @@ class OpenSafetensors:
         objects = _metadata(headers)
         if index_metadata:
             objects["index"] = to_json(index_metadata)
-        self.facts = Facts(
-            roster=self.contents.roster(),
+        self.metadata = CheckpointMetadata(
+            tensor_list=self.contents.tensor_list(),
             aliases=_aliases(headers, self.contents),
             objects=objects,
             assets=tuple(assets),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UnsupportedError, UsageError
-from ucformat.reading.readable import Facts
+from ucformat.reading.readable import CheckpointMetadata
 from ucformat.sources.index import TensorIndex
 from ucformat.sources.model_files import check_index, check_shards, present, read_weight_map
 from ucformat.sources.pickle.file import TorchFile, TorchZip
@@ -160,8 +160,8 @@ class OpenTorchSave:
                 aliases |= _add_module(parts.modules[path], prefix, file, self.contents, stored)
             objects |= self._values(file, parts, groups)
             engine, step = _engine(file.value), _step(file.value)
-        self.facts = Facts(
-            roster=self.contents.roster(),
+        self.metadata = CheckpointMetadata(
+            tensor_list=self.contents.tensor_list(),
             aliases=aliases,
             objects=objects,
             assets=tuple(assets),

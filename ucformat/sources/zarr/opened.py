@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError, UsageError, option_text
-from ucformat.geometry.tensor import Key, Roster, TensorInfo
-from ucformat.reading.readable import Facts
+from ucformat.geometry.tensor import Key, TensorInfo, TensorList
+from ucformat.reading.readable import CheckpointMetadata
 from ucformat.sources.index import unknown_tensor
 from ucformat.sources.values import to_json
 from ucformat.sources.zarr.array import Array, parse_v2, parse_v3
@@ -175,8 +175,8 @@ class OpenZarr:
         self.store: Store = DecodedStore(store, self._chunks)
         keys = _keys(found, store.url)
         self._arrays = {keys[path]: array for path, array in found.arrays.items()}
-        self.facts = Facts(
-            roster=Roster(tuple(TensorInfo(*k, a.dtype, a.shape) for k, a in self._arrays.items())),
+        self.metadata = CheckpointMetadata(
+            tensor_list=TensorList(tuple(TensorInfo(*k, a.dtype, a.shape) for k, a in self._arrays.items())),
             objects={"attributes": to_json(found.attributes)} if found.attributes else {},
             layout={"zarr_format": found.version},
             engine={"name": "zarr", "version": str(found.version)},

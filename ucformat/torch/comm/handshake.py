@@ -48,7 +48,7 @@ _LINE, _BELL = 0, 1
 _WELCOME = b"w"
 _HANDSHAKE_S = 10.0  # seconds in which whoever connects has to prove that he may; else he may try again
 _AGAIN = 0.02  # seconds until who was not let in calls again
-_MOST_HANDSHAKES = 256  # that may be about to, besides those who are expected
+_MAX_HANDSHAKES = 256  # that may be about to, besides those who are expected
 #: A host that vanished is noticed after two minutes in which nothing is said.
 _ALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
 
@@ -157,7 +157,7 @@ def _accept_all(
         listening = False
         try:
             while missing and time.monotonic() < end:
-                room = len(guests) < _MOST_HANDSHAKES + len(missing)
+                room = len(guests) < _MAX_HANDSHAKES + len(missing)
                 if room != listening:
                     if room:
                         ready.register(listener, selectors.EVENT_READ)

@@ -246,7 +246,7 @@ def fit_values(trainer: EngineParts, ck: Checkpoint) -> Put:
     scaler = scaler_in(ck.objects)
 
     def put() -> None:
-        set_counters(trainer, ck.objects, ck.facts.step)
+        set_counters(trainer, ck.objects, ck.metadata.step)
         set_scaler(trainer, scaler)
 
     return put
@@ -257,7 +257,7 @@ class ClientState:
 
     def __init__(self, ck: Checkpoint, names: Mapping[str, str], rank: int, ranks: int, *, trust: bool) -> None:
         self._data: dict[str, Any] = dict(ck.objects.get(CLIENT) or {})
-        if ck.facts.layout.get("dp") == ranks:  # what this rank of DeepSpeed's own ZeRO 3 checkpoint saved otherwise
+        if ck.metadata.layout.get("dp") == ranks:  # what this rank of DeepSpeed's own ZeRO 3 checkpoint saved otherwise
             self._data |= ck.objects.get("rank", {}).get(str(rank), {}).get(CLIENT) or {}
         self._trust = trust
         self._called = {stored: name for name, stored in names.items()}

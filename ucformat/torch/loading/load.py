@@ -206,7 +206,7 @@ def load_local(
     now = {"world": ranks.size} | {k: v for t in told for k, v in t.layout.items()}
     lineage = edge_of(ck, now, continues=any(t.stateful for t in told))
     seconds = time.monotonic() - begun
-    return LoadReport(ck.url, ck.id, ck.facts.step, len(matched), *amount, seconds, now, lineage, found)
+    return LoadReport(ck.url, ck.id, ck.metadata.step, len(matched), *amount, seconds, now, lineage, found)
 
 
 @message

@@ -215,7 +215,7 @@ def edge_of(ck: Checkpoint, now: Mapping[str, Any], *, continues: bool) -> Linea
         now: the layout under which it was loaded, as a save notes it, with the number of ranks as `world`.
         continues: whether the training goes on: some rank loaded state of an optimizer.
     """
-    before = ck.facts.layout
+    before = ck.metadata.layout
     if "world" in before:  # noted by a save in a training loop, which says all
         other = dict(before) != dict(now)
     else:  # by an engine's own files

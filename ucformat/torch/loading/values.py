@@ -42,7 +42,7 @@ class SavedState:
         self.ck, self.names = ck, names
         self.tensors: dict[str, Key] = {}
         self.paths: dict[str, Path] = {}
-        for key, paths in ck.facts.paths.items():
+        for key, paths in ck.metadata.paths.items():
             if names.get(key.name) == key.name:
                 self.paths |= (mine := {dotted(p): p for p in paths})
                 self.tensors |= dict.fromkeys(mine, key)
@@ -52,7 +52,7 @@ class SavedState:
         """The groups of each optimizer by its path, joined by dots."""
         groups = self.ck.manifest.groups
         out: dict[str, list[tuple[GroupDoc, Place]]] = {}
-        for group, place in zip(groups, self.ck.facts.places or (None,) * len(groups), strict=True):
+        for group, place in zip(groups, self.ck.metadata.places or (None,) * len(groups), strict=True):
             if place is not None:
                 out.setdefault(dotted(place.path), []).append((group, place))
         return out

@@ -73,7 +73,7 @@ class LocalState:
 
     `objects` are plain values by name, the same on all ranks that have them; `ranks` are those of each rank alone.
     `groups` are optimizer groups: `params`, names in order, and hyper-parameters. `layout` is what the manifest says.
-    `paths` and `places` are those of `Facts`; `places` are none, or as many as groups.
+    `paths` and `places` are those of `CheckpointMetadata`; `places` are none, or as many as groups.
     """
 
     tensors: tuple[LocalShard, ...]
