@@ -5,7 +5,8 @@ beside it. Files are read from git, so that any commit can be counted; what is n
 
 The rules:
 
-- A *module* is a `.py` file of `ucformat`. Its lines are all lines of the file.
+- A *module* is a `.py` file of `ucformat`. Its lines are all lines of the file; *lines of code* are those that are
+  neither blank nor part of a docstring.
 - A *box-type* is a dataclass, NamedTuple, TypedDict or pydantic model that says where a part of a tensor is. That is
   one with a field whose annotation names `Box`, `Extent`, `Tiles` or `Copy`, or with a field for where it begins
   (`start`, `offset`, `begin`) beside one for how far it reaches (`shape`, `size`, `stop`, `end`, `count`, `numel`,
@@ -60,6 +61,12 @@ class House:
     def lines(self) -> dict[str, int]:
         """Lines of each module."""
         return {name: len(text.splitlines()) for name, text in self.texts.items()}
+
+    @cached_property
+    def code(self) -> int:
+        """Lines that are neither blank nor part of a docstring, of all modules."""
+        written = sum(bool(line.strip()) for text in self.texts.values() for line in text.splitlines())
+        return written - sum(_documentation(node) for tree in self.trees.values() for node in ast.walk(tree))
 
     @cached_property
     def classes(self) -> dict[str, list[str]]:
@@ -151,6 +158,17 @@ def _reach(graph: Mapping[str, Iterable[str]], start: str) -> set[str]:
     return seen
 
 
+def _documentation(node: ast.AST) -> int:
+    """Lines of the docstring of a node that has one, blank ones left out."""
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return 0
+    match node.body[:1]:
+        case [ast.Expr(ast.Constant(str(text)))]:
+            quotes = text.rpartition("\n")[2].isspace()  # the closing quotes have a line of their own
+            return sum(bool(line.strip()) for line in text.split("\n")) + quotes
+    return 0
+
+
 def _holds_box(node: ast.ClassDef) -> bool:
     decorated = any("dataclass" in ast.unparse(d) for d in node.decorator_list)
     if not decorated and not {ast.unparse(b).rpartition(".")[2] for b in node.bases} & _BASES:
@@ -199,6 +217,7 @@ def _numbers(house: House) -> dict[str, str]:
     return {
         "modules": str(len(house.texts)),
         "lines": f"{sum(lines):,}",
+        "lines of code": f"{house.code:,}",
         "median lines": f"{statistics.median(lines):g}",
         f"modules below {SMALL} lines": str(sum(n < SMALL for n in lines)),
         f"modules above {LARGE} lines": str(sum(n > LARGE for n in lines)),
