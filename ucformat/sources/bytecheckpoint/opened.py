@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.reading.readable import FileRecord
     from ucformat.sources.bytecheckpoint.folder import Folder
-    from ucformat.sources.dcp.metadata import ByteRange
-    from ucformat.storage.base import Store
+    from ucformat.storage.base import ByteRange, Store
 
 __all__ = ["OpenByteCheckpoint"]
 

@@ -29,7 +29,7 @@ from ucformat.sources.dcp.folder import FILE
 from ucformat.sources.pickle.file import ShutFile, TorchFile, TorchZip, Window, open_file
 from ucformat.sources.pickle.stand_ins import Dtype, Inert, StoredTensor
 from ucformat.sources.pickle.unpickler import unpickle
-from ucformat.storage.base import check_key
+from ucformat.storage.base import ByteRange, check_key
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
@@ -39,22 +39,13 @@ if TYPE_CHECKING:
     from ucformat.sources.dcp.names import Path
     from ucformat.storage.base import Store
 
-__all__ = ["MAX_METADATA", "ByteRange", "Files", "Items", "Metadata", "TensorEntry", "read_metadata"]
+__all__ = ["MAX_METADATA", "Files", "Items", "Metadata", "TensorEntry", "read_metadata"]
 
 _UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 MAX_METADATA = 2 << 30  # bytes; 10^6 chunks take about 300 MB
 _DIMS = 64  # torch's own limit
 _LARGEST = 1 << 62  # of a size or an offset
 _DEEP, _LONG = 64, 16 << 10  # parts of a path, and characters of it; characters of a file's name
-
-
-@dataclass(frozen=True, slots=True)
-class ByteRange:
-    """The bytes of one item."""
-
-    file: str
-    offset: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
