@@ -26,7 +26,7 @@ from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Extent, TensorInfo
 from ucformat.sources.dcp.folder import FILE
-from ucformat.sources.pickle.file import ShutFile, TorchFile, TorchZip, Window, open_file
+from ucformat.sources.pickle.file import ShutFile, TorchFile, TorchZip, open_file
 from ucformat.sources.pickle.stand_ins import Dtype, Inert, StoredTensor
 from ucformat.sources.pickle.unpickler import unpickle
 from ucformat.storage.base import ByteRange, check_key
@@ -289,8 +289,7 @@ class Items:
         return found
 
     def _parse(self, box: Box, stretch: ByteRange, info: TensorInfo) -> list[Extent]:
-        window = Window(stretch.offset, stretch.nbytes, f"{info.key}{box}")
-        file = TorchFile(self.store, stretch.file, allow=self._allow, window=window)
+        file = TorchFile(self.store, stretch, f"{info.key}{box}", allow=self._allow)
         found = file.value
         if not isinstance(found, StoredTensor) or (found.dtype, found.shape) != (info.dtype, box.shape):
             what = f"{found.dtype} of shape {found.shape}" if isinstance(found, StoredTensor) else "no tensor"
@@ -310,10 +309,7 @@ class Items:
             entry = self.meta.tensors.get(fqn)
             where[fqn] = self.stretch(fqn, entry.boxes[0] if entry and len(entry.boxes) == 1 else None)
         ahead = cast("Store", _Ahead(self.store, where.values()))
-        return {
-            fqn: open_file(ahead, s.file, allow=self._allow, window=Window(s.offset, s.nbytes, fqn))
-            for fqn, s in where.items()
-        }
+        return {fqn: open_file(ahead, stretch, fqn, allow=self._allow) for fqn, stretch in where.items()}
 
     def records(self) -> Iterator[FileRecord]:
         """Every record of every item's archive."""
@@ -322,7 +318,7 @@ class Items:
             (fqn, start), stretch = item
             name = fqn if start is None else f"{fqn}{list(start)}"
             self._files.check(stretch, name)
-            return list(TorchZip(self.store, stretch.file, Window(stretch.offset, stretch.nbytes, name)).records())
+            return list(TorchZip(self.store, stretch, name).records())
 
         for some in map_io(of, self.meta.stored.items()):
             yield from some

@@ -5,7 +5,7 @@ whose tensors name their storages by a persistent id, `<top>/data/<key>` is the 
 `<top>/byteorder` says `little` (PyTorch 2.1 and later write it). Opening one reads its last 64 KiB, the pickle and,
 where a caller asks for a storage, the 30 bytes of that member's local header; never the tensors.
 
-Such an archive may also lie in a `Window` of a larger file, as each item of a PyTorch DCP checkpoint does.
+Such an archive may also be a range of a larger file, as each item of a PyTorch DCP checkpoint is.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ucformat.reading.readable import FileRecord
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.sources.pickle.stand_ins import Opaque
 from ucformat.sources.pickle.unpickler import unpickle
+from ucformat.storage.base import ByteRange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,26 +34,17 @@ if TYPE_CHECKING:
     from ucformat.sources.pickle.stand_ins import StoredTensor
     from ucformat.storage.base import Store
 
-__all__ = ["MAX_PICKLE", "ShutFile", "TorchFile", "TorchZip", "Window", "opaque_file", "open_file"]
+__all__ = ["MAX_PICKLE", "ShutFile", "TorchFile", "TorchZip", "opaque_file", "open_file"]
 
 MAX_PICKLE = 256 << 20  # bytes of data.pkl, and of the zip directory; real ones are kilobytes to a few megabytes
 _TAIL = 64 << 10
 _HEAD = 32 << 10  # read with the first bytes: the pickle stands first in the file and is mostly smaller
-_ITEM = 2 << 10  # the same for an archive in a window: it holds one value, so both are small
+_ITEM = 2 << 10  # the same for an archive in a larger file: it holds one value, so both are small
 _HEADER = 30  # bytes of a local header, without the name
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENCRYPTED = 0x1
 _LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch's magic number, pickled: the format before PyTorch 1.6
 _SAVE_AGAIN = "save it again with torch.save of PyTorch 1.6 or later: torch.save(torch.load(old), new)"
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The bytes of a file that are an archive, which must lie inside it; `name` is what errors and records call it."""
-
-    offset: int
-    nbytes: int
-    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +106,28 @@ class _Ranges(io.RawIOBase):
 
 
 class TorchZip:
-    """What `torch.save` wrote: a file, or a window of one.
+    """What `torch.save` wrote: a file, or a range of one.
 
-    `pickle` is its pickle; `nbytes` and `offset` tell where a storage lies. `label` is what errors call it.
+    `pickle` is its pickle; `nbytes` and `offset` give the size and the offset of a storage. `label` names it in errors.
     """
 
-    def __init__(self, store: Store, key: str, window: Window | None = None) -> None:
-        self.store, self.key, self._window = store, key, window
-        self.label = key if window is None else f"{window.name} in {key}"
-        self.size = store.info(key).size if window is None else window.nbytes
-        self._base, tail, self._head = (0, _TAIL, _HEAD) if window is None else (window.offset, _ITEM, _ITEM)
-        self._ranges = _Ranges(store, key, self.size, self._base, self.size if self.size <= 2 * tail else tail)
+    def __init__(self, store: Store, file: str | ByteRange, name: str = "") -> None:
+        """Read the directory and the pickle.
+
+        Args:
+            store: where the file is.
+            file: the key of a file, or the range of one that is the archive.
+            name: what errors and records call a range.
+
+        Raises:
+            IntegrityError: it is damaged.
+            UnsupportedError: it is compressed, big-endian, or of PyTorch before 1.6.
+        """
+        self.store, self._name = store, name
+        self.key, self._base, self.size = _range(store, file)
+        self.label = f"{name} in {self.key}" if name else self.key
+        tail, self._head = (_TAIL, _HEAD) if isinstance(file, str) else (_ITEM, _ITEM)
+        self._ranges = _Ranges(store, self.key, self.size, self._base, self.size if self.size <= 2 * tail else tail)
         self._members = self._directory()
         tops = {name.removesuffix("/data.pkl") for name in self._members if name.endswith("/data.pkl")}
         tops = {top for top in tops if "/" not in top}
@@ -157,7 +160,7 @@ class TorchZip:
         """
         for name, member in self._members.items():
             crc = member.crc32 if member.crc32 or not member.nbytes else None
-            whole = name if self._window is None else f"{name} of {self._window.name}"
+            whole = f"{name} of {self._name}" if self._name else name
             near = self._base + member.header_offset
             held = self._ranges.held(member.header_offset, _HEADER)
             head = partial(self.store.read, self.key, near, _HEADER) if held is None else partial(bytes, held)
@@ -270,8 +273,9 @@ _LARGEST = 16 << 20  # bytes of a file that is kept as it is
 class ShutFile:
     """A file of `torch.save` that names what is not plain: it is kept as it is, and whoever wants its value is told."""
 
-    def __init__(self, store: Store, key: str, why: UcformatError, window: Window | None = None) -> None:
-        self.key, self._store, self._why, self._window = key, store, why, window
+    def __init__(self, store: Store, file: str | ByteRange, why: UcformatError) -> None:
+        self.key = file if isinstance(file, str) else file.file
+        self._store, self._file, self._why = store, file, why
 
     @property
     def value(self) -> Any:
@@ -280,11 +284,10 @@ class ShutFile:
 
     def opaque(self) -> Opaque:
         """The file as a value that nobody opens unasked; UnsupportedError where it is too large to be kept so."""
-        window = self._window
-        offset, nbytes = (window.offset, window.nbytes) if window else (0, self._store.info(self.key).size)
-        if nbytes > _LARGEST:
+        at = _range(self._store, self._file)
+        if at.nbytes > _LARGEST:
             raise self._why
-        return opaque_file(self._store.read(self.key, offset, nbytes))
+        return opaque_file(self._store.read(*at))
 
 
 def opaque_file(data: bytes) -> Opaque:
@@ -300,21 +303,25 @@ def opaque_file(data: bytes) -> Opaque:
 
 
 def open_file(
-    store: Store, key: str, *, allow: tuple[str, ...] = (), window: Window | None = None
+    store: Store, file: str | ByteRange, name: str = "", *, allow: tuple[str, ...] = ()
 ) -> TorchFile | ShutFile:
-    """A file (or a window of one), which stays shut where its pickle names what is not plain."""
+    """A file (or a range of one, called `name`), which stays shut where its pickle names what is not plain."""
     try:
-        return TorchFile(store, key, allow=allow, window=window)
+        return TorchFile(store, file, name, allow=allow)
     except (UnsafeError, UnsupportedError) as error:
-        return ShutFile(store, key, error, window)
+        return ShutFile(store, file, error)
+
+
+def _range(store: Store, file: str | ByteRange) -> ByteRange:
+    return ByteRange(file, 0, store.info(file).size) if isinstance(file, str) else file
 
 
 class TorchFile:
     """A file of `torch.save`: `value` is what was saved, with a `StoredTensor` for each tensor."""
 
-    def __init__(self, store: Store, key: str, *, allow: tuple[str, ...] = (), window: Window | None = None) -> None:
-        self._zip = TorchZip(store, key, window)
-        self.store, self.key = store, key
+    def __init__(self, store: Store, file: str | ByteRange, name: str = "", *, allow: tuple[str, ...] = ()) -> None:
+        self._zip = TorchZip(store, file, name)
+        self.store, self.key = store, self._zip.key
         label = self._zip.label
         self.value: Any = unpickle(self._zip.pickle, file=label, storage_nbytes=self._zip.nbytes, allow=allow)
 
