@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ucformat.errors import LayoutError, UsageError
 from ucformat.torch.saving.assignment import WriteItem, merge_items
 from ucformat.torch.state.local import LocalShard, _readings, local_of, mesh_of, pieces_in
-from ucformat.torch.state.memory import host_memory, region_of
+from ucformat.torch.state.memory import elements_of, host_memory, row_major_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,7 +51,7 @@ def held(local: LocalShard) -> set[tuple[tuple[int, ...], float]]:
     out = set()
     memory = host_memory(local.tensor)
     for piece in local.pieces:
-        values = region_of(piece, memory, local.info.itemsize).row_major(local.info.itemsize)
+        values = row_major_bytes(elements_of(piece, memory, local.info.itemsize))
         places = product(*(range(a, a + n) for a, n in zip(piece.box.start, piece.box.shape, strict=True)))
         array = np.frombuffer(values.tobytes(), np.dtype(local.info.dtype))
         out |= set(zip(places, map(float, array), strict=True))

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.local import Dim
 from ucformat.torch.state.local import pieces_in
-from ucformat.torch.state.memory import blocks_of, copy_common, dense_region, host_memory, region_of
+from ucformat.torch.state.memory import (
+    blocks_of,
+    copy_common,
+    dense_elements,
+    elements_of,
+    elements_within,
+    host_memory,
+    row_major_bytes,
+)
 
 itemsizes = st.sampled_from([1, 2, 4, 8, 16])
 DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64, 16: torch.complex128}
@@ -85,19 +93,17 @@ def test_any_box_of_any_strided_tensor(tensor: torch.Tensor, data: st.DataObject
     start = tuple(data.draw(st.integers(0, 9)) for _ in tensor.shape)
     itemsize = tensor.element_size()
     for piece in pieces_in(tensor, whole_piece(tensor, start)):
-        region = region_of(piece, host_memory(tensor), itemsize)
+        elements = elements_of(piece, host_memory(tensor), itemsize)
         begin = tuple(data.draw(st.integers(0, n - 1)) for n in tensor.shape)
         shape = tuple(data.draw(st.integers(1, n - a)) for a, n in zip(begin, tensor.shape, strict=True))
         box = Box(tuple(a + b for a, b in zip(start, begin, strict=True)), shape)
         part = tensor[slices(Box(begin, shape))]
-        assert np.array_equal(region.within(box).row_major(itemsize), raw(part))
-        assert region.within(box).elements(itemsize).shape == shape
+        assert np.array_equal(row_major_bytes(elements_within(elements, piece.box, box)), raw(part))
+        assert elements_within(elements, piece.box, box).shape == shape
 
 
 @given(tensors(), tensors().map(lambda t: t.clone()), st.data())
-def test_what_two_regions_share_is_copied_and_nothing_else(
-    a: torch.Tensor, b: torch.Tensor, data: st.DataObject
-) -> None:
+def test_what_two_boxes_share_is_copied_and_nothing_else(a: torch.Tensor, b: torch.Tensor, data: st.DataObject) -> None:
     if a.ndim != b.ndim:
         return
     b = torch.zeros(b.shape, dtype=a.dtype)
@@ -105,7 +111,8 @@ def test_what_two_regions_share_is_copied_and_nothing_else(
     size = a.element_size()
     for source in pieces_in(a, whole_piece(a, at)):
         for target in pieces_in(b, whole_piece(b, bt)):
-            copy_common(region_of(source, host_memory(a), size), region_of(target, host_memory(b), size), size)
+            x, y = elements_of(source, host_memory(a), size), elements_of(target, host_memory(b), size)
+            copy_common(x, source.box, y, target.box)
     expected = torch.zeros_like(b)
     common = Box(at, tuple(a.shape)).intersect(Box(bt, tuple(b.shape)))
     if common is not None:
@@ -117,17 +124,17 @@ def test_what_two_regions_share_is_copied_and_nothing_else(
 def test_rows_that_lie_so_are_not_copied() -> None:
     tensor = torch.arange(24, dtype=torch.float32).reshape(6, 4)
     (piece,) = pieces_in(tensor, whole_piece(tensor, (10, 0)))
-    region = region_of(piece, host_memory(tensor), 4)
-    rows = region.within(Box((12, 0), (3, 4))).row_major(4)
+    elements = elements_of(piece, host_memory(tensor), 4)
+    rows = row_major_bytes(elements_within(elements, piece.box, Box((12, 0), (3, 4))))
     tensor[2:5] = -1
     assert (rows.view(np.float32) == -1).all()
-    columns = region.within(Box((12, 1), (3, 2))).row_major(4)
+    columns = row_major_bytes(elements_within(elements, piece.box, Box((12, 1), (3, 2))))
     tensor[2:5] = -2
     assert (columns.view(np.float32) == -1).all()
 
 
-def test_a_dense_region_has_memory_of_its_own() -> None:
+def test_dense_elements_are_in_row_major_order() -> None:
     box = Box((5, 7), (2, 3))
-    region = dense_region(box, np.arange(12, dtype=np.uint8), 2)
-    assert region.strides == row_major(box.shape, 2)
-    assert region.within(Box((6, 8), (1, 2))).row_major(2).tolist() == [8, 9, 10, 11]
+    elements = dense_elements(box.shape, np.arange(12, dtype=np.uint8), 2)
+    assert elements.strides == row_major(box.shape, 2)
+    assert row_major_bytes(elements_within(elements, box, Box((6, 8), (1, 2)))).tolist() == [8, 9, 10, 11]

@@ -6,7 +6,6 @@ import math
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 from crc32c import crc32c
 from hypothesis import given, settings
@@ -14,19 +13,18 @@ from hypothesis import strategies as st
 
 import ucformat
 from tests.fakes import random_array, same
-from tests.torch.test_deal import shapes, worlds
+from tests.torch.test_deal import shapes, slices, worlds
 from ucformat.errors import ChecksumError
 from ucformat.format import chunking
 from ucformat.format.arrays import put_file
 from ucformat.format.commit import begin, commit, new_id
 from ucformat.format.digest import bytes_digest
-from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import TensorInfo, single_extents
 from ucformat.schema.manifest import Manifest, SidecarDoc, TensorDoc
 from ucformat.storage.memory import MemoryStore
 from ucformat.torch.saving.assignment import WriteItem, assign_pieces, merge_items
 from ucformat.torch.saving.write import packed_file, sidecar_of, write_packed
-from ucformat.torch.state.memory import HostRegion
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,11 +37,6 @@ if TYPE_CHECKING:
 count = iter(range(10**6))
 
 
-def region_of_box(a: Any, box: Box) -> HostRegion:
-    """A box of an array, in the array's own memory."""
-    return HostRegion(Box.whole(a.shape), a.reshape(-1).view(np.uint8), 0, row_major(a.shape, a.itemsize)).within(box)
-
-
 def packed(items: Claims, arrays: Mapping[str, Any], name: str) -> tuple[Checkpoint, list[GlobalTensor], MemoryStore]:
     """What the ranks of these items would save, written by each in turn."""
     store = MemoryStore(f"packing-{name}-{next(count)}")
@@ -52,12 +45,13 @@ def packed(items: Claims, arrays: Mapping[str, Any], name: str) -> tuple[Checkpo
     tensors = merge_items(items)
     dealt, told = assign_pieces(tensors, len(items)), 0
     for rank, mine in enumerate(dealt):
-        regions = []
+        parts = []
         for item, piece in mine:
             held = items[rank][item]
-            regions.append((region_of_box(arrays[held.info.name], held.boxes[piece]), held.info))
+            box = held.boxes[piece]
+            parts.append((held.info, box, arrays[held.info.name][(..., *slices(box))]))
         written: list[int] = []
-        write_packed(store, packed_file(data, rank), regions, written.append)
+        write_packed(store, packed_file(data, rank), parts, written.append)
         told += sum(written)
     assert told == sum(t.info.nbytes for t in tensors)
     sidecar = sidecar_of(tensors, items, dealt, data)
@@ -106,8 +100,8 @@ def test_pieces_begin_at_multiples_of_64_bytes(kinds: list[tuple[tuple[int, ...]
     store = MemoryStore(f"packing-aligned-{next(count)}")
     arrays = [random_array(shape, dtype, n) for n, (shape, dtype) in enumerate(kinds)]
     infos = [TensorInfo(str(n), "weight", dtype, shape) for n, (shape, dtype) in enumerate(kinds)]
-    regions = [(region_of_box(a, Box.whole(a.shape)), i) for a, i in zip(arrays, infos, strict=True)]
-    write_packed(store, "f", regions, lambda _: None)
+    parts = [(i, Box.whole(i.shape), a) for a, i in zip(arrays, infos, strict=True)]
+    write_packed(store, "f", parts, lambda _: None)
     data, at = store.read("f"), 0
     for a in arrays:
         at = math.ceil(at / 64) * 64
@@ -118,10 +112,9 @@ def test_pieces_begin_at_multiples_of_64_bytes(kinds: list[tuple[tuple[int, ...]
 
 def test_strided_memory_is_written_in_row_major_order() -> None:
     base = random_array((6, 10), "float32", 1)
-    turned = HostRegion(Box.whole((10, 6)), base.view(np.uint8).reshape(-1), 0, (4, 40))
     store = MemoryStore("packing-strided")
     info = TensorInfo("t", "weight", "float32", (10, 6))
-    write_packed(store, "f", [(turned, info)], lambda _: None)
+    write_packed(store, "f", [(info, Box.whole(info.shape), base.T)], lambda _: None)
     data = base.T.tobytes()
     assert store.read("f") == data + crc32c(b"f" + bytes(8) + data).to_bytes(4, "little")
 

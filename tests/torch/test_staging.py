@@ -20,7 +20,7 @@ from ucformat.geometry.tensor import TensorInfo
 from ucformat.torch.saving import staging
 from ucformat.torch.saving.staging import HostBuffer, map_shared, room_for, stage
 from ucformat.torch.state.local import LocalShard, LocalState, local_of, pieces_in
-from ucformat.torch.state.memory import region_of
+from ucformat.torch.state.memory import elements_of, row_major_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,7 +45,7 @@ def staged(locals_: list[LocalShard], pool: ThreadPoolExecutor) -> list[tuple[Te
         for (info, pieces), (begin, end) in zip(listed, slots, strict=True):
             memory = shared[begin:end]
             assert begin % 64 == 0
-            out.append((info, [region_of(p, memory, info.itemsize).row_major(info.itemsize).tobytes() for p in pieces]))
+            out.append((info, [row_major_bytes(elements_of(p, memory, info.itemsize)).tobytes() for p in pieces]))
         assert all(a <= b for (_, a), (b, _) in pairwise(slots))
         return out
     finally:

@@ -14,6 +14,7 @@ from ucformat.errors import UsageError
 from ucformat.format.arrays import lay_out
 from ucformat.format.commit import begin
 from ucformat.format.digest import document_digest
+from ucformat.geometry.box import Box
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.reading.execute import checksum
@@ -29,6 +30,7 @@ from ucformat.torch.saving.assignment import (
     assign_shards,
     merge_items,
 )
+from ucformat.torch.state.memory import elements_within, row_major_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from ucformat.sources.dcp.names import Path
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
-    from ucformat.torch.state.memory import HostRegion
+    from ucformat.torch.state.memory import Elements
 
 __all__ = ["Assignment", "GlobalPlan", "SaveOptions", "WritePlan", "plan_save"]
 
@@ -141,11 +143,11 @@ def plan_save(
     items: Sequence[WriteItem],
     aliases: Mapping[str, str],
     objects: Mapping[str, Any],
-    region: Callable[[int, int], HostRegion],
+    elements: Callable[[int, int], Elements],
 ) -> tuple[Assignment, Attempt | None, GlobalPlan | None]:
     """Plan together, in one small collective; rank 0 also has the attempt and the global plan.
 
-    `region` gives where a (item, piece) lies. A plan is made anew only where a rank's items changed since the last
+    `elements` gives those of an (item, piece). A plan is made anew only where a rank's items changed since the last
     save; otherwise nothing but digests is told.
 
     Raises:
@@ -159,7 +161,7 @@ def plan_save(
         mine = group.memory.get("part")  # (plan, digest, Part) of the last save
         known = mine[0] if mine is not None and mine[1] == digest else ""
         digests = {k: document_digest(v) for k, v in objects.items()}
-        sums = _sums(items, region)
+        sums = _sums(items, elements)
     for again in (False, True):
         told = None if known and not again else encoded
         offer = _LocalPlan(options, digest, known, told, aliases, sums, digests)
@@ -176,24 +178,23 @@ def plan_save(
     return Assignment(answer.attempt, part, answer.give), coordinator.attempt, coordinator.plan
 
 
-def _sums(items: Sequence[WriteItem], region: Callable[[int, int], HostRegion]) -> NDArray[np.uint32]:
+def _sums(items: Sequence[WriteItem], elements: Callable[[int, int], Elements]) -> NDArray[np.uint32]:
     """A checksum for each piece by which replicas are compared: of a small one, or places of a whole tensor; else 0."""
     out = []
     for i, item in enumerate(items):
-        itemsize = item.info.itemsize
         for j, box in enumerate(item.boxes):
-            if box.size * itemsize <= _SMALL:
-                out.append(checksum(region(i, j).row_major(itemsize).data))
+            if box.size * item.info.itemsize <= _SMALL:
+                out.append(checksum(row_major_bytes(elements(i, j)).data))
             else:
-                out.append(_sum_of_places(region(i, j), itemsize) if box.shape == item.info.shape else 0)
+                out.append(_sum_of_places(elements(i, j)) if box.shape == item.info.shape else 0)
     return np.array(out, np.uint32)
 
 
-def _sum_of_places(region: HostRegion, itemsize: int) -> int:
-    shape, size, few = region.box.shape, region.box.size, _PLACE // itemsize
-    step = (size - few) // (_PLACES - 1)
-    boxes = [box for i in range(_PLACES) for box in flat_boxes(shape, i * step, i * step + few)]
-    return checksum(np.concatenate([region.within(box).row_major(itemsize) for box in boxes]).data)
+def _sum_of_places(elements: Elements) -> int:
+    whole, few = Box.whole(elements.shape), _PLACE // elements.itemsize
+    step = (whole.size - few) // (_PLACES - 1)
+    boxes = [box for i in range(_PLACES) for box in flat_boxes(whole.shape, i * step, i * step + few)]
+    return checksum(np.concatenate([row_major_bytes(elements_within(elements, whole, b)) for b in boxes]).data)
 
 
 class _Coordinator:

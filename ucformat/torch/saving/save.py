@@ -18,7 +18,7 @@ from ucformat.torch.saving.manifest import SaveMetadata, StateInfo, WriteReport,
 from ucformat.torch.saving.plan import SaveOptions, plan_save
 from ucformat.torch.saving.write import Leaves, packed_file, write_packed, write_shards
 from ucformat.torch.state.local import local_state
-from ucformat.torch.state.memory import HostRegion, copied_to_host, host_memory, region_of
+from ucformat.torch.state.memory import copied_to_host, elements_of, elements_within, host_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.plan import Assignment
     from ucformat.torch.state.local import LocalState
-    from ucformat.torch.state.memory import Memory
+    from ucformat.torch.state.memory import Elements, Memory
 
 __all__ = ["Saved", "save", "save_in_group", "save_local", "write_checkpoint"]
 
@@ -71,14 +71,14 @@ def write_checkpoint(
             for info, pieces in state.tensors
         ]
 
-    def region(item: int, piece: int) -> HostRegion:
+    def elements(item: int, piece: int) -> Elements:
         info, pieces = state.tensors[item]
-        return region_of(pieces[piece], memories[item], info.itemsize)
+        return elements_of(pieces[piece], memories[item], info.itemsize)
 
-    assignment, attempt, plan = plan_save(group, options, store, items, state.aliases, state.objects, region)
+    assignment, attempt, plan = plan_save(group, options, store, items, state.aliases, state.objects, elements)
     planned = time.monotonic()
     try:
-        written: Any = _write(state, options, assignment, store, group, region, progress, threads)
+        written: Any = _write(state, options, assignment, store, group, elements, progress, threads)
     except Exception as error:  # noqa: BLE001 - told to all ranks
         written = error
     seconds = time.monotonic() - planned
@@ -118,7 +118,7 @@ def _write(
     assignment: Assignment,
     store: Store,
     group: Group,
-    region: Callable[[int, int], HostRegion],
+    elements: Callable[[int, int], Elements],
     progress: Callable[[int], None],
     threads: int,
 ) -> WriteReport:
@@ -133,8 +133,12 @@ def _write(
 
     found: Leaves = []
     if options.form == "packed":
-        regions = [(region(c, p), state.tensors[c][0]) for c, p in assignment.part.pieces]
-        write_packed(store, packed_file(f"data/{assignment.attempt}", group.rank), regions, wrote)
+        parts = [
+            (info, pieces[p].box, elements(item, p))
+            for item, p in assignment.part.pieces
+            for info, pieces in (state.tensors[item],)
+        ]
+        write_packed(store, packed_file(f"data/{assignment.attempt}", group.rank), parts, wrote)
     else:
         arrays = assignment.arrays(options)
         found = write_shards(
@@ -143,7 +147,7 @@ def _write(
             arrays,
             assignment.part.batches,
             assignment.part.messages,
-            lambda f: region(f.item, f.piece).within(f.box),
+            lambda f: elements_within(elements(f.item, f.piece), state.tensors[f.item][1][f.piece].box, f.box),
             wrote,
             threads,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 
 from ucformat.geometry.box import row_major
 from ucformat.geometry.tensor import Piece
-from ucformat.torch.state.memory import devices_of, host_memory, region_of, synchronize
+from ucformat.torch.state.memory import dense_elements, devices_of, elements_of, host_memory, synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -153,8 +152,7 @@ def _copy_pieces(t: LocalShard, memory: Memory, copies: list[Callable[[], None]]
             begin = p.offset * itemsize
             copies += _copies(to, source[begin : begin + nbytes])
         else:
-            target = region_of(replace(pieces[-1], offset=0), to, itemsize)
-            copies.append(_copy(target.elements(itemsize), region_of(p, source, itemsize).elements(itemsize)))
+            copies.append(_copy(dense_elements(p.box.shape, to, itemsize), elements_of(p, source, itemsize)))
         at += nbytes
     return tuple(pieces)
 

@@ -20,7 +20,13 @@ from ucformat.format.sidecar import NO_BLOCK, PLACED, Columns, encode_columns
 from ucformat.geometry.box import row_major
 from ucformat.reading.execute import checksum, place_checksum
 from ucformat.storage.upload import unit_for
-from ucformat.torch.state.memory import HostRegion, copy_common, dense_region
+from ucformat.torch.state.memory import (
+    copy_common,
+    dense_elements,
+    elements_of,
+    elements_within,
+    row_major_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,13 +35,12 @@ if TYPE_CHECKING:
 
     from ucformat.format.arrays import Array
     from ucformat.format.sidecar import Column
+    from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Piece, TensorInfo
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.assignment import Fragment, GlobalTensor, ShardBatch, ShardTask, Transfer, WriteItem
-    from ucformat.torch.state.memory import Memory
-
-    RegionOf = Callable[[Fragment], HostRegion]
+    from ucformat.torch.state.memory import Elements, Memory
 
 __all__ = ["Leaves", "packed_file", "sidecar_of", "write_packed", "write_shards"]
 
@@ -46,33 +51,33 @@ def packed_file(folder: str, rank: int) -> str:
 
 
 def write_packed(
-    store: Store, key: str, regions: Sequence[tuple[HostRegion, TensorInfo]], progress: Callable[[int], None]
+    store: Store, key: str, parts: Sequence[tuple[TensorInfo, Box, Elements]], progress: Callable[[int], None]
 ) -> None:
-    """Write regions of tensors to a file.
+    """Write boxes of tensors to a file: `parts` are tensors, the box of each, and its elements.
 
     Tiles that lie in row-major order go from their memory to the file; of the rest one at a time is copied.
     """
-    tilings = [Tiling(r.box, tile_shape(i.shape, i.itemsize), i.itemsize) for r, i in regions]
+    tilings = [Tiling(box, tile_shape(i.shape, i.itemsize), i.itemsize) for i, box, _ in parts]
     copied = np.empty(0, np.uint8)
     end = 0
     with store.create(key, unit_for(sum(t.nbytes + ALIGNMENT for t in tilings))) as out:
-        for (region, _), tiling in zip(regions, tilings, strict=True):
+        for (_, of, elements), tiling in zip(parts, tilings, strict=True):
             if gap := -end % ALIGNMENT:
                 out.write(bytes(gap))
                 end += gap
             for box in tiling.boxes():
                 nbytes = box.size * tiling.itemsize
                 place = place_checksum(key, end)
-                tile = region.within(box)
-                if tile.is_row_major(tiling.itemsize):
-                    data = tile.memory[tile.offset : tile.offset + nbytes]
+                tile = elements_within(elements, of, box)
+                if tile.flags.c_contiguous:
+                    data = row_major_bytes(tile)
                     out.write(data.data)
                     out.write(checksum(data.data, place).to_bytes(CHECKSUM_BYTES, "little"))
                 else:
                     if copied.size < nbytes + CHECKSUM_BYTES:
                         copied = np.empty(nbytes + CHECKSUM_BYTES, np.uint8)
                     data, stored = copied[:nbytes], copied[nbytes : nbytes + CHECKSUM_BYTES]
-                    tile.copy_to(data, tiling.itemsize)
+                    np.ndarray(tile.shape, tile.dtype, data)[...] = tile
                     stored.data[:] = checksum(data.data, place).to_bytes(CHECKSUM_BYTES, "little")
                     out.write(copied[: nbytes + CHECKSUM_BYTES].data)
                 end += nbytes + CHECKSUM_BYTES
@@ -132,20 +137,18 @@ def write_shards(
     arrays: Sequence[Array],
     batches: Sequence[ShardBatch],
     messages: Sequence[Transfer],
-    region_of: RegionOf,
+    elements: Callable[[Fragment], Elements],
     progress: Callable[[int], None],
     threads: int = 1,
 ) -> Leaves:
     """Write this rank's batches, and send what others need for theirs; the digests of what was written.
 
-    `region_of` gives where a fragment of this rank lies. So many `threads` write the shards of a batch. At most one
+    `elements` gives those of a fragment of this rank. So many `threads` write the shards of a batch. At most one
     batch, or one shard that is larger, is held of what others sent, and one message of what is sent. A rank that
     cannot write goes on to receive and send, so that nobody waits for it in vain, and raises at the end.
     """
     failures: list[BaseException] = []
-    sender = threading.Thread(
-        target=_send_all, args=(group, arrays, messages, region_of, failures), name="ucformat-send"
-    )
+    sender = threading.Thread(target=_send_all, args=(group, messages, elements, failures), name="ucformat-send")
     sender.start()
     leaves: Leaves = []
     try:
@@ -155,7 +158,7 @@ def write_shards(
                 if not failures:
 
                     def write(shard: ShardTask, received: dict[Fragment, Memory] = received) -> bytes:
-                        return _write(store, group.rank, arrays, shard, received, region_of, progress)
+                        return _write(store, group.rank, arrays, shard, received, elements, progress)
 
                     try:
                         found = list((map if threads == 1 else pool.map)(write, batch.shards))
@@ -171,15 +174,13 @@ def write_shards(
 
 def _send_all(
     group: Group,
-    arrays: Sequence[Array],
     messages: Sequence[Transfer],
-    region_of: RegionOf,
+    elements: Callable[[Fragment], Elements],
     failures: list[BaseException],
 ) -> None:
     try:
         for message in messages:
-            sizes = [arrays[f.tensor].info.itemsize for f in message.fragments]
-            parts = [region_of(f).row_major(n) for f, n in zip(message.fragments, sizes, strict=True)]
+            parts = [row_major_bytes(elements(f)) for f in message.fragments]
             group.send(np.concatenate(parts) if len(parts) > 1 else parts[0], message.to, bulk=True)
     except BaseException as error:  # noqa: BLE001 - raised by the thread that waits for this one
         failures.append(error)
@@ -208,20 +209,20 @@ def _write(
     arrays: Sequence[Array],
     shard: ShardTask,
     received: dict[Fragment, Memory],
-    region_of: RegionOf,
+    elements: Callable[[Fragment], Elements],
     progress: Callable[[int], None],
 ) -> bytes:
     """Write one shard; the digests of its chunks."""
     array = arrays[shard.tensor]
     itemsize = array.info.itemsize
-    regions = [
-        region_of(f) if f.sender == rank else dense_region(f.box, received[f], itemsize) for f in shard.fragments
+    parts = [
+        elements(f) if f.sender == rank else dense_elements(f.box.shape, received[f], itemsize) for f in shard.fragments
     ]
 
     def fill(piece: Piece, raw: NDArray[np.uint8]) -> None:
-        target = HostRegion(piece.box, raw, 0, tuple(s * itemsize for s in piece.strides))
-        for region in regions:
-            copy_common(region, target, itemsize)
+        target = elements_of(piece, raw, itemsize)
+        for f, part in zip(shard.fragments, parts, strict=True):
+            copy_common(part, f.box, target, piece.box)
         progress(piece.box.size * itemsize)
 
     return write_shard(store, shard_key(array.path, shard.at), array.grid, shard.at, fill)

@@ -8,39 +8,42 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ucformat.errors import UsageError
-from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.box import Box
 from ucformat.schema.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
+    from typing import Any
 
     from numpy.typing import NDArray
 
     from ucformat.geometry.tensor import Piece
 
     Memory = NDArray[np.uint8]
+    Elements = NDArray[np.generic]
 
 __all__ = [
-    "HostRegion",
     "blocks_of",
     "check_fillable",
     "copied_to_host",
     "copy_common",
+    "dense_elements",
     "device_of_first",
     "devices_of",
     "dtype_name",
+    "elements_of",
+    "elements_within",
     "host_memory",
     "keep_current_device",
     "record_events",
-    "region_of",
+    "row_major_bytes",
     "span",
     "synchronize",
     "torch_dtype",
@@ -145,58 +148,44 @@ def host_memory(tensor: torch.Tensor) -> Memory:
 BLOCK_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class HostRegion:
-    """A box of a tensor in memory: element `box.start + i` at byte `offset + sum(i[d] * strides[d])`."""
-
-    box: Box
-    memory: Memory
-    offset: int
-    strides: tuple[int, ...]
-
-    def within(self, box: Box) -> HostRegion:
-        """The region of a box inside this one."""
-        skip = sum((a - b) * s for a, b, s in zip(box.start, self.box.start, self.strides, strict=True))
-        return HostRegion(box, self.memory, self.offset + skip, self.strides)
-
-    def elements(self, itemsize: int) -> NDArray[np.generic]:
-        """The box as an array of whole elements, whatever their type."""
-        return np.ndarray(self.box.shape, _UNITS[itemsize], self.memory, self.offset, self.strides)
-
-    def row_major(self, itemsize: int) -> Memory:
-        """The box's bytes in row-major order: its own memory where they lie so, else a copy."""
-        if self.is_row_major(itemsize):
-            return self.memory[self.offset : self.offset + self.box.size * itemsize]
-        return np.ascontiguousarray(self.elements(itemsize)).reshape(-1).view(np.uint8)
-
-    def is_row_major(self, itemsize: int) -> bool:
-        """Whether the box's bytes lie in row-major order."""
-        dense = row_major(self.box.shape, itemsize)
-        return all(n == 1 or s == d for n, s, d in zip(self.box.shape, self.strides, dense, strict=True))
-
-    def copy_to(self, memory: Memory, itemsize: int) -> None:
-        """Copy the box's bytes in row-major order to the beginning of `memory`."""
-        dense_region(self.box, memory, itemsize).elements(itemsize)[...] = self.elements(itemsize)
-
-
 _UNITS = {n: np.dtype(f"V{n}") if n > 8 else np.dtype(f"u{n}") for n in (1, 2, 4, 8, 16)}
 
 
-def region_of(piece: Piece, memory: Memory, itemsize: int) -> HostRegion:
-    """Where a piece lies in the host memory of its tensor."""
-    return HostRegion(piece.box, memory, piece.offset * itemsize, tuple(s * itemsize for s in piece.strides))
+def elements_of(piece: Piece, memory: Memory, itemsize: int) -> Elements:
+    """A piece as an array of whole elements, whatever their type.
+
+    Args:
+        piece: the piece.
+        memory: the host memory of its tensor, which the array shares.
+        itemsize: bytes of an element.
+    """
+    strides = tuple(s * itemsize for s in piece.strides)
+    return np.ndarray(piece.box.shape, _UNITS[itemsize], memory, piece.offset * itemsize, strides)
 
 
-def dense_region(box: Box, memory: Memory, itemsize: int) -> HostRegion:
-    """A box that lies in row-major order in memory of its own."""
-    return HostRegion(box, memory, 0, row_major(box.shape, itemsize))
+def dense_elements(shape: tuple[int, ...], memory: Memory, itemsize: int) -> Elements:
+    """An array of whole elements that is at the beginning of `memory`, in row-major order."""
+    return np.ndarray(shape, _UNITS[itemsize], memory)
 
 
-def copy_common(source: HostRegion, target: HostRegion, itemsize: int) -> None:
-    """Copy what two regions have in common."""
-    common = source.box.intersect(target.box)
+def elements_within(elements: Elements, of: Box, box: Box) -> Elements:
+    """The part of an array for a box, where the array holds the box `of`."""
+    index: tuple[Any, ...] = tuple(
+        slice(a - b, a - b + n) for a, b, n in zip(box.start, of.start, box.shape, strict=True)
+    )
+    return elements[(..., *index)]  # without `...` a 0-d array would give a scalar
+
+
+def row_major_bytes(elements: Elements) -> Memory:
+    """The bytes of an array in row-major order: its own memory where it is contiguous, else a copy."""
+    return np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
+
+
+def copy_common(source: Elements, source_box: Box, target: Elements, target_box: Box) -> None:
+    """Copy the elements that two boxes have in common, from the array of one to that of the other."""
+    common = source_box.intersect(target_box)
     if common is not None:
-        target.within(common).elements(itemsize)[...] = source.within(common).elements(itemsize)
+        elements_within(target, target_box, common)[...] = elements_within(source, source_box, common)
 
 
 def blocks_of(box: Box, itemsize: int, most: int = BLOCK_BYTES) -> Sequence[Box]:
