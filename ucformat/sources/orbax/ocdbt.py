@@ -21,15 +21,14 @@ import numpy as np
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.sources.orbax.folder import MANIFEST
 from ucformat.sources.zarr.chunks import tensorstore
-from ucformat.sources.zarr.values import Stored
-from ucformat.storage.base import check_key
+from ucformat.storage.base import ByteRange, check_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
-    from ucformat.sources.zarr.values import Values
+    from ucformat.sources.zarr.values import Value
     from ucformat.storage.base import Store
 
 __all__ = ["check_manifest", "check_node", "read_ocdbt"]
@@ -179,7 +178,7 @@ _MAX_NODES = 1 << 20
 _FAILURES = (ValueError, TypeError, RuntimeError, OverflowError, KeyError, NotImplementedError)
 
 
-def read_ocdbt(store: Store, folder: str, sizes: Mapping[str, int]) -> Values:
+def read_ocdbt(store: Store, folder: str, sizes: Mapping[str, int]) -> dict[str, Value]:
     """Every value of the newest version, by its key; `sizes` are those of the store's files.
 
     Raises:
@@ -202,8 +201,8 @@ def read_ocdbt(store: Store, folder: str, sizes: Mapping[str, int]) -> Values:
     return _walk(store, prefix, newest, sizes)
 
 
-def _walk(store: Store, prefix: str, version: dict[str, Any], sizes: Mapping[str, int]) -> Values:
-    values: Values = {}
+def _walk(store: Store, prefix: str, version: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Value]:
+    values: dict[str, Value] = {}
     todo = deque([(version["root"].get("location"), version["root_height"], b"")])
     seen: set[tuple[str, int]] = set()  # places in files: what is said of them has many spellings
     while todo:
@@ -216,7 +215,7 @@ def _walk(store: Store, prefix: str, version: dict[str, Any], sizes: Mapping[str
         seen.add((held.file, held.offset))
         if held.nbytes > _MAX_NODE:
             raise UnsupportedError(f"{store.url}: the OCDBT node {location} has {held.nbytes} bytes, too many")
-        data = held.read(store)
+        data = store.read(*held)
         check_node(data, len(stem), f"{store.url}: the OCDBT node {location[:200]}")
         node = _dump(store, held.file, "node", data, f"btreenode::node:0:{held.nbytes}")
         if node["height"] != height:
@@ -226,8 +225,7 @@ def _walk(store: Store, prefix: str, version: dict[str, Any], sizes: Mapping[str
             if "location" in entry:
                 todo.append((entry["location"], height - 1, stem + entry["subtree_common_prefix"]))
             elif "inline_value" in entry:
-                data = entry["inline_value"]
-                values[_text(name)] = Stored(held.file, held.offset, len(data), data)
+                values[_text(name)] = entry["inline_value"]
             else:
                 values[_text(name)] = _locate(store, prefix, entry["indirect_value"], "value", sizes)
     return values
@@ -237,7 +235,7 @@ def _text(name: bytes) -> str:
     return name.decode("utf-8", "surrogateescape")
 
 
-def _locate(store: Store, prefix: str, location: str, kind: str, sizes: Mapping[str, int]) -> Stored:
+def _locate(store: Store, prefix: str, location: str, kind: str, sizes: Mapping[str, int]) -> ByteRange:
     """The range of a file that `<kind>:<base>:<path>:<offset>:<length>` means."""
     parts = location.split(":")
     if len(parts) != 5 or parts[0] != kind or not parts[3].isdecimal() or not parts[4].isdecimal():
@@ -251,7 +249,7 @@ def _locate(store: Store, prefix: str, location: str, kind: str, sizes: Mapping[
             f"{store.url}/{file} has {sizes[file]} bytes, but values of the checkpoint reach to byte {offset + nbytes}",
             hint="the file is truncated: restore it from another copy",
         )
-    return Stored(file, offset, nbytes)
+    return ByteRange(file, offset, nbytes)
 
 
 def _dump(store: Store, file: str, name: str, data: bytes, node: str | None) -> dict[str, Any]:

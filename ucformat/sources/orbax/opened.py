@@ -13,7 +13,8 @@ from ucformat.sources.orbax.folder import CHECKPOINT, Step
 from ucformat.sources.orbax.tree import Item, scalar_json, tensor_keys
 from ucformat.sources.values import to_json
 from ucformat.sources.zarr.chunks import Chunks
-from ucformat.sources.zarr.values import DecodedStore, Stored, read_json
+from ucformat.sources.zarr.values import DecodedStore, read_json
+from ucformat.storage.base import ByteRange
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -104,7 +105,7 @@ class OpenOrbax:
         """What is said of the checkpoint and of its trees, and the items that are JSON."""
         out: dict[str, Any] = {}
         below = f"{step.folder}/" if step.folder else ""
-        files = {key: Stored(key, 0, n) for key, n in step.sizes.items()}
+        files = {key: ByteRange(key, 0, n) for key, n in step.sizes.items()}
         if below + CHECKPOINT in files:
             said = read_json(self.store, files, below + CHECKPOINT)
             if isinstance(said, dict):

@@ -18,11 +18,13 @@ from ucformat.sources.orbax.ocdbt import read_ocdbt
 from ucformat.sources.pickle.stand_ins import NdArray
 from ucformat.sources.values import to_json
 from ucformat.sources.zarr.array import Array, parse_v2, parse_v3
-from ucformat.sources.zarr.values import Stored, Values, read_json
+from ucformat.sources.zarr.values import read_json
+from ucformat.storage.base import ByteRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from ucformat.sources.zarr.values import Value
     from ucformat.storage.base import Store
 
 __all__ = ["Item", "Leaf", "Tree", "parse_tree", "scalar_json", "tensor_keys"]
@@ -130,7 +132,7 @@ class Item:
     def __init__(self, store: Store, name: str, folder: str, sizes: Mapping[str, int]) -> None:
         self._store, self._folder = store, folder
         self._below = f"{folder}/" if folder else ""
-        self._files = {k: Stored(k, 0, n) for k, n in sizes.items() if k.startswith(self._below)}
+        self._files = {k: ByteRange(k, 0, n) for k, n in sizes.items() if k.startswith(self._below)}
         where = f"{store.url}: {self._below}{TREE}"
         doc = read_json(store, self._files, self._below + TREE)
         self.tree = parse_tree(where, doc)
@@ -140,7 +142,7 @@ class Item:
                 f"{store.url}/{self._below}{MANIFEST} is missing, and the arrays of the checkpoint are in OCDBT",
                 hint="the save did not end, or the file was lost: restore it from another copy",
             )
-        self.values: Values = self._files
+        self.values: Mapping[str, Value] = self._files
         if self.ocdbt:
             self.values = {self._below + k: v for k, v in read_ocdbt(store, folder, sizes).items()}
         first = tuple(part for part in name.split(".") if part)

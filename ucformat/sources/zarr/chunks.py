@@ -18,13 +18,14 @@ from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound
 from ucformat.geometry.box import Box, each_index, row_major
 from ucformat.geometry.tensor import Block, Extent
 from ucformat.sources.zarr.array import has_crc32c
-from ucformat.sources.zarr.values import DECODED, Cache, Stored
-from ucformat.storage.base import Info
+from ucformat.sources.zarr.values import DECODED, Cache, read_value, size_of, slice_value
+from ucformat.storage.base import ByteRange, Info, content_version
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from ucformat.sources.zarr.array import Array, Codec
+    from ucformat.sources.zarr.values import Value
     from ucformat.storage.base import Store
 
 __all__ = ["Chunks", "decode_chunk", "fill_chunk", "tensorstore"]
@@ -172,14 +173,14 @@ class Chunks:
     def __init__(
         self,
         store: Store,
-        values: Mapping[str, Stored],
+        values: Mapping[str, Value],
         arrays: Mapping[str, Array],
         filled: Collection[str],
         hint: str,
     ) -> None:
         self._store, self._values, self._arrays = store, values, arrays
         self._filled, self._hint = frozenset(filled), hint
-        self._most = min(_MAX_CHUNKS, _FEW + sum(v.nbytes for v in values.values()) // _EACH)
+        self._most = min(_MAX_CHUNKS, _FEW + sum(map(size_of, values.values())) // _EACH)
         self._indexes = Cache(_INDEXES)
 
     def extents(self, array: Array, within: Box | None = None) -> Iterator[Extent]:
@@ -200,11 +201,11 @@ class Chunks:
             box = Box(tuple(a * c for a, c in zip(at, array.chunk, strict=True)), array.chunk).intersect(whole)
             yield self._extent(array, at, box or whole, self._find(array, at))
 
-    def _extent(self, array: Array, at: tuple[int, ...], box: Box, stored: Stored | None) -> Extent:
+    def _extent(self, array: Array, at: tuple[int, ...], box: Box, stored: Value | None) -> Extent:
         if stored is None and array.path not in self._filled:
             raise MissingData(f"{self._label(array)}: its chunk {list(at)} is not stored", hint=self._hint)
         raw = array.raw
-        if stored is None or stored.data is not None or raw is None:
+        if not isinstance(stored, ByteRange) or raw is None:
             name = f"{array.path}/{'.'.join(['c', *map(str, at)])}"
             return Extent(box, DECODED + name, 0, row_major(array.chunk, array.itemsize))
         nbytes = array.chunk_nbytes
@@ -222,8 +223,8 @@ class Chunks:
     def _label(self, array: Array) -> str:
         return f"{self._store.url}: array {array.path or 'at the root'}"
 
-    def _find(self, array: Array, at: tuple[int, ...]) -> Stored | None:
-        """Where a chunk is stored; None where it is not."""
+    def _find(self, array: Array, at: tuple[int, ...]) -> Value | None:
+        """A stored chunk; None where it is not stored."""
         if array.sharding is None:
             return self._values.get(array.key(at))
         ratio = tuple(s // c for s, c in zip(array.stored, array.chunk, strict=True))
@@ -231,40 +232,35 @@ class Chunks:
         shard = self._values.get(key)
         if shard is None:
             return None
-        index = np.frombuffer(self._indexes.get(key, lambda _: self._index(array, shard, ratio)), np.uint64)
+        index = np.frombuffer(self._indexes.get(key, lambda _: self._index(array, shard, key, ratio)), np.uint64)
         number = sum(a % r * s for a, r, s in zip(at, ratio, row_major(ratio), strict=True))
         offset, nbytes = int(index[2 * number]), int(index[2 * number + 1])
         if offset == nbytes == (1 << 64) - 1:
             return None
-        if offset + nbytes > shard.nbytes:
+        if offset + nbytes > size_of(shard):
             raise IntegrityError(
                 f"{self._label(array)}: its chunk {list(at)} should lie at bytes {offset}:{offset + nbytes} of "
-                f"{shard.file}, whose shard has {shard.nbytes}"
+                f"the shard {key}, which has {size_of(shard)}"
             )
-        data = None if shard.data is None else shard.data[offset : offset + nbytes]
-        return Stored(shard.file, shard.offset + offset, nbytes, data)
+        return slice_value(shard, offset, nbytes)
 
-    def _index(self, array: Array, shard: Stored, ratio: tuple[int, ...]) -> memoryview:
+    def _index(self, array: Array, shard: Value, key: str, ratio: tuple[int, ...]) -> memoryview:
         """The index of a shard: offset and size of each of its chunks."""
         form = array.sharding
         assert form is not None  # noqa: S101
         entries = 16 * math.prod(ratio)
         nbytes = entries + 4 * form.index_checked
-        if shard.nbytes < nbytes:
-            raise IntegrityError(f"{self._label(array)}: {shard.file} is too short for the index of a shard")
+        if size_of(shard) < nbytes:
+            raise IntegrityError(f"{self._label(array)}: {key} is too short for the index of a shard")
         if nbytes > _MAX_INDEX:
             raise UnsupportedError(
-                f"{self._label(array)}: the shard in {shard.file} has an index of {nbytes:,} bytes, more than "
-                f"{_MAX_INDEX:,}",
+                f"{self._label(array)}: the shard {key} has an index of {nbytes:,} bytes, more than {_MAX_INDEX:,}",
                 hint="write the array anew with larger chunks, or smaller shards",
             )
-        offset = 0 if form.index_first else shard.nbytes - nbytes
-        if shard.data is not None:
-            data = shard.data[offset : offset + nbytes]
-        else:
-            data = self._store.read(shard.file, shard.offset + offset, nbytes)
+        offset = 0 if form.index_first else size_of(shard) - nbytes
+        data = read_value(self._store, slice_value(shard, offset, nbytes))
         if form.index_checked and crc32c(data[:entries]) != int.from_bytes(data[entries:], "little"):
-            raise IntegrityError(f"{self._label(array)}: the index of the shard in {shard.file} is damaged")
+            raise IntegrityError(f"{self._label(array)}: the index of the shard {key} is damaged")
         found = np.frombuffer(data[:entries], "<u8" if form.index_endian == "little" else ">u8")
         return found.astype(np.uint64).view(np.uint8).data
 
@@ -274,8 +270,10 @@ class Chunks:
         stored = self._find(array, at)
         if stored is None:
             return Info(DECODED + name, array.chunk_nbytes, "not stored")
+        if isinstance(stored, bytes):
+            return Info(DECODED + name, array.chunk_nbytes, content_version(stored))
         of = self._store.info(stored.file)
-        if of.size < stored.offset + stored.nbytes and stored.data is None:
+        if of.size < stored.offset + stored.nbytes:
             raise MissingData(f"{self._store.url}/{stored.file} has {of.size} bytes, less than when it was opened")
         return Info(DECODED + name, array.chunk_nbytes, f"{of.version} at {stored.offset}", of.modified)
 
@@ -288,7 +286,7 @@ class Chunks:
             if array.path not in self._filled:
                 raise MissingData(f"{where} is not stored", hint=self._hint)
             return fill_chunk(array, where)
-        return decode_chunk(array, at, stored.read(self._store), where)
+        return decode_chunk(array, at, read_value(self._store, stored), where)
 
     def is_checked(self, name: str) -> bool:
         """See Decoder."""

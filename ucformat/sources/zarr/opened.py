@@ -18,12 +18,12 @@ from ucformat.sources.zarr.values import DecodedStore, list_values, read_json
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
     from ucformat.reading.readable import FileRecord
-    from ucformat.sources.zarr.values import Values
+    from ucformat.sources.zarr.values import Value
     from ucformat.storage.base import Store
 
 __all__ = ["Hierarchy", "OpenZarr", "read_hierarchy"]
@@ -42,7 +42,7 @@ class Hierarchy:
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def read_hierarchy(store: Store, values: Values) -> Hierarchy:
+def read_hierarchy(store: Store, values: Mapping[str, Value]) -> Hierarchy:
     """Read every metadata document.
 
     Consolidated metadata are not believed, because others may be newer; but what they name must be there.
@@ -72,7 +72,7 @@ def read_hierarchy(store: Store, values: Values) -> Hierarchy:
     return out
 
 
-def _check_places(store: Store, values: Values, out: Hierarchy) -> None:
+def _check_places(store: Store, values: Mapping[str, Value], out: Hierarchy) -> None:
     """Whether no array lies in another one, and every chunk in one."""
     for path in out.arrays:
         if path and (outer := _within(out, path.rpartition("/")[0])) is not None:

@@ -10,11 +10,10 @@ import json
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ucformat.errors import IntegrityError, UnsupportedError
-from ucformat.storage.base import HIDDEN, check_range
+from ucformat.storage.base import HIDDEN, ByteRange, check_range
 from ucformat.storage.wrappers import SyntheticStore, WrappedStore
 
 if TYPE_CHECKING:
@@ -22,45 +21,60 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Info, Store
 
-__all__ = ["DECODED", "Cache", "DecodedStore", "Decoder", "Stored", "Values", "is_checked", "list_values", "read_json"]
+__all__ = [
+    "DECODED",
+    "Cache",
+    "DecodedStore",
+    "Decoder",
+    "Value",
+    "is_checked",
+    "list_values",
+    "read_json",
+    "read_value",
+    "size_of",
+    "slice_value",
+]
 
 _MAX_METADATA = 256 << 20  # bytes of a metadata document: consolidated ones hold those of every array
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """The bytes of one value: a range of a file, or `data` itself, where it lies inside something that was decoded."""
-
-    file: str
-    offset: int
-    nbytes: int
-    data: bytes | None = None
-
-    def read(self, store: Store) -> bytes:
-        """All of it."""
-        return self.data if self.data is not None else store.read(self.file, self.offset, self.nbytes)
+#: A value: a range of a file, or the bytes themselves where they were inside something that was decoded.
+Value = ByteRange | bytes
 
 
-Values = dict[str, Stored]
+def read_value(store: Store, value: Value) -> bytes:
+    """All of a value."""
+    return value if isinstance(value, bytes) else store.read(*value)
 
 
-def list_values(store: Store, folder: str = "") -> Values:
+def slice_value(value: Value, offset: int, nbytes: int) -> Value:
+    """The `nbytes` bytes of a value from `offset` on."""
+    if isinstance(value, bytes):
+        return value[offset : offset + nbytes]
+    return ByteRange(value.file, value.offset + offset, nbytes)
+
+
+def size_of(value: Value) -> int:
+    """Bytes of a value."""
+    return len(value) if isinstance(value, bytes) else value.nbytes
+
+
+def list_values(store: Store, folder: str = "") -> dict[str, ByteRange]:
     """The files below a folder as values, by their path in it."""
     cut = len(folder) + 1 if folder else 0
-    return {info.key[cut:]: Stored(info.key, 0, info.size) for info in store.list(folder)}
+    return {info.key[cut:]: ByteRange(info.key, 0, info.size) for info in store.list(folder)}
 
 
-def read_json(store: Store, values: Mapping[str, Stored], key: str) -> Any:
+def read_json(store: Store, values: Mapping[str, Value], key: str) -> Any:
     """A document of JSON.
 
     Raises:
         IntegrityError: it is none.
     """
-    stored = values[key]
-    if stored.nbytes > _MAX_METADATA:
-        raise UnsupportedError(f"{store.url}: {key} has {stored.nbytes} bytes, too many for metadata")
+    if (nbytes := size_of(values[key])) > _MAX_METADATA:
+        raise UnsupportedError(f"{store.url}: {key} has {nbytes} bytes, too many for metadata")
     try:
-        return json.loads(stored.read(store))
+        return json.loads(read_value(store, values[key]))
     except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{store.url}: {key} is no JSON document: {str(error)[:200]}") from None
 
