@@ -303,7 +303,7 @@ def _search(infos: Iterable[Info]) -> list[str]:
     folders = set()
     for info in infos:
         folder, _, name = info.key.rpartition("/")
-        if name in (MANIFEST, TOMBSTONE) or any(s.marks(name) for s in SOURCES):
+        if name in (MANIFEST, TOMBSTONE) or any(s.is_marker(name) for s in SOURCES):
             folders.add(folder)
     return sorted(folders, key=lambda f: f.split("/") if f else [])
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SOURCES", "open_source", "open_source_file"]
 
-#: The kinds of foreign checkpoint that are known; each declares itself which others it comes before.
+#: All sources, by precedence: each declares which other kinds it comes before.
 SOURCES: tuple[Source, ...] = by_precedence(
     (
         ByteCheckpoint(),
@@ -44,13 +44,22 @@ SOURCES: tuple[Source, ...] = by_precedence(
 def open_source(
     store: Store, sources: tuple[Source, ...] = SOURCES, options: Mapping[str, Any] | None = None
 ) -> OpenSource | None:
-    """The checkpoint in this place, opened by the first source that recognises it; None where none does.
+    """Open a foreign checkpoint with the first source that recognises its folder.
 
-    `options` are those of the source's class; UsageError where it has no such option.
+    Args:
+        store: a store whose root is the folder.
+        sources: the sources to ask, in this order.
+        options: the options of the source, by name; None: defaults.
+
+    Returns:
+        the opened checkpoint; None if no source recognises the folder.
+
+    Raises:
+        UsageError: the source has no option of that name.
     """
     for source in sources:
         if source.find(store):
-            with _uncollected():
+            with _gc_paused():
                 return with_options(source, options or {}).open(store)
     return None
 
@@ -58,17 +67,30 @@ def open_source(
 def open_source_file(
     store: Store, key: str, sources: tuple[Source, ...] = SOURCES, options: Mapping[str, Any] | None = None
 ) -> OpenSource | None:
-    """The checkpoint that is this one file; None where no source recognises it."""
+    """Open a single file with the first source that recognises it.
+
+    Args:
+        store: a store whose root is the file's folder.
+        key: the name of the file.
+        sources: the sources to ask, in this order.
+        options: the options of the source, by name; None: defaults.
+
+    Returns:
+        the opened checkpoint; None if no source recognises the file.
+
+    Raises:
+        UsageError: the source has no option of that name.
+    """
     for source in sources:
         if source.find_file(store, key):
-            with _uncollected():
+            with _gc_paused():
                 return with_options(source, options or {}).open_file(store, key)
     return None
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without collecting garbage: of a million small objects that all stay, that takes a third of the time."""
+def _gc_paused() -> Iterator[None]:
+    """Pause the garbage collector: with a million small objects that all stay alive, it takes a third of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

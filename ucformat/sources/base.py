@@ -32,39 +32,66 @@ __all__ = [
 
 
 class OpenSource(Protocol):
-    """One opened foreign checkpoint."""
+    """An opened foreign checkpoint: a `Readable` that also knows its kind, its store and the records of its files.
+
+    Attributes:
+        kind: the `kind` of the source that opened it.
+        store: the store with its files. The `file` of an extent is a key of this store.
+        metadata: the tensors, objects and optimizer groups, and where the checkpoint came from.
+    """
 
     kind: str
     store: Store
     metadata: CheckpointMetadata
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """See Readable."""
+        """Find where the bytes of a tensor are stored.
+
+        Args:
+            key: the name and state of a tensor in `metadata`.
+            within: a box of the tensor; extents that do not overlap it may be left out. None: all of the tensor.
+
+        Returns:
+            the extents; together they cover `within`.
+
+        Raises:
+            TensorNotFound: the checkpoint has no such tensor.
+            IntegrityError: the files are damaged or contradict each other.
+            MissingData: a file, or a part of the tensor, is missing.
+        """
 
     def records(self) -> Iterator[FileRecord]:
-        """Every record of the checkpoint's files, where these have records with checksums; else none."""
+        """List the records (members, chunks) of the files that can be checked on their own.
+
+        Returns:
+            every record of every file, with its checksum if the format has one; nothing if the format has no checksums.
+        """
 
 
 def option(default: Any, how: str, text: str) -> Any:
-    """A field of a source's options.
+    """Define a field of a source's options (a subclass of `SourceOptions`).
 
     Args:
-        default: its value where the caller does not give one.
-        how: how it is written on the command line: `flag`, `number`, `names`, `cuts`, or `layout` or `document` for a
-            file with one.
-        text: what it means, in a sentence.
+        default: the value if the caller does not give the option.
+        how: how the command line takes it: `flag`, `number`, `names`, `cuts`, or `layout` or `document` for a file that
+            contains one.
+        text: what it means, in one sentence, for `--help` and error messages.
     """
     return field(default=default, metadata={"how": how, "text": text})
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions:
-    """What a caller can tell a source that the files do not: none; a source that has options has a subclass."""
+    """Facts that a caller can give to a source because the files do not contain them.
+
+    This class has no options. A source with options defines a subclass, a frozen dataclass whose fields are made with
+    `option`, and sets it as its `options_type`. The Python API and the command line take names and types from there.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class PickleOptions(SourceOptions):
-    """The option of all that unpickle."""
+    """The option shared by all sources that read pickles."""
 
     allow: tuple[str, ...] = option(
         (), "names", "packages of your own whose pickled classes become inert stand-ins instead of being refused"
@@ -75,15 +102,26 @@ class PickleOptions(SourceOptions):
 
 
 class Source(ABC):
-    """How one kind of foreign checkpoint is recognised and opened.
+    """Recognises and opens one kind of foreign checkpoint.
 
-    A checkpoint is a folder; of some kinds also a single file (`model.safetensors`), which is opened as a file of its
-    folder. The keyword arguments are those of `options_type`.
+    To support a format, subclass this, define `kind`, `title`, `is_marker`, `find` and `open`, and add an instance to
+    `SOURCES` (CONTRIBUTING.md, "Add a source"). A checkpoint is a folder. For some kinds, it may also be a single file
+    (`model.safetensors`): such a source defines `find_file` and `open_file`, too.
+
+    All sources are imported whenever a checkpoint is opened, so the module of a subclass should import little:
+    `open` and `open_file` import what reads the files.
+
+    Attributes:
+        kind: the identifier of the format in the API, in manifests and on the command line: `"dcp"`.
+        title: the name of the format in messages: `"PyTorch DCP"`.
+        before: the kinds whose `find` may also return true for a checkpoint of this kind; this source is asked first.
+        options_type: the dataclass of the source's options.
+        options: an instance of it, made from the keyword arguments of the constructor.
     """
 
     kind: ClassVar[str]
-    title: ClassVar[str]  # as people call it: "PyTorch DCP"
-    before: ClassVar[tuple[str, ...]] = ()  # the kinds that may recognise the same place, and must not open it
+    title: ClassVar[str]
+    before: ClassVar[tuple[str, ...]] = ()
     options_type: ClassVar[type[SourceOptions]] = SourceOptions
     options: Any
 
@@ -91,28 +129,75 @@ class Source(ABC):
         self.options = self.options_type(**options)
 
     @abstractmethod
-    def marks(self, name: str) -> bool:
-        """Whether a folder with a file of this name is a checkpoint of this kind: how a tree of them is searched."""
+    def is_marker(self, name: str) -> bool:
+        """Whether a file of this name marks the folder that contains it as a checkpoint of this kind.
+
+        Used to search a tree of folders for checkpoints (`ucp register`), from listings alone.
+
+        Args:
+            name: the name of a file, without folders.
+        """
 
     @abstractmethod
     def find(self, store: Store) -> bool:
-        """Whether this place looks like a checkpoint of this kind; reads a folder listing and little else."""
+        """Whether a folder looks like a checkpoint of this kind.
+
+        Called for every location that is opened, so it should read no more than a listing and the first bytes of a few
+        files. It should be true for damaged checkpoints, too, so that `open` can explain the damage.
+
+        Args:
+            store: a store whose root is the folder.
+        """
 
     @abstractmethod
     def open(self, store: Store) -> OpenSource:
-        """Open it, reading kilobytes of each file."""
+        """Open the checkpoint in a folder, reading metadata only: a few kilobytes of each file, no tensors.
 
-    def find_file(self, store: Store, key: str) -> bool:  # noqa: ARG002 - no file is one, unless a source says so
-        """Whether this single file looks like a checkpoint of this kind; reads a few bytes of it at most."""
+        Args:
+            store: a store whose root is the folder.
+
+        Returns:
+            the opened checkpoint.
+
+        Raises:
+            UcformatError: the checkpoint is damaged, incomplete or not supported, or an option is needed. Whatever the
+                files contain, a source raises no exceptions but the subclasses of this one.
+        """
+
+    def find_file(self, store: Store, key: str) -> bool:  # noqa: ARG002 - for subclasses
+        """Whether a single file looks like a checkpoint of this kind; by default, no file does.
+
+        Args:
+            store: a store whose root is the file's folder.
+            key: the name of the file; at most a few bytes of it should be read.
+        """
         return False
 
     def open_file(self, store: Store, key: str) -> OpenSource:
-        """Open it; its `metadata.folder` is the file's key."""
-        raise NotImplementedError(f"{store.url}/{key}")
+        """Open a single file as a checkpoint, as `open` does a folder.
+
+        A source whose `find_file` can return true must override this.
+
+        Args:
+            store: a store whose root is the file's folder.
+            key: the name of the file, for which `find_file` returned true.
+
+        Returns:
+            the opened checkpoint; `metadata.folder` is `key`.
+
+        Raises:
+            NotImplementedError: the source does not override this method.
+            UcformatError: as for `open`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines find_file but not open_file ({store.url}/{key})")
 
 
 def by_precedence(sources: Iterable[Source]) -> tuple[Source, ...]:
-    """The sources, each ahead of those that it comes `before`."""
+    """Sort sources by precedence: each ahead of the kinds that its `before` lists.
+
+    Args:
+        sources: one source of each kind, in any order.
+    """
     kinds = {source.kind: source for source in sources}
     order: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(kinds, ()))
     for kind, source in kinds.items():
@@ -122,12 +207,24 @@ def by_precedence(sources: Iterable[Source]) -> tuple[Source, ...]:
 
 
 def options_of(source: Source) -> dict[str, Field[Any]]:
-    """The options that a kind of source takes, by name."""
+    """The fields of a source's options, by name; `metadata` of each has the arguments of `option`.
+
+    Args:
+        source: the source.
+    """
     return {f.name: f for f in fields(source.options)}
 
 
 def with_options(source: Source, options: Mapping[str, Any]) -> Source:
-    """A source of the same kind with these options; UsageError where it does not take one."""
+    """Create a source of the same kind with other options.
+
+    Args:
+        source: the source.
+        options: values by name; the others get their defaults. If empty, `source` itself is returned.
+
+    Raises:
+        UsageError: the source has no option of that name.
+    """
     if not options:
         return source
     known = options_of(source)
@@ -144,7 +241,12 @@ def with_options(source: Source, options: Mapping[str, Any]) -> Source:
 def groups_by_optimizer(
     given: Mapping[str, Sequence[Sequence[str]]] | Sequence[Sequence[str]] | None,
 ) -> dict[str, Sequence[Sequence[str]]]:
-    """The option `groups` of files that may hold several optimizers: of one, the groups alone do."""
+    """The value of the option `groups`, by the path of each optimizer.
+
+    Args:
+        given: the parameter names of each group, in order, by the optimizer's path; or, without a path, those of the
+            optimizer at `optimizer`; None if the option was not given.
+    """
     if given is None:
         return {}
     return dict(given) if isinstance(given, Mapping) else {"optimizer": given}

@@ -23,7 +23,7 @@ class ByteCheckpoint(Dcp):
     title = "ByteCheckpoint"
     before = ("dcp", "megatron")  # the files of both are there
 
-    def marks(self, name: str) -> bool:
+    def is_marker(self, name: str) -> bool:
         """Whether a folder with a file of this name is a checkpoint: `extra_state_rank_0.pt` lies one further down."""
         return name == LATEST
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ucformat.errors import UnsupportedError
 from ucformat.sources.base import PickleOptions, Source, option
-from ucformat.sources.dcp.folder import has_metadata, has_shards, is_mark, looks_like_dcp
+from ucformat.sources.dcp.folder import has_metadata, has_shards, is_marker, looks_like_dcp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,9 +40,9 @@ class Dcp(Source):
     options_type = DcpOptions
     options: DcpOptions
 
-    def marks(self, name: str) -> bool:
+    def is_marker(self, name: str) -> bool:
         """Whether a folder with a file of this name is a checkpoint."""
-        return is_mark(name)
+        return is_marker(name)
 
     def find(self, store: Store) -> bool:
         """Whether `.metadata` is DCP's, or there are shards of its writer of safetensors."""

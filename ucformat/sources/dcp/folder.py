@@ -11,7 +11,7 @@ from ucformat.errors import NotFound, UcformatError
 if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
-__all__ = ["ALONE", "FILE", "INFO", "SHARD", "has_metadata", "has_shards", "is_mark", "looks_like_dcp"]
+__all__ = ["ALONE", "FILE", "INFO", "SHARD", "has_metadata", "has_shards", "is_marker", "looks_like_dcp"]
 
 FILE = ".metadata"
 ALONE = "__0" + FILE  # of a rank that saved without collectives
@@ -23,7 +23,7 @@ _HEAD = 512
 _LOOK = 10_000
 
 
-def is_mark(name: str) -> bool:
+def is_marker(name: str) -> bool:
     """Whether a folder with a file of this name is a checkpoint."""
     return name in (FILE, ALONE) or SHARD.fullmatch(name) is not None
 

@@ -32,7 +32,7 @@ class DeepSpeed(Source):
     options_type = DeepSpeedOptions
     options: DeepSpeedOptions
 
-    def marks(self, name: str) -> bool:
+    def is_marker(self, name: str) -> bool:
         """Whether a folder with a file of this name is a tag folder."""
         return is_model_or_optimizer(name)
 

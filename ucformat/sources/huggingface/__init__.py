@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ucformat.sources.base import Source, groups_by_optimizer, option, options_of
 from ucformat.sources.dcp import DcpOptions
 from ucformat.sources.deepspeed.folder import DeepSpeedOptions
-from ucformat.sources.huggingface.folder import classify, looks_like_trainer, marks
+from ucformat.sources.huggingface.folder import classify, is_marker, looks_like_trainer
 from ucformat.sources.model_files import root_files
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ class HuggingFace(Source):
     options_type = HuggingFaceOptions
     options: HuggingFaceOptions
 
-    def marks(self, name: str) -> bool:
+    def is_marker(self, name: str) -> bool:
         """Whether only Trainer or Accelerate call a file so."""
-        return marks(name)
+        return is_marker(name)
 
     def find(self, store: Store) -> bool:
         """Whether the files of this folder are Trainer's or Accelerate's."""

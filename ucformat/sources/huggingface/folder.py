@@ -23,7 +23,7 @@ from ucformat.sources.deepspeed.folder import is_model_or_optimizer
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-__all__ = ["Contained", "classify", "looks_like_trainer", "marks", "ranked_values"]
+__all__ = ["Contained", "classify", "is_marker", "looks_like_trainer", "ranked_values"]
 
 _MARKS = re.compile(r"trainer_state\.json|random_states_\d+\.pkl|training_args\.bin|pytorch_model_fsdp(_\d+)?\.bin")
 _OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?\.(?:pt|bin)")
@@ -60,14 +60,14 @@ class Contained:
     trainer_state: bool
 
 
-def marks(name: str) -> bool:
+def is_marker(name: str) -> bool:
     """Whether a folder with a file of this name is one of Trainer's or Accelerate's."""
     return _MARKS.fullmatch(name) is not None
 
 
 def looks_like_trainer(names: Collection[str]) -> bool:
     """Whether the files of a folder are Trainer's or Accelerate's, or it holds the checkpoints of a run of Trainer."""
-    if any(marks(n) or (_FSDP.fullmatch(n) and n.startswith("pytorch_model_fsdp")) for n in names):
+    if any(is_marker(n) or (_FSDP.fullmatch(n) and n.startswith("pytorch_model_fsdp")) for n in names):
         return True
     if any(_OPTIMIZER.fullmatch(n) for n in names) and any(_MODEL.fullmatch(n) for n in names):
         return True

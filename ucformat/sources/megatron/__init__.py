@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ucformat.errors import NotACheckpoint, UcformatError, UnsupportedError
 from ucformat.sources.base import Source
 from ucformat.sources.megatron.arguments import MegatronOptions
-from ucformat.sources.megatron.folder import backend_of, built_by_megatron, find_place, is_mark
+from ucformat.sources.megatron.folder import backend_of, built_by_megatron, find_place, is_marker
 
 if TYPE_CHECKING:
     from ucformat.sources.megatron.classic import OpenClassic
@@ -28,9 +28,9 @@ class Megatron(Source):
     options_type = MegatronOptions
     options: MegatronOptions
 
-    def marks(self, name: str) -> bool:
+    def is_marker(self, name: str) -> bool:
         """Whether a folder with a file of this name is one of Megatron's."""
-        return is_mark(name)
+        return is_marker(name)
 
     def find(self, store: Store) -> bool:
         """Whether the folder has Megatron's tracker, its `metadata.json`, or files of its ranks."""

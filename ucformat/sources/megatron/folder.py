@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Store
 
-__all__ = ["CONFIG", "MODEL", "TRACKER", "MegatronFolder", "backend_of", "built_by_megatron", "find_place", "is_mark"]
+__all__ = ["CONFIG", "MODEL", "TRACKER", "MegatronFolder", "backend_of", "built_by_megatron", "find_place", "is_marker"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "metadata.json"  # of a distributed checkpoint
@@ -39,7 +39,7 @@ class MegatronFolder:
     classic: bool
 
 
-def is_mark(name: str) -> bool:
+def is_marker(name: str) -> bool:
     """Whether a folder with a file of this name holds one of Megatron's checkpoints, or many."""
     return name in (TRACKER, "model_optim_rng.pt", "model_rng.pt")
 

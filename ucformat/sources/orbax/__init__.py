@@ -33,7 +33,7 @@ class Orbax(Source):
     options_type = OrbaxOptions
     options: OrbaxOptions
 
-    def marks(self, name: str) -> bool:
+    def is_marker(self, name: str) -> bool:
         """Whether a folder with a file of this name is a step or an item."""
         return name in (TREE, CHECKPOINT)
 

@@ -50,10 +50,10 @@ class Step:
 
 def looks_like_orbax(store: Store) -> bool:
     """Whether Orbax wrote this folder, or a step or item in it; reads a folder listing."""
-    return any(_is_mark(info.key) for info in islice(store.list(), _LOOK))
+    return any(_is_marker(info.key) for info in islice(store.list(), _LOOK))
 
 
-def _is_mark(key: str) -> bool:
+def _is_marker(key: str) -> bool:
     *folders, name = key.split("/")
     if len(folders) >= _DEEP:
         return False

@@ -39,7 +39,7 @@ class Safetensors(Source):
     title = "safetensors"
     before = ("torch_save",)
 
-    def marks(self, name: str) -> bool:
+    def is_marker(self, name: str) -> bool:
         """Whether it is a safetensors file, or the index of several."""
         return name.endswith((_SUFFIX, _INDEX))
 
@@ -47,7 +47,7 @@ class Safetensors(Source):
         """Whether the folder has such a file, or is a pipeline whose folders have."""
         if exists(store, "model" + _SUFFIX) or exists(store, "model_index.json"):
             return True
-        return any("/" not in key and self.marks(key) for key in root_files(store))
+        return any("/" not in key and self.is_marker(key) for key in root_files(store))
 
     def open(self, store: Store) -> OpenSafetensors:
         """Open the one checkpoint of a folder; reads the header of each of its files."""
@@ -58,7 +58,7 @@ class Safetensors(Source):
 
     def find_file(self, store: Store, key: str) -> bool:  # noqa: ARG002 - its name says all
         """Whether it is such a file by its name."""
-        return self.marks(key)
+        return self.is_marker(key)
 
     def open_file(self, store: Store, key: str) -> OpenSafetensors:
         """Open a file alone, or an index with the shards that it names."""

@@ -52,9 +52,9 @@ class TorchSave(Source):
     options_type = TorchSaveOptions
     options: TorchSaveOptions
 
-    def marks(self, name: str) -> bool:
+    def is_marker(self, name: str) -> bool:
         """Whether it is a model's file by its name."""
-        return _is_mark(name)
+        return _is_marker(name)
 
     def find(self, store: Store) -> bool:
         """Whether the folder has a file of torch.save; reads the first bytes of such as may be one by their names."""
@@ -83,7 +83,7 @@ class TorchSave(Source):
         return OpenTorchSave(store, [] if index else [key], index, self.options.allow, groups, (), folder=key)
 
 
-def _is_mark(name: str) -> bool:
+def _is_marker(name: str) -> bool:
     """Whether it is a model's file by its name."""
     return _MODEL.fullmatch(name) is not None or name.endswith((_INDEX, ".ckpt"))
 
@@ -92,7 +92,7 @@ def _looks_like_torch_save(store: Store, key: str) -> bool:
     """Whether a file begins as torch's do, or is called as a model's file."""
     if not key.endswith((*_SUFFIXES, _INDEX)):
         return False
-    if _is_mark(key):
+    if _is_marker(key):
         return True
     return store.read(key, 0, min(len(_LEGACY), store.info(key).size)).startswith((_ZIP, _LEGACY))
 

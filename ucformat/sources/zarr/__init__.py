@@ -35,7 +35,7 @@ class Zarr(Source):
     options_type = ZarrOptions
     options: ZarrOptions
 
-    def marks(self, name: str) -> bool:
+    def is_marker(self, name: str) -> bool:
         """Whether a folder with a file of this name is a group of Zarr v2.
 
         The groups of v3 are not found in a tree of folders: their `zarr.json` stands in every array too, and in a
