@@ -153,8 +153,8 @@ def test_what_is_cast_reads_each_tile_once(monkeypatch: pytest.MonkeyPatch) -> N
     np.testing.assert_array_equal(local.tensor.numpy(), expected)
 
 
-def boxes_of(tiles: Tiling, within: Box | None = None) -> Iterator[tuple[int, Box]]:
-    for run in tiles.runs("f", 100, within):
+def boxes_of(tiles: Tiling, box: Box, within: Box | None = None) -> Iterator[tuple[int, Box]]:
+    for run in tiles.runs(box, "f", 100, within):
         yield from ((e.offset - 100, e.box) for e in run.extents())
 
 
@@ -164,15 +164,15 @@ def test_runs_of_tiles_lie_where_single_ones_are_written(shape: tuple[int, ...])
     for _ in range(200):
         start = tuple(chance.randrange(n) for n in shape)
         box = Box(start, tuple(chance.randint(1, n - a) for n, a in zip(shape, start, strict=True)))
-        tiles = Tiling(box, tuple(chance.randint(1, n) for n in shape), 4)
+        tiles = Tiling(tuple(chance.randint(1, n) for n in shape), 4)
         written, end = {}, 0
-        for b in tiles.boxes():
+        for b in tiles.boxes(box):
             written[b] = end
             end += b.size * 4 + 4
-        assert end == tiles.nbytes
-        assert len(written) == tiles.count
-        assert {b: at for at, b in boxes_of(tiles)} == written
+        assert end == tiles.nbytes(box)
+        assert len(written) == tiles.count(box)
+        assert {b: at for at, b in boxes_of(tiles, box)} == written
         near = Box(tuple(chance.randrange(n) for n in shape), tuple(chance.randint(1, n) for n in shape))
-        met = {b: at for at, b in boxes_of(tiles, near)}
+        met = {b: at for at, b in boxes_of(tiles, box, near)}
         assert met.items() <= written.items()
         assert {b for b in written if b.intersect(near)} == {b for b in met if b.intersect(near)}

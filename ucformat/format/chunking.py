@@ -166,58 +166,66 @@ def _tile_shape(shape: tuple[int, ...], itemsize: int, target: int) -> tuple[int
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a box of a tensor lies in a packed file: its tiles in C order, each in row-major order with its checksum.
+    """How a tensor is cut in packed files, where a box of it is stored tile by tile, each followed by its checksum.
 
-    Tiles begin at multiples of `tile` (elements) in the tensor, wherever the box begins; those that leave the box are
-    clipped, so that whoever reads a part of the tensor meets the same boundaries however it was cut when it was saved.
+    Tiles are in C order, and each in row-major order. They begin at multiples of `tile` (elements) in the tensor,
+    wherever the box begins; at its edges they are clipped. So a reader of any part of the tensor meets the same
+    boundaries, however the tensor was cut when it was saved.
     """
 
-    box: Box
     tile: tuple[int, ...]
     itemsize: int
 
-    @property
-    def grid(self) -> tuple[int, ...]:
-        """Number of tiles along each dim."""
-        return tuple(-(-b // t) - a // t for a, b, t in zip(self.box.start, self.box.stop, self.tile, strict=True))
+    @classmethod
+    def of(cls, shape: tuple[int, ...], itemsize: int) -> Tiling:
+        """The tiles that writers choose for a tensor of this shape, whose elements have `itemsize` bytes."""
+        return cls(tile_shape(shape, itemsize), itemsize)
 
-    @property
-    def count(self) -> int:
-        """Number of tiles; none of a box without elements."""
-        return math.prod(self.grid) if self.box.size else 0
+    def grid(self, box: Box) -> tuple[int, ...]:
+        """Number of tiles of a box along each dim."""
+        return tuple(-(-b // t) - a // t for a, b, t in zip(box.start, box.stop, self.tile, strict=True))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tiles, with their checksums."""
-        return self.box.size * self.itemsize + CHECKSUM_BYTES * self.count
+    def count(self, box: Box) -> int:
+        """Number of tiles of a box; none of one without elements."""
+        return math.prod(self.grid(box)) if box.size else 0
 
-    def runs(self, file: str, offset: int, within: Box | None = None) -> Iterator[Tiles]:
-        """The tiles that meet a box (None: all), those of one shape together; the first of all begins at `offset`."""
-        for at in product(*(list(_runs(*dim)) for dim in self._dims(within))):
+    def nbytes(self, box: Box) -> int:
+        """Bytes of all tiles of a box, with their checksums."""
+        return box.size * self.itemsize + CHECKSUM_BYTES * self.count(box)
+
+    def runs(self, box: Box, file: str, offset: int, within: Box | None = None) -> Iterator[Tiles]:
+        """The tiles of a stored box, those of one shape together.
+
+        Args:
+            box: the stored box.
+            file: the key of the file.
+            offset: the byte of the file at which the first tile of the box begins.
+            within: only the tiles that meet this box of the tensor; all for None.
+        """
+        for at in product(*(list(_runs(*dim)) for dim in self._dims(box, within or box))):
             start = tuple(r.start for r in at)
             tile = tuple(r.edge for r in at)
             shape = tuple(r.tiles * r.edge for r in at)
-            begin, steps = self._place(at)
+            begin, steps = self._place(box, at)
             yield Tiles(Box(start, shape), file, offset + begin, tile, self.itemsize, steps)
 
-    def boxes(self) -> Iterator[Box]:
-        """All tiles, in the order in which they lie."""
-        if not self.box.size:
+    def boxes(self, box: Box) -> Iterator[Box]:
+        """All tiles of a box, in the order in which they are stored."""
+        if not box.size:
             return
-        for at in product(*(list(_runs(*dim, most=1)) for dim in self._dims(None))):
+        for at in product(*(list(_runs(*dim, most=1)) for dim in self._dims(box, box))):
             yield Box(tuple(r.start for r in at), tuple(r.edge for r in at))
 
-    def _dims(self, within: Box | None) -> Iterator[tuple[int, int, int, int, int]]:
-        near = within or self.box
-        for a, b, t, low, high in zip(self.box.start, self.box.stop, self.tile, near.start, near.stop, strict=True):
+    def _dims(self, box: Box, within: Box) -> Iterator[tuple[int, int, int, int, int]]:
+        for a, b, t, low, high in zip(box.start, box.stop, self.tile, within.start, within.stop, strict=True):
             yield a, b, t, max(a, low), min(b, high)
 
-    def _place(self, at: Sequence[_TileRun]) -> tuple[int, tuple[int, ...]]:
+    def _place(self, box: Box, at: Sequence[_TileRun]) -> tuple[int, tuple[int, ...]]:
         """Where the first tile of runs lies, in bytes behind the first of all, and how far to the next in each dim."""
         begin, steps = 0, []
         above = 1  # elements of these tiles, in the dims above
-        elements, tiles = self.box.size, self.count  # of the box, in the dims below
-        for run, a, n, count, t in zip(at, self.box.start, self.box.shape, self.grid, self.tile, strict=True):
+        elements, tiles = box.size, self.count(box)  # of the box, in the dims below
+        for run, a, n, count, t in zip(at, box.start, box.shape, self.grid(box), self.tile, strict=True):
             elements, tiles = elements // n, tiles // count
             begin += above * (run.start - a) * elements * self.itemsize + run.first * tiles * CHECKSUM_BYTES
             steps.append(above * t * elements * self.itemsize + tiles * CHECKSUM_BYTES)

@@ -195,9 +195,8 @@ def blocks_of(sidecar: Sidecar) -> Iterator[tuple[str, int, Block]]:
         row = int(rows[k])
         file, tensor, crc = sidecar.files[int(c.file[row])], int(c.tensor[row]), int(c.crc32c[row])
         if sidecar.tiled[row]:
-            begin, tiling = int(c.offset[row]), sidecar.tiling(row)
-            for box in tiling.boxes():
-                size = box.size * tiling.itemsize
+            begin = int(c.offset[row])
+            for size in sidecar.tile_sizes(row):
                 yield file, tensor, Block(begin, size, placed=True)
                 begin += size + CHECKSUM_BYTES
         else:

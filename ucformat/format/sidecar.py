@@ -22,7 +22,7 @@ from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Block, Extent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
     from numpy.typing import NDArray
@@ -92,12 +92,13 @@ class Sidecar:
         #: Which extents are tiles, each with a checksum.
         self.tiled = _any(columns.tile > 0, columns.tensor, ndims)
 
-    def tiling(self, row: int) -> Tiling:
-        """How the extent of a row lies in its file, which is `tiled`."""
+    def tile_sizes(self, row: int) -> Iterator[int]:
+        """Bytes of each tile of a row's extent, which is `tiled`, in the order of the file and without checksums."""
         c, end = self.columns, int(self._ends[row])
         dims = slice(end - int(self._ndims[c.tensor[row]]), end)
         start, shape, tile = (tuple(a[dims].tolist()) for a in (c.start, c.shape, c.tile))
-        return Tiling(Box(start, shape), tile, int(c.strides[end - 1]))
+        itemsize = int(c.strides[end - 1])
+        return (box.size * itemsize for box in Tiling(tile, itemsize).boxes(Box(start, shape)))
 
     def extents(self, number: int, within: Box | None = None) -> tuple[Extent | Tiles, ...]:
         """The extents of a tensor, by its number in the manifest, that meet a box (None: all)."""
@@ -117,7 +118,7 @@ class Sidecar:
         out: list[Extent | Tiles] = []
         for tiled, file, offset, at, nbytes, crc, start, shape, strides, tile in found:
             if tiled:
-                out += Tiling(Box(start, shape), tile, strides[-1]).runs(self.files[file], offset, within)
+                out += Tiling(tile, strides[-1]).runs(Box(start, shape), self.files[file], offset, within)
                 continue
             block = None if at == NO_BLOCK else block_of(at, nbytes, crc)
             out.append(Extent(Box(start, shape), self.files[file], offset, strides, block))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucformat.format.arrays import shard_key
-from ucformat.format.chunking import CHECKSUM_BYTES, Tiling, tile_shape
+from ucformat.format.chunking import CHECKSUM_BYTES, Tiling
 from ucformat.format.extents import ALIGNMENT
 from ucformat.format.shard import write_shard
 from ucformat.format.sidecar import NO_BLOCK, PLACED, Columns, encode_columns
@@ -29,7 +29,7 @@ from ucformat.torch.state.memory import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -57,16 +57,17 @@ def write_packed(
 
     Tiles that lie in row-major order go from their memory to the file; of the rest one at a time is copied.
     """
-    tilings = [Tiling(box, tile_shape(i.shape, i.itemsize), i.itemsize) for i, box, _ in parts]
+    tilings = [Tiling.of(info.shape, info.itemsize) for info, _, _ in parts]
+    total = sum(tiling.nbytes(box) + ALIGNMENT for (_, box, _), tiling in zip(parts, tilings, strict=True))
     copied = np.empty(0, np.uint8)
     end = 0
-    with store.create(key, unit_for(sum(t.nbytes + ALIGNMENT for t in tilings))) as out:
-        for (_, of, elements), tiling in zip(parts, tilings, strict=True):
+    with store.create(key, unit_for(total)) as out:
+        for (info, of, elements), tiling in zip(parts, tilings, strict=True):
             if gap := -end % ALIGNMENT:
                 out.write(bytes(gap))
                 end += gap
-            for box in tiling.boxes():
-                nbytes = box.size * tiling.itemsize
+            for box in tiling.boxes(of):
+                nbytes = box.size * info.itemsize
                 place = place_checksum(key, end)
                 tile = elements_within(elements, of, box)
                 if tile.flags.c_contiguous:
@@ -92,23 +93,24 @@ def sidecar_of(
 ) -> bytes:
     """The sidecar of what all ranks wrote: `dealt` are each rank's (item, piece)."""
     number = {t.info.key: n for n, t in enumerate(tensors)}
-    found: list[tuple[int, int, int, Tiling]] = []  # tensor, file, offset, and how it lies there
+    tilings = [Tiling.of(t.info.shape, t.info.itemsize) for t in tensors]
+    found: list[tuple[int, int, int, Box]] = []  # tensor, file, offset, and the box that is stored there
     for rank, mine in enumerate(dealt):
         end = 0
         for item, piece in mine:
-            info, box = items[rank][item].info, items[rank][item].boxes[piece]
+            tensor, box = number[items[rank][item].info.key], items[rank][item].boxes[piece]
             end += -end % ALIGNMENT
-            tiling = Tiling(box, tile_shape(info.shape, info.itemsize), info.itemsize)
             if box.size:
-                found.append((number[info.key], rank, end, tiling))
-            end += tiling.nbytes
-    found.sort(key=lambda f: (f[0], f[3].box.start))
-    single = np.array([t.count == 1 for *_, t in found], np.bool_)  # a block like any other, of however many dims
+                found.append((tensor, rank, end, box))
+            end += tilings[tensor].nbytes(box)
+    found.sort(key=lambda f: (f[0], f[3].start))
+    stored = [(box, tilings[n].itemsize, tilings[n].tile, tilings[n].count(box) == 1) for n, _, _, box in found]
+    single = np.array([s for *_, s in stored], np.bool_)  # a block like any other, of however many dims
     table = np.array([f[:3] for f in found], np.int64).reshape(-1, 3)
-    nbytes = np.array([t.box.size * t.itemsize for *_, t in found], np.int64)
+    nbytes = np.array([box.size * itemsize for box, itemsize, *_ in stored], np.int64)
 
-    def joined(part: Callable[[Tiling], Sequence[int]]) -> Column:
-        return np.array([x for *_, t in found for x in part(t)], np.int64)
+    def joined(rows: Iterable[Sequence[int]]) -> Column:
+        return np.array([x for row in rows for x in row], np.int64)
 
     columns = Columns(
         tensor=table[:, 0],
@@ -117,12 +119,13 @@ def sidecar_of(
         block_offset=np.where(single, table[:, 2], NO_BLOCK),
         block_nbytes=np.where(single, nbytes, 0),
         crc32c=np.where(single, PLACED, 0),
-        start=joined(lambda t: t.box.start),
-        shape=joined(lambda t: t.box.shape),
+        start=joined(box.start for box, *_ in stored),
+        shape=joined(box.shape for box, *_ in stored),
         strides=joined(
-            lambda t: row_major(t.box.shape, t.itemsize) if t.count == 1 else (0,) * (len(t.tile) - 1) + (t.itemsize,)
+            row_major(box.shape, itemsize) if whole else (0,) * (len(tile) - 1) + (itemsize,)
+            for box, itemsize, tile, whole in stored
         ),
-        tile=joined(lambda t: (0,) * len(t.tile) if t.count == 1 else t.tile),
+        tile=joined((0,) * len(tile) if whole else tile for _, _, tile, whole in stored),
     )
     return encode_columns(columns, [packed_file(folder, r) for r in range(len(dealt))])
 
