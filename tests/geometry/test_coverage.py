@@ -90,8 +90,8 @@ def test_a_hole_that_is_named_is_a_hole(case: tuple[tuple[int, ...], list[Box]])
     try:
         prove(tensor(*shape), enumerate(boxes))
     except CoverageError as e:
-        if "nobody holds " in e.message:
-            said = e.message.split("nobody holds [")[1].split("]")[0]
+        if "no rank or file holds " in e.message:
+            said = e.message.split("no rank or file holds [")[1].split("]")[0]
             bounds = [tuple(map(int, s.split(":"))) for s in said.split(", ")]
             hole = Box(tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds))
             assert hole.size
@@ -107,7 +107,7 @@ def test_replicas_count_once_and_a_pinwheel_is_whole() -> None:
 def test_nothing_covers_an_empty_tensor_and_one_box_a_scalar() -> None:
     prove(tensor(3, 0), [])
     prove(tensor(), [(0, Box((), ())), (1, Box((), ()))])
-    with pytest.raises(CoverageError, match=r"a.weight \(exp_avg\).*nobody holds \[\]"):
+    with pytest.raises(CoverageError, match=r"a.weight \(exp_avg\).*no rank or file holds \[\]"):
         prove(tensor(), [])
 
 
@@ -116,7 +116,7 @@ def test_a_hole_is_named_with_the_box_before_it() -> None:
     with pytest.raises(CoverageError) as e:
         prove(tensor(4, 4), boxes)
     assert e.value.message == (
-        "a.weight (exp_avg) of shape (4, 4): nobody holds [2:3, 0:4]; f0 holds [0:2, 0:4] before it"
+        "a.weight (exp_avg) of shape (4, 4): no rank or file holds [2:3, 0:4]; f0 holds [0:2, 0:4] before it"
     )
 
 
@@ -134,9 +134,9 @@ def test_a_box_outside_is_an_error(box: Box) -> None:
 def test_of_a_partial_tensor_every_owner_must_hold_all() -> None:
     whole, half = Box((0,), (4,)), Box((0,), (2,))
     prove(tensor(4), [(0, whole), (1, half), (1, Box((2,), (2,)))], partial=True)
-    with pytest.raises(CoverageError, match=r"nobody holds \[2:4\]"):
+    with pytest.raises(CoverageError, match=r"no rank or file holds \[2:4\]"):
         prove(tensor(4), [(0, whole), (1, half)], partial=True)
-    with pytest.raises(CoverageError, match="nobody holds"):
+    with pytest.raises(CoverageError, match="no rank or file holds"):
         prove(tensor(4), [], partial=True)
 
 

@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 
 from tests.geometry.strategies import shapes
 from ucformat.errors import UsageError
-from ucformat.geometry.box import Box, hull
-from ucformat.geometry.flat_buffer import FlatBuffer, align_up, deal, flat_boxes, flat_extents, flat_range, part_size
+from ucformat.geometry.box import Box, bounding_box
+from ucformat.geometry.flat_buffer import (
+    FlatBuffer,
+    align_up,
+    flat_boxes,
+    flat_extents,
+    flat_range,
+    part_size,
+    round_robin_order,
+)
 
 
 @st.composite
@@ -47,7 +55,7 @@ def test_the_range_of_a_box(shape: tuple[int, ...], data: st.DataObject) -> None
 def test_the_hull_is_the_smallest_box_around(sides: list[tuple[tuple[int, int], tuple[int, int]]]) -> None:
     boxes = [Box((a, b), (m, n)) for (a, m), (b, n) in sides]
     points = {(i, j) for (a, m), (b, n) in sides for i in range(a, a + m) for j in range(b, b + n)}
-    found = hull(boxes)
+    found = bounding_box(boxes)
     if found is None:
         assert not points
         return
@@ -131,9 +139,9 @@ def test_joined_parts_of_tensors_that_are_cut_first(sizes: list[int], degree: in
 
 
 def test_things_are_dealt_in_turn() -> None:
-    assert deal(7, 3) == [0, 3, 6, 1, 4, 2, 5]
-    assert deal(3, 1) == [0, 1, 2]
-    assert deal(2, 5) == [0, 1]
+    assert round_robin_order(7, 3) == [0, 3, 6, 1, 4, 2, 5]
+    assert round_robin_order(3, 1) == [0, 1, 2]
+    assert round_robin_order(2, 5) == [0, 1]
 
 
 @given(ranges(), st.integers(0, 99))

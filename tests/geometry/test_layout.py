@@ -165,7 +165,7 @@ def test_the_first_layers_of_stages_fit_mesh_and_match() -> None:
         (lambda: Layout({"a": 2}, [EVERYWHERE], renames=[("(", "")]), r"renames\[0\]"),
         (lambda: Layout({"a": 2}, [EVERYWHERE], renames=[("a", r"\1")]), r"renames\[0\]"),
         (lambda: Layout({"a": 2}, [EVERYWHERE], renames=[("a", r"\g<x>")]), r"renames\[0\]"),
-        (lambda: Layout({"a": 2}, [{"match": "*"}]), r"rules\[0\] is not a rule:\nplace: Field required"),
+        (lambda: Layout({"a": 2}, [{"match": "*"}]), r"rules\[0\] is not a valid rule:\nplace: Field required"),
     ],
 )
 def test_what_cannot_be(make: Any, message: str) -> None:

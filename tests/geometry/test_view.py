@@ -157,7 +157,7 @@ def test_parts_tile_the_target_once() -> None:
     info = TensorInfo("target", "weight", "float32", (4,))
     halves = [Part(Box((a,), (2,)), SOURCE, Box((0,), (2,)), (0,)) for a in (0, 2)]
     View(info, tuple(halves))
-    with pytest.raises(CoverageError, match=r"nobody holds \[2:4\]"):
+    with pytest.raises(CoverageError, match=r"no rank or file holds \[2:4\]"):
         View(info, (halves[0],))
     with pytest.raises(CoverageError, match=r"takes \[0:2\] from two sources"):
         View(info, (*halves, halves[0]))

@@ -123,9 +123,9 @@ def test_an_extent_that_is_missing(key: tuple[str, str]) -> None:
     for k in range(len(extents[AT[key]])):
         some = [*extents]
         some[AT[key]] = [e for n, e in enumerate(extents[AT[key]]) if n != k]
-        found(rewritten(store, some), key, "nobody holds")
+        found(rewritten(store, some), key, "no rank or file holds")
     some[AT[key]] = []
-    report = found(rewritten(store, some), key, "nobody holds")
+    report = found(rewritten(store, some), key, "no rank or file holds")
     assert {(p.name, p.state) for p in report.problems} == {key}
 
 
@@ -278,7 +278,7 @@ def test_holes_in_foreign_checkpoints_are_problems_too(monkeypatch: pytest.Monke
     monkeypatch.setattr(FakeSource, "extents", lambda self, key, within=None: list(whole(self, key, within))[1:])
     report = ucformat.verify(ck)
     assert {(p.name, p.state) for p in report.problems} == {k for k, a in ARRAYS.items() if a.size}
-    assert all("nobody holds" in p.reason for p in report.problems)
+    assert all("no rank or file holds" in p.reason for p in report.problems)
 
 
 _NUMBERS = st.one_of(

@@ -167,7 +167,7 @@ EXPECTED = {
     "terms": ("UsageError", "rank 1 saves with "),
     "collect": ("UnsupportedError", "rank 1: a function has no JSON form and cannot be pickled"),
     "async": ("UnsupportedError", "rank 1: a function has no JSON form and cannot be pickled"),
-    "hole": ("CoverageError", "w (weight) of shape (6,): nobody holds [3:6]"),
+    "hole": ("CoverageError", "w (weight) of shape (6,): no rank or file holds [3:6]"),
     "open": ("NotFound", "rank 0: "),
     "fit": ("StateMismatch", "both (weight) is [204], in the checkpoint [203]"),
 }

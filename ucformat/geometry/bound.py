@@ -1,4 +1,4 @@
-"""A layout bound to a tensor list: which box of which tensor each rank holds, and where."""
+"""A layout bound to a tensor list: the boxes of each tensor that each rank holds, and their offsets in memory."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = ["BoundLayout", "LocalBuffer", "LocalTensor"]
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """What one rank holds of a tensor: an array of its own (`buffer` is None), or a slice of a flat buffer.
+    """One rank's part of a tensor: an array of its own (`buffer` is None), or a slice of a flat buffer.
 
-    `shape` includes padding; that of a slice is `(size,)`. `padding` are pieces of the padding tensor, in the same
-    buffer.
+    `shape` is in elements and includes padding; the shape of a slice is `(size,)`. `padding` are pieces of the padding
+    tensor, in the same buffer.
     """
 
     shape: tuple[int, ...]
@@ -44,12 +44,12 @@ class LocalTensor:
 
     @property
     def offset(self) -> int:
-        """Element of the buffer at which it begins; 0 where it is empty."""
+        """Index of its first element in the buffer; 0 if it is empty."""
         return min((p.offset for p in (*self.pieces, *self.padding)), default=0)
 
 
 class LocalBuffer(NamedTuple):
-    """One rank's flat buffer of one state: its elements, padding included, and their dtype."""
+    """One rank's flat buffer of one state: its size in elements, padding included, and its dtype."""
 
     size: int
     dtype: str
@@ -60,7 +60,7 @@ class _Group:
 
     def __init__(self, name: str, flat: Flat, mesh: Mesh) -> None:
         self.name, self.flat, self.mesh = name, flat, mesh
-        self.members: dict[str, tuple[TensorInfo, Placed]] = {}  # one state speaks for all
+        self.members: dict[str, tuple[TensorInfo, Placed]] = {}  # by name; all states have the same geometry
         self.axes: tuple[str, ...] = ()
         self._joined: dict[tuple[int, ...], dict[str, FlatBuffer]] = {}
 
@@ -76,20 +76,20 @@ class _Group:
         self.axes = tuple(a for a in self.mesh.axes if a in self.axes or a in placed.axes)
 
     def joined(self, coordinate: Mapping[str, int]) -> dict[str, FlatBuffer]:
-        """Each tensor's flat buffer, as all join it who differ from this coordinate in the flat axes only."""
+        """The flat buffer of each tensor for the coordinates that differ from this one only in the flat axes."""
         at = tuple(coordinate[a] for a in self.axes)
         if at not in self._joined:
-            held = [
+            members = [
                 (name, math.prod(d.size for d in _dims(info, placed, coordinate)))
                 for name, (info, placed) in self.members.items()
                 if placed.holds(coordinate)
             ]
-            self._joined[at] = join_flat(self.flat, self.mesh.degree(axes_of(self.flat)), self.name, held)
+            self._joined[at] = join_flat(self.flat, self.mesh.degree(axes_of(self.flat)), self.name, members)
         return self._joined[at]
 
 
 class BoundLayout:
-    """A layout applied to the tensors of a tensor list. Made by `Layout.bind`, which raises LayoutError."""
+    """A layout applied to the tensors of a tensor list. `Layout.bind` creates it and raises LayoutError."""
 
     def __init__(self, meshes: Mapping[str, Mesh], tensor_list: TensorList, placed: Mapping[Key, Placed]) -> None:
         self._meshes = meshes
@@ -98,20 +98,20 @@ class BoundLayout:
         self._infos = {info.key: info for info in tensor_list.tensors}
         groups: dict[tuple[str, Flat, Mesh], _Group] = {}
         self._group: dict[Key, _Group] = {}
-        names: dict[tuple[str, str], _Group] = {}  # a buffer's name and state have one geometry
+        by_buffer: dict[tuple[str, str], _Group] = {}  # buffer name and state -> the group that fills it
         for key, info in self._infos.items():
-            where = placed[key]
-            _dims(info, where, dict.fromkeys(where.mesh.axes, 0))  # fails now, not at the first rank
-            flat, mesh = where.flat, where.mesh
+            placement = placed[key]
+            _dims(info, placement, dict.fromkeys(placement.mesh.axes, 0))  # fail here rather than at the first rank
+            flat, mesh = placement.flat, placement.mesh
             if flat is None:
                 continue
-            name = self._buffer_name(info, where, flat)
+            name = self._buffer_name(info, placement, flat)
             group = groups.setdefault((name, flat, mesh), _Group(name, flat, mesh))
-            group.add(info, where)
+            group.add(info, placement)
             self._group[key] = group
-            if names.setdefault((name, key.state), group) is not group:
+            if by_buffer.setdefault((name, key.state), group) is not group:
                 raise LayoutError(
-                    f"{key} joins the flat buffer {name!r}, which another rule fills with other settings",
+                    f"{key} joins the flat buffer {name!r}, which another rule fills with different settings",
                     hint="give the groups different names by a /regex/, or the same settings",
                 )
         self._check_dtypes()
@@ -122,21 +122,39 @@ class BoundLayout:
         return next(iter(self._meshes.values())).size
 
     def keys(self, rank: int) -> Iterator[Key]:
-        """The tensors of which this rank holds something, be it an empty shard, in the order of the tensor list."""
+        """The tensors that this rank holds a part of, empty shards included, in the order of the tensor list.
+
+        Args:
+            rank: global rank, from 0 to `ranks - 1`.
+        """
         at = {mesh: mesh.coordinate(rank) for mesh in self._meshes.values()}
         return (key for key, placed in self._placed.items() if placed.holds(at[placed.mesh]))
 
     def pieces(self, key: Key, rank: int) -> tuple[Piece, ...]:
-        """The boxes of a tensor that this rank holds, disjoint and ascending in offset."""
+        """The boxes of a tensor that this rank holds, disjoint and in ascending order of offset.
+
+        Args:
+            key: name and state of the tensor, as in the tensor list.
+            rank: global rank, from 0 to `ranks - 1`.
+        """
         local = self.local(key, rank)
         return local.pieces if local else ()
 
     def local(self, key: Key, rank: int) -> LocalTensor | None:
-        """What this rank holds of a tensor; None where a stage or owner leaves it to other ranks."""
+        """This rank's part of a tensor; None if its stage or owner is on other ranks.
+
+        Args:
+            key: name and state of the tensor, as in the tensor list.
+            rank: global rank, from 0 to `ranks - 1`.
+        """
         return self._local(key, self.placed(key).mesh.coordinate(rank))
 
     def buffers(self, rank: int) -> dict[tuple[str, str], LocalBuffer]:
-        """This rank's flat buffers, by name and state."""
+        """This rank's flat buffers, by name and state.
+
+        Args:
+            rank: global rank, from 0 to `ranks - 1`.
+        """
         out: dict[tuple[str, str], LocalBuffer] = {}
         for key, group in self._group.items():
             at = group.mesh.coordinate(rank)
@@ -146,23 +164,42 @@ class BoundLayout:
         return out
 
     def placed(self, key: Key) -> Placed:
-        """What the rules say of a tensor."""
+        """The placement of a tensor that results from all matching rules.
+
+        Args:
+            key: name and state of the tensor, as in the tensor list.
+
+        Raises:
+            TensorNotFound: the tensor is not in the tensor list.
+        """
         try:
             return self._placed[key]
         except KeyError:
             raise TensorNotFound(f"the layout is not bound to {Key(*key)}") from None
 
     def rule_for(self, key: Key) -> Rule:
-        """The rule of the section `rules` that a tensor fell under."""
+        """The rule of the section `rules` that matched a tensor.
+
+        Args:
+            key: name and state of the tensor, as in the tensor list.
+        """
         return next(r for r in self.placed(key).rules if r.label.startswith("rules"))
 
     def reduction(self, key: Key) -> str | None:
-        """How the values of a `partial` tensor are reduced; None for any other."""
+        """The reduction that combines the values of a `partial` tensor; None for any other tensor.
+
+        Args:
+            key: name and state of the tensor, as in the tensor list.
+        """
         partial = self.placed(key).partial
         return partial.reduction if partial else None
 
     def padding(self, key: Key) -> TensorInfo | None:
-        """The tensor that `Local.padding` consists of: the rows that `pad_to` adds."""
+        """The padding tensor of a tensor: the rows that `pad_to` appends to its padded dim; None if nothing is padded.
+
+        Args:
+            key: name and state of the tensor, as in the tensor list.
+        """
         placed, info = self.placed(key), self._infos[key]
         for shard in placed.shards:
             if shard.pad_to and (extra := -info.shape[shard.dim] % shard.pad_to):
@@ -172,10 +209,13 @@ class BoundLayout:
         return None
 
     def prove(self) -> None:
-        """Prove that the pieces of all ranks cover every tensor, replicas apart once; CoverageError if they do not.
+        """Prove that the pieces of all ranks cover every tensor exactly once, not counting replicas.
 
-        Coordinates that hold the same are proved once, and so are tensors of the same shape and placement, and the
-        states that share the geometry of a flat buffer.
+        Coordinates that hold the same boxes are proved once, and so are tensors of the same shape and placement, and
+        the states that share the geometry of a flat buffer.
+
+        Raises:
+            CoverageError: an element is held by no rank, or by two boxes that are not replicas of each other.
         """
         done: set[tuple[object, object]] = set()
         for key, info in self._infos.items():
@@ -185,19 +225,19 @@ class BoundLayout:
                 continue
             done.add(same)
             own = (*placed.axes, *(axes_of(group.flat) if group else ()))
-            # Along axes that cut other tensors of its group, but not this one, it is cut at other places each time.
+            # Axes that shard only other tensors of the group still move the bounds of this one in the flat buffer.
             other = tuple(a for a in group.axes if a not in own) if group else ()
             for base in placed.mesh.coordinates(other):
                 prove(info, self._boxes(key, placed, base))
 
     def _boxes(self, key: Key, placed: Placed, base: Mapping[str, int]) -> Iterator[tuple[int, Box]]:
-        """The boxes of all coordinates that differ from `base` in the axes along which this tensor is cut."""
+        """The boxes of all coordinates that differ from `base` only in the axes that shard this tensor."""
         mesh, group = placed.mesh, self._group.get(key)
         for at in mesh.coordinates(placed.axes, base):
             if not placed.holds(at):
                 continue
             holders: Iterable[Mapping[str, int]] = (at,)
-            if group is not None:  # of a thousand data-parallel ranks, few hold a share of it
+            if group is not None:  # only a few of a thousand data-parallel ranks hold a part of it
                 flat, axes = group.joined(at)[key.name], axes_of(group.flat)
                 slot = flat.slots[key.name]
                 shares = slot.holders(flat.size, 0, slot.numel)
@@ -220,7 +260,7 @@ class BoundLayout:
         return LocalTensor((stop - start,), *pieces, flat.name)
 
     def _buffer_name(self, info: TensorInfo, placed: Placed, flat: Flat) -> str:
-        """`flat:<group>`, and the mesh's name between where there are several."""
+        """`flat:<group>`, or `flat:<mesh>:<group>` if the layout has several meshes."""
         prefix = next(f"flat:{n}:" for n, m in self._meshes.items() if m is placed.mesh)
         prefix = prefix if len(self._meshes) > 1 else "flat:"
         match flat.group:

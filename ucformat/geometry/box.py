@@ -1,4 +1,4 @@
-"""Boxes: hyper-rectangles of a tensor, and the few operations everything else is made of."""
+"""Boxes: hyper-rectangles of a tensor, and basic operations on boxes, strides and grids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Box", "each_index", "hull", "is_apart", "row_major"]
+__all__ = ["Box", "bounding_box", "each_index", "is_non_overlapping", "row_major"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -24,7 +24,11 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """The box of a whole tensor of this shape."""
+        """The box that covers a whole tensor.
+
+        Args:
+            shape: shape of the tensor, in elements.
+        """
         return cls((0,) * len(shape), shape)
 
     @property
@@ -38,10 +42,14 @@ class Box:
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """The box common to both, or None where they share no element."""
+        """The elements common to both boxes; None if there are none.
+
+        Args:
+            other: a box with the same number of dims.
+        """
         start, shape = [], []
         for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
-            low = a if a > b else b  # noqa: FURB136 - plans ask this millions of times, and max() is a call
+            low = a if a > b else b  # noqa: FURB136 - a hot loop of planning; max() costs a call
             high = a + n if a + n < b + m else b + m  # noqa: FURB136
             if high <= low:
                 return None
@@ -50,11 +58,19 @@ class Box:
         return Box(tuple(start), tuple(shape))
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of `other` is in this box."""
+        """Whether every element of `other` is in this box.
+
+        Args:
+            other: a box with the same number of dims.
+        """
         return other.size == 0 or self.intersect(other) == other
 
     def shift(self, by: tuple[int, ...]) -> Box:
-        """The box moved by `by` elements in each dim."""
+        """This box, translated.
+
+        Args:
+            by: elements to add to the start of each dim.
+        """
         return Box(tuple(a + b for a, b in zip(self.start, by, strict=True)), self.shape)
 
     def __str__(self) -> str:
@@ -62,18 +78,28 @@ class Box:
         return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.start, self.shape, strict=True)) + "]"
 
 
-def hull(boxes: Iterable[Box]) -> Box | None:
-    """The smallest box around all of these; None where none of them has an element."""
-    full = [box for box in boxes if box.size]
-    if not full:
+def bounding_box(boxes: Iterable[Box]) -> Box | None:
+    """The smallest box that contains all of these; None if all of them are empty.
+
+    Args:
+        boxes: boxes of one tensor.
+    """
+    nonempty = [box for box in boxes if box.size]
+    if not nonempty:
         return None
-    start = tuple(map(min, zip(*(box.start for box in full), strict=True)))
-    stop = tuple(map(max, zip(*(box.stop for box in full), strict=True)))
+    start = tuple(map(min, zip(*(box.start for box in nonempty), strict=True)))
+    stop = tuple(map(max, zip(*(box.stop for box in nonempty), strict=True)))
     return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
 
 
 def row_major(shape: tuple[int, ...], unit: int = 1) -> tuple[int, ...]:
-    """Strides of a contiguous C-order array of this shape, in units of `unit`."""
+    """Strides of a contiguous C-order array.
+
+    Args:
+        shape: shape of the array.
+        unit: size of one element in the unit of the strides, e.g. the itemsize for strides in bytes (default: 1,
+            elements).
+    """
     strides, step = [], unit
     for n in reversed(shape):
         strides.append(step)
@@ -81,11 +107,16 @@ def row_major(shape: tuple[int, ...], unit: int = 1) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def is_apart(shape: tuple[int, ...], strides: tuple[int, ...], unit: int = 1) -> bool:
-    """Whether it is plain that no two elements of a strided array, of `unit` each, share memory.
+def is_non_overlapping(shape: tuple[int, ...], strides: tuple[int, ...], unit: int = 1) -> bool:
+    """Whether the strides guarantee that no two elements of an array share memory.
 
-    Each dim has to step over all that those of smaller strides span, which every slice and transpose of an array does;
-    an interleaving that is apart by chance counts as shared.
+    Each dim has to step over the span of all dims with smaller strides, which holds for every slice and transpose of an
+    array. Interleaved dims that happen not to overlap are reported as overlapping.
+
+    Args:
+        shape: shape of the array.
+        strides: stride of each dim, in the unit of `unit`; may be negative.
+        unit: size of one element in the unit of the strides (default: 1, strides in elements).
     """
     span = unit
     for step, n in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True) if n > 1):
@@ -96,7 +127,11 @@ def is_apart(shape: tuple[int, ...], strides: tuple[int, ...], unit: int = 1) ->
 
 
 def each_index(ranges: Sequence[range]) -> Iterator[tuple[int, ...]]:
-    """Every index of a grid, in C order; `itertools.product` would first make lists, of lengths that a file says."""
+    """Every index of a grid, in C order; unlike `itertools.product`, it lists no range: a file may claim a huge one.
+
+    Args:
+        ranges: the indices along each dim.
+    """
     if not all(ranges):
         return
     if not ranges:

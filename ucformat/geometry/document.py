@@ -1,4 +1,4 @@
-"""Between layout files and layouts: read, validate, lower to placements, and lift back."""
+"""Converts between layout files and layouts: read, validate, lower to placements, and lift back."""
 
 from __future__ import annotations
 
@@ -24,12 +24,20 @@ _STEP: TypeAdapter[Step] = TypeAdapter(Step)
 
 
 def read(path: Path) -> Any:
-    """What a YAML or JSON file holds; LayoutError names the line of a fault."""
+    """The content of a YAML or JSON file; LayoutError names the line of a syntax error."""
     return read_config_file(path, "layout file", LayoutError)
 
 
 def validate(document: Any) -> schema.LayoutDocument:
-    """The document as a model; LayoutError says where each fault is, UpgradeNeeded that it is of a newer version."""
+    """Validate a layout document.
+
+    Args:
+        document: the parsed content of a layout file.
+
+    Raises:
+        LayoutError: the document does not describe a layout; the message lists each error with its place.
+        UpgradeNeeded: the document has a newer version.
+    """
     version = document.get("version") if isinstance(document, Mapping) else None
     if isinstance(version, int) and version > schema.VERSION:
         raise UpgradeNeeded(
@@ -42,14 +50,22 @@ def validate(document: Any) -> schema.LayoutDocument:
     if model.view and not (model.rules or model.stages or model.data or model.mesh or model.meshes):
         return model
     if (model.mesh is None) == (model.meshes is None):
-        raise LayoutError("a layout has either mesh or meshes")
+        raise LayoutError("a layout needs either mesh or meshes, not both")
     if not model.rules:
         raise LayoutError("not a layout:\nrules: there must be at least one", hint="docs/layout.md describes the file")
     return model
 
 
 def read_document(path: Path) -> schema.LayoutDocument:
-    """The document in a file; LayoutError names the file, the line and the place of each fault."""
+    """Read and validate a layout file.
+
+    Args:
+        path: the YAML or JSON file.
+
+    Raises:
+        LayoutError: as `validate`; the message names the file, and the line of each error.
+        UpgradeNeeded: the document has a newer version.
+    """
     document = read(path)
     try:
         return validate(document)
@@ -65,7 +81,12 @@ def _with_line(path: Path, message: str) -> str:
 
 
 def lower(model: schema.LayoutDocument, path: Path | None = None) -> dict[str, Any]:
-    """The arguments of the layout that a document describes; where it is a file, rules know their lines."""
+    """The keyword arguments of `Layout` for a validated document.
+
+    Args:
+        model: the document.
+        path: the file it was read from, whose line numbers then appear in the labels of rules (None: not from a file).
+    """
 
     def label(place: str) -> str:
         line = None if path is None else line_of(path, place)
@@ -90,21 +111,37 @@ def lower(model: schema.LayoutDocument, path: Path | None = None) -> dict[str, A
 
 
 def lower_rule(rule: Rule | Mapping[str, Any], label: str) -> Rule:
-    """A rule, or one spelled as in a layout file, with the name that errors give it."""
+    """A rule with a label.
+
+    Args:
+        rule: a rule, or a mapping with the keys of a layout file.
+        label: name of the rule in error messages, such as `rules[3]`.
+
+    Raises:
+        LayoutError: the mapping is not a valid rule.
+    """
     if isinstance(rule, Rule):
         return replace(rule, label=label)
     try:
         return _rule(schema.checked(schema.Rule, dict(rule)), label)
     except schema.Faults as e:
-        raise LayoutError(f"{label} is not a rule:\n{e}") from e
+        raise LayoutError(f"{label} is not a valid rule:\n{e}") from e
 
 
 def lower_step(step: Step | Mapping[str, Any], label: str) -> Step:
-    """A step of a view, or one spelled as in a layout file; LayoutError where it is none."""
+    """A step of a view.
+
+    Args:
+        step: a step, or a mapping with the keys of a layout file.
+        label: name of the step in error messages, such as `view[0]`.
+
+    Raises:
+        LayoutError: the mapping is not a valid step.
+    """
     try:
         return schema.checked_as(_STEP, step)
     except schema.Faults as e:
-        raise LayoutError(f"{label} is not a step:\n{e}", hint="docs/view.md describes them") from e
+        raise LayoutError(f"{label} is not a valid step:\n{e}", hint="docs/view.md describes them") from e
 
 
 def _mesh(mesh: dict[str, int] | schema.OrderedMesh) -> Mesh:
@@ -133,7 +170,7 @@ def _placements(p: schema.Placement) -> tuple[Placement, ...]:
         return (_placement(p),)
     over = _over(p.over)
     if p.pattern.startswith("shard") and not over:
-        raise LayoutError(f"the pattern {p.pattern} needs `over`: the axes that it cuts over")
+        raise LayoutError(f"the pattern {p.pattern} needs `over`: the axes to shard over")
     match p.pattern:
         case "unique":
             return (Owner(p.owner, over),)
@@ -143,11 +180,11 @@ def _placements(p: schema.Placement) -> tuple[Placement, ...]:
             return (Shard(0 if p.pattern == "shard-V" else 1, over),)
         case "shard-Hy":
             if p.dims is None or len(p.dims) != len(over):
-                raise LayoutError("the pattern shard-Hy needs `dims`: the dim that each axis of `over` cuts")
+                raise LayoutError("the pattern shard-Hy needs `dims`: the dim that each axis of `over` shards")
             return tuple(Shard(dim, axis) for dim, axis in zip(p.dims, over, strict=True))
         case "shard-NC":
             if p.parts is None or len(p.dims or (0,)) != 1:
-                raise LayoutError("the pattern shard-NC needs `parts`, of one dim")
+                raise LayoutError("the pattern shard-NC needs `parts`, for one dim")
             parts = tuple(w if isinstance(w, int) else tuple(w) for w in p.parts)
             return (Shard((p.dims or (0,))[0], over, parts=parts),)
     return (Replicate(),)
@@ -179,13 +216,21 @@ def _over(over: str | list[str] | None) -> tuple[str, ...]:
 
 
 def lift_mesh(mesh: Mesh) -> dict[str, Any]:
-    """A mesh as a document that no sorting of keys changes."""
+    """A mesh as a JSON document that keeps the order of axes even if its keys are sorted.
+
+    Args:
+        mesh: the mesh.
+    """
     out: dict[str, Any] = {"axes": [{name: n} for name, n in mesh.axes.items()]}
     return out if mesh.ranks == tuple(range(mesh.size)) else {**out, "ranks": list(mesh.ranks)}
 
 
 def lift_rule(rule: Rule) -> dict[str, Any]:
-    """A rule as a document; what has its default value is left out."""
+    """A rule as a JSON document; fields with their default value are left out.
+
+    Args:
+        rule: the rule.
+    """
     out: dict[str, Any] = {"match": rule.match[0] if len(rule.match) == 1 else list(rule.match)}
     if rule.states:
         out["states"] = list(rule.states)

@@ -1,6 +1,7 @@
-"""Flat buffers: how ZeRO, FSDP1 and Megatron's distributed optimizer join tensors, pad them, and partition the whole.
+"""Flat buffers: how ZeRO, FSDP1 and Megatron's distributed optimizer join, pad and partition tensors.
 
-All offsets and sizes are elements, not bytes. A range of a flattened tensor is a few boxes of the tensor.
+All offsets and sizes are in elements unless stated otherwise. A range of a flattened tensor is a few boxes of the
+tensor.
 """
 
 from __future__ import annotations
@@ -22,19 +23,27 @@ __all__ = [
     "FlatBuffer",
     "Slot",
     "align_up",
-    "deal",
     "flat_boxes",
     "flat_extents",
     "flat_range",
     "join_flat",
     "part_size",
+    "round_robin_order",
 ]
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
-    """Elements `[start, stop)` of the row-major flattened tensor, as at most `2 * ndim - 1` boxes in flat order.
+    """The boxes of a range of the row-major flattened tensor: at most `2 * ndim - 1`, in flat order.
 
-    One box for a 0-d tensor, none for an empty range. UsageError where the range leaves the tensor.
+    A 0-d tensor gives one box, an empty range none.
+
+    Args:
+        shape: shape of the tensor.
+        start: first element of the range.
+        stop: element after the last.
+
+    Raises:
+        UsageError: the range is not within the tensor.
     """
     size = math.prod(shape)
     if not 0 <= start <= stop <= size:
@@ -43,7 +52,12 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]
 
 
 def flat_range(shape: tuple[int, ...], within: Box | None) -> tuple[int, int]:
-    """The smallest range `[start, stop)` of the row-major flattened tensor that has all of a box (None: the tensor)."""
+    """The smallest range `[start, stop)` of the row-major flattened tensor that contains a box.
+
+    Args:
+        shape: shape of the tensor.
+        within: the box (None: the whole tensor).
+    """
     if within is None:
         return 0, math.prod(shape)
     if not within.size:
@@ -72,18 +86,18 @@ def _flat_boxes(at: tuple[int, ...], shape: tuple[int, ...], start: int, stop: i
 def flat_extents(
     shape: tuple[int, ...], start: int, stop: int, itemsize: int, file: str, offset: int
 ) -> Iterator[Extent]:
-    """Where the elements `[start, stop)` of a flattened tensor are that a file holds one after another.
+    """The extents of a range of a flattened tensor that is stored contiguously in a file.
 
     Args:
-        shape: of the whole tensor.
-        start: the first element.
-        stop: the element after the last.
+        shape: shape of the whole tensor.
+        start: first element of the range.
+        stop: element after the last.
         itemsize: bytes of one element.
-        file: the key of the file.
-        offset: the byte of the file at which the element `start` begins.
+        file: key of the file.
+        offset: byte of the file at which the element `start` begins.
 
     Raises:
-        UsageError: the range leaves the tensor.
+        UsageError: the range is not within the tensor.
     """
     strides = row_major(shape, itemsize)
     for box in flat_boxes(shape, start, stop):
@@ -91,27 +105,46 @@ def flat_extents(
         yield Extent(box, file, offset - start * itemsize + at, strides)
 
 
-def align_up(n: int, to: int) -> int:
-    """The first multiple of `to` from `n` on."""
-    return -(-n // to) * to
+def align_up(n: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `n`.
+
+    Args:
+        n: a non-negative integer.
+        multiple: a positive integer.
+    """
+    return -(-n // multiple) * multiple
 
 
 def part_size(numel: int, degree: int, align: int = 1) -> int:
-    """Elements of each rank's part of a tensor that is cut over `degree` ranks by itself, the last parts padded."""
+    """Elements of each rank's part of a tensor that is partitioned by itself; the last parts are padded to this size.
+
+    Args:
+        numel: elements of the tensor.
+        degree: number of ranks.
+        align: the size is a multiple of this many elements (default: 1).
+    """
     return align_up(-(-numel // degree), align)
 
 
-def deal(n: int, hands: int) -> list[int]:
-    """The order of `n` things after they were dealt out in turn, hand after hand (DeepSpeed's round robin)."""
-    return [i for hand in range(hands) for i in range(hand, n, hands)]
+def round_robin_order(n: int, groups: int) -> list[int]:
+    """The order of `n` items that are dealt in turn to groups, group after group (DeepSpeed's `round_robin_gradients`).
+
+    Args:
+        n: number of items.
+        groups: number of groups.
+
+    Returns:
+        indices of the items: those of the first group, then of the second, and so on.
+    """
+    return [i for group in range(groups) for i in range(group, n, groups)]
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
     """The place of one tensor of `numel` elements in a flat buffer.
 
-    Where the joined buffer is partitioned, `part` is None and `start` counts from its beginning. Where each tensor is
-    cut over the ranks before they are joined, `part` is the size of each rank's part, which begins at `start` of each
+    If the joined buffer is partitioned, `part` is None and `start` counts from its beginning. If each tensor is
+    partitioned before the parts are joined, `part` is the size of each rank's part, which begins at `start` of each
     rank's buffer.
     """
 
@@ -120,7 +153,15 @@ class Slot:
     part: int | None = None
 
     def on(self, rank: int, size: int) -> tuple[int, int, int]:
-        """What a rank holds of it, in a buffer of `size` elements a rank: a flat range, and where that starts there."""
+        """A rank's part of the tensor.
+
+        Args:
+            rank: index among the ranks that share the buffer.
+            size: elements of the buffer on each rank.
+
+        Returns:
+            the range `[start, stop)` of the flattened tensor, and the element of the rank's buffer at which it begins.
+        """
         if self.part is not None:
             return min(self.numel, rank * self.part), min(self.numel, (rank + 1) * self.part), self.start
         a = min(max(self.start, rank * size), self.start + self.numel)
@@ -128,7 +169,13 @@ class Slot:
         return a - self.start, b - self.start, min(max(a - rank * size, 0), size)
 
     def holders(self, size: int, start: int, stop: int) -> range:
-        """The ranks that hold any of the elements `[start, stop)` of it."""
+        """The ranks that hold any of a range of the flattened tensor.
+
+        Args:
+            size: elements of the buffer on each rank.
+            start: first element of the range.
+            stop: element after the last.
+        """
         if start >= stop:
             return range(0)
         first, width = (start, self.part) if self.part is not None else (self.start + start, size)
@@ -137,10 +184,10 @@ class Slot:
 
 @dataclass(slots=True)
 class FlatBuffer:
-    """Tensors that are joined in the order in which they are appended.
+    """Tensors joined in the order in which they are appended.
 
-    `size` is what each rank holds, padding included. `end` is where the next tensor would begin: from there on there is
-    padding.
+    `size` is the number of elements on each rank, padding included. `end` is where the next tensor would begin;
+    everything after it is padding.
     """
 
     name: str = ""
@@ -149,44 +196,65 @@ class FlatBuffer:
     size: int = 0
 
     def append(self, tensor: str, numel: int, *, align: int = 1, padding: int = 0) -> None:
-        """Join a tensor at the next multiple of `align`, with so much padding after it."""
+        """Append a tensor to the joined buffer.
+
+        Args:
+            tensor: name of the tensor.
+            numel: its elements.
+            align: the tensor starts at a multiple of this many elements (default: 1).
+            padding: elements of padding after it (default: 0).
+        """
         start = align_up(self.end, align)
         self.slots[tensor] = Slot(start, numel)
         self.end = start + numel + padding
 
     def append_part(self, tensor: str, numel: int, part: int) -> None:
-        """Join the parts of a tensor that is cut over the ranks by itself."""
+        """Append the parts of a tensor that is partitioned by itself, one to each rank's buffer.
+
+        Args:
+            tensor: name of the tensor.
+            numel: its elements.
+            part: elements of each rank's part, as `part_size` computes them.
+        """
         self.slots[tensor] = Slot(self.end, numel, part)
         self.end += part
 
     def on(self, rank: int) -> dict[str, tuple[int, int, int]]:
-        """The tensors of which a rank holds any element, as `Slot.on` describes it."""
+        """The tensors that a rank holds any element of, each with its part as `Slot.on` returns it.
+
+        Args:
+            rank: index among the ranks that share the buffer.
+        """
         found = ((tensor, slot.on(rank, self.size)) for tensor, slot in self.slots.items())
         return {tensor: (start, stop, at) for tensor, (start, stop, at) in found if start < stop}
 
     def padding(self, rank: int) -> int:
-        """Elements at the end of a rank's partition that belong to no tensor."""
+        """Elements at the end of a rank's partition that belong to no tensor.
+
+        Args:
+            rank: index among the ranks that share the buffer.
+        """
         return min(self.size, max(0, (rank + 1) * self.size - self.end))
 
 
 def join_flat(flat: Flat, degree: int, name: str, members: Sequence[tuple[str, int]]) -> dict[str, FlatBuffer]:
-    """Join tensors into flat buffers by the settings of a layout.
+    """Join tensors into flat buffers with the settings of a layout.
 
     Args:
         flat: the layout's settings.
-        degree: over how many coordinates the buffers are cut.
-        name: of the buffer; with `max_elements` there may be several, `name.0`, `name.1`, …
-        members: the tensors in the order of the tensor list, and the elements of each that are joined.
+        degree: number of coordinates that the buffers are partitioned over.
+        name: name of the buffer; with `max_elements` there may be several, `name.0`, `name.1`, …
+        members: the tensors in the order of the tensor list, each with the number of its elements to join.
 
     Returns:
-        The buffer of each tensor, by the tensor's name.
+        the buffer of each tensor, by the tensor's name.
     """
     out: dict[str, FlatBuffer] = {}
     buffers = [FlatBuffer(name if flat.max_elements is None else f"{name}.0")]
     if flat.order == "reverse":
         members = members[::-1]
     elif flat.order == "round_robin":
-        members = [members[i] for i in deal(len(members), degree)]
+        members = [members[i] for i in round_robin_order(len(members), degree)]
     for tensor, numel in members:
         if flat.max_elements is not None and buffers[-1].end >= flat.max_elements:
             buffers.append(FlatBuffer(f"{name}.{len(buffers)}"))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ucformat.errors import CoverageError, LayoutError
-from ucformat.geometry.box import Box, hull
+from ucformat.geometry.box import Box, bounding_box
 from ucformat.geometry.coverage import prove
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class View:
         for part, box in near:
             if box is not None:
                 taken.setdefault(part.source, []).append(box)
-        around = {source: hull(boxes) for source, boxes in taken.items()}
+        around = {source: bounding_box(boxes) for source, boxes in taken.items()}
         known = {source: list(source_extents(source, box)) for source, box in around.items() if box is not None}
         for part, box in near:
             for extent in known.get(part.source, ()) if box is not None else ():

@@ -13,7 +13,7 @@ import numpy as np
 from crc32c import crc32c
 
 from ucformat.errors import ChecksumError, MissingData, NotFound, UsageError
-from ucformat.geometry.box import is_apart
+from ucformat.geometry.box import is_non_overlapping
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.storage.base import read_ranges
 
@@ -88,7 +88,7 @@ def check_out(array: object, dtype: str, shape: tuple[int, ...], label: str) -> 
         )
     if not array.flags.writeable:
         raise UsageError(f"{label}: the array to fill is read-only")
-    if array.size and not is_apart(array.shape, array.strides, array.itemsize):
+    if array.size and not is_non_overlapping(array.shape, array.strides, array.itemsize):
         raise UsageError(
             f"{label}: elements of the array to fill share memory, and can hold but one value",
             hint="read into an array with memory of its own, then assign",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucformat.errors import UsageError
-from ucformat.geometry.box import hull
+from ucformat.geometry.box import bounding_box
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.execute import check_out, memory_of
@@ -222,7 +222,7 @@ def plan_rank(source: Readable, bound: Bound, rank: int, verify: Verify) -> Read
 
 def item_for(source: Readable, info: TensorInfo, pieces: Sequence[tuple[int, Piece]]) -> ReadItem:
     """Pieces of a tensor, each with the number of its buffer, and the extents that they need."""
-    near = hull(piece.box for _, piece in pieces)
+    near = bounding_box(piece.box for _, piece in pieces)
     return ReadItem(info, () if near is None else source.extents(info.key, near), pieces)
 
 

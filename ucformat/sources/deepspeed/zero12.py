@@ -22,7 +22,7 @@ from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UnsupportedError
-from ucformat.geometry.flat_buffer import FlatBuffer, deal, flat_range
+from ucformat.geometry.flat_buffer import FlatBuffer, flat_range, round_robin_order
 from ucformat.sources.deepspeed.contents import (
     Group,
     Ranks,
@@ -294,4 +294,4 @@ def _slices(buffer: FlatBuffer, rank: int) -> dict[str, tuple[int, int]]:
 
 def _undealt(dealt: list[str], hands: int) -> list[str]:
     """The order before a list was dealt to so many hands in turn, and the hands joined."""
-    return [name for _, name in sorted(zip(deal(len(dealt), hands), dealt, strict=True))]
+    return [name for _, name in sorted(zip(round_robin_order(len(dealt), hands), dealt, strict=True))]

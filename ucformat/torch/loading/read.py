@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ucformat.errors import UsageError
-from ucformat.geometry.box import Box, is_apart, row_major
+from ucformat.geometry.box import Box, is_non_overlapping, row_major
 from ucformat.geometry.tensor import Piece, Tiles
 from ucformat.reading.plan import ReadItem
 from ucformat.reading.rank import item_for
@@ -76,7 +76,7 @@ def read(
         tensor = m.target.tensor
         if m.target.pieces:
             check_fillable(str(m.target.key), tensor)
-        if m.target.pieces and not is_apart(tuple(tensor.shape), tensor.stride()):
+        if m.target.pieces and not is_non_overlapping(tuple(tensor.shape), tensor.stride()):
             raise UsageError(
                 f"{m.target.key} is expanded: elements of it are one memory, and can hold but one value",
                 hint="give a tensor with memory of its own: tensor.clone()",
