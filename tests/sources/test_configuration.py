@@ -14,7 +14,7 @@ import torch
 from safetensors.numpy import save_file
 
 import ucformat
-from ucformat.sources.configuration import REDACTED, merged, plain, read_training_info
+from ucformat.sources.configuration import REDACTED, merge_configs, plain_config, read_training_info
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,7 +49,7 @@ def test_values_that_are_no_json_become_plain(tmp_path: Path) -> None:
         "dtype": "bfloat16", "where": "/data", "seed": 3, "scale": "inf",
         "inner": {"a": [1, 2]}, "seen": [1, 2], "n": {"3": "c"},
     }  # fmt: skip
-    assert plain({"f": {"$class": "torch.relu"}, "e": {"$class": "a.Enum", "$args": ["x"]}}) == {
+    assert plain_config({"f": {"$class": "torch.relu"}, "e": {"$class": "a.Enum", "$args": ["x"]}}) == {
         "f": "torch.relu",
         "e": "x",
     }
@@ -70,9 +70,9 @@ HARMLESS = {
 
 
 def test_secrets_are_never_taken(tmp_path: Path) -> None:
-    assert plain(SECRETS) == dict.fromkeys(SECRETS, REDACTED)
-    assert plain(HARMLESS) == HARMLESS
-    assert plain({"a": [{"b": "https://me:pw@host/x"}]}) == {"a": [{"b": f"https://{REDACTED}@host/x"}]}
+    assert plain_config(SECRETS) == dict.fromkeys(SECRETS, REDACTED)
+    assert plain_config(HARMLESS) == HARMLESS
+    assert plain_config({"a": [{"b": "https://me:pw@host/x"}]}) == {"a": [{"b": f"https://{REDACTED}@host/x"}]}
     ck = _saved(tmp_path, args=Namespace(wandb=Namespace(api_key="12345"), lr=1))
     ucformat.convert(ck, tmp_path / "dst")
     assert json.loads((tmp_path / "dst" / "manifest.json").read_text())["config"] == {
@@ -94,7 +94,7 @@ def test_secrets_are_never_taken(tmp_path: Path) -> None:
 def test_kinds_stand_side_by_side_and_hide_nothing(
     kinds: list[tuple[str, dict[str, Any]]], found: dict[str, Any]
 ) -> None:
-    assert merged(kinds) == found
+    assert merge_configs(kinds) == found
 
 
 def test_deepspeed_s_comes_before_megatron_s_arguments() -> None:

@@ -86,7 +86,7 @@ def test_a_tensor_is_never_dropped() -> None:
 
 
 def test_values_that_hold_themselves_or_share_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ucformat.sources.values._NODES", 1000)
+    monkeypatch.setattr("ucformat.sources.values._MAX_NODES", 1000)
     ring: list[Any] = []
     ring.append(ring)
     laughs: Any = [1]

@@ -1,13 +1,13 @@
-"""What of a foreign checkpoint is the configuration of its training, what are metrics, and which run it is of.
+"""The training configuration, metrics and run name that a foreign checkpoint contains.
 
-A checkpoint may hold several kinds of configuration (`KINDS`): DeepSpeed's `ds_config`, Trainer's `training_args`,
-Megatron's `args`, a model's `config.json`. Each is the configuration itself, not a key in it: their keys stand side by
-side. Where two kinds give a key different values, the first kind's stands there, and the other's under the name of its
+A checkpoint may contain several kinds of configuration (`KINDS`): DeepSpeed's `ds_config`, Trainer's `training_args`,
+Megatron's `args`, a model's `config.json`. The kind is not a key: the keys of all kinds are merged into one object. If
+two kinds have different values for a key, the first kind's value gets it, and the other's goes below the name of its
 kind: `config.fp16.enabled` is DeepSpeed's, `config.training_args.fp16` Trainer's (docs/catalog.md, "Configuration").
 
-What was no JSON in the checkpoint becomes plain here: an enum is its value, a data type, path or function its name, a
-namespace its fields, a number that is not finite the text `nan`, `inf` or `-inf`. Bytes, tensors but single numbers,
-and private fields are left out. Secrets are never taken (`REDACTED`).
+Values without a JSON form become plain ones: an enum its value, a data type, path or function its name, a namespace its
+fields, a number that is not finite the text `nan`, `inf` or `-inf`. Bytes, private fields and all tensors except single
+numbers are left out. Secrets are never kept (`REDACTED`).
 """
 
 from __future__ import annotations
@@ -30,29 +30,30 @@ __all__ = [
     "KINDS",
     "REDACTED",
     "TrainingInfo",
-    "merged",
-    "of_program",
-    "plain",
+    "merge_configs",
+    "plain_config",
+    "program_config",
     "read_training_info",
     "with_config",
 ]
 
-#: Kinds of configuration, the first wins: as objects, at the root or in what a program adds to its engine's values.
+#: Kinds of configuration, by precedence: objects at the root or in one of `_CONTAINERS`.
 KINDS = (
     *("ds_config", "training_args", "args", "hyper_parameters", "datamodule_hyper_parameters", "hparams"),
     *("config", "cfg", "training_config", "train_config", "model_args", "model_config"),
     *("custom_metadata", "attributes", "metadata"),
 )
-#: Files beside the tensors that are configuration: their kind, after all the others.
+#: Files with configuration -> their kind, which comes after all the others.
 ASSETS = {
     "config.json": "model_config",
     "adapter_config.json": "adapter_config",
     "generation_config.json": "generation_config",
 }
 REDACTED = "(redacted)"
-_OF_FILES = ("attributes", "metadata")  # of Zarr groups and safetensors files; elsewhere the words mean anything
+_FILE_KINDS = ("attributes", "metadata")  # of Zarr groups and safetensors files: not configuration anywhere else
 
-_INSIDE = ("client_state", "extra_state", "user_defined_dict", "orbax")  # where programs put values of their own
+#: Objects in which training programs store values of their own.
+_CONTAINERS = ("client_state", "extra_state", "user_defined_dict", "orbax")
 _METRIC = re.compile(r"(?:.*[^a-z])?(?:loss|acc|accuracy|perplexity|ppl|metric)\d*")
 _SECRET = re.compile(
     r"(?:.*[^a-z])?(?:secrets?|password|passwd|passphrase|credentials?|auth|authorization|cookie|"
@@ -60,7 +61,7 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _TOKEN = re.compile(r"(?:(.*)[^a-z])?tokens?", re.IGNORECASE)
-_OF_TEXT = re.compile(  # the tokens of a tokenizer
+_TOKENIZER_TOKEN = re.compile(  # `pad` of `pad_token`
     r"(?:.*[^a-z])?(?:additional_special|and|bod|boi|boa|bos|box|cls|decoder_start|eod|eoa|eoi|eos|fim|image|audio|video|mask|"
     r"object|pad|prefix|ref|sep|space|special|speech|start|stop|suffix|unk|vision)(?:[^a-z].*)?",
     re.IGNORECASE,
@@ -70,7 +71,7 @@ _CREDENTIAL = re.compile(
     r"(?:AKIA|ASIA)[A-Z0-9]{16}|eyJ[\w-]+\.eyJ[\w-]+\.[\w-]*|Bearer .+"
 )
 _USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
-_NUMBERS = {
+_NUMBER_FORMATS = {
     "float64": "<d",
     "float32": "<f",
     "float16": "<e",
@@ -81,7 +82,7 @@ _NUMBERS = {
     "uint8": "<B",
 }
 _DROPPED = object()
-_DEPTH = 64
+_MAX_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +97,12 @@ class TrainingInfo:
 def read_training_info(
     objects: Mapping[str, Any], assets: Mapping[str, Callable[[], Any]], aliases: Iterable[str] = ()
 ) -> TrainingInfo:
-    """What the values of a checkpoint tell.
+    """Extract configuration, metrics and run name from the values of a checkpoint.
 
     Args:
-        objects: its non-tensor values, as `CheckpointMetadata` has them.
-        assets: how to read those of its files that `ASSETS` names, as JSON.
-        aliases: names of tied tensors, which safetensors keeps in its metadata.
+        objects: the non-tensor values, in the form of `CheckpointMetadata.objects`.
+        assets: functions that read the JSON files listed in `ASSETS`, by file name; only files that exist.
+        aliases: names of tied tensors, which safetensors stores in its metadata and which are not configuration.
     """
     kinds = [*_kinds(objects), *((ASSETS[name], to_json(read())) for name, read in assets.items())]
     tied = frozenset((*aliases, "format"))
@@ -110,17 +111,24 @@ def read_training_info(
     arguments = dict(reversed(found)).get("training_args", {})
     run = arguments.get("run_name") or dict(reversed(found)).get("args", {}).get("wandb_exp_name")
     named = isinstance(run, str) and run and run != arguments.get("output_dir")
-    return TrainingInfo(merged(found), dict(_metrics(objects)), run if named else None)
+    return TrainingInfo(merge_configs(found), dict(_metrics(objects)), run if named else None)
 
 
-def merged(kinds: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Several kinds of configuration as one: of a key that several have, the others' stand under their kind's name."""
+def merge_configs(kinds: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Merge several kinds of configuration into one object.
+
+    Args:
+        kinds: the name and keys of each kind, by precedence.
+
+    Returns:
+        all keys with the first kind's value; the differing values of later kinds below the name of their kind.
+    """
     out: dict[str, Any] = {}
-    others: list[tuple[str, dict[str, Any]]] = []
+    conflicts: list[tuple[str, dict[str, Any]]] = []
     for kind, config in kinds:
-        others.append((kind, {k: v for k, v in config.items() if k in out and out[k] != v}))
+        conflicts.append((kind, {k: v for k, v in config.items() if k in out and out[k] != v}))
         out |= {k: v for k, v in config.items() if k not in out}
-    for kind, differing in others:
+    for kind, differing in conflicts:
         if differing:
             name, n = kind, 1
             while name in out:
@@ -130,36 +138,48 @@ def merged(kinds: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
     return out
 
 
-def of_program(*kinds: tuple[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The configuration that a running program holds, by its kinds; of what is no JSON, the text."""
-    return merged(
+def program_config(*kinds: tuple[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The configuration of a running program; values without a JSON form become text.
+
+    Args:
+        *kinds: the name and keys of each kind, by precedence.
+    """
+    return merge_configs(
         (kind, _mapping(to_json(json.loads(json.dumps(dict(config), default=str, skipkeys=True)))))
         for kind, config in kinds
     )
 
 
-def with_config(known: Mapping[str, Any], said: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A configuration with what somebody said of it, which wins: what it differs from stands under `source`.
+def with_config(known: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Add a configuration that the user gives, which takes precedence; the values that it replaces go below `source`.
+
+    Args:
+        known: the configuration that was read from the checkpoint.
+        given: the user's, of any values; None or empty: `known` is returned unchanged.
 
     Raises:
         UnsupportedError: a value has no JSON form.
     """
-    return dict(known) if not said else merged([("config", _mapping(to_json(dict(said)))), ("source", known)])
+    return dict(known) if not given else merge_configs([("config", _mapping(to_json(dict(given)))), ("source", known)])
 
 
-def plain(value: Any) -> Any:
-    """A configuration as plain JSON, without secrets; of a value in the form of `ucformat.sources.values`."""
+def plain_config(value: Any) -> Any:
+    """Simplify a configuration to plain JSON without secrets.
+
+    Args:
+        value: in the JSON form of `ucformat.sources.values`.
+    """
     found = _plain(value, 0)
     return None if found is _DROPPED else found
 
 
 def _mapping(value: Any) -> dict[str, Any]:
-    found = plain(value)
+    found = plain_config(value)
     return found if isinstance(found, dict) else {}
 
 
 def _kinds(objects: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    places = [objects, *(p for name in _INSIDE if isinstance(p := objects.get(name), dict))]
+    places = [objects, *(p for name in _CONTAINERS if isinstance(p := objects.get(name), dict))]
     orbax = objects.get("orbax")
     if isinstance(orbax, dict):
         places += [p for name in ("items", "trees") if isinstance(p := orbax.get(name), dict)]
@@ -169,17 +189,17 @@ def _kinds(objects: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for kind in KINDS:
         for place in places:
             found = place.get(kind)
-            if isinstance(found, dict) and (kind not in _OF_FILES or place is objects) and not _by_file(kind, found):
+            if isinstance(found, dict) and (kind not in _FILE_KINDS or place is objects) and not _by_file(kind, found):
                 yield kind, found
 
 
 def _by_file(kind: str, found: Mapping[str, Any]) -> bool:
-    """Whether this is the metadata of several safetensors files, by file: of no use as one configuration."""
+    """Whether this is the metadata of several safetensors files, by file, which is not one configuration."""
     return kind == "metadata" and not all(isinstance(v, str) for v in found.values())
 
 
 def _plain(value: Any, depth: int) -> Any:
-    if depth > _DEPTH:
+    if depth > _MAX_DEPTH:
         return _DROPPED
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
@@ -213,12 +233,12 @@ def _is_secret(key: str, value: Any) -> bool:
     key = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key)  # apiKey, hubToken
     token = _TOKEN.fullmatch(key)
     if token and (isinstance(value, str) or (isinstance(value, list) and any(isinstance(v, str) for v in value))):
-        return not _OF_TEXT.fullmatch(token[1] or "")
+        return not _TOKENIZER_TOKEN.fullmatch(token[1] or "")
     return _SECRET.fullmatch(key) is not None
 
 
 def _special(form: str, value: Mapping[str, Any], depth: int) -> Any:
-    """What JSON has no word for (see `ucformat.sources.values`)."""
+    """Simplify a value in one of the `$` forms (see `ucformat.sources.values`)."""
     inner = value[form]
     match form:
         case "$class":
@@ -237,7 +257,7 @@ def _special(form: str, value: Mapping[str, Any], depth: int) -> Any:
 
 
 def _object(value: Mapping[str, Any], depth: int) -> Any:
-    """A namespace or dataclass is its fields, a mapping or list its items, an enum its value, a class its name."""
+    """Simplify an object: a namespace or dataclass to its fields, a collection to its items, an enum to its value."""
     state, items, args = value.get("$state"), value.get("$items"), value.get("$args")
     if isinstance(state, dict) and "$class" not in state:
         return _fields({k: v for k, v in state.items() if not str(k).startswith("_")}, depth)
@@ -249,12 +269,12 @@ def _object(value: Mapping[str, Any], depth: int) -> Any:
 
 
 def _number(value: Any) -> float | int | None:
-    """A number, also one in a tensor or written as text because it is not finite; None of all else."""
+    """A number, possibly as a 0-d tensor or, if it is not finite, as text; None for other values."""
     if isinstance(value, dict) and set(value) == {"$float"}:
         return float(value["$float"])
     if isinstance(value, dict) and set(value) == {"$tensor"}:
         tensor = value["$tensor"]
-        code, data = _NUMBERS.get(tensor["dtype"]), base64.b64decode(tensor["data"])
+        code, data = _NUMBER_FORMATS.get(tensor["dtype"]), base64.b64decode(tensor["data"])
         if code is None or len(data) != struct.calcsize(code):
             return None
         number: float | int = struct.unpack(code, data)[0]
@@ -263,8 +283,8 @@ def _number(value: Any) -> float | int | None:
 
 
 def _metrics(objects: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Trainer's last of each, Orbax's, what a callback of Lightning watches, and what is called a loss or `metrics`."""
-    places = [objects, *(p for name in _INSIDE if isinstance(p := objects.get(name), dict))]
+    """The last values that Trainer logged, metrics of Orbax and Lightning, and values named as losses or `metrics`."""
+    places = [objects, *(p for name in _CONTAINERS if isinstance(p := objects.get(name), dict))]
     items = objects["orbax"].get("items") if isinstance(objects.get("orbax"), dict) else None
     for place in [*places, items] if isinstance(items, dict) else places:
         named = {k: v for k, v in place.items() if _METRIC.fullmatch(k)}

@@ -1,4 +1,4 @@
-"""The tensors and optimizer groups of a foreign checkpoint, as its source finds them."""
+"""The tensors and optimizer groups that a source found in a foreign checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ucformat.sources.pickle.stand_ins import StoredTensor
     from ucformat.storage.base import Store
 
-    #: Finds the extents of a tensor: at least those that meet a box of it (None: all).
+    #: Finds the extents of a tensor: at least those that overlap a box of it (None: all).
     Locate = Callable[[Box | None], Iterator[Extent]]
 
 __all__ = ["Group", "Locate", "PrefixedSource", "TensorIndex", "unknown_tensor"]
@@ -35,13 +35,19 @@ class Group:
     state: dict[str, Any] = field(default_factory=dict)
 
     def json(self) -> dict[str, Any]:
-        """As in `CheckpointMetadata`."""
+        """The group in the form of `CheckpointMetadata.groups`."""
         out = {**self.hyper, "params": self.names}
         return {**out, "state": self.state} if self.state else out
 
 
 def unknown_tensor(key: Key, known: Iterable[Key], url: str) -> TensorNotFound:
-    """What to say of a tensor that the checkpoint at `url`, which has the `known` ones, has not."""
+    """The error for a tensor that a checkpoint does not have.
+
+    Args:
+        key: the tensor that was requested.
+        known: the tensors of the checkpoint.
+        url: the location of the checkpoint, for the message.
+    """
     states = sorted(k.state for k in known if k.name == key.name)
     return TensorNotFound(
         f"the checkpoint {url} has no {key}",
@@ -51,28 +57,59 @@ def unknown_tensor(key: Key, known: Iterable[Key], url: str) -> TensorNotFound:
 
 @dataclass(slots=True)
 class TensorIndex:
-    """The tensors of a checkpoint and how to find each one's extents, by key."""
+    """The tensors of a checkpoint by key, each with a function that finds its extents."""
 
     infos: dict[Key, TensorInfo] = field(default_factory=dict)
     locate: dict[Key, Locate] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
-    optimizer: dict[str, Any] = field(default_factory=dict)  # what the optimizer's file holds besides those, as JSON
-    taken: dict[str, int] = field(default_factory=dict)  # names; what the last one like it was numbered
+    optimizer: dict[str, Any] = field(default_factory=dict)  # other values of the optimizer's file, as JSON
+    taken: dict[str, int] = field(default_factory=dict)  # name -> the last suffix that made a name unique: `name~2`
 
     def add(self, name: str, state: str, dtype: str, shape: tuple[int, ...], locate: Locate) -> None:
-        """A tensor; IntegrityError where it is there already."""
+        """Add a tensor.
+
+        Args:
+            name: the name.
+            state: the state: `weight`, or an optimizer state.
+            dtype: the data type, by its name in `schema.dtypes`.
+            shape: the shape.
+            locate: finds its extents.
+
+        Raises:
+            IntegrityError: the index has this name and state already.
+        """
         info = TensorInfo(name, state, dtype, shape)
         if info.key in self.infos:
-            raise IntegrityError(f"{info.key} stands twice in the checkpoint")
+            raise IntegrityError(f"the checkpoint has two tensors {info.key}")
         self.infos[info.key], self.locate[info.key] = info, locate
         self.taken.setdefault(name, 1)
 
     def add_whole(self, name: str, state: str, file: TorchFile, tensor: StoredTensor) -> None:
-        """A tensor that lies whole in one file."""
+        """Add a tensor that is stored whole in a file of torch.save.
+
+        Args:
+            name: the name.
+            state: the state.
+            file: the file.
+            tensor: the tensor in the file.
+
+        Raises:
+            IntegrityError: the index has this name and state already.
+        """
         self.add(name, state, tensor.dtype, tensor.shape, lambda _: file.whole(tensor))
 
     def add_large(self, path: str, file: TorchFile, tensor: StoredTensor) -> str:
-        """A tensor out of a plain value, under the name of its path, or one like it that is free; returns the name."""
+        """Add a tensor that is part of a plain value, as a weight of its own.
+
+        Args:
+            path: the path of the tensor in the value, joined by dots: it becomes the name, with a suffix (`~2`) if that
+                is taken.
+            file: the file that contains it.
+            tensor: the tensor in the file.
+
+        Returns:
+            the name.
+        """
         name = path
         while name in self.taken:
             self.taken[path] += 1
@@ -81,20 +118,34 @@ class TensorIndex:
         return name
 
     def tensor_list(self) -> TensorList:
-        """The tensors by name in the order in which names were added, each with its states together; their groups."""
+        """List the tensors: names in the order in which they were added, all states of a name together."""
         order = {name: i for i, name in enumerate(dict.fromkeys(key.name for key in self.infos))}
         infos = sorted(self.infos.values(), key=lambda info: order[info.name])
         return TensorList(tuple(infos), {name: g for g, group in enumerate(self.groups) for name in group.names})
 
     def extents(self, key: Key, within: Box | None, url: str) -> Iterator[Extent]:
-        """Where the bytes of a tensor lie (see Readable); TensorNotFound where there is none of this key at `url`."""
+        """Find where the bytes of a tensor are stored (see `OpenSource.extents`).
+
+        Args:
+            key: the name and state of the tensor.
+            within: a box of the tensor; None: all of it.
+            url: the location of the checkpoint, for messages.
+
+        Raises:
+            TensorNotFound: the index has no such tensor.
+        """
         locate = self.locate.get(key)
         if locate is None:
             raise unknown_tensor(key, self.infos, url)
         return locate(within)
 
     def keep_scalars(self, file: TorchFile, values: dict[str, Any]) -> None:
-        """What the optimizer's file says besides the tensors of its parameters."""
+        """Set `optimizer`, the values of an optimizer's file besides the states of its parameters.
+
+        Args:
+            file: the file.
+            values: the values as unpickled; larger tensors in them become tensors of the index.
+        """
 
         def spill(path: str, tensor: StoredTensor) -> str:
             return self.add_large(path, file, tensor)
@@ -103,7 +154,7 @@ class TensorIndex:
 
 
 class PrefixedSource:
-    """The same checkpoint, its files under keys of the store around it."""
+    """An opened checkpoint in a folder of a larger one: its files become keys of the outer store."""
 
     def __init__(self, source: OpenSource, store: Store, folder: str) -> None:
         self.kind, self.store = source.kind, store
@@ -116,11 +167,11 @@ class PrefixedSource:
         )
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Where the bytes of a tensor lie."""
+        """Find where the bytes of a tensor are stored."""
         for extent in self._source.extents(key, within):
             yield replace(extent, file=self._below + extent.file)
 
     def records(self) -> Iterator[FileRecord]:
-        """Every record of its files."""
+        """List every record of its files."""
         for record in self._source.records():
             yield replace(record, file=self._below + record.file)

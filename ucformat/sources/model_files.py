@@ -1,4 +1,4 @@
-"""The files of a model's folder: numbered shards, the index that says which tensor is in which, and assets."""
+"""The files of a model's folder: numbered shards, the index of the tensors in each shard, and assets."""
 
 from __future__ import annotations
 
@@ -21,65 +21,94 @@ __all__ = [
     "FileSet",
     "check_index",
     "check_shards",
-    "complete",
+    "complete_shards",
     "file_sets",
     "find_assets",
-    "numbered",
-    "present",
+    "parse_shard_name",
+    "present_shards",
     "read_json",
     "read_weight_map",
     "root_files",
 ]
 
-#: The files of a checkpoint, and its index; where there is an index, it names the files.
+#: The files of a checkpoint, and its index or None. With an index, the list is empty: the index names the files.
 FileSet = tuple[list[str], str | None]
 
-_LOOK = 10_000  # files of a folder, and of those in it, that are looked at
-_LARGEST = 64 << 20  # bytes of an asset, and of a JSON document that is read
-_KNOWN = re.compile(
+_MAX_LISTED = 10_000  # files of a folder tree that are listed
+_MAX_NBYTES = 64 << 20  # bytes of an asset, and of a JSON document that is read
+_ASSET = re.compile(
     r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template|"
     r"(image_|video_)?preprocessor_config|processor_config|adapter_config|args|params|config_sentence_transformers)"
     r"\.json|(vocab|merges)\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model|chat_template\.jinja|README\.md|"
     r"(LICENSE|NOTICE)(\.md|\.txt)?|(modeling|configuration|tokenization|processing|image_processing)_\w+\.py|"
     r"additional_chat_templates/[^/]+\.jinja"
 )
-_FURTHER = re.compile(r"[^/]+\.(json|txt|model|jinja|md|tiktoken)")
-_OF_THE_ENGINE = re.compile(r".*\.index\.json|trainer_state\.json|model_index\.json")
+_TEXT_FILE = re.compile(r"[^/]+\.(json|txt|model|jinja|md|tiktoken)")
+_NO_ASSET = re.compile(r".*\.index\.json|trainer_state\.json|model_index\.json")
 
 
-def present(store: Store, weight_map: Mapping[str, str]) -> set[str]:
-    """Those shards that an index names which are there."""
+def present_shards(store: Store, weight_map: Mapping[str, str]) -> set[str]:
+    """Check which shards of an index exist.
+
+    Args:
+        store: a store whose root is the folder.
+        weight_map: the file name of each tensor's shard, by tensor.
+
+    Returns:
+        the names of those that exist.
+    """
     shards = sorted({check_key(shard) for shard in weight_map.values()})
     return set(compress(shards, map_io(lambda shard: exists(store, shard), shards)))
 
 
 def root_files(store: Store) -> dict[str, Info]:
-    """The files of a folder, and of the folders in it, by key; of a very large tree the first ten thousand."""
-    return {info.key: info for info in islice(store.list(), _LOOK)}
+    """List the files of a folder and its subfolders by key, at most the first ten thousand.
+
+    Args:
+        store: a store whose root is the folder.
+    """
+    return {info.key: info for info in islice(store.list(), _MAX_LISTED)}
 
 
 def find_assets(infos: Iterable[Info], taken: Iterable[str] = ()) -> tuple[str, ...]:
-    """The files to keep as they are: configuration, tokenizer, chat templates, the model's card and code.
+    """Find the files to keep unchanged: configuration, tokenizer, chat templates, model card, code.
 
-    Where a configuration marks the folder as a model's, all further small text files too. `taken` are no assets.
+    In a model's folder, which has a `config.json` or `adapter_config.json`, all other small text files are assets, too.
+
+    Args:
+        infos: the files of the folder.
+        taken: keys of files that are read by the source and are no assets.
+
+    Returns:
+        the keys of the assets.
     """
     infos, used = list(infos), frozenset(taken)
     model = any(i.key in ("config.json", "adapter_config.json") for i in infos)
     return tuple(
         i.key
         for i in infos
-        if i.size <= _LARGEST
+        if i.size <= _MAX_NBYTES
         and i.key not in used
-        and not _OF_THE_ENGINE.fullmatch(i.key)
-        and (_KNOWN.fullmatch(i.key) or (model and _FURTHER.fullmatch(i.key)))
+        and not _NO_ASSET.fullmatch(i.key)
+        and (_ASSET.fullmatch(i.key) or (model and _TEXT_FILE.fullmatch(i.key)))
     )
 
 
 def read_json(store: Store, key: str) -> Any:
-    """A JSON document; IntegrityError where it is none."""
+    """Read a JSON document of at most 64 MiB.
+
+    Args:
+        store: the store.
+        key: the key of the file.
+
+    Raises:
+        IntegrityError: the file is larger, or is not JSON.
+    """
     size = store.info(key).size
-    if size > _LARGEST:
-        raise IntegrityError(f"{key} has {size:,} bytes, more than {_LARGEST:,}", hint="it is no such document")
+    if size > _MAX_NBYTES:
+        raise IntegrityError(
+            f"{key} has {size:,} bytes, more than {_MAX_NBYTES:,}", hint="it is not the document that its name implies"
+        )
     try:
         return json.loads(store.read(key).decode())
     except (ValueError, RecursionError) as error:
@@ -87,7 +116,18 @@ def read_json(store: Store, key: str) -> Any:
 
 
 def read_weight_map(store: Store, key: str) -> tuple[dict[str, str], dict[str, Any]]:
-    """The shard of each tensor, by name, and the metadata, from an index of Hugging Face (`….index.json`)."""
+    """Read an index of Hugging Face (`….index.json`).
+
+    Args:
+        store: the store.
+        key: the key of the index.
+
+    Returns:
+        the file name of each tensor's shard, by tensor; and the metadata of the index.
+
+    Raises:
+        IntegrityError: the file is not an index.
+    """
     index = read_json(store, key)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
@@ -97,26 +137,44 @@ def read_weight_map(store: Store, key: str) -> tuple[dict[str, str], dict[str, A
 
 
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,})-of-(?P<total>\d{5,})(?P<suffix>\.\w+)")
-_SHOWN = 5
+_MAX_NAMED = 5
 
 
-def numbered(name: str) -> tuple[str, int, int] | None:
-    """Of `model-00002-of-00003.bin`: what all shards have in common, its number, and how many there are."""
+def parse_shard_name(name: str) -> tuple[str, int, int] | None:
+    """Parse the name of a shard.
+
+    Args:
+        name: the name of a file.
+
+    Returns:
+        for `model-00002-of-00003.bin`, `("model-*-of-00003.bin", 2, 3)`: what the names of all shards share, the number
+        of this one from 1, and how many there are; None if it is not the name of a shard.
+    """
     match = _NUMBERED.fullmatch(name)
     if match is None:
         return None
     return f"{match['stem']}-*-of-{match['total']}{match['suffix']}", int(match["number"]), int(match["total"])
 
 
-def complete(names: Sequence[str]) -> list[str]:
-    """The only file of a set, or its shards in order; MissingData where one of them is not there."""
-    if not names or numbered(names[0]) is None:
+def complete_shards(names: Sequence[str]) -> list[str]:
+    """Check that all shards of a set are present.
+
+    Args:
+        names: the names of a set's files, in any order; a single file need not be named as a shard.
+
+    Returns:
+        the names by number.
+
+    Raises:
+        MissingData: a shard is missing.
+    """
+    if not names or parse_shard_name(names[0]) is None:
         return list(names)
     by_number, example, total = {}, "", 0
     for name in names:
-        if found := numbered(name):
+        if found := parse_shard_name(name):
             by_number[found[1]], example, total = name, name, found[2]
-    missing = [n for n in range(1, min(total, len(by_number) + _SHOWN) + 1) if n not in by_number]
+    missing = [n for n in range(1, min(total, len(by_number) + _MAX_NAMED) + 1) if n not in by_number]
     if missing or len(by_number) != total:
         match = _NUMBERED.fullmatch(example)
         first = missing[0] if missing else 0
@@ -124,45 +182,71 @@ def complete(names: Sequence[str]) -> list[str]:
         what = "is missing" if missing else "does not belong to them"
         raise MissingData(
             f"{name} {what}: {len(by_number)} of {total} shards are there",
-            hint="copy all shards; each holds other tensors",
+            hint="copy all shards; each contains other tensors",
         )
     return [by_number[n] for n in sorted(by_number)]
 
 
 def file_sets(names: Iterable[str], index: str) -> dict[str, FileSet]:
-    """The checkpoints among the files of a folder, by the name of their index or only file, or what their shards share.
+    """Group the files of a folder into checkpoints.
 
     Args:
-        names: those of the files, without folders.
-        index: how the names of indexes end.
+        names: the names of the files, without folders.
+        index: the suffix of the names of indexes.
+
+    Returns:
+        the files of each checkpoint, by the name of its index or only file, or what the names of its shards share.
     """
     names = list(names)
     sets: dict[str, FileSet] = {n: ([], n) for n in names if n.endswith(index)}
     stems = {n.removesuffix(index) for n in sets}
     for name in names:
-        common = numbered(name) or (name, 1, 1)
-        if name not in sets and common[0].rpartition("-*-of-")[0] not in stems:  # else the index says which count
+        common = parse_shard_name(name) or (name, 1, 1)
+        if name not in sets and common[0].rpartition("-*-of-")[0] not in stems:  # otherwise, the index names its files
             sets.setdefault(common[0], ([], None))[0].append(name)
     return sets
 
 
 def check_index(weight_map: Mapping[str, str], index: str, present: Collection[str], below: str = "") -> list[str]:
-    """The shards that an index names, as keys, all there."""
+    """Check that the shards of an index exist.
+
+    Args:
+        weight_map: the file name of each tensor's shard, by tensor.
+        index: the key of the index, for messages.
+        present: the keys of the files that exist.
+        below: the folder of the index in the store, with a slash at the end, or empty.
+
+    Returns:
+        the keys of the shards, sorted.
+
+    Raises:
+        MissingData: a shard does not exist.
+    """
     shards = []
     for shard in dict.fromkeys(weight_map.values()):
         key = check_key(f"{below}{shard}")
         if key not in present:
             names = [n for n, s in weight_map.items() if s == shard]
             raise MissingData(
-                f"{key} is missing: {index} says that it holds {_some(names)}",
-                hint="copy all shards that the index names; each holds other tensors",
+                f"{key} is missing: according to {index}, it contains {_some(names)}",
+                hint="copy all shards that the index names; each contains other tensors",
             )
         shards.append(key)
     return sorted(shards)
 
 
 def check_shards(weight_map: Mapping[str, str], index: str, shards: Mapping[str, Collection[str]]) -> None:
-    """IntegrityError where an index and its shards (with the names in each) do not say the same."""
+    """Check that an index and its shards list the same tensors.
+
+    Args:
+        weight_map: the file name of each tensor's shard, by tensor.
+        index: the key of the index, for messages.
+        shards: the names of the tensors in each shard, by key.
+
+    Raises:
+        MissingData: a tensor of the index is not in its shard.
+        IntegrityError: a shard contains a tensor that the index does not assign to it.
+    """
     listed: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
         listed.setdefault(shard, set()).add(name)
@@ -170,17 +254,17 @@ def check_shards(weight_map: Mapping[str, str], index: str, shards: Mapping[str,
         wanted = listed.get(shard.rpartition("/")[2], set()) | listed.get(shard, set())
         if lost := sorted(wanted - set(names)):
             raise MissingData(
-                f"{shard} lacks {_some(lost)}, which {index} says it holds",
+                f"{shard} lacks {_some(lost)}, which it contains according to {index}",
                 hint="files of different saves are mixed in one folder, or the index is another model's",
             )
         if further := sorted(set(names) - wanted):
             elsewhere = f", which should be in {weight_map[further[0]]}" if further[0] in weight_map else ""
             raise IntegrityError(
-                f"{shard} holds {_some(further)}{elsewhere}, and {index} does not say so",
+                f"{shard} contains {_some(further)}{elsewhere}, but {index} does not list it there",
                 hint="files of different saves are mixed in one folder, or the index is another model's",
             )
 
 
 def _some(names: list[str]) -> Any:
-    shown = ", ".join(reprlib.repr(n) for n in names[:_SHOWN])
-    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    shown = ", ".join(reprlib.repr(n) for n in names[:_MAX_NAMED])
+    return shown + (f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else "")

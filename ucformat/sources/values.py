@@ -1,13 +1,13 @@
 """Non-tensor values of a checkpoint as JSON, and back.
 
-None, booleans, finite numbers and text stand for themselves, lists and tuples are arrays, and a dictionary whose keys
-are text is an object. What JSON has no word for is an object with one key that begins with `$`:
+None, booleans, finite numbers and text are themselves, lists and tuples are arrays, and a dictionary whose keys are
+text is an object. Any other value is an object with a key that begins with `$`:
 
 | form | value |
 |---|---|
 | `{"$float": "nan"}`, `"inf"`, `"-inf"` | a float that is not finite |
 | `{"$bytes": "…"}` | bytes, base64 |
-| `{"$stream": "…"}` | a file in memory (`io.BytesIO`): its bytes, base64; it comes back at its beginning |
+| `{"$stream": "…"}` | a file in memory (`io.BytesIO`): its bytes, base64; restored with the position at 0 |
 | `{"$complex": [re, im]}` | a complex number, each part as a float |
 | `{"$set": […]}` | a set or frozen set, sorted by their JSON |
 | `{"$slice": [start, stop, step]}` | a slice |
@@ -19,8 +19,8 @@ are text is an object. What JSON has no word for is an object with one key that 
 | `{"$opaque": "…"}` | a pickle, base64, that only `ucformat.torch.load(…, trust=True)` opens |
 | `{"$dict": [[key, value], …]}` | a dictionary with keys other than text and integers |
 
-Keys: an integer `3` becomes `"$int:3"`; text that begins with `$` gets another `$` in front. Tuples are arrays as
-lists are, but in what PyTorch programs save, where `{"$tuple": […]}` tells them apart.
+Keys: an integer `3` becomes `"$int:3"`; text that begins with `$` gets another `$` in front. Tuples are arrays like
+lists, except in the values that PyTorch programs save, where they are `{"$tuple": […]}`.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 __all__ = ["SMALL", "from_json", "json_key", "to_json"]
 
-SMALL = 64 << 10  # bytes of a tensor that is kept inside the JSON
-_DEPTH = 200
-_NODES = 5_000_000
-_AGAIN = 100_000  # of these, parts of what was seen before: a few shared lists make any number of them
-_BYTES = 1 << 30  # of all bytes and tensors
-_LONG = 4096  # characters of a path
-_DIGITS = 1 << 13  # bits of an integer: JSON's readers stop at 4300 digits
+SMALL = 64 << 10  # bytes of a tensor up to which it is stored inside the JSON
+_MAX_DEPTH = 200
+_MAX_NODES = 5_000_000
+_MAX_SHARED = 100_000  # items of repeated containers: a few lists that share others expand to any number of items
+_MAX_BYTES = 1 << 30  # of all bytes and tensors together
+_MAX_PATH = 4096  # characters of a path
+_MAX_BITS = 1 << 13  # bits of an integer: Python's JSON parser stops at 4300 digits
 
 
 def to_json(
@@ -62,12 +62,20 @@ def to_json(
     small: int = SMALL,
     tuples: bool = False,
 ) -> Any:
-    """The JSON form of a value out of a pickle.
+    """Convert an unpickled value to its JSON form.
 
-    `read` gives the row-major bytes of a tensor of at most `small` bytes. `spill` is told of every larger one, by its
-    path, and answers with the name that it will have as a tensor of its own. UnsupportedError where a value is nested
-    deeper than 200 levels (or holds itself), has more than 5 million parts or a gigabyte of bytes, or holds a tensor
-    and there is no `read` or `spill`. With `tuples` a tuple is told from a list.
+    Args:
+        value: the value, with stand-ins for tensors and objects.
+        read: gives the row-major bytes of a tensor; None: tensors are errors.
+        spill: called with the path and each tensor of more than `small` bytes; adds it to the checkpoint's tensors and
+            returns its name. None: such tensors are errors.
+        path: the path of the value, joined by dots, for `spill` and messages.
+        small: bytes of a tensor up to which it is stored inside the JSON.
+        tuples: distinguish tuples from lists.
+
+    Raises:
+        UnsupportedError: a value has no JSON form, is nested deeper than 200 levels (or contains itself), has more
+            than 5 million parts or a gigabyte of bytes, or contains a tensor without a `read` or `spill` for it.
     """
     return _Encoder(read, spill, small, tuples).encode(value, path, 0)
 
@@ -81,14 +89,14 @@ class _Encoder:
         tuples: bool,  # noqa: FBT001
     ) -> None:
         self.read, self.spill, self.small, self.tuples = read, spill, small, tuples
-        self.nodes = self.again = self.nbytes = 0
-        self.seen: set[int] = set()  # by `id`, which stays theirs, for the value holds them
+        self.nodes = self.shared = self.nbytes = 0
+        self.seen: set[int] = set()  # by `id`: the value keeps its parts alive
 
     def encode(self, value: Any, path: str, depth: int) -> Any:
         self.nodes += 1
-        if depth > _DEPTH or self.nodes > _NODES:
+        if depth > _MAX_DEPTH or self.nodes > _MAX_NODES:
             raise _too_large(path)
-        if isinstance(value, int) and value.bit_length() > _DIGITS:
+        if isinstance(value, int) and value.bit_length() > _MAX_BITS:
             raise _too_large(path)
         if value is None or isinstance(value, str | bool | int):
             return value
@@ -104,18 +112,18 @@ class _Encoder:
         return self.special(value, path, depth + 1)
 
     def count(self, value: Any, path: str) -> None:
-        """UnsupportedError where containers, or bytes, are shared so often that writing each would never end."""
+        """UnsupportedError if containers, or bytes, are shared so often that writing each occurrence would not end."""
         if id(value) not in self.seen:
             self.seen.add(id(value))
             return
-        self.again += 1 + len(value) // (1024 if isinstance(value, bytes | bytearray) else 1)
-        if self.again > _AGAIN:
+        self.shared += 1 + len(value) // (1024 if isinstance(value, bytes | bytearray) else 1)
+        if self.shared > _MAX_SHARED:
             raise _too_large(path)
 
     def weigh(self, nbytes: int, path: str) -> None:
-        """UnsupportedError where bytes are too many, or shared too often."""
+        """UnsupportedError if the values have too many bytes."""
         self.nbytes += nbytes
-        if self.nbytes > _BYTES:
+        if self.nbytes > _MAX_BYTES:
             raise _too_large(path)
 
     def dictionary(self, value: dict[Any, Any], path: str, depth: int) -> Any:
@@ -158,15 +166,15 @@ class _Encoder:
 
 
 def _too_large(path: str) -> UnsupportedError:
-    what = reprlib.repr(path) if path else "a value"
+    label = reprlib.repr(path) if path else "a value"
     return UnsupportedError(
-        f"{what} of the checkpoint is nested too deeply or too large to be an object",
+        f"{label} of the checkpoint is nested too deeply or too large to be an object",
         hint="save large or self-referring values outside the client state",
     )
 
 
 def _plain(value: Any, path: str) -> Any:
-    """The special values that hold no others."""
+    """Encode the special values that contain no others."""
     if isinstance(value, bytes | bytearray):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, Opaque):
@@ -201,22 +209,28 @@ def _array(value: NdArray) -> Any:
         dtype = np.dtype(value.dtype)
         array = np.frombuffer(value.data, dtype).reshape(value.shape, order="F" if value.fortran else "C")
     except (ValueError, TypeError, OverflowError, SyntaxError) as error:
-        raise IntegrityError(f"a NumPy array of the checkpoint cannot be: {error}") from error
+        raise IntegrityError(f"the checkpoint has an invalid NumPy array: {error}") from error
     if dtype.kind not in "biufc":
         return {"$class": "numpy.ndarray", "$args": [dtype.str, list(value.shape)], "$items": _plain(value.data, "")}
     return _tensor(dtype.name, value.shape, array.astype(dtype.newbyteorder("<")).tobytes())
 
 
 def _join(path: str, part: object) -> str:
-    text = str(part)[:_LONG]
-    return f"{path}.{text}"[:_LONG] if path else text
+    text = str(part)[:_MAX_PATH]
+    return f"{path}.{text}"[:_MAX_PATH] if path else text
 
 
 def from_json(value: Any, opened: Callable[[bytes], Any] | None = None) -> Any:
-    """The value that its JSON form stands for.
+    """Convert the JSON form of a value back.
 
-    Small tensors become numpy arrays, dates and paths text, slices slices. `$ref`, `$class` and `$opaque` stay as they
-    are: what they stand for is not here. `opened`, if given, makes a value of the pickle in an `$opaque`.
+    Small tensors become NumPy arrays, dates and paths text. `$ref`, `$class` and `$opaque` remain as they are.
+
+    Args:
+        value: the JSON form.
+        opened: converts the pickle of an `$opaque` to a value; None: it remains as it is.
+
+    Raises:
+        UpgradeNeeded: a form is of a newer version of ucformat.
     """
     if isinstance(value, list):
         return [from_json(v, opened) for v in value]
@@ -239,7 +253,7 @@ def _unkey(key: str) -> str | int:
     if key.startswith("$int:"):
         return int(key[5:])
     if key.startswith("$") and not key.startswith("$$"):
-        raise UpgradeNeeded(f"{key[:100]!r} spells a value that this ucformat does not know")
+        raise UpgradeNeeded(f"{key[:100]!r} is a form of value that this version of ucformat does not know")
     return key.removeprefix("$")
 
 
@@ -263,12 +277,12 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$dtype": lambda name: name,
     "$tensor": _array_of,
 }
-#: The special values that hold others, which the second argument decodes.
+#: The special values that contain others, which the second argument decodes.
 _CONTAINERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
-    "$tuple": lambda items, again: tuple(map(again, items)),
-    "$set": lambda items, again: {_hashable(again(v)) for v in items},
-    "$slice": lambda parts, again: slice(*map(again, parts)),
-    "$dict": lambda pairs, again: {_hashable(again(k)): again(v) for k, v in pairs},
+    "$tuple": lambda items, decode: tuple(map(decode, items)),
+    "$set": lambda items, decode: {_hashable(decode(v)) for v in items},
+    "$slice": lambda parts, decode: slice(*map(decode, parts)),
+    "$dict": lambda pairs, decode: {_hashable(decode(k)): decode(v) for k, v in pairs},
 }
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.sources.base import Source
-from ucformat.sources.model_files import complete, file_sets, find_assets, numbered, root_files
+from ucformat.sources.model_files import complete_shards, file_sets, find_assets, parse_shard_name, root_files
 from ucformat.storage.base import exists
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Safetensors(Source):
 
         if key.endswith(_INDEX):
             return OpenSafetensors(store, [], key, (), folder=key)
-        found = numbered(key)
+        found = parse_shard_name(key)
         if found and found[2] > 1:
             index = next((n for n in root_files(store) if n.endswith(_INDEX)), None)
             raise UnsupportedError(
@@ -93,7 +93,7 @@ def choose(names: Iterable[str], url: str) -> FileSet:
             hint=f"open the one that is meant: {url}/{next(iter(sets))}",
         )
     ((files, index),) = sets.values()
-    return complete(files), index
+    return complete_shards(files), index
 
 
 def _stem(name: str) -> str:

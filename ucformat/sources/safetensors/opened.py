@@ -22,7 +22,7 @@ from ucformat.geometry.tensor import Extent, TensorInfo
 from ucformat.reading.readable import CheckpointMetadata
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.sources.index import TensorIndex
-from ucformat.sources.model_files import check_index, check_shards, present, read_weight_map
+from ucformat.sources.model_files import check_index, check_shards, present_shards, read_weight_map
 from ucformat.sources.values import to_json
 from ucformat.storage.concurrency import map_io
 
@@ -194,7 +194,7 @@ class OpenSafetensors:
         keys = list(files)
         if index is not None:
             weight_map, index_metadata = read_weight_map(store, index)
-            keys = check_index(weight_map, index, present(store, weight_map))
+            keys = check_index(weight_map, index, present_shards(store, weight_map))
         headers = map_io(lambda key: read_header(store, key), keys)
         if index is not None:
             check_shards(weight_map, index, {h.file: h.tensors for h in headers})

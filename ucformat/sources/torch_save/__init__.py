@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.sources.base import PickleOptions, Source, groups_by_optimizer, option
-from ucformat.sources.model_files import complete, file_sets, find_assets, numbered, root_files
+from ucformat.sources.model_files import complete_shards, file_sets, find_assets, parse_shard_name, root_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -106,7 +106,7 @@ def _candidates(store: Store, names: Mapping[str, Any], most: int | None = None)
 
 def _check_whole(store: Store, key: str) -> None:
     """UnsupportedError where a file is by its name one part of a checkpoint."""
-    found = numbered(key)
+    found = parse_shard_name(key)
     if found and found[2] > 1:
         raise UnsupportedError(
             f"{key} is one of {found[2]} shards of a checkpoint, not a whole one",
@@ -134,4 +134,4 @@ def choose_files(names: Sequence[str], url: str) -> FileSet:
             hint=f"open the one that is meant: {url}/{next(iter(sets))}",
         )
     files, index = sets[chosen[0]]
-    return complete(files), index
+    return complete_shards(files), index

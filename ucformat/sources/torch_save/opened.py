@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, UnsupportedError, UsageError
 from ucformat.reading.readable import CheckpointMetadata
 from ucformat.sources.index import TensorIndex
-from ucformat.sources.model_files import check_index, check_shards, present, read_weight_map
+from ucformat.sources.model_files import check_index, check_shards, present_shards, read_weight_map
 from ucformat.sources.pickle.file import TorchFile, TorchZip
 from ucformat.sources.pickle.optimizer import Module, Optimizer, add_optimizer, is_optimizer
 from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
@@ -211,7 +211,7 @@ def _open_shards(
     metadata: dict[str, Any] = {}
     if index is not None:
         weight_map, metadata = read_weight_map(store, index)
-        keys = check_index(weight_map, index, present(store, weight_map))
+        keys = check_index(weight_map, index, present_shards(store, weight_map))
     files = map_io(lambda key: TorchFile(store, key, allow=allow), keys)
     if index is not None:
         check_shards(weight_map, index, {f.key: _flat(f) for f in files})

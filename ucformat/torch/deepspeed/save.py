@@ -10,7 +10,7 @@ from ucformat.errors import UnsupportedError, UsageError
 from ucformat.geometry.box import row_major
 from ucformat.geometry.local import Dim, pieces_of
 from ucformat.geometry.tensor import Piece, TensorInfo
-from ucformat.sources.configuration import of_program
+from ucformat.sources.configuration import program_config
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.deepspeed.engine import EngineParts, inspect_engine
 from ucformat.torch.deepspeed.partitions import OptimizerTensor, optimizer_tensors, partition_of, shape_of
@@ -244,7 +244,7 @@ def save(
             state = collect(engine, client_state)
             steps = int(engine.global_steps) if step is None else step
             if config is None:
-                config = of_program(("ds_config", engine._config._param_dict))  # noqa: SLF001 - engine.config may name a file
+                config = program_config(("ds_config", engine._config._param_dict))  # noqa: SLF001 - engine.config may name a file
             metadata = SaveMetadata.of(steps, run, metrics, config, lineage)
             options = SaveOptions(str(url), form, overwrite)
         return save_in_group(state, options, metadata, ranks)

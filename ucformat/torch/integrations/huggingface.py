@@ -17,7 +17,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from ucformat.errors import NotACheckpoint, UnsupportedError
 from ucformat.format.commit import MANIFEST
 from ucformat.references import open_reference
-from ucformat.sources.configuration import of_program
+from ucformat.sources.configuration import program_config
 from ucformat.torch.integrations.accelerate import unwrapped
 from ucformat.torch.loading.load import load
 from ucformat.torch.saving.asynchronous import async_save
@@ -187,7 +187,7 @@ def _note(args: TrainingArguments, state: TrainerState, model: Any) -> dict[str,
     logged = {k: v for entry in state.log_history if entry.get("step") == state.global_step for k, v in entry.items()}
     metrics = {k: float(v) for k, v in logged.items() if isinstance(v, int | float) and k not in ("step", "epoch")}
     of_model = json.loads(model.config.to_json_string())
-    config = of_program(("training_args", args.to_sanitized_dict()), ("model_config", of_model))
+    config = program_config(("training_args", args.to_sanitized_dict()), ("model_config", of_model))
     return {"step": state.global_step, "run": args.run_name, "metrics": metrics, "config": config}
 
 

@@ -13,7 +13,7 @@ from ucformat.errors import NotACheckpoint, UnsupportedError, UsageError
 from ucformat.format.commit import read_manifest
 from ucformat.jobs.removal import remove
 from ucformat.references import open_reference
-from ucformat.sources.configuration import of_program
+from ucformat.sources.configuration import program_config
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import single_process_group
 from ucformat.torch.loading.load import load, load_local
@@ -208,7 +208,7 @@ class UniversalCheckpointIO(CheckpointIO):
 
 def _metadata(checkpoint: Mapping[str, Any], lineage: tuple[LineageDoc, ...]) -> SaveMetadata:
     """What the manifest says besides the state: the step, hyper-parameters, and what callbacks monitor."""
-    config = of_program(*((kind, dict(checkpoint[kind])) for kind in _HYPER if checkpoint.get(kind)))
+    config = program_config(*((kind, dict(checkpoint[kind])) for kind in _HYPER if checkpoint.get(kind)))
     watched = [c for c in checkpoint.get("callbacks", {}).values() if isinstance(c, dict) and c.get("monitor")]
     metrics = {c["monitor"]: float(c["current_score"]) for c in watched if c.get("current_score") is not None}
     return SaveMetadata(step=int(checkpoint["global_step"]), metrics=metrics, config=config, lineage=lineage)
