@@ -31,7 +31,7 @@ from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.models import Checkpoint, Edge, Location
 from ucformat.catalog.retention import load_policy
 from ucformat.errors import PermissionDenied, UnsupportedError
-from ucformat.format.commit import manifest_bytes
+from ucformat.format.structure import manifest_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -15,7 +15,7 @@ from tests.jobs.conftest import foreign, universal
 from tests.packed import write_packed
 from ucformat.catalog.catalog import Catalog
 from ucformat.errors import IntegrityError, NotACheckpoint, NotFound, UcformatError, UsageError
-from ucformat.format.commit import manifest_bytes
+from ucformat.format.structure import manifest_bytes
 from ucformat.jobs.register import register
 from ucformat.storage.local import LocalStore
 

@@ -30,9 +30,9 @@ from tests.fakes import FakeSource, random_array
 from ucformat.checkpoint import Checkpoint
 from ucformat.format.arrays import array_json, folder_names
 from ucformat.format.chunking import Grid, chunk_shape, tile_shape
-from ucformat.format.commit import manifest_bytes
 from ucformat.format.digest import bytes_digest, own_digest, tensor_digest, with_own_digest
 from ucformat.format.shard import write_shard
+from ucformat.format.structure import manifest_bytes
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.schema.dtypes import ITEMSIZE

@@ -15,7 +15,8 @@ from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, IntegrityError, MissingData, NotACheckpoint, UpgradeNeeded
 from ucformat.format.attempts import record_key
 from ucformat.format.chunking import Grid
-from ucformat.format.commit import begin, commit, new_id, on_commit, read_manifest
+from ucformat.format.commit import begin, commit, new_id, on_commit
+from ucformat.format.structure import read_manifest
 from ucformat.schema.documents import TombstoneDoc
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.manifest import Manifest, manifest_json_schema

@@ -34,8 +34,9 @@ from ucformat.catalog.filter.syntax import unparse
 from ucformat.catalog.retention import load_policy
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import UcformatError
-from ucformat.format.commit import MANIFEST, parse_manifest
+from ucformat.format.commit import MANIFEST
 from ucformat.format.digest import bytes_digest, with_own_digest
+from ucformat.format.structure import parse_manifest
 from ucformat.geometry.layout import Layout
 from ucformat.schema.documents import CatalogDoc, TombstoneDoc
 from ucformat.schema.manifest import Manifest

@@ -28,8 +28,8 @@ from ucformat.errors import (
     UnsupportedError,
     UsageError,
 )
-from ucformat.format.commit import manifest_bytes
 from ucformat.format.digest import with_own_digest
+from ucformat.format.structure import manifest_bytes
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.url import open_store

@@ -19,7 +19,8 @@ from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, PermissionDenied, UcformatError, Uncertain, UsageError
 from ucformat.format import commit as committing
 from ucformat.format.attempts import record_key
-from ucformat.format.commit import abandon, read_manifest
+from ucformat.format.commit import abandon
+from ucformat.format.structure import read_manifest
 from ucformat.jobs import convert as converting
 from ucformat.jobs import dependents, gc, removal
 from ucformat.jobs.dependents import dependents_at, find_homes, ignore_dependents, need

@@ -21,7 +21,8 @@ from tests.storage.faulty import FaultyStore
 from ucformat.catalog.stamp import Stamp, make_stamp
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import Conflict, NotACheckpoint, NotFound, PermissionDenied, UcformatError
-from ucformat.format.commit import begin, manifest_bytes
+from ucformat.format.commit import begin
+from ucformat.format.structure import manifest_bytes
 from ucformat.jobs import gc, removal
 from ucformat.jobs.gc import collect
 from ucformat.jobs.register import register, reindex

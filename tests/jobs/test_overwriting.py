@@ -12,7 +12,8 @@ from tests.fakes import random_array
 from tests.jobs.conftest import universal
 from tests.packed import write_packed
 from ucformat.errors import Conflict, UcformatError
-from ucformat.format.commit import begin, commit, read_manifest
+from ucformat.format.commit import begin, commit
+from ucformat.format.structure import read_manifest
 from ucformat.jobs.register import register
 from ucformat.storage.local import LocalStore
 from ucformat.storage.url import open_store

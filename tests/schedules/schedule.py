@@ -14,7 +14,8 @@ from tests.schedules.world import CATALOGS, FAULTS, ROOTS, Call, World
 from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.models import Base
 from ucformat.errors import Conflict, NotACheckpoint, NotFound, PermissionDenied, UcformatError, UnsupportedError
-from ucformat.format.commit import MANIFEST, read_manifest
+from ucformat.format.commit import MANIFEST
+from ucformat.format.structure import read_manifest
 from ucformat.jobs.gc import collect
 from ucformat.references import open_reference
 from ucformat.schema.documents import CATALOG_DOCUMENT, NEEDED_BY, NeededByDoc

@@ -37,7 +37,8 @@ from ucformat.catalog.database import Database, _begin_sqlite
 from ucformat.catalog.database import explaining as explaining_database
 from ucformat.catalog.models import Base
 from ucformat.errors import Conflict, UcformatError, Uncertain
-from ucformat.format.commit import MANIFEST, parse_manifest
+from ucformat.format.commit import MANIFEST
+from ucformat.format.structure import parse_manifest
 from ucformat.schema.documents import is_tombstone
 from ucformat.settings import using
 from ucformat.storage import memory

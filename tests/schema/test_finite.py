@@ -10,8 +10,8 @@ import pytest
 import ucformat
 from tests.fakes import FakeSource
 from ucformat.errors import IntegrityError
-from ucformat.format.commit import manifest_bytes, parse_manifest
 from ucformat.format.digest import bytes_digest, with_own_digest
+from ucformat.format.structure import manifest_bytes, parse_manifest
 from ucformat.schema.manifest import GroupDoc, Manifest
 from ucformat.storage.memory import MemoryStore
 

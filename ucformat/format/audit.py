@@ -8,7 +8,8 @@ when the rest is known.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from ucformat.errors import IntegrityError, NotFound, PermissionDenied, UcformatError, UnsupportedError
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     Leaves = Mapping[Key, Mapping[tuple[int, ...], bytes]]
 
 __all__ = [
+    "Check",
     "Item",
     "ListedFile",
     "ShardFile",
@@ -50,7 +52,6 @@ __all__ = [
 
 _READ_BYTES = 8 << 20  # held at once
 _MAX_LOST = 1000  # missing shards of one array that are named one by one
-_MISSING = "the file is missing"
 
 
 class Item(Protocol):
@@ -101,13 +102,14 @@ class ListedFile:
         try:
             size = store.info(self.file).size
         except NotFound:
-            return b"", [Problem(self.file, _MISSING)]
+            return b"", [Problem(self.file, "the file is missing", kind="missing")]
         if size != self.nbytes:
             return b"", [Problem(self.file, f"the file has {size} bytes instead of {self.nbytes}")]
         state = hashlib.sha256()
         read_through(store, self.file, size, lambda _, data: state.update(data), out)
         same = f"sha256:{state.hexdigest()}" == self.doc.digest
-        return b"", [] if same else [Problem(self.file, "is not what was committed (its digest differs)")]
+        reason = "is not what was committed (its digest differs)"
+        return b"", [] if same else [Problem(self.file, reason, kind="differs")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +127,13 @@ class ZarrJson:
 
     def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:
         """See Item."""
+        name, state = self.key or (None, None)
         try:
             found = store.read(self.file)
         except NotFound:
-            return b"", [Problem(self.file, _MISSING, *(self.key or ()))]
+            return b"", [Problem(self.file, "the file is missing", name, state, kind="missing")]
         if found != self.data:
-            what = "group" if self.key is None else "tensor"
-            return b"", [Problem(self.file, f"does not describe this {what}", *(self.key or ()))]
+            return b"", [Problem(self.file, f"does not describe this {'tensor' if self.key else 'group'}", name, state)]
         if out is not None:
             out.write(found)
         return b"", []
@@ -154,12 +156,12 @@ class ShardFile:
     def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:
         """See Item."""
         try:
-            leaves, damages = check_shard(store, self.file, self.grid, self.shard, out)
+            leaves, problems = check_shard(store, self.file, self.grid, self.shard, out)
         except (IntegrityError, PermissionDenied, UnsupportedError) as error:
             if out is not None:  # whoever copies is told why the source cannot be read
                 raise
             return b"", [Problem(self.file, error.message, *self.key)]
-        return leaves, [Problem(d.file, d.reason, *self.key, d.chunk) for d in damages]
+        return leaves, [replace(p, name=self.key.name, state=self.key.state) for p in problems]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,7 @@ class SourceFile:
         store.info(self.file)  # which compares size and time
         if self.doc.digest is None or file_digest(store, self.file) == self.doc.digest:
             return b"", []
-        return b"", [Problem(self.file, "is not what was registered (its digest differs)")]
+        return b"", [Problem(self.file, "is not what was registered (its digest differs)", kind="differs")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +236,37 @@ def checked(
         return b"", [Problem(item.file, error.message, *(item.key or ()))]
 
 
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A task of a verification; `run` returns the digests of a shard's chunks, and the problems.
+
+    Attributes:
+        nbytes: bytes that are compared with a checksum or digest.
+        run: the task.
+        key: the tensor, if it is a shard of an array.
+        shard: the shard's coordinates; None if it is none.
+        unverified: bytes that have neither checksum nor digest.
+    """
+
+    nbytes: int
+    run: Callable[[], tuple[bytes, list[Problem]]]
+    key: Key | None = None
+    shard: tuple[int, ...] | None = None
+    unverified: int = 0
+
+    @classmethod
+    def of(cls, item: Item, store: Store, damages: tuple[type[UcformatError], ...] = (UcformatError,)) -> Check:
+        """The check of a file that the manifest lists.
+
+        Args:
+            item: the file.
+            store: the checkpoint's.
+            damages: the types of errors that are problems of the file; others are raised (default: all of ucformat).
+        """
+        shard = item.shard if isinstance(item, ShardFile) else None
+        return cls(item.nbytes, partial(checked, item, store, damages), item.key, shard)
+
+
 def block_problems(
     store: Store,
     key: Key,
@@ -245,7 +278,7 @@ def block_problems(
     for file, block in blocks:
         try:
             if not is_whole(store, file, block):
-                wrong.append(Problem(file, f"crc32c differs (block at byte {block.offset})", *key))
+                wrong.append(Problem(file, f"crc32c differs (block at byte {block.offset})", *key, kind="differs"))
         except damages as error:
             wrong.append(Problem(file, error.message, *key))
     return wrong

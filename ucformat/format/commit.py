@@ -18,12 +18,9 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from pydantic import BaseModel, ValidationError
-
-from ucformat._version import __version__
 from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, UcformatError, Uncertain, UpgradeNeeded
 from ucformat.format.attempts import (
     FOLDERS,
@@ -36,12 +33,11 @@ from ucformat.format.attempts import (
     record_key,
     refuse_others,
 )
-from ucformat.format.digest import document_digest, own_digest, with_own_digest
+from ucformat.format.digest import document_digest, own_digest
 from ucformat.format.hooks import may_replace, on_abandon
-from ucformat.schema.documents import TOMBSTONE, is_tombstone
-from ucformat.schema.dtypes import ITEMSIZE
-from ucformat.schema.manifest import FORMAT_VERSION, MANIFEST, Manifest, is_of_unknown_kind
-from ucformat.schema.values import loads
+from ucformat.format.structure import find_manifest, manifest_bytes, read_manifest
+from ucformat.schema.documents import TOMBSTONE
+from ucformat.schema.manifest import MANIFEST, Manifest
 from ucformat.storage.base import content_version
 
 if TYPE_CHECKING:
@@ -58,27 +54,15 @@ __all__ = [
     "commit",
     "discard",
     "give_up",
-    "manifest_bytes",
     "new_id",
     "on_commit",
-    "parse_manifest",
-    "read_manifest",
     "settle",
-    "standing",
 ]
 
 _log = logging.getLogger("ucformat")
 
 #: Called with the url and the manifest of every checkpoint that this process commits (the catalog listens here).
 on_commit: list[Callable[[str, Manifest], None]] = []
-
-
-class _Head(BaseModel):
-    """What every version of the manifest begins with."""
-
-    format: Literal["ucformat"]
-    version: int
-    requires: object = ()  # of a later version it may be anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,71 +82,6 @@ class Attempt:
     def folder(self, kind: str) -> str:
         """Where this attempt keeps its `data`, `objects` or `assets`."""
         return f"{kind}/{self.id}"
-
-
-def read_manifest(store: Store) -> tuple[Manifest, str]:
-    """The manifest of a place, and the version of the file.
-
-    Raises:
-        NotACheckpoint: there is none, or one that is being removed.
-        UpgradeNeeded: it was written by a newer version of the format.
-        IntegrityError: it is not what its digest says, or cannot be parsed.
-    """
-    try:
-        data, version = store.read_versioned(MANIFEST)
-    except NotFound:
-        raise NotACheckpoint(
-            f"{store.url} holds no committed checkpoint (no {MANIFEST})",
-            hint="a save or conversion that was interrupted leaves none; run it again, it continues",
-        ) from None
-    try:
-        return parse_manifest(data, f"{store.url}/{MANIFEST}"), version
-    except IntegrityError:
-        if not is_tombstone(data):
-            raise
-    raise NotACheckpoint(
-        f"the checkpoint at {store.url} was deleted, and is being removed", hint="`ucp gc --apply` ends that"
-    )
-
-
-def parse_manifest(data: bytes, where: str) -> Manifest:
-    """The manifest in these bytes; `where` names them in errors."""
-    try:
-        head = _Head.model_validate_json(data)
-        if b"NaN" in data or b"Infinity" in data:  # pydantic takes them as numbers, JSON does not
-            loads(data)
-    except ValidationError as error:
-        raise IntegrityError(f"{where} is not a ucformat manifest: {error.errors()[0]['msg']}") from None
-    except ValueError as error:
-        raise IntegrityError(f"{where} is not a ucformat manifest: {error}") from None
-    if own_digest(data) is None:  # of every version: a newer one is not told from a damaged one without it
-        raise IntegrityError(
-            f"{where} is damaged: it is not what the digest at its end says", hint="restore it from another copy"
-        )
-    if head.version > FORMAT_VERSION:
-        said = f"has format version {head.version}; this ucformat {__version__} reads up to {FORMAT_VERSION}"
-        raise UpgradeNeeded(f"{where} {said}")
-    if isinstance(head.requires, list) and head.requires:
-        said = f"requires {str(head.requires)[:200]}, which this ucformat {__version__} does not implement"
-        raise UpgradeNeeded(f"{where} {said}")
-    try:
-        manifest = Manifest.model_validate_json(data)
-    except ValidationError as error:
-        found = error.errors()
-        place = ".".join(map(str, found[0]["loc"]))
-        if all(is_of_unknown_kind(fault["type"], fault["loc"], fault["input"]) for fault in found):
-            said = f"is of a kind that this ucformat {__version__} does not know: {str(found[0]['input'])[:100]!r}"
-            raise UpgradeNeeded(f"{where}: {place} {said}") from None
-        raise IntegrityError(f"{where} is damaged: {place}: {found[0]['msg']}") from None
-    if unknown := {doc.dtype for doc in manifest.tensors} - set(ITEMSIZE):
-        said = f"has tensors of the unknown dtype {min(unknown)[:100]!r}, which this ucformat {__version__} cannot read"
-        raise UpgradeNeeded(f"{where} {said}")
-    return manifest
-
-
-def manifest_bytes(manifest: Manifest) -> bytes:
-    """The file of a manifest, which ends with its digest."""
-    return with_own_digest(manifest.model_dump_json(indent=1, exclude={"digest"}).encode())
 
 
 def begin(
@@ -279,7 +198,7 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest, data: bytes | Non
             hint="open it: if it is there, it is whole; if not, run this again",
         ) from error
     except Conflict as error:
-        winner = standing(store)
+        winner = find_manifest(store)
         if winner is not None and winner.attempt == attempt.id:  # somebody ran the same plan: it is this checkpoint
             settle(store)
             return winner
@@ -311,14 +230,6 @@ def announce(url: str, manifest: Manifest) -> None:
     """Tell those who listen that a checkpoint is committed at a place."""
     for listener in on_commit:
         listener(url, manifest)
-
-
-def standing(store: Store) -> Manifest | None:
-    """The manifest of a place; None if there is no checkpoint."""
-    try:
-        return read_manifest(store)[0]
-    except NotACheckpoint:
-        return None
 
 
 def _is_shared(store: Store, attempt: Attempt) -> bool:
@@ -353,7 +264,7 @@ def give_up(store: Store, attempt: Attempt) -> None:
             return
         dying = record_bytes(record.model_copy(update={"removed": datetime.now(UTC)}))
         version = store.replace(key, dying, attempt.began)
-        there = standing(store)
+        there = find_manifest(store)
         try:
             if there is None or there.attempt != attempt.id:
                 abandon(store, attempt.id)
@@ -378,7 +289,7 @@ def abandon(store: Store, attempt: str, *, keep_record: bool = False) -> None:
     Raises:
         UnsafeError: it cannot be told that all of it is this attempt's.
     """
-    refuse_others(store, attempt, standing(store))
+    refuse_others(store, attempt, find_manifest(store))
     record = None
     with suppress(NotFound):
         record = parse_record(store.read(record_key(attempt)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import struct
 import threading
-from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from ucformat.errors import NotFound
 from ucformat.format.digest import leaf
+from ucformat.format.structure import Problem
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece
 from ucformat.reading.execute import checksum
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ucformat.format.chunking import Grid
     from ucformat.storage.base import Store, Writer
 
-__all__ = ["BAND_BYTES", "Damage", "bands", "check_shard", "index_of", "write_shard"]
+__all__ = ["BAND_BYTES", "bands", "check_shard", "index_of", "write_shard"]
 
 #: Bytes that are gathered, encoded and written at once.
 BAND_BYTES = 4 << 20
@@ -132,33 +132,32 @@ def index_of(grid: Grid, shard: tuple[int, ...]) -> bytes:
     return data + struct.pack("<I", checksum(data))
 
 
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """Something wrong with a shard's file; `chunk` are coordinates in the tensor's chunk grid, None: the whole file."""
-
-    file: str
-    chunk: tuple[int, ...] | None
-    reason: str
-
-
 def check_shard(
     store: Store, key: str, grid: Grid, shard: tuple[int, ...], out: Writer | None = None
-) -> tuple[bytes, list[Damage]]:
-    """Read a shard's file back and check its size, every checksum and its index; what is read goes to `out`.
+) -> tuple[bytes, list[Problem]]:
+    """Read a shard's file back and check its size, every checksum and its index.
 
-    Returns the digests of its chunks, one after another, and what is wrong with it.
+    Args:
+        store: the store that holds the file.
+        key: the file's key.
+        grid: the grid of the array.
+        shard: the shard's coordinates in the grid of shards.
+        out: a writer that gets a copy of every byte that is read (default: none).
+
+    Returns:
+        The digests of the chunks in C order, concatenated, and the problems, which do not name the tensor.
     """
     expected = grid.file_nbytes(shard)
     try:
         size = store.info(key).size
     except NotFound:
-        return b"", [Damage(key, None, "the file is missing")]
+        return b"", [Problem(key, "the file is missing", kind="missing")]
     if size != expected:
-        return b"", [Damage(key, None, f"the file has {size} bytes instead of {expected}")]
+        return b"", [Problem(key, f"the file has {size} bytes instead of {expected}")]
     tiles = grid.tiles(shard, key)
     pitch, nbytes, total = tiles.pitch, grid.chunk_nbytes, math.prod(tiles.grid)
     most = max(1, BAND_BYTES // pitch)
-    leaves, damages = [], []
+    leaves, problems = [], []
     buffer = memoryview(bytearray(min(most, total) * pitch))
     for first in range(0, total, most):
         count = min(most, total - first)
@@ -171,10 +170,11 @@ def check_shard(
             if checksum(body) != int.from_bytes(buffer[k * pitch + nbytes : (k + 1) * pitch], "little"):
                 at = np.unravel_index(first + k, tiles.grid) if tiles.grid else ()
                 where = tuple(int(i) + s * n for i, s, n in zip(at, shard, grid.chunks_in_shard, strict=True))
-                damages.append(Damage(key, where, f"crc32c differs (chunk at byte {(first + k) * pitch})"))
+                reason = f"crc32c differs (chunk at byte {(first + k) * pitch})"
+                problems.append(Problem(key, reason, chunk=where, kind="differs"))
     index = store.read(key, total * pitch)
     if out is not None:
         out.write(index)
     if index != index_of(grid, shard):
-        damages.append(Damage(key, None, "the index at the end of the file is damaged"))
-    return b"".join(leaves), damages
+        problems.append(Problem(key, "the index at the end of the file is damaged"))
+    return b"".join(leaves), problems

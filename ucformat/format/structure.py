@@ -9,21 +9,38 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from ucformat.errors import Inconsistent
+from pydantic import BaseModel, ValidationError
+
+from ucformat._version import __version__
+from ucformat.errors import Inconsistent, IntegrityError, NotACheckpoint, NotFound, UcformatError, UpgradeNeeded
 from ucformat.format.arrays import MAX_DIMS, MAX_SHARDS
 from ucformat.format.chunking import Grid
-from ucformat.format.commit import MANIFEST
+from ucformat.format.digest import own_digest, with_own_digest
 from ucformat.geometry.tensor import Key
+from ucformat.schema.documents import is_tombstone
 from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.schema.manifest import FORMAT_VERSION, MANIFEST, Manifest, is_of_unknown_kind
+from ucformat.schema.values import loads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from ucformat.schema.manifest import Manifest, SidecarDoc, TensorDoc
+    from ucformat.schema.manifest import SidecarDoc, TensorDoc
+    from ucformat.storage.base import Store
 
-__all__ = ["MAX_EDGE", "MOUNT", "Problem", "manifest_problems", "refuse"]
+__all__ = [
+    "MAX_EDGE",
+    "MOUNT",
+    "Problem",
+    "find_manifest",
+    "manifest_bytes",
+    "manifest_problems",
+    "parse_manifest",
+    "read_manifest",
+    "refuse",
+]
 
 #: How the paths of files begin that lie in other checkpoints.
 MOUNT = "roots/"
@@ -37,18 +54,114 @@ _NAMED = 5  # problems of one kind of thing that an error names
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong; `chunk` are a damaged chunk's coordinates in the tensor's chunk grid."""
+    """One fault of a checkpoint.
+
+    Attributes:
+        file: the key of the file that has it.
+        reason: a description.
+        name: the name of the tensor that is affected; None if no single one is.
+        state: its state.
+        chunk: the coordinates of the damaged chunk in the tensor's chunk grid; None if it is not a chunk.
+        kind: whether the file is missing, or its bytes differ from a checksum or digest.
+    """
 
     file: str
     reason: str
     name: str | None = None
     state: str | None = None
     chunk: tuple[int, ...] | None = None
+    kind: Literal["missing", "differs", "other"] = "other"
 
     def __str__(self) -> str:
         tensor = "" if self.name is None else f"{self.name} ({self.state})"
         chunk = "" if self.chunk is None else f" chunk {list(self.chunk)}"
         return f"{tensor}{chunk}{': ' if tensor else ''}{self.reason} [{self.file}]"
+
+
+class _Head(BaseModel):
+    """What every version of the manifest begins with."""
+
+    format: Literal["ucformat"]
+    version: int
+    requires: object = ()  # of a later version it may be anything
+
+
+def read_manifest(store: Store) -> tuple[Manifest, str]:
+    """The manifest of a place, and the version of the file.
+
+    Raises:
+        NotACheckpoint: there is none, or one that is being removed.
+        UpgradeNeeded: it was written by a newer version of the format.
+        IntegrityError: it is not what its digest says, or cannot be parsed.
+    """
+    try:
+        data, version = store.read_versioned(MANIFEST)
+    except NotFound:
+        raise NotACheckpoint(
+            f"{store.url} holds no committed checkpoint (no {MANIFEST})",
+            hint="a save or conversion that was interrupted leaves none; run it again, it continues",
+        ) from None
+    try:
+        return parse_manifest(data, f"{store.url}/{MANIFEST}"), version
+    except IntegrityError:
+        if not is_tombstone(data):
+            raise
+    raise NotACheckpoint(
+        f"the checkpoint at {store.url} was deleted, and is being removed", hint="`ucp gc --apply` ends that"
+    )
+
+
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """The manifest in these bytes; `where` names them in errors."""
+    try:
+        head = _Head.model_validate_json(data)
+        if b"NaN" in data or b"Infinity" in data:  # pydantic takes them as numbers, JSON does not
+            loads(data)
+    except ValidationError as error:
+        raise IntegrityError(f"{where} is not a ucformat manifest: {error.errors()[0]['msg']}") from None
+    except ValueError as error:
+        raise IntegrityError(f"{where} is not a ucformat manifest: {error}") from None
+    if own_digest(data) is None:  # of every version: a newer one is not told from a damaged one without it
+        raise IntegrityError(
+            f"{where} is damaged: it is not what the digest at its end says", hint="restore it from another copy"
+        )
+    if head.version > FORMAT_VERSION:
+        said = f"has format version {head.version}; this ucformat {__version__} reads up to {FORMAT_VERSION}"
+        raise UpgradeNeeded(f"{where} {said}")
+    if isinstance(head.requires, list) and head.requires:
+        said = f"requires {str(head.requires)[:200]}, which this ucformat {__version__} does not implement"
+        raise UpgradeNeeded(f"{where} {said}")
+    try:
+        manifest = Manifest.model_validate_json(data)
+    except ValidationError as error:
+        found = error.errors()
+        place = ".".join(map(str, found[0]["loc"]))
+        if all(is_of_unknown_kind(fault["type"], fault["loc"], fault["input"]) for fault in found):
+            said = f"is of a kind that this ucformat {__version__} does not know: {str(found[0]['input'])[:100]!r}"
+            raise UpgradeNeeded(f"{where}: {place} {said}") from None
+        raise IntegrityError(f"{where} is damaged: {place}: {found[0]['msg']}") from None
+    if unknown := {doc.dtype for doc in manifest.tensors} - set(ITEMSIZE):
+        said = f"has tensors of the unknown dtype {min(unknown)[:100]!r}, which this ucformat {__version__} cannot read"
+        raise UpgradeNeeded(f"{where} {said}")
+    return manifest
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """The file of a manifest, which ends with its digest."""
+    return with_own_digest(manifest.model_dump_json(indent=1, exclude={"digest"}).encode())
+
+
+def find_manifest(store: Store, absent: type[UcformatError] = NotACheckpoint) -> Manifest | None:
+    """The manifest of the checkpoint that is committed in a place; None if there is none.
+
+    Args:
+        store: the place.
+        absent: the errors of `read_manifest` that count as none (default: that nothing is committed).
+    """
+    try:
+        return read_manifest(store)[0]
+    except absent:
+        return None
 
 
 def refuse(where: str, found: Iterable[Problem]) -> None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, MissingData, NotFound
 from ucformat.format.arrays import shard_key
 from ucformat.format.chunking import Grid
-from ucformat.format.commit import MANIFEST, read_manifest
+from ucformat.format.commit import MANIFEST
 from ucformat.format.digest import bytes_digest
 from ucformat.format.mounted import MountedStore, is_below
-from ucformat.format.structure import manifest_problems, refuse
+from ucformat.format.structure import manifest_problems, read_manifest, refuse
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 from ucformat.reading.readable import CheckpointMetadata, Place, path_from_json, path_to_json
 from ucformat.schema.dtypes import ITEMSIZE

@@ -14,7 +14,8 @@ from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, UcformatError, UnsupportedError, UsageError
 from ucformat.format.attempts import folders_of
 from ucformat.format.audit import ShardFile, wrong_digests
-from ucformat.format.commit import MANIFEST, announce, begin, commit, parse_manifest, read_manifest, settle
+from ucformat.format.commit import MANIFEST, announce, begin, commit, settle
+from ucformat.format.structure import find_manifest, parse_manifest, read_manifest
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.copy_files import copy_file, listed, transfer
 from ucformat.jobs.documents import copy_document
@@ -89,7 +90,7 @@ def copy(
     data, _ = source.store.read_versioned(MANIFEST)
     if not _is_same(parse_manifest(data, f"{source.store.url}/{MANIFEST}"), source.manifest):
         raise _replaced(source)
-    here = _standing(store)
+    here = find_manifest(store, UcformatError)  # of one that cannot be read, `begin` describes the fault
     if here is not None and not overwrite and _is_same(here, source.manifest):
         return _already(source, store)
     if here is not None and not overwrite and here.id == source.manifest.id:
@@ -100,7 +101,7 @@ def copy(
     try:
         return _copy(source, store, data, overwrite=overwrite, workers=workers, progress=progress)
     except Conflict:
-        here = None if overwrite else _standing(store)
+        here = None if overwrite else find_manifest(store, UcformatError)
         if here is not None and _is_same(here, source.manifest):  # somebody else copied it at the same time
             return _already(source, store)
         raise
@@ -134,14 +135,6 @@ def _universal(ck: Checkpoint) -> Universal:
 def _is_same(one: Manifest, other: Manifest) -> bool:
     """Whether they are of one checkpoint in one form: no id is used twice, and no attempt of an id."""
     return (one.id, one.attempt) == (other.id, other.attempt)
-
-
-def _standing(store: Store) -> Manifest | None:
-    """The manifest of a place; None if it holds no checkpoint, or one that `begin` will say more about."""
-    try:
-        return read_manifest(store)[0]
-    except UcformatError:
-        return None
 
 
 def _is_gone(source: Universal) -> bool:

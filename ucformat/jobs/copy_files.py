@@ -158,16 +158,17 @@ class PackedFile:
         sums = BlockChecker(self.file, self.blocks)
         read_through(store, self.file, self.nbytes, sums.take, out)
         reason = "crc32c differs (block at byte {})"
-        return b"", [Problem(self.file, reason.format(block.offset), *key) for key, block in sums.damaged()]
+        damaged = sums.damaged()
+        return b"", [Problem(self.file, reason.format(b.offset), *key, kind="differs") for key, b in damaged]
 
 
 def _damaged(src: Store, file: str, wrong: Sequence[Problem]) -> UcformatError:
     reasons = [p.reason + (f", chunk {list(p.chunk)}" if p.chunk else "") for p in wrong]
     keys = [Key(p.name, p.state) for p in wrong if p.name is not None and p.state is not None]
     more = f", and {len(reasons) - _NAMED} more" if len(reasons) > _NAMED else ""
-    why = "; ".join(reasons[:_NAMED])
-    kind = MissingData if why == "the file is missing" else ChecksumError if "differs" in why else IntegrityError
-    return kind(f"{src.url}/{file}: {why}{more}{_names(keys)}", hint=_HINT)
+    kinds = {p.kind for p in wrong}
+    error = ChecksumError if "differs" in kinds else MissingData if "missing" in kinds else IntegrityError
+    return error(f"{src.url}/{file}: {'; '.join(reasons[:_NAMED])}{more}{_names(keys)}", hint=_HINT)
 
 
 def _names(keys: Sequence[Key]) -> str:

@@ -25,7 +25,8 @@ from ucformat.errors import (
     UpgradeNeeded,
 )
 from ucformat.format.attempts import TRIES, contended, replacing_attempts
-from ucformat.format.commit import settle, standing
+from ucformat.format.commit import settle
+from ucformat.format.structure import find_manifest
 from ucformat.jobs.dependents import dependents_at
 from ucformat.jobs.listing import check_removed, is_empty
 from ucformat.schema.documents import CATALOG_DOCUMENT, CatalogDoc
@@ -143,7 +144,7 @@ def _write(catalog: Catalog, serial: int, url: str) -> int:
                     raise Conflict("the checkpoint is gone from there", hint="`ucp reindex` makes the catalog know it")
                 return doc.revision  # nothing to keep a document for
             with suppress(IntegrityError, UpgradeNeeded):
-                found = standing(store)
+                found = find_manifest(store)
                 if found is not None and found.id != doc.id:
                     raise _replaced()
         elif there.id != doc.id:
@@ -174,7 +175,7 @@ def _refuse_replacing(store: Store, doc: CatalogDoc) -> None:
     if not _protects(doc):
         return
     if others := replacing_attempts(store):
-        found = standing(store)
+        found = find_manifest(store)
         if found is None or found.id != doc.id or others - {found.attempt}:
             raise Conflict("the checkpoint there is being replaced, and it is not sure that this keeps it")
 

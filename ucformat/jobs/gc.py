@@ -20,7 +20,8 @@ from ucformat.catalog.refs import Ref, resolve
 from ucformat.catalog.stamp import GRACE, make_stamp
 from ucformat.errors import Conflict, IntegrityError, NotFound, UcformatError
 from ucformat.format.attempts import attempt_of, folders_of, is_inside_attempt, names_below, record_key, refuse_others
-from ucformat.format.commit import MANIFEST, abandon, standing
+from ucformat.format.commit import MANIFEST, abandon
+from ucformat.format.structure import find_manifest
 from ucformat.jobs.documents import read_document
 from ucformat.jobs.listing import check_listed, check_removed, is_empty
 from ucformat.jobs.removal import bury, orphaned_document, read_tombstone, remove, remove_orphaned_document
@@ -238,7 +239,7 @@ def _is_of_another(store: Store, root: str, committed: Collection[str]) -> bool:
     for above in ("/".join(parts[:n]) for n in range(len(parts))):
         if above in committed:
             outer = open_store(f"{store.url}/{above}" if above else store.url)
-            there = standing(outer)
+            there = find_manifest(outer)
             if there is not None and names_below(outer, there, root[len(above) :].lstrip("/")):
                 return True
     return False
@@ -246,7 +247,7 @@ def _is_of_another(store: Store, root: str, committed: Collection[str]) -> bool:
 
 def _left_at(home: Store, attempts: Sequence[str], before: datetime, resumed: Sequence[str]) -> list[Leftover]:
     """What of this is left at one place by those who are gone."""
-    tombstone, manifest = read_tombstone(home), standing(home)
+    tombstone, manifest = read_tombstone(home), find_manifest(home)
     whose = manifest or tombstone
     found = [_leftover(home, a, before) for a in attempts if whose is None or a != whose.attempt]
     if tombstone is not None and manifest is None and tombstone.id not in resumed:
@@ -319,7 +320,7 @@ def _remove_leftover(left: Leftover, before: datetime, grace: timedelta) -> None
         if _alone(store, before) is not None:
             remove_orphaned_document(store)
         return
-    tombstone, manifest = read_tombstone(store), standing(store)
+    tombstone, manifest = read_tombstone(store), find_manifest(store)
     if tombstone is not None and manifest is None and tombstone.attempt == left.attempt:
         bury(store, tombstone)
     elif manifest is None or manifest.attempt != left.attempt:
@@ -343,7 +344,7 @@ def _condemn(store: Store, attempt: str, before: datetime, grace: timedelta) -> 
         version = store.replace(key, marked.model_dump_json(indent=1).encode(), found.version)
         now = store.info(key).modified
         young = now is not None and found.written is not None and now - found.written < grace.total_seconds()
-        whose = standing(store)
+        whose = find_manifest(store)
         if young or (whose is not None and whose.attempt == attempt):  # it was committed at this instant
             store.replace(key, found.data, version)
             return False

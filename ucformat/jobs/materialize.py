@@ -16,7 +16,8 @@ from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import ChecksumError, Conflict, PermissionDenied, UcformatError, UnsupportedError
 from ucformat.format.attempts import record_key
 from ucformat.format.audit import SourceFile, checked, source_files
-from ucformat.format.commit import abandon, begin, commit, read_manifest, settle
+from ucformat.format.commit import abandon, begin, commit, settle
+from ucformat.format.structure import find_manifest
 from ucformat.format.universal import Universal
 from ucformat.jobs.convert import How, plan_document, write
 from ucformat.jobs.record import record_commits
@@ -115,14 +116,14 @@ def _in_place(source: Checkpoint, how: How) -> Checkpoint:
         _must_replace(store, attempt)
         manifest, _ = _write(source, store, attempt, how)
     except UcformatError:
-        now = _standing(store)
+        now = find_manifest(store, UcformatError)
         if now is None or now.attempt == before.attempt:
             raise
         return _overtaken(store, attempt, now, before)  # who committed took away what we read
     try:
         done = commit(store, attempt, manifest)
     except Conflict:
-        return _overtaken(store, attempt, _standing(store), before)
+        return _overtaken(store, attempt, find_manifest(store, UcformatError), before)
     return Checkpoint(Universal(store, manifest=done.as_read()))
 
 
@@ -152,14 +153,6 @@ def _must_replace(store: Store, attempt: Attempt) -> None:
             f"{error.message}: a checkpoint there cannot be materialised in place",
             hint="say where the arrays are to lie: `ucp materialize SRC DST`, or materialize(src, dst)",
         ) from error
-
-
-def _standing(store: Store) -> Manifest | None:
-    """The manifest that stands at a place, if that can be known."""
-    try:
-        return read_manifest(store)[0]
-    except UcformatError:
-        return None
 
 
 #: What a manifest says of the files of its attempt; all else is of the checkpoint, whatever its form.

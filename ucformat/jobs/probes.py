@@ -13,6 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ucformat.errors import Conflict, MissingData, NotFound, UcformatError
+from ucformat.format.arrays import put_file
 from ucformat.storage.base import exists
 from ucformat.storage.objects import ObjectStore
 from ucformat.storage.upload import part_size
@@ -58,11 +59,6 @@ def _bytes(nbytes: int, seed: int) -> bytes:
     return random.Random(seed).randbytes(nbytes)  # noqa: S311 - no secret
 
 
-def _put(store: Store, key: str, data: bytes) -> None:
-    with store.create(key) as out:
-        out.write(data)
-
-
 def _must(holds: bool, message: str) -> None:  # noqa: FBT001
     if not holds:
         raise UcformatError(message)
@@ -70,7 +66,7 @@ def _must(holds: bool, message: str) -> None:  # noqa: FBT001
 
 def write(store: Store, root: str) -> str:
     """A small file."""
-    _put(store, f"{root}/small", _bytes(SMALL, 1))
+    put_file(store, f"{root}/small", _bytes(SMALL, 1))
     store.flush()
     return "files can be written"
 
@@ -81,7 +77,7 @@ def read_after_write(store: Store, root: str) -> str:
     _must(not exists(store, key), "a file is seen that nobody wrote")
     for seed in (2, 3):
         data = _bytes(SMALL + seed, seed)
-        _put(store, key, data)
+        put_file(store, key, data)
         seen = store.info(key).size == len(data) and store.read(key) == data
         _must(seen, f"a file that was just written is not read back as it is: {_READ_HINT}")
     return "what was written is read at once, also where it replaced a file"
@@ -91,7 +87,7 @@ def list_order(store: Store, root: str) -> str:
     """What was written is listed, all of it and nothing else."""
     wanted = sorted(f"{root}/{name}" for name in _NAMES)
     for key in wanted:
-        _put(store, key, b"x")
+        put_file(store, key, b"x")
     found = [info.key for info in store.list(f"{root}/list")]
     _must(found == wanted, f"lists lag behind writes, or are wrong: {len(found)} of {len(wanted)} files were listed")
     return "what was written is listed at once, in the order of the keys"
@@ -195,7 +191,7 @@ def replace(store: Store, root: str) -> str:
 def delete(store: Store, root: str) -> str:
     """What is deleted is gone."""
     key = f"{root}/small"
-    _put(store, f"{root}/folder/a", b"x")
+    put_file(store, f"{root}/folder/a", b"x")
     store.delete(key)
     store.delete(key)  # gone already
     store.delete_prefix(f"{root}/folder")

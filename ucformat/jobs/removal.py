@@ -27,7 +27,8 @@ from ucformat.errors import (
     UnsupportedError,
 )
 from ucformat.format.attempts import TRIES, contended, refuse_others
-from ucformat.format.commit import MANIFEST, abandon, read_manifest, standing
+from ucformat.format.commit import MANIFEST, abandon
+from ucformat.format.structure import find_manifest, read_manifest
 from ucformat.jobs.dependents import dependents_at, forget_dependents
 from ucformat.jobs.documents import read_document
 from ucformat.jobs.listing import check_removed
@@ -149,7 +150,7 @@ def _end(store: Store, tombstone: TombstoneDoc, version: str) -> bool:
     try:
         _replace_manifest(store, _dump(tombstone), version)
     except Conflict:
-        now = standing(store)
+        now = find_manifest(store)
         if now is not None and now.id == tombstone.id:
             raise
         if now is not None:

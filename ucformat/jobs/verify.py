@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import CoverageError, Inconsistent, IntegrityError, NotFound, UcformatError
 from ucformat.format.audit import (
+    Check,
     ListedFile,
     ShardFile,
     block_problems,
@@ -50,17 +50,6 @@ _BLOCK = 4 << 20  # bytes of a record that are held at once
 _NAMED = 5  # of the tensors in a damaged record, so many are named
 
 
-@dataclass(frozen=True, slots=True)
-class _Check:
-    """One thing to read: `run` gives the digests that were made on the way and what is wrong."""
-
-    verified: int
-    unverified: int
-    run: Callable[[], tuple[bytes, list[Problem]]]
-    key: Key | None = None
-    shard: tuple[int, ...] | None = None
-
-
 def verify(
     place: str | PathLike[str] | Store | Checkpoint,
     workers: int | None = None,
@@ -92,14 +81,14 @@ def verify(
         return Report(str(getattr(place, "url", place)), Universal.kind, 0, 0, 0, named)
     replicated: list[_Replicated] = []
     checks = list(_universal(ck.universal, replicated) if ck.universal else _foreign(ck, replicated))
-    total, done = sum(c.verified + c.unverified for c in checks), 0
+    total, done = sum(c.nbytes + c.unverified for c in checks), 0
     problems: list[Problem] = []
     leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
     for check, (found, wrong) in run(lambda c: c.run(), checks, workers or workers_for(ck.store)):
         problems += wrong
         if check.key is not None and check.shard is not None:
             leaves.setdefault(check.key, {})[check.shard] = found
-        done += check.verified + check.unverified
+        done += check.nbytes + check.unverified
         if progress is not None:
             progress(done, total)
     if ck.universal:
@@ -112,7 +101,7 @@ def verify(
         ck.url,
         ck.kind,
         len(ck.tensors),
-        sum(c.verified for c in checks),
+        sum(c.nbytes for c in checks),
         sum(c.unverified for c in checks),
         tuple(sorted(problems, key=lambda p: (p.file, p.chunk or (), p.reason))),
         unprotected(ck),
@@ -121,14 +110,12 @@ def verify(
     return report
 
 
-def _universal(source: Universal, replicated: list[_Replicated]) -> Iterator[_Check]:
+def _universal(source: Universal, replicated: list[_Replicated]) -> Iterator[Check]:
     store = source.store
     for item in items(source):
-        shard = item.shard if isinstance(item, ShardFile) else None
-        damages = (UcformatError,) if shard is None else ()  # a shard knows its own
-        yield _Check(item.nbytes, 0, partial(checked, item, store, damages), item.key, shard)
+        yield Check.of(item, store, () if isinstance(item, ShardFile) else (UcformatError,))  # a shard knows its own
     wrong, sidecar = _structure(source)
-    yield _Check(0, 0, lambda: (b"", wrong))
+    yield Check(0, lambda: (b"", wrong))
     unsound = {(p.name, p.state) for p in wrong}
     compared = {f.file for f in source_files(source) if f.doc.digest is not None}  # as a whole
     numbers = {key: n for n, key in enumerate(source.docs)}
@@ -143,7 +130,7 @@ def _universal(source: Universal, replicated: list[_Replicated]) -> Iterator[_Ch
             yield _extents(store, info, nbytes, extents, replicated)
     if not unsound:
         for file in (f for f in held if not f.startswith(MOUNT)):
-            yield _Check(0, 0, lambda f=file: (b"", _between(store, f, held[f])))  # type: ignore[misc]
+            yield Check(0, lambda f=file: (b"", _between(store, f, held[f])))  # type: ignore[misc]
 
 
 def _run(e: Extent, itemsize: int) -> tuple[int, int]:
@@ -180,7 +167,7 @@ def _structure(source: Universal) -> tuple[list[Problem], Sidecar | None]:
     return list(structural(source.manifest, sidecar)), sidecar
 
 
-def _foreign(ck: Checkpoint, replicated: list[_Replicated]) -> Iterator[_Check]:
+def _foreign(ck: Checkpoint, replicated: list[_Replicated]) -> Iterator[Check]:
     source = cast("OpenSource", ck.foreign)
     records = list(source.records())
     in_records = {r.file for r in records}  # their bytes are counted there
@@ -196,13 +183,13 @@ def _foreign(ck: Checkpoint, replicated: list[_Replicated]) -> Iterator[_Check]:
             if reason is not None:
                 wrong = [] if reason in named else [Problem(ck.home, reason, *key)]  # a file that cannot be read: once
                 named.add(reason)
-                yield _Check(0, 0, lambda w=wrong: (b"", w))  # type: ignore[misc]
+                yield Check(0, lambda w=wrong: (b"", w))  # type: ignore[misc]
                 continue
             apart = sum(e.box.size for e in extents if e.file not in in_records) * info.itemsize
             yield _extents(source.store, info, min(apart, info.nbytes), extents, replicated)
     for r in records:
-        counted = (0, r.nbytes) if r.crc32 is None else (r.nbytes, 0)
-        yield _Check(*counted, lambda r=r: (b"", _record(source, r)))  # type: ignore[misc]
+        verified, unverified = (0, r.nbytes) if r.crc32 is None else (r.nbytes, 0)
+        yield Check(verified, lambda r=r: (b"", _record(source, r)), unverified=unverified)  # type: ignore[misc]
 
 
 def _record(source: OpenSource, record: FileRecord) -> list[Problem]:
@@ -240,7 +227,7 @@ def _tensors_in(source: OpenSource, file: str, start: int, stop: int) -> Iterato
 
 def _extents(
     store: Store, info: TensorInfo, nbytes: int, extents: list[Extent], replicated: list[_Replicated]
-) -> _Check:
+) -> Check:
     """A check of a tensor that is not an array: of its blocks where it has some, else that its bytes are there."""
     key = info.key
     blocks = {(e.file, e.block) for e in extents if e.block is not None}
@@ -258,7 +245,7 @@ def _extents(
             try:
                 size = store.info(file).size
             except NotFound:
-                wrong.append(Problem(file, "the file is missing", key.name, key.state))
+                wrong.append(Problem(file, "the file is missing", key.name, key.state, kind="missing"))
             except UcformatError as error:
                 wrong.append(Problem(file, error.message, key.name, key.state))
             else:
@@ -266,7 +253,7 @@ def _extents(
                     wrong.append(Problem(file, f"the file ends at {size}, before byte {end}", key.name, key.state))
         return b"", wrong
 
-    return _Check(verified, nbytes - verified, check)
+    return Check(verified, check, unverified=nbytes - verified)
 
 
 def _unequal(store: Store, damaged: Collection[str], of: _Replicated) -> list[Problem]:

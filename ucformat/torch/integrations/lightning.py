@@ -10,7 +10,7 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from ucformat.errors import NotACheckpoint, UnsupportedError, UsageError
-from ucformat.format.commit import read_manifest
+from ucformat.format.structure import read_manifest
 from ucformat.jobs.removal import remove
 from ucformat.references import open_reference
 from ucformat.sources.configuration import program_config

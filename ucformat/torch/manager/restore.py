@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
-from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ucformat.catalog.newest import contradictions
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import IntegrityError, MissingData, NotFound, UpgradeNeeded
-from ucformat.format.audit import ShardFile, ZarrJson, block_problems, checked, items, wrong_digests
+from ucformat.format.audit import Check, ZarrJson, block_problems, items, wrong_digests
 from ucformat.format.commit import MANIFEST
 from ucformat.format.structure import Problem
 from ucformat.geometry.tensor import Key, single_extents
@@ -37,16 +36,6 @@ __all__ = ["Mode", "Restored", "restore_newest", "verify_on_all_ranks"]
 
 
 _DAMAGES = (IntegrityError, NotFound, UpgradeNeeded)  # any other error is of the place, and no reason to go back
-
-
-@dataclass(frozen=True, slots=True)
-class _FileCheck:
-    """A file, or a part of one, to look at; `run` gives the digests of a shard's chunks and what is wrong."""
-
-    nbytes: int
-    run: Callable[[], tuple[bytes, list[Problem]]]
-    key: Key | None = None
-    shard: tuple[int, ...] | None = None
 
 
 @message
@@ -116,14 +105,13 @@ def _look(ck: Checkpoint, mode: Mode, ranks: Group, threads: int | None) -> _Che
     return _CheckResult(found.problems, found.leaves, sum(t.nbytes for t in mine))
 
 
-def _full(source: Universal) -> Iterator[_FileCheck]:
+def _full(source: Universal) -> Iterator[Check]:
     """Everything, by files, and by tensors where they are not arrays."""
     for item in items(source):
-        shard = item.shard if isinstance(item, ShardFile) else None
-        yield _FileCheck(item.nbytes, partial(checked, item, source.store, _DAMAGES), item.key, shard)
+        yield Check.of(item, source.store, _DAMAGES)
     for key, tensor in source.docs.items():
         if tensor.path is None:
-            yield _FileCheck(tensor.nbytes, lambda k=key: (b"", _blocks(source, k)))  # type: ignore[misc]
+            yield Check(tensor.nbytes, lambda k=key: (b"", _blocks(source, k)))  # type: ignore[misc]
 
 
 def _blocks(source: Universal, key: Key) -> list[Problem]:
@@ -132,7 +120,7 @@ def _blocks(source: Universal, key: Key) -> list[Problem]:
     return block_problems(source.store, key, blocks, _DAMAGES)
 
 
-def _quick(source: Universal) -> Iterator[_FileCheck]:
+def _quick(source: Universal) -> Iterator[Check]:
     """The size of each file."""
     ends = {item.file: item.nbytes for item in items(source) if not isinstance(item, ZarrJson)}
     for key, tensor in source.docs.items():
@@ -147,7 +135,7 @@ def _quick(source: Universal) -> Iterator[_FileCheck]:
             raise MissingData(f"{source.store.url}/{file} has {size} bytes, and should have {least}")
 
     for file, least in ends.items():
-        yield _FileCheck(0, lambda f=file, n=least: (b"", _reading(f, lambda: look(f, n))))  # type: ignore[misc]
+        yield Check(0, lambda f=file, n=least: (b"", _reading(f, lambda: look(f, n))))  # type: ignore[misc]
 
 
 def _reading(file: str, act: Callable[[], object]) -> list[Problem]:

@@ -9,7 +9,8 @@ from datetime import datetime
 
 from ucformat.catalog.newest import newest_first
 from ucformat.errors import IntegrityError, NotACheckpoint, UpgradeNeeded, UsageError
-from ucformat.format.commit import MANIFEST, read_manifest
+from ucformat.format.commit import MANIFEST
+from ucformat.format.structure import read_manifest
 from ucformat.schema.documents import TOMBSTONE
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import open_store
