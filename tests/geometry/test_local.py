@@ -17,7 +17,7 @@ from tests.geometry.strategies import _shard, shapes
 from ucformat.errors import LayoutError
 from ucformat.geometry.box import row_major
 from ucformat.geometry.flat_buffer import flat_boxes
-from ucformat.geometry.local import Cut, Region, Strides, keep_rows, local_dims, parts_of, regions_of, strided_regions
+from ucformat.geometry.local import Cut, Region, keep_rows, local_dims, parts_of, regions_of, strided_regions
 from ucformat.geometry.placement import Shard
 from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.geometry.view import Part, View
@@ -114,9 +114,9 @@ def test_strided_pieces_are_what_as_strided_gives(data: st.DataObject, shape: li
         steps.append(step)
     unit = row_major(tuple(shape))
     offset = sum(s.start * u for s, u in zip(slices, unit, strict=True))
-    at = Strides(offset, tuple(s * u for s, u in zip(steps, unit, strict=True)))
+    at = (offset, tuple(s * u for s, u in zip(steps, unit, strict=True)))
     local = np.full(size, -1, np.int32)
-    mine = Strides(0, row_major(tuple(size)))
+    mine = (0, row_major(tuple(size)))
     regions = tuple(strided_regions(tuple(shape), tuple(size), tuple(size), at, mine))
     fill(local, regions, whole)
     assert (local == whole[tuple(slices)]).all()
@@ -138,11 +138,11 @@ def test_strided_pieces_are_what_as_strided_gives(data: st.DataObject, shape: li
 )
 def test_other_pieces_are_refused(size: tuple[int, ...], offset: int, strides: tuple[int, ...], why: str) -> None:
     with pytest.raises(LayoutError, match=why):
-        list(strided_regions((4, 4), size, size, Strides(offset, strides), Strides(0, row_major(size))))
+        list(strided_regions((4, 4), size, size, (offset, strides), (0, row_major(size))))
 
 
 def test_a_piece_in_a_million_parts_is_refused() -> None:
     shape = (1 << 20, 2)
-    at = Strides(0, (4, 1))
+    at = (0, (4, 1))
     with pytest.raises(LayoutError, match="65,536"):
-        list(strided_regions((1 << 21, 2), shape, shape, at, Strides(0, (2, 1))))
+        list(strided_regions((1 << 21, 2), shape, shape, at, (0, (2, 1))))

@@ -33,7 +33,6 @@ __all__ = [
     "Dim",
     "Region",
     "Run",
-    "Strides",
     "keep_rows",
     "local_dims",
     "parts_of",
@@ -207,13 +206,6 @@ class Region(NamedTuple):
     box: Box
 
 
-class Strides(NamedTuple):
-    """Where a piece lies in a row-major tensor, as `torch.as_strided` says it: in elements."""
-
-    offset: int
-    strides: tuple[int, ...]
-
-
 def regions_of(dims: tuple[Dim, ...]) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
     """The regions of the local tensor with these dims, and those of its padding (boxes of the padding tensor)."""
     regions: list[Region] = []
@@ -241,14 +233,25 @@ def keep_rows(regions: Iterable[Region], rows: int) -> tuple[tuple[Region, ...],
 
 
 def strided_regions(
-    shape: tuple[int, ...], local_shape: tuple[int, ...], size: tuple[int, ...], at: Strides, local: Strides
+    shape: tuple[int, ...],
+    local_shape: tuple[int, ...],
+    size: tuple[int, ...],
+    source: tuple[int, tuple[int, ...]],
+    target: tuple[int, tuple[int, ...]],
 ) -> Iterator[Region]:
-    """The regions of a strided piece of `size`, which lies `at` in the global tensor and `local` in the local one.
+    """The regions of a strided piece: one, or one for each index of the axes that skip elements.
 
-    Its axes must run along the dims of both; where they skip elements, each index becomes a region of its own.
-    LayoutError where they run otherwise, or leave a tensor.
+    Args:
+        shape: of the global tensor, row-major.
+        local_shape: of the local tensor, row-major.
+        size: shape of the piece.
+        source: the piece in the global tensor: offset and strides in elements, as of `torch.as_strided`.
+        target: the piece in the local tensor, likewise.
+
+    Raises:
+        LayoutError: an axis does not run along a dim of both tensors, or leaves one; or there are too many regions.
     """
-    whole, inner = _place(shape, size, at), _place(local_shape, size, local)
+    whole, inner = _place(shape, size, *source), _place(local_shape, size, *target)
     cut = [n > 1 and (a != 1 or b != 1) for n, a, b in zip(size, whole.steps, inner.steps, strict=True)]
     if math.prod(n for n, c in zip(size, cut, strict=True) if c) > _MAX_BOXES:
         raise LayoutError(f"a piece of the shape {size} comes apart into more than {_MAX_BOXES:,} boxes")
@@ -278,14 +281,14 @@ class _Place(NamedTuple):
         return tuple(a + i * s for a, i, s in zip(self.start, of, self.steps, strict=True))
 
 
-def _place(shape: tuple[int, ...], size: tuple[int, ...], at: Strides) -> _Place:
-    where = f"a piece of the shape {size} at element {at.offset} with the strides {at.strides}"
-    if not len(shape) == len(size) == len(at.strides) or any(n < 0 for n in size) or at.offset < 0:
+def _place(shape: tuple[int, ...], size: tuple[int, ...], offset: int, strides: tuple[int, ...]) -> _Place:
+    where = f"a piece of the shape {size} at element {offset} with the strides {strides}"
+    if not len(shape) == len(size) == len(strides) or any(n < 0 for n in size) or offset < 0:
         raise LayoutError(f"{where} has not the dims of a tensor of the shape {shape}")
     if 0 in size:
         return _Place((0,) * len(size), (1,) * len(size))
-    start, steps, left = [], [], at.offset
-    for n, count, stride, unit in zip(shape, size, at.strides, row_major(shape), strict=True):
+    start, steps, left = [], [], offset
+    for n, count, stride, unit in zip(shape, size, strides, row_major(shape), strict=True):
         first, left = divmod(left, unit) if unit else (0, left)
         step, rest = divmod(stride, unit) if unit and count > 1 else (1, 0)
         if rest or step < 1 or first + (count - 1) * step >= n:

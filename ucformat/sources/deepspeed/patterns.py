@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ucformat.errors import IntegrityError, LayoutError, UnsupportedError, UpgradeNeeded, option_text
 from ucformat.geometry.coverage import prove
-from ucformat.geometry.local import Region, Strides, strided_regions
+from ucformat.geometry.local import Region, strided_regions
 from ucformat.geometry.patterns import Pattern, compile_pattern
 from ucformat.geometry.placement import Shard
 from ucformat.geometry.tensor import TensorInfo
@@ -263,7 +263,7 @@ def _affine(entry: Any, shapes: Shapes) -> TPSharding:
             if len(ranks[rank]["pieces"]) > _PIECES:
                 raise UnsupportedError(f"an affine map has more than {_PIECES} pieces")
             for piece in ranks[rank]["pieces"]:
-                at, to = (Strides(int(o), _sizes(s)) for o, s in (piece["source"], piece["dest"]))
+                at, to = ((int(o), _sizes(s)) for o, s in (piece["source"], piece["dest"]))
                 found += strided_regions(shape, local, _sizes(piece["shape"]), at, to)
                 scaled = scaled or float(piece.get("scale", 1.0)) != 1.0
             prove(TensorInfo("the part of a rank", "weight", "uint8", local), _numbered(found))
