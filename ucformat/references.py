@@ -45,7 +45,7 @@ def open_reference(
     Raises:
         NotFound: there is nothing at that place, or the catalog knows no such checkpoint.
         NotACheckpoint: what is there is not a checkpoint, or not a committed one.
-        UsageError: the reference means several checkpoints.
+        UsageError: the reference matches several checkpoints.
     """
     given = each(roots)
     found = _open(place, lambda: (*given, *allowed_roots()), options)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from tests.catalog.stress import POSTS, made, post, shared
+from ucformat.catalog.columns import canonical_hash
 from ucformat.catalog.models import (
     Alias,
     Checkpoint,
@@ -24,7 +25,6 @@ from ucformat.catalog.models import (
     Tensor,
     TensorSet,
 )
-from ucformat.catalog.recording import canonical_hash
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -517,7 +517,7 @@ class TestUntag:
     def test_it_protects_no_longer_and_can_be_put_on_again(self, catalog: Catalog) -> None:
         put(catalog, 1)
         catalog.tag("run7@1", "a", "b")
-        with pytest.raises(NotFound, match="does not bear the tag 'c'"):
+        with pytest.raises(NotFound, match="does not have the tag 'c'"):
             catalog.untag("run7@1", "a", "c", reason="x")
         with pytest.raises(UsageError, match="needs a reason"):
             catalog.untag("run7@1", "a", reason=" ")

@@ -40,7 +40,7 @@ def put(database: Database, **values: Any) -> int:
     number = next(made)
     found = manifest(number, step=number, **values)
     with database.writing() as c:
-        return record(c, found, f"/r/{number}", kind="ucformat", run="r", files=None, now=NOW, who="me")
+        return record(c, found, f"/r/{number}", kind="ucformat", run="r", files=None, stamp=Stamp("me", NOW))
 
 
 def compare(database: Database, a: dict[str, Any], b: dict[str, Any]) -> Diff:

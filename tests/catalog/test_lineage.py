@@ -49,10 +49,7 @@ def database(database_url: str) -> Iterator[Database]:
 def put(database: Database, *manifests: Manifest) -> list[int]:
     """Record checkpoints at `/r/<step>`; their serials."""
     with database.writing() as c:
-        return [
-            record(c, m, f"/r/{m.step}", kind="ucformat", run=m.run, files=None, now=NOW, who=STAMP.who)
-            for m in manifests
-        ]
+        return [record(c, m, f"/r/{m.step}", kind="ucformat", run=m.run, files=None, stamp=STAMP) for m in manifests]
 
 
 def ask(database: Database, serial: int, direction: Any = "up", depth: int | None = None) -> Lineage:

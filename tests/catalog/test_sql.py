@@ -22,6 +22,7 @@ from ucformat.catalog.database import Database
 from ucformat.catalog.models import Base, Run
 from ucformat.catalog.recording import record
 from ucformat.catalog.sql import Table, run_sql
+from ucformat.catalog.stamp import Stamp
 from ucformat.errors import PermissionDenied, UcformatError, UnsafeError, UsageError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def database(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     with database.writing() as c:
         for i in (1, 2, 3):
             m = manifest(i, step=i, config={"lr": 0.1}, metrics={"loss": 0.5})
-            record(c, m, f"/r/{i}", kind="ucformat", run="run7", files=None, now=NOW, who="me")
+            record(c, m, f"/r/{i}", kind="ucformat", run="run7", files=None, stamp=Stamp("me", NOW))
     yield database
     database.close()
 

@@ -126,7 +126,7 @@ def test_a_tag_is_taken_off_with_a_reason(run: Run, entry: Callable[[str], Entry
     assert object_of(run("untag", "run7@1000", "good", "--reason", "x", "--json").stdout)["tags"] == []
     [last] = object_of(run("log", "run7@1000", "-n", 1, "--json").stdout)["events"]
     assert (last["action"], last["detail"]) == ("untag", {"tags": ["good"], "reason": "x"})
-    assert "does not bear the tag 'good'" in run("untag", "run7@1000", "good", "--reason", "x", code=3).stderr
+    assert "does not have the tag 'good'" in run("untag", "run7@1000", "good", "--reason", "x", code=3).stderr
     run("tag", "run7@1000", "kept", "--permanent")
     assert "is permanent" in run("untag", "run7@1000", "kept", "--reason", "x", code=6).stderr
     assert entry("run7@1000").tags == ("kept",)

@@ -94,7 +94,7 @@ def _delete(root: Path, place: str) -> None:
             try:
                 catalog.delete(str(root / place), grace=NOW)
             except UcformatError as error:
-                if not any(said in str(error) for said in ("is not deleted: it is", "knows no checkpoint")):
+                if not any(said in str(error) for said in ("is not deleted: it is", "has no checkpoint")):
                     raise
     _gc(root)
 

@@ -345,7 +345,7 @@ class Player:
 _OTHER_FORM = "in another form than"
 
 #: What a command that is repeated says where its work is done already.
-_DONE = ("already holds the committed checkpoint", "is not deleted: it is deleted", "knows no checkpoint")
+_DONE = ("already holds the committed checkpoint", "is not deleted: it is deleted", "has no checkpoint")
 
 #: The checkpoints that something names, and where they lie.
 _HELD = """

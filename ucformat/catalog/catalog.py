@@ -1,31 +1,30 @@
-"""The catalog's public interface: frozen values in and out, one transaction for each call."""
+"""The catalog's public interface: each method is one transaction, and takes and returns frozen values."""
 
 from __future__ import annotations
 
 import logging
-from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import sqlalchemy as sa
 
 from ucformat.catalog import find_dependents, labels, on_change, recording
-from ucformat.catalog.columns import storable_json
 from ucformat.catalog.entries import load_entries
 from ucformat.catalog.labels import ANY
-from ucformat.catalog.models import Checkpoint, Verification
+from ucformat.catalog.models import Checkpoint
 from ucformat.catalog.reader import CatalogReader
-from ucformat.catalog.refs import parent_name, parse_ref, resolve, resolve_committed, same_url
-from ucformat.catalog.rows import TOUCHED, event, lock, touch
+from ucformat.catalog.refs import parent_name, parse_ref, places_of, resolve, resolve_committed, same_url
+from ucformat.catalog.rows import TOUCHED, lock, touch
 from ucformat.catalog.stamp import GRACE, Stamp, make_stamp
-from ucformat.errors import Conflict, UsageError
+from ucformat.errors import Conflict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from datetime import datetime, timedelta
 
     from sqlalchemy import Connection
 
     from ucformat.catalog.entries import Entry
-    from ucformat.catalog.recording import LocationEntry
+    from ucformat.catalog.refs import LocationEntry
     from ucformat.catalog.retention import RetentionPlan
     from ucformat.schema.documents import CatalogDoc
     from ucformat.schema.manifest import Manifest
@@ -36,8 +35,6 @@ __all__ = ["GRACE", "Catalog"]
 T = TypeVar("T")
 
 _log = logging.getLogger("ucformat")
-
-_PROBLEMS = 100  # of a damaged checkpoint so many are kept
 
 
 class Catalog(CatalogReader):
@@ -52,8 +49,6 @@ class Catalog(CatalogReader):
         upgrade: upgrade tables of an older ucformat (default: raise UpgradeNeeded).
     """
 
-    # Recording
-
     def record(
         self,
         manifest: Manifest,
@@ -62,7 +57,7 @@ class Catalog(CatalogReader):
         kind: str = "ucformat",
         run: str | None = None,
         files: tuple[int, int] | None = None,
-        said: bool = False,
+        replace_config: bool = False,
         listing: str | None = None,
     ) -> Entry:
         """Record a checkpoint at a place. If its id is known, only the place is added, and the run if given.
@@ -73,7 +68,7 @@ class Catalog(CatalogReader):
             kind: `ucformat`, or the engine that wrote it.
             run: its run (default: the manifest's, else the name of the parent folder).
             files: of a foreign checkpoint, the number of its files and their bytes.
-            said: of a foreign checkpoint, replace a known configuration by the manifest's (default: keep it).
+            replace_config: of a foreign checkpoint, replace a recorded configuration (default: False).
             listing: a hash of the file listing, by which `register` recognises unchanged checkpoints.
 
         Returns:
@@ -85,10 +80,9 @@ class Catalog(CatalogReader):
         stamp, url = make_stamp(), same_url(url)
 
         def work(c: Connection) -> Entry:
-            given = run or manifest.run
-            where = given or parent_name(url)
-            about: dict[str, Any] = {"kind": kind, "run": where, "files": files, "said": said, "listing": listing}
-            serial = recording.record(c, manifest, url, now=stamp.now, who=stamp.who, **about)
+            about: dict[str, Any] = {"kind": kind, "files": files, "listing": listing, "replace_config": replace_config}
+            name = run or manifest.run or parent_name(url)
+            serial = recording.record(c, manifest, url, run=name, stamp=stamp, **about)
             if run is not None and recording.set_run(c, serial, run, stamp.now):
                 touch(c, [serial])
             return load_entries(c, [serial], stamp.now)[0]
@@ -101,8 +95,8 @@ class Catalog(CatalogReader):
         Args:
             checkpoint: the id.
             doc: the document.
-            url: the place that it is about.
-            trust: apply all of it (default: move no alias, undo nothing recorded here, restart the grace of deletions).
+            url: the place.
+            trust: apply all of it (default: move no alias, undo nothing recorded here, restart grace periods).
 
         Returns:
             The checkpoint's entry.
@@ -117,8 +111,8 @@ class Catalog(CatalogReader):
             return load_entries(c, [serial], stamp.now)[0], refused
 
         entry, refused = self._database.write(work)
-        for what in refused:
-            _log.warning("%s; --trust-documents applies it", what)
+        for message in refused:
+            _log.warning("%s; --trust-documents moves it", message)
         return entry
 
     def forget(self, places: Collection[LocationEntry]) -> list[str]:
@@ -133,7 +127,7 @@ class Catalog(CatalogReader):
             The urls that were removed.
         """
         stamp = make_stamp()
-        return self._database.write(lambda c: recording.forget(c, places, now=stamp.now, who=stamp.who))
+        return self._database.write(lambda c: recording.forget(c, places, stamp))
 
     def link(self, child: str, parent: str, kind: str) -> None:
         """Record that a checkpoint was made from another.
@@ -146,16 +140,11 @@ class Catalog(CatalogReader):
         Raises:
             UsageError: the kind is unknown, or the parent descends from the child.
         """
-        stamp = make_stamp()
-        from ucformat.schema.manifest import LineageDoc
+        from ucformat.catalog.lineage import add_link
 
-        known = LineageDoc.model_fields["kind"].annotation.__args__  # type: ignore[union-attr]
-        if kind not in known:
-            raise UsageError(f"{kind!r} is not a kind of lineage", hint=f"there are: {', '.join(known)}")
+        stamp = make_stamp()
 
         def work(c: Connection) -> None:
-            from ucformat.catalog.lineage import add_link
-
             serial = resolve(c, parse_ref(child))
             if add_link(c, serial, parent, kind, stamp):
                 touch(c, [serial])
@@ -189,20 +178,9 @@ class Catalog(CatalogReader):
 
         def work(c: Connection) -> None:
             serial = resolve(c, parse_ref(ref))
-            c.execute(
-                sa.insert(Verification).values(
-                    checkpoint=serial,
-                    url=same_url(url),
-                    at=stamp.now,
-                    problems=storable_json(problems[:_PROBLEMS]),
-                    **values,
-                )
-            )
-            event(c, "verify", stamp.who, stamp.now, serial, ok=ok, problems=len(problems))
+            recording.add_verification(c, serial, same_url(url), problems=problems, stamp=stamp, **values)
 
         self._write(work)
-
-    # Deletion
 
     def retain(self, policy: Policy, *, apply: str | None = None) -> RetentionPlan:
         """Plan what a policy keeps and deletes, or apply such a plan.
@@ -221,7 +199,6 @@ class Catalog(CatalogReader):
         from ucformat.catalog.retention import plan_retention
 
         stamp = make_stamp()
-
         needed: dict[str, frozenset[str]] = {}
 
         def plan(c: Connection) -> RetentionPlan:
@@ -230,7 +207,7 @@ class Catalog(CatalogReader):
 
         with self._database.reading() as c:
             first = plan(c)
-            places = deletion.places_of(c, [r.serial for r in first.delete])
+            places = places_of(c, [r.serial for r in first.delete])
         needed = find_dependents(places)
         if apply is None:
             if not needed:
@@ -267,12 +244,15 @@ class Catalog(CatalogReader):
         stamp = make_stamp()
         with self._database.reading() as c:
             serials = [resolve(c, parse_ref(r)) for r in refs]
-            places = deletion.places_of(c, serials)
+            places = places_of(c, serials)
         needed = find_dependents(places)
         self._write(lambda c: deletion.delete(c, serials, grace, stamp, why={}, needed=needed))
 
     def restore(self, *refs: str) -> None:
         """Restore deleted checkpoints, all of them or none.
+
+        Args:
+            refs: the checkpoints.
 
         Raises:
             PermissionDenied: one is not deleted, or is being purged.
@@ -281,8 +261,6 @@ class Catalog(CatalogReader):
 
         stamp = make_stamp()
         self._write(lambda c: deletion.restore(c, [resolve(c, parse_ref(r)) for r in refs], stamp))
-
-    # Labels
 
     def alias(self, name: str, ref: str, *, expect: Any = ANY) -> None:
         """Point an alias to a checkpoint.
@@ -302,7 +280,16 @@ class Catalog(CatalogReader):
         self._move(move, expect)
 
     def unalias(self, name: str, *, expect: Any = ANY) -> None:
-        """Remove an alias and keep its history; `expect` and errors as in `alias`."""
+        """Remove an alias, and keep its history.
+
+        Args:
+            name: the alias.
+            expect: where it must point now, a reference (default: anywhere).
+
+        Raises:
+            Conflict: it points elsewhere.
+            NotFound: it does not exist.
+        """
         self._move(lambda c, stamp, old: labels.remove_alias(c, name, old, stamp), expect)
 
     def _move(self, move: Callable[[Connection, Stamp, Any], Iterable[int]], expect: Any) -> None:
@@ -322,7 +309,7 @@ class Catalog(CatalogReader):
             tags: their names.
             permanent: they cannot be removed (default: `untag` removes them).
         """
-        self._say(ref, lambda c, serial, stamp: labels.add_tags(c, serial, tags, stamp, permanent=permanent))
+        self._annotate(ref, lambda c, serial, stamp: labels.add_tags(c, serial, tags, stamp, permanent=permanent))
 
     def untag(self, ref: str, *tags: str, reason: str) -> None:
         """Remove tags from a checkpoint, all of them or none.
@@ -337,7 +324,7 @@ class Catalog(CatalogReader):
             PermissionDenied: one is permanent.
             UsageError: the reason is empty.
         """
-        self._say(ref, lambda c, serial, stamp: labels.remove_tags(c, serial, tags, reason, stamp), alive=False)
+        self._annotate(ref, lambda c, serial, stamp: labels.remove_tags(c, serial, tags, reason, stamp), any_state=True)
 
     def hold(self, ref: str, reason: str, until: datetime | timedelta | None = None) -> int:
         """Protect a checkpoint from deletion.
@@ -350,31 +337,46 @@ class Catalog(CatalogReader):
         Returns:
             The number of the hold.
         """
-        return self._say(
-            ref,
-            lambda c, serial, stamp: labels.add_hold(
-                c, serial, reason, stamp.now + until if isinstance(until, timedelta) else until, stamp
-            ),
-        )
+        return self._annotate(ref, lambda c, serial, stamp: labels.add_hold(c, serial, reason, until, stamp))
 
     def release(self, ref: str, number: int | None = None) -> int:
-        """Release the hold with this number (default: all holds) on a checkpoint; return how many were released."""
-        return self._say(ref, lambda c, serial, stamp: labels.release_holds(c, serial, stamp, number), alive=False)
+        """Release holds on a checkpoint.
+
+        Args:
+            ref: the checkpoint.
+            number: the number of the hold (default: all holds).
+
+        Returns:
+            How many were released.
+        """
+        return self._annotate(
+            ref, lambda c, serial, stamp: labels.release_holds(c, serial, stamp, number), any_state=True
+        )
 
     def metric(self, ref: str, metrics: Mapping[str, float]) -> None:
-        """Set metrics of a checkpoint, replacing those with the same names."""
-        self._say(ref, lambda c, serial, stamp: labels.add_metrics(c, serial, metrics, stamp))
+        """Set metrics of a checkpoint, replacing those with the same names.
+
+        Args:
+            ref: the checkpoint.
+            metrics: the values, by name.
+        """
+        self._annotate(ref, lambda c, serial, stamp: labels.add_metrics(c, serial, metrics, stamp))
 
     def note(self, ref: str, text: str) -> None:
-        """Add a note to a checkpoint."""
-        self._say(ref, lambda c, serial, stamp: labels.add_note(c, serial, text, stamp))
+        """Add a note to a checkpoint.
 
-    def _say(self, ref: str, say: Callable[[Connection, int, Stamp], T], *, alive: bool = True) -> T:
+        Args:
+            ref: the checkpoint.
+            text: the note.
+        """
+        self._annotate(ref, lambda c, serial, stamp: labels.add_note(c, serial, text, stamp))
+
+    def _annotate(self, ref: str, change: Callable[[Connection, int, Stamp], T], *, any_state: bool = False) -> T:
         stamp = make_stamp()
 
         def work(c: Connection) -> T:
-            serial = resolve_committed(c, ref) if alive else resolve(c, parse_ref(ref))
-            found = say(c, serial, stamp)
+            serial = resolve(c, parse_ref(ref)) if any_state else resolve_committed(c, ref)
+            found = change(c, serial, stamp)
             if found or found is None:
                 touch(c, [serial])
             else:  # nothing changes, but an earlier process may have died before it wrote the document
@@ -384,11 +386,11 @@ class Catalog(CatalogReader):
         return self._write(work)
 
     def _write(self, work: Callable[[Connection], T]) -> T:
-        def noting(c: Connection) -> tuple[T, frozenset[int]]:
+        def tracked(c: Connection) -> tuple[T, frozenset[int]]:
             c.info[TOUCHED] = set()
             return work(c), frozenset(c.info[TOUCHED])
 
-        found, touched = self._database.write(noting)
+        found, touched = self._database.write(tracked)
         for listener in on_change if touched else ():
             listener(self, touched)
         return found

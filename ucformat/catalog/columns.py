@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -13,7 +15,17 @@ if TYPE_CHECKING:
     from sqlalchemy.engine import Dialect
     from sqlalchemy.types import TypeEngine
 
-__all__ = ["Base", "Json", "PlainText", "UtcDateTime", "column", "storable_json", "storable_text"]
+__all__ = [
+    "Base",
+    "Json",
+    "PlainText",
+    "UtcDateTime",
+    "canonical_hash",
+    "column",
+    "storable_json",
+    "storable_text",
+    "stored_metric",
+]
 
 
 def storable_json(value: Any) -> Any:
@@ -61,14 +73,24 @@ class UtcDateTime(TypeDecorator[datetime]):
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002
-        """Convert to UTC."""
+        """Convert a value of a statement to UTC.
+
+        Args:
+            value: the time, with its zone.
+            dialect: unused.
+        """
         if value is None:
             return None
         assert value.tzinfo is not None, "a time without a zone"  # noqa: S101
         return value.astimezone(UTC)
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002
-        """Add the zone, which SQLite does not store."""
+        """Add the zone to a value of a row, which SQLite does not store.
+
+        Args:
+            value: the time in UTC, or with its zone.
+            dialect: unused.
+        """
         if value is None:
             return None
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
@@ -81,7 +103,12 @@ class PlainText(TypeDecorator[str]):
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:  # noqa: ARG002
-        """Convert to the stored form, also when searching."""
+        """Convert a value of a statement to the stored form, also when searching.
+
+        Args:
+            value: the text.
+            dialect: unused.
+        """
         return None if value is None else storable_text(value)
 
 
@@ -92,7 +119,11 @@ class Json(TypeDecorator[Any]):
     cache_ok = True
 
     def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
-        """The type of this database."""
+        """The type in one database.
+
+        Args:
+            dialect: the database's.
+        """
         if dialect.name != "postgresql":
             return dialect.type_descriptor(JSON())
         from sqlalchemy.dialects.postgresql import JSONB
@@ -138,5 +169,37 @@ class Base:
 def column(
     kind: TypeEngine[_T] | type[TypeEngine[_T]], *args: Any, nullable: bool = False, **options: Any
 ) -> ColumnElement[_T]:
-    """A column, by default NOT NULL."""
+    """Declare a column.
+
+    Args:
+        kind: its type.
+        args: as for `sqlalchemy.Column`.
+        nullable: whether it may be NULL (default: False).
+        options: as for `sqlalchemy.Column`.
+    """
     return Column(kind, *args, nullable=nullable, **options)
+
+
+def stored_metric(value: float) -> float | None:
+    """A metric as it is stored.
+
+    Args:
+        value: any number.
+
+    Returns:
+        The number; None for NaN, which SQLite does not have.
+    """
+    return None if math.isnan(value) else float(value)
+
+
+def canonical_hash(value: Any) -> str:
+    """The SHA-256 of a JSON value, independent of the order of its keys.
+
+    Args:
+        value: the value.
+
+    Returns:
+        `sha256:` and the hash in hexadecimal.
+    """
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"

@@ -1,15 +1,16 @@
-"""What the tensors of a checkpoint are, stored once for all of that structure, and what they hold, by digests."""
+"""The tensors of checkpoints: their structure, stored once for all checkpoints that share it, and their digests."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
 from ucformat.catalog.columns import storable_text
-from ucformat.catalog.models import BLOCK, Checkpoint, Digest, Form, Location, TensorSet
+from ucformat.catalog.models import BLOCK, Checkpoint, Digest, Form, Location, Tensor, TensorSet
 from ucformat.catalog.rows import insert_if_absent, insert_rows
 from ucformat.errors import Conflict
 
@@ -21,26 +22,36 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import Manifest, TensorDoc
 
 __all__ = [
+    "TensorEntry",
     "add_digests",
+    "check_same",
     "contradiction",
     "digest_block",
+    "find_digest",
+    "load_tensors",
     "manifest_content",
-    "must_be_same",
     "remove_digests",
-    "tensor_digests",
     "tensor_set",
 ]
 
 _COLUMNS = ("tensor_set_id", "position", "name", "state", "dtype", "shape", "chunk", "shard", "nbytes")
 _NAME = attrgetter("name")
-_KIND = attrgetter("state", "dtype", "shape", "chunk", "shard", "nbytes")
-_WHAT = attrgetter("state", "dtype", "shape")
-#: What `materialize` changes of a manifest, besides its tensors: all else is of the checkpoint, whatever its form.
+_STORED = attrgetter("state", "dtype", "shape", "chunk", "shard", "nbytes")
+_LOGICAL = attrgetter("state", "dtype", "shape")
+#: Fields of a manifest that `materialize` changes, besides the tensors; all others are independent of the form.
 _FORM = {"attempt", "grid", "producer", "objects", "assets", "sidecar", "verified", "writers", "digest"}
 
 
 def tensor_set(connection: Connection, tensors: Sequence[TensorDoc]) -> int:
-    """The id of this structure; its tensors are written if nobody has it yet."""
+    """Get or create the tensor set of a structure.
+
+    Args:
+        connection: a transaction that writes.
+        tensors: the tensors of a manifest.
+
+    Returns:
+        The id of the tensor set.
+    """
     structure = _structure_hash(tensors)
     found = connection.scalar(sa.select(TensorSet.id).where(TensorSet.hash == structure))
     if found is not None:
@@ -67,16 +78,21 @@ def tensor_set(connection: Connection, tensors: Sequence[TensorDoc]) -> int:
 
 
 def manifest_content(manifest: Manifest) -> str | None:
-    """The SHA-256 of what is the same in every form of a checkpoint, of the manifest as it is read from its file.
+    """The SHA-256 of everything in a manifest that does not depend on the form of the checkpoint.
 
-    What has its default is left out, so that a later version that knows more fields comes to the same. None of one that
-    no file can hold, for its text is not Unicode.
+    Fields with their defaults are left out, so that later versions with more fields compute the same hash.
+
+    Args:
+        manifest: the manifest; it is hashed as it would be read from its file.
+
+    Returns:
+        The hash in hexadecimal; None if no file can hold the manifest because its text is not Unicode.
     """
     try:
         read = manifest.model_copy(update={"tensors": ()}).as_read()
     except ValueError:
         return None
-    return _sha256([read.model_dump_json(exclude=_FORM, exclude_defaults=True), _columns(manifest.tensors, _WHAT)])
+    return _sha256([read.model_dump_json(exclude=_FORM, exclude_defaults=True), _columns(manifest.tensors, _LOGICAL)])
 
 
 def _sha256(texts: Sequence[str]) -> str:
@@ -84,15 +100,15 @@ def _sha256(texts: Sequence[str]) -> str:
 
 
 def _structure_hash(tensors: Sequence[TensorDoc]) -> str:
-    """The SHA-256 of all that is the same in the steps of a run."""
-    return _sha256([_columns(tensors, _KIND)])
+    """The SHA-256 of the names, states, dtypes, shapes and grids of tensors, which all steps of a run share."""
+    return _sha256([_columns(tensors, _STORED)])
 
 
 def _columns(tensors: Sequence[TensorDoc], of: Callable[[TensorDoc], Any]) -> str:
-    """What is said of tensors: their names, and of each one of few kinds, for layers repeat, which is faster."""
+    """Text of the names and attributes of tensors; equal attributes are numbered, which is faster as layers repeat."""
     kinds: dict[Any, str] = {}
-    marks = [kinds.get(k) or kinds.setdefault(k, str(len(kinds))) for k in map(of, tensors)]
-    return "\1".join(("\0".join(map(_NAME, tensors)), ",".join(marks), repr(list(kinds))))
+    numbers = [kinds.get(k) or kinds.setdefault(k, str(len(kinds))) for k in map(of, tensors)]
+    return "\1".join(("\0".join(map(_NAME, tensors)), ",".join(numbers), repr(list(kinds))))
 
 
 def _joined(numbers: Sequence[int] | None) -> str | None:
@@ -100,7 +116,12 @@ def _joined(numbers: Sequence[int] | None) -> str | None:
 
 
 def digest_block(connection: Connection, tensors: int) -> int:
-    """The block that takes the digests of a checkpoint with so many tensors: the last one, if it has room for them."""
+    """The block for the digests of a new checkpoint: the last one if it has room, else a new one.
+
+    Args:
+        connection: a transaction.
+        tensors: the number of its tensors.
+    """
     last: int | None = connection.scalar(sa.select(sa.func.max(Checkpoint.digest_block)))
     if last is None:
         return 0
@@ -111,7 +132,13 @@ def digest_block(connection: Connection, tensors: int) -> int:
 
 
 def add_digests(connection: Connection, serial: int, tensors: Sequence[TensorDoc]) -> None:
-    """Insert the digests of a checkpoint that is recorded, in order, which the index takes faster."""
+    """Insert the digests of a checkpoint, sorted, since the index takes them faster in order.
+
+    Args:
+        connection: a transaction that writes.
+        serial: the checkpoint, which has a row already.
+        tensors: the tensors of its manifest; those without a digest are skipped.
+    """
     digests = [t.digest or "" for t in tensors]
     order = sorted(range(len(digests)), key=digests.__getitem__)
     block = connection.scalar(sa.select(Checkpoint.digest_block).where(Checkpoint.serial == serial))
@@ -119,54 +146,51 @@ def add_digests(connection: Connection, serial: int, tensors: Sequence[TensorDoc
     insert_rows(connection, "digest", ("block", "digest", "checkpoint", "position"), rows)
 
 
-def tensor_digests(connection: Connection, serial: int) -> dict[int, str]:
-    """The digests of a checkpoint's tensors that have one.
-
-    Args:
-        connection: of the transaction.
-        serial: the checkpoint.
-
-    Returns:
-        the digests, by the tensors' positions in the structure.
-    """
+def _digests(connection: Connection, serial: int) -> dict[int, str]:
+    """The digests of a checkpoint's tensors that have one, by position in the structure."""
     block = sa.select(Checkpoint.digest_block).where(Checkpoint.serial == serial).scalar_subquery()
     rows = sa.select(Digest.position, Digest.digest).where(Digest.block == block, Digest.checkpoint == serial)
     return {row.position: row.digest for row in connection.execute(rows)}
 
 
 def remove_digests(connection: Connection, serial: int) -> None:
-    """Forget what the tensors of a checkpoint hold."""
+    """Delete the digests of a checkpoint's tensors.
+
+    Args:
+        connection: a transaction that writes.
+        serial: the checkpoint.
+    """
     block = sa.select(Checkpoint.digest_block).where(Checkpoint.serial == serial).scalar_subquery()
     connection.execute(sa.delete(Digest).where(Digest.block == block, Digest.checkpoint == serial))
 
 
-def must_be_same(connection: Connection, serial: int, url: str, content: str, manifest: Manifest) -> None:
-    """Refuse what bears a known id and is another checkpoint, or one in a form that no known place has.
+def check_same(connection: Connection, serial: int, url: str, content: str, manifest: Manifest) -> None:
+    """Check that a manifest with a recorded id is that checkpoint, in a form that one of its places has.
 
     Args:
-        connection: of the transaction.
-        serial: the checkpoint that is known by the manifest's id.
-        url: the place, as the catalog holds it.
+        connection: a transaction.
+        serial: the recorded checkpoint with the manifest's id.
+        url: the place, normalized by `same_url`.
         content: `manifest_content` of the manifest.
-        manifest: what was found at the place.
+        manifest: the manifest at the place.
 
     Raises:
-        Conflict: it is not the one that is known.
+        Conflict: it is another checkpoint, or one in another form.
     """
     places, forms = _places_of(connection, serial), _forms_of(connection, serial)
     if manifest.digest in forms:
         return
     elsewhere = places and url not in places and forms
-    if _is_other(connection, serial, content, manifest, untold=not elsewhere):
-        where = f"the one at {places[0]}" if places else "one that the catalog knew"
+    if _is_other(connection, serial, content, manifest, need_digests=not elsewhere):
+        where = f"the one at {places[0]}" if places else "the one that was recorded"
         raise Conflict(
-            f"{url} holds another checkpoint than {where}, and has its id {manifest.id}",
-            hint="nothing was recorded; see which of them is the true one, and move the other away",
+            f"{url} holds another checkpoint than {where}, with the same id {manifest.id}",
+            hint="nothing was recorded; find out which one is genuine, and move the other away",
         )
     if elsewhere:
         raise Conflict(
             f"{url} holds the checkpoint {manifest.id} in another form than {places[0]}: its manifest differs",
-            hint="nothing was recorded; `ucp copy` makes a copy that is the same to the byte",
+            hint="nothing was recorded; `ucp copy` makes copies that are identical to the byte",
         )
 
 
@@ -174,9 +198,9 @@ def contradiction(connection: Connection, manifest: Manifest, url: str) -> str |
     """As `Catalog.contradiction`, in a transaction.
 
     Args:
-        connection: of the transaction.
-        manifest: as there.
-        url: the place, as the catalog holds it.
+        connection: a transaction.
+        manifest: the manifest that was read at the place.
+        url: the place, normalized by `same_url`.
     """
     serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == manifest.id))
     if serial is None or url not in _places_of(connection, serial) or manifest.digest in _forms_of(connection, serial):
@@ -193,18 +217,84 @@ def _places_of(connection: Connection, serial: int) -> Sequence[str]:
 
 
 def _forms_of(connection: Connection, serial: int) -> Sequence[str]:
-    """The digests of the manifests that a checkpoint has had."""
+    """The digests of all manifests that were recorded for a checkpoint."""
     return connection.scalars(sa.select(Form.manifest).where(Form.checkpoint == serial)).all()
 
 
-def _is_other(connection: Connection, serial: int, content: str, manifest: Manifest, *, untold: bool = True) -> bool:
-    """Whether a manifest is of another checkpoint: it says other things, or that an array holds other bytes.
+def _is_other(
+    connection: Connection, serial: int, content: str, manifest: Manifest, *, need_digests: bool = True
+) -> bool:
+    """Whether a manifest is of another checkpoint: its content or the digest of a tensor differs.
 
-    With `untold` also where it no longer says what an array holds; a packed file never does.
+    With `need_digests`, a tensor whose recorded digest is missing from the manifest differs too; manifests of packed
+    files have none.
     """
-    known = connection.scalar(sa.select(Checkpoint.content).where(Checkpoint.serial == serial))
-    if known != content:
+    if connection.scalar(sa.select(Checkpoint.content).where(Checkpoint.serial == serial)) != content:
         return True
-    digests = tensor_digests(connection, serial)
-    said = ((manifest.tensors[n].digest, digest) for n, digest in digests.items())
-    return any(one != digest for one, digest in said if untold or one is not None)
+    pairs = ((manifest.tensors[n].digest, digest) for n, digest in _digests(connection, serial).items())
+    return any(found != recorded for found, recorded in pairs if need_digests or found is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a checkpoint, as its manifest lists it."""
+
+    name: str
+    state: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...] | None
+    shard: tuple[int, ...] | None
+    nbytes: int
+    digest: str | None
+
+
+def load_tensors(connection: Connection, serial: int) -> list[TensorEntry]:
+    """The tensors of a checkpoint, in the order of its manifest.
+
+    Args:
+        connection: a transaction.
+        serial: the checkpoint.
+    """
+    rows = connection.execute(
+        sa.select(Tensor.__table__)
+        .join(Checkpoint, Checkpoint.tensor_set_id == Tensor.tensor_set_id)
+        .where(Checkpoint.serial == serial)
+        .order_by(Tensor.position)
+    ).all()
+    digests = _digests(connection, serial)
+    return [_tensor(r, digests.get(r.position)) for r in rows]
+
+
+def find_digest(connection: Connection, digest: str) -> dict[int, list[TensorEntry]]:
+    """The checkpoints and tensors with a content digest.
+
+    Args:
+        connection: a transaction.
+        digest: the digest, as in manifests.
+
+    Returns:
+        The tensors, by the serials of the checkpoints that contain them.
+    """
+    blocks = sa.select(Checkpoint.__table__.alias().c.digest_block)  # IN: for a join SQLite would scan all digests
+    query = (
+        sa.select(Digest.checkpoint, Tensor.__table__, Digest.digest)
+        .join(Checkpoint, Checkpoint.serial == Digest.checkpoint)
+        .join(Tensor, sa.and_(Tensor.tensor_set_id == Checkpoint.tensor_set_id, Tensor.position == Digest.position))
+        .where(Digest.block.in_(blocks), Digest.digest == digest)
+        .order_by(Digest.checkpoint, Digest.position)
+    )
+    found: dict[int, list[TensorEntry]] = {}
+    for r in connection.execute(query):
+        found.setdefault(r.checkpoint, []).append(_tensor(r, r.digest))
+    return found
+
+
+def _tensor(r: Any, digest: str | None) -> TensorEntry:
+    return TensorEntry(
+        r.name, r.state, r.dtype, _split(r.shape) or (), _split(r.chunk), _split(r.shard), r.nbytes, digest
+    )
+
+
+def _split(text: str | None) -> tuple[int, ...] | None:
+    return None if text is None else tuple(map(int, text.split(","))) if text else ()

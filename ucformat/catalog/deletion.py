@@ -1,10 +1,10 @@
-"""From retention's plans to rows and back: what a plan is made of, soft deletion, restoring, and what `gc` notes.
+"""Deletion in the catalog: the rows from which plans are made, deleting and restoring, and the progress of `gc`.
 
     committed --delete--> deleted --begin_purge--> purging --end_purge--> purged
               <--restore--        <--stop_purge---
 
-Until `purging` nothing has touched storage. Whoever deletes or says something of a checkpoint locks its row first, so
-of an alias and a deletion that come at once, the later one sees the earlier.
+Storage is not touched before `purging`. Deleting or annotating a checkpoint locks its row first, so that of a
+concurrent alias and deletion, the later one sees the earlier.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ __all__ = [
     "delete",
     "end_purge",
     "ignore_dependent",
-    "places_of",
     "protections_at",
     "restore",
     "retention_rows",
@@ -46,13 +45,13 @@ __all__ = [
 ]
 
 _LIVE = ("committed", "deleted", "purging")
-_AFTER = "0"  # the character after the slash: all that begins with `a/` lies from `a/` to `a0`
-_FEW = 100  # checkpoints and places of which edges are looked up by index
+_AFTER = "0"  # the character after the slash: texts that begin with `a/` are between `a/` and `a0`
+_FEW = 100  # checkpoints and places whose edges are looked up by index
 _SERIALS: BindParameter[Any] = sa.bindparam("serials", expanding=True)
 _PLACES = sa.select(Location.url, Location.checkpoint)
 _PLACES_OF = _PLACES.where(Location.checkpoint.in_(_SERIALS))
 _CHILD = Checkpoint.__table__.alias()
-_EDGES = (  # without a condition on the state, by which SQLite would begin, with nearly all
+_EDGES = (  # no condition on the state, which SQLite would evaluate first although it selects nearly all rows
     sa.select(Edge.parent, Edge.parent_url, Edge.child, _CHILD.c.id, _CHILD.c.state)
     .join(_CHILD, _CHILD.c.serial == Edge.child)
     .where(Edge.depends)
@@ -81,9 +80,15 @@ def retention_rows(
     serials: Sequence[int] | None = None,
     needed: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> list[RetentionRow]:
-    """What retention has to know of all checkpoints that are not purged, or of these.
+    """Load checkpoints for retention, without those that are purged or replaced.
 
-    `needed` are the ids of those who need some of them, by what is said beside these.
+    Args:
+        connection: a transaction.
+        now: the time that filters with ages refer to.
+        filters: the filters whose matches are needed, as in `policy.filters()`.
+        metrics: the metrics that are needed.
+        serials: the checkpoints (default: all).
+        needed: by id, the ids of checkpoints that need its files according to the documents beside it.
     """
     given = {} if serials is None else {"serials": serials}
 
@@ -128,7 +133,7 @@ def retention_rows(
 
 @cache
 def _live_rows(table: Any, *, some: bool) -> Executable:
-    """What is said in a table of all checkpoints that are not purged, or of those of `serials`; made once."""
+    """The query for a table's rows of all live checkpoints, or of those in `serials`; cached, as building is slow."""
     these = (Checkpoint.serial.in_(_SERIALS),) if some else ()
     live = sa.select(Checkpoint.serial).where(Checkpoint.state.in_(_LIVE), *these)
     if table is Checkpoint:
@@ -151,15 +156,15 @@ def _matching(connection: Connection, text: str, now: datetime) -> set[int]:
 
 
 def _dependents(connection: Connection, serials: Sequence[int] | None) -> dict[int, set[str]]:
-    """The ids of those whose bytes lie in a checkpoint's files, by its serial: of all checkpoints, or of these.
+    """The ids of the checkpoints that need another's files, by its serial: of all checkpoints, or of these.
 
-    Also where only the place tells: the child names a folder that the checkpoint lies in, or that lies in it. Two
-    queries, however many edges there are.
+    An edge refers to its parent by serial, or by a folder that contains the parent's place or is inside it. Two
+    queries, whatever the number of edges.
     """
     at = connection.execute(_PLACES) if serials is None else connection.execute(_PLACES_OF, {"serials": serials})
     places: dict[str, int] = dict(at.all())
     edges = _EDGES
-    if serials is not None and len(serials) + len(places) <= _FEW:  # of more, it is quicker to look through all
+    if serials is not None and len(serials) + len(places) <= _FEW:  # for more, reading all edges is faster
         edges = edges.where(sa.or_(Edge.parent.in_(serials), *(_near(connection, url) for url in places)))
     chosen = None if serials is None else set(serials)
     urls = sorted(places)
@@ -179,7 +184,7 @@ def _dependents(connection: Connection, serials: Sequence[int] | None) -> dict[i
 
 
 def _touching(place: str, places: Mapping[str, int], urls: Sequence[str]) -> list[int]:
-    """The checkpoints that lie at a place, in it, or around it; `urls` are their places, sorted."""
+    """The checkpoints at a place, inside it, or in a folder above it; `urls` are the sorted keys of `places`."""
     inside = urls[bisect_left(urls, f"{place}/") : bisect_left(urls, f"{place}{_AFTER}")]
     return [places[url] for url in (*inside, *(url for url in _folders(place) if url in places))]
 
@@ -192,28 +197,28 @@ def _folders(place: str) -> Iterator[str]:
 
 
 def _near(connection: Connection, url: str) -> ColumnElement[bool]:
-    """Whether an edge names a place, a folder above it, or what is in it; not by LIKE, for which there is no index."""
+    """Whether an edge refers to a place, a folder above it, or something inside it; LIKE would not use the index."""
     named: ColumnElement[str] = Edge.parent_url
-    if connection.dialect.name == "postgresql":  # which may sort as people do
+    if connection.dialect.name == "postgresql":  # whose collation may not be by code point
         named = sa.collate(named, "C")
     inside = sa.and_(named >= f"{url}/", named < f"{url}{_AFTER}")
     return sa.or_(Edge.parent_url.in_([*_folders(url)]), inside)
 
 
 def protections_at(
-    connection: Connection, checkpoint: str, url: str, now: datetime, *, said: bool = True
+    connection: Connection, checkpoint: str, url: str, now: datetime, *, annotations: bool = True
 ) -> tuple[str, ...]:
     """As `Catalog.protections`, in a transaction.
 
     Args:
-        connection: of the transaction.
+        connection: a transaction.
         checkpoint: the id.
-        url: the place, as the catalog holds it.
-        now: the time at which holds and what is deleted are looked at.
-        said: as there.
+        url: the place, normalized by `same_url`.
+        now: the time that holds are compared with.
+        annotations: include its holds, tags and aliases.
     """
     serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == checkpoint))
-    found = retention_rows(connection, now, serials=[serial]) if serial is not None and said else []
+    found = retention_rows(connection, now, serials=[serial]) if serial is not None and annotations else []
     child = Checkpoint.__table__.alias()
     here = _near(connection, url) if serial is None else sa.or_(Edge.parent == serial, _near(connection, url))
     others = sa.select(child.c.id).join(Edge, child.c.serial == Edge.child).where(Edge.depends, here)
@@ -222,48 +227,29 @@ def protections_at(
     return tuple(dict.fromkeys([*why, *needed_by(connection.scalars(live).all())]))
 
 
-def places_of(connection: Connection, serials: Sequence[int]) -> dict[str, list[str]]:
-    """Where these checkpoints lie.
-
-    Args:
-        connection: of the transaction.
-        serials: the checkpoints.
-
-    Returns:
-        the urls, sorted, by id; one that lies nowhere is left out.
-    """
-    found: dict[str, list[str]] = {}
-    for at in range(0, len(serials), MAX_IN_LIST):
-        some = Location.checkpoint.in_(serials[at : at + MAX_IN_LIST])
-        here = sa.select(Checkpoint.id, Location.url).join(Location, Location.checkpoint == Checkpoint.serial)
-        for name, url in connection.execute(here.where(some).order_by(Location.url)):
-            found.setdefault(name, []).append(url)
-    return found
-
-
 def ignore_dependent(
     connection: Connection, dependent: str, url: str, stamp: Stamp, *, beside: bool, why: Mapping[str, Any]
 ) -> bool:
-    """Forget that a checkpoint needs files of a place, and write that into the log, if it was said at all.
+    """Remove the record that a checkpoint needs files of a place, and log the removal if there was a record.
 
     Args:
-        connection: of the transaction.
+        connection: a transaction that writes.
         dependent: the id of the checkpoint.
-        url: the place, as the catalog holds it.
-        stamp: who ends it.
-        beside: it was said beside the files.
-        why: for the log.
+        url: the place, normalized by `same_url`.
+        stamp: the user and time of the operation.
+        beside: whether there was a record beside the files.
+        why: details for the log.
 
     Returns:
-        whether it was said, beside the files or here.
+        Whether there was a record, beside the files or in the catalog.
     """
     parent = connection.scalar(sa.select(Location.checkpoint).where(Location.url == url))
     child = sa.select(Checkpoint.serial).where(Checkpoint.id == dependent).scalar_subquery()
     here = _near(connection, url) if parent is None else sa.or_(Edge.parent == parent, _near(connection, url))
-    known = sa.update(Edge).where(Edge.child == child, Edge.depends, here).values(depends=False)
-    found = connection.execute(known).rowcount > 0 or beside
+    update = sa.update(Edge).where(Edge.child == child, Edge.depends, here).values(depends=False)
+    found = connection.execute(update).rowcount > 0 or beside
     if found:
-        event(connection, "ignore-dependent", stamp.who, stamp.now, parent, dependent=dependent, url=url, **why)
+        event(connection, "ignore-dependent", stamp, parent, dependent=dependent, url=url, **why)
     return found
 
 
@@ -276,10 +262,18 @@ def delete(
     why: Mapping[str, Any],
     needed: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> None:
-    """Delete softly: they can be restored until their grace is over, and nothing touches storage until then.
+    """Mark checkpoints as deleted, all of them or none; storage is not touched before the grace period is over.
+
+    Args:
+        connection: a transaction that writes.
+        serials: the checkpoints.
+        grace: how long they can be restored.
+        stamp: the user and time of the operation.
+        why: details for the log.
+        needed: by id, the ids of checkpoints that need its files according to the documents beside it.
 
     Raises:
-        PermissionDenied: one is protected, not ours, or not there to be deleted; then none is.
+        PermissionDenied: one is protected, not committed, or was not written by ucformat.
     """
     lock(connection, serials)
     rows = {r.serial: r for r in retention_rows(connection, stamp.now, serials=serials, needed=needed)}
@@ -290,13 +284,14 @@ def delete(
             name = "a checkpoint" if row is None else f"the checkpoint {row.id[:12]}"
             raise PermissionDenied(
                 f"{name} is not deleted: {'; '.join(reasons)}",
-                hint="nothing was deleted; docs/retention.md says what protects",
+                hint="nothing was deleted; docs/retention.md lists what protects checkpoints",
             )
-    over = stamp.now + grace
-    shown = clocks(connection)
-    update_checkpoints(connection, serials, state="deleted", deleted=stamp.now, purge_after=over, deleted_clocks=shown)
-    _forget_said(connection, serials)
-    events(connection, "delete", stamp.who, stamp.now, serials, purge_after=over.isoformat(), **why)
+    end = stamp.now + grace
+    update_checkpoints(
+        connection, serials, state="deleted", deleted=stamp.now, purge_after=end, deleted_clocks=clocks(connection)
+    )
+    _reset_locations(connection, serials)
+    events(connection, "delete", stamp, serials, purge_after=end.isoformat(), **why)
     touch(connection, serials)
 
 
@@ -308,10 +303,15 @@ def _obstacles(row: RetentionRow, now: datetime) -> list[str]:
 
 
 def restore(connection: Connection, serials: Sequence[int], stamp: Stamp) -> None:
-    """Take a deletion back.
+    """Restore deleted checkpoints, all of them or none.
+
+    Args:
+        connection: a transaction that writes.
+        serials: the checkpoints.
+        stamp: the user and time of the operation.
 
     Raises:
-        PermissionDenied: one is not deleted, or is being purged; then none is restored.
+        PermissionDenied: one is not deleted, or is being purged.
     """
     for state in lock(connection, serials).values():
         if state != "deleted":
@@ -319,62 +319,76 @@ def restore(connection: Connection, serials: Sequence[int], stamp: Stamp) -> Non
                 f"a checkpoint that is {state} cannot be restored", hint="only deleted ones can, until gc purges them"
             )
     update_checkpoints(connection, serials, state="committed", deleted=None, purge_after=None)
-    _forget_said(connection, serials)
-    events(connection, "restore", stamp.who, stamp.now, serials)
+    _reset_locations(connection, serials)
+    events(connection, "restore", stamp, serials)
     touch(connection, serials)
 
 
-def _forget_said(connection: Connection, serials: Sequence[int]) -> None:
-    """Forget what is known of the deletion of single places: what is said here counts for all."""
+def _reset_locations(connection: Connection, serials: Sequence[int]) -> None:
+    """Clear the deletion state of single places, since the change in this catalog applies to all of them."""
     for at in range(0, len(serials), MAX_IN_LIST):
         some = Location.checkpoint.in_(serials[at : at + MAX_IN_LIST])
         connection.execute(sa.update(Location).where(some).values(deleted=None, purge_after=None, spared=False))
 
 
 def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] | None:
-    """Decide for good that a deleted checkpoint goes; the places where it lies, or None if it is protected by now."""
+    """Mark a deleted checkpoint as being purged, after which it cannot be restored.
+
+    Args:
+        connection: a transaction that writes.
+        serial: the checkpoint.
+        stamp: the user and time of the operation.
+
+    Returns:
+        The places from which it has to be removed; None if it is not deleted, or protected by now.
+    """
     state = lock(connection, [serial])[serial]
     if state not in ("deleted", "purging"):
         return None
     row = retention_rows(connection, stamp.now, serials=[serial])[0]
     if state == "deleted":
         end = end_of_grace(row, timedelta(0), stamp.now, clocks(connection))
-        over = end is None or end <= stamp.now
-        if row.kind != "ucformat" or not over or protections(row, stamp.now):
+        expired = end is None or end <= stamp.now
+        if row.kind != "ucformat" or not expired or protections(row, stamp.now):
             return None
         connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(state="purging"))
-        event(connection, "purge", stamp.who, stamp.now, serial, nbytes=row.nbytes)
+        event(connection, "purge", stamp, serial, nbytes=row.nbytes)
     places = sa.select(Location.url).where(Location.checkpoint == serial, ~Location.spared)
     return list(connection.scalars(places.order_by(Location.url)))
 
 
 def stop_purge(connection: Connection, serial: int, gone: Sequence[str], needed: Sequence[str], stamp: Stamp) -> None:
-    """Note that a checkpoint whose purge was begun is needed and stays, deleted as before.
+    """Mark a checkpoint that was being purged as deleted again, because others need it.
 
     Args:
-        connection: of the transaction, which writes.
+        connection: a transaction that writes.
         serial: the checkpoint.
-        gone: the urls of places where it was removed all the same.
-        needed: the ids of those who need it, for the log.
-        stamp: who notes it, and when.
+        gone: the urls of places from which it was already removed.
+        needed: the ids of the checkpoints that need it, for the log.
+        stamp: the user and time of the operation.
     """
     lock(connection, [serial])
     connection.execute(sa.delete(Location).where(Location.checkpoint == serial, Location.url.in_(gone)))
     connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(state="deleted"))
-    event(connection, "purge-stopped", stamp.who, stamp.now, serial, needed=list(needed), gone=list(gone))
+    event(connection, "purge-stopped", stamp, serial, needed=list(needed), gone=list(gone))
 
 
 def end_purge(connection: Connection, serial: int, stamp: Stamp) -> None:
-    """Note that nothing of a checkpoint is left in storage; what lineage needs of it stays in the catalog.
+    """Mark a checkpoint as purged; the catalog keeps what lineage needs.
 
-    If it lies in a place that came to light after it was deleted, there it is an ordinary checkpoint from now on.
+    If it has a place that was found after it was deleted, it is committed again, with only that place.
+
+    Args:
+        connection: a transaction that writes.
+        serial: the checkpoint.
+        stamp: the user and time of the operation.
     """
     lock(connection, [serial])
     connection.execute(sa.delete(Location).where(Location.checkpoint == serial, ~Location.spared))
-    event(connection, "purged", stamp.who, stamp.now, serial)
+    event(connection, "purged", stamp, serial)
     if connection.scalar(sa.select(sa.exists().where(Location.checkpoint == serial))):
         update_checkpoints(connection, [serial], state="committed", deleted=None, purge_after=None)
-        _forget_said(connection, [serial])
+        _reset_locations(connection, [serial])
         touch(connection, [serial])
         return
     remove_digests(connection, serial)

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ucformat.catalog.entries import load_entries, load_tensors
+from ucformat.catalog.content import load_tensors
+from ucformat.catalog.entries import load_entries
 
 if TYPE_CHECKING:
     from datetime import datetime
 
     from sqlalchemy import Connection
 
-    from ucformat.catalog.entries import Entry, TensorEntry
+    from ucformat.catalog.content import TensorEntry
+    from ucformat.catalog.entries import Entry
 
 __all__ = ["MISSING", "Aspect", "Changed", "Diff", "Missing", "TensorChange", "TensorsDiff", "diff"]
 

@@ -1,10 +1,10 @@
-"""Between the catalog and the documents beside checkpoints: what goes into one, and what is taken from one.
+"""Exporting the annotations of checkpoints to the documents beside them, and importing these documents.
 
-The document is written after the change, by whoever has storage at hand (`stale` lists what is due), and taken in when
-a checkpoint is recorded: a catalog that is made anew, or another team's, finds it all again.
+A document is written after a change, by the process that made it or a later one (`stale` lists those that are due). It
+is imported when the checkpoint is recorded, so that a new catalog, or another team's, has all annotations again.
 
-Whoever can write beside a checkpoint writes its document, so it is believed as docs/security.md says: it speaks for its
-own place, may protect, and undoes nothing that was said to this catalog, unless it is trusted.
+Anyone who can write beside a checkpoint can write its document. Therefore, unless it is trusted, a document applies to
+its own place only; it can protect a checkpoint, but undo nothing that was recorded in this catalog (docs/security.md).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
+from ucformat.catalog.columns import stored_metric
 from ucformat.catalog.deletion import retention_rows
 from ucformat.catalog.labels import alias_target, record_untag, set_tag
 from ucformat.catalog.models import (
@@ -32,7 +33,7 @@ from ucformat.catalog.models import (
     Tag,
     Untag,
 )
-from ucformat.catalog.recording import insert_edge, set_run, stored_metric
+from ucformat.catalog.recording import insert_edge, set_run
 from ucformat.catalog.retention import protections
 from ucformat.catalog.rows import MAX_IN_LIST, event, insert_if_absent, lock, take_turns, touch
 from ucformat.catalog.stamp import GRACE, clocks
@@ -47,20 +48,26 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_REVISION", "Stale", "absorb", "compose", "mark_written", "stale"]
 
-#: A revision or version beyond this is nobody's count of changes, and would leave no room to count on.
+#: The largest revision or version that is accepted from a document, which leaves room to count on.
 MAX_REVISION = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """A checkpoint whose document has to be written, and the places where it lies."""
+    """A checkpoint whose document has to be written, and its places."""
 
     serial: int
     urls: tuple[str, ...]
 
 
 def stale(connection: Connection, limit: int | None, first: Collection[int] = ()) -> list[Stale]:
-    """Checkpoints whose documents are behind the catalog: these first, then the newest; so many besides these."""
+    """Find checkpoints whose documents are out of date.
+
+    Args:
+        connection: a transaction.
+        limit: the maximum number, besides those in `first` (None: all).
+        first: serials of checkpoints to list first; the others follow, newest first.
+    """
     due = sa.select(Checkpoint.serial).where(
         Checkpoint.document_revision > Checkpoint.document_written, Checkpoint.state.in_(("committed", "deleted"))
     )
@@ -76,7 +83,13 @@ def stale(connection: Connection, limit: int | None, first: Collection[int] = ()
 
 
 def mark_written(connection: Connection, serial: int, revision: int) -> None:
-    """Note that the document of this revision lies beside the checkpoint."""
+    """Record that a document was written.
+
+    Args:
+        connection: a transaction that writes.
+        serial: the checkpoint.
+        revision: the revision of the document.
+    """
     connection.execute(
         sa.update(Checkpoint)
         .where(Checkpoint.serial == serial, Checkpoint.document_written < revision)
@@ -85,9 +98,13 @@ def mark_written(connection: Connection, serial: int, revision: int) -> None:
 
 
 def compose(connection: Connection, serial: int, url: str | None = None) -> CatalogDoc:
-    """The document of a checkpoint at one of its places, as the catalog has it now.
+    """Compose the document of a checkpoint from the current state of the catalog.
 
-    What the document there said for itself is in it again, and what those of other places said of theirs is not.
+    Args:
+        connection: a transaction.
+        serial: the checkpoint.
+        url: the place of the document. What the catalog has from it and keeps for this place only, such as a deletion,
+            is included; the same from documents of other places is not.
     """
 
     def rows(table: Any, *where: Any) -> Any:
@@ -139,48 +156,49 @@ def _identity(connection: Connection) -> str:
 def absorb(
     connection: Connection, serial: int, doc: CatalogDoc, url: str, stamp: Stamp, *, trust: bool = False
 ) -> list[str]:
-    """Take from the document at a place what the catalog does not know; what of it was refused.
-
-    A document that this catalog itself wrote, and that is not ahead of it, says nothing new.
+    """Import the document at a place. A document that this catalog wrote, and that is not newer, changes nothing.
 
     Args:
         connection: a transaction that writes.
         serial: the checkpoint.
-        doc: what lies beside it at `url`.
-        url: one of its places.
-        stamp: who takes it in.
-        trust: believe it as if all had been said here: names move, and what is deleted keeps the grace that it has.
+        doc: the document.
+        url: the place.
+        stamp: the user and time of the operation.
+        trust: apply all of it as if it had been recorded here: aliases move, and deletions keep their grace period.
+
+    Returns:
+        A message for each alias that was not moved.
     """
     take_turns(connection, *(f"alias {a.name}" for a in doc.aliases), *(e.id or e.url for e in doc.lineage))
     lock(connection, [serial])
     row = connection.execute(sa.select(Checkpoint.__table__).where(Checkpoint.serial == serial)).one()
     ours = doc.catalog == _identity(connection) and doc.revision <= row.document_written
-    if doc.id != row.id or (ours and not trust):  # which may hold what was refused before
+    if doc.id != row.id or (ours and not trust):  # our own may contain what was refused before
         return []
     before = _content(compose(connection, serial, url))
-    unsaid = row.document_revision > row.document_written  # something of ours is in no document yet
-    said = _Origin(connection, serial, url, stamp, trust)
-    _absorb_words(said, doc)
-    refused = _absorb_aliases(said, doc.aliases)
+    unwritten = row.document_revision > row.document_written  # changes of ours are in no document yet
+    origin = _Origin(connection, serial, url, stamp, trust)
+    _absorb_annotations(origin, doc)
+    refused = _absorb_aliases(origin, doc.aliases)
     for edge in doc.lineage:
         insert_edge(connection, serial, edge.kind, edge.url, edge.id, depends=edge.depends)
-    if doc.run is not None and not unsaid and doc.revision > row.document_written:
+    if doc.run is not None and not unwritten and doc.revision > row.document_written:
         set_run(connection, serial, doc.run, stamp.now)
-    if doc.revision >= row.document_written:  # several places have documents of one revision
-        _absorb_deletion(said, row, doc, unsaid=unsaid)
+    if doc.revision >= row.document_written:  # documents at several places may have the same revision
+        _absorb_deletion(origin, row, doc, unwritten=unwritten)
     after = _content(compose(connection, serial, url))
     latest = max(row.document_revision, min(doc.revision, MAX_REVISION))
-    due = unsaid or after != _content(doc)
+    due = unwritten or after != _content(doc)
     values = {"document_revision": latest + due, "document_written": latest}
     connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(**values))
     if after != before:
-        event(connection, "absorb", stamp.who, stamp.now, serial, catalog=doc.catalog, revision=doc.revision, url=url)
+        event(connection, "absorb", stamp, serial, catalog=doc.catalog, revision=doc.revision, url=url)
     return refused
 
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where something of a checkpoint is said, and whether it is believed like what is said here."""
+    """The document that is being imported: its checkpoint and place, and whether it is trusted."""
 
     connection: Connection
     serial: int
@@ -189,34 +207,34 @@ class _Origin:
     trust: bool
 
     @property
-    def mark(self) -> str | None:
-        """What marks it in the catalog."""
+    def document_url(self) -> str | None:
+        """The value of the column `document_url` in rows that come from it."""
         return None if self.trust else self.url
 
-    def changes(self, document_url: str | None) -> bool:
-        """Whether it may take back what was said at a place, or here."""
+    def may_change(self, document_url: str | None) -> bool:
+        """Whether it may remove a row with this `document_url`."""
         return self.trust or document_url == self.url
 
 
 def _content(doc: CatalogDoc) -> dict[str, Any]:
-    """What a document says, whoever wrote it, in whatever order."""
-    said = doc.model_dump(exclude={"catalog", "revision"}, mode="json")
-    return {k: sorted(v, key=repr) if isinstance(v, list) else v for k, v in said.items()}
+    """The content of a document, independent of its writer and of the order of its lists."""
+    content = doc.model_dump(exclude={"catalog", "revision"}, mode="json")
+    return {k: sorted(v, key=repr) if isinstance(v, list) else v for k, v in content.items()}
 
 
-def _absorb_deletion(said: _Origin, row: Any, doc: CatalogDoc, *, unsaid: bool) -> None:
-    """Note that the others deleted it at this place, or restored it; gone from everywhere, it is deleted here as well.
+def _absorb_deletion(origin: _Origin, row: Any, doc: CatalogDoc, *, unwritten: bool) -> None:
+    """Record that another catalog deleted or restored the checkpoint at this place.
 
-    But never what is protected here, or what was restored here since. Its grace begins anew: the one that a document
-    tells may be over before anybody here has heard of the deletion.
+    A checkpoint that is deleted at all its places is deleted here too, unless it is protected here or was restored here
+    since. Its grace period starts again: the one in the document may be over before this catalog knew of the deletion.
     """
-    connection, stamp = said.connection, said.stamp
-    places = sa.update(Location).where(Location.checkpoint == said.serial)
-    here = places.where(Location.url == said.url)
+    connection, stamp = origin.connection, origin.stamp
+    places = sa.update(Location).where(Location.checkpoint == origin.serial)
+    here = places.where(Location.url == origin.url)
     if doc.deleted is None:
         connection.execute(here.values(deleted=None, purge_after=None))
-        spared = sa.exists().where(Location.checkpoint == said.serial, Location.url == said.url, Location.spared)
-        if row.state != "deleted" or unsaid or connection.scalar(sa.select(spared)):
+        spared = sa.exists().where(Location.checkpoint == origin.serial, Location.url == origin.url, Location.spared)
+        if row.state != "deleted" or unwritten or connection.scalar(sa.select(spared)):
             return
         values: dict[str, Any] = {"state": "committed", "deleted": None, "purge_after": None}
     else:
@@ -226,100 +244,100 @@ def _absorb_deletion(said: _Origin, row: Any, doc: CatalogDoc, *, unsaid: bool) 
             return
         connection.execute(here.values(deleted=doc.deleted, purge_after=doc.purge_after))
         if connection.scalar(
-            sa.select(sa.exists().where(Location.checkpoint == said.serial, Location.deleted.is_(None)))
+            sa.select(sa.exists().where(Location.checkpoint == origin.serial, Location.deleted.is_(None)))
         ):
             return
-        over = doc.purge_after if said.trust else stamp.now + GRACE
-        values = {"state": "deleted", "deleted": doc.deleted if said.trust else stamp.now, "purge_after": over}
-        values["deleted_clocks"] = {} if said.trust else clocks(connection)
+        end = doc.purge_after if origin.trust else stamp.now + GRACE
+        values = {"state": "deleted", "deleted": doc.deleted if origin.trust else stamp.now, "purge_after": end}
+        values["deleted_clocks"] = {} if origin.trust else clocks(connection)
     connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == row.serial).values(**values))
 
 
-def _absorb_words(said: _Origin, doc: CatalogDoc) -> None:
-    connection, serial = said.connection, said.serial
-    _absorb_tags(said, doc)
+def _absorb_annotations(origin: _Origin, doc: CatalogDoc) -> None:
+    connection, serial = origin.connection, origin.serial
+    _absorb_tags(origin, doc)
     created = sa.select(Checkpoint.created).where(Checkpoint.serial == serial).scalar_subquery()
     for name, metric in doc.metrics.items():
         value = None if metric.value is None else stored_metric(metric.value)
-        values = {"value": value, "measured": metric.measured, "document_url": said.mark}
+        values = {"value": value, "measured": metric.measured, "document_url": origin.document_url}
         keys = {"checkpoint": serial, "name": name}
         if insert_if_absent(connection, Metric, keys, values, Metric.name) is None:
-            manifests = Metric.measured == created
-            older = Metric.measured < metric.measured if said.trust else _older_said(metric)
+            from_manifest = Metric.measured == created
+            older = Metric.measured < metric.measured if origin.trust else _older_documented(metric)
             here = (Metric.checkpoint == serial, Metric.name == name)
-            connection.execute(sa.update(Metric).where(*here, sa.or_(older, manifests)).values(**values))
+            connection.execute(sa.update(Metric).where(*here, sa.or_(older, from_manifest)).values(**values))
     for hold in doc.holds:
         keys = {"reason": hold.reason, "created": hold.created, "who": hold.who}
-        _absorb_row(said, Hold, keys, until=hold.until)
+        _absorb_row(origin, Hold, keys, until=hold.until)
     for note in doc.notes:
-        _absorb_row(said, Note, {"text": note.text, "created": note.created, "who": note.who})
+        _absorb_row(origin, Note, {"text": note.text, "created": note.created, "who": note.who})
 
 
-def _older_said(metric: MetricDoc) -> ColumnElement[bool]:
-    """Of metrics that documents said, the later one is right."""
+def _older_documented(metric: MetricDoc) -> ColumnElement[bool]:
+    """Whether a recorded metric is from a document too, and older."""
     return sa.and_(Metric.document_url.is_not(None), Metric.measured < metric.measured)
 
 
-def _absorb_tags(said: _Origin, doc: CatalogDoc) -> None:
-    """Of a tag and its removal the later one is right, if one place says both; a permanent tag in any case."""
-    connection, serial = said.connection, said.serial
+def _absorb_tags(origin: _Origin, doc: CatalogDoc) -> None:
+    """Import tags and removals of tags: the later of the two wins if both are from one place; permanent tags always."""
+    connection, serial = origin.connection, origin.serial
     gone = connection.execute(
         sa.select(Untag.name, Untag.removed, Untag.document_url).where(Untag.checkpoint == serial)
     )
-    removed = {r.name: r.removed for r in gone if r.document_url is None or said.changes(r.document_url)}
+    removed = {r.name: r.removed for r in gone if r.document_url is None or origin.may_change(r.document_url)}
+    url = origin.document_url
     for tag in doc.tags:
         if tag.permanent or tag.name not in removed or tag.created > removed[tag.name]:
-            set_tag(connection, serial, tag.name, tag.created, tag.who, permanent=tag.permanent, document_url=said.mark)
+            set_tag(connection, serial, tag.name, tag.created, tag.who, permanent=tag.permanent, document_url=url)
     here = sa.select(Tag.name, Tag.created, Tag.permanent, Tag.document_url).where(Tag.checkpoint == serial)
-    borne = {r.name: r for r in connection.execute(here)}
+    present = {r.name: r for r in connection.execute(here)}
     for untag in doc.untags:
-        tag_here = borne.get(untag.name)
+        tag_here = present.get(untag.name)
         stays = tag_here is not None and (
-            tag_here.permanent or tag_here.created > untag.removed or not said.changes(tag_here.document_url)
+            tag_here.permanent or tag_here.created > untag.removed or not origin.may_change(tag_here.document_url)
         )
         if not stays and (untag.name not in removed or untag.removed > removed[untag.name]):
-            record_untag(connection, serial, untag.name, untag.removed, untag.who, untag.reason, said.mark)
+            record_untag(connection, serial, untag.name, untag.removed, untag.who, untag.reason, url)
 
 
-def _absorb_row(said: _Origin, table: Any, keys: dict[str, Any], **values: Any) -> None:
-    """Insert a row unless one with these values is there, released or not."""
-    connection, serial = said.connection, said.serial
+def _absorb_row(origin: _Origin, table: Any, keys: dict[str, Any], **values: Any) -> None:
+    """Insert a row unless one with these keys exists; a released hold counts."""
+    connection, serial = origin.connection, origin.serial
     same = [getattr(table, k) == v for k, v in keys.items()]
     if connection.scalar(sa.select(table.id).where(table.checkpoint == serial, *same).limit(1)) is None:
-        connection.execute(sa.insert(table).values(checkpoint=serial, **keys, **values, document_url=said.mark))
+        row = {"checkpoint": serial, **keys, **values, "document_url": origin.document_url}
+        connection.execute(sa.insert(table).values(row))
 
 
-def _absorb_aliases(said: _Origin, aliases: Iterable[AliasDoc]) -> list[str]:
-    """Take the names that are free, and note the others as claims; what was refused."""
-    connection = said.connection
+def _absorb_aliases(origin: _Origin, aliases: Iterable[AliasDoc]) -> list[str]:
+    """Create the aliases that do not exist, and record the others as claims; return a message for each of those."""
+    connection = origin.connection
     connection.execute(
-        sa.delete(AliasClaim).where(AliasClaim.checkpoint == said.serial, AliasClaim.document_url == said.url)
+        sa.delete(AliasClaim).where(AliasClaim.checkpoint == origin.serial, AliasClaim.document_url == origin.url)
     )
     refused = []
     for alias in {a.name: a for a in aliases}.values():
         here = alias_target(connection, alias.name)
-        past = (AliasMove.name == alias.name, AliasMove.target == said.serial, AliasMove.version == alias.version)
+        past = (AliasMove.name == alias.name, AliasMove.target == origin.serial, AliasMove.version == alias.version)
         last = connection.scalar(sa.select(sa.func.max(AliasMove.version)).where(AliasMove.name == alias.name)) or 0
-        if connection.scalar(sa.select(sa.exists().where(*past))) or (last >= alias.version and here == said.serial):
-            continue  # we know of that move, and of what came after
-        free = here is None or here == said.serial or said.trust
+        if connection.scalar(sa.select(sa.exists().where(*past))) or (last >= alias.version and here == origin.serial):
+            continue  # this move is in our history already
+        free = here is None or here == origin.serial or origin.trust
         if free and last < alias.version <= MAX_REVISION:
-            _take_alias(said, alias, here)
-        elif not said.trust:
-            values = {"checkpoint": said.serial, "name": alias.name, "document_url": said.url}
+            _take_alias(origin, alias, here)
+        elif not origin.trust:
+            values = {"checkpoint": origin.serial, "name": alias.name, "document_url": origin.url}
             connection.execute(sa.insert(AliasClaim).values(**values, version=alias.version, moved=alias.moved))
             if here is not None:
-                refused.append(
-                    f"the document at {said.url} says that {alias.name!r} points there: it stays where it points"
-                )
+                refused.append(f"the alias {alias.name!r} was not moved to {origin.url}, as the document there records")
     return refused
 
 
-def _take_alias(said: _Origin, alias: AliasDoc, here: int | None) -> None:
-    connection = said.connection
-    values = {"checkpoint": said.serial, "version": alias.version, "moved": alias.moved}
+def _take_alias(origin: _Origin, alias: AliasDoc, here: int | None) -> None:
+    connection = origin.connection
+    values = {"checkpoint": origin.serial, "version": alias.version, "moved": alias.moved}
     if here is None:
-        connection.execute(sa.insert(Alias).values(name=alias.name, **values, document_url=said.mark))
+        connection.execute(sa.insert(Alias).values(name=alias.name, **values, document_url=origin.document_url))
     else:
         connection.execute(sa.update(Alias).where(Alias.name == alias.name).values(**values))
         touch(connection, [here])
@@ -328,8 +346,8 @@ def _take_alias(said: _Origin, alias: AliasDoc, here: int | None) -> None:
             name=alias.name,
             version=alias.version,
             source=here,
-            target=said.serial,
+            target=origin.serial,
             moved=alias.moved,
-            who=said.stamp.who,
+            who=origin.stamp.who,
         )
     )

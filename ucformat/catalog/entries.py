@@ -1,4 +1,4 @@
-"""What the catalog gives back: frozen values, never rows of the database."""
+"""The values that queries of the catalog return, and the queries that load them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ import sqlalchemy as sa
 
 from ucformat.catalog.models import (
     Alias,
+    AliasMove,
     Checkpoint,
     Config,
-    Digest,
-    Event,
     Hold,
     Location,
     Metric,
     Note,
     Run,
     Tag,
-    Tensor,
     Verification,
 )
 from ucformat.catalog.newest import select_newest_first
@@ -33,19 +31,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NEWEST",
+    "AliasEntry",
     "Entry",
-    "EventEntry",
     "HoldEntry",
+    "MoveEntry",
     "NoteEntry",
-    "TensorEntry",
     "VerificationEntry",
     "count_checkpoints",
-    "find_digest",
     "find_serials",
+    "load_alias_history",
+    "load_aliases",
     "load_by_id",
     "load_entries",
-    "load_events",
-    "load_tensors",
 ]
 
 _SERIALS: BindParameter[Any] = sa.bindparam("serials", expanding=True)
@@ -58,7 +55,7 @@ _TABLE_ORDER: dict[Any, Any] = {
     Tag: Tag.name,
     Verification: Verification.id,
 }
-#: What is made once: to put a query together takes SQLAlchemy longer than the database takes to answer it.
+#: Built once: SQLAlchemy takes longer to build a query than the database to answer it.
 _ROWS = {t: sa.select(t.__table__).where(t.checkpoint.in_(_SERIALS)).order_by(o) for t, o in _TABLE_ORDER.items()}
 _CHECKPOINTS = (
     sa.select(Checkpoint.__table__, Run.name.label("run"), Config.document.label("config"))
@@ -70,7 +67,7 @@ _CHECKPOINTS = (
 
 @dataclass(frozen=True, slots=True)
 class HoldEntry:
-    """Why a checkpoint must not be deleted; without `until`, as long as nobody releases it."""
+    """A hold: why a checkpoint must not be deleted, and until when (None: until it is released)."""
 
     id: int
     reason: str
@@ -81,7 +78,7 @@ class HoldEntry:
 
 @dataclass(frozen=True, slots=True)
 class NoteEntry:
-    """What somebody wrote about a checkpoint."""
+    """A note on a checkpoint."""
 
     text: str
     created: datetime
@@ -90,7 +87,7 @@ class NoteEntry:
 
 @dataclass(frozen=True, slots=True)
 class VerificationEntry:
-    """What a verification found; `problems` are the first of them."""
+    """The result of a verification; `problems` has the first 100."""
 
     at: datetime
     ok: bool
@@ -103,12 +100,12 @@ class VerificationEntry:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A checkpoint as the catalog knows it.
+    """A checkpoint in the catalog.
 
-    `kind` is `ucformat`, or the engine that wrote it; `state` is committed, deleted, purging, purged or replaced. It
-    lies at `urls`; a foreign one's extents are in `files` files, `files_nbytes` large. `holds` are those in force. A
-    metric that is not a number is NaN. `from_documents` names what documents beside it said, and nobody to this
-    catalog: `tag good`, `hold 3`.
+    `kind` is `ucformat`, or the engine that wrote it; `state` is committed, deleted, purging, purged or replaced.
+    `urls` are its places. `files` and `files_nbytes` are the number and bytes of a foreign checkpoint's files. `holds`
+    are those that are neither released nor expired. `from_documents` names the annotations that come from documents
+    beside it and not from this catalog: `tag good`, `hold 3`.
     """
 
     id: str
@@ -141,17 +138,26 @@ class Entry:
 
     @property
     def url(self) -> str | None:
-        """The first place where it lies; None if it is gone."""
+        """Its first place; None if it is gone."""
         return self.urls[0] if self.urls else None
 
     @property
     def name(self) -> str:
-        """How people call it: `run7@1000`, else the beginning of its id."""
+        """Its short name: `run7@1000`, else the beginning of its id."""
         return self.id[:12] if self.run is None or self.step is None else f"{self.run}@{self.step}"
 
 
 def load_entries(connection: Connection, serials: Sequence[int], now: datetime) -> list[Entry]:
-    """The entries of these checkpoints, in this order."""
+    """Load the entries of checkpoints.
+
+    Args:
+        connection: a transaction.
+        serials: the checkpoints.
+        now: the time that holds are compared with.
+
+    Returns:
+        The entries, in the same order.
+    """
     found: dict[int, Entry] = {}
     for at in range(0, len(serials), MAX_IN_LIST):
         found |= _load_page(connection, serials[at : at + MAX_IN_LIST], now)
@@ -159,7 +165,13 @@ def load_entries(connection: Connection, serials: Sequence[int], now: datetime) 
 
 
 def load_by_id(connection: Connection, ids: Sequence[str], now: datetime) -> list[Entry]:
-    """The entries of the checkpoints of these ids, in this order."""
+    """As `load_entries`, by id.
+
+    Args:
+        connection: a transaction.
+        ids: the checkpoints, all of which must exist.
+        now: the time that holds are compared with.
+    """
     serials: dict[str, int] = {}
     for at in range(0, len(ids), MAX_IN_LIST):
         page = Checkpoint.id.in_(ids[at : at + MAX_IN_LIST])
@@ -168,14 +180,14 @@ def load_by_id(connection: Connection, ids: Sequence[str], now: datetime) -> lis
 
 
 def _load_page(connection: Connection, serials: Sequence[int], now: datetime) -> dict[int, Entry]:
-    said: dict[int, list[str]] = {}
+    documented: dict[int, list[str]] = {}
 
     def many(table: Any, name: str | None, value: Callable[[Row[Any]], Any]) -> dict[int, list[Any]]:
         grouped: dict[int, list[Any]] = {}
         for row in connection.execute(_ROWS[table], {"serials": serials}):
             grouped.setdefault(row.checkpoint, []).append(value(row))
             if name is not None and row.document_url is not None:
-                said.setdefault(row.checkpoint, []).append(f"{table.__tablename__} {getattr(row, name)}")
+                documented.setdefault(row.checkpoint, []).append(f"{table.__tablename__} {getattr(row, name)}")
         return grouped
 
     metrics = many(Metric, "name", lambda r: (r.name, float("nan") if r.value is None else r.value))
@@ -218,7 +230,7 @@ def _load_page(connection: Connection, serials: Sequence[int], now: datetime) ->
             ),
             notes=_tuple(notes.get(r.serial)),
             verified=verified[r.serial][-1] if r.serial in verified else None,
-            from_documents=tuple(sorted(said.get(r.serial, ()))),
+            from_documents=tuple(sorted(documented.get(r.serial, ()))),
         )
         for r in rows
     }
@@ -232,33 +244,8 @@ def _verification(r: Row[Any]) -> VerificationEntry:
     return VerificationEntry(r.at, r.ok, r.url, r.bytes_verified, r.bytes_unverified, tuple(r.problems), r.tool)
 
 
-#: The order unless another is asked for (`catalog.newest`).
+#: The default order (`catalog.newest`).
 NEWEST = "newest"
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One tensor of a checkpoint, as its manifest lists it."""
-
-    name: str
-    state: str
-    dtype: str
-    shape: tuple[int, ...]
-    chunk: tuple[int, ...] | None
-    shard: tuple[int, ...] | None
-    nbytes: int
-    digest: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class EventEntry:
-    """A line of the audit log."""
-
-    at: datetime
-    who: str
-    action: str
-    id: str | None
-    detail: Mapping[str, Any]
 
 
 def find_serials(
@@ -271,7 +258,20 @@ def find_serials(
     offset: int,
     deleted: bool,
 ) -> list[int]:
-    """The serials of the checkpoints that a filter takes, in order."""
+    """Find the checkpoints that match a filter.
+
+    Args:
+        connection: a transaction.
+        where: the filter; empty for all checkpoints.
+        now: the time that ages and holds refer to.
+        sort: the keys to sort by, or NEWEST.
+        limit: the maximum number of checkpoints (None: all).
+        offset: how many to skip.
+        deleted: include those that are no longer committed, as a filter on `state` does.
+
+    Returns:
+        Their serials, in order.
+    """
     conditions = _where(connection, where, now, deleted=deleted)
     if sort == NEWEST:
         chosen = select_newest_first(*conditions, first=None if limit is None else offset + limit)
@@ -289,7 +289,14 @@ def _order(connection: Connection, sort: str, now: datetime) -> list[ColumnEleme
 
 
 def count_checkpoints(connection: Connection, where: str, now: datetime, *, deleted: bool) -> int:
-    """How many checkpoints a filter takes."""
+    """Count the checkpoints that match a filter.
+
+    Args:
+        connection: a transaction.
+        where: the filter; empty for all checkpoints.
+        now: the time that ages and holds refer to.
+        deleted: include those that are no longer committed, as a filter on `state` does.
+    """
     chosen = sa.select(sa.func.count()).select_from(Checkpoint).where(*_where(connection, where, now, deleted=deleted))
     return connection.execute(chosen).scalar_one()
 
@@ -309,58 +316,55 @@ def _where(connection: Connection, where: str, now: datetime, *, deleted: bool) 
     return found
 
 
-def load_tensors(connection: Connection, serial: int) -> list[TensorEntry]:
-    """The tensors of a checkpoint, in the manifest's order."""
+@dataclass(frozen=True, slots=True)
+class AliasEntry:
+    """An alias and the id of the checkpoint that it points to."""
+
+    name: str
+    id: str
+    version: int
+    moved: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class MoveEntry:
+    """A move of an alias between the ids of checkpoints: `source` None creates it, `target` None removes it."""
+
+    name: str
+    version: int
+    source: str | None
+    target: str | None
+    moved: datetime
+    who: str
+
+
+def load_aliases(connection: Connection) -> list[AliasEntry]:
+    """All aliases, sorted by name.
+
+    Args:
+        connection: a transaction.
+    """
     rows = connection.execute(
-        sa.select(Tensor.__table__)
-        .join(Checkpoint, Checkpoint.tensor_set_id == Tensor.tensor_set_id)
-        .where(Checkpoint.serial == serial)
-        .order_by(Tensor.position)
-    ).all()
-    digests = dict(connection.execute(_digests(serial)).all())
-    return [_tensor(r, digests.get(r.position)) for r in rows]
-
-
-def _digests(serial: int) -> Any:
-    """Position and digest of the tensors of a checkpoint."""
-    block = sa.select(Checkpoint.digest_block).where(Checkpoint.serial == serial).scalar_subquery()
-    return sa.select(Digest.position, Digest.digest).where(Digest.block == block, Digest.checkpoint == serial)
-
-
-def find_digest(connection: Connection, digest: str) -> dict[int, list[TensorEntry]]:
-    """The serials of the checkpoints that hold a tensor with this digest, and the tensors."""
-    blocks = sa.select(Checkpoint.__table__.alias().c.digest_block)  # IN: for a join SQLite would scan all digests
-    query = (
-        sa.select(Digest.checkpoint, Tensor.__table__, Digest.digest)
-        .join(Checkpoint, Checkpoint.serial == Digest.checkpoint)
-        .join(Tensor, sa.and_(Tensor.tensor_set_id == Checkpoint.tensor_set_id, Tensor.position == Digest.position))
-        .where(Digest.block.in_(blocks), Digest.digest == digest)
-        .order_by(Digest.checkpoint, Digest.position)
+        sa.select(Alias.name, Checkpoint.id, Alias.version, Alias.moved)
+        .join(Checkpoint, Checkpoint.serial == Alias.checkpoint)
+        .order_by(Alias.name)
     )
-    found: dict[int, list[TensorEntry]] = {}
-    for r in connection.execute(query):
-        found.setdefault(r.checkpoint, []).append(_tensor(r, r.digest))
-    return found
+    return [AliasEntry(*r) for r in rows]
 
 
-def _tensor(r: Any, digest: str | None) -> TensorEntry:
-    return TensorEntry(
-        r.name, r.state, r.dtype, _split(r.shape) or (), _split(r.chunk), _split(r.shard), r.nbytes, digest
+def load_alias_history(connection: Connection, name: str) -> list[MoveEntry]:
+    """The moves of an alias, oldest first.
+
+    Args:
+        connection: a transaction.
+        name: the alias.
+    """
+    source, target = Checkpoint.__table__.alias(), Checkpoint.__table__.alias()
+    rows = connection.execute(
+        sa.select(AliasMove.name, AliasMove.version, source.c.id, target.c.id, AliasMove.moved, AliasMove.who)
+        .outerjoin(source, source.c.serial == AliasMove.source)
+        .outerjoin(target, target.c.serial == AliasMove.target)
+        .where(AliasMove.name == name)
+        .order_by(AliasMove.version)
     )
-
-
-def _split(text: str | None) -> tuple[int, ...] | None:
-    return None if text is None else tuple(map(int, text.split(","))) if text else ()
-
-
-def load_events(connection: Connection, serial: int | None, limit: int) -> list[EventEntry]:
-    """The audit log, the newest first."""
-    query = (
-        sa.select(Event.at, Event.who, Event.action, Checkpoint.id, Event.detail)
-        .outerjoin(Checkpoint, Checkpoint.serial == Event.checkpoint)
-        .order_by(Event.id.desc())
-        .limit(limit)
-    )
-    if serial is not None:
-        query = query.where(Event.checkpoint == serial)
-    return [EventEntry(*r) for r in connection.execute(query)]
+    return [MoveEntry(*r) for r in rows]

@@ -1,15 +1,14 @@
-"""What people say of checkpoints: aliases, tags, holds, metrics, notes, and which of them lie beside the checkpoint."""
+"""Annotations of checkpoints: aliases, tags, holds, metrics and notes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
 
+from ucformat.catalog.columns import stored_metric
 from ucformat.catalog.models import Alias, AliasMove, Checkpoint, Hold, Metric, Note, Tag, Untag
-from ucformat.catalog.recording import stored_metric
 from ucformat.catalog.rows import event, insert_if_absent, lock, take_turns
 from ucformat.errors import Conflict, NotFound, PermissionDenied, UsageError
 
@@ -23,15 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ANY",
-    "AliasEntry",
-    "MoveEntry",
     "add_hold",
     "add_metrics",
     "add_note",
     "add_tags",
-    "alias_history",
     "alias_target",
-    "aliases",
     "move_alias",
     "record_untag",
     "release_holds",
@@ -40,11 +35,11 @@ __all__ = [
     "set_tag",
 ]
 
-_MICROSECOND = timedelta(microseconds=1)  # the least that times differ by
+_MICROSECOND = timedelta(microseconds=1)  # the resolution of times
 
 
 class _Any:
-    """Whatever the alias points to now."""
+    """The type of ANY: the alias may point anywhere, or not exist."""
 
     def __repr__(self) -> str:
         return "ANY"
@@ -53,37 +48,26 @@ class _Any:
 ANY: Final = _Any()
 
 
-@dataclass(frozen=True, slots=True)
-class AliasEntry:
-    """An alias and the id of the checkpoint that it points to."""
-
-    name: str
-    id: str
-    version: int
-    moved: datetime
-
-
-@dataclass(frozen=True, slots=True)
-class MoveEntry:
-    """One move of an alias, from a checkpoint's id to another's; None where it did not or does not exist."""
-
-    name: str
-    version: int
-    source: str | None
-    target: str | None
-    moved: datetime
-    who: str
-
-
 def move_alias(
     connection: Connection, name: str, target: int, expect: int | _Any | None, stamp: Stamp
 ) -> tuple[int, ...]:
-    """Point an alias to a checkpoint, if it points to `expect` now (None: if there is none). The checkpoints touched.
+    """Point an alias to a checkpoint.
+
+    Args:
+        connection: a transaction that writes.
+        name: the alias.
+        target: the serial of the checkpoint.
+        expect: the serial that it must point to now; None if it must not exist; ANY to skip the check.
+        stamp: the user and time of the operation.
+
+    Returns:
+        The serials of the checkpoints whose documents change.
 
     Raises:
         Conflict: it points to another one.
+        UsageError: it cannot be the name of an alias.
     """
-    check_label("an alias", name)
+    _check_name("an alias", name)
     if name == "latest":
         raise UsageError("`latest` means the last step of a run, and cannot be an alias", hint="choose another name")
     found = _alias(connection, name)
@@ -98,23 +82,45 @@ def move_alias(
     else:
         connection.execute(sa.update(Alias).where(Alias.name == name).values(**values))
     source = None if found is None else found.checkpoint
-    _note_move(connection, name, version, source, target, stamp)
+    _record_move(connection, name, version, source, target, stamp)
     return (target,) if source is None else (source, target)
 
 
 def remove_alias(connection: Connection, name: str, expect: int | _Any | None, stamp: Stamp) -> tuple[int, ...]:
-    """Remove an alias, if it points to `expect`; its history stays. The checkpoints touched."""
+    """Remove an alias, and keep its history.
+
+    Args:
+        connection: a transaction that writes.
+        name: the alias.
+        expect: the serial that it must point to now; ANY to skip the check.
+        stamp: the user and time of the operation.
+
+    Returns:
+        The serials of the checkpoints whose documents change.
+
+    Raises:
+        Conflict: it points to another one.
+        NotFound: it does not exist.
+    """
     found = _alias(connection, name)
     if found is None:
-        raise NotFound(f"there is no alias {name!r}", hint="`ucp alias list` shows those there are")
+        raise NotFound(f"there is no alias {name!r}", hint="`ucp alias list` shows all")
     _check_expected(connection, name, found.checkpoint, expect)
     connection.execute(sa.delete(Alias).where(Alias.name == name))
-    _note_move(connection, name, found.version + 1, found.checkpoint, None, stamp)
+    _record_move(connection, name, found.version + 1, found.checkpoint, None, stamp)
     return (found.checkpoint,)
 
 
 def alias_target(connection: Connection, name: str) -> int | None:
-    """The checkpoint that an alias points to, and will point to until the transaction ends or moves it itself."""
+    """The target of an alias, which is locked until the transaction ends.
+
+    Args:
+        connection: a transaction that writes.
+        name: the alias.
+
+    Returns:
+        The serial of the checkpoint; None if there is no such alias.
+    """
     found = _alias(connection, name)
     return None if found is None else int(found.checkpoint)
 
@@ -131,7 +137,7 @@ def _check_expected(connection: Connection, name: str, found: int | None, expect
     wanted = "not exist" if expect is None else f"point to {_id(connection, int(str(expect)))}"
     raise Conflict(
         f"the alias {name!r} {now}, and was expected to {wanted}",
-        hint="look again, and decide anew where it shall point",
+        hint="it was moved meanwhile: check its target, and try again if the move is still right",
     )
 
 
@@ -143,7 +149,7 @@ def _next_version(connection: Connection, name: str) -> int:
     return 1 + (connection.scalar(sa.select(sa.func.max(AliasMove.version)).where(AliasMove.name == name)) or 0)
 
 
-def _note_move(
+def _record_move(
     connection: Connection, name: str, version: int, source: int | None, target: int | None, stamp: Stamp
 ) -> None:
     connection.execute(
@@ -151,46 +157,37 @@ def _note_move(
             name=name, version=version, source=source, target=target, moved=stamp.now, who=stamp.who
         )
     )
-    event(connection, "alias", stamp.who, stamp.now, target or source, name=name, removed=target is None)
-
-
-def aliases(connection: Connection) -> list[AliasEntry]:
-    """All aliases, by name."""
-    rows = connection.execute(
-        sa.select(Alias.name, Checkpoint.id, Alias.version, Alias.moved)
-        .join(Checkpoint, Checkpoint.serial == Alias.checkpoint)
-        .order_by(Alias.name)
-    )
-    return [AliasEntry(*r) for r in rows]
-
-
-def alias_history(connection: Connection, name: str) -> list[MoveEntry]:
-    """The moves of an alias, the first one first."""
-    source, target = Checkpoint.__table__.alias(), Checkpoint.__table__.alias()
-    rows = connection.execute(
-        sa.select(AliasMove.name, AliasMove.version, source.c.id, target.c.id, AliasMove.moved, AliasMove.who)
-        .outerjoin(source, source.c.serial == AliasMove.source)
-        .outerjoin(target, target.c.serial == AliasMove.target)
-        .where(AliasMove.name == name)
-        .order_by(AliasMove.version)
-    )
-    return [MoveEntry(*r) for r in rows]
+    event(connection, "alias", stamp, target or source, name=name, removed=target is None)
 
 
 def add_tags(
     connection: Connection, serial: int, tags: Sequence[str], stamp: Stamp, *, permanent: bool = False
 ) -> bool:
-    """Put tags on a checkpoint, or make those that it bears permanent; whether anything is new."""
+    """Add tags to a checkpoint.
+
+    Args:
+        connection: a transaction that writes.
+        serial: the checkpoint.
+        tags: their names.
+        stamp: the user and time of the operation.
+        permanent: they cannot be removed; also applies to those that it already has.
+
+    Returns:
+        Whether anything changed.
+
+    Raises:
+        UsageError: a name cannot be a tag.
+    """
     new = []
     for tag in tags:
-        check_label("a tag", tag)
+        _check_name("a tag", tag)
         here = (Untag.checkpoint == serial, Untag.name == tag)
         removed = connection.scalar(sa.select(Untag.removed).where(*here))
-        created = stamp.now if removed is None else max(stamp.now, removed + _MICROSECOND)  # by whatever clock
+        created = stamp.now if removed is None else max(stamp.now, removed + _MICROSECOND)  # clocks may differ
         if set_tag(connection, serial, tag, created, stamp.who, permanent=permanent):
             new.append(tag)
     if new:
-        event(connection, "tag", stamp.who, stamp.now, serial, tags=new, **({"permanent": True} if permanent else {}))
+        event(connection, "tag", stamp, serial, tags=new, **({"permanent": True} if permanent else {}))
     return bool(new)
 
 
@@ -204,7 +201,20 @@ def set_tag(
     permanent: bool,
     document_url: str | None = None,
 ) -> bool:
-    """Put a tag on a checkpoint, or make it permanent, or our own if a document said it; whether anything changed."""
+    """Add a tag to a checkpoint, or change an existing one to permanent or to this catalog's own.
+
+    Args:
+        connection: a transaction that writes.
+        serial: the checkpoint.
+        tag: its name.
+        created: when it was added.
+        who: who added it.
+        permanent: whether it cannot be removed.
+        document_url: the place of the document that it is from (None: this catalog).
+
+    Returns:
+        Whether anything changed.
+    """
     keys = {"checkpoint": serial, "name": tag}
     values = {"created": created, "who": who, "permanent": permanent, "document_url": document_url}
     changed = insert_if_absent(connection, Tag, keys, values, Tag.name) is not None
@@ -220,28 +230,36 @@ def set_tag(
 
 
 def remove_tags(connection: Connection, serial: int, tags: Sequence[str], reason: str, stamp: Stamp) -> None:
-    """Take tags off a checkpoint: all of them or none.
+    """Remove tags from a checkpoint, all of them or none.
+
+    Args:
+        connection: a transaction that writes.
+        serial: the checkpoint.
+        tags: their names.
+        reason: why, for the audit log.
+        stamp: the user and time of the operation.
 
     Raises:
-        NotFound: it does not bear one of them.
+        NotFound: it does not have one of them.
         PermissionDenied: one is permanent.
+        UsageError: the reason is empty.
     """
     if not reason.strip():
-        raise UsageError("taking a tag off needs a reason", hint="say why, for those who look for the tag later")
+        raise UsageError("removing a tag needs a reason", hint="the audit log keeps it for whoever misses the tag")
     lock(connection, [serial])
     found = connection.execute(sa.select(Tag.name, Tag.permanent, Tag.created).where(Tag.checkpoint == serial)).all()
-    borne = {r.name: r for r in found}
+    present = {r.name: r for r in found}
     for tag in tags:
-        if tag not in borne:
-            has = f"its tags are {', '.join(sorted(borne))}" if borne else "it has no tag"
-            raise NotFound(f"the checkpoint does not bear the tag {tag!r}", hint=has)
-        if borne[tag].permanent:
+        if tag not in present:
+            has = f"its tags are {', '.join(sorted(present))}" if present else "it has no tags"
+            raise NotFound(f"the checkpoint does not have the tag {tag!r}", hint=has)
+        if present[tag].permanent:
             raise PermissionDenied(
-                f"the tag {tag!r} is permanent: it stays on the checkpoint for ever", hint="that was asked for"
+                f"the tag {tag!r} is permanent and cannot be removed", hint="it was added with --permanent"
             )
     for tag in dict.fromkeys(tags):
-        record_untag(connection, serial, tag, max(stamp.now, borne[tag].created), stamp.who, reason)
-    event(connection, "untag", stamp.who, stamp.now, serial, tags=list(dict.fromkeys(tags)), reason=reason)
+        record_untag(connection, serial, tag, max(stamp.now, present[tag].created), stamp.who, reason)
+    event(connection, "untag", stamp, serial, tags=list(dict.fromkeys(tags)), reason=reason)
 
 
 def record_untag(
@@ -253,43 +271,92 @@ def record_untag(
     reason: str,
     document_url: str | None = None,
 ) -> None:
-    """Take a tag off a checkpoint if it bears it, and keep in mind that it was."""
+    """Remove a tag from a checkpoint if it has it, and record the removal.
+
+    Args:
+        connection: a transaction that writes.
+        serial: the checkpoint.
+        tag: its name.
+        removed: when it was removed.
+        who: who removed it.
+        reason: why.
+        document_url: the place of the document that the removal is from (None: this catalog).
+    """
     connection.execute(sa.delete(Tag).where(Tag.checkpoint == serial, Tag.name == tag))
     connection.execute(sa.delete(Untag).where(Untag.checkpoint == serial, Untag.name == tag))
     values = {"removed": removed, "who": who, "reason": reason, "document_url": document_url}
     connection.execute(sa.insert(Untag).values(checkpoint=serial, name=tag, **values))
 
 
-def add_hold(connection: Connection, serial: int, reason: str, until: datetime | None, stamp: Stamp) -> int:
-    """Keep a checkpoint from being deleted; the hold's number."""
+def add_hold(connection: Connection, serial: int, reason: str, until: datetime | timedelta | None, stamp: Stamp) -> int:
+    """Protect a checkpoint from deletion.
+
+    Args:
+        connection: a transaction that writes.
+        serial: the checkpoint.
+        reason: why.
+        until: when the hold expires, as a duration or a time with its zone (None: when it is released).
+        stamp: the user and time of the operation.
+
+    Returns:
+        The number of the hold.
+
+    Raises:
+        UsageError: the reason is empty, or the time has no zone or is past.
+    """
     if not reason.strip():
-        raise UsageError("a hold needs a reason", hint="say why it must be kept, for those who find it later")
+        raise UsageError("a hold needs a reason", hint="state why the checkpoint must be kept")
+    if isinstance(until, timedelta):
+        until = stamp.now + until
     if until is not None and until.tzinfo is None:
-        raise UsageError(f"{until.isoformat()} says no time zone", hint="give the time one, UTC for instance")
+        raise UsageError(f"{until.isoformat()} has no time zone", hint="add one, such as Z for UTC")
     if until is not None and until <= stamp.now:
-        raise UsageError(f"a hold until {until.isoformat()} would be over already", hint="give a time to come")
+        raise UsageError(f"a hold until {until.isoformat()} would have expired already", hint="give a future time")
     values = {"reason": reason, "until": until, "created": stamp.now, "who": stamp.who}
     number = connection.execute(sa.insert(Hold).values(checkpoint=serial, **values).returning(Hold.id)).scalar_one()
-    event(connection, "hold", stamp.who, stamp.now, serial, hold=number, reason=reason)
+    event(connection, "hold", stamp, serial, hold=number, reason=reason)
     return int(number)
 
 
 def release_holds(connection: Connection, serial: int, stamp: Stamp, number: int | None = None) -> int:
-    """End the holds on a checkpoint, or the one of this number; how many."""
+    """Release holds on a checkpoint.
+
+    Args:
+        connection: a transaction that writes.
+        serial: the checkpoint.
+        stamp: the user and time of the operation.
+        number: the number of the hold (default: all holds).
+
+    Returns:
+        How many were released.
+    """
     which = [Hold.checkpoint == serial, Hold.released.is_(None)]
     if number is not None:
         which.append(Hold.id == number)
     ended = connection.execute(sa.update(Hold).where(*which).values(released=stamp.now)).rowcount
     if ended:
-        event(connection, "release", stamp.who, stamp.now, serial, holds=ended)
+        event(connection, "release", stamp, serial, holds=ended)
     return ended
 
 
 def add_metrics(connection: Connection, serial: int, metrics: Mapping[str, float], stamp: Stamp) -> bool:
-    """Write metrics of a checkpoint, in place of older ones of the same names; whether any changed."""
+    """Set metrics of a checkpoint, replacing those with the same names.
+
+    Args:
+        connection: a transaction that writes.
+        serial: the checkpoint.
+        metrics: the values, by name.
+        stamp: the user and time of the operation.
+
+    Returns:
+        Whether any value changed.
+
+    Raises:
+        UsageError: a name cannot be a metric.
+    """
     changed = {}
     for name, value in sorted(metrics.items()):
-        check_label("a metric", name)
+        _check_name("a metric", name)
         stored = stored_metric(value)
         row = {"value": stored, "measured": stamp.now, "document_url": None}
         keys = {"checkpoint": serial, "name": name}
@@ -301,20 +368,32 @@ def add_metrics(connection: Connection, serial: int, metrics: Mapping[str, float
         if connection.execute(sa.update(Metric).where(*where).values(**row)).rowcount:
             changed[name] = stored
     if changed:
-        said = {n: v if v is None or abs(v) != float("inf") else str(v) for n, v in changed.items()}
-        event(connection, "metric", stamp.who, stamp.now, serial, metrics=said)
+        detail = {n: v if v is None or abs(v) != float("inf") else str(v) for n, v in changed.items()}
+        event(connection, "metric", stamp, serial, metrics=detail)
     return bool(changed)
 
 
 def add_note(connection: Connection, serial: int, text: str, stamp: Stamp) -> None:
-    """Write something about a checkpoint."""
+    """Add a note to a checkpoint.
+
+    Args:
+        connection: a transaction that writes.
+        serial: the checkpoint.
+        text: the note.
+        stamp: the user and time of the operation.
+
+    Raises:
+        UsageError: the note is empty.
+    """
     if not text.strip():
         raise UsageError("the note is empty")
     connection.execute(sa.insert(Note).values(checkpoint=serial, text=text, created=stamp.now, who=stamp.who))
-    event(connection, "note", stamp.who, stamp.now, serial)
+    event(connection, "note", stamp, serial)
 
 
-def check_label(what: str, word: str) -> None:
-    """UsageError unless the word can be a name: printable, and without blanks at its ends."""
-    if not word or word != word.strip() or not word.isprintable():
-        raise UsageError(f"{word!r} cannot be {what}", hint="write printable characters, without blanks at the ends")
+def _check_name(kind: str, name: str) -> None:
+    """UsageError unless a name is printable, and does not begin or end with whitespace."""
+    if not name or name != name.strip() or not name.isprintable():
+        raise UsageError(
+            f"{name!r} cannot be {kind}", hint="use printable characters, without spaces at the beginning or end"
+        )

@@ -1,4 +1,4 @@
-"""Lineage: the ancestors or descendants of a checkpoint, as a graph, and as text: a tree, Mermaid or Graphviz."""
+"""Lineage: the graph of a checkpoint's ancestors or descendants, rendered as a tree, in Mermaid or in Graphviz."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
 Direction = Literal["up", "down"]
 
 _NEAR = 64  # up to this depth the query counts steps; for more, following all edges is cheaper
-_LOCK = 0x7563666C  # PostgreSQL's advisory lock of those who add links: "ucfl"
+_LOCK = 0x7563666C  # PostgreSQL's advisory lock while a link is added: "ucfl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def load_lineage(
     serial: int,
     direction: Direction,
     depth: int | None,
-    now: datetime,  # noqa: ARG001 - as all questions are asked
+    now: datetime,  # noqa: ARG001 - as in other queries
 ) -> Lineage:
     """Load the lineage of a checkpoint.
 
@@ -140,15 +140,20 @@ def add_link(connection: Connection, serial: int, parent: str, kind: str, stamp:
         serial: the child.
         parent: a reference, or a place that is not in the catalog.
         kind: how the child was made.
-        stamp: who records it, and when.
+        stamp: the user and time of the operation.
 
     Returns:
         Whether the edge is new.
 
     Raises:
         NotFound: the parent is neither in the catalog nor a place.
-        UsageError: the parent is the checkpoint itself, or descends from it.
+        UsageError: the kind is unknown, or the parent is the checkpoint itself, or descends from it.
     """
+    from ucformat.schema.manifest import LineageDoc
+
+    kinds = LineageDoc.model_fields["kind"].annotation.__args__  # type: ignore[union-attr]
+    if kind not in kinds:
+        raise UsageError(f"{kind!r} is not a kind of lineage", hint=f"the kinds are {', '.join(kinds)}")
     ref = parse_ref(parent)
     try:
         known = resolve(connection, ref)
@@ -159,24 +164,24 @@ def add_link(connection: Connection, serial: int, parent: str, kind: str, stamp:
     else:
         new = _link(connection, serial, known, ref.place, kind)
     if new:
-        event(connection, "link", stamp.who, stamp.now, serial, parent=parent, kind=kind)
+        event(connection, "link", stamp, serial, parent=parent, kind=kind)
     return new
 
 
 def _link(connection: Connection, serial: int, parent: int, place: str | None, kind: str) -> bool:
-    if connection.dialect.name == "postgresql":  # two links at a time could close a circle that neither sees
+    if connection.dialect.name == "postgresql":  # two concurrent links could close a cycle that neither sees
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
     walk = _walk(connection, parent, None, up=True)
     if parent == serial or connection.scalar(sa.select(walk.c.far).where(walk.c.far == serial).limit(1)) is not None:
         raise UsageError(
-            "a checkpoint cannot be made from itself, or from one that was made from it",
-            hint="`ucp lineage` shows what was made from what",
+            "a checkpoint cannot be made from itself, or from one of its descendants",
+            hint="`ucp lineage --down` shows its descendants",
         )
     known = sa.select(Edge.id).where(Edge.child == serial, Edge.parent == parent, Edge.kind == kind)
     if connection.scalar(known.limit(1)) is not None:
         return False
     found = connection.execute(sa.select(Checkpoint.id, _URL).where(Checkpoint.serial == parent)).one()
-    # A place may have held another parent before, which the edge of that url leads to.
+    # The edge of this url may lead to another parent, which was at the place before.
     urls = (place or found.url or found.id, found.id)
     return any(insert_edge(connection, serial, kind, url, found.id, depends=False) for url in urls)
 
@@ -184,7 +189,7 @@ def _link(connection: Connection, serial: int, parent: int, place: str | None, k
 _URL = (
     sa.select(Location.url)
     .where(Location.checkpoint == Checkpoint.serial)
-    .order_by(Location.id + 0)  # else PostgreSQL walks the index of ids until it meets this checkpoint
+    .order_by(Location.id + 0)  # else PostgreSQL scans the index of ids for this checkpoint
     .limit(1)
     .correlate(Checkpoint)
     .scalar_subquery()
@@ -203,9 +208,9 @@ _NODE = (
 
 
 def _walk(connection: Connection, serial: int, depth: int | None, *, up: bool) -> CTE:
-    """The edges that are reached from a checkpoint, and where they lead.
+    """The edges that are reached from a checkpoint, and the checkpoints that they lead to.
 
-    UNION drops an edge that was reached before, which ends circles and keeps diamonds from multiplying.
+    UNION drops edges that were reached before, so that cycles end and diamonds are followed once.
     """
     near, far = (Edge.child, Edge.parent) if up else (Edge.parent, Edge.child)
     counted = depth is not None and depth <= _NEAR
@@ -213,9 +218,9 @@ def _walk(connection: Connection, serial: int, depth: int | None, *, up: bool) -
     first = sa.select(Edge.id.label("edge"), far.label("far"), distance).where(near == serial)
     walk = first.cte("walk", recursive=True)
     distance = (walk.c.distance + 1 if counted else walk.c.distance).label("distance")
-    if connection.dialect.name == "postgresql":  # would read the whole table at every step while it has no statistics
-        look = sa.select(Edge.id, far.label("far")).where(near == walk.c.far).offset(sa.literal_column("0")).lateral()
-        further = sa.select(look.c.id, look.c.far, distance).join_from(walk, look, sa.true())
+    if connection.dialect.name == "postgresql":  # without statistics, a join would read the whole table at every step
+        next_ = sa.select(Edge.id, far.label("far")).where(near == walk.c.far).offset(sa.literal_column("0")).lateral()
+        further = sa.select(next_.c.id, next_.c.far, distance).join_from(walk, next_, sa.true())
     else:
         further = sa.select(Edge.id, far, distance).join(walk, near == walk.c.far)
     return walk.union(further.where(walk.c.distance < depth) if counted else further)
@@ -264,8 +269,8 @@ def render_tree(lineage: Lineage) -> list[str]:
         key = edge.parent if up else edge.child
         node = lineage.nodes[key]
         again = key in shown
-        says = f"{_printable(node.name)}  (above)" if again else _line(node)
-        lines.append(f"{begin}{_printable(edge.kind)}{' (depends)' if edge.depends else ''}  {says}")
+        label = f"{_printable(node.name)}  (above)" if again else _line(node)
+        lines.append(f"{begin}{_printable(edge.kind)}{' (depends)' if edge.depends else ''}  {label}")
         if not again:
             shown.add(key)
             todo += _branches(steps.get(key, []), indent, arrow)
@@ -277,12 +282,16 @@ def _branches(edges: Sequence[LineageEdge], indent: str, arrow: str) -> list[tup
     if len(edges) == 1:
         return [(indent + arrow, indent, edges[0])]
     last = len(edges) - 1
-    marks = [("├─ ", "│  ") if i < last else ("└─ ", "   ") for i in range(len(edges))]
-    return [(indent + here, indent + below, e) for (here, below), e in zip(marks, edges, strict=True)][::-1]
+    lines = [("├─ ", "│  ") if i < last else ("└─ ", "   ") for i in range(len(edges))]
+    return [(indent + here, indent + below, e) for (here, below), e in zip(lines, edges, strict=True)][::-1]
 
 
 def render_mermaid(lineage: Lineage) -> str:
-    """Render a Mermaid flowchart, with arrows from parents to children, thick if the child needs the parent's files."""
+    """Render a Mermaid flowchart, with arrows from parents to children, thick if the child needs the parent's files.
+
+    Args:
+        lineage: the graph.
+    """
     numbers = {key: f"n{i}" for i, key in enumerate(lineage.nodes)}
     lines = ["flowchart LR"]
     for key, node in lineage.nodes.items():
@@ -295,7 +304,11 @@ def render_mermaid(lineage: Lineage) -> str:
 
 
 def render_dot(lineage: Lineage) -> str:
-    """Render a Graphviz digraph, with arrows from parents to children, bold if the child needs the parent's files."""
+    """Render a Graphviz digraph, with arrows from parents to children, bold if the child needs the parent's files.
+
+    Args:
+        lineage: the graph.
+    """
     numbers = {key: f"n{i}" for i, key in enumerate(lineage.nodes)}
     lines = ["digraph lineage {", "  rankdir=LR;", "  node [shape=box];"]
     for key, node in lineage.nodes.items():
@@ -308,7 +321,7 @@ def render_dot(lineage: Lineage) -> str:
 
 
 def _label(node: LineageNode) -> list[str]:
-    """The name of a node, and a few facts about it."""
+    """The name of a node, and its id, kind and state."""
     if node.id is None:
         return [node.name, "not in the catalog"]
     short = node.id[:12]
@@ -330,10 +343,10 @@ def _printable(text: str) -> str:
 
 
 def _entities(text: str) -> str:
-    """Escape for a quoted text of Mermaid: all special characters as numbers."""
+    """Escape text for a quoted string of Mermaid, with special characters as numbers."""
     return "".join(c if c.isalnum() or c in " @./:-" else f"#{ord(c)};" for c in _printable(text))
 
 
 def _escaped(text: str) -> str:
-    """Escape for a quoted string of DOT."""
+    """Escape text for a quoted string of DOT."""
     return _printable(text).replace("&", "&amp;").replace("\\", "\\\\").replace('"', '\\"')

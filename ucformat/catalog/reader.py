@@ -1,13 +1,14 @@
-"""Queries of the catalog: frozen values out, one transaction each."""
+"""The catalog's queries: each is one transaction, and returns frozen values."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Self
 
-from ucformat.catalog import content, entries, find_dependents, labels, recording, stamp
+from ucformat.catalog import content, entries, find_dependents, refs, stamp
 from ucformat.catalog.database import Database
 from ucformat.catalog.entries import load_entries
 from ucformat.catalog.refs import parse_ref, resolve, same_url
+from ucformat.catalog.rows import load_events
 from ucformat.catalog.stamp import GRACE
 from ucformat.errors import PermissionDenied
 
@@ -15,12 +16,13 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from types import TracebackType
 
+    from ucformat.catalog.content import TensorEntry
     from ucformat.catalog.diff import Diff
-    from ucformat.catalog.entries import Entry, EventEntry, TensorEntry
-    from ucformat.catalog.labels import AliasEntry, MoveEntry
+    from ucformat.catalog.entries import AliasEntry, Entry, MoveEntry
     from ucformat.catalog.lineage import Lineage
     from ucformat.catalog.purge import PurgePlan
-    from ucformat.catalog.recording import LocationEntry
+    from ucformat.catalog.refs import LocationEntry
+    from ucformat.catalog.rows import EventEntry
     from ucformat.catalog.sql import Table
     from ucformat.schema.manifest import Manifest
 
@@ -98,7 +100,15 @@ class CatalogReader:
             return load_entries(c, found, stamp.now())
 
     def count(self, where: str = "", *, deleted: bool = False) -> int:
-        """Count the checkpoints that match a filter; arguments and errors as in `find`."""
+        """Count the checkpoints that match a filter.
+
+        Args:
+            where: the filter (default: all checkpoints).
+            deleted: include those that are no longer committed (default: only if the filter uses `state`).
+
+        Raises:
+            UsageError: as in `find`.
+        """
         with self._database.reading() as c:
             return entries.count_checkpoints(c, where, stamp.now(), deleted=deleted)
 
@@ -119,24 +129,43 @@ class CatalogReader:
             return load_entries(c, [resolve(c, parse_ref(ref))], stamp.now())[0]
 
     def places(self, root: str) -> list[LocationEntry]:
-        """The places of checkpoints at or below `root`, sorted by url."""
+        """The recorded places of checkpoints at or below a root, sorted by url.
+
+        Args:
+            root: a path or url.
+        """
         with self._database.reading() as c:
-            return recording.places(c, same_url(root))
+            return refs.locations(c, same_url(root))
 
     def listings(self, root: str) -> dict[str, tuple[str, str]]:
-        """The checkpoint's id and the hash of its file listing, by url of places at or below `root`."""
+        """The recorded file listings of the checkpoints at or below a root.
+
+        Args:
+            root: a path or url.
+
+        Returns:
+            By url, the checkpoint's id and the hash of its file listing.
+        """
         with self._database.reading() as c:
-            return recording.listings(c, same_url(root))
+            return refs.listings(c, same_url(root))
 
     def tensors(self, ref: str) -> list[TensorEntry]:
-        """The tensors of a checkpoint, in the order of its manifest."""
+        """The tensors of a checkpoint, in the order of its manifest.
+
+        Args:
+            ref: the checkpoint.
+        """
         with self._database.reading() as c:
-            return entries.load_tensors(c, resolve(c, parse_ref(ref)))
+            return content.load_tensors(c, resolve(c, parse_ref(ref)))
 
     def holding(self, digest: str) -> list[tuple[Entry, TensorEntry]]:
-        """Find the checkpoints and tensors with this content digest."""
+        """Find the checkpoints and tensors with a content digest.
+
+        Args:
+            digest: the digest, as in manifests.
+        """
         with self._database.reading() as c:
-            found = entries.find_digest(c, digest)
+            found = content.find_digest(c, digest)
             loaded = dict(zip(found, load_entries(c, list(found), stamp.now()), strict=True))
             return [(loaded[s], t) for s, tensors in found.items() for t in tensors]
 
@@ -157,7 +186,12 @@ class CatalogReader:
             return load_lineage(c, resolve(c, parse_ref(ref)), direction, depth, stamp.now())
 
     def diff(self, a: str, b: str) -> Diff:
-        """Compare configuration, tensors, topology and metrics of two checkpoints, without reading tensors."""
+        """Compare configuration, tensors, topology and metrics of two checkpoints, without reading tensors.
+
+        Args:
+            a: the first checkpoint.
+            b: the second checkpoint, whose additions and changes are listed.
+        """
         from ucformat.catalog.diff import diff
 
         with self._database.reading() as c:
@@ -189,27 +223,36 @@ class CatalogReader:
         return run_sql(self._database, statement, limit, timeout=timeout, memory=memory, trust_role=trust_role)
 
     def events(self, ref: str | None = None, limit: int = 100) -> list[EventEntry]:
-        """The last `limit` events of the audit log, newest first, of one checkpoint (default: of all)."""
+        """The last events of the audit log, newest first.
+
+        Args:
+            ref: the checkpoint (default: all).
+            limit: the maximum number of events (default: 100).
+        """
         with self._database.reading() as c:
-            return entries.load_events(c, None if ref is None else resolve(c, parse_ref(ref)), limit)
+            return load_events(c, None if ref is None else resolve(c, parse_ref(ref)), limit)
 
     def aliases(self) -> list[AliasEntry]:
-        """All aliases, by name."""
+        """All aliases, sorted by name."""
         with self._database.reading() as c:
-            return labels.aliases(c)
+            return entries.load_aliases(c)
 
     def alias_history(self, name: str) -> list[MoveEntry]:
-        """The moves of an alias, oldest first."""
-        with self._database.reading() as c:
-            return labels.alias_history(c, name)
+        """The moves of an alias, oldest first.
 
-    def protections(self, checkpoint: str, url: str, *, said: bool = True) -> tuple[str, ...]:
-        """What protects a checkpoint at a place from deletion, even if it is not in the catalog.
+        Args:
+            name: the alias.
+        """
+        with self._database.reading() as c:
+            return entries.load_alias_history(c, name)
+
+    def protections(self, checkpoint: str, url: str, *, annotations: bool = True) -> tuple[str, ...]:
+        """List what protects a checkpoint at a place from deletion, even if it is not in the catalog.
 
         Args:
             checkpoint: its id.
             url: the place.
-            said: include its holds, tags and aliases (default); otherwise only the checkpoints that need its files.
+            annotations: include its holds, tags and aliases (default: True), not only checkpoints that need its files.
 
         Returns:
             The reasons.
@@ -217,7 +260,7 @@ class CatalogReader:
         from ucformat.catalog import deletion
 
         with self._database.reading() as c:
-            return deletion.protections_at(c, checkpoint, same_url(url), stamp.now(), said=said)
+            return deletion.protections_at(c, checkpoint, same_url(url), stamp.now(), annotations=annotations)
 
     def contradiction(self, manifest: Manifest, url: str) -> str | None:
         """Whether the manifest at a place contradicts the checkpoint that is recorded there under the same id.
@@ -247,7 +290,7 @@ class CatalogReader:
 
         with self._database.reading() as c:
             plan = plan_purge(deletion.retention_rows(c, stamp.now()), stamp.now(), grace, stamp.clocks(c))
-            places = deletion.places_of(c, [r.serial for r in plan.purge])
+            places = refs.places_of(c, [r.serial for r in plan.purge])
         needed = find_dependents(places)
         if not needed:
             return plan

@@ -1,59 +1,37 @@
-"""How a checkpoint comes into the catalog: from its manifest, in one transaction, any number of times."""
+"""Record checkpoints from their manifests, their places, and results of verifications."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-from dataclasses import dataclass
 from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from ucformat.catalog.columns import storable_json, storable_text
+from ucformat.catalog.columns import canonical_hash, storable_json, storable_text, stored_metric
 from ucformat.catalog.content import (
     add_digests,
+    check_same,
     digest_block,
     manifest_content,
-    must_be_same,
     remove_digests,
     tensor_set,
 )
-from ucformat.catalog.models import Checkpoint, Config, Edge, Form, Location, Metric, Run
+from ucformat.catalog.models import Checkpoint, Config, Edge, Form, Location, Metric, Run, Verification
 from ucformat.catalog.refs import same_url
-from ucformat.catalog.rows import event, insert_if_absent, lock, one_id, starts_with, take_turns, touch
+from ucformat.catalog.rows import event, insert_if_absent, lock, one_id, take_turns, touch
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from datetime import datetime
 
     from sqlalchemy import Connection
 
+    from ucformat.catalog.refs import LocationEntry
+    from ucformat.catalog.stamp import Stamp
     from ucformat.schema.manifest import Manifest
 
-__all__ = [
-    "LocationEntry",
-    "canonical_hash",
-    "forget",
-    "insert_edge",
-    "listings",
-    "places",
-    "record",
-    "record_location",
-    "set_run",
-    "stored_metric",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class LocationEntry:
-    """A place where a checkpoint lies, by its serial, and when it was last seen there."""
-
-    url: str
-    checkpoint: int
-    seen: datetime
+__all__ = ["add_verification", "forget", "insert_edge", "record", "record_location", "set_run"]
 
 
 def record(
@@ -64,18 +42,32 @@ def record(
     kind: str,
     run: str | None,
     files: tuple[int, int] | None,
-    now: datetime,
-    who: str,
+    stamp: Stamp,
     listing: str | None = None,
-    said: bool = False,
+    replace_config: bool = False,
 ) -> int:
-    """Record a checkpoint that lies at `url`, unless it is known; then only where it lies is noted. Its serial.
+    """Record a checkpoint at a place. If its id is known, only the place is added, with two exceptions.
 
-    One that was packed when it was recorded, and was made arrays since, gets their digests. A foreign one gets the
-    configuration and metrics that it has none of; where somebody `said` the configuration, also in place of another.
+    A checkpoint that `materialize` converted gets the digests of its arrays. A foreign one gets the configuration and
+    the metrics that it lacks.
+
+    Args:
+        connection: a transaction that writes.
+        manifest: its manifest; of a foreign checkpoint, one that describes it, with an id.
+        url: the place, normalized by `same_url`.
+        kind: `ucformat`, or the engine that wrote it.
+        run: the name of its run, if it is new (None: it has none).
+        files: of a foreign checkpoint, the number of its files and their bytes.
+        stamp: the user and time of the operation.
+        listing: a hash of its file listing (None: it cannot be recognised as unchanged).
+        replace_config: of a foreign checkpoint, replace a recorded configuration by the manifest's.
+
+    Returns:
+        The serial of the checkpoint.
 
     Raises:
-        Conflict: another checkpoint is known by its id.
+        Conflict: another checkpoint has its id.
+        UsageError: the manifest has no id, or the database cannot store it.
     """
     nbytes = sum(t.nbytes for t in manifest.tensors)
     _check(manifest, url, nbytes)
@@ -83,18 +75,18 @@ def record(
     content = manifest_content(manifest) if kind == "ucformat" else None
     serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == manifest.id))
     if serial is not None and content is not None:
-        must_be_same(connection, serial, url, content, manifest)
+        check_same(connection, serial, url, content, manifest)
     elif serial is None:
-        made = sa.insert(Checkpoint).values(
+        inserted = sa.insert(Checkpoint).values(
             {
                 "id": manifest.id,
                 "kind": kind,
                 "state": "committed",
-                "run_id": None if run is None else one_id(connection, Run, {"name": run}, {"created": now}),
+                "run_id": None if run is None else one_id(connection, Run, {"name": run}, {"created": stamp.now}),
                 "step": manifest.step,
                 "commits": manifest.commits,
                 "created": _created(manifest),
-                "recorded": now,
+                "recorded": stamp.now,
                 "tensors": len(manifest.tensors),
                 "nbytes": nbytes,
                 "files": None if files is None else files[0],
@@ -112,27 +104,27 @@ def record(
                 "document_written": 0,
             }
         )
-        serial = connection.execute(made.returning(Checkpoint.serial)).scalar_one()
+        serial = connection.execute(inserted.returning(Checkpoint.serial)).scalar_one()
         _add_details(connection, serial, manifest, url)
-        event(connection, "record", who, now, serial, url=url, kind=kind)
-    again = record_location(connection, serial, url, now=now, who=who, listing=listing)
+        event(connection, "record", stamp, serial, url=url, kind=kind)
+    again = record_location(connection, serial, url, stamp, listing=listing)
     if kind == "ucformat" and manifest.digest is not None:
         insert_if_absent(connection, Form, {"checkpoint": serial, "manifest": manifest.digest}, {}, Form.manifest)
     if again or _materialised(connection, serial, manifest):
         remove_digests(connection, serial)
         add_digests(connection, serial, manifest.tensors)
     if kind != "ucformat":
-        _told(connection, serial, manifest, said=said)
+        _update_foreign(connection, serial, manifest, replace_config=replace_config)
     _adopt_children(connection, serial, manifest.id, url)
     return serial
 
 
-def _told(connection: Connection, serial: int, manifest: Manifest, *, said: bool) -> None:
-    """What the files of a foreign checkpoint tell by now: their reader may know more than the one that recorded it."""
+def _update_foreign(connection: Connection, serial: int, manifest: Manifest, *, replace_config: bool) -> None:
+    """Add what is missing of a foreign checkpoint: its reader may find more than the version that recorded it."""
     if manifest.config:
-        none = sa.true() if said else Checkpoint.config_id.is_(None)
-        here = sa.update(Checkpoint).where(Checkpoint.serial == serial, none)
-        connection.execute(here.values(config_id=_config(connection, manifest.config)))
+        replaced = sa.true() if replace_config else Checkpoint.config_id.is_(None)
+        update = sa.update(Checkpoint).where(Checkpoint.serial == serial, replaced)
+        connection.execute(update.values(config_id=_config(connection, manifest.config)))
     for name, value in manifest.metrics.items():
         keys = {"checkpoint": serial, "name": storable_text(name)}
         values = {"value": stored_metric(value), "measured": _created(manifest)}
@@ -140,7 +132,10 @@ def _told(connection: Connection, serial: int, manifest: Manifest, *, said: bool
 
 
 def _materialised(connection: Connection, serial: int, manifest: Manifest) -> bool:
-    """Note the attempt and the structure of a checkpoint that was made arrays since it was recorded; whether it was."""
+    """If `materialize` converted a checkpoint since it was recorded, update its attempt and structure.
+
+    Returns whether it did.
+    """
     if manifest.sidecar is not None or not manifest.attempt:
         return False
     changed = connection.execute(
@@ -155,16 +150,16 @@ def _materialised(connection: Connection, serial: int, manifest: Manifest) -> bo
 
 
 def _check(manifest: Manifest, url: str, nbytes: int) -> None:
-    """Refuse what no database can hold; text that it cannot is changed, except where it must be found again."""
+    """UsageError if the database cannot store the place, id, step or size exactly; other text is converted."""
     if not manifest.id:
         raise UsageError(f"the checkpoint at {url} has no id to record it by", hint="give the manifest one")
-    for what, text in (("place", url), ("id", manifest.id)):
+    for name, text in (("place", url), ("id", manifest.id)):
         if storable_text(text) != text:
             raise UsageError(
-                f"the checkpoint at {storable_text(url)} cannot be recorded: its {what} is not text: {text!r}"
+                f"the checkpoint at {storable_text(url)} cannot be recorded: its {name} is not text: {text!r}"
             )
     if max(abs(manifest.step or 0), nbytes) >= 2**63:
-        raise UsageError(f"the checkpoint at {url} cannot be recorded: its step or its size is beyond any bound")
+        raise UsageError(f"the checkpoint at {url} cannot be recorded: its step or size does not fit into 64 bits")
 
 
 def _created(manifest: Manifest) -> datetime:
@@ -173,7 +168,17 @@ def _created(manifest: Manifest) -> datetime:
 
 
 def set_run(connection: Connection, serial: int, run: str, now: datetime) -> bool:
-    """Say to which run a checkpoint belongs; whether that is new."""
+    """Set the run of a checkpoint.
+
+    Args:
+        connection: a transaction that writes.
+        serial: the checkpoint.
+        run: the name of the run, which is created if it is new.
+        now: the current time.
+
+    Returns:
+        Whether it changed.
+    """
     run_id = one_id(connection, Run, {"name": run}, {"created": now})
     changed = connection.execute(
         sa.update(Checkpoint)
@@ -183,77 +188,67 @@ def set_run(connection: Connection, serial: int, run: str, now: datetime) -> boo
     return changed.rowcount > 0
 
 
-def record_location(
-    connection: Connection,
-    serial: int,
-    url: str,
-    *,
-    now: datetime,
-    who: str,
-    listing: str | None = None,
-) -> bool:
-    """Note that a checkpoint lies at `url`; what was recorded there before has been replaced by it.
+def record_location(connection: Connection, serial: int, url: str, stamp: Stamp, *, listing: str | None = None) -> bool:
+    """Record that a checkpoint is at a place, where it replaces any other.
 
-    Whoever calls has the turn of the url. Whether the checkpoint was believed to be gone. One that is deleted only for
-    the documents of its other places said so is not: they do not speak for this one. Who deleted it here did not mean
-    this place either, and it is spared.
+    At a new place, a deletion that is recorded only in the documents of its other places is undone, since they do not
+    apply to this one. If it was deleted in this catalog, the place is `spared`, since the deletion did not include it.
+
+    Args:
+        connection: a transaction that writes, in which the caller has called `take_turns` for the url.
+        serial: the checkpoint.
+        url: the place, normalized by `same_url`.
+        stamp: the user and time of the operation.
+        listing: a hash of its file listing (None: it cannot be recognised as unchanged).
+
+    Returns:
+        Whether the checkpoint was recorded as purged or replaced until now.
     """
     before = connection.scalar(sa.select(Location.checkpoint).where(Location.url == url))
-    lock(connection, {serial, serial if before is None else before})  # so that nobody forgets a place meanwhile
-    here: dict[str, Any] = {"checkpoint": serial, "seen": now, "listing": listing}
+    lock(connection, {serial, serial if before is None else before})  # so that `forget` waits
+    here: dict[str, Any] = {"checkpoint": serial, "seen": stamp.now, "listing": listing}
     if before != serial:
-        _unsay_deletion(connection, serial)
-        going = sa.exists().where(Checkpoint.serial == serial, Checkpoint.state.in_(("deleted", "purging")))
-        here |= {"deleted": None, "purge_after": None, "spared": connection.scalar(sa.select(going))}
+        _undo_documented_deletion(connection, serial)
+        deleted = sa.exists().where(Checkpoint.serial == serial, Checkpoint.state.in_(("deleted", "purging")))
+        here |= {"deleted": None, "purge_after": None, "spared": connection.scalar(sa.select(deleted))}
     if not connection.execute(sa.update(Location).where(Location.url == url).values(**here)).rowcount:
         connection.execute(sa.insert(Location).values(url=url, **here))
     elif before is not None and before != serial:
         elsewhere = sa.exists().where(Location.checkpoint == before)
         over = sa.update(Checkpoint).where(Checkpoint.serial == before, Checkpoint.state != "purged", ~elsewhere)
         if connection.execute(over.values(state="replaced")).rowcount:
-            event(connection, "replaced", who, now, before, url=url)
-    if before != serial:  # what people said of it has to be beside it there, too
-        said = sa.select(Checkpoint.serial).where(Checkpoint.serial == serial, Checkpoint.document_revision > 0)
-        touch(connection, connection.scalars(said).all())
+            event(connection, "replaced", stamp, before, url=url)
+    if before != serial:  # its annotations must be written beside it there, too
+        annotated = sa.select(Checkpoint.serial).where(Checkpoint.serial == serial, Checkpoint.document_revision > 0)
+        touch(connection, connection.scalars(annotated).all())
     gone = (Checkpoint.serial == serial, Checkpoint.state.in_(("replaced", "purged")))
     again = {"state": "committed", "deleted": None, "purge_after": None}
     found = connection.execute(sa.update(Checkpoint).where(*gone).values(**again)).rowcount > 0
     if found:
-        event(connection, "found", who, now, serial, url=url)
+        event(connection, "found", stamp, serial, url=url)
     return found
 
 
-def _unsay_deletion(connection: Connection, serial: int) -> None:
-    """Take back a deletion that only documents said, each for its own place, as the checkpoint lies in one more."""
+def _undo_documented_deletion(connection: Connection, serial: int) -> None:
+    """Undo a deletion that only the documents of all places record, when the checkpoint gets another place."""
     ours = sa.exists().where(Location.checkpoint == serial, Location.deleted.is_(None))
-    theirs = sa.exists().where(Location.checkpoint == serial, Location.deleted.is_not(None))
-    said = (Checkpoint.serial == serial, Checkpoint.state == "deleted", theirs, ~ours)
+    documented = sa.exists().where(Location.checkpoint == serial, Location.deleted.is_not(None))
+    where = (Checkpoint.serial == serial, Checkpoint.state == "deleted", documented, ~ours)
     again = {"state": "committed", "deleted": None, "purge_after": None}
-    connection.execute(sa.update(Checkpoint).where(*said).values(**again))
+    connection.execute(sa.update(Checkpoint).where(*where).values(**again))
 
 
-def places(connection: Connection, root: str) -> list[LocationEntry]:
-    """The places at or below `root` where checkpoints lie, as far as is known."""
-    root = root.rstrip("/")
-    below = sa.or_(Location.url == root, starts_with(Location.url, f"{root}/"))
-    found = sa.select(Location.url, Location.checkpoint, Location.seen).where(below).order_by(Location.url)
-    return [LocationEntry(*row) for row in connection.execute(found)]
+def forget(connection: Connection, gone: Iterable[LocationEntry], stamp: Stamp) -> list[str]:
+    """Remove places, except those where a checkpoint was recorded since; one without any place becomes purged.
 
+    Args:
+        connection: a transaction that writes.
+        gone: the places, as `refs.locations` returned them.
+        stamp: the user and time of the operation.
 
-def listings(connection: Connection, root: str) -> dict[str, tuple[str, str]]:
-    """Of the places at or below `root` that were read: the checkpoint's id, and the hash of what its files were."""
-    root = root.rstrip("/")
-    below = sa.or_(Location.url == root, starts_with(Location.url, f"{root}/"))
-    found = (
-        sa.select(Location.url, Checkpoint.id, Location.listing)
-        .join(Checkpoint, Checkpoint.serial == Location.checkpoint)
-        .where(below, Location.listing.is_not(None), Checkpoint.state.in_(("committed", "deleted")))
-    )
-    return {url: (checkpoint, str(listing)) for url, checkpoint, listing in connection.execute(found)}
-
-
-def forget(connection: Connection, gone: Iterable[LocationEntry], *, now: datetime, who: str) -> list[str]:
-    """Forget these places, but none where something was seen since; a checkpoint without any left is purged."""
+    Returns:
+        The urls that were removed.
+    """
     gone = list(gone)
     lock(connection, {place.checkpoint for place in gone})
     forgotten = []
@@ -264,7 +259,7 @@ def forget(connection: Connection, gone: Iterable[LocationEntry], *, now: dateti
         elsewhere = sa.exists().where(Location.checkpoint == place.checkpoint)
         lost = (Checkpoint.serial == place.checkpoint, Checkpoint.state != "replaced", ~elsewhere)
         connection.execute(sa.update(Checkpoint).where(*lost).values(state="purged"))
-        event(connection, "missing", who, now, place.checkpoint, url=place.url)
+        event(connection, "missing", stamp, place.checkpoint, url=place.url)
         forgotten.append(place.url)
     return forgotten
 
@@ -292,7 +287,19 @@ def _add_details(connection: Connection, serial: int, manifest: Manifest, url: s
 def insert_edge(
     connection: Connection, serial: int, kind: str, parent_url: str, parent_id: str | None, *, depends: bool
 ) -> bool:
-    """Note an edge, linked to the parent if that is recorded; whether it is new."""
+    """Record an edge of the lineage, linked to the parent if that is recorded.
+
+    Args:
+        connection: a transaction that writes.
+        serial: the child.
+        kind: how the child was made.
+        parent_url: the parent's place.
+        parent_id: the parent's id (None: the parent is whatever checkpoint is at the place).
+        depends: whether the child needs the parent's files.
+
+    Returns:
+        Whether the edge is new.
+    """
     parent_url = _place(parent_url)
     take_turns(connection, parent_id or parent_url)
     parent = None
@@ -316,19 +323,14 @@ def _adopt_children(connection: Connection, serial: int, checkpoint_id: str, url
 
 
 def _place(url: str) -> str:
-    """A place as documents name it, as the catalog does: a path that is not absolute stays as it is."""
+    """A url in a document, normalized by `same_url`; a relative path is left as it is."""
     return same_url(url) if url.lower().startswith(("/", "file://")) else url.rstrip("/") or url
 
 
 def _below(url: str, root: str) -> bool:
-    """Whether a url is that root, or below it."""
+    """Whether a url is `root` or below it."""
     root = root.rstrip("/")
     return url.rstrip("/") == root or url.startswith(f"{root}/")
-
-
-def stored_metric(value: float) -> float | None:
-    """A metric as the table holds it: SQLite has no NaN."""
-    return None if math.isnan(value) else float(value)
 
 
 def _config(connection: Connection, config: Mapping[str, Any]) -> int:
@@ -336,7 +338,20 @@ def _config(connection: Connection, config: Mapping[str, Any]) -> int:
     return one_id(connection, Config, {"hash": canonical_hash(document)}, {"document": document})
 
 
-def canonical_hash(value: Any) -> str:
-    """The SHA-256 of a JSON value, whatever the order of its keys."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+def add_verification(
+    connection: Connection, serial: int, url: str, *, problems: Sequence[str], stamp: Stamp, **values: Any
+) -> None:
+    """Record the result of a verification.
+
+    Args:
+        connection: a transaction that writes.
+        serial: the checkpoint.
+        url: the place that was verified, normalized by `same_url`.
+        problems: the problems; the first 100 are stored.
+        stamp: the user and time of the operation.
+        values: the other columns of `verification`.
+    """
+    stored = storable_json(problems[:100])
+    row = {"checkpoint": serial, "url": url, "at": stamp.now, "problems": stored, **values}
+    connection.execute(sa.insert(Verification).values(row))
+    event(connection, "verify", stamp, serial, ok=values["ok"], problems=len(problems))

@@ -1,10 +1,10 @@
-"""References to checkpoints: one grammar for Python, command line and web.
+"""References to checkpoints, with one grammar for Python, command line and web, and the places of checkpoints.
 
-a place        a path or a url: anything with `://`, or that begins with `/`, `./`, `../` or `~`
+a place        a path or url: anything with `://`, or that begins with `/`, `./`, `../` or `~`
 run7@1000      the checkpoint of a run at a step
-run7@latest    its newest (`catalog.newest`)
-run7@best      where the alias `run7/best` points to, else the alias `best` if that is a checkpoint of this run
-alias:best     where an alias points to
+run7@latest    its newest one (`catalog.newest`)
+run7@best      the target of the alias `run7/best`, else of the alias `best` if that is a checkpoint of this run
+alias:best     the target of an alias
 d829318292     an id, or the beginning of one, at least four characters
 """
 
@@ -21,15 +21,28 @@ import sqlalchemy as sa
 
 from ucformat.catalog.models import Alias, Checkpoint, Location, Run
 from ucformat.catalog.newest import contradiction, select_newest_first
-from ucformat.catalog.rows import lock
+from ucformat.catalog.rows import MAX_IN_LIST, lock, starts_with
 from ucformat.errors import NotFound, PermissionDenied, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import datetime
 
     from sqlalchemy import Connection
 
-__all__ = ["Ref", "is_place", "parent_name", "parse_ref", "resolve", "resolve_committed", "same_url"]
+__all__ = [
+    "LocationEntry",
+    "Ref",
+    "is_place",
+    "listings",
+    "locations",
+    "parent_name",
+    "parse_ref",
+    "places_of",
+    "resolve",
+    "resolve_committed",
+    "same_url",
+]
 
 _log = logging.getLogger("ucformat")
 _ID = re.compile(r"[0-9a-f]{4,64}", re.ASCII)
@@ -48,12 +61,23 @@ class Ref:
 
 
 def is_place(text: str) -> bool:
-    """Whether a reference can only be a path or a url."""
+    """Whether a reference can only be a path or a url.
+
+    Args:
+        text: the reference.
+    """
     return "://" in text or text.startswith(("/", "./", "../", "~")) or text in (".", "..")
 
 
 def parse_ref(text: str) -> Ref:
-    """The reference in this text; what is none of the others is a place."""
+    """Parse a reference; text that is no other kind of reference is a place.
+
+    Args:
+        text: the reference, as in the description of this module.
+
+    Raises:
+        UsageError: it is empty, or an alias without a name.
+    """
     if not text:
         raise UsageError("an empty reference names no checkpoint", hint="write run@step, alias:name, an id, or a path")
     if is_place(text):
@@ -73,7 +97,14 @@ def parse_ref(text: str) -> Ref:
 
 
 def same_url(place: str) -> str:
-    """A place as the catalog holds it: an absolute path, or a url, without a slash at the end."""
+    """Normalize a place, so that the catalog finds it again.
+
+    Args:
+        place: a path or url.
+
+    Returns:
+        An absolute path, or a url without a slash at the end.
+    """
     scheme, found, rest = place.partition("://")
     if found and scheme.lower() != "file":
         return place.rstrip("/")
@@ -82,17 +113,31 @@ def same_url(place: str) -> str:
 
 
 def parent_name(url: str) -> str | None:
-    """The name of the parent folder."""
+    """The name of the parent folder.
+
+    Args:
+        url: a normalized place.
+
+    Returns:
+        The name; None if there is no parent.
+    """
     parts = [p for p in url.partition("://")[2].split("/") if p] if "://" in url else [p for p in url.split("/") if p]
     return parts[-2] if len(parts) > 1 else None
 
 
 def resolve(connection: Connection, ref: Ref) -> int:
-    """The serial of the checkpoint that a reference means.
+    """Look up a reference.
+
+    Args:
+        connection: a transaction.
+        ref: the reference.
+
+    Returns:
+        The serial of the checkpoint.
 
     Raises:
-        NotFound: the catalog knows none.
-        UsageError: it means several; the message lists them.
+        NotFound: no checkpoint matches.
+        UsageError: several match; the message lists them.
     """
     if ref.alias is not None:
         return _alias(connection, ref.alias)
@@ -108,21 +153,29 @@ def resolve(connection: Connection, ref: Ref) -> int:
     if serial is None:
         place = ref.place or same_url(ref.text)
         serial = connection.scalar(sa.select(Location.checkpoint).where(Location.url == place))
-    if serial is None:  # the ids that other writers give need not look like ours
+    if serial is None:  # ids from other writers need not be hexadecimal
         serial = connection.scalar(by_id)
     if serial is None:
         named = connection.scalar(sa.select(Alias.name).where(Alias.name == ref.text)) is not None
         raise NotFound(
-            f"the catalog knows no checkpoint {ref.text!r}",
+            f"the catalog has no checkpoint {ref.text!r}",
             hint=f"there is an alias of this name: alias:{ref.text}"
             if named
-            else "`ucp ls` lists those it knows; `ucp register PLACE` makes one known",
+            else "`ucp ls` lists its checkpoints; `ucp register PLACE` records one",
         )
     return serial
 
 
 def resolve_committed(connection: Connection, ref: str, *others: int | None) -> int:
-    """The serial of a committed checkpoint, locked together with `others` so that transactions cannot deadlock.
+    """Look up a committed checkpoint, and lock it together with others so that transactions cannot deadlock.
+
+    Args:
+        connection: a transaction that writes.
+        ref: the reference.
+        others: serials of other checkpoints to lock (None is ignored).
+
+    Returns:
+        The serial of the checkpoint.
 
     Raises:
         PermissionDenied: it is not committed.
@@ -154,7 +207,7 @@ def _of_run(connection: Connection, ref: Ref, run: str) -> int:
     run_id = connection.scalar(sa.select(Run.id).where(Run.name == run))
     if run_id is None:
         known = connection.scalars(sa.select(Run.name)).all()
-        raise NotFound(f"the catalog knows no run {run!r}", hint=_nearest(run, known) or "`ucp ls` lists checkpoints")
+        raise NotFound(f"the catalog has no run {run!r}", hint=_nearest(run, known) or "`ucp ls` lists checkpoints")
     here = sa.select(*_COLUMNS).where(Checkpoint.run_id == run_id)
     if isinstance(ref.at, int):
         found = _rows(connection, here.where(Checkpoint.step == ref.at, Checkpoint.state.in_(("committed", "deleted"))))
@@ -186,7 +239,7 @@ def _of_run(connection: Connection, ref: Ref, run: str) -> int:
 
 
 def _warn_of_clocks(connection: Connection, there: tuple[Any, ...], newest: Any) -> None:
-    """Tell if a checkpoint that counts less has a later time than the newest."""
+    """Log a warning if a checkpoint with fewer commits was created later than the newest."""
     older = (Checkpoint.commits < newest.place, Checkpoint.created > newest.created)
     other = connection.execute(
         sa.select(Checkpoint.id, Checkpoint.created).where(*there, *older).order_by(Checkpoint.created.desc()).limit(1)
@@ -196,12 +249,16 @@ def _warn_of_clocks(connection: Connection, there: tuple[Any, ...], newest: Any)
 
 
 def _one(ref: Ref, found: Sequence[Any]) -> int:
-    """The one that is meant: among copies of a step in several forms the universal one."""
+    """The only match; among several checkpoints of one step, the universal one.
+
+    Raises:
+        UsageError: several match.
+    """
     if len(found) > 1 and ref.run is not None:
         found = [r for r in found if r.kind == "ucformat"] or found
     if len(found) > 1:
         several = ", ".join(r.id[:12] for r in found[:5]) + (" and more" if len(found) > 5 else "")
-        raise UsageError(f"{ref.text!r} means several checkpoints: {several}", hint="write one of these ids")
+        raise UsageError(f"{ref.text!r} matches several checkpoints: {several}", hint="write one of these ids")
     return int(found[0].serial)
 
 
@@ -210,3 +267,67 @@ def _nearest(word: str, known: Sequence[str]) -> str | None:
 
     near = get_close_matches(word, known, 3, 0.5)
     return f"did you mean {' or '.join(near)}?" if near else None
+
+
+@dataclass(frozen=True, slots=True)
+class LocationEntry:
+    """A place of a checkpoint (its serial), and when it was last recorded there."""
+
+    url: str
+    checkpoint: int
+    seen: datetime
+
+
+def locations(connection: Connection, root: str) -> list[LocationEntry]:
+    """The recorded places at or below a root.
+
+    Args:
+        connection: a transaction.
+        root: the root, normalized by `same_url`.
+
+    Returns:
+        The places, sorted by url.
+    """
+    root = root.rstrip("/")
+    below = sa.or_(Location.url == root, starts_with(Location.url, f"{root}/"))
+    found = sa.select(Location.url, Location.checkpoint, Location.seen).where(below).order_by(Location.url)
+    return [LocationEntry(*row) for row in connection.execute(found)]
+
+
+def listings(connection: Connection, root: str) -> dict[str, tuple[str, str]]:
+    """The recorded file listings of the checkpoints at or below a root.
+
+    Args:
+        connection: a transaction.
+        root: the root, normalized by `same_url`.
+
+    Returns:
+        By url, the checkpoint's id and the hash of its file listing; places without a hash are left out.
+    """
+    root = root.rstrip("/")
+    below = sa.or_(Location.url == root, starts_with(Location.url, f"{root}/"))
+    found = (
+        sa.select(Location.url, Checkpoint.id, Location.listing)
+        .join(Checkpoint, Checkpoint.serial == Location.checkpoint)
+        .where(below, Location.listing.is_not(None), Checkpoint.state.in_(("committed", "deleted")))
+    )
+    return {url: (checkpoint, str(listing)) for url, checkpoint, listing in connection.execute(found)}
+
+
+def places_of(connection: Connection, serials: Sequence[int]) -> dict[str, list[str]]:
+    """The places of checkpoints.
+
+    Args:
+        connection: a transaction.
+        serials: the checkpoints.
+
+    Returns:
+        The sorted urls, by id; checkpoints without a place are left out.
+    """
+    found: dict[str, list[str]] = {}
+    for at in range(0, len(serials), MAX_IN_LIST):
+        some = Location.checkpoint.in_(serials[at : at + MAX_IN_LIST])
+        here = sa.select(Checkpoint.id, Location.url).join(Location, Location.checkpoint == Checkpoint.serial)
+        for name, url in connection.execute(here.where(some).order_by(Location.url)):
+            found.setdefault(name, []).append(url)
+    return found

@@ -6,6 +6,7 @@ each kind sorted, so that transactions do not deadlock. If they do, PostgreSQL a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +22,17 @@ if TYPE_CHECKING:
 
     from sqlalchemy import ColumnElement, Connection
 
+    from ucformat.catalog.stamp import Stamp
+
 __all__ = [
     "MAX_IN_LIST",
     "TOUCHED",
+    "EventEntry",
     "event",
     "events",
     "insert_if_absent",
     "insert_rows",
+    "load_events",
     "lock",
     "one_id",
     "starts_with",
@@ -79,22 +84,41 @@ def lock(connection: Connection, serials: Iterable[int]) -> dict[int, str]:
 TOUCHED = "touched"
 
 
-def event(connection: Connection, action: str, who: str, now: datetime, checkpoint: int | None, **detail: Any) -> None:
-    """Append an event to the audit log."""
-    events(connection, action, who, now, [checkpoint], **detail)
+def event(connection: Connection, action: str, stamp: Stamp, checkpoint: int | None, **detail: Any) -> None:
+    """Append an event to the audit log.
+
+    Args:
+        connection: a transaction that writes.
+        action: what was done, such as `tag`.
+        stamp: the user and time of the operation.
+        checkpoint: the serial (None: no checkpoint).
+        detail: JSON values.
+    """
+    events(connection, action, stamp, [checkpoint], **detail)
 
 
-def events(
-    connection: Connection, action: str, who: str, now: datetime, checkpoints: Sequence[int | None], **detail: Any
-) -> None:
-    """Append an event for each checkpoint to the audit log."""
-    values = {"at": now, "who": who, "action": action, "detail": storable_json(detail)}
+def events(connection: Connection, action: str, stamp: Stamp, checkpoints: Sequence[int | None], **detail: Any) -> None:
+    """Append an event for each checkpoint to the audit log.
+
+    Args:
+        connection: a transaction that writes.
+        action: what was done.
+        stamp: the user and time of the operation.
+        checkpoints: the serials.
+        detail: JSON values, the same in all events.
+    """
+    values = {"at": stamp.now, "who": stamp.who, "action": action, "detail": storable_json(detail)}
     if checkpoints:
         connection.execute(sa.insert(Event), [{**values, "checkpoint": c} for c in checkpoints])
 
 
 def touch(connection: Connection, serials: Iterable[int]) -> None:
-    """Mark the documents beside these checkpoints as out of date."""
+    """Mark the documents beside checkpoints as out of date.
+
+    Args:
+        connection: a transaction that writes.
+        serials: the checkpoints, which are locked.
+    """
     serials = set(serials)
     connection.info.setdefault(TOUCHED, set()).update(serials)
     lock(connection, serials)
@@ -102,7 +126,13 @@ def touch(connection: Connection, serials: Iterable[int]) -> None:
 
 
 def update_checkpoints(connection: Connection, serials: Iterable[int], **values: Any) -> None:
-    """Update columns of checkpoints, which the caller has locked."""
+    """Update columns of checkpoints.
+
+    Args:
+        connection: a transaction that writes.
+        serials: the checkpoints, which the caller has locked.
+        values: the new values, by column.
+    """
     chosen = sorted(serials)
     for at in range(0, len(chosen), MAX_IN_LIST):
         page = Checkpoint.serial.in_(chosen[at : at + MAX_IN_LIST])
@@ -158,7 +188,15 @@ def insert_if_absent(
 
 
 def starts_with(column: Any, text: Any) -> ColumnElement[bool]:
-    """Whether a text starts with another, exactly: LIKE has wildcards, and ignores case on SQLite."""
+    """Test a prefix exactly; LIKE has wildcards, and ignores case on SQLite.
+
+    Args:
+        column: the text, as SQL.
+        text: the prefix.
+
+    Returns:
+        The condition.
+    """
     found: ColumnElement[bool] = sa.func.substr(column, 1, sa.func.length(text)) == text
     return found
 
@@ -188,7 +226,7 @@ def insert_rows(
 
 
 def _copy(connection: Connection, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
-    """COPY by the driver; its errors become those of SQLAlchemy."""
+    """Run COPY in the driver, and raise its errors as SQLAlchemy's."""
     import psycopg
 
     driver = connection.connection.driver_connection
@@ -206,7 +244,7 @@ def _copy(connection: Connection, statement: str, rows: Sequence[tuple[Any, ...]
 
 
 def _copy_text(rows: Sequence[tuple[Any, ...]]) -> str | None:
-    """The input of COPY; None if a value has to be escaped, which the driver does, four times as slowly."""
+    """The input of COPY; None if a value has to be escaped, which the driver does four times more slowly."""
     columns = len(rows[0])
     line = "\t".join(["%s"] * columns) + "\n"
     text = "".join([line % row for row in rows])
@@ -214,3 +252,33 @@ def _copy_text(rows: Sequence[tuple[Any, ...]]) -> str | None:
         "\\" in text or "\r" in text or text.count("\n") > len(rows) or text.count("\t") > len(rows) * (columns - 1)
     )
     return None if special or any(None in row for row in rows) else text
+
+
+@dataclass(frozen=True, slots=True)
+class EventEntry:
+    """An event of the audit log; `id` is the checkpoint's."""
+
+    at: datetime
+    who: str
+    action: str
+    id: str | None
+    detail: Mapping[str, Any]
+
+
+def load_events(connection: Connection, serial: int | None, limit: int) -> list[EventEntry]:
+    """The last events of the audit log, newest first.
+
+    Args:
+        connection: a transaction.
+        serial: the checkpoint (None: all).
+        limit: the maximum number of events.
+    """
+    query = (
+        sa.select(Event.at, Event.who, Event.action, Checkpoint.id, Event.detail)
+        .outerjoin(Checkpoint, Checkpoint.serial == Event.checkpoint)
+        .order_by(Event.id.desc())
+        .limit(limit)
+    )
+    if serial is not None:
+        query = query.where(Event.checkpoint == serial)
+    return [EventEntry(*r) for r in connection.execute(query)]

@@ -222,7 +222,7 @@ def refuse_protected(store: Store, there: Manifest, new: str | None) -> None:
     files are replaced, which others may need.
     """
     if there.id == new:
-        why = tuple(dict.fromkeys((*_beside(store, there.id), *_known(store.url, there.id, said=False))))
+        why = tuple(dict.fromkeys((*_beside(store, there.id), *_known(store.url, there.id, annotations=False))))
     else:
         why = protections_of(store.url, there.id)
     if why:
@@ -257,8 +257,8 @@ def protections_of(url: str, checkpoint: str, *, known: bool = True) -> tuple[st
     return tuple(dict.fromkeys((*found, *_known(url, checkpoint)))) if known else found
 
 
-def _known(url: str, checkpoint: str, *, said: bool = True) -> tuple[str, ...]:
-    """What the catalog knows, and its fault where it cannot be asked; without `said` only who needs the files."""
+def _known(url: str, checkpoint: str, *, annotations: bool = True) -> tuple[str, ...]:
+    """What the catalog records, or its error if it is not available; without `annotations` only who needs the files."""
     catalog_url = load_settings().catalog_url()
     if catalog_url is None:
         return ()
@@ -266,7 +266,7 @@ def _known(url: str, checkpoint: str, *, said: bool = True) -> tuple[str, ...]:
 
     try:
         with Catalog(catalog_url, read_only=True) as catalog:
-            return catalog.protections(checkpoint, url, said=said)
+            return catalog.protections(checkpoint, url, annotations=annotations)
     except NotFound:  # no catalog yet
         return ()
     except Exception as error:  # noqa: BLE001 - whatever the database says

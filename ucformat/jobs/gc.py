@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from ucformat.catalog.deletion import begin_purge, end_purge, places_of, stop_purge
-from ucformat.catalog.refs import Ref, resolve
+from ucformat.catalog.deletion import begin_purge, end_purge, stop_purge
+from ucformat.catalog.refs import Ref, places_of, resolve
 from ucformat.catalog.stamp import GRACE, make_stamp
 from ucformat.errors import Conflict, IntegrityError, NotFound, UcformatError
 from ucformat.format.attempts import attempt_of, folders_of, is_inside_attempt, names_below, record_key, refuse_others

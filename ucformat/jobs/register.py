@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.entries import Entry
-    from ucformat.catalog.recording import LocationEntry
+    from ucformat.catalog.refs import LocationEntry
     from ucformat.checkpoint import Checkpoint
     from ucformat.schema.documents import CatalogDoc
     from ucformat.schema.manifest import Manifest
@@ -126,7 +126,7 @@ def register(
     if config:
         opened = ((root, _with_config(found, config), left) for root, found, left in opened)
     listed = {t.url(folder): said for t in trees for folder, said in t.listings.items()}
-    how = _How(run, said=bool(config), strict=not recursive, trust=trust_documents)
+    how = _How(run, replace_config=bool(config), strict=not recursive, trust=trust_documents)
     done = _record_all(catalog, opened, how, progress, listings=listed)
     for checkpoint in done.ids if metrics else ():
         catalog.metric(checkpoint, metrics or {})
@@ -241,7 +241,7 @@ class _How:
     """How to record: in which run, with a configuration that was said, and what cannot be as an error if `strict`."""
 
     run: str | None = None
-    said: bool = False
+    replace_config: bool = False
     strict: bool = False
     trust: bool = False
 
@@ -378,8 +378,8 @@ def _described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:
 
 
 def _record(catalog: Catalog, found: _OpenedCheckpoint, how: _How, listing: str | None) -> Entry:
-    about: dict[str, Any] = {"kind": found.kind, "run": how.run, "files": found.files, "said": how.said}
-    entry = catalog.record(found.manifest, found.url, listing=listing, **about)
+    about: dict[str, Any] = {"kind": found.kind, "run": how.run, "files": found.files, "listing": listing}
+    entry = catalog.record(found.manifest, found.url, replace_config=how.replace_config, **about)
     if found.doc is not None:
         entry = catalog.absorb(entry.id, found.doc, found.url, trust=how.trust)
     if how.run is not None and entry.run != how.run:  # the document says another, but not as loud

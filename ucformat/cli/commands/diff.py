@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ucformat.catalog.catalog import Catalog
+    from ucformat.catalog.content import TensorEntry
     from ucformat.catalog.diff import Changed, Diff
-    from ucformat.catalog.entries import Entry, TensorEntry
+    from ucformat.catalog.entries import Entry
     from ucformat.cli.ui.output import Output
     from ucformat.jobs.compare import TensorDifference
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from datetime import datetime, timedelta
 
-    from ucformat.catalog.labels import AliasEntry, MoveEntry
+    from ucformat.catalog.entries import AliasEntry, MoveEntry
     from ucformat.cli.ui.output import Output
 
 __all__ = ["hold", "list_", "log", "metric", "note", "release", "rm", "set_", "tag", "untag"]

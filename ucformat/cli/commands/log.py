@@ -15,7 +15,7 @@ from ucformat.cli.ui.text import moment, tabbed, table
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ucformat.catalog.entries import EventEntry
+    from ucformat.catalog.rows import EventEntry
     from ucformat.cli.ui.output import Output
 
 __all__ = ["log"]
