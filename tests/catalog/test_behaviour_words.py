@@ -240,8 +240,8 @@ class TestWhatPeopleSay:
     def test_a_hold_has_a_reason_and_an_end_to_come(self, catalog: Catalog, clock: Clock) -> None:
         for reason, until, message in (
             (" ", None, "needs a reason"),
-            ("why", timedelta(0), "would be over"),
-            ("why", clock.now - timedelta(1), "would be over"),
+            ("why", timedelta(0), "would have expired"),
+            ("why", clock.now - timedelta(1), "would have expired"),
             ("why", datetime.fromisoformat("2099-01-01"), "no time zone"),
         ):
             with pytest.raises(UsageError, match=message):

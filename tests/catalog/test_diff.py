@@ -246,7 +246,7 @@ def test_tensors_that_changed(database: Database, change: dict[str, Any], what: 
     found = compare_tensors(database, [a, tensor("z")], [tensor("z"), like(a, **change)])
     (c,) = found.tensors.changed
     assert isinstance(c, TensorChange)
-    assert (c.name, c.state, c.what) == ("w", "weight", what)
+    assert (c.name, c.state, c.aspects) == ("w", "weight", what)
     assert (c.a.shape, c.a.digest) == (a.shape, a.digest)
     assert c.b.shape == change.get("shape", (4, 2))
     assert (found.tensors.unknown, found.tensors.same) == (0, 1)

@@ -55,8 +55,8 @@ def test_of_the_catalog(run: Run, catalog: Path, entry: Callable[[str], Entry]) 
     assert found["topology"] == []
     assert list(found["tensors"]) == ["added", "removed", "changed", "unknown", "same", "values"]
     (changed,) = found["tensors"]["changed"]
-    assert list(changed) == ["name", "state", "what", "a", "b"]
-    assert changed["what"] == ["digest"]
+    assert list(changed) == ["name", "state", "aspects", "a", "b"]
+    assert changed["aspects"] == ["digest"]
     assert list(changed["a"]) == ["name", "state", "dtype", "shape", "bytes", "digest"]
 
 
@@ -91,7 +91,7 @@ def test_of_places_that_no_catalog_knows(
     tensors = found["tensors"]
     assert [t["name"] for t in tensors["added"]] == ["new.weight"]
     assert [t["name"] for t in tensors["removed"]] == ["norm.bias"]
-    assert {(t["name"], *t["what"]) for t in tensors["changed"]} >= {("embed.weight", "digest")}
+    assert {(t["name"], *t["aspects"]) for t in tensors["changed"]} >= {("embed.weight", "digest")}
     assert tensors["same"] == len(ODD) - 3
     lines = run("diff", committed, other, *option).stdout.splitlines()
     assert ["norm.bias", "weight", "removed"] in [line.split()[:3] for line in lines]

@@ -122,7 +122,7 @@ def test_no_clock_decides_what_is_the_newest(
         manager.wait()
     before = {step: ucformat.open(tmp_path / name).id for step, name in ((200, names(200)[0]), (300, names(300)[0]))}
     assert restored(tmp_path)[0] == 300
-    assert "by a clock that was wrong is older" in caplog.text
+    assert "a clock was wrong" in caplog.text
     assert folders(tmp_path) == (names(100, 200, 300) if keep is None else names(200, 300))
     manager = manager_of(tmp_path)
     manager.restore_latest(state_at(0))

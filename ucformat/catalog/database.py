@@ -1,4 +1,4 @@
-"""Connections to the catalog's database, and the state of its tables: created where empty, upgraded only when asked."""
+"""Connections to the catalog's database, and its tables: created if there are none, upgraded only on request."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ VERSION_TABLE = "ucformat_version"
 _CONNECT_TIMEOUT = 10  # seconds to wait for PostgreSQL's first answer
 _BUSY_TIMEOUT = 60  # seconds to wait for another writer of SQLite
 _MAX_TRIES = 10
-_CLASHES = ("40001", "40P01")  # serialization failure, deadlock detected
-_LOCK = 0x75636661  # PostgreSQL's advisory lock while tables are made or changed: "ucfa"
+_CONFLICTS = ("40001", "40P01")  # serialization failure, deadlock detected
+_LOCK = 0x75636661  # PostgreSQL's advisory lock while tables are created or changed: "ucfa"
 _NETWORK = {
     "nfs",
     "nfs4",
@@ -64,14 +64,19 @@ _NETWORK_FUSE = (
 
 
 class Database:
-    """The database of a catalog, with tables of this version in it.
+    """The database of a catalog; its tables have the current revision, or a newer one that is only read.
+
+    Args:
+        url: a file's path, `sqlite:///…` or `postgresql://…`.
+        upgrade: upgrade tables of an older ucformat (default: raise UpgradeNeeded).
+        read_only: do not write; the database enforces it (default: False).
 
     Raises:
         UsageError: the url is not one of SQLite or PostgreSQL.
-        NotFound: it is only to be read, and there is none.
+        NotFound: with `read_only`, there is no catalog.
         UnsupportedError: SQLite on a network file system.
-        PermissionDenied: tables of somebody else.
-        UpgradeNeeded: the tables are older than this ucformat (`upgrade=True` brings them up to date).
+        PermissionDenied: the database has tables that are not ucformat's.
+        UpgradeNeeded: the tables are older than this ucformat.
     """
 
     def __init__(self, url: str, *, upgrade: bool = False, read_only: bool = False) -> None:
@@ -84,7 +89,7 @@ class Database:
         self.newer: str | None = None  # the revision of tables that a newer ucformat made
         self.engine = self._engine()
         try:
-            self._settle(upgrade=upgrade)
+            self._prepare_tables(upgrade=upgrade)
         except BaseException:
             self.close()
             raise
@@ -101,13 +106,13 @@ class Database:
             )
         if self.read_only:
             if not file.exists():
-                raise NotFound(f"there is no catalog at {self.url} yet", hint=_MADE)
+                raise NotFound(f"there is no catalog at {self.url} yet", hint=_CREATED)
             return
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise PermissionDenied(
-                f"the catalog {file} cannot be made: {error.strerror}", hint="set UCP_CATALOG to a file elsewhere"
+                f"the catalog {file} cannot be created: {error.strerror}", hint="set UCP_CATALOG to a file elsewhere"
             ) from error
 
     def _engine(self) -> Engine:
@@ -130,9 +135,7 @@ class Database:
 
     def _prepare_sqlite(self, connection: Any, _record: Any) -> None:
         connection.execute("PRAGMA foreign_keys = ON")
-        connection.execute(
-            "PRAGMA synchronous = NORMAL"
-        )  # in WAL a commit may be lost with the power, never half of it
+        connection.execute("PRAGMA synchronous = NORMAL")  # with WAL, a power failure loses whole commits at most
         connection.execute("PRAGMA cache_size = -65536")
         if self.read_only:
             connection.execute("PRAGMA query_only = ON")
@@ -141,13 +144,13 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
-        """A transaction that writes, committed at the end of the block; on SQLite one at a time."""
+        """A transaction that writes, committed at the end of the block; SQLite has one at a time."""
         if self.newer is not None:
             raise UpgradeNeeded(
-                f"the catalog {self.url} was made by a newer ucformat (revision {self.newer}): it can only be read"
+                f"the catalog {self.url} was created by a newer ucformat (revision {self.newer}): it can only be read"
             )
         if self.read_only:
-            raise PermissionDenied(f"the catalog {self.url} was opened to be read only")
+            raise PermissionDenied(f"the catalog {self.url} was opened read-only")
         with explaining(self.url), self.engine.connect() as connection:
             connection.info["writing"] = True
             try:
@@ -157,22 +160,29 @@ class Database:
                 connection.info["writing"] = False
 
     def write(self, work: Callable[[Connection], T]) -> T:
-        """Do something in a transaction that writes; again, if it clashed with another and was to give way."""
+        """Run a function in a transaction that writes, and retry if it conflicts with a concurrent one.
+
+        Args:
+            work: the function, which may be called up to ten times.
+
+        Returns:
+            Its result.
+        """
         for left in reversed(range(_MAX_TRIES)):
             try:
                 with self.writing() as connection:
                     return work(connection)
             except UcformatError as error:
                 cause = error.__cause__
-                clashed = isinstance(cause, DBAPIError) and getattr(cause.orig, "sqlstate", None) in _CLASHES
-                if not clashed or not left:
+                conflict = isinstance(cause, DBAPIError) and getattr(cause.orig, "sqlstate", None) in _CONFLICTS
+                if not conflict or not left:
                     raise
-                time.sleep(random.uniform(0.01, 0.1))  # noqa: S311 - so that they do not meet again
+                time.sleep(random.uniform(0.01, 0.1))  # noqa: S311 - so that the retries do not collide again
         raise AssertionError  # the last try returns or raises
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """A transaction that sees one state of the catalog."""
+        """A read-only transaction, which sees one state of the catalog."""
         with explaining(self.url), self.engine.connect() as connection:
             if not self.sqlite:
                 connection.execution_options(postgresql_readonly=True, isolation_level="REPEATABLE READ")
@@ -183,35 +193,35 @@ class Database:
         """Close all connections."""
         self.engine.dispose()
 
-    def _settle(self, *, upgrade: bool) -> None:
-        """Make sure that the tables are of this version."""
+    def _prepare_tables(self, *, upgrade: bool) -> None:
+        """Create the tables if there are none, and check or upgrade their revision."""
         with self.reading() as connection:
             found = _schema_state(connection)
         if found == "empty" and not self.read_only:
-            with self._alone() as connection:
-                if _schema_state(connection) == "empty":  # nobody else was quicker
+            with self._exclusive() as connection:
+                if _schema_state(connection) == "empty":  # no other process was faster
                     _create(connection)
                     connection.execute(sa.insert(Identity).values(id=uuid4().hex, created=datetime.now(UTC)))
         elif found == "empty":
-            raise NotFound(f"there is no catalog at {self.url} yet", hint=_MADE)
+            raise NotFound(f"there is no catalog at {self.url} yet", hint=_CREATED)
         elif found == "older" and upgrade:
-            with self._alone() as connection:
+            with self._exclusive() as connection:
                 if _schema_state(connection) == "older":
                     _migrate(connection)
         elif found == "older":
             raise UpgradeNeeded(
-                f"the catalog {self.url} was made by an older ucformat",
-                hint="back it up, then `ucp catalog upgrade`; nothing is changed unasked",
+                f"the catalog {self.url} was created by an older ucformat",
+                hint="back it up, then run `ucp catalog upgrade`",
             )
         elif found == "newer":
             with self.reading() as connection:
                 self.newer = _revision(connection)
 
     @contextmanager
-    def _alone(self) -> Iterator[Connection]:
-        """A transaction in which nobody else makes or changes tables."""
+    def _exclusive(self) -> Iterator[Connection]:
+        """A transaction in which no other process creates or changes tables."""
         with self.writing() as connection:
-            if not self.sqlite:  # SQLite's writing transaction is alone anyway
+            if not self.sqlite:  # SQLite has one writing transaction at a time
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
             yield connection
 
@@ -223,7 +233,7 @@ class Database:
 
 
 def _parse(url: str) -> URL:
-    """The url as SQLAlchemy knows it; a path is a SQLite file."""
+    """Parse the url for SQLAlchemy; a path is a SQLite file."""
     learn_url(url)
     if "://" not in url:
         if _ALMOST.match(url):
@@ -234,11 +244,11 @@ def _parse(url: str) -> URL:
     try:
         found = make_url(url)
         backend = found.get_backend_name()
-    except (ArgumentError, NoSuchModuleError, ValueError):  # not said why: that repeats parts of it
+    except (ArgumentError, NoSuchModuleError, ValueError):  # the message would repeat parts of the url
         found = None
     server = None if found is None or backend == "sqlite" else f"{found.host}{found.database}"
-    if found is None or (server and "@" in server):  # of a password
-        raise UsageError("the catalog's url cannot be read", hint=f"{_URLS}; in a password write @ as %40, / as %2F")
+    if found is None or (server and "@" in server):  # part of a password
+        raise UsageError("the catalog's url is malformed", hint=f"{_URLS}; in a password write @ as %40, / as %2F")
     learn(str(found.password or ""), *_secret_values(found))
     if backend == "postgresql":
         return found.set(drivername="postgresql+psycopg")
@@ -248,7 +258,7 @@ def _parse(url: str) -> URL:
 
 
 def _shown(url: URL) -> str:
-    """The url without what may be secret in it: of its parameters, those are shown that are known to hold nothing."""
+    """The url without its password, and without the values of parameters that may be secret."""
     query = {name: value if name in _PLAIN else "***" for name, value in url.query.items()}
     return url.set(query=query).render_as_string(hide_password=True).replace("=%2A%2A%2A", "=***")
 
@@ -259,7 +269,7 @@ def _secret_values(url: URL) -> Iterator[str]:
             yield from (value,) if isinstance(value, str) else value
 
 
-#: Parameters of a url that hold nothing secret.
+#: Parameters of a url that are not secret.
 _PLAIN = {
     *("host", "hostaddr", "port", "dbname", "user", "application_name", "client_encoding", "connect_timeout"),
     *("sslmode", "sslrootcert", "sslcert", "sslkey", "gssencmode", "channel_binding", "target_session_attrs"),
@@ -267,12 +277,12 @@ _PLAIN = {
     *("mode", "cache", "uri", "timeout", "passfile"),
 }
 _ALMOST = re.compile(r"(postgres|mysql|mariadb|oracle|mssql)[\w+]*:", re.IGNORECASE)
-_MADE = "it is made when something is recorded: `ucp register PLACE`"
+_CREATED = "recording a checkpoint creates it: `ucp register PLACE`"
 _URLS = "write a file's path, sqlite:////an/absolute/path.db, or postgresql://user@host/database"
 
 
 def _file_system(file: Path) -> str:
-    """The kind of file system that a path is on, as Linux calls it; empty where that cannot be told."""
+    """Linux's name for the type of file system that a path is on; empty if it is unknown."""
     try:
         mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -287,7 +297,7 @@ def _file_system(file: Path) -> str:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    """Take the writers' lock at once: a transaction that first reads and then writes could not wait for it."""
+    """Take the write lock at once, because a transaction that first reads and then writes could not wait for it."""
     connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.info.get("writing") else "BEGIN")
 
 
@@ -326,19 +336,23 @@ def _migrate(connection: Connection) -> None:
     from alembic import command
 
     if connection.dialect.name == "sqlite":
-        connection.exec_driver_sql("PRAGMA defer_foreign_keys = ON")  # batch mode drops tables that others refer to
+        connection.exec_driver_sql("PRAGMA defer_foreign_keys = ON")  # batch mode drops tables that are referred to
     command.upgrade(configuration(connection, Base.metadata, VERSION_TABLE), HEAD)
 
 
 @contextmanager
 def explaining(url: str) -> Iterator[None]:
-    """Turn what a database says of a lost connection or a lock into an error of ours."""
+    """Turn errors of the database, such as a lost connection or a lock, into UcformatError.
+
+    Args:
+        url: the catalog's url, without secrets.
+    """
     try:
         yield
     except DBAPIError as error:
         scrub(error)
-        said = str(error.orig).strip().splitlines()[0] if error.orig else str(error)
+        message = str(error.orig).strip().splitlines()[0] if error.orig else str(error)
         raise UcformatError(
-            f"the catalog {url}: {redacted(said)}",
-            hint="is the database there, and may you use it? `ucp catalog info` says which it is",
+            f"the catalog {url}: {redacted(message)}",
+            hint="check that the database is running and that you have access; `ucp catalog info` shows its url",
         ) from error

@@ -1,4 +1,4 @@
-"""In what two checkpoints differ, as far as the catalog knows: no tensor is read."""
+"""The differences between two checkpoints, from the catalog alone: no tensor is read."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Missing(Enum):
         return self.name
 
 
-#: There is no such value on this side, which is not the same as None.
+#: Marks a value that a checkpoint does not have, which is not the same as None.
 MISSING: Final = Missing.MISSING
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A value that is another one in `b` than in `a`; its path is written as in filters: `optimizer.betas.0`."""
+    """A value that differs between `a` and `b`; its path is written as in filters: `optimizer.betas.0`."""
 
     path: str
     a: Any
@@ -50,21 +50,21 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class TensorChange:
-    """A tensor that is another one in `b` than in `a`, and in `what`."""
+    """A tensor that differs between `a` and `b`, in these aspects."""
 
     name: str
     state: str
-    what: tuple[Aspect, ...]
+    aspects: tuple[Aspect, ...]
     a: TensorEntry
     b: TensorEntry
 
 
 @dataclass(frozen=True, slots=True)
 class TensorsDiff:
-    """In what the tensors differ.
+    """The differences between the tensors of two checkpoints.
 
-    `same` have the same digest. Of `unknown` ones it cannot be said: shape and dtype are the same, but one has no
-    digest, or they are of different chunk grids, on which digests depend.
+    `same` tensors have the same digest. `unknown` ones have the same shape and dtype, but one has no digest, or their
+    chunk grids differ, on which digests depend.
     """
 
     added: tuple[TensorEntry, ...]
@@ -81,7 +81,7 @@ class TensorsDiff:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """In what checkpoint `b` differs from checkpoint `a`; changes are in the order of their paths."""
+    """The differences from checkpoint `a` to checkpoint `b`; changes are sorted by path."""
 
     a: Entry
     b: Entry
@@ -93,15 +93,22 @@ class Diff:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs of all that is compared here, and all tensors are known to be the same.
+        """Whether nothing that is compared here differs, and all tensors are known to be the same.
 
-        What tells the two apart is not compared: id, kind, run, step, times, places, and what people said of them.
+        Id, kind, run, step, times, places and annotations other than metrics are not compared.
         """
         return self.tensors.equal and not (self.config or self.topology or self.producer or self.metrics)
 
 
 def diff(connection: Connection, a_serial: int, b_serial: int, now: datetime) -> Diff:
-    """In what two checkpoints differ."""
+    """Compare two checkpoints.
+
+    Args:
+        connection: a transaction.
+        a_serial: the first checkpoint.
+        b_serial: the second checkpoint.
+        now: the time that holds are compared with.
+    """
     a, b = (load_entries(connection, [serial], now)[0] for serial in (a_serial, b_serial))
     return Diff(
         a,
@@ -122,13 +129,13 @@ def _changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Changed, ...]:
 
 
 def _leaves(document: Mapping[str, Any]) -> dict[tuple[str | int, ...], Any]:
-    """All values that are not made of others, by their paths; without recursion, however deep they nest."""
+    """All values that are not containers, by path; without recursion, since documents may nest deeply."""
     found: dict[tuple[str | int, ...], Any] = {}
     left: list[tuple[tuple[str | int, ...], Any]] = [((), document)]
     while left:
         path, value = left.pop()
         below: Any = ()
-        if isinstance(value, Mapping) and list(value) != ["$float"]:  # a number that JSON has no word for
+        if isinstance(value, Mapping) and list(value) != ["$float"]:  # a number that JSON cannot express
             below = value.items()
         elif isinstance(value, list):
             below = enumerate(value)
@@ -140,7 +147,7 @@ def _leaves(document: Mapping[str, Any]) -> dict[tuple[str | int, ...], Any]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two leaves are equal: 1 is 1.0, which databases do not keep apart, but not True; NaN is NaN."""
+    """Whether two values are equal. 1 equals 1.0, which databases do not distinguish, but not True; NaN equals NaN."""
     if isinstance(a, bool) is not isinstance(b, bool):
         return False
     return bool(a == b or (a != a and b != b))
@@ -158,9 +165,9 @@ def _tensors(a: list[TensorEntry], b: list[TensorEntry]) -> TensorsDiff:
         y = right.get(key)
         if y is None:
             continue
-        what = _aspects(x, y)
-        if what:
-            changed.append(TensorChange(x.name, x.state, what, x, y))
+        aspects = _aspects(x, y)
+        if aspects:
+            changed.append(TensorChange(x.name, x.state, aspects, x, y))
         elif x.digest is not None and x.digest == y.digest:
             same += 1
         else:
@@ -171,7 +178,7 @@ def _tensors(a: list[TensorEntry], b: list[TensorEntry]) -> TensorsDiff:
 
 
 def _aspects(a: TensorEntry, b: TensorEntry) -> tuple[Aspect, ...]:
-    """In what two tensors differ for certain; another grid alone is no difference."""
+    """The aspects in which two tensors certainly differ; a different grid alone is no difference."""
     differ: dict[Aspect, bool] = {
         "shape": a.shape != b.shape,
         "dtype": a.dtype != b.dtype,
@@ -184,7 +191,7 @@ def _aspects(a: TensorEntry, b: TensorEntry) -> tuple[Aspect, ...]:
 
 
 def _comparable(a: TensorEntry, b: TensorEntry) -> bool:
-    """Whether both have digests of one kind, over the same chunks."""
+    """Whether both have digests of the same kind, over the same chunks."""
     if a.digest is None or b.digest is None or (a.shape, a.dtype, a.chunk) != (b.shape, b.dtype, b.chunk):
         return False
     return a.digest.partition(":")[0] == b.digest.partition(":")[0]

@@ -1,8 +1,8 @@
 """The tables of the catalog (docs/catalog.md, "Tables").
 
-`checkpoint.serial` is the number that other tables refer to, `checkpoint.id` the id that manifests and people use. What
-a checkpoint's tensors are called and how they are cut is a *tensor set*, stored once for all checkpoints of that
-structure; only their digests are rows of each checkpoint.
+Other tables refer to `checkpoint.serial`; manifests and users refer to `checkpoint.id`. The names, dtypes, shapes and
+grids of a checkpoint's tensors are a *tensor set*, stored once for all checkpoints with that structure; only the
+digests of tensors are rows of each checkpoint.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ __all__ = [
     "Verification",
 ]
 
-#: About so many digests share a block: what is inserted in turn stays on few pages, and a search looks into each block
-#: once. Measured on SQLite with 10,000 digests a checkpoint: 45 ms to insert them under one index over all, 10 ms so.
+#: The approximate number of digests in a block. Consecutive insertions touch few pages, and a search looks into each
+#: block once: on SQLite, inserting 10,000 digests takes 10 ms instead of 45 ms under one index over all.
 BLOCK = 32_768
 
 
 def _document_url() -> ColumnElement[str]:
-    """The place whose document said it; empty where it was said to this catalog, or its documents were trusted."""
+    """The place of the document that the row is from; NULL if it was recorded here, or the document was trusted."""
     return column(PlainText, nullable=True)
 
 
 def _of_checkpoint(*, primary_key: bool = False) -> ColumnElement[int]:
-    """A reference to a checkpoint; rows go with it."""
+    """A reference to a checkpoint; the rows are deleted with it."""
     key = ForeignKey("checkpoint.serial", ondelete="CASCADE")
     return column(Integer, key, primary_key=primary_key, index=not primary_key)
 
 
 class Identity(Base):
-    """Which catalog this is: one row."""
+    """The identity of this catalog: one row."""
 
     __tablename__ = "catalog"
     id = column(PlainText, primary_key=True)
@@ -66,7 +66,7 @@ class Identity(Base):
 
 
 class Run(Base):
-    """A training run: what `run7@1000` begins with."""
+    """A training run, such as `run7` in the reference `run7@1000`."""
 
     __tablename__ = "run"
     id = column(Integer, primary_key=True)
@@ -75,7 +75,7 @@ class Run(Base):
 
 
 class Config(Base):
-    """A configuration, stored once for all checkpoints that have it; `hash` is that of its canonical JSON."""
+    """A configuration, stored once for all checkpoints that have it; `hash` is the hash of its canonical JSON."""
 
     __tablename__ = "config"
     id = column(Integer, primary_key=True)
@@ -84,7 +84,7 @@ class Config(Base):
 
 
 class TensorSet(Base):
-    """The structure of a checkpoint: names, states, dtypes, shapes and grids; `hash` is that of all of them."""
+    """The structure of a checkpoint: names, states, dtypes, shapes and grids; `hash` is the hash of all of them."""
 
     __tablename__ = "tensor_set"
     id = column(Integer, primary_key=True)
@@ -92,7 +92,7 @@ class TensorSet(Base):
 
 
 class Tensor(Base):
-    """One tensor of a structure. `shape`, `chunk` and `shard` are written `4096,1024`; of a scalar they are empty."""
+    """One tensor of a structure. `shape`, `chunk` and `shard` are text such as `4096,1024`, empty for a scalar."""
 
     __tablename__ = "tensor"
     __table_args__ = (Index(None, "name", "state"), {"sqlite_with_rowid": False})
@@ -108,14 +108,14 @@ class Tensor(Base):
 
 
 class Checkpoint(Base):
-    """A checkpoint, whether it is still there or not (`state`: committed, deleted, purged or replaced).
+    """A checkpoint, whether it still exists or not (`state`: committed, deleted, purging, purged or replaced).
 
-    `deleted` ones are still in storage and can be restored; of `purged` and `replaced` ones only this row is left, with
-    what lineage needs. `deleted_clocks` are what other clocks than the host's showed at the deletion. A foreign one's
-    extents lie in so many `files`, `files_nbytes` large. Digests are in the block
-    `digest_block`. `document_revision` counts the changes that the document beside the checkpoint has to hold,
-    `document_written` is the last that it does hold. `content` is the hash of what every form of it says (see
-    `manifest_content`), by which another checkpoint of the same id is told apart; empty of foreign ones.
+    `deleted` checkpoints are still in storage and can be restored; of `purged` and `replaced` ones only this row and
+    the lineage are left. `deleted_clocks` are the times of other clocks than the host's at the deletion. `files` and
+    `files_nbytes` are the number and bytes of a foreign checkpoint's files. Digests are in the block `digest_block`.
+    `document_revision` is the revision that the document beside the checkpoint should have, `document_written` the one
+    that it has. `content` is the hash from `manifest_content`, by which another checkpoint with the same id is
+    recognised; NULL for foreign ones.
     """
 
     __tablename__ = "checkpoint"
@@ -152,7 +152,7 @@ class Checkpoint(Base):
 class Digest(Base):
     """The digest of one tensor of one checkpoint, at its position in the structure.
 
-    No foreign keys: there are thousands of rows a checkpoint, written together with it, and removed with it by `purge`.
+    There are no foreign keys, for speed: a checkpoint has thousands of rows, written with it and removed when purged.
     """
 
     __tablename__ = "digest"
@@ -164,11 +164,11 @@ class Digest(Base):
 
 
 class Location(Base):
-    """Where a checkpoint lies. A url holds one checkpoint at a time; a checkpoint may lie in several places.
+    """A place of a checkpoint. A url holds one checkpoint at a time; a checkpoint may have several places.
 
-    `listing` is the hash of what its files were when it was read there; empty where that cannot be trusted. `deleted`
-    and `purge_after` are what the document there says: it is deleted as a whole when that is said of every place. One
-    that came to light after the checkpoint was deleted is `spared`: nobody meant it.
+    `listing` is the hash of its file listing when it was read there; NULL if that cannot be trusted. `deleted` and
+    `purge_after` are from the document there: once they are set for every place, the checkpoint is deleted. A place
+    that was found after the checkpoint was deleted is `spared`, since the deletion did not include it.
     """
 
     __tablename__ = "location"
@@ -183,7 +183,7 @@ class Location(Base):
 
 
 class Form(Base):
-    """The digest of a manifest that a checkpoint has had: what lies in a further place must have one of them."""
+    """The digest of a manifest that a checkpoint has had. A manifest at another place must have one of them."""
 
     __tablename__ = "form"
     checkpoint = _of_checkpoint(primary_key=True)
@@ -191,7 +191,7 @@ class Form(Base):
 
 
 class Metric(Base):
-    """A measured number; without `value` it was not a number (NaN)."""
+    """A metric; NULL as `value` is NaN."""
 
     __tablename__ = "metric"
     __table_args__ = (Index(None, "name", "value"),)
@@ -203,9 +203,9 @@ class Metric(Base):
 
 
 class Edge(Base):
-    """What a checkpoint was made from. `parent` is empty until the parent, known by id or url, is recorded itself.
+    """An edge of the lineage. `parent` is NULL until the parent, known by id or url, is recorded itself.
 
-    With `depends`, the child's bytes lie in the parent's files, which must then outlive it.
+    With `depends`, the child needs the parent's files, which must then be kept.
     """
 
     __tablename__ = "edge"
@@ -220,7 +220,7 @@ class Edge(Base):
 
 
 class Alias(Base):
-    """A name that points to one checkpoint, and can be moved; `version` grows by one with every move."""
+    """A name that points to one checkpoint, and can be moved; every move adds one to `version`."""
 
     __tablename__ = "alias"
     name = column(PlainText, primary_key=True)
@@ -231,7 +231,7 @@ class Alias(Base):
 
 
 class AliasClaim(Base):
-    """A name that the document at a place gives the checkpoint, and that points elsewhere here: it protects it."""
+    """An alias in the document at a place that points elsewhere in this catalog; it protects the checkpoint."""
 
     __tablename__ = "alias_claim"
     checkpoint = _of_checkpoint(primary_key=True)
@@ -242,7 +242,7 @@ class AliasClaim(Base):
 
 
 class AliasMove(Base):
-    """The history of an alias; without `target`, it was removed."""
+    """A move of an alias; NULL as `target` is its removal."""
 
     __tablename__ = "alias_move"
     __table_args__ = (Index(None, "name", "version", unique=True),)
@@ -256,7 +256,7 @@ class AliasMove(Base):
 
 
 class Tag(Base):
-    """A word on a checkpoint; several checkpoints may bear it. One that is `permanent` is not taken off."""
+    """A tag of a checkpoint; several checkpoints may have it. A `permanent` one cannot be removed."""
 
     __tablename__ = "tag"
     __table_args__ = (Index(None, "name"),)
@@ -269,7 +269,7 @@ class Tag(Base):
 
 
 class Untag(Base):
-    """A tag that was taken off a checkpoint, and why: a document that still has it does not bring it back."""
+    """The removal of a tag, so that a document that still has the tag does not add it again."""
 
     __tablename__ = "untag"
     checkpoint = _of_checkpoint(primary_key=True)
@@ -281,7 +281,7 @@ class Untag(Base):
 
 
 class Hold(Base):
-    """Why a checkpoint must not be deleted, and until when (empty: until it is released)."""
+    """A hold: why a checkpoint must not be deleted, and until when (NULL: until it is released)."""
 
     __tablename__ = "hold"
     id = column(Integer, primary_key=True)
@@ -295,7 +295,7 @@ class Hold(Base):
 
 
 class Note(Base):
-    """What somebody wrote about a checkpoint."""
+    """A note on a checkpoint."""
 
     __tablename__ = "note"
     id = column(Integer, primary_key=True)
@@ -307,7 +307,7 @@ class Note(Base):
 
 
 class Verification(Base):
-    """What `verify` found; `problems` are the first of them, as text."""
+    """A result of `verify`; `problems` has the first 100, as text."""
 
     __tablename__ = "verification"
     id = column(Integer, primary_key=True)
@@ -322,7 +322,7 @@ class Verification(Base):
 
 
 class Event(Base):
-    """Who did what, when: only ever appended."""
+    """An event of the audit log, which is only appended to."""
 
     __tablename__ = "event"
     id = column(Integer, primary_key=True)

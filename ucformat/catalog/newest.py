@@ -1,10 +1,10 @@
-"""Which checkpoint is the newest: by what their writers knew of each other, and by clocks only where nobody knew.
+"""The order of checkpoints by age: by counts of commits where they exist, because clocks may be wrong.
 
-A training counts its commits (`commits` of a manifest). Of one run's checkpoints that is newer which counts more: it
-was made from the others, or by one who had seen them. Where counts are equal, the higher step is newer, and then what
-was created later. One that nobody counted (of an engine, or converted) stands by its step, as if it counted as many as
-the greatest at its step or before. Different runs, and what has neither step nor count, are compared by time. In a run
-times never go back: each stands no earlier than what it is newer than.
+A training counts its commits (`commits` of a manifest). Within a run, the checkpoint with the higher count is newer,
+since its writer had loaded or seen the others; with equal counts the one with the higher step, then the one that was
+created later. A checkpoint without a count (of an engine, or converted) is treated as having the highest count at its
+step or before. Runs, and checkpoints with neither step nor count, are compared by time, where a checkpoint is never
+earlier than those of its run that it is newer than.
 """
 
 from __future__ import annotations
@@ -22,50 +22,54 @@ __all__ = ["Dated", "contradiction", "contradictions", "newest_first", "select_n
 
 
 class Dated(Protocol):
-    """What orders a checkpoint."""
+    """The properties of a checkpoint that determine its order."""
 
     @property
     def id(self) -> str:
-        """Which it is."""
+        """Its id."""
 
     @property
     def run(self) -> str | None:
-        """The training that it is of."""
+        """The name of its run."""
 
     @property
     def step(self) -> int | None:
-        """How far that was."""
+        """The training step."""
 
     @property
     def commits(self) -> int | None:
-        """How many of its checkpoints were committed by then."""
+        """How many checkpoints the run had committed, this one included."""
 
     @property
     def created(self) -> datetime:
-        """When, by its writer's clock."""
+        """When it was created, by its writer's clock."""
 
 
 T = TypeVar("T", bound=Dated)
 
 
 def newest_first(items: Iterable[T]) -> list[T]:
-    """Checkpoints, the newest first."""
+    """Sort checkpoints, newest first.
+
+    Args:
+        items: the checkpoints, in any order.
+    """
     runs: dict[object, list[T]] = {}
     for item in items:
         alone = item.run is None or (item.step is None and item.commits is None)
         runs.setdefault(("", item.id) if alone else (item.run,), []).append(item)
     found: list[tuple[tuple[Any, ...], T]] = []
     for run in runs.values():
-        count, places = 0, []
+        count, ranked = 0, []
         for item in sorted(run, key=lambda i: (_step(i), i.commits is None)):
             count = max(count, item.commits or 0)
             own = count if item.commits is None else item.commits
-            places.append(((own, _step(item), item.created, item.id), item))
-        places.sort(key=itemgetter(0))
+            ranked.append(((own, _step(item), item.created, item.id), item))
+        ranked.sort(key=itemgetter(0))
         latest = min(item.created for item in run)
-        for place, item in places:
+        for rank, item in ranked:
             latest = max(latest, item.created)
-            found.append(((latest, *place), item))
+            found.append(((latest, *rank), item))
     return [item for _, item in sorted(found, key=itemgetter(0), reverse=True)]
 
 
@@ -74,9 +78,14 @@ def _step(item: Dated) -> int:
 
 
 def select_newest_first(*where: ColumnElement[bool], first: int | None = None) -> Select[Any]:
-    """The same as a query: serial, id, kind, step, commits and created, and `place`, the count by which each stands.
+    """The same order as a query.
 
-    Where so many are enough as `first` says, only the runs of as many that were created last are put in order.
+    Args:
+        where: conditions on `models.Checkpoint`.
+        first: how many rows are needed, which makes the query faster (None: all).
+
+    Returns:
+        A query for serial, id, kind, step, commits and created, and `counted`: the commits or their substitute.
     """
     import sqlalchemy as sa
 
@@ -87,36 +96,39 @@ def select_newest_first(*where: ColumnElement[bool], first: int | None = None) -
     run: list[Any] = [Checkpoint.run_id, sa.case((alone, Checkpoint.serial))]
     before = sa.func.max(Checkpoint.commits).over(partition_by=run, order_by=step)
     columns = ("serial", "id", "kind", "step", "commits", "created")
-    if first is not None:  # of another run nothing stands later than these
+    if first is not None:  # the first rows are of the runs of the checkpoints that were created last
         last = sa.select(Checkpoint.serial, Checkpoint.run_id).where(*where).order_by(Checkpoint.created.desc())
         top = last.limit(first).cte()
         where += (
             sa.or_(Checkpoint.serial.in_(sa.select(top.c.serial)), Checkpoint.run_id.in_(sa.select(top.c.run_id))),
         )
-    placed = (
+    counted = (
         sa.select(
             *(getattr(Checkpoint, name) for name in columns),
             run[0].label("run"),
             run[1].label("alone"),
-            sa.func.coalesce(Checkpoint.commits, before, 0).label("place"),
+            sa.func.coalesce(Checkpoint.commits, before, 0).label("count"),
             step.label("at"),
         )
         .where(*where)
         .subquery()
         .c
     )
-    order = (placed.place, placed["at"], placed.created, placed.serial)
-    latest = sa.func.max(placed.created).over(partition_by=(placed.run, placed.alone), order_by=order)
-    found = sa.select(*(placed[name] for name in columns), placed.place)
+    order = (counted["count"], counted["at"], counted.created, counted.serial)
+    latest = sa.func.max(counted.created).over(partition_by=(counted.run, counted.alone), order_by=order)
+    found = sa.select(*(counted[name] for name in columns), counted["count"].label("counted"))
     return found.order_by(latest.desc(), *(key.desc() for key in order))
 
 
 def contradictions(items: Iterable[T], name: Callable[[T], str]) -> list[str]:
-    """What to warn of: of each run, the newest checkpoint that is older by its time than one that counts less.
+    """Warn of runs in which a checkpoint was created earlier than one with fewer commits, by a clock that was wrong.
 
     Args:
-        items: checkpoints, in any order.
-        name: how one is called in the warning.
+        items: the checkpoints, in any order.
+        name: returns the name of a checkpoint for the warning.
+
+    Returns:
+        At most one warning for each run, on its newest such checkpoint.
     """
     last: dict[str | None, T] = {}
     found: dict[str | None, str] = {}
@@ -129,13 +141,13 @@ def contradictions(items: Iterable[T], name: Callable[[T], str]) -> list[str]:
 
 
 def contradiction(newer: str, created: datetime, older: str, before: datetime) -> str:
-    """What to say of two checkpoints of which the one was committed later, and created earlier.
+    """The warning for two checkpoints of which one was committed later, but created earlier by its clock.
 
     Args:
-        newer: what the one is called that counts more.
-        created: when, by its writer's clock.
-        older: what the other is called.
+        newer: the name of the one with more commits.
+        created: when it was created, by its writer's clock.
+        older: the name of the other.
         before: when that one was created, which is later.
     """
     times = f"{created.isoformat()} and {before.isoformat()}"
-    return f"{newer} was committed after {older}, and by a clock that was wrong is older ({times}): its count decides"
+    return f"{newer} was committed after {older}, but created earlier ({times}): a clock was wrong; commits decide"

@@ -225,7 +225,7 @@ def _of_run(connection: Connection, ref: Ref, run: str) -> int:
             raise NotFound(f"the run {run!r} has no checkpoint with a step")
         newest = ranked[0]
         _warn_of_clocks(connection, there, newest)
-        return _one(ref, [r for r in ranked if (r.place, r.step) == (newest.place, newest.step)])
+        return _one(ref, [r for r in ranked if (r.counted, r.step) == (newest.counted, newest.step)])
     scoped = connection.scalar(sa.select(Alias.checkpoint).where(Alias.name == f"{run}/{ref.at}"))
     if scoped is not None:
         return scoped
@@ -240,7 +240,7 @@ def _of_run(connection: Connection, ref: Ref, run: str) -> int:
 
 def _warn_of_clocks(connection: Connection, there: tuple[Any, ...], newest: Any) -> None:
     """Log a warning if a checkpoint with fewer commits was created later than the newest."""
-    older = (Checkpoint.commits < newest.place, Checkpoint.created > newest.created)
+    older = (Checkpoint.commits < newest.counted, Checkpoint.created > newest.created)
     other = connection.execute(
         sa.select(Checkpoint.id, Checkpoint.created).where(*there, *older).order_by(Checkpoint.created.desc()).limit(1)
     ).first()

@@ -154,12 +154,21 @@ def plan_retention(policy: Policy, rows: Iterable[RetentionRow], now: datetime) 
 
 
 def plan_order(row: RetentionRow) -> tuple[object, ...]:
-    """The sort key of plans: by run, then by step; checkpoints without either come first."""
+    """The sort key of plans: by run, then by step; checkpoints without either come first.
+
+    Args:
+        row: the checkpoint.
+    """
     return (row.run is not None, row.run or "", *_by_step(row))
 
 
 def protections(row: RetentionRow, now: datetime) -> tuple[str, ...]:
-    """The reasons why this checkpoint must not be deleted now, whatever a policy says."""
+    """The reasons why a checkpoint must not be deleted, independent of any policy.
+
+    Args:
+        row: the checkpoint.
+        now: the time that holds are compared with.
+    """
     return (
         *(f"alias {name}" for name in sorted(row.aliases)),
         *(f"alias {name} in another catalog" for name in sorted(row.claims)),
@@ -170,7 +179,11 @@ def protections(row: RetentionRow, now: datetime) -> tuple[str, ...]:
 
 
 def needed_by(dependents: Sequence[str]) -> Iterator[str]:
-    """The reasons for checkpoints that need another: the first ten by id, then their number."""
+    """The reasons for keeping a checkpoint that others need: the first ten by id, then the number of the others.
+
+    Args:
+        dependents: the ids of the checkpoints that need it.
+    """
     named = dependents if len(dependents) <= _MAX_NAMED else nsmallest(_MAX_NAMED, dependents)
     yield from (f"needed by {name}" for name in sorted(named))
     if len(dependents) > _MAX_NAMED:
@@ -181,9 +194,14 @@ def _hold(hold: RetentionHold) -> str:
     return f"held: {hold.reason}" if hold.until is None else f"held until {hold.until:%Y-%m-%d}: {hold.reason}"
 
 
-def plan_id(what: object, rows: Iterable[RetentionRow]) -> str:
-    """The id of a plan: a hash of what it does, and of the checkpoints that it does it to."""
-    text = json.dumps([what, sorted(row.id for row in rows)], sort_keys=True)
+def plan_id(action: object, rows: Iterable[RetentionRow]) -> str:
+    """The id of a plan: a hash of its action and its checkpoints.
+
+    Args:
+        action: a JSON value, such as the policy.
+        rows: the checkpoints that are deleted or purged.
+    """
+    text = json.dumps([action, sorted(row.id for row in rows)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -289,7 +307,7 @@ def load_policy(source: Path | str | Mapping[str, Any]) -> Policy:
         The policy.
 
     Raises:
-        UsageError: it is not a policy; the message lists all faults.
+        UsageError: it is not a policy; the message lists all errors.
         UpgradeNeeded: its version is newer than this ucformat knows.
     """
     from ucformat.config_files import read_config_file

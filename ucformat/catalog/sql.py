@@ -1,4 +1,4 @@
-"""SQL of the user's own, which the database engine itself keeps from writing."""
+"""SQL queries written by users, which the database itself prevents from writing."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _MAX_RESULT = 256 << 20  # bytes of all the values of a result
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The rows that a query gave; with `truncated`, there were more than the limit.
+    """The result of a query; with `truncated`, there were more rows than the limit.
 
-    Values are texts, numbers, bytes, lists, dicts and None; PostgreSQL's times are texts as ISO 8601 has them. SQLite
-    gives what it stores: times and JSON as text.
+    Values are text, numbers, bytes, lists, dicts and None. PostgreSQL's times are text in ISO 8601; SQLite returns
+    times and JSON as text, as it stores them.
     """
 
     columns: tuple[str, ...]
@@ -55,29 +55,34 @@ def run_sql(
     memory: int | None = None,
     trust_role: bool = False,
 ) -> Table:
-    """The rows of one query, at most `limit` of them.
+    """Run one query.
 
     Args:
-        database: Where to ask.
-        statement: One SELECT, VALUES or WITH.
-        limit: The most rows; None for all, as long as they fit into 256 MiB.
-        timeout: Seconds until the query is ended; None for no limit.
-        memory: Bytes that SQLite may take in this process, for good: the library has no limit for one connection.
-        trust_role: Whether to ask PostgreSQL under a role that may do more than read tables.
+        database: the database of the catalog.
+        statement: one SELECT, VALUES or WITH.
+        limit: the maximum number of rows (default: all, up to 256 MiB).
+        timeout: seconds until the query is cancelled; None for no limit (default: 60).
+        memory: bytes that SQLite may allocate in this process from now on, since it has no limit for one connection
+            (default: no limit).
+        trust_role: allow a PostgreSQL role that may do more than read tables (default: False).
+
+    Returns:
+        The rows.
 
     Raises:
-        UnsafeError: it is not a query, or one that writes, or PostgreSQL's role may do more than read tables.
-        UsageError: the engine cannot make sense of it.
-        UcformatError: it took too long, or gave too much.
+        PermissionDenied: it is not a query, or it writes.
+        UnsafeError: PostgreSQL's role may do more than read tables.
+        UsageError: it is not valid SQL, or an argument is out of range.
+        UcformatError: it took too long, or its result is too large.
     """
     if limit is not None and limit < 0:
         raise UsageError(f"the limit cannot be {limit}", hint="leave it out for all rows")
     if timeout is not None and not 0 < timeout <= _MAX_TIMEOUT:
-        raise UsageError(f"the time limit cannot be {timeout:g} s", hint="leave it out for 60 s; None is without limit")
+        raise UsageError(f"the time limit cannot be {timeout:g} s", hint="the default is 60 s; None means no limit")
     if not statement.strip():
-        raise UsageError("there is no SQL in it", hint="write a query, such as: select id from checkpoint")
+        raise UsageError("the statement is empty", hint="write a query, such as: select id from checkpoint")
     if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in statement):
-        raise UsageError("SQL cannot hold NUL, or what is not Unicode text")
+        raise UsageError("SQL cannot contain NUL or unpaired surrogates")
     if database.sqlite:
         return _sqlite(database, statement, limit, timeout, memory)
     return _postgresql(database, statement, limit, timeout, trust_role=trust_role)
@@ -88,15 +93,15 @@ _MAX_TIMEOUT = 1_000_000  # seconds: PostgreSQL counts milliseconds in 31 bits
 
 def _late(timeout: float | None) -> UcformatError:
     return UcformatError(
-        f"the query was ended after {timeout:g} s",
-        hint="ask for less, or allow it more time: `ucp sql --timeout 10m`",
+        f"the query was cancelled after {timeout:g} s",
+        hint="narrow it, or allow more time: `ucp sql --timeout 10m`",
     )
 
 
-def _refused(said: str) -> PermissionDenied:
+def _refused(reason: str) -> PermissionDenied:
     return PermissionDenied(
-        f"only one query that reads can be run here: {said}",
-        hint="write SELECT, VALUES or WITH … SELECT; what the catalog holds is changed by the commands of `ucp`",
+        f"only a single read-only query can be run: {reason}",
+        hint="write SELECT, VALUES or WITH … SELECT; other commands of `ucp` change the catalog",
     )
 
 
@@ -115,7 +120,7 @@ def _table(columns: Iterable[str], rows: Iterable[Iterable[Any]], limit: int | N
 
 
 def _nbytes(value: Any) -> int:
-    """The memory that a value takes, about."""
+    """The approximate memory of a value."""
     match value:
         case list() | tuple():
             return 64 + sum(map(_nbytes, value))
@@ -139,11 +144,11 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-# SQLite: a connection of its own, opened to be read only, on which an authorizer allows nothing but reading. The first
-# alone would let it attach other files, and change its own settings. Limits keep one step of the query small, so that
-# the handler that is called between steps can end it.
+# SQLite: a separate read-only connection with an authorizer that allows only reading. A read-only connection alone
+# could attach other files and change its settings. Limits keep single steps of the query short, so that the progress
+# handler, which is called between steps, can cancel it.
 
-_STEPS = 100  # of SQLite's machine, from one look at the time to the next
+_STEPS = 100  # of SQLite's virtual machine between calls of the progress handler
 _LIMITS = {
     sqlite3.SQLITE_LIMIT_LENGTH: 16 << 20,  # bytes of a value, and of a row
     sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 1000,
@@ -178,7 +183,7 @@ def _allowed(action: int, first: str, second: str) -> bool:
             return first.lower() in _PRAGMAS
         case sqlite3.SQLITE_FUNCTION:
             return second.lower() != "load_extension"
-        case sqlite3.SQLITE_UPDATE:  # how table functions, json_each for one, declare their columns; it writes nothing
+        case sqlite3.SQLITE_UPDATE:  # table functions such as json_each declare their columns so; nothing is written
             return first in ("sqlite_master", "sqlite_temp_master")
     return action in _READS
 
@@ -197,7 +202,7 @@ def _sqlite(database: Database, statement: str, limit: int | None, timeout: floa
     end = None if timeout is None else clock.monotonic() + timeout
     late = False
 
-    def out_of_time() -> bool:  # it is called without a time limit, too: else Ctrl-C would wait for the end
+    def out_of_time() -> bool:  # also set without a time limit, else Ctrl-C would take effect only at the end
         nonlocal late
         late = end is not None and clock.monotonic() > end
         return late
@@ -206,7 +211,7 @@ def _sqlite(database: Database, statement: str, limit: int | None, timeout: floa
         with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True, isolation_level=None)) as connection:
             connection.execute("PRAGMA query_only = ON")
             if memory is not None:
-                connection.execute("PRAGMA temp_store = MEMORY")  # what is sorted and joined counts, too
+                connection.execute("PRAGMA temp_store = MEMORY")  # so that the limit covers sorting and joining
                 connection.execute(f"PRAGMA hard_heap_limit = {memory}")
             for category, most in _LIMITS.items():
                 connection.setlimit(category, most)
@@ -215,7 +220,7 @@ def _sqlite(database: Database, statement: str, limit: int | None, timeout: floa
             connection.text_factory = lambda data: data.decode(errors="replace")
             cursor = connection.execute(statement)
             if cursor.description is None:
-                raise _refused("this gives no rows")
+                raise _refused("this returns no rows")
             return _table([column[0] for column in cursor.description], cursor, limit)
     except (sqlite3.Error, sqlite3.Warning, MemoryError) as error:
         if late:
@@ -224,10 +229,10 @@ def _sqlite(database: Database, statement: str, limit: int | None, timeout: floa
 
 
 def _meaning(error: Exception, database: Database, *, denied: bool) -> BaseException:
-    """What to raise for an error of SQLite; a warning is what several statements are, before Python 3.12."""
+    """The exception to raise for an error of SQLite; before Python 3.12, several statements are a warning."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     if isinstance(error, MemoryError):
-        return UcformatError("the query needs more memory than it may take", hint="ask for less at once")
+        return UcformatError("the query needs more memory than its limit", hint="narrow it, or select fewer rows")
     if code == sqlite3.SQLITE_INTERRUPT:
         return KeyboardInterrupt()
     if denied or code == sqlite3.SQLITE_READONLY:
@@ -237,16 +242,16 @@ def _meaning(error: Exception, database: Database, *, denied: bool) -> BaseExcep
     return UsageError(f"SQLite: {error}", hint=_TABLES)
 
 
-# PostgreSQL: DECLARE CURSOR takes nothing but a query, and the protocol that psycopg sends it by takes one statement,
-# so that the read-only transaction around it cannot be ended or changed. But functions that reach beyond tables run in
-# such a transaction, too, and a query may leave any role that is set for it, and any time limit of its session, by
-# set_config(): so what counts is what the role of the connection may become, and the clock here.
+# PostgreSQL: DECLARE CURSOR accepts only a query, and psycopg's protocol only one statement, so that the read-only
+# transaction around it cannot be ended or changed. But functions with effects beyond tables run in such a transaction
+# too, and with set_config() a query can leave the role and the time limit that are set for its session. Therefore, the
+# roles that the connection may assume are checked, and the time is measured in this process.
 
-_NO_CURSOR = {"42601", "0A000", "42P11"}  # syntax error, not supported, invalid cursor: what it says is not the point
+_NO_CURSOR = {"42601", "0A000", "42P11"}  # syntax error, not supported, invalid cursor: the message is about the cursor
 _WRITES = {"25006", "25001", "42501"}  # read-only transaction, mode set too late, insufficient privilege
-_FAILURES = {"40", "53", "55", "57", "58", "XX"}  # not of the query: deadlock, no room, locks, shutdown, system, bugs
+_FAILURES = {"40", "53", "55", "57", "58", "XX"}  # not the query's: deadlock, no room, locks, shutdown, system, bugs
 _MESSAGE = ord("M")  # a field of PostgreSQL's errors
-_GRACE = 5.0  # seconds in which PostgreSQL ends what it was told to end
+_GRACE = 5.0  # seconds that PostgreSQL has to cancel a query
 _RIGHTS = """
 with mine as (
   select oid, rolname, rolsuper, rolreplication from pg_roles where pg_has_role(session_user, oid, 'member')
@@ -265,7 +270,7 @@ and has_function_privilege(mine.oid, pg_proc.oid, 'execute')
 and not has_function_privilege('public', pg_proc.oid, 'execute')
 and not has_function_privilege('pg_monitor', pg_proc.oid, 'execute')
 having count(*) > 0
-"""  # functions that PostgreSQL keeps from everybody: those of pg_monitor show what the server does, and no more
+"""  # functions that are not public, except those of pg_monitor, which only show the server's activity
 
 
 def _postgresql(
@@ -275,7 +280,7 @@ def _postgresql(
         c = opened.execution_options(
             postgresql_readonly=True, isolation_level="REPEATABLE READ", stream_results=True, no_parameters=True
         )
-        c.detach()  # it is closed afterwards, with all that a query can do to a session
+        c.detach()  # closed afterwards, since a query can change the session
         driver: Any = c.connection.dbapi_connection
         rights = None if trust_role else driver.execute(_RIGHTS).fetchone()
         if rights is not None:
@@ -289,7 +294,7 @@ def _postgresql(
                 return _table(result.keys(), _until(late, result), limit)
         except (DBAPIError, _Late) as error:
             if late.is_set():
-                c.invalidate()  # what it was doing is not to be waited for
+                c.invalidate()  # do not wait for the query
                 driver.close()
                 raise _late(timeout) from error
             if isinstance(error, _Late):
@@ -298,7 +303,7 @@ def _postgresql(
 
 
 class _Late(Exception):
-    """The time was up between two rows."""
+    """The time limit was reached between two rows."""
 
 
 def _until(late: threading.Event, rows: Iterable[Iterable[Any]]) -> Iterator[Iterable[Any]]:
@@ -310,11 +315,11 @@ def _until(late: threading.Event, rows: Iterable[Iterable[Any]]) -> Iterator[Ite
 
 @contextmanager
 def _ending(driver: Any, timeout: float | None, late: threading.Event) -> Iterator[None]:
-    """End what the connection does when the time is up: ask the server to, then hang up."""
+    """Cancel the query at the time limit: first by the server, then by closing the connection."""
     if timeout is None:
         yield
         return
-    # What we have hung up on ends, too, unless it has lifted this.
+    # Also ends a query whose connection was closed, unless it has changed this setting.
     driver.execute(f"SET LOCAL statement_timeout = {int((timeout + _GRACE) * 1000)}")
     done = threading.Event()
 
@@ -322,7 +327,7 @@ def _ending(driver: Any, timeout: float | None, late: threading.Event) -> Iterat
         if done.wait(timeout):
             return
         late.set()
-        with suppress(Exception):  # whatever fails here, the connection is closed
+        with suppress(Exception):  # if this fails, the connection is closed
             driver.cancel_safe(timeout=_GRACE)
         if not done.wait(_GRACE):
             with suppress(OSError), socket.fromfd(driver.pgconn.socket, socket.AF_INET, socket.SOCK_STREAM) as line:
@@ -338,22 +343,22 @@ def _ending(driver: Any, timeout: float | None, late: threading.Event) -> Iterat
 
 
 def _explained(connection: Connection, statement: str, error: DBAPIError) -> Exception:
-    """What to raise: PermissionDenied, UsageError, or the error itself where it is the connection that failed."""
+    """The exception to raise: PermissionDenied, UsageError, or the error itself if the connection failed."""
     state = getattr(error.orig, "sqlstate", None)
-    said = str(error.orig).strip().partition("\n")[0]
+    message = str(error.orig).strip().partition("\n")[0]
     if state in _WRITES:
-        return _refused(said)
-    if state in _NO_CURSOR:  # is it SQL at all? It is parsed alone, and not run
+        return _refused(message)
+    if state in _NO_CURSOR:  # parse it without running it, to find out whether it is SQL at all
         connection.rollback()
         driver: Any = connection.connection.dbapi_connection
         parsed = driver.pgconn.prepare(b"", statement.encode(driver.info.encoding))
-        message = parsed.error_field(_MESSAGE)
-        if message is None:
-            return _refused("this is another command" if state == "42601" else said)
-        said = message.decode(driver.info.encoding, "replace")
+        error_message = parsed.error_field(_MESSAGE)
+        if error_message is None:
+            return _refused("this is another command" if state == "42601" else message)
+        message = error_message.decode(driver.info.encoding, "replace")
     elif error.connection_invalidated or (state or "")[:2] in _FAILURES:
         return error
-    return UsageError(f"PostgreSQL: {said}", hint=_TABLES)
+    return UsageError(f"PostgreSQL: {message}", hint=_TABLES)
 
 
 _TABLES = "docs/catalog.md lists the tables and their columns"

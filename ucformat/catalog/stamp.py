@@ -1,4 +1,4 @@
-"""Who does something, when, and how long it can be taken back; apart from what needs a database."""
+"""The user and time of an operation, and clocks by which grace periods are measured."""
 
 from __future__ import annotations
 
@@ -18,37 +18,44 @@ if TYPE_CHECKING:
 
 __all__ = ["GRACE", "Stamp", "clocks", "make_stamp", "now"]
 
-#: How long a deleted checkpoint can be restored, where nobody says.
+#: The default grace period, in which a deleted checkpoint can be restored.
 GRACE = timedelta(days=7)
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Who does something, and when."""
+    """The user (`user@host`) and time of an operation."""
 
     who: str
     now: datetime
 
 
 def now() -> datetime:
-    """The time, with its zone."""
+    """The current time in UTC."""
     return datetime.now(UTC)
 
 
 def clocks(connection: Connection) -> dict[str, float]:
-    """What other clocks than this host's show, by name, in seconds: only what passes between two looks counts."""
-    return dict(shown for clock in CLOCKS for shown in clock(connection))
+    """Read other clocks than this host's.
+
+    Args:
+        connection: a transaction.
+
+    Returns:
+        The times in seconds, by clock; only differences between two readings of a clock are meaningful.
+    """
+    return dict(reading for clock in CLOCKS for reading in clock(connection))
 
 
 def _database(connection: Connection) -> Iterator[tuple[str, float]]:
-    """That of PostgreSQL's server."""
+    """The clock of the PostgreSQL server."""
     if connection.dialect.name == "postgresql":
-        shown = connection.exec_driver_sql("select extract(epoch from clock_timestamp())")
-        yield "the database's clock", float(shown.scalar_one())
+        reading = connection.exec_driver_sql("select extract(epoch from clock_timestamp())")
+        yield "the database's clock", float(reading.scalar_one())
 
 
 def _boot(_: Connection) -> Iterator[tuple[str, float]]:
-    """Linux's since the boot, which nobody can set; named by its boot, for it tells nothing of the time before."""
+    """The time since Linux booted, which cannot be set; its name has the boot's id, as it is meaningless after it."""
     with suppress(OSError, AttributeError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         yield f"the time since boot {boot}", time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -58,7 +65,7 @@ CLOCKS: list[Callable[[Connection], Iterator[tuple[str, float]]]] = [_database, 
 
 
 def make_stamp() -> Stamp:
-    """Who we are, and the time."""
+    """The stamp of this user and host, now."""
     user = "unknown"
     with suppress(OSError, KeyError):  # a user id without a name, as in many containers
         user = getpass.getuser()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import strategies as st
 
 from tests.catalog.filter.world import BIG, FLOATS, INTEGERS, METRICS, NAMES, NOW, TEXTS, TIMES, WORLDS
-from ucformat.catalog.filter.check import DOCUMENTS, MANY, SCALARS, TENSOR, Kind
+from ucformat.catalog.filter.check import DOCUMENTS, MULTIPLE, SCALARS, TENSOR, Kind
 from ucformat.catalog.filter.syntax import (
     Age,
     And,
@@ -100,7 +100,7 @@ metrics = st.sampled_from(METRICS).map(lambda name: Key(("metric", name)))
 #: Name -> kind of values, the keys, and what they are compared with.
 Subject = tuple[Kind, st.SearchStrategy[tuple[Key, st.SearchStrategy[Any]]]]
 SUBJECTS: dict[str, Subject] = {
-    **{name: (kind, st.just((Key((name,)), LITERALS[kind]))) for name, kind in (SCALARS | MANY).items()},
+    **{name: (kind, st.just((Key((name,)), LITERALS[kind]))) for name, kind in (SCALARS | MULTIPLE).items()},
     **{f"tensor.{n}": (kind, st.just((Key(("tensor", n)), LITERALS[kind]))) for n, kind in TENSOR.items()},
     "metric": (Kind.FLOAT, metrics.map(lambda key: (key, LITERALS[Kind.FLOAT]))),
     "paths": (Kind.JSON, paths.map(lambda key: (key, LITERALS[Kind.JSON]))),

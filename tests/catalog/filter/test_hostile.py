@@ -97,7 +97,7 @@ UNHOLDABLE = ["tag = '\0'", "config.'\0' = 1", "tag = '\ud800'", 'metric."\udfff
 
 @pytest.mark.parametrize("text", UNHOLDABLE)
 def test_what_no_database_can_hold_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="cannot hold this character"):
+    with pytest.raises(UsageError, match="cannot contain this character"):
         parse(text)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.catalog.filter.strategies import OPERATORS, any_text, filters, sorts
 from ucformat.catalog.filter import parse, parse_sort, unparse, used_keys, used_names
-from ucformat.catalog.filter.check import MANY, SCALARS, TENSOR
+from ucformat.catalog.filter.check import MULTIPLE, SCALARS, TENSOR
 from ucformat.catalog.filter.syntax import (
     Age,
     And,
@@ -108,7 +108,7 @@ def test_what_is_documented() -> None:
     for text in [*re.findall(r'sort="(.+?)"', page), *re.findall(r"--sort=([^`]+)`", page)]:
         parse_sort(text)
     keys = set(re.findall(r"`([a-z_]+)`", page[page.index("## Keys") : page.index("Without `state`")]))
-    assert {*SCALARS, *MANY} <= keys
+    assert {*SCALARS, *MULTIPLE} <= keys
     assert all(f".{name}`" in page for name in TENSOR)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DOCUMENTS",
-    "MANY",
+    "MULTIPLE",
     "SCALARS",
     "TENSOR",
     "Kind",
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _MAX_MESSAGE = 400  # characters of a message, which may quote the filter
-_BEFORE, _AFTER = 60, 40  # so much of a long filter is shown around the place
+_BEFORE, _AFTER = 60, 40  # characters of a long filter that are shown before and after the place
 
 
 def pointing_error(message: str, text: str | None, at: Span | None, *, hint: str | None = None) -> UsageError:
@@ -98,7 +98,11 @@ class Names:
         return sorted(metrics | {spell(("config", *path)) for path in self.configs})
 
     def has(self, key: Key) -> bool:
-        """Whether the metric or path exists; without any known names, all are accepted."""
+        """Whether a metric or path exists; without any known names, all are accepted.
+
+        Args:
+            key: the key; one of another kind always exists.
+        """
         root, *rest = key.parts
         path = tuple(rest)
         if root == "metric":
@@ -109,7 +113,11 @@ class Names:
 
 
 def used_names(node: Node | Sort) -> Names:
-    """The metrics and the configuration paths that a filter or an order uses."""
+    """The metrics and configuration paths that a filter or sort order uses.
+
+    Args:
+        node: the filter or order.
+    """
     keys = [key.parts for key in _keys(node)]
     return Names(
         frozenset(parts[1] for parts in keys if parts[0] == "metric" and len(parts) == 2),
@@ -137,12 +145,20 @@ def check_known(node: Node | Sort, known: Names, text: str | None = None) -> Non
 
 
 def used_keys(node: Node | Sort) -> set[str]:
-    """The keys that a filter or an order uses, in the syntax of filters."""
+    """The keys that a filter or sort order uses, in the syntax of filters.
+
+    Args:
+        node: the filter or order.
+    """
     return set(map(str, _keys(node)))
 
 
 def paths_of(document: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """The paths of all leaves of a configuration, as in `Names.configs`."""
+    """The paths of all leaves of a configuration, as in `Names.configs`.
+
+    Args:
+        document: the configuration.
+    """
     left: list[tuple[tuple[str, ...], Any]] = [((), document)]
     while left:
         path, value = left.pop()
@@ -153,7 +169,15 @@ def paths_of(document: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def nearest(name: str, options: Iterable[str]) -> str | None:
-    """A hint that offers the options most similar to `name`, if any are."""
+    """A hint that offers the options most similar to a name.
+
+    Args:
+        name: the name that does not exist.
+        options: those that do.
+
+    Returns:
+        The hint; None if no option is similar.
+    """
     found = get_close_matches(name[:_MAX_COMPARED], [option[:_MAX_COMPARED] for option in options], n=3)
     return f"did you mean {' or '.join(found)}?" if found else None
 
@@ -175,7 +199,7 @@ class Kind(Enum):
     JSON = "text in quotes, a number, true or false"
 
 
-#: Keys with at most one value a checkpoint.
+#: Keys with at most one value for each checkpoint.
 SCALARS = {
     "id": Kind.TEXT,
     "kind": Kind.TEXT,
@@ -194,8 +218,8 @@ SCALARS = {
     "verified": Kind.BOOLEAN,
 }
 
-#: Keys with any number of values.
-MANY = {"tag": Kind.TEXT, "alias": Kind.TEXT, "url": Kind.TEXT, "note": Kind.TEXT}
+#: Keys with any number of values for each checkpoint.
+MULTIPLE = {"tag": Kind.TEXT, "alias": Kind.TEXT, "url": Kind.TEXT, "note": Kind.TEXT}
 
 #: One value for each tensor: `tensor.NAME`.
 TENSOR = {
@@ -235,7 +259,7 @@ def resolve(key: Key, text: str | None = None, *, more: Iterable[str] = ()) -> T
         UsageError: there is no such key; the hint offers the nearest.
     """
     root, *path = key.parts
-    bare = SCALARS | MANY
+    bare = SCALARS | MULTIPLE
 
     def wrong(message: str, hint: str) -> UsageError:
         return pointing_error(message, text, key.at, hint=hint)
@@ -302,7 +326,17 @@ def check(node: Node | Sort, text: str | None = None, *, more: Iterable[str] = (
 
 
 def instant(text: str) -> datetime:
-    """An ISO 8601 time in UTC; ValueError if the text is not one."""
+    """Parse an ISO 8601 time.
+
+    Args:
+        text: the time; without a zone it is in UTC.
+
+    Returns:
+        The time in UTC.
+
+    Raises:
+        ValueError: it is not a time.
+    """
     time = datetime.fromisoformat(text)
     try:
         return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
@@ -335,7 +369,7 @@ def _check_value(atom: Atom, kind: Kind, value: Value, text: str | None) -> None
 
 
 def _check_sort(key: Key, target: Target, text: str | None) -> None:
-    single = target.root != "tensor" and target.kind is not Kind.BOOLEAN
-    if not single or target.root in {"tag", "alias", "url", "note"}:
+    single = target.root not in {"tensor", *MULTIPLE} and target.kind is not Kind.BOOLEAN
+    if not single:
         hint = "sort by id, run, step, created, age, size, …, metric.NAME or config.PATH"
         raise pointing_error(f"{key} cannot be sorted by", text, key.at, hint=hint)

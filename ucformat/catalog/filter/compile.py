@@ -76,7 +76,7 @@ _COLUMNS: dict[str, Any] = {
     "format_version": Checkpoint.format_version,
     "engine": Checkpoint.engine,
 }
-_MANY: dict[str, tuple[Any, Any]] = {
+_MULTIPLE: dict[str, tuple[Any, Any]] = {
     "tag": (Tag.name, Tag.checkpoint),
     "alias": (Alias.name, Alias.checkpoint),
     "url": (Location.url, Location.checkpoint),
@@ -108,8 +108,8 @@ def column_of(target: Target) -> KeyColumn:
         case "tensor":
             column = _TENSOR[target.path[0]]
             return KeyColumn(column, lambda c: Checkpoint.tensor_set_id.in_(select(Tensor.tensor_set_id).where(c)))
-        case root if root in _MANY:
-            column, owner = _MANY[root]
+        case root if root in _MULTIPLE:
+            column, owner = _MULTIPLE[root]
             return KeyColumn(column, lambda c: Checkpoint.serial.in_(select(owner).where(c)))
         case root:
             column = _COLUMNS[root]
@@ -172,7 +172,7 @@ def compile_filter(node: Node, *, now: datetime) -> ColumnElement[bool]:
 
 
 def _condition(node: Node, now: datetime, *, negated: bool) -> ColumnElement[bool]:
-    """Without `NOT (…)`, and the deepest operand first: the stack of SQLite's parser has 100 entries."""
+    """The condition without `NOT (…)` and with the deepest operands first, for the stack of SQLite's parser."""
     match node:
         case Not(inner):
             return _condition(inner, now, negated=not negated)
@@ -264,7 +264,7 @@ def _ordered(column: Any, kind: Kind, operator: str, value: Value, now: datetime
     if kind is Kind.FLOAT:
         return compare_float(column, operator, bound)
     if kind is Kind.AGE:
-        operator = _MIRRORED[operator]  # the older, the earlier
+        operator = _MIRRORED[operator]  # a higher age is an earlier time
     compared: ColumnElement[bool] = OPERATORS[operator](by_code_point(column) if kind is Kind.TEXT else column, bound)
     return compared
 
@@ -306,7 +306,7 @@ def compile_sort(sort: Sort, *, now: datetime | None = None) -> list[ColumnEleme
     ordered = []
     for by in sort.keys:
         target = resolve(by.key)
-        down = by.descending is not (target.kind is Kind.AGE)  # the older, the earlier
+        down = by.descending is not (target.kind is Kind.AGE)  # a higher age is an earlier time
         ordered += [(value.desc() if down else value.asc()).nulls_last() for value in _sort_values(target)]
     return [*ordered, Checkpoint.serial.desc()]
 

@@ -91,7 +91,12 @@ class Found(ABC):
         """The bound as SQL; the least and the greatest, if it has two representations."""
 
     def compare(self, operator: str, value: Value) -> ColumnElement[bool]:
-        """It has the type of `value`, and the comparison is true."""
+        """It has the type of `value`, and the comparison is true.
+
+        Args:
+            operator: a key of OPERATORS.
+            value: the value to compare with.
+        """
         compared = OPERATORS[operator]
         match value:
             case Text(text):
@@ -103,7 +108,11 @@ class Found(ABC):
                 return self.among([value])
 
     def among(self, values: Sequence[Value]) -> ColumnElement[bool]:
-        """It equals one of the values."""
+        """It equals one of the values.
+
+        Args:
+            values: values of any types.
+        """
         texts = [_text(v.value) for v in values if isinstance(v, Text)]
         numbers = [v.value if isinstance(v, Number) else v.nbytes for v in values if isinstance(v, Number | Size)]
         found = [self._truth(wanted=t) for t in sorted({v.value for v in values if isinstance(v, Boolean)})]
@@ -115,7 +124,11 @@ class Found(ABC):
         return sa.or_(sa.false(), *found)
 
     def like(self, pattern: str) -> ColumnElement[bool]:
-        """It is text that matches the pattern."""
+        """It is text that matches a pattern.
+
+        Args:
+            pattern: the pattern, as in filters.
+        """
         return self._when_text(like(self.text, pattern))
 
 
@@ -189,7 +202,7 @@ class _Nested(_OnSqlite):
 
 
 def _on_sqlite(document: ColumnElement[Any], path: Sequence[str]) -> _OnSqlite:
-    """By a path in SQLite's syntax where it can express it, which is several times as fast."""
+    """Use a path in SQLite's syntax if that can express it, which is several times faster."""
     if not all(p and p.isascii() and p.isprintable() and not {*p} & {'"', "\\"} and not _is_index(p) for p in path):
         return _Nested(document, path)
     written = _text("$" + "".join(f'."{part}"' for part in path))

@@ -53,19 +53,33 @@ class _Like(FunctionElement[bool]):
 
 
 def by_engine(sqlite: ColumnElement[Any], postgresql: ColumnElement[Any]) -> ColumnElement[Any]:
-    """The first on SQLite, the second on PostgreSQL."""
+    """An expression that differs between the databases.
+
+    Args:
+        sqlite: the expression on SQLite.
+        postgresql: the expression on PostgreSQL.
+    """
     both = _ByEngine(sqlite, postgresql)
     both.type = sqlite.type
     return both
 
 
 def by_code_point(text: ColumnElement[str]) -> ColumnElement[str]:
-    """Text that `<` and ORDER BY compare by code point."""
+    """Text that `<` and ORDER BY compare by code point.
+
+    Args:
+        text: the text, as SQL.
+    """
     return _ByCodePoint(text)
 
 
 def like(text: ColumnElement[str], pattern: str) -> ColumnElement[bool]:
-    """Whether text matches a LIKE pattern, case-sensitively; on SQLite by GLOB, since its LIKE ignores case."""
+    """Match text with a LIKE pattern, case-sensitively; on SQLite by GLOB, since its LIKE ignores case.
+
+    Args:
+        text: the text, as SQL.
+        pattern: the pattern: `%` is any text, `_` any character, and a backslash escapes the next one.
+    """
     return _Like(text, literal(pattern, Text), literal(_glob(pattern), Text))
 
 
@@ -103,19 +117,29 @@ def _like(element: _Like, compiler: SQLCompiler, **kw: Any) -> str:
     return f"(({spelled}) GLOB {compiler.process(glob, **kw)})"
 
 
-#: `!=` is not among them: it is the negation of `=`.
+#: Without `!=`, which is compiled as the negation of `=`.
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = {"=": eq, "<": lt, "<=": le, ">": gt, ">=": ge}
 
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 
 def is_long(value: float) -> bool:
-    """Whether it is an integer of 64 bits, which both databases store exactly."""
+    """Whether a number is an integer of 64 bits, which both databases store exactly.
+
+    Args:
+        value: the number.
+    """
     return isinstance(value, int) and _INT64_MIN <= value <= _INT64_MAX
 
 
 def compare_integer(column: ColumnElement[Any], operator: str, value: float) -> ColumnElement[bool]:
-    """Compare a column of integers with any number, such as 1.5 or 1e30."""
+    """Compare a column of integers with any number, such as 1.5 or 1e30, exactly.
+
+    Args:
+        column: the column.
+        operator: a key of OPERATORS.
+        value: the number.
+    """
     bound = math.floor(value)
     if bound != value:
         if operator == "=":
@@ -128,7 +152,13 @@ def compare_integer(column: ColumnElement[Any], operator: str, value: float) -> 
 
 
 def compare_float(column: ColumnElement[Any], operator: str, value: float) -> ColumnElement[bool]:
-    """Compare a column of floats with any number, such as an integer between two floats above 2**53."""
+    """Compare a column of floats with any number, such as an integer between two floats above 2**53, exactly.
+
+    Args:
+        column: the column.
+        operator: a key of OPERATORS.
+        value: the number.
+    """
     bound = float(value)
     if bound != value:  # Python compares them exactly
         if operator == "=":
@@ -142,12 +172,22 @@ def compare_float(column: ColumnElement[Any], operator: str, value: float) -> Co
 
 
 def integer_in(column: ColumnElement[Any], values: Iterable[float]) -> ColumnElement[bool]:
-    """Whether a column of integers equals one of the numbers."""
+    """Test whether a column of integers equals one of several numbers.
+
+    Args:
+        column: the column.
+        values: the numbers.
+    """
     bounds = {math.floor(v) for v in values if math.floor(v) == v and is_long(math.floor(v))}
     return column.in_([literal(bound, BigInteger) for bound in sorted(bounds)]) if bounds else false()
 
 
 def float_in(column: ColumnElement[Any], values: Iterable[float]) -> ColumnElement[bool]:
-    """Whether a column of floats equals one of the numbers."""
+    """Test whether a column of floats equals one of several numbers.
+
+    Args:
+        column: the column.
+        values: the numbers.
+    """
     bounds = {float(v) for v in values if float(v) == v}
     return column.in_([literal(bound, Float(53)) for bound in sorted(bounds)]) if bounds else false()

@@ -1,4 +1,4 @@
-"""Parse filters and sort orders; errors point at the character that is wrong and list what is allowed there."""
+"""Parse filters and sort orders; errors point at the wrong character and list what is allowed there."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _read(text: str, start: str) -> Node | Sort:
         raise UsageError(f"a filter has at most {MAX_LENGTH} characters, not {len(text)}")
     for i, c in enumerate(text):
         if c == "\0" or "\ud800" <= c <= "\udfff":
-            raise pointing_error("a filter cannot hold this character", text, (i, i + 1), hint=f"it is U+{ord(c):04X}")
+            raise pointing_error("a filter cannot contain this character", text, (i, i + 1), hint=f"U+{ord(c):04X}")
     try:
         return cast("Node | Sort", _lark().parse(text, start=start))
     except UnexpectedToken as e:

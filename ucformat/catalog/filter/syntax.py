@@ -160,7 +160,11 @@ def _check_number(value: float) -> None:
 
 
 def spell(parts: tuple[str, ...]) -> str:
-    """The text of a key; parts that the grammar would not read back are quoted."""
+    """The text of a key, with parts in quotes that the grammar would not read back.
+
+    Args:
+        parts: the parts of the key.
+    """
     return ".".join(part if _bare(part, i) else '"' + part.replace('"', '""') + '"' for i, part in enumerate(parts))
 
 
@@ -314,12 +318,20 @@ class Sort:
 
 
 def unparse(node: Node | Sort) -> str:
-    """The text of a filter or order; parsing it gives an equal tree."""
+    """The text of a filter or sort order; parsing it gives an equal tree.
+
+    Args:
+        node: the filter or order.
+    """
     return str(node)
 
 
 def atoms(node: Node) -> Iterator[Atom]:
-    """The comparisons of a filter, from left to right."""
+    """The comparisons of a filter, from left to right.
+
+    Args:
+        node: the filter.
+    """
     left = [node]
     while left:
         match left.pop():

@@ -100,7 +100,7 @@ class _Found:
         t = self.diff.tensors
         if self.values is None:
             return not t.equal
-        other = any(set(c.what) & {"shape", "dtype"} for c in t.changed)
+        other = any(set(c.aspects) & {"shape", "dtype"} for c in t.changed)
         return bool(t.added or t.removed) or other or not all(v.equal for v in self.values)
 
 
@@ -159,10 +159,12 @@ def _tensors(found: _Found, width: int | None) -> Iterator[str]:
     t = found.diff.tensors
     rows = [(x.name, x.state, "added", "", _tensor(x)) for x in t.added]
     rows += [(x.name, x.state, "removed", _tensor(x), "") for x in t.removed]
-    alone = [c for c in t.changed if c.what == ("digest",)]
-    shown = [c for c in t.changed if c.what != ("digest",)] + (alone[:_MAX_VALUE_ROWS] if found.values is None else [])
+    alone = [c for c in t.changed if c.aspects == ("digest",)]
+    shown = [c for c in t.changed if c.aspects != ("digest",)] + (
+        alone[:_MAX_VALUE_ROWS] if found.values is None else []
+    )
     for c in shown:
-        what = ", ".join("values" if aspect == "digest" else aspect for aspect in c.what)
+        what = ", ".join("values" if aspect == "digest" else aspect for aspect in c.aspects)
         x, y = _tensor(c.a), _tensor(c.b)
         rows.append((c.name, c.state, what, *((x, y) if x != y else ("", ""))))
     if rows:
@@ -195,7 +197,13 @@ def _data(found: _Found, chosen: Sequence[str], *, equal: bool) -> dict[str, Any
             "added": [_tensor_data(x) for x in t.added],
             "removed": [_tensor_data(x) for x in t.removed],
             "changed": [
-                {"name": c.name, "state": c.state, "what": list(c.what), "a": _tensor_data(c.a), "b": _tensor_data(c.b)}
+                {
+                    "name": c.name,
+                    "state": c.state,
+                    "aspects": list(c.aspects),
+                    "a": _tensor_data(c.a),
+                    "b": _tensor_data(c.b),
+                }
                 for c in t.changed
             ],
             "unknown": t.unknown,
@@ -232,7 +240,7 @@ def _bare(found: _Found, chosen: Sequence[str]) -> Iterator[str]:
         if part == "tensors":
             t = found.diff.tensors
             every = [*((x, "added") for x in t.added), *((x, "removed") for x in t.removed)]
-            every += [(c.b, ",".join(c.what)) for c in t.changed]
+            every += [(c.b, ",".join(c.aspects)) for c in t.changed]
             for x, what in every:
                 yield tabbed((part, x.name, x.state, what))
             for v in found.values or ():
