@@ -245,7 +245,7 @@ class World:
             patch.start()
         logging.getLogger("ucformat").addHandler(self._warned)
         for name in CATALOGS:
-            _Database(self, name)._settle(upgrade=False)
+            _Database(self, name)._prepare_tables(upgrade=False)
         return self
 
     def __exit__(
