@@ -30,7 +30,7 @@ def test_a_mesh_counts_its_last_axis_fastest() -> None:
 
 @pytest.mark.parametrize(
     ("axes", "ranks", "message"),
-    [({"tp": 0}, None, "impossible size 0"), ({"tp": 2}, [0, 0], "each of the ranks"), ({"tp": 2}, [1, 2], "each of")],
+    [({"tp": 0}, None, "invalid size 0"), ({"tp": 2}, [0, 0], "each of the ranks"), ({"tp": 2}, [1, 2], "each of")],
 )
 def test_an_impossible_mesh(axes: dict[str, int], ranks: list[int] | None, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
@@ -115,7 +115,7 @@ def test_a_rule_that_does_not_fit_the_tensors(place: object, message: str) -> No
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        (Shard(0, "ep"), r"rules\[0\] \(match '\*'\) names the axis 'ep', which the mesh \(dp=2, tp=4\) has not"),
+        (Shard(0, "ep"), r"rules\[0\] \(match '\*'\) names the axis 'ep', which is not in the mesh \(dp=2, tp=4\)"),
         (Shard(0, "tp", sizes=(4, 4)), r"rules\[0\].*gives 2 widths \(4, 4\) for 4 coordinates"),
         (Shard(0, "tp", parts=(2, (1, 2))), "gives 2 widths"),
         (Stage("dp", 2), "stage 2 is out of range for 2 stages"),
@@ -136,7 +136,7 @@ def test_the_first_layers_of_stages_fit_mesh_and_match() -> None:
     layout = Layout({"pp": 2}, [Rule(r"/t(.*)/", (Stage("pp", starts=(1, 2)),))])
     with pytest.raises(LayoutError, match="layer 0 of t0 comes before the first stage"):
         layout.bind(tensors((2,)))
-    with pytest.raises(LayoutError, match="captures 'x' of tx, which is no layer number"):
+    with pytest.raises(LayoutError, match="captures 'x' of tx, which is not a layer number"):
         layout.bind(TensorList((TensorInfo("tx", "weight", "int8", ()),)))
 
 
@@ -146,9 +146,9 @@ def test_the_first_layers_of_stages_fit_mesh_and_match() -> None:
         (lambda: Shard(0, ()), "names no axis"),
         (lambda: Shard(0, "a", sizes=(1,), pad_to=2), "one of sizes, parts and pad_to"),
         (lambda: Shard(0, "a", pad_to=0), "cannot pad to a multiple of 0"),
-        (lambda: Shard(0, "a", sizes=(-1,)), "impossible widths"),
-        (lambda: Shard(0, "a", parts=()), "impossible widths"),
-        (lambda: Shard(0, "a", parts=(0, (0, 0))), "impossible widths"),
+        (lambda: Shard(0, "a", sizes=(-1,)), "invalid widths"),
+        (lambda: Shard(0, "a", parts=()), "invalid widths"),
+        (lambda: Shard(0, "a", parts=(0, (0, 0))), "invalid widths"),
         (lambda: Flat(()), "flat names no axis"),
         (lambda: Flat("a", tensor_align=0), "tensor_align 0, which must be at least 1"),
         (lambda: Flat("a", group="units"), "unknown group 'units'"),
@@ -195,7 +195,7 @@ def test_sections_that_name_different_meshes() -> None:
 def test_a_rule_without_a_mesh_takes_that_of_the_others() -> None:
     layout = Layout({"x": {"a": 2}, "y": {"b": 2}}, [Rule("*", mesh="y")], data=[Rule("*", (Shard(0, "b"),))])
     assert layout.bind(tensors((4,))).pieces(Key("t0", "weight"), 1)[0].box.start == (2,)
-    with pytest.raises(LayoutError, match=r"names the axis 'b', which the mesh \(a=2\) has not"):
+    with pytest.raises(LayoutError, match=r"names the axis 'b', which is not in the mesh \(a=2\)"):
         Layout({"x": {"a": 2}, "y": {"b": 2}}, [Rule("*", (Shard(0, "b"),))]).bind(tensors((4,)))
 
 

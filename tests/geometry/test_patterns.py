@@ -52,7 +52,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("regex", ENDLESS)
 def test_what_may_take_for_ever_is_refused(regex: str) -> None:
-    with bounded(len(regex)), pytest.raises(LayoutError, match="may take for ever") as error:
+    with bounded(len(regex)), pytest.raises(LayoutError, match="may take too long: ") as error:
         compile_pattern(regex)
     assert f"{ENDLESS[regex]}'" in error.value.message.replace("\\\\", "\\")
     assert error.value.hint
@@ -93,10 +93,10 @@ def test_it_is_refused_wherever_a_pattern_stands() -> None:
         {"rules": [{"match": "*", "place": [{"flat": "/((a+)+)b/", "over": "dp"}]}]},
         {"rules": [rule], "renames": [{"from": bad[1:-1], "to": "x"}]},
     ):
-        with pytest.raises(LayoutError, match="for ever"):
+        with pytest.raises(LayoutError, match="may take too long: "):
             Layout.parse({"version": 1, "mesh": {"dp": 2}, **document})
     table = Table.of(TensorList((TensorInfo("a" * 60, "weight", "float32", (2,)),)), {}, {})
-    with bounded(100), pytest.raises(LayoutError, match=r"view\[0\].*for ever"):
+    with bounded(100), pytest.raises(LayoutError, match=r"view\[0\].*may take too long: "):
         apply(table, read_steps([{"drop": [bad]}]))
 
 
@@ -104,7 +104,7 @@ def test_a_name_that_is_too_long_for_a_pattern() -> None:
     pattern = compile_pattern(".*.*.*=")
     assert pattern.fullmatch("a" * 200) is None
     for use in (pattern.match, pattern.fullmatch):
-        with pytest.raises(LayoutError, match="is tried on "):
+        with pytest.raises(LayoutError, match="accepts at most "):
             use("a" * 5000)
     assert compile_match("*a*b*").fullmatch("ab" * 100_000)
 
@@ -112,7 +112,7 @@ def test_a_name_that_is_too_long_for_a_pattern() -> None:
 def test_a_template_that_makes_a_very_long_name() -> None:
     steps = [{"rename": "/(.*)/", "to": r"\1\1"}] * 60
     table = Table.of(TensorList((TensorInfo("a", "weight", "float32", (2,)),)), {}, {})
-    with bounded(1000), pytest.raises(LayoutError, match="may make a name of more than"):
+    with bounded(1000), pytest.raises(LayoutError, match="may produce a name of more than"):
         apply(table, read_steps(steps))
     found = compile_pattern("(.*)").match("name")
     assert found
@@ -212,7 +212,7 @@ def test_what_is_taken_takes_no_more_steps_than_were_counted(regex: str, part: s
     try:
         pattern = compile_pattern(regex)
     except LayoutError as error:
-        assume("for ever" not in error.message)  # else the grammar is wrong
+        assume("may take too long: " not in error.message)  # else the grammar is wrong
         raise
     from ucformat.geometry import patterns
 

@@ -139,13 +139,13 @@ WHOLE = Box((0, 0), (2, 3))
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        (Part(WHOLE, SOURCE, WHOLE, (0,)), "axes .* are not one for each dim"),
-        (Part(WHOLE, SOURCE, Box((0, 0), (2, 2)), (0, 0)), "not one for each dim, each at most once"),
-        (Part(WHOLE, SOURCE, WHOLE, (0, 2)), "name a dim that the source has not"),
-        (Part(WHOLE, SOURCE, WHOLE, (0, -1)), "name a dim that the source has not"),
+        (Part(WHOLE, SOURCE, WHOLE, (0,)), "are not distinct source dims, one for each dim"),
+        (Part(WHOLE, SOURCE, Box((0, 0), (2, 2)), (0, 0)), "are not distinct source dims, one for each dim"),
+        (Part(WHOLE, SOURCE, WHOLE, (0, 2)), "name a dim that the source does not have"),
+        (Part(WHOLE, SOURCE, WHOLE, (0, -1)), "name a dim that the source does not have"),
         (Part(WHOLE, SOURCE, WHOLE, (1, 0)), "has another shape"),
         (Part(WHOLE, SOURCE, WHOLE, (None, 1)), "has another shape"),
-        (Part(WHOLE, SOURCE, Box((0, 0, 0), (2, 3, 2)), (0, 1)), "leave out a dim longer than 1"),
+        (Part(WHOLE, SOURCE, Box((0, 0, 0), (2, 3, 2)), (0, 1)), "omit a dim longer than 1"),
     ],
 )
 def test_a_part_that_does_not_fit(part: Part, message: str) -> None:

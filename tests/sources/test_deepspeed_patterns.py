@@ -264,7 +264,7 @@ class TestHostilePatterns:
          "[a-z]*" * 9 + "1", "(a{1,9}){1,9}", "(?:a+|b)+c", ".*.*.*.*="],
     )  # fmt: skip
     def test_what_may_take_for_ever_is_refused(self, pattern: str) -> None:
-        with pytest.raises(UnsupportedError, match=r"for ever|at most 1000"):
+        with pytest.raises(UnsupportedError, match=r"may take too long: |at most 1000"):
             Patterns([(pattern, 1)], "a file")
 
     @pytest.mark.parametrize(

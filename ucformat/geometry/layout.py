@@ -1,4 +1,4 @@
-"""Layouts: meshes, and rules from tensor names to placements."""
+"""Layouts: meshes, and rules that map tensor names to placements."""
 
 from __future__ import annotations
 
@@ -28,16 +28,24 @@ _SECTIONS = ("stages", "rules", "data")
 
 
 class Layout:
-    """How tensors lie on ranks; immutable.
+    """How tensors are distributed over ranks; immutable.
 
-    `mesh` is one mesh (its axes and sizes, slowest first), or several by name, over the same ranks, of which the first
-    is the default. Three sections of rules say what becomes of a tensor, one after the other: `stages` who holds it,
-    `rules` how it is cut, `data` how what is left is spread over data-parallel ranks. In each the first rule that
-    matches wins; a section that is given must match every tensor. A rule may be a mapping, spelled as in a layout file.
-    `renames` are pairs of a regex of a source's whole name and the target's name. `view` is what becomes of a source's
-    tensors before all that (`docs/view.md`).
+    Three sections of rules apply one after another: `stages` selects the ranks that hold a tensor, `rules` how it is
+    sharded, `data` how the result is distributed over data-parallel ranks. In each section the first rule that matches
+    applies; a section that is given must match every tensor. A rule may be a mapping, with the keys of a layout file.
 
-    LayoutError where a rule does not fit its mesh.
+    Args:
+        mesh: one mesh (axes and their sizes, slowest first), or several by name over the same ranks; the first is the
+            default.
+        rules: how tensors are sharded; at least one.
+        stages: which ranks hold each tensor, e.g. pipeline stages (default: all).
+        data: how tensors are distributed over data-parallel ranks (default: replicated).
+        renames: pairs of a regex, which must match the whole name in the source, and a template for the name in the
+            target.
+        view: steps that transform a source's tensors before all this (`docs/view.md`).
+
+    Raises:
+        LayoutError: there are no rules, or a rule does not fit its mesh.
     """
 
     def __init__(
@@ -78,18 +86,34 @@ class Layout:
 
     @classmethod
     def parse(cls, document: Mapping[str, Any]) -> Layout:
-        """The layout that a document (what a layout file holds) describes; LayoutError names the faulty rule."""
+        """The layout that a document describes.
+
+        Args:
+            document: the parsed content of a layout file.
+
+        Raises:
+            LayoutError: the document is not a valid layout; the message names the invalid rule.
+            UpgradeNeeded: the document has a newer version.
+        """
         return cls(**lower(validate(document)))
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Layout:
-        """The layout of a YAML or JSON file; LayoutError names the line or the rule, UpgradeNeeded a newer version."""
+        """The layout of a YAML or JSON file.
+
+        Args:
+            path: the file.
+
+        Raises:
+            LayoutError: the file is not a valid layout; the message names the line or the rule.
+            UpgradeNeeded: the document has a newer version.
+        """
         return cls(**lower(read_document(Path(path)), Path(path)))
 
     def dump(self) -> dict[str, Any]:
-        """The document that `parse` makes this layout of: JSON values whose meaning no sorting of keys changes."""
+        """The document that `parse` turns into this layout: JSON values; the order of keys does not matter."""
         out: dict[str, Any] = {"version": 1}
-        if tuple(self.meshes) == (_ONLY,):
+        if tuple(self.meshes) == (_DEFAULT_MESH,):
             out["mesh"] = lift_mesh(self.mesh)
         else:
             out["meshes"] = [{"name": name, **lift_mesh(mesh)} for name, mesh in self.meshes.items()]
@@ -103,7 +127,11 @@ class Layout:
         return out
 
     def rename(self, name: str) -> str:
-        """The target's name of a source's tensor: by the first rename that matches it whole, else unchanged."""
+        """The name in the target of a source's tensor: by the first rename whose regex matches, otherwise unchanged.
+
+        Args:
+            name: name of the tensor in the source.
+        """
         for pattern, to in self._renames:
             if found := pattern.fullmatch(name):
                 return expand(found, to)
@@ -115,7 +143,12 @@ class Layout:
         return {section: getattr(self, section) for section in _SECTIONS}
 
     def rules_for(self, name: str, states: Iterable[str]) -> list[Rule]:
-        """The rules that take a tensor of this name in these states: of each section the first that matches."""
+        """The rules that apply to a tensor: in each section the first that matches, for each of its states.
+
+        Args:
+            name: name of the tensor in the target.
+            states: states of the tensor.
+        """
         found: dict[str, Rule] = {}
         for candidates in self._matches(name).values():
             for state in states:
@@ -127,8 +160,12 @@ class Layout:
     def bind(self, tensor_list: TensorList) -> BoundLayout:
         """Apply the rules to the tensors of a tensor list.
 
-        LayoutError where no rule matches a tensor, where rules contradict each other, or where a placement does not
-        fit a tensor's shape; it names tensor, state and rule.
+        Args:
+            tensor_list: the tensors, under their names in the target.
+
+        Raises:
+            LayoutError: no rule matches a tensor, rules contradict each other, or a placement does not fit a tensor's
+                shape; the message names the tensor, its state and the rule.
         """
         placed: dict[Key, Placed] = {}
         known: dict[tuple[object, ...], Placed] = {}
@@ -146,21 +183,21 @@ class Layout:
                     found.append(hit)
             if missing:
                 continue
-            # Rules and captures decide all; thousands of tensors share few of them.
-            which = tuple((rule.label, match.re, match.groups()) for rule, match in found)
-            if which not in known:
+            # Rules and captures determine the placement; thousands of tensors share a few combinations.
+            combination = tuple((rule.label, match.re, match.groups()) for rule, match in found)
+            if combination not in known:
                 try:
-                    known[which] = place(self._mesh_of(found), found)
+                    known[combination] = place(self._mesh_of(found), found)
                 except LayoutError as e:
                     raise LayoutError(f"{info.key}: {e.message}", hint=e.hint) from e
-            placed[info.key] = known[which]
+            placed[info.key] = known[combination]
         for section, keys in missing.items():
             names = ", ".join(map(str, keys[:4])) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
             raise LayoutError(f"no rule of the section {section} matches {names}", hint=_CATCH_ALL.format(section))
         return BoundLayout(self.meshes, tensor_list, placed)
 
     def _matches(self, name: str) -> dict[str, list[tuple[Rule, re.Match[str]]]]:
-        """The rules of each section that a name matches, whatever the state."""
+        """The rules of each section that match a name, in any state."""
         return {
             section: [(rule, m) for rule in rules if (m := rule.find(name))]
             for section, rules in self.sections.items()
@@ -175,7 +212,7 @@ class Layout:
         return self.meshes[next(iter(named))] if named else self.mesh
 
     def _check(self, rule: Rule) -> None:
-        """Fail before any tensor list is known: a rule must fit its mesh, or where it names none, any."""
+        """Fail before any tensor list is known: a rule must fit its mesh, or at least one mesh if it names none."""
         if rule.mesh is not None and rule.mesh not in self.meshes:
             raise LayoutError(f"{rule} names the mesh {rule.mesh!r}", hint=f"the meshes are {', '.join(self.meshes)}")
         errors = []
@@ -197,15 +234,15 @@ class Layout:
         return f"<Layout {meshes}: {len(self.stages)} + {len(self.rules)} + {len(self.data)} rules>"
 
 
-_ONLY = "mesh"  # the name of a layout's mesh, where there is but one
+_DEFAULT_MESH = "mesh"  # name of the mesh of a layout that has only one
 _CATCH_ALL = 'end the section {} with a catch-all: {{match: "*", place: [replicate]}}'
 
 
 def _meshes(mesh: Mesh | Mapping[str, Any]) -> dict[str, Mesh]:
     if isinstance(mesh, Mesh):
-        return {_ONLY: mesh}
+        return {_DEFAULT_MESH: mesh}
     if not mesh or all(isinstance(n, int) for n in mesh.values()):
-        return {_ONLY: Mesh(mesh)}
+        return {_DEFAULT_MESH: Mesh(mesh)}
     out = {name: m if isinstance(m, Mesh) else Mesh(m) for name, m in mesh.items()}
     sizes = {m.size for m in out.values()}
     if len(sizes) > 1:

@@ -1,11 +1,11 @@
-"""What one coordinate holds of a tensor, as boxes on both sides: of the local tensor, and of the global one.
+"""The part of a tensor that one coordinate holds, as boxes of the local tensor and of the global tensor.
 
-Shards act on one dim each, so a local tensor is a product over dims, each a list of *runs*: where an interval of the
-global dim lies in the local one.
+Each shard acts on one dim, so a local tensor is a product over dims. Each dim is a list of *runs*: an interval of the
+global dim and its position in the local one.
 
-What is stored of a local tensor (whole, or flat ranges of it, as ZeRO cuts them) is boxes of the local tensor. Clipped
-to its regions they are boxes of the global tensor, with the strides that they have in the file: a `View` whose sources
-are the local tensors does it.
+Files may store a local tensor whole or as flat ranges (as ZeRO partitions it), which are boxes of the local tensor.
+Clipped to its regions they are boxes of the global tensor, with their strides in the file; a `View` whose sources are
+the local tensors computes this.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ __all__ = [
 
 
 class Run(NamedTuple):
-    """Consecutive indices of the global dim, and the index of the local dim where they begin.
+    """Consecutive indices of the global dim, and the index of the local dim at which they begin.
 
-    For `padding`, they count from the end of the tensor: they are indices of the padding tensor.
+    With `padding`, they are indices of the padding tensor and count from the end of the tensor.
     """
 
     indices: range
@@ -62,19 +62,28 @@ class Dim:
 
     @classmethod
     def whole(cls, size: int, start: int = 0) -> Dim:
-        """All of a dim of this size, or `size` indices of one, beginning with `start`."""
+        """A dim with a single run.
+
+        Args:
+            size: number of indices.
+            start: first index of the global dim (default: 0).
+        """
         return cls(size, (Run(range(start, start + size)),) if size else ())
 
     def take(self, intervals: Iterable[tuple[int, int]]) -> Dim:
-        """The concatenation of intervals of this dim."""
+        """The concatenation of intervals of this dim.
+
+        Args:
+            intervals: pairs of start and exclusive end, as indices of the local dim.
+        """
         runs: list[Run] = []
         at = 0
         for a, b in intervals:
             for r in self.runs:
-                lo, hi = max(a, r.at), min(b, r.at + len(r.indices))
-                if lo >= hi:
+                low, high = max(a, r.at), min(b, r.at + len(r.indices))
+                if low >= high:
                     continue
-                run = Run(r.indices[lo - r.at : hi - r.at], at + lo - a, r.padding)
+                run = Run(r.indices[low - r.at : high - r.at], at + low - a, r.padding)
                 last = runs[-1] if runs else None
                 if (
                     last
@@ -90,7 +99,7 @@ class Dim:
 
 
 class Cut(NamedTuple):
-    """A shard, as the coordinate at index `at` of `degree` sees it."""
+    """A shard of degree `degree`, for the coordinate at index `at`."""
 
     shard: Shard
     degree: int
@@ -99,7 +108,15 @@ class Cut(NamedTuple):
 
 @lru_cache(maxsize=1 << 16)  # layers repeat: a model has few distinct (shape, cut)
 def local_dims(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[Dim, ...]:
-    """The dims of the local tensor after these cuts, in order; LayoutError (without a tensor's name) if impossible."""
+    """The dims of the local tensor after a sequence of shards.
+
+    Args:
+        shape: shape of the global tensor.
+        cuts: the shards, in the order in which they apply.
+
+    Raises:
+        LayoutError: a shard does not fit the shape; the message does not name the tensor.
+    """
     dims = [Dim.whole(n) for n in shape]
     done: set[int] = set()
     padded: int | None = None
@@ -114,7 +131,7 @@ def local_dims(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[Dim, ...]
             if d in done:
                 raise LayoutError(f"shard {shard.dim} with pad_to must come before anything else that cuts that dim")
             if padded is not None:
-                raise LayoutError(f"shard {shard.dim} pads a second dim, after dim {padded}; one can be padded")
+                raise LayoutError(f"shard {shard.dim} pads a second dim, after dim {padded}; only one can be padded")
             padded, dims[d] = d, _pad(dims[d], shard.pad_to, degree)
         dims[d] = dims[d].take(_intervals(shard, dims[d].size, degree, at))
         done.add(d)
@@ -133,7 +150,7 @@ def _pad(dim: Dim, to: int, degree: int) -> Dim:
 
 
 def _intervals(shard: Shard, n: int, degree: int, index: int) -> list[tuple[int, int]]:
-    """The intervals of a dim of `n` that one coordinate takes: one, or one for each part."""
+    """The intervals of a dim of `n` indices that one coordinate takes: one, or one for each part."""
     shard.check_degree(degree)
     if shard.sizes is not None:
         if sum(shard.sizes) != n:
@@ -158,7 +175,7 @@ def _intervals(shard: Shard, n: int, degree: int, index: int) -> list[tuple[int,
 
 
 def _chunk(n: int, degree: int, index: int, *, even: bool) -> tuple[int, int]:
-    """Part `index` as `torch.chunk` cuts: ceil(n / degree) each, the last smaller or empty."""
+    """The interval of part `index` as `torch.chunk` cuts: ceil(n / degree) each, the last smaller or empty."""
     if even and n % degree:
         raise LayoutError(f"{n} cannot be cut evenly over {degree} coordinates")
     step = -(-n // degree)
@@ -173,9 +190,13 @@ def _nth(sizes: tuple[int, ...], index: int) -> tuple[int, int]:
 def pieces_of(
     dims: tuple[Dim, ...], flat: tuple[int, int] | None = None, offset: int = 0, buffer: str | None = None
 ) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-    """The pieces of a local tensor and those of its padding, both ascending in offset.
+    """The pieces of a local tensor and those of its padding, both in ascending order of offset.
 
-    `flat` takes a range of the flattened local tensor only, whose first element lies at `offset` of `buffer`.
+    Args:
+        dims: the dims of the local tensor.
+        flat: a range `[start, stop)` of the flattened local tensor (None: all of it).
+        offset: element of the buffer at which the range begins.
+        buffer: name of the flat buffer (None: the tensor has memory of its own).
     """
     shape = tuple(d.size for d in dims)
     strides = row_major(shape)
@@ -196,18 +217,22 @@ def pieces_of(
     return tuple(pieces), tuple(padding)
 
 
-_MAX_BOXES = 1 << 16  # boxes that one strided piece may come apart into
+_MAX_BOXES = 1 << 16  # boxes that one strided piece may be split into
 
 
 class Region(NamedTuple):
-    """A box of a local tensor that is a box, of the same shape, of the global one."""
+    """A box of a local tensor, and the box of the same shape of the global tensor that it holds."""
 
     local: Box
     box: Box
 
 
 def regions_of(dims: tuple[Dim, ...]) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
-    """The regions of the local tensor with these dims, and those of its padding (boxes of the padding tensor)."""
+    """The regions of a local tensor, and those of its padding (as boxes of the padding tensor).
+
+    Args:
+        dims: the dims of the local tensor.
+    """
     regions: list[Region] = []
     padding: list[Region] = []
     for runs in product(*(d.runs for d in dims)):
@@ -218,17 +243,25 @@ def regions_of(dims: tuple[Dim, ...]) -> tuple[tuple[Region, ...], tuple[Region,
 
 
 def keep_rows(regions: Iterable[Region], rows: int) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
-    """The regions of the first global rows, and those of the others, counted from there: padding that a file holds."""
+    """Split regions at a row of the global tensor; the rows after it are padding that a file holds.
+
+    Args:
+        regions: regions of a local tensor.
+        rows: number of rows (indices of dim 0) of the tensor without padding.
+
+    Returns:
+        the regions before the row, and the regions from it on, as boxes of the padding tensor.
+    """
     kept: list[Region] = []
     padding: list[Region] = []
     for local, box in regions:
-        below = min(box.stop[0], rows) - box.start[0]
-        if below > 0:
-            kept.append(Region(_rows(local, 0, below), _rows(box, 0, below)))
-        if below < box.shape[0]:
-            over = max(0, below)
+        kept_rows = min(box.stop[0], rows) - box.start[0]
+        if kept_rows > 0:
+            kept.append(Region(_rows(local, 0, kept_rows), _rows(box, 0, kept_rows)))
+        if kept_rows < box.shape[0]:
+            first = max(0, kept_rows)
             shift = (-rows, *[0] * (len(box.start) - 1))
-            padding.append(Region(_rows(local, over, box.shape[0]), _rows(box, over, box.shape[0]).shift(shift)))
+            padding.append(Region(_rows(local, first, box.shape[0]), _rows(box, first, box.shape[0]).shift(shift)))
     return tuple(kept), tuple(padding)
 
 
@@ -242,19 +275,20 @@ def strided_regions(
     """The regions of a strided piece: one, or one for each index of the axes that skip elements.
 
     Args:
-        shape: of the global tensor, row-major.
-        local_shape: of the local tensor, row-major.
+        shape: shape of the global tensor, row-major.
+        local_shape: shape of the local tensor, row-major.
         size: shape of the piece.
-        source: the piece in the global tensor: offset and strides in elements, as of `torch.as_strided`.
+        source: the piece in the global tensor: offset and strides in elements, as for `torch.as_strided`.
         target: the piece in the local tensor, likewise.
 
     Raises:
-        LayoutError: an axis does not run along a dim of both tensors, or leaves one; or there are too many regions.
+        LayoutError: an axis does not run along a dim of both tensors, the piece exceeds one, or it needs more than
+            65,536 regions.
     """
     whole, inner = _place(shape, size, *source), _place(local_shape, size, *target)
     cut = [n > 1 and (a != 1 or b != 1) for n, a, b in zip(size, whole.steps, inner.steps, strict=True)]
     if math.prod(n for n, c in zip(size, cut, strict=True) if c) > _MAX_BOXES:
-        raise LayoutError(f"a piece of the shape {size} comes apart into more than {_MAX_BOXES:,} boxes")
+        raise LayoutError(f"a piece of the shape {size} splits into more than {_MAX_BOXES:,} boxes")
     if 0 in size:
         return
     part = tuple(1 if c else n for n, c in zip(size, cut, strict=True))
@@ -263,7 +297,12 @@ def strided_regions(
 
 
 def parts_of(regions: Iterable[Region], source: Key) -> Iterator[Part]:
-    """The same as parts of a view, whose source is the local tensor."""
+    """Regions as parts of a view whose source is the local tensor.
+
+    Args:
+        regions: regions of the local tensor.
+        source: key of the local tensor in the view.
+    """
     return (Part(r.box, source, r.local, tuple(range(len(r.box.shape)))) for r in regions)
 
 
@@ -272,19 +311,19 @@ def _rows(box: Box, first: int, last: int) -> Box:
 
 
 class _Place(NamedTuple):
-    """A strided piece in a tensor: the index of its first element, and its step along each dim."""
+    """A strided piece of a tensor: the index of its first element, and its step along each dim."""
 
     start: tuple[int, ...]
     steps: tuple[int, ...]
 
-    def at(self, of: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(a + i * s for a, i, s in zip(self.start, of, self.steps, strict=True))
+    def at(self, index: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(a + i * s for a, i, s in zip(self.start, index, self.steps, strict=True))
 
 
 def _place(shape: tuple[int, ...], size: tuple[int, ...], offset: int, strides: tuple[int, ...]) -> _Place:
     where = f"a piece of the shape {size} at element {offset} with the strides {strides}"
     if not len(shape) == len(size) == len(strides) or any(n < 0 for n in size) or offset < 0:
-        raise LayoutError(f"{where} has not the dims of a tensor of the shape {shape}")
+        raise LayoutError(f"{where} does not have the dims of a tensor of the shape {shape}")
     if 0 in size:
         return _Place((0,) * len(size), (1,) * len(size))
     start, steps, left = [], [], offset

@@ -1,4 +1,4 @@
-"""Meshes: named axes, and which rank sits at which coordinate."""
+"""Meshes: named axes, and the rank at each coordinate."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Mesh"]
 
-_MAX_RANKS = 1 << 22  # ranks: each is listed
+_MAX_RANKS = 1 << 22  # of a mesh, because each rank is listed
 
 
 class Mesh:
     """Named axes and their sizes, slowest first; immutable.
 
-    `ranks` gives the rank at each coordinate, in row-major order of coordinates, where that is not 0, 1, 2, …
+    Args:
+        axes: size of each axis, at least 1.
+        ranks: the rank at each coordinate, in row-major order of coordinates (default: 0, 1, 2, …).
+
+    Raises:
+        LayoutError: a size is less than 1, the mesh is too large, or `ranks` is not a permutation of all ranks.
     """
 
     __slots__ = ("_index", "axes", "ranks", "size")
@@ -27,7 +32,7 @@ class Mesh:
         self.axes: dict[str, int] = dict(axes)
         for axis, n in self.axes.items():
             if n < 1:
-                raise LayoutError(f"mesh axis {axis!r} has the impossible size {n}")
+                raise LayoutError(f"mesh axis {axis!r} has the invalid size {n}")
         self.size = math.prod(self.axes.values())
         if self.size > _MAX_RANKS:
             raise LayoutError(f"a mesh of {self.size if self.size < 1 << 63 else 'far too many'} ranks is too large")
@@ -40,7 +45,14 @@ class Mesh:
         self._index = {rank: i for i, rank in enumerate(self.ranks)}
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where a rank sits: its index on each axis."""
+        """The coordinate of a rank: its index on each axis.
+
+        Args:
+            rank: global rank, from 0 to `size - 1`.
+
+        Raises:
+            UsageError: the rank is not in the mesh.
+        """
         if rank not in self._index:
             raise UsageError(f"rank {rank} is not in the mesh {self} of {self.size} ranks")
         at, out = self._index[rank], {}
@@ -49,33 +61,57 @@ class Mesh:
         return {axis: out[axis] for axis in self.axes}
 
     def coordinates(self, axes: Sequence[str], base: Mapping[str, int] | None = None) -> Iterator[dict[str, int]]:
-        """Every coordinate that differs from `base` (by default the origin) in these axes alone, row-major."""
+        """Every coordinate that differs from `base` only in these axes, in row-major order.
+
+        Args:
+            axes: names of axes, slowest first.
+            base: a coordinate (default: index 0 on each axis).
+        """
         base = dict.fromkeys(self.axes, 0) if base is None else base
         return (self.move(base, axes, i) for i in range(self.degree(axes)))
 
     def move(self, base: Mapping[str, int], axes: Sequence[str], index: int) -> dict[str, int]:
-        """The coordinate at this index along the axes, and like `base` in all others."""
+        """The coordinate at an index along these axes that equals `base` on all others.
+
+        Args:
+            base: a coordinate.
+            axes: names of axes, slowest first.
+            index: row-major index over these axes.
+        """
         out = dict(base)
         for axis in reversed(axes):
             index, out[axis] = divmod(index, self.axes[axis])
         return out
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
-        """The rank at a coordinate."""
+        """The rank at a coordinate.
+
+        Args:
+            coordinate: the index on each axis of the mesh.
+        """
         return self.ranks[self.index(tuple(self.axes), coordinate)]
 
     def degree(self, axes: Sequence[str]) -> int:
-        """Number of coordinates along these axes together."""
+        """Number of coordinates along these axes together.
+
+        Args:
+            axes: names of axes.
+        """
         return math.prod(self.axes[axis] for axis in axes)
 
     def index(self, axes: Sequence[str], coordinate: Mapping[str, int]) -> int:
-        """Index of a coordinate along several axes: row-major over the axes as listed."""
+        """The index of a coordinate along several axes, row-major over the axes as listed.
+
+        Args:
+            axes: names of axes, slowest first.
+            coordinate: the index on at least these axes.
+        """
         at = 0
         for axis in axes:
             at = at * self.axes[axis] + coordinate[axis]
         return at
 
-    def __eq__(self, other: object) -> bool:  # the order of axes counts, unlike that of dict keys
+    def __eq__(self, other: object) -> bool:  # the order of axes matters, unlike that of dict keys
         return isinstance(other, Mesh) and (tuple(self.axes.items()), self.ranks) == (
             tuple(other.axes.items()), other.ranks)  # fmt: skip
 

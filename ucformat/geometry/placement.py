@@ -1,8 +1,8 @@
-"""Placements: the seven ways in which a tensor is laid over mesh axes; and rules, which give tensors placements.
+"""Placements: the ways to distribute a tensor over mesh axes; and rules, which assign placements to tensors.
 
-They compose in the order in which a rule lists them, each on the local shape that the last one left. Each may span
-several axes: its degree is their product, its index row-major over the axes as listed. `over` takes one axis by
-name, or a tuple of them.
+Placements compose in the order in which a rule lists them, each on the local shape that the previous one left. Each may
+span several axes: its degree is the product of their sizes, its index is row-major over the axes as listed. `over`
+takes the name of one axis, or a tuple of names.
 """
 
 from __future__ import annotations
@@ -41,17 +41,22 @@ Over = str | tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every coordinate holds the same: data parallelism, norms and biases under tensor parallelism."""
+    """Every coordinate holds the same values: data parallelism, or norms and biases under tensor parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Cut along `dim`, which may be negative: by default as `torch.chunk` cuts, the last parts smaller or empty.
+    """Shard along `dim`, which may be negative: by default as `torch.chunk` cuts, the last parts smaller or empty.
 
-    `sizes`: the width for each coordinate. `parts`: the dim is a concatenation of parts, each cut by itself, and the
-    results concatenated (fused QKV, SwiGLU); a part is a width or a list of widths, one for each coordinate; where
-    the widths do not add up to the dim but divide it they are proportions. `pad_to`: the dim is padded to a multiple
-    of this and cut evenly; the padding is not part of the tensor. `even`: what does not divide is an error.
+    Attributes:
+        dim: the dim to shard.
+        over: the axes to shard over.
+        sizes: the width for each coordinate, in elements of the dim.
+        parts: the dim is a concatenation of parts, each sharded by itself (fused QKV, SwiGLU). A part is a width, or a
+            tuple of widths, one for each coordinate; widths that do not add up to the size of the dim, but divide it,
+            are proportions.
+        pad_to: pad the dim to a multiple of this and shard it evenly; the padding is not part of the tensor.
+        even: an uneven division is an error (default: no).
     """
 
     dim: int
@@ -71,10 +76,17 @@ class Shard:
             raise LayoutError(f"shard {self.dim} cannot pad to a multiple of {self.pad_to}")
         widths = [*(self.sizes or ()), *(w for p in self.parts or () for w in ((p,) if isinstance(p, int) else p))]
         if any(w < 0 for w in widths) or self.parts == () or (self.parts and not any(widths)):
-            raise LayoutError(f"shard {self.dim} has impossible widths {self.sizes or self.parts}")
+            raise LayoutError(f"shard {self.dim} has invalid widths {self.sizes or self.parts}")
 
     def check_degree(self, degree: int) -> None:
-        """LayoutError where `sizes`, or a part's widths, are not one for each coordinate."""
+        """Check that `sizes`, and the widths of each part, have one entry for each coordinate.
+
+        Args:
+            degree: number of coordinates along the axes of the shard.
+
+        Raises:
+            LayoutError: they do not.
+        """
         for widths in (self.sizes, *(self.parts or ())):
             if isinstance(widths, tuple) and len(widths) != degree:
                 raise LayoutError(f"shard {self.dim} gives {len(widths)} widths {widths} for {degree} coordinates")
@@ -82,17 +94,18 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """The local tensors of a group, flattened row-major, joined in order, padded, and cut over the axes.
+    """The local tensors of a group, flattened row-major, joined in order, padded, and partitioned over the axes.
 
     `cut="after_join"` (ZeRO-1/2, FSDP1, Megatron's distributed optimizer): each tensor starts at a multiple of
-    `tensor_align` elements, the end is padded to a common multiple of `group_pad * degree` and `total_align`, and
-    the buffer is cut in equal slices, so a tensor may straddle ranks. `cut="before_join"` (ZeRO-3): each tensor is
-    cut in `degree` equal parts of a multiple of `tensor_align` elements, and each rank joins its parts.
+    `tensor_align` elements, the end is padded to a common multiple of `group_pad * degree` and `total_align`, and the
+    buffer is cut into equal slices, so a tensor may straddle ranks. `cut="before_join"` (ZeRO-3): each tensor is cut
+    into `degree` equal parts of a multiple of `tensor_align` elements, and each rank joins its parts.
 
-    `group`: `optimizer` (the tensor list's), `all`, `tensor` (each by itself), or a `/regex/` whose first capture names
-    it. `order`: as in the checkpoint, reversed, or dealt out as DeepSpeed's `round_robin_gradients` does.
-    `max_elements`: a buffer is closed once it has this many elements (ZeRO-3's `sub_group_size`, counted on one rank,
-    or Megatron's `bucket_size`, counted on the whole buffer), and the next tensor starts another.
+    `group`: `optimizer` (the tensor list's optimizer groups), `all`, `tensor` (each by itself), or a `/regex/` whose
+    first capture is the name of the group. `order`: as in the checkpoint, reversed, or DeepSpeed's
+    `round_robin_gradients`. `max_elements`: a buffer is closed once it has this many elements (ZeRO-3's
+    `sub_group_size`, counted on one rank, or Megatron's `bucket_size`, counted over the whole buffer), and the next
+    tensor starts another.
     """
 
     over: Over
@@ -107,7 +120,7 @@ class Flat:
     def __post_init__(self) -> None:
         _normalise(self)
         if not self.over:
-            raise LayoutError("flat names no axis to cut over")
+            raise LayoutError("flat names no axis to partition over")
         for name in ("tensor_align", "group_pad", "total_align", "max_elements"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -121,10 +134,11 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Only one pipeline stage holds it: `index`, or the stage whose layers include the tensor's.
+    """Only one pipeline stage holds the tensor: `index`, or the stage whose layers include the tensor's.
 
-    `starts` gives the first layer of each stage; the layer is the capture `layer`, or else the first, of the rule's
-    `/regex/`. With several times as many starts as stages, the stages take turns (interleaved virtual stages).
+    `starts` lists the first layer of each stage; the layer is captured by the group `layer`, or else the first group,
+    of the rule's `/regex/`. A list several times as long as the number of stages assigns interleaved virtual stages in
+    turn.
     """
 
     over: Over
@@ -143,7 +157,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Only the coordinate with this index over the axes, by default over the whole mesh, holds it."""
+    """Only the coordinate with this index over the axes (default: over the whole mesh) holds the tensor."""
 
     index: int = 0
     over: Over = ()
@@ -154,7 +168,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Each coordinate holds its own value; reduce to read. As a target it is Replicate."""
+    """Each coordinate holds its own value, which readers reduce; as a target it is the same as Replicate."""
 
     reduction: Literal["mean"] = "mean"
     over: Over = ()
@@ -167,7 +181,11 @@ Placement = Replicate | Shard | Flat | Stage | Owner | Partial
 
 
 def axes_of(placement: Placement) -> tuple[str, ...]:
-    """The axes that a placement names."""
+    """The axes that a placement names.
+
+    Args:
+        placement: the placement.
+    """
     return () if isinstance(placement, Replicate) else tuple(placement.over)
 
 
@@ -177,30 +195,39 @@ def _normalise(placement: Shard | Flat | Stage | Owner | Partial) -> None:
 
 
 def compile_match(match: str) -> Pattern:
-    """A glob, in which `*` and `?` match dots too, or a `/regex/`; both match the whole name.
+    """Compile a pattern that must match a whole name.
 
-    LayoutError where it is no regex, or may take for ever.
+    Args:
+        match: a glob, in which `*` and `?` also match dots, or a `/regex/`.
+
+    Raises:
+        LayoutError: the regex is invalid, or may take too long.
     """
     if is_regex(match):
         return compile_regex(match)
     first, *rest = ("".join("." if c == "?" else re.escape(c) for c in part) for part in match.split("*"))
-    # What lies between two stars is best found as early as may be, for good: so nothing is tried twice.
+    # The text between two stars is matched as early as possible, without backtracking: so nothing is tried twice.
     inner = "".join(f"(?>.*?{part})" for part in rest[:-1] if part)
     return Pattern(re.compile(first + inner + (f".*{rest[-1]}" if rest else ""), re.DOTALL))
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The tensors that `match` (and whose state matches `states`, if any are given) are placed so on `mesh`.
+    """Assigns a placement to the tensors whose name matches `match`.
 
-    `match` and `states` are globs or `/regex/`es. `mesh` may be left out where the first is meant.
+    Attributes:
+        match: globs or `/regex/`es of names.
+        place: the placements, in the order in which they apply (default: replicated).
+        states: globs or `/regex/`es of states; empty matches every state.
+        mesh: name of the mesh (None: the default mesh).
+        label: name of the rule in error messages, such as `rules[3]`.
     """
 
     match: str | tuple[str, ...]
     place: tuple[Placement, ...] = (Replicate(),)
     states: tuple[str, ...] = ()
     mesh: str | None = None
-    label: str = field(default="", compare=False)  # as errors name it: "rules[3]"
+    label: str = field(default="", compare=False)
     _names: tuple[Pattern, ...] = field(init=False, repr=False, compare=False)
     _states: tuple[Pattern, ...] = field(init=False, repr=False, compare=False)
 
@@ -212,7 +239,7 @@ class Rule:
         object.__setattr__(self, "_names", tuple(map(compile_match, patterns)))
         object.__setattr__(self, "_states", tuple(map(compile_match, self.states)))
         if not patterns:
-            raise LayoutError(f"{self} matches nothing", hint='a rule for everything says match: "*"')
+            raise LayoutError(f"{self} matches nothing", hint='to match every tensor, write match: "*"')
         if any(isinstance(p, Stage) and p.starts for p in self.place) and not all(p.groups for p in self._names):
             raise LayoutError(
                 f"{self} gives the first layers of stages, but its match captures no layer number",
@@ -220,19 +247,34 @@ class Rule:
             )
 
     def find(self, name: str) -> re.Match[str] | None:
-        """The match of a tensor's name, whatever its state."""
+        """The match of a tensor's name by the first pattern that matches, whatever its state.
+
+        Args:
+            name: the tensor's name.
+        """
         return next(filter(None, (p.fullmatch(name) for p in self._names)), None)
 
     def has_state(self, state: str) -> bool:
-        """Whether the rule is for tensors of this state."""
+        """Whether the rule applies to tensors of a state.
+
+        Args:
+            state: the state.
+        """
         return not self._states or any(p.fullmatch(state) for p in self._states)
 
     def check(self, mesh: Mesh) -> None:
-        """LayoutError where the rule does not fit a mesh, whatever the tensors."""
+        """Check that the rule fits a mesh, independent of any tensor.
+
+        Args:
+            mesh: the mesh.
+
+        Raises:
+            LayoutError: a placement names an axis that the mesh does not have, or does not fit the size of its axes.
+        """
         for p in self.place:
             unknown = [axis for axis in axes_of(p) if axis not in mesh.axes]
             if unknown:
-                raise LayoutError(f"{self} names the axis {unknown[0]!r}, which the mesh {mesh} has not")
+                raise LayoutError(f"{self} names the axis {unknown[0]!r}, which is not in the mesh {mesh}")
             degree = mesh.degree(axes_of(p) or tuple(mesh.axes))
             try:
                 if isinstance(p, Shard):
@@ -273,7 +315,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Placed:
-    """What the sections of a layout say together of one tensor."""
+    """The placement of one tensor that results from all sections of a layout."""
 
     mesh: Mesh
     shards: tuple[Shard, ...]
@@ -283,18 +325,30 @@ class Placed:
     rules: tuple[Rule, ...]
 
     def holds(self, coordinate: Mapping[str, int]) -> bool:
-        """Whether stages and owners leave the tensor to this coordinate."""
+        """Whether stages and owners assign the tensor to this coordinate.
+
+        Args:
+            coordinate: the index on each axis of the mesh.
+        """
         return all(self.mesh.index(h.axes, coordinate) == h.index for h in self.holders)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes on which coordinates differ in the local tensor that they hold, before any flat cut."""
+        """The axes along which the local tensor differs between coordinates, before any flat buffer is partitioned."""
         named = {a for s in self.shards for a in axes_of(s)} | {a for h in self.holders for a in h.axes}
         return tuple(a for a in self.mesh.axes if a in named)
 
 
 def place(mesh: Mesh, found: list[tuple[Rule, re.Match[str]]]) -> Placed:
-    """Compose the rules that matched one tensor, in order; LayoutError where they contradict each other."""
+    """Compose the rules that matched one tensor.
+
+    Args:
+        mesh: the mesh of the rules.
+        found: each rule with its match, in the order in which they apply.
+
+    Raises:
+        LayoutError: the rules contradict each other, or do not fit the mesh.
+    """
     used: dict[str, Rule] = {}
     shards: list[Shard] = []
     holders: list[Holder] = []
@@ -332,7 +386,7 @@ def _stage(stage: Stage, degree: int, rule: Rule, match: re.Match[str]) -> int:
     try:
         chunk = bisect_right(stage.starts, int(layer)) - 1
     except (TypeError, ValueError):
-        raise LayoutError(f"{rule} captures {layer!r} of {match[0]}, which is no layer number") from None
+        raise LayoutError(f"{rule} captures {layer!r} of {match[0]}, which is not a layer number") from None
     if chunk < 0:
         raise LayoutError(f"{rule}: layer {layer} of {match[0]} comes before the first stage, {stage.starts[0]}")
     return chunk % degree

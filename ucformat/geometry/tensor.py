@@ -1,4 +1,4 @@
-"""The nouns of the whole project: a tensor, the extents that store it, the pieces that a rank holds of it."""
+"""The central types of the project: a tensor, the extents that store it, the pieces of it that a rank holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Block", "Extent", "Key", "Piece", "TensorInfo", "TensorList", "Tiles
 
 
 class Key(NamedTuple):
-    """What names a stored tensor: its name and its state (`weight`, `master`, `exp_avg`, …)."""
+    """Identifies a stored tensor: its name and its state (`weight`, `master`, `exp_avg`, …)."""
 
     name: str
     state: str
@@ -28,17 +28,21 @@ class Key(NamedTuple):
 
     @property
     def padding(self) -> Key:
-        """The tensor of the rows that pad this one, where a checkpoint keeps them."""
+        """The key of the tensor with the rows that pad this one, if a checkpoint stores them."""
         return Key(self.name, f"{self.state}.padding")
 
     def partial(self, rank: int) -> Key:
-        """A rank's own value of a tensor that is reduced (averaged) over ranks."""
+        """The key of one rank's value of a tensor that is reduced (averaged) over ranks.
+
+        Args:
+            rank: the rank.
+        """
         return Key(self.name, f"{self.state}.partial{rank}")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A logical tensor in one state: what is known of it without reading its bytes."""
+    """The metadata of a logical tensor in one state."""
 
     name: str
     state: str
@@ -59,7 +63,7 @@ class TensorInfo:
                 hint=f"known are {', '.join(ITEMSIZE)}",
             )
         if any(n < 0 for n in self.shape):
-            raise UsageError(f"tensor {self.name} ({self.state}) has the impossible shape {self.shape}")
+            raise UsageError(f"tensor {self.name} ({self.state}) has the invalid shape {self.shape}")
 
     @property
     def key(self) -> Key:
@@ -84,10 +88,10 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The stored unit that a checksum covers: `nbytes` raw bytes from `offset` on.
+    """The stored unit that a checksum covers: `nbytes` raw bytes from byte `offset` of a file.
 
-    `crc32c` is the expected checksum, or None where it is stored little-endian in the four bytes that follow. Where it
-    is `placed`, it covers the place of the bytes, too (`reading.execute.place_checksum`).
+    `crc32c` is the expected checksum; None means that it follows the bytes, as four bytes in little-endian order. If
+    `placed`, the checksum also covers the location of the bytes (`reading.execute.place_checksum`).
     """
 
     offset: int
@@ -97,17 +101,17 @@ class Block:
 
     @property
     def stored(self) -> int:
-        """Bytes to read for the block and what is stored of its checksum."""
+        """Bytes to read for the block and its stored checksum."""
         return self.nbytes + (4 if self.crc32c is None else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A box of a tensor that lies, raw and little-endian, in a file.
+    """A box of a tensor that is stored, raw and little-endian, in a file.
 
-    `file` is a key of the store that the tensor's source reads. Element `box.start + i` lies at byte
-    `offset + sum(i[d] * strides[d])`; strides are in bytes, one for each dim. Extents of one tensor with the same box
-    are replicas: any one of them serves.
+    `file` is a key of the store that the tensor's source reads. Element `box.start + i` is at byte `offset + sum(i[d] *
+    strides[d])`; strides are in bytes, one for each dim. Extents of one tensor with the same box are replicas; a reader
+    may use any of them.
     """
 
     box: Box
@@ -117,7 +121,11 @@ class Extent:
     block: Block | None = None
 
     def leaves_block(self, itemsize: int) -> bool:
-        """Whether bytes of it lie outside of its block, which then is not what its checksum covers."""
+        """Whether the extent has bytes outside of its block, which the block's checksum does not cover.
+
+        Args:
+            itemsize: bytes of one element.
+        """
         if self.block is None or not self.box.size:
             return False
         steps = [(n - 1) * s for n, s in zip(self.box.shape, self.strides, strict=True)]
@@ -126,18 +134,18 @@ class Extent:
 
     @property
     def last(self) -> int:
-        """The byte at which the last element begins."""
+        """The byte of the file at which the last element begins."""
         return self.offset + sum((n - 1) * s for n, s in zip(self.box.shape, self.strides, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """A box of a tensor that lies in a file as equal chunks, one after another, each followed by its crc32c.
+    """A box of a tensor that is stored in a file as equal chunks, one after another, each followed by its crc32c.
 
-    The chunks are those of a regular grid that begins at `box.start`, in C order; a chunk that reaches past the box is
-    padded to its full shape. Chunk number `k` begins at byte `offset + k * pitch`; with `steps`, the bytes from one
-    chunk to the next along each dim, they are tiles of a packed file, which lie as these say. Stands for one extent
-    for each chunk, so that planning costs nothing for each chunk.
+    The chunks form a regular grid that begins at `box.start`, in C order; a chunk that extends past the box is padded
+    to its full shape. Chunk number `k` begins at byte `offset + k * pitch`. With `steps`, the bytes from one chunk to
+    the next along each dim, they are tiles of a packed file at these positions. It is equivalent to one extent for each
+    chunk, and planning does not have to enumerate the chunks.
     """
 
     box: Box
@@ -149,7 +157,7 @@ class Tiles:
 
     @property
     def placed(self) -> bool:
-        """Whether the checksums cover the places of their bytes, too, as those of packed files do."""
+        """Whether the checksums also cover the location of their bytes, as those of packed files do."""
         return self.steps is not None
 
     @property
@@ -180,7 +188,11 @@ class Tiles:
 
 
 def single_extents(found: Iterable[Extent | Tiles]) -> Iterator[Extent]:
-    """Extents, each of one chunk: `Tiles` come apart."""
+    """Extents of single chunks: each `Tiles` is expanded into one extent for each chunk.
+
+    Args:
+        found: extents of one tensor.
+    """
     for extent in found:
         if isinstance(extent, Tiles):
             yield from extent.extents()
@@ -190,10 +202,10 @@ def single_extents(found: Iterable[Extent | Tiles]) -> Iterator[Extent]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a tensor and where it lies in one rank's local buffer.
+    """A box of a tensor, and its location in one rank's local buffer.
 
-    Element `box.start + i` lies at element `offset + sum(i[d] * strides[d])` of the buffer. `buffer` names a flat
-    buffer that several tensors share; None is the tensor's own.
+    Element `box.start + i` is at element `offset + sum(i[d] * strides[d])` of the buffer. `buffer` is the name of a
+    flat buffer that several tensors share; None is memory of the tensor's own.
     """
 
     box: Box
@@ -204,20 +216,24 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class TensorList:
-    """The tensors of a checkpoint, in the order the training program lists them.
+    """The tensors of a checkpoint, in the order in which the training program lists them.
 
-    `groups` gives a parameter's optimizer group, by its name. Flat buffers depend on both.
+    `groups` maps the name of a parameter to the index of its optimizer group. Flat buffers depend on both.
     """
 
     tensors: tuple[TensorInfo, ...]
     groups: Mapping[str, int] = field(default_factory=dict)
 
     def renamed(self, rename: Callable[[str], str]) -> TensorList:
-        """The same, each tensor under the name that `rename` makes of its name."""
+        """The same list with each tensor renamed.
+
+        Args:
+            rename: returns the new name for a name.
+        """
         infos = tuple(TensorInfo(rename(i.name), i.state, i.dtype, i.shape) for i in self.tensors)
         return TensorList(infos, {rename(n): g for n, g in self.groups.items()})
 
     def placed(self) -> TensorList:
-        """The same without trained padding: layouts place it with the tensor that it pads."""
+        """The same list without stored padding tensors, which layouts place together with the tensor they pad."""
         padding = {i.key.padding for i in self.tensors}
         return TensorList(tuple(i for i in self.tensors if i.key not in padding), self.groups)

@@ -1,7 +1,7 @@
-"""Views: a target tensor made of boxes of source tensors, axes permuted.
+"""Views: a target tensor composed of boxes of source tensors, with permuted axes.
 
-So the names and shapes of one family (Megatron's fused, stacked QKV) become another's (one q, k and v for each layer)
-without a byte being copied first.
+A view turns the names and shapes of one family (Megatron's fused, stacked QKV) into another's (one q, k and v for each
+layer) without copying a byte.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["Part", "View"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of the target that is a box of a source.
+    """A box of the target that equals a box of a source.
 
-    Target dim `i` runs along source dim `axes[i]`; None is a target dim of size 1 that no source dim makes. Source
-    dims that are not named have size 1 in `box`.
+    Target dim `i` runs along source dim `axes[i]`; None is a target dim of size 1 that corresponds to no source dim.
+    Source dims that `axes` does not name have size 1 in `box`.
     """
 
     target: Box
@@ -37,7 +37,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A target tensor and the parts that tile it; LayoutError or CoverageError where they do not."""
+    """A target tensor and the parts that tile it; LayoutError or CoverageError if they do not."""
 
     info: TensorInfo
     parts: tuple[Part, ...]
@@ -47,7 +47,7 @@ class View:
         for part in self.parts:
             self._check(part)
         targets = [p.target for p in self.parts if p.target.size]
-        if len(set(targets)) < len(targets):  # replicas to `prove`, but here one source would shadow the other
+        if len(set(targets)) < len(targets):  # replicas are fine for `prove`, but one source would shadow the other
             twice = next(t for t in targets if targets.count(t) > 1)
             raise CoverageError(f"the view of {self.info.key} takes {twice} from two sources")
         prove(self.info, ((f"part {i} from {p.source}", p.target) for i, p in enumerate(self.parts)))
@@ -56,16 +56,23 @@ class View:
         where = f"the view of {self.info.key} takes {part.target} from {part.box} of {part.source}"
         named = [a for a in part.axes if a is not None]
         if len(part.axes) != len(part.target.shape) or len(set(named)) < len(named):
-            raise LayoutError(f"{where}, but its axes {part.axes} are not one for each dim, each at most once")
+            raise LayoutError(f"{where}, but its axes {part.axes} are not distinct source dims, one for each dim")
         if not all(0 <= a < len(part.box.shape) for a in named):
-            raise LayoutError(f"{where}, but its axes {part.axes} name a dim that the source has not")
+            raise LayoutError(f"{where}, but its axes {part.axes} name a dim that the source does not have")
         if tuple(1 if a is None else part.box.shape[a] for a in part.axes) != part.target.shape:
-            raise LayoutError(f"{where}, which by the axes {part.axes} has another shape")
+            raise LayoutError(f"{where}, which has another shape by the axes {part.axes}")
         if any(n != 1 for a, n in enumerate(part.box.shape) if a not in named):
-            raise LayoutError(f"{where}, but its axes {part.axes} leave out a dim longer than 1")
+            raise LayoutError(f"{where}, but its axes {part.axes} omit a dim longer than 1")
 
     def check(self, sources: Callable[[Key], TensorInfo]) -> None:
-        """LayoutError where a source is of another dtype, or does not have the box that a part takes."""
+        """Check the parts against their sources.
+
+        Args:
+            sources: returns the metadata of a source tensor.
+
+        Raises:
+            LayoutError: a source has another dtype, or does not contain the box that a part takes.
+        """
         for part in self.parts:
             info = sources(part.source)
             if info.dtype != self.info.dtype:
@@ -81,10 +88,14 @@ class View:
     def extents(
         self, source_extents: Callable[[Key, Box], Iterable[Extent]], within: Box | None = None
     ) -> Iterator[Extent]:
-        """The target's extents: those of the sources, clipped to the parts, with their strides permuted.
+        """The extents of the target: those of the sources, clipped to the parts, with permuted strides.
 
-        A source is asked once, for those that meet the box around all that is taken of it; of the target, what meets
-        `within` (None: all of it) is needed. An extent that is clipped nowhere keeps its checksum block.
+        Each source is queried once, for the bounding box of all that is taken from it. An extent that is not clipped
+        keeps its checksum block.
+
+        Args:
+            source_extents: returns the extents of a source tensor that intersect a box.
+            within: the box of the target that is needed (None: all of it).
         """
         near = [(part, _source_box(part, within)) for part in self.parts]
         taken: dict[Key, list[Box]] = {}
@@ -101,7 +112,7 @@ class View:
 
 
 def _source_box(part: Part, within: Box | None) -> Box | None:
-    """The box of the source that a box of the target takes of a part; None where it takes nothing."""
+    """The box of the source that a part takes for a box of the target; None if it takes nothing."""
     if within is None:
         return part.box
     clip = part.target.intersect(within)
@@ -118,7 +129,7 @@ def _source_box(part: Part, within: Box | None) -> Box | None:
 def _mapped(part: Part, extent: Extent, clip: Box, itemsize: int) -> Extent:
     skipped = zip(clip.start, extent.box.start, extent.strides, strict=True)
     strides: list[int] = []
-    dense = itemsize  # a dim that no source dim makes has one element: any stride serves, so it is as if contiguous
+    dense = itemsize  # a dim without a source dim has one element: any stride is right, so use the contiguous one
     for a in reversed(part.axes):
         strides.append(dense if a is None else extent.strides[a])
         dense = strides[-1] * (1 if a is None else clip.shape[a])
