@@ -34,7 +34,7 @@ __all__ = ["DATA", "Sample", "SourceSuite", "kept"]
 DATA = Path(__file__).parents[1] / "data"
 
 #: What is read along with what is looked for: as much as many of these small files hold, so tests make it less.
-READ_AHEAD = {file: ("_TAIL", "_HEAD", "_ITEM"), opened: ("_FIRST",), metadata: ("_HEAD", "_GAP")}
+READ_AHEAD = {file: ("_TAIL", "_HEAD", "_ITEM"), opened: ("_FIRST",), metadata: ("_HEAD", "_MAX_GAP")}
 
 Truth = dict[tuple[str, str], tuple[str, tuple[int, ...], bytes]]
 

@@ -58,7 +58,7 @@ def test_an_optimizer_that_may_be_of_either_model_names_its_states_itself(tmp_pa
     place = save({"a": {"w": W}, "b": {"w": W + 1}, "x": {"o": optim(["w"])}}, tmp_path / "x")
     assert keys(place) == {("a.w", "weight"), ("b.w", "weight"), ("x.o.w", "exp_avg")}
     assert open_checkpoint(place).metadata.groups[0]["params"] == ["x.o.w"]
-    with pytest.raises(UsageError, match=r"there is no 'c', of which `owners` speaks"):
+    with pytest.raises(UsageError, match=r"there is no 'c', which `owners` names"):
         Dcp(owners={"x.o": "c"}).open(LocalStore(place))
     source = Dcp(owners={"x.o": "b"}).open(LocalStore(place))
     assert {tuple(i.key) for i in source.metadata.tensor_list.tensors} == {

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ucformat.errors import MissingData, NotFound, UsageError
-from ucformat.sources.dcp.folder import FILE
+from ucformat.sources.dcp.folder import METADATA
 
 if TYPE_CHECKING:
     from ucformat.storage.base import Store
@@ -63,7 +63,7 @@ def find_folder(store: Store) -> Folder:
     parts = {part: f"{below}{part}/" for part in _PARTS if any(k.startswith(f"{below}{part}/") for k in keys)}
     for lacking in [k for k in {"model": f"{below}model/", **parts}.values() if not _is_ours(store, k)]:
         raise MissingData(
-            f"{lacking}{FILE} is missing or damaged; each step has a model, and that file says what is in it",
+            f"{lacking}{METADATA} is missing or damaged; each step has a model, and that file says what is in it",
             hint="copy the folder again from where it was saved; its neighbours can be opened by themselves",
         )
     extra = {int(m[1]): key for key in keys if (m := _EXTRA.fullmatch(key.removeprefix(below)))}
@@ -85,7 +85,7 @@ def _step(url: str) -> int | None:
 
 def _is_ours(store: Store, below: str) -> bool:
     try:
-        return _CLASS in store.read(below + FILE, 0, min(_HEAD, store.info(below + FILE).size))
+        return _CLASS in store.read(below + METADATA, 0, min(_HEAD, store.info(below + METADATA).size))
     except NotFound:
         return False
 

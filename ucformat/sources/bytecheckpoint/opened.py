@@ -8,7 +8,7 @@ from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.geometry.tensor import Extent, TensorList
 from ucformat.reading.readable import CheckpointMetadata, LazyMapping
 from ucformat.schema.dtypes import ITEMSIZE
-from ucformat.sources.dcp.folder import FILE
+from ucformat.sources.dcp.folder import METADATA
 from ucformat.sources.dcp.metadata import Items, Metadata, read_metadata
 from ucformat.sources.dcp.opened import ItemValues, OpenDcp, plain_value
 from ucformat.sources.pickle.file import TorchFile
@@ -42,7 +42,7 @@ class OpenByteCheckpoint(OpenDcp):
         groups: Sequence[Sequence[str]] | None,
         owners: Mapping[str, str] | None,
     ) -> None:
-        metas = {part: read_metadata(store, key + FILE, allow=allow) for part, key in folder.parts.items()}
+        metas = {part: read_metadata(store, key + METADATA, allow=allow) for part, key in folder.parts.items()}
         for meta in metas.values():
             _check(meta)
         self._folder = folder
@@ -108,18 +108,18 @@ class _RawItems(Items):
                 if isinstance(index, Inert):
                     self._layouts[f"{part}.{index.get('fqn')}", index.get("offset")] = layout
 
-    def chunk(self, fqn: str, box: Box, stretch: ByteRange, info: TensorInfo) -> list[Extent]:
+    def chunk_extents(self, fqn: str, box: Box, stored: ByteRange, info: TensorInfo) -> list[Extent]:
         """The extent of one chunk, as its pickle describes it."""
-        layout, what = self._layouts.get((fqn, box.start)), f"{info.key}{box}"
+        layout, label = self._layouts.get((fqn, box.start)), f"{info.key}{box}"
         if not isinstance(layout, bytes):
-            raise MissingData(f"the metadata does not say how {what} lies in {stretch.file}")
-        found = unpickle(layout, file=f"the layout of {what}", storage_nbytes=lambda _: stretch.nbytes)
+            raise MissingData(f"the metadata does not say how {label} lies in {stored.file}")
+        found = unpickle(layout, file=f"the layout of {label}", storage_nbytes=lambda _: stored.nbytes)
         if not isinstance(found, StoredTensor) or (found.dtype, found.shape) != (info.dtype, box.shape):
             raise IntegrityError(
-                f"{stretch.file}: {what} should be {info.dtype} of shape {box.shape}, but its layout says otherwise"
+                f"{stored.file}: {label} should be {info.dtype} of shape {box.shape}, but its layout says otherwise"
             )
         unit = ITEMSIZE[found.dtype]
-        return [Extent(box, stretch.file, stretch.offset + found.offset * unit, tuple(s * unit for s in found.strides))]
+        return [Extent(box, stored.file, stored.offset + found.offset * unit, tuple(s * unit for s in found.strides))]
 
     def records(self) -> Iterator[FileRecord]:
         """None: there are no checksums."""

@@ -1,4 +1,4 @@
-"""How checkpoints of torch.distributed.checkpoint are recognised."""
+"""The source for checkpoints of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DcpOptions(PickleOptions):
 
 
 class Dcp(Source):
-    """How checkpoints of torch.distributed.checkpoint are recognised and opened."""
+    """Recognises and opens checkpoints of torch.distributed.checkpoint."""
 
     kind = "dcp"
     title = "PyTorch DCP"
@@ -41,22 +41,22 @@ class Dcp(Source):
     options: DcpOptions
 
     def is_marker(self, name: str) -> bool:
-        """Whether a folder with a file of this name is a checkpoint."""
+        """Whether only a DCP checkpoint has a file of this name."""
         return is_marker(name)
 
     def find(self, store: Store) -> bool:
-        """Whether `.metadata` is DCP's, or there are shards of its writer of safetensors."""
+        """Whether the folder has DCP's `.metadata`, or shards of its safetensors writer."""
         return looks_like_dcp(store)
 
     def open(self, store: Store) -> OpenDcp | OpenShards:
-        """Open it, reading `.metadata`; items are read when they are asked for."""
+        """Open it: read `.metadata`, and the items of the training step; other items are read when needed."""
         if not has_metadata(store):
             if has_shards(store):
                 from ucformat.sources.dcp.safetensors import OpenShards
 
                 return OpenShards(store)
             raise UnsupportedError(
-                f"{store.url} was saved without collectives: each rank's file of metadata stands for itself",
+                f"{store.url} was saved without collectives: each rank has metadata of its own",
                 hint="save with torch.distributed.checkpoint.save(…, no_dist=False, use_collectives=True)",
             )
         from ucformat.sources.dcp.metadata import Items, read_metadata

@@ -1,4 +1,4 @@
-"""Which folders hold a checkpoint of torch.distributed.checkpoint: by its `.metadata`, or by shards of safetensors."""
+"""The folders of torch.distributed.checkpoint: how they are recognised, and checks that their files are complete."""
 
 from __future__ import annotations
 
@@ -6,41 +6,67 @@ import re
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from ucformat.errors import NotFound, UcformatError
+from ucformat.errors import MissingData, NotFound, UcformatError
 
 if TYPE_CHECKING:
-    from ucformat.storage.base import Store
+    from ucformat.storage.base import ByteRange, Store
 
-__all__ = ["ALONE", "FILE", "INFO", "SHARD", "has_metadata", "has_shards", "is_marker", "looks_like_dcp"]
+__all__ = [
+    "INFO",
+    "METADATA",
+    "SHARD",
+    "Files",
+    "has_metadata",
+    "has_shards",
+    "is_marker",
+    "looks_like_dcp",
+]
 
-FILE = ".metadata"
-ALONE = "__0" + FILE  # of a rank that saved without collectives
+METADATA = ".metadata"
+_RANK_METADATA = "__0" + METADATA  # of a rank that saved without collectives
 SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 INFO = "DCP_SHARDING_INFO"  # in `__metadata__` of a shard
 
-_CLASS = b"torch.distributed.checkpoint.metadata"
+_METADATA_MODULE = b"torch.distributed.checkpoint.metadata"
 _HEAD = 512
-_LOOK = 10_000
+_MAX_LISTED = 10_000
+_RESTORE_HINT = "restore it from another copy of the checkpoint: each rank wrote its own files, and all are needed"
 
 
 def is_marker(name: str) -> bool:
-    """Whether a folder with a file of this name is a checkpoint."""
-    return name in (FILE, ALONE) or SHARD.fullmatch(name) is not None
+    """Whether only a DCP checkpoint has a file of this name.
+
+    Args:
+        name: the name of a file, without folders.
+    """
+    return name in (METADATA, _RANK_METADATA) or SHARD.fullmatch(name) is not None
 
 
 def looks_like_dcp(store: Store) -> bool:
-    """Whether `.metadata` is DCP's, or there are shards of its writer of safetensors."""
-    return any(_CLASS in _head(store, name) for name in (FILE, ALONE)) or has_shards(store)
+    """Whether a folder has DCP's `.metadata`, or shards of its safetensors writer.
+
+    Args:
+        store: a store whose root is the folder.
+    """
+    return any(_METADATA_MODULE in _head(store, name) for name in (METADATA, _RANK_METADATA)) or has_shards(store)
 
 
 def has_metadata(store: Store) -> bool:
-    """Whether there is a `.metadata` with anything in it."""
-    return bool(_head(store, FILE))
+    """Whether a folder has a `.metadata` that is not empty.
+
+    Args:
+        store: a store whose root is the folder.
+    """
+    return bool(_head(store, METADATA))
 
 
 def has_shards(store: Store) -> bool:
-    """Whether a file is named as the writer of safetensors does it, and says at which offsets its pieces begin."""
-    name = next((info.key for info in islice(store.list(), _LOOK) if SHARD.fullmatch(info.key)), None)
+    """Whether a folder has shards of DCP's safetensors writer, by their names and the metadata of the first.
+
+    Args:
+        store: a store whose root is the folder.
+    """
+    name = next((info.key for info in islice(store.list(), _MAX_LISTED) if SHARD.fullmatch(info.key)), None)
     if name is None:
         return False
     from ucformat.sources.safetensors.opened import read_header
@@ -48,12 +74,42 @@ def has_shards(store: Store) -> bool:
     try:
         return INFO in read_header(store, name).metadata
     except (NotFound, UcformatError):
-        return True  # nobody else writes such names: let opening tell what is wrong
+        return True  # no other program writes such names: opening it reports the problem
 
 
 def _head(store: Store, key: str) -> bytes:
-    """The first bytes of a file; nothing where there is none."""
+    """The first bytes of a file; empty if there is no such file."""
     try:
         return store.read(key, 0, min(_HEAD, store.info(key).size))
     except NotFound:
         return b""
+
+
+class Files:
+    """The files of a store and their sizes, listed once when first needed."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._sizes: dict[str, int] | None = None
+
+    def check(self, stored: ByteRange, label: str) -> None:
+        """Check that a file has all bytes of an item.
+
+        Args:
+            stored: the range of the item.
+            label: the name of the item, for messages.
+
+        Raises:
+            MissingData: the file is missing, or ends before the item does.
+        """
+        if self._sizes is None:
+            self._sizes = {info.key: info.size for info in self.store.list()}
+        size = self._sizes.get(stored.file)
+        if size is None:
+            raise MissingData(f"{stored.file} is missing; it holds {label}", hint=_RESTORE_HINT)
+        if stored.offset + stored.nbytes > size:
+            raise MissingData(
+                f"{stored.file} ends at byte {size:,}, but {label} is stored at {stored.offset:,} to "
+                f"{stored.offset + stored.nbytes:,}",
+                hint=_RESTORE_HINT,
+            )

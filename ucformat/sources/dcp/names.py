@@ -1,8 +1,8 @@
-"""From the paths of a training state to the names and states of tensors: one rule for saving and for loading.
+"""The names and states of the tensors in a training state, from their paths: one rule for saving and for loading.
 
-`{"model": …, "optim": {"state": {"a.weight": {"exp_avg": t}}, "param_groups": […]}}` and its flattened spellings
-(`optim.state.a.weight.exp_avg`) all mean the tensor `a.weight` in the states `weight` and `exp_avg`, as every other
-engine's checkpoint has it.
+`{"model": …, "optim": {"state": {"a.weight": {"exp_avg": t}}, "param_groups": […]}}` and its flattened form
+(`optim.state.a.weight.exp_avg`) both contain the tensor `a.weight` in the states `weight` and `exp_avg`, named as in
+the checkpoints of all other engines.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ __all__ = [
     "Naming",
     "Path",
     "dotted",
-    "find_owners",
     "key_of_dotted",
     "name_state",
     "optimizer_roots",
@@ -36,17 +35,25 @@ __all__ = [
 
 GROUPS = "param_groups"
 _STATE = "state"
-#: The keys under which programs keep the model, where nothing else tells which of several it is.
-_MODELS = ("model", "module", "state_dict", "model_state_dict", "net")
+#: Keys that programs use for the model: these decide if nothing else identifies it among several.
+_MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "net")
 
 
 def dotted(path: Path) -> str:
-    """A path as text."""
+    """Join a path with dots.
+
+    Args:
+        path: the keys from the root of a nested state.
+    """
     return ".".join(map(str, path))
 
 
 def optimizer_roots(paths: Iterable[Path]) -> set[Path]:
-    """Where the optimizers of a state lie: what comes before `param_groups`, nested or flattened."""
+    """Find the optimizers of a state: the paths of the mappings that contain `param_groups`, nested or flattened.
+
+    Args:
+        paths: the path of each leaf of the state.
+    """
     roots: set[Path] = set()
     for path in paths:
         for i, part in enumerate(path):
@@ -58,7 +65,7 @@ def optimizer_roots(paths: Iterable[Path]) -> set[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How a training state is named: each tensor, and what the names of each optimizer's parameters begin with."""
+    """The key of each tensor of a training state by path, and the prefix of each optimizer's parameter names."""
 
     keys: dict[Path, Key]
     prefixes: dict[Path, str]
@@ -70,20 +77,24 @@ def name_state(
     owners: Mapping[Path, Path] | None = None,
     listed: Mapping[Path, Collection[str]] | None = None,
 ) -> Naming:
-    """The name and state of each tensor of a training state, by its path.
+    """Name each tensor of a training state.
 
-    Below an optimizer, `state`, a parameter's name and a state's name (one part each, or joined by dots) are that
-    state of that parameter. All else is in the state `weight`, and named by its path: below the model without the
-    model's own. The model is the one that the optimizers train (`find_owners`); of several the one called `model` or
-    the like; where no optimizer tells, the only mapping of tensors, else the one called so. An optimizer's parameters
-    are named as those of its own model are. No two tensors get one name: where they would, nothing is taken off the
-    weights' paths, and before the names of optimizers that would meet stands what they are called.
+    Below an optimizer, `state`, the name of a parameter and the name of a state (as separate keys, or joined by dots)
+    mean that state of that parameter. Everything else is in the state `weight`, and its name is its path, without the
+    path of the model. The model is the one that the optimizers train (`_find_owners`); among several, the one with a
+    key like `model`. If no optimizer identifies it, it is the only mapping of tensors, or the one with such a key. An
+    optimizer's parameters are named like those of its own model. Names are unique: if removing the model's path would
+    make two weights equal, it is not removed; if the parameters of two optimizers would be equal, the paths of the
+    optimizers go in front.
 
     Args:
-        tensors: the shape of each, by path; None where it is not known.
-        optimizers: where they lie.
-        owners: where the model of an optimizer lies, where that is known.
-        listed: names of parameters in the groups of an optimizer, which count where it has no states.
+        tensors: the shape of each tensor, by path; None if it is not known.
+        optimizers: the paths of the optimizers.
+        owners: the path of the model that each optimizer trains, by the optimizer's; only those that are known.
+        listed: the names of parameters in the groups of an optimizer, by its path; used if it has no states.
+
+    Raises:
+        UsageError: an optimizer has parameters that are not in its model according to `owners`.
     """
     roots = sorted(optimizers, key=lambda root: (-len(root), dotted(root)))
     states: dict[Path, tuple[Path, str, str]] = {}
@@ -101,18 +112,18 @@ def name_state(
             shapes.add(shape)
     for root, names in (listed or {}).items():
         params[root] = params.get(root) or {n: set() for n in names}
-    models = find_owners(weights, {r: p for r, p in params.items() if p}, owners)
-    model = _stripped({m for r, m in models.items() if m not in (None, r)}, weights)
+    models = _find_owners(weights, {r: p for r, p in params.items() if p}, owners)
+    model = _main_model({m for r, m in models.items() if m not in (None, r)}, weights)
     if model is not None:
         below = {p: dotted(p[len(model) :] if p[: len(model)] == model else p) for p in weights}
         if len(set(below.values())) < len(below):
             model = None
     out = {p: Key(dotted(_without(p, model)), "weight") for p in weights}
     prefixes = {r: dotted((*_without(m, model), "")) if (m := models.get(r)) else "" for r in roots}
-    met: dict[tuple[str, str], set[Path]] = {}
+    users: dict[tuple[str, str], set[Path]] = {}
     for root, name, state in states.values():
-        met.setdefault((prefixes[root] + name, state), set()).add(root)
-    prefixes |= {r: dotted((*r, "")) for some in met.values() if len(some) > 1 for r in some if r}
+        users.setdefault((prefixes[root] + name, state), set()).add(root)
+    prefixes |= {r: dotted((*r, "")) for candidates in users.values() if len(candidates) > 1 for r in candidates if r}
     taken = set(out.values())
     for path, (root, name, state) in states.items():
         key = Key(prefixes[root] + name, state)
@@ -126,24 +137,36 @@ def _without(path: Path, model: Path | None) -> Path:
 
 
 def _optimizer_state(below: Path, leaves: Collection[str]) -> tuple[str, str] | None:
-    """The parameter and its state that a path below an optimizer means."""
+    """The parameter and its state at a path below an optimizer."""
     found: tuple[str, str] | None = None
     if len(below) >= 3 and below[0] == _STATE:
         name = below[1]
-        found = None if isinstance(name, int) or name.isdigit() else (name, dotted(below[2:]))  # numbers name nothing
+        found = None if isinstance(name, int) or name.isdigit() else (name, dotted(below[2:]))  # a number is no name
     elif len(below) == 1 and str(below[0]).startswith(_STATE + "."):
         found = split_state(str(below[0])[len(_STATE) + 1 :], leaves)
     return None if found is None or found[1] == "weight" else found
 
 
 def split_option(key: str) -> tuple[str, str]:
-    """The parameter and the hyper-parameter that a key of a flattened optimizer state dict means; else empty."""
+    """Split a key of a flattened optimizer state dict into a parameter and a hyper-parameter.
+
+    Args:
+        key: `param_groups.<parameter>.<hyper-parameter>`; for other keys, the result is empty.
+    """
     name, _, option = key[len(GROUPS) + 1 :].rpartition(".")
     return (name, option) if key.startswith(GROUPS + ".") else ("", "")
 
 
 def split_state(text: str, names: Collection[str]) -> tuple[str, str] | None:
-    """A parameter's name and a state's, joined by a dot: after a name that is known, else at the last dot."""
+    """Split the name of a parameter and of a state, which are joined by a dot.
+
+    Args:
+        text: the two names.
+        names: known names of parameters: the longest that `text` begins with is used; otherwise, the last dot splits.
+
+    Returns:
+        the parameter and the state; None if there is no name before the dot, or only a number.
+    """
     at = len(text)
     while (at := text.rfind(".", 0, at)) > 0:
         if text[:at] in names and not text[:at].isdigit():
@@ -152,107 +175,116 @@ def split_state(text: str, names: Collection[str]) -> tuple[str, str] | None:
     return (name, state) if dot and not name.isdigit() else None
 
 
-def _stripped(owners: Collection[Path], weights: Iterable[Path]) -> Path | None:
-    """The model whose own path the names of weights do not have; None where nothing tells which it is."""
+def _main_model(owners: Collection[Path], weights: Iterable[Path]) -> Path | None:
+    """The path of the model that is removed from the names of weights; None if no model can be identified."""
     among = owners or {p[:-1] for p in weights}
     if len(among) == 1 and (owners or not any(isinstance(p[-1], int) for p in weights)):
         return next(iter(among))
-    called = [p for p in among if p and p[-1] in _MODELS]
+    called = [p for p in among if p and p[-1] in _MODEL_KEYS]
     return called[0] if len(called) == 1 else None
 
 
 def key_of_dotted(text: str, states: Mapping[str, Collection[str]]) -> Key | None:
-    """The stored tensor that a flattened path of some program means; `states` are those of each name.
+    """Find the stored tensor for a flattened path of a program.
 
-    The name may have in front the key under which the program keeps its model, or for an optimizer's states whatever
-    it is called, then `state`.
+    The path may begin with the program's key for the model; for an optimizer state, with any keys for the optimizer,
+    and then `state`.
+
+    Args:
+        text: the path, joined by dots.
+        states: the states of each stored name.
+
+    Returns:
+        the key of the tensor; None if none matches.
     """
     for name in _without_model(text):
         if name in states:
             return Key(name, "weight")
-    before, found, after = ("", _STATE, text[len(_STATE) + 1 :]) if text.startswith(_STATE + ".") else _cut(text)
+    before, found, after = (
+        ("", _STATE, text[len(_STATE) + 1 :]) if text.startswith(_STATE + ".") else _split_at_state(text)
+    )
     while found:
         split = split_state(after, states)
         if split is not None and split[0] in states:
             return Key(*split)
-        more, found, after = _cut(after)
+        more, found, after = _split_at_state(after)
         before = f"{before}.{_STATE}.{more}"
     return None
 
 
-def _cut(text: str) -> tuple[str, str, str]:
+def _split_at_state(text: str) -> tuple[str, str, str]:
     return text.partition(f".{_STATE}.")
 
 
 def _without_model(text: str) -> list[str]:
-    """The name itself, and what is left of it without a leading `model.`, `app.model.` and the like."""
+    """A path as it is, and without a leading `model.`, `app.model.` and the like."""
     out = [text]
     parts = text.split(".")
-    out += [".".join(parts[i + 1 :]) for i in range(min(2, len(parts) - 1)) if parts[i] in _MODELS]
+    out += [".".join(parts[i + 1 :]) for i in range(min(2, len(parts) - 1)) if parts[i] in _MODEL_KEYS]
     return out
 
 
-def find_owners(
+def _find_owners(
     weights: Mapping[Path, Shape | None],
     params: Mapping[Path, Mapping[str, Collection[Shape]]],
-    told: Mapping[Path, Path] | None = None,
+    owners: Mapping[Path, Path] | None = None,
 ) -> dict[Path, Path | None]:
-    """Where the model of each optimizer lies: the mapping below which all parameters are that the optimizer names.
+    """Find the model that each optimizer trains: the mapping that contains all of the optimizer's parameters.
 
-    Of several it is the only one whose weights have the shapes of the states; else the only one that is called as the
-    optimizer is (`netG` and `optimizerG`), or `model` or the like, or that lies beside the optimizer. Where nothing of
-    that tells, or two optimizers would hold the same parameter, it is the optimizer itself; None where there is no such
-    mapping.
+    Among several, it is the only one whose weights have the shapes of the states; otherwise the only one that has a
+    name like the optimizer's (`netG` and `optimizerG`), or a key like `model`, or the same parent as the optimizer. If
+    none of this identifies it, or two optimizers would have the same parameter, it is the optimizer itself; None if
+    there is no such mapping.
 
     Args:
-        weights: the shape of each weight, by path; None where it is not known.
+        weights: the shape of each weight, by path; None if it is not known.
         params: the names of each optimizer's parameters, and the shapes of the states of each.
-        told: owners that are known.
+        owners: those that are known.
 
     Raises:
-        UsageError: one that is told does not hold all that its optimizer names.
+        UsageError: a known model lacks a parameter of its optimizer.
     """
-    held: dict[Path, dict[str, Shape | None]] = {}
+    mappings: dict[Path, dict[str, Shape | None]] = {}
     for path, shape in weights.items():
         for i in range(len(path)):
-            held.setdefault(path[:i], {})[dotted(path[i:])] = shape
+            mappings.setdefault(path[:i], {})[dotted(path[i:])] = shape
     out: dict[Path, Path | None] = {}
+    owners = owners or {}
     for root, names in params.items():
-        owner = (told or {}).get(root)
-        if owner is not None and not held.get(owner, {}).keys() >= names.keys():
+        owner = owners.get(root)
+        if owner is not None and not mappings.get(owner, {}).keys() >= names.keys():
             raise UsageError(f"{dotted(owner)} does not hold all parameters that the optimizer {dotted(root)} names")
-        out[root] = _owner(root, names, held) if owner is None else owner
-    sure = told or {}
+        out[root] = _owner(root, names, mappings) if owner is None else owner
     for root, owner in list(out.items()):
         twins = [r for r in out if r != root and out[r] == owner and not params[r].keys().isdisjoint(params[root])]
-        if owner is not None and twins and root not in sure:
-            out |= {r: r for r in (root, *twins) if r not in sure}
+        if owner is not None and twins and root not in owners:
+            out |= {r: r for r in (root, *twins) if r not in owners}
     return out
 
 
 def _owner(
-    root: Path, names: Mapping[str, Collection[Shape]], held: Mapping[Path, Mapping[str, Shape | None]]
+    root: Path, names: Mapping[str, Collection[Shape]], mappings: Mapping[Path, Mapping[str, Shape | None]]
 ) -> Path | None:
-    fitting = [p for p, have in held.items() if have.keys() >= names.keys()]
-    alike = [p for p in fitting if all(held[p][n] in (None, *s) for n, s in names.items() if s)]
+    fitting = [p for p, shapes in mappings.items() if shapes.keys() >= names.keys()]
+    alike = [p for p in fitting if all(mappings[p][n] in (None, *s) for n, s in names.items() if s)]
     fitting = alike or fitting
-    for some in (
+    for candidates in (
         fitting,
         [p for p in fitting if _words(p) and _words(p) == _words(root)],
-        [p for p in fitting if p and p[-1] in _MODELS],
+        [p for p in fitting if p and p[-1] in _MODEL_KEYS],
         [p for p in fitting if p[:-1] == root[:-1]],
     ):
-        if len(some) == 1:
-            return some[0]
+        if len(candidates) == 1:
+            return candidates[0]
     return root if fitting else None
 
 
-_ANY = frozenset(["state", "dict", "optim", "optimizer", "optimizers", "opt"]).union(
+_COMMON_WORDS = frozenset(["state", "dict", "optim", "optimizer", "optimizers", "opt"]).union(
     *([word, word + "s"] for word in ("model", "module", "net", "network"))
 )
 
 
 def _words(path: Path) -> frozenset[str]:
-    """The words of a path that tell one model, or optimizer, from others."""
+    """The words of a path that distinguish a model, or an optimizer, from others."""
     words = re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", dotted(path))
-    return frozenset(w.lower() for w in words) - _ANY
+    return frozenset(w.lower() for w in words) - _COMMON_WORDS

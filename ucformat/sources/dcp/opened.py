@@ -1,4 +1,4 @@
-"""PyTorch DCP checkpoints, read in place: tensors, optimizer groups, other values and the step."""
+"""PyTorch DCP checkpoints, read in place: tensors, optimizer groups, other values and the training step."""
 
 from __future__ import annotations
 
@@ -22,42 +22,50 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import FileRecord
     from ucformat.sources.dcp.metadata import Items, Metadata
     from ucformat.sources.dcp.names import Path
-    from ucformat.sources.dcp.state import Named, Optimizer
+    from ucformat.sources.dcp.state import NamedEntries, Optimizer
     from ucformat.sources.pickle.file import TorchFile
     from ucformat.sources.pickle.stand_ins import StoredTensor
 
     Values = Mapping[str, TorchFile | ShutFile]
 
-__all__ = ["STEPS", "ItemValues", "OpenDcp", "groups_of", "objects_of", "plain_value", "raw_groups", "step_of"]
+__all__ = ["STEPS", "ItemValues", "OpenDcp", "plain_value"]
 
 STEPS = ("global_step", "global_steps", "step", "iteration")
-_LARGEST = 256 << 20  # bytes of the tensors in one value
+_MAX_NBYTES = 256 << 20  # bytes of the tensors in one value
 
 
 def plain_value(file: TorchFile | ShutFile, path: str) -> Any:
-    """The JSON form of an item; tensors inside stay in it, for an item is no tensor of the checkpoint."""
+    """Convert an item to its JSON form, with all tensors inside: an item's tensors are not tensors of the checkpoint.
+
+    Args:
+        file: the item, opened.
+        path: the path of the value, for messages.
+
+    Raises:
+        UnsupportedError: the item has more than 256 MiB of tensors, or a value without a JSON form.
+    """
     if isinstance(file, ShutFile):
         return to_json(file.opaque())
-    left = _LARGEST
+    remaining = _MAX_NBYTES
 
     def read(tensor: StoredTensor) -> bytes:
-        nonlocal left
-        left -= tensor.nbytes
-        if left < 0:
+        nonlocal remaining
+        remaining -= tensor.nbytes
+        if remaining < 0:
             raise UnsupportedError(
-                f"{path} in {file.key} holds more than {_LARGEST:,} bytes of tensors inside one pickled value"
+                f"{path} in {file.key} holds more than {_MAX_NBYTES:,} bytes of tensors inside one pickled value"
             )
         return file.read(tensor)
 
-    return to_json(file.value, read=read, path=path, small=_LARGEST, tuples=True)
+    return to_json(file.value, read=read, path=path, small=_MAX_NBYTES, tuples=True)
 
 
-def raw_groups(optimizer: Optimizer, files: Values) -> list[dict[str, Any]]:
-    """The groups of a nested state dict as the file has them, each value in its JSON form; `params` as a list."""
+def _raw_groups(optimizer: Optimizer, files: Values) -> list[dict[str, Any]]:
+    """The groups of a nested state dict as in the file, each value in its JSON form; `params` as a list."""
     groups: dict[int, dict[str, Any]] = {}
     for fqn, below in optimizer.options.items():
         value = plain_value(files[fqn], fqn)
-        if len(below) == 1 and (found := _items(value)) is not None:  # PyTorch 2.3 and before keep it as one value
+        if len(below) == 1 and (found := _items(value)) is not None:  # PyTorch 2.3 and before store it as one value
             groups |= {i: dict(g) for i, g in enumerate(found) if isinstance(g, dict)}
         elif len(below) >= 3 and isinstance(below[1], int):
             node = groups.setdefault(below[1], {})
@@ -66,7 +74,7 @@ def raw_groups(optimizer: Optimizer, files: Values) -> list[dict[str, Any]]:
             node[json_key(below[-1])] = value
     for group in groups.values():
         params = group.get("params", [])
-        if isinstance(params, dict):  # a list that DCP took apart
+        if isinstance(params, dict):  # a list that DCP flattened
             group["params"] = list(params.values())
         else:
             group["params"] = _items(params) or []
@@ -79,17 +87,17 @@ def _items(value: Any) -> list[Any] | None:
     return found if isinstance(found, list) else None
 
 
-def groups_of(optimizer: Optimizer, files: Values) -> list[tuple[Mapping[str, Any], Place | None]] | None:
-    """The optimizer groups as in `CheckpointMetadata`, and the place of each; None if they are unknown.
+def _groups_of(optimizer: Optimizer, files: Values) -> list[tuple[Mapping[str, Any], Place | None]] | None:
+    """The optimizer groups in the form of `CheckpointMetadata`, and the place of each; None if they are unknown.
 
-    Without a place, its entries are values of the checkpoint, too.
+    A group without a place is also stored as an object of the checkpoint.
     """
     flat = {f: below for f, below in optimizer.options.items() if len(below) == 1 and below[0] != GROUPS}
     named: list[tuple[Group, list[str]]] = []
     if flat:
         named = _flattened(optimizer, flat, files)
     else:
-        for raw in raw_groups(optimizer, {f: files[f] for f in optimizer.options}):
+        for raw in _raw_groups(optimizer, {f: files[f] for f in optimizer.options}):
             entries = raw.pop("params")
             if optimizer.numbers is None and not all(isinstance(entry, str) for entry in entries):
                 return None
@@ -109,13 +117,13 @@ def groups_of(optimizer: Optimizer, files: Values) -> list[tuple[Mapping[str, An
 
 
 def _shared(values: dict[str, Any]) -> Any:
-    """One value where all parameters have the same, else all of them by name."""
+    """The value of all parameters if it is the same, otherwise the values by name."""
     first = next(iter(values.values()))
     return first if all(type(v) is type(first) and v == first for v in values.values()) else values
 
 
 def _flattened(optimizer: Optimizer, flat: Mapping[str, Path], files: Values) -> list[tuple[Group, list[str]]]:
-    """The groups of a flattened state dict: parameters with equal hyper-parameters are one, for it tells no more."""
+    """The groups of a flattened state dict, which lacks them: parameters with equal hyper-parameters form one."""
     options: dict[str, dict[str, Any]] = {}
     for fqn, below in flat.items():
         split = split_state(str(below[0])[len(GROUPS) + 1 :], optimizer.known)
@@ -129,19 +137,19 @@ def _flattened(optimizer: Optimizer, flat: Mapping[str, Path], files: Values) ->
     return list(groups.values())
 
 
-def objects_of(values: Mapping[str, Path], files: Values, tensors: Iterable[Path]) -> dict[str, Any]:
-    """All other values, nested as the program had them; a list is one again where no tensor was taken out of it."""
-    broken = {p[:i] for p in tensors for i in range(len(p))}
+def _objects_of(values: Mapping[str, Path], files: Values, tensors: Iterable[Path]) -> dict[str, Any]:
+    """All other values, nested as in the state dict; lists are restored if no tensor was in them."""
+    with_tensors = {p[:i] for p in tensors for i in range(len(p))}
     tree: dict[Any, Any] = {}
     for fqn, path in values.items():
         node = tree
         for part in path[:-1]:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
-                raise IntegrityError(f"{fqn} lies in an entry that is no dictionary")
+                raise IntegrityError(f"the checkpoint has {fqn} inside an entry that is not a dictionary")
         if node.setdefault(path[-1], leaf := _Leaf(fqn, path)) is not leaf:
-            raise IntegrityError(f"{fqn} stands twice in the checkpoint")
-    objects: dict[str, Any] = _plain(tree, (), files, broken)
+            raise IntegrityError(f"the checkpoint has two entries {fqn}")
+    objects: dict[str, Any] = _plain(tree, (), files, with_tensors)
     return objects
 
 
@@ -150,17 +158,17 @@ class _Leaf:
         self.fqn, self.path = fqn, path
 
 
-def _plain(node: Any, path: Path, files: Values, broken: set[Path]) -> Any:
+def _plain(node: Any, path: Path, files: Values, with_tensors: set[Path]) -> Any:
     if isinstance(node, _Leaf):
         return plain_value(files[node.fqn], node.fqn)
-    inner = {k: _plain(v, (*path, k), files, broken) for k, v in node.items()}
-    if inner and path not in broken and all(isinstance(k, int) for k in inner):
+    inner = {k: _plain(v, (*path, k), files, with_tensors) for k, v in node.items()}
+    if inner and path not in with_tensors and all(isinstance(k, int) for k in inner):
         return [inner.get(i, {}) for i in range(max(inner) + 1)]  # DCP leaves out empty dictionaries
     return {json_key(k): v for k, v in inner.items()}
 
 
-def step_of(found: Mapping[Path, Any]) -> int | None:
-    """The step of training among values called so: the outermost, where those agree."""
+def _step_of(found: Mapping[Path, Any]) -> int | None:
+    """The training step: the outermost of the candidates; None if those disagree."""
     for depth in sorted({len(p) for p in found}):
         numbers = {v for p, v in found.items() if len(p) == depth and type(v) is int}
         if numbers:
@@ -168,11 +176,11 @@ def step_of(found: Mapping[Path, Any]) -> int | None:
     return None
 
 
-_DEPTH = 3  # below the top of the state a value called `step` is the training's
+_MAX_STEP_DEPTH = 3  # keys in the path of a `step` that may be the training step
 
 
 class OpenDcp:
-    """One opened DCP checkpoint."""
+    """An opened DCP checkpoint."""
 
     kind = "dcp"
 
@@ -180,7 +188,7 @@ class OpenDcp:
         self.store, self.items, meta = items.store, items, items.meta
 
         def read_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-            return raw_groups(optimizer, self.items.values(optimizer.options))
+            return _raw_groups(optimizer, self.items.values(optimizer.options))
 
         self.named = name_entries(meta, read_groups, groups, owners)
         self._infos = {
@@ -206,24 +214,24 @@ class OpenDcp:
         )
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Where the bytes of a tensor lie; opens the items that hold them, if they are not yet open."""
+        """Find where the bytes of a tensor are stored; opens its items if they are not yet open."""
         if key not in self._infos:
             raise unknown_tensor(key, self._infos, self.store.url)
         return self.items.extents(self.named.tensors[key], self._infos[key], within)
 
     def records(self) -> Iterator[FileRecord]:
-        """Every record of the archives of all items; opens each."""
+        """List every record of the archives of all items; opens each."""
         return self.items.records()
 
 
 def _path(meta: Metadata, fqn: str) -> Path:
-    """Where an entry lies in the state of the program."""
+    """The path of an entry in the program's state."""
     path = meta.paths.get(fqn, (fqn,))
     return path if dotted(path) == fqn else (fqn,)
 
 
 def _by_name(infos: Mapping[Key, TensorInfo]) -> tuple[TensorInfo, ...]:
-    """In their order, with all states of a name together."""
+    """The tensors in their order, with all states of a name together."""
     by_name: dict[str, list[TensorInfo]] = {}
     for key, info in infos.items():
         by_name.setdefault(key.name, []).append(info)
@@ -231,9 +239,9 @@ def _by_name(infos: Mapping[Key, TensorInfo]) -> tuple[TensorInfo, ...]:
 
 
 class ItemValues:
-    """What the items hold besides tensors; they are thousands, so most are read when they are first used."""
+    """The values in items that are not tensors: there may be thousands, so most are read when first used."""
 
-    def __init__(self, items: Items, named: Named) -> None:
+    def __init__(self, items: Items, named: NamedEntries) -> None:
         self._items, self._named = items, named
         self._placed = LazySequence(self._read_groups)
 
@@ -241,18 +249,18 @@ class ItemValues:
         """The groups of each optimizer."""
         optimizers = self._named.optimizers
         files = self._items.values(f for o in optimizers for f in (*o.options, *o.plain))
-        return [groups_of(o, files) for o in optimizers]
+        return [_groups_of(o, files) for o in optimizers]
 
     def lazy_groups(
         self,
     ) -> tuple[LazySequence[Mapping[str, Any]], LazySequence[Place | None], LazyMapping[int]]:
-        """The groups of all optimizers, the place of each, and the number of each parameter's."""
+        """The groups of all optimizers, the place of each, and the number of the group of each parameter."""
         groups = LazySequence(lambda: tuple(group for some in self._placed for group, _ in some or ()))
         places = LazySequence(lambda: tuple(place for some in self._placed for _, place in some or ()))
         return groups, places, LazyMapping(lambda: {n: i for i, group in enumerate(groups) for n in group["params"]})
 
     def objects(self) -> Mapping[str, Any]:
-        """All values but those of optimizers."""
+        """Read all values except those of optimizers."""
         meta, values = self._items.meta, dict(self._named.values)
         for optimizer, groups in zip(self._named.optimizers, self._placed, strict=True):
             if not groups or any(place is None for _, place in groups):
@@ -260,19 +268,19 @@ class ItemValues:
         order = {f: i for i, f in enumerate(meta.paths)}
         values = dict(sorted(values.items(), key=lambda item: order.get(item[0], len(order))))
         tensors = [meta.paths.get(f, (f,)) for f in self._named.tensors.values()]
-        return objects_of(values, self._items.values(values), tensors)
+        return _objects_of(values, self._items.values(values), tensors)
 
     def step(self) -> int | None:
-        """The step of training, where a value near the top of the state is called so."""
+        """Read the training step, if a value near the top of the state has one of the names in `STEPS`."""
         meta = self._items.meta
         paths = self._named.values | {
             fqn: meta.paths.get(fqn, (fqn,))
             for key, fqn in self._named.tensors.items()
             if key.state == "weight" and meta.tensors[fqn].shape == ()
         }
-        wanted = {f: p for f, p in paths.items() if p[-1] in STEPS and len(p) <= _DEPTH}
+        wanted = {f: p for f, p in paths.items() if p[-1] in STEPS and len(p) <= _MAX_STEP_DEPTH}
         files = self._items.values(wanted)
-        return step_of({path: _integer(plain_value(files[fqn], fqn)) for fqn, path in wanted.items()})
+        return _step_of({path: _integer(plain_value(files[fqn], fqn)) for fqn, path in wanted.items()})
 
 
 def _integer(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """The safetensors shards of DCP's `HuggingFaceStorageWriter(save_distributed=True)`.
 
-Each rank writes `shard-RRRRR-model-FFFFF-of-NNNNN.safetensors` with its pieces of the tensors, and in `__metadata__`
-under `DCP_SHARDING_INFO` at which offsets of the whole tensor each begins. No file says how large a tensor is: it ends
-where its last piece does, so that nobody can tell when the file of the last rank is lost.
+Each rank writes `shard-RRRRR-model-FFFFF-of-NNNNN.safetensors` with its pieces of the tensors, and the offset of each
+piece in the whole tensor in `__metadata__`, as `DCP_SHARDING_INFO`. The shape of a tensor is not recorded: it ends with
+its last piece. Therefore, a missing file of the last rank cannot be detected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["OpenShards"]
 
 
 class OpenShards:
-    """The shards of one folder, opened."""
+    """The opened shards of a folder."""
 
     kind = "dcp"
 
@@ -65,15 +65,15 @@ class OpenShards:
         )
 
     def _check_files(self, files: list[str]) -> None:
-        """Ranks are counted from 1 without a hole, and each has the same files, save that it may have none of one."""
+        """Check that ranks are numbered from 1 without a gap, and that all shards are of the same save."""
         matches = [m for f in files if (m := SHARD.fullmatch(f))]
         ranks = {int(m[1]) for m in matches}
         totals = {m[3] for m in matches}
-        lacking = next((r for r in range(1, len(ranks) + 1) if r not in ranks), None)
-        if lacking is not None:
+        missing = next((r for r in range(1, len(ranks) + 1) if r not in ranks), None)
+        if missing is not None:
             raise MissingData(
-                f"{self.store.url} has shards of {len(ranks)} ranks up to {max(ranks)}, but none of number {lacking}",
-                hint="copy the files of all ranks; each holds other pieces",
+                f"{self.store.url} has shards of {len(ranks)} ranks up to {max(ranks)}, but none of rank {missing}",
+                hint="copy the files of all ranks; each contains other pieces",
             )
         if len(totals) != 1:
             raise IntegrityError(f"{self.store.url} has shards of several checkpoints: of {', '.join(sorted(totals))}")
@@ -86,7 +86,7 @@ class OpenShards:
         self._contents.add(name, "weight", dtype, shape, lambda _: iter(extents.values()))
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Where the bytes of a tensor lie."""
+        """Find where the bytes of a tensor are stored."""
         return self._contents.extents(key, within, self.store.url)
 
     def records(self) -> Iterator[FileRecord]:
@@ -95,10 +95,10 @@ class OpenShards:
 
 
 def _offsets(header: Header) -> dict[str, tuple[int, ...]]:
-    """Where each piece of a file begins in its tensor."""
+    """The offset of each piece of a file in its tensor."""
     try:
-        told: Any = json.loads(header.metadata.get(INFO, ""))
-        starts = {name: tuple(one["saved_offsets"]) for name, one in told.items()}
+        document: Any = json.loads(header.metadata.get(INFO, ""))
+        starts = {name: tuple(one["saved_offsets"]) for name, one in document.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"{header.file}: its {INFO} cannot be read ({type(error).__name__})") from error
     if not all(type(n) is int and 0 <= n < 1 << 62 for start in starts.values() for n in start):

@@ -1,4 +1,4 @@
-"""From the entries of a DCP checkpoint to names: which is a weight, which an optimizer's state, and of which group."""
+"""Name the tensors of a DCP checkpoint: which entry is a weight, which an optimizer state, and of which parameter."""
 
 from __future__ import annotations
 
@@ -18,24 +18,31 @@ if TYPE_CHECKING:
     from ucformat.sources.dcp.metadata import Metadata
     from ucformat.sources.dcp.names import Path
 
-__all__ = ["Named", "Optimizer", "name_entries"]
+__all__ = ["NamedEntries", "Optimizer", "name_entries"]
 
 Numbers = dict[str, str]
 
 
 @dataclass(slots=True)
 class Optimizer:
-    """One optimizer: where it lies, its group entries, and what its names are called in the checkpoint."""
+    """One optimizer: its path, its group entries, and how its parameters are named in the checkpoint."""
 
     root: Path
     options: dict[str, Path] = field(default_factory=dict)  # group entries: the path below the root
-    plain: dict[str, Key] = field(default_factory=dict)  # states that are no tensors
+    plain: dict[str, Key] = field(default_factory=dict)  # states that are not tensors
     prefix: str = ""
-    numbers: Numbers | None = None  # number -> name, where entries are numbered
-    known: frozenset[str] = frozenset()  # names of parameters, which may hold dots
+    numbers: Numbers | None = None  # number -> name, if entries are numbered
+    known: frozenset[str] = frozenset()  # names of parameters, which may contain dots
 
     def name(self, entry: Any) -> str:
-        """The name of a parameter that a group lists; IntegrityError where it lists what it cannot."""
+        """The name of a parameter in a group.
+
+        Args:
+            entry: a number, or the name without the optimizer's prefix.
+
+        Raises:
+            IntegrityError: the entry is neither a name nor a known number.
+        """
         if self.numbers is not None and str(entry) in self.numbers:
             return self.numbers[str(entry)]
         if not isinstance(entry, str):
@@ -44,8 +51,8 @@ class Optimizer:
 
 
 @dataclass(slots=True)
-class Named:
-    """All entries, sorted out: tensors by name and state, optimizers, and the paths of other values."""
+class NamedEntries:
+    """All entries: tensors by name and state, optimizers, and the paths of other values."""
 
     tensors: dict[Key, str]
     optimizers: list[Optimizer]
@@ -57,17 +64,25 @@ def name_entries(
     groups_of: Callable[[Optimizer], list[dict[str, Any]]],
     given: Sequence[Sequence[str]] | None = None,
     owners: Mapping[str, str] | None = None,
-) -> Named:
+) -> NamedEntries:
     """Name every entry.
 
-    `groups_of` reads an optimizer's groups (with `params` as the file has them): called only where its entries are
-    numbered. `given` are the names of each group's parameters for that case.
+    Args:
+        meta: the metadata.
+        groups_of: reads the groups of an optimizer, with `params` as in the file; called only if its entries are
+            numbered.
+        given: the parameter names of each group, for numbered entries; None: they are derived from shapes and order.
+        owners: the path of the model that each optimizer trains, by the optimizer's, both joined by dots.
+
+    Raises:
+        UsageError: an option is needed, or does not match the checkpoint.
+        IntegrityError: an optimizer has states of a parameter that is in none of its groups.
     """
     paths = _paths(meta)
     optimizers = [Optimizer(root) for root in sorted(optimizer_roots(paths.values()), key=len, reverse=True)]
     order = {path: i for i, path in reversed(list(enumerate(paths.values())))}
     optimizers.sort(key=lambda o: (-len(o.root), min(i for p, i in order.items() if p[: len(o.root)] == o.root)))
-    tensors, values = _sort_out(meta, paths, optimizers)
+    tensors, values = _separate(meta, paths, optimizers)
     naming = _naming(meta, optimizers, tensors, paths, owners)
     keys = naming.keys
     for optimizer in optimizers:
@@ -79,13 +94,15 @@ def name_entries(
         if (other := out.setdefault(keys[path], fqn)) != fqn:
             raise UsageError(
                 f"{meta.file}: {other} and {fqn} would both be {keys[path]}",
-                hint=f"say which model each optimizer trains: {option_text('owners')}",
+                hint=f"specify which model each optimizer trains: {option_text('owners')}",
             )
-    return Named(out, sorted(optimizers, key=lambda o: min((order[paths[f]] for f in o.options), default=0)), values)
+    return NamedEntries(
+        out, sorted(optimizers, key=lambda o: min((order[paths[f]] for f in o.options), default=0)), values
+    )
 
 
 def _paths(meta: Metadata) -> dict[str, Path]:
-    """The path of each entry; where the planner kept none, as its dots and `param_groups` tell."""
+    """The path of each entry; for entries without one, derived from the dots and `param_groups` in their names."""
     fqns = [*meta.tensors, *meta.values]
     bare = [f for f in fqns if f not in meta.paths]
     out: dict[str, Path] = {f: meta.paths[f] for f in fqns if f in meta.paths}
@@ -97,10 +114,10 @@ def _paths(meta: Metadata) -> dict[str, Path]:
     return dict(sorted(out.items(), key=lambda item: order.get(item[0], len(order))))
 
 
-def _sort_out(
+def _separate(
     meta: Metadata, paths: Mapping[str, Path], optimizers: Iterable[Optimizer]
 ) -> tuple[dict[str, Path], dict[str, Path]]:
-    """Tensors, and values, that are no part of an optimizer's groups; those go to the optimizers."""
+    """Separate tensors and values from the entries of optimizer groups, which are added to the optimizers."""
     tensors: dict[str, Path] = {}
     values: dict[str, Path] = {}
     roots = {o.root: o for o in optimizers}
@@ -119,7 +136,7 @@ def _sort_out(
 
 
 def _are_groups(optimizer: Optimizer, meta: Metadata) -> bool:
-    """Whether the entries are those of groups, and nothing else; one value may be."""
+    """Whether the entries are those of param groups and nothing else; one value may contain them all."""
     options = optimizer.options
     if all(len(below) == 1 and below[0] != GROUPS for below in options.values()):
         return all(all(split_option(str(below[0]))) for below in options.values())
@@ -130,7 +147,7 @@ def _are_groups(optimizer: Optimizer, meta: Metadata) -> bool:
 
 
 def _number(path: Path, optimizer: Optimizer) -> str | None:
-    """Of `state.7.exp_avg` below an optimizer the 7."""
+    """For a path like `state.7.exp_avg` below an optimizer, the 7."""
     below = path[len(optimizer.root) :] if path[: len(optimizer.root)] == optimizer.root else ()
     if len(below) >= 3 and below[0] == "state" and str(below[1]).isdigit():
         return str(below[1])
@@ -144,7 +161,7 @@ def _naming(
     paths: Mapping[str, Path],
     owners: Mapping[str, str] | None,
 ) -> Naming:
-    """Names of weights and states, but for those that are numbered; what the optimizers' groups name is noted."""
+    """The names of weights and states, except numbered ones; sets the names that each optimizer's groups list."""
     leaves = {str(p[-1]) for p in tensors.values()}
     for optimizer in optimizers:
         names = set()
@@ -157,7 +174,7 @@ def _naming(
     for root, model in (owners or {}).items():
         if root not in places or model not in places:
             raise UsageError(
-                f"{meta.file}: there is no {root if root not in places else model!r}, of which `owners` speaks",
+                f"{meta.file}: there is no {root if root not in places else model!r}, which `owners` names",
                 hint="owners={the optimizer's path: its model's path}, both joined by dots",
             )
     return name_state(
@@ -176,37 +193,37 @@ def _numbered(
     groups_of: Callable[[Optimizer], list[dict[str, Any]]],
     given: Sequence[Sequence[str]] | None,
 ) -> None:
-    """Name what plain `optimizer.state_dict()` numbers."""
+    """Name the states that a plain `optimizer.state_dict()` numbers."""
     weights = {keys[p].name: meta.tensors[f] for f, p in tensors.items() if keys[p].state == "weight"}
-    left = None if given is None else list(given)
+    remaining = None if given is None else list(given)
     for optimizer in optimizers:
         states: dict[str, dict[str, StoredTensor]] = {}
-        mine: dict[Path, tuple[str, str]] = {}
+        numbered: dict[Path, tuple[str, str]] = {}
         for fqn, path in tensors.items():
             number = _number(path, optimizer)
             if number is not None:
                 state, entry = dotted(path[len(optimizer.root) + 2 :]), meta.tensors[fqn]
                 states.setdefault(number, {})[state] = _stand_in(entry.dtype, entry.shape)
-                mine[path] = (number, state)
+                numbered[path] = (number, state)
                 weights.pop(keys[path].name, None)
-        if not mine:
+        if not numbered:
             continue
         groups = groups_of(optimizer)
         numbers = [list(map(str, g.get("params") or ())) for g in groups]
-        told = [list(map(str, g.get("param_names") or ())) for g in groups]
-        if left is not None:
-            told, left = [list(g) for g in left[: len(groups)]], left[len(groups) :]
+        recorded = [list(map(str, g.get("param_names") or ())) for g in groups]
+        if remaining is not None:
+            recorded, remaining = [list(g) for g in remaining[: len(groups)]], remaining[len(groups) :]
         module = Module.of({n: (e.dtype, e.shape) for n, e in weights.items()}, ordered=bool(meta.paths))
         entries = [[Entry(shape_of_states(states.get(n, {}))) for n in group] for group in numbers]
-        names = told if [len(g) for g in told] == [len(g) for g in numbers] else module.match(entries)
-        if names is None or (left is not None and names is not told):
+        names = recorded if [len(g) for g in recorded] == [len(g) for g in numbers] else module.match(entries)
+        if names is None or (remaining is not None and names is not recorded):
             raise _unnamed(meta, optimizer, numbers, given is not None)
         optimizer.numbers = {n: name for a, b in zip(numbers, names, strict=True) for n, name in zip(a, b, strict=True)}
-        if any(number not in optimizer.numbers for number, _ in mine.values()):
+        if any(number not in optimizer.numbers for number, _ in numbered.values()):
             raise IntegrityError(
                 f"{meta.file}: {dotted(optimizer.root)} has states of parameters in none of its groups"
             )
-        keys |= {path: Key(optimizer.numbers[number], state) for path, (number, state) in mine.items()}
+        keys |= {path: Key(optimizer.numbers[number], state) for path, (number, state) in numbered.items()}
 
 
 def _stand_in(dtype: str, shape: tuple[int, ...]) -> StoredTensor:
@@ -216,16 +233,16 @@ def _stand_in(dtype: str, shape: tuple[int, ...]) -> StoredTensor:
 def _unnamed(meta: Metadata, optimizer: Optimizer, numbers: Sequence[Sequence[str]], given: bool) -> UsageError:  # noqa: FBT001
     where, sizes = dotted(optimizer.root) or "the optimizer", [len(g) for g in numbers]
     if given:
-        return UsageError(f"{meta.file}: the names that were given are not those of groups of {sizes} parameters")
+        return UsageError(f"{meta.file}: the given names do not match groups of {sizes} parameters")
     return UsageError(
-        f"{meta.file}: the states of {where} are numbered ({sizes} parameters by group), and which parameters the "
-        "numbers mean cannot be told for certain from their shapes and the order of the model",
+        f"{meta.file}: the states of {where} are numbered ({sizes} parameters by group), and their shapes and the "
+        "order of the model do not determine which parameters the numbers mean",
         hint=f"name them: {option_text('groups')}",
     )
 
 
 def _plain_states(optimizers: Sequence[Optimizer], values: dict[str, Path], keys: Mapping[Path, Key]) -> None:
-    """Tell the optimizers of their states that are no tensors."""
+    """Add the states that are not tensors to the optimizers."""
     for optimizer in optimizers:
         names = {k.name.removeprefix(optimizer.prefix) for k in keys.values()}
         for fqn, path in values.items():

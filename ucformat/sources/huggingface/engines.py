@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ucformat.sources.huggingface.folder import Contained
     from ucformat.storage.base import Store
 
-__all__ = ["FAMILIES", "Engine", "Told", "module_order", "open_engine", "sort_names"]
+__all__ = ["FAMILIES", "Engine", "Told", "open_engine", "sort_names"]
 
 _LLAMA = (
     *("model", "embed_tokens", "layers", "self_attn", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"),
@@ -59,7 +59,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-def module_order(store: Store, present: Container[str], names: Sequence[str]) -> list[str] | None:
+def _module_order(store: Store, present: Container[str], names: Sequence[str]) -> list[str] | None:
     """The names in the order of the module, where its configuration names a family that is known; else None."""
     if "config.json" not in present:
         return None
@@ -212,7 +212,7 @@ def _whole(
             engine.objects = kept | {_prefix(number) + k: v for k, v in objects.items()}
         tensors = {i.name: (i.dtype, i.shape) for i in source.metadata.tensor_list.tensors if i.state == "weight"}
         ordered = source.kind == "torch_save"
-        if not ordered and (order := module_order(store, infos, list(tensors))) is not None:
+        if not ordered and (order := _module_order(store, infos, list(tensors))) is not None:
             tensors, ordered = {name: tensors[name] for name in order}, True
         modules.append(Module.of(tensors, prefix, ordered=ordered, main=len(models) == 1))
     engine.unchecked = [f for f in engine.files if f.endswith(".safetensors")]

@@ -23,7 +23,7 @@ from ucformat.sources.deepspeed.folder import is_model_or_optimizer
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-__all__ = ["Contained", "classify", "is_marker", "looks_like_trainer", "ranked_values"]
+__all__ = ["Contained", "classify", "is_marker", "looks_like_trainer"]
 
 _MARKS = re.compile(r"trainer_state\.json|random_states_\d+\.pkl|training_args\.bin|pytorch_model_fsdp(_\d+)?\.bin")
 _OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?\.(?:pt|bin)")
@@ -92,7 +92,7 @@ def classify(names: Iterable[str], url: str) -> Contained:
         models=_models(names),
         optimizers=_optimizers(names),
         values={m[1]: m[0] for n in names if (m := _VALUE.fullmatch(n))},
-        ranked=ranked_values(names),
+        ranked=_ranked_values(names),
         trainer_state="trainer_state.json" in names,
     )
     if not (found.deepspeed or found.fsdp_models or found.fsdp_whole or found.models or found.optimizers):
@@ -110,7 +110,7 @@ def classify(names: Iterable[str], url: str) -> Contained:
     return found
 
 
-def ranked_values(names: Iterable[str]) -> dict[str, dict[int, str]]:
+def _ranked_values(names: Iterable[str]) -> dict[str, dict[int, str]]:
     """The states of random generators, which each rank writes to a file of its own."""
     found: dict[str, dict[int, str]] = {}
     for name in names:

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from ucformat.sources.pickle.stand_ins import StoredTensor
     from ucformat.storage.base import Info, Store
 
-__all__ = ["OpenHuggingFace", "read_values"]
+__all__ = ["OpenHuggingFace"]
 
 
-def read_values(store: Store, found: Contained, contents: TensorIndex, allow: tuple[str, ...]) -> dict[str, Any]:
+def _read_values(store: Store, found: Contained, contents: TensorIndex, allow: tuple[str, ...]) -> dict[str, Any]:
     """Each file as an object of its name, `trainer_state` too; those that each rank wrote by rank."""
     wanted = [(name, name, key) for name, key in found.values.items()]
     wanted += [
@@ -73,7 +73,7 @@ class OpenHuggingFace:
         self._engine = engine
         values = [*found.values.values(), *(f for by_rank in found.ranked.values() for f in by_rank.values())]
         self._zips = [*engine.zips, *values]
-        objects = {**engine.objects, **read_values(store, found, self.contents, told.allow)}
+        objects = {**engine.objects, **_read_values(store, found, self.contents, told.allow)}
         own = (["trainer_state.json"] if found.trainer_state else []) + self._zips
         files = tuple(dict.fromkeys([*engine.files, *own]))
         assets = find_assets((i for i in infos.values()), files)

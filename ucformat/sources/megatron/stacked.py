@@ -121,7 +121,7 @@ class StackedTensor:
         if found is None:
             shape = self.items.meta.tensors[self.fqn].shape
             info = TensorInfo(*self.key, self.dtype, shape)
-            found = self.items.chunk(self.fqn, chunk, self.items.stretch(self.fqn, chunk, info), info)
+            found = self.items.chunk_extents(self.fqn, chunk, self.items.locate(self.fqn, chunk, info), info)
             if self._chunks[chunk] != (chunk,):
                 found = list(self._unflattened(chunk, found))
             with self._lock:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ucformat.sources.zarr.values import Value
     from ucformat.storage.base import Store
 
-__all__ = ["check_manifest", "check_node", "read_ocdbt"]
+__all__ = ["read_ocdbt"]
 
 _FLOOR = 32 << 20  # bytes that any node may become
 _RATIO = 400  # and for each of its bytes: real entries take ten of them, offsets that do not shrink
@@ -44,12 +44,12 @@ _ZSTD = 1
 _BLOCK = 128 << 10  # bytes that a block of zstd inflates to at most
 
 
-def check_manifest(data: bytes, where: str) -> None:
+def _check_manifest(data: bytes, where: str) -> None:
     """IntegrityError where a manifest would be far larger, inflated, than any is; `where` names it in messages."""
     _body(data, _MANIFEST, where)
 
 
-def check_node(data: bytes, stem: int, where: str) -> None:
+def _check_node(data: bytes, stem: int, where: str) -> None:
     """IntegrityError where the entries of a node would take far more memory than its bytes can stand for.
 
     `stem` is how many bytes come before each of its keys, as the nodes above it say.
@@ -190,7 +190,7 @@ def read_ocdbt(store: Store, folder: str, sizes: Mapping[str, int]) -> dict[str,
     if sizes[key] > _MAX_MANIFEST:
         raise UnsupportedError(f"{store.url}/{key} has {sizes[key]} bytes, too many for a manifest")
     data = store.read(key)
-    check_manifest(data, f"{store.url}/{key}")
+    _check_manifest(data, f"{store.url}/{key}")
     manifest = _dump(store, key, MANIFEST, data, None)
     if manifest.get("config", {}).get("manifest_kind", "single") != "single":
         raise UnsupportedError(f"{store.url}/{key} is one of numbered manifests, which are not read")
@@ -216,7 +216,7 @@ def _walk(store: Store, prefix: str, version: dict[str, Any], sizes: Mapping[str
         if held.nbytes > _MAX_NODE:
             raise UnsupportedError(f"{store.url}: the OCDBT node {location} has {held.nbytes} bytes, too many")
         data = store.read(*held)
-        check_node(data, len(stem), f"{store.url}: the OCDBT node {location[:200]}")
+        _check_node(data, len(stem), f"{store.url}: the OCDBT node {location[:200]}")
         node = _dump(store, held.file, "node", data, f"btreenode::node:0:{held.nbytes}")
         if node["height"] != height:
             raise IntegrityError(f"{store.url}: the OCDBT node {location} is not of the height {height}")

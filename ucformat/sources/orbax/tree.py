@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ucformat.sources.zarr.values import Value
     from ucformat.storage.base import Store
 
-__all__ = ["Item", "Leaf", "Tree", "parse_tree", "scalar_json", "tensor_keys"]
+__all__ = ["Item", "Leaf", "Tree", "scalar_json", "tensor_keys"]
 
 #: Kinds of leaves without data: they are the empty parts of the tree.
 _EMPTY = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple"})
@@ -59,7 +59,7 @@ class Tree:
     custom: Any
 
 
-def parse_tree(where: str, doc: Any) -> Tree:
+def _parse_tree(where: str, doc: Any) -> Tree:
     """The tree that a `_METADATA` describes; `where` names it in messages."""
     entries = doc.get("tree_metadata") if isinstance(doc, dict) else None
     if not isinstance(entries, dict):
@@ -135,7 +135,7 @@ class Item:
         self._files = {k: ByteRange(k, 0, n) for k, n in sizes.items() if k.startswith(self._below)}
         where = f"{store.url}: {self._below}{TREE}"
         doc = read_json(store, self._files, self._below + TREE)
-        self.tree = parse_tree(where, doc)
+        self.tree = _parse_tree(where, doc)
         self.ocdbt = self._below + MANIFEST in sizes
         if doc.get("use_ocdbt") is True and not self.ocdbt:
             raise MissingData(

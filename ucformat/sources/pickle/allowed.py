@@ -31,10 +31,10 @@ from ucformat.sources.pickle.stand_ins import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["FRAMEWORKS", "plain_key", "resolve", "sizes", "spelling"]
+__all__ = ["plain_key", "resolve", "sizes", "spelling"]
 
 #: Packages whose classes become inert stand-ins.
-FRAMEWORKS = (
+_FRAMEWORKS = (
     *("accelerate", "apex", "argparse", "bitsandbytes", "datasets", "deepspeed", "diffusers", "lightning"),
     *("lightning_fabric", "megatron", "nemo", "numpy.random", "omegaconf", "peft", "pytorch_lightning", "timm"),
     *("tokenizers", "torch.distributed", "torch.nn", "torch.optim", "torch.utils.data", "transformer_engine"),
@@ -293,7 +293,7 @@ def resolve(module: str, name: str, allow: tuple[str, ...] = ()) -> Any:
         "torch.serialization._get_layout",
     ):
         return InertClass(whole)
-    if any(module == package or module.startswith(package + ".") for package in FRAMEWORKS + allow):
+    if any(module == package or module.startswith(package + ".") for package in _FRAMEWORKS + allow):
         return InertClass(whole)
     package = module.partition(".")[0]
     raise UnsafeError(

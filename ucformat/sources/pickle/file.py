@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from ucformat.sources.pickle.stand_ins import StoredTensor
     from ucformat.storage.base import Store
 
-__all__ = ["MAX_PICKLE", "ShutFile", "TorchFile", "TorchZip", "opaque_file", "open_file"]
+__all__ = ["ShutFile", "TorchFile", "TorchZip", "opaque_file", "open_file"]
 
-MAX_PICKLE = 256 << 20  # bytes of data.pkl, and of the zip directory; real ones are kilobytes to a few megabytes
+_MAX_PICKLE = 256 << 20  # bytes of data.pkl, and of the zip directory; real ones are kilobytes to a few megabytes
 _TAIL = 64 << 10
 _HEAD = 32 << 10  # read with the first bytes: the pickle stands first in the file and is mostly smaller
 _ITEM = 2 << 10  # the same for an archive in a larger file: it holds one value, so both are small
@@ -95,8 +95,8 @@ class _Ranges(io.RawIOBase):
 
     def fetch(self, offset: int, n: int, ahead: int = 0) -> bytes:
         """These bytes; where they must be read, `ahead` more are read with them."""
-        if n > MAX_PICKLE:
-            raise UnsupportedError(f"{self._key} has a directory or pickle of {n:,} bytes, more than {MAX_PICKLE:,}")
+        if n > _MAX_PICKLE:
+            raise UnsupportedError(f"{self._key} has a directory or pickle of {n:,} bytes, more than {_MAX_PICKLE:,}")
         held = self.held(offset, n)
         if held is not None:
             return held
@@ -246,8 +246,8 @@ class TorchZip:
     def _content(self, name: str) -> bytes:
         """A small member, checked against its CRC-32."""
         member = self._members[name]
-        if member.nbytes > MAX_PICKLE:
-            raise UnsupportedError(f"{name} in {self.label} has {member.nbytes:,} bytes, more than {MAX_PICKLE:,}")
+        if member.nbytes > _MAX_PICKLE:
+            raise UnsupportedError(f"{name} in {self.label} has {member.nbytes:,} bytes, more than {_MAX_PICKLE:,}")
         self._ranges.fetch(member.header_offset, min(30, self.size - member.header_offset), ahead=member.nbytes + 1024)
         data = self._ranges.fetch(self._locate(name), member.nbytes)
         if member.crc32 and zlib.crc32(data) != member.crc32:

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import FileRecord
     from ucformat.storage.base import Store
 
-__all__ = ["DTYPES", "MAX_HEADER", "Header", "OpenSafetensors", "parse_header", "read_header"]
+__all__ = ["DTYPES", "Header", "OpenSafetensors", "parse_header", "read_header"]
 
-MAX_HEADER = 100_000_000
+_MAX_HEADER = 100_000_000
 _FIRST = 16 << 10  # read with the first bytes: most headers of small models fit
 _LARGEST = 1 << 63
 _AGAIN = "the file is truncated or damaged, or is no safetensors file; copy it again from where it was saved"
@@ -85,8 +85,8 @@ def read_header(store: Store, key: str) -> Header:
     if size < 8:
         raise IntegrityError(f"{key} has {size} bytes, and a safetensors file has more", hint=_AGAIN)
     length = int.from_bytes(head[:8], "little")
-    if length > MAX_HEADER:
-        raise IntegrityError(f"{key}: its header would have {length:,} bytes, more than {MAX_HEADER:,}", hint=_AGAIN)
+    if length > _MAX_HEADER:
+        raise IntegrityError(f"{key}: its header would have {length:,} bytes, more than {_MAX_HEADER:,}", hint=_AGAIN)
     if 8 + length > size:
         raise IntegrityError(f"{key}: its header would have {length:,} bytes, but the file has {size:,}", hint=_AGAIN)
     if 8 + length > len(head):

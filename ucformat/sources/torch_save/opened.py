@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import FileRecord
     from ucformat.storage.base import Store
 
-__all__ = ["OpenTorchSave", "Parts", "find_parts", "is_module"]
+__all__ = ["OpenTorchSave", "Parts"]
 
 _DEPTH = 3  # levels below the top at which state dicts are looked for
 _NODES = 5_000_000
@@ -62,7 +62,7 @@ class Parts:
             yield path, "" if path == main else f"{path}."
 
 
-def is_module(value: Any) -> bool:
+def _is_module(value: Any) -> bool:
     """Whether it is a module's state dict: mostly tensors by name, one of floating point with dims among them."""
     if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
         return False
@@ -74,7 +74,7 @@ def is_module(value: Any) -> bool:
     )
 
 
-def find_parts(value: Any) -> Parts:
+def _find_parts(value: Any) -> Parts:
     """The parts of what a file holds."""
     parts = Parts()
     walk = _Walk(parts)
@@ -82,7 +82,7 @@ def find_parts(value: Any) -> Parts:
     parts.rest = {} if rest is _TAKEN else rest
     if not parts.modules and isinstance(value, dict):  # tensors and values side by side, none of them a state dict
         own = {k: v for k, v in value.items() if isinstance(k, str) and isinstance(v, StoredTensor)}
-        if is_module(own):
+        if _is_module(own):
             parts.modules[""] = own
             parts.rest = {k: v for k, v in parts.rest.items() if k not in own}
     return parts
@@ -104,7 +104,7 @@ class _Walk:
         if isinstance(value, dict) and is_optimizer(value):
             self.parts.optimizers[path or "optimizer"] = value
             return self._left({k: v for k, v in value.items() if k not in ("state", "param_groups")})
-        if isinstance(value, dict) and is_module(value):
+        if isinstance(value, dict) and _is_module(value):
             self.parts.modules[path] = {k: v for k, v in value.items() if isinstance(v, StoredTensor)}
             return self._left({k: v for k, v in value.items() if not isinstance(v, StoredTensor)})
         if depth == _DEPTH:
@@ -252,7 +252,7 @@ def _parts(file: TorchFile) -> Parts:
     """The parts of a file, which must have a state dict."""
     if isinstance(file.value, Inert):
         raise UnsupportedError(f"{file.key} holds a whole {file.value.name}, not a state dict", hint=_WHAT)
-    parts = find_parts(file.value)
+    parts = _find_parts(file.value)
     if not parts.modules and not parts.optimizers:
         raise UsageError(f"{file.key} holds no state dict of a module or an optimizer", hint=_WHAT)
     return parts

@@ -20,12 +20,9 @@ __all__ = [
     "Codec",
     "Raw",
     "Sharding",
-    "check_chain",
     "has_crc32c",
     "parse_v2",
     "parse_v3",
-    "raw_layout",
-    "sharding_of",
 ]
 
 Codec = dict[str, Any]
@@ -61,7 +58,7 @@ class Sharding:
     index_first: bool
 
 
-def check_chain(where: str, codecs: Any, shape: tuple[int, ...], itemsize: int, depth: int = 0) -> tuple[Codec, ...]:
+def _check_chain(where: str, codecs: Any, shape: tuple[int, ...], itemsize: int, depth: int = 0) -> tuple[Codec, ...]:
     """The chain of an array's `codecs`, in one spelling; `shape` is that of the chunk that it encodes.
 
     Raises:
@@ -144,13 +141,13 @@ def _shards(where: str, config: dict[str, Any], shape: tuple[int, ...], itemsize
         raise IntegrityError(f"{where}: its shards have an index at {str(location)[:80]!r}")
     return {
         "chunk_shape": inner,
-        "codecs": list(check_chain(where, config.get("codecs"), tuple(inner), itemsize, depth + 1)),
-        "index_codecs": list(check_chain(where, config.get("index_codecs"), (*(1 for _ in inner), 2), 8, _NESTED)),
+        "codecs": list(_check_chain(where, config.get("codecs"), tuple(inner), itemsize, depth + 1)),
+        "index_codecs": list(_check_chain(where, config.get("index_codecs"), (*(1 for _ in inner), 2), 8, _NESTED)),
         "index_location": location,
     }
 
 
-def raw_layout(codecs: tuple[Codec, ...], ndim: int, itemsize: int) -> Raw | None:
+def _raw_layout(codecs: tuple[Codec, ...], ndim: int, itemsize: int) -> Raw | None:
     """How a chunk lies that is stored as it is; None where it must be decoded."""
     order = tuple(range(ndim))
     names = [c["name"] for c in codecs]
@@ -169,7 +166,7 @@ def has_crc32c(codecs: tuple[Codec, ...]) -> bool:
     return any(codec["name"] == "crc32c" for codec in codecs)
 
 
-def sharding_of(codecs: tuple[Codec, ...]) -> Sharding | None:
+def _sharding_of(codecs: tuple[Codec, ...]) -> Sharding | None:
     """How a stored value holds many chunks; None where it is one chunk, or must be decoded as one."""
     if [c["name"] for c in codecs] != ["sharding_indexed"]:
         return None
@@ -226,7 +223,7 @@ class Array:
     @cached_property
     def sharding(self) -> Sharding | None:
         """How a stored value holds many chunks; None where it is one."""
-        return None if self.packed else sharding_of(self.codecs)
+        return None if self.packed else _sharding_of(self.codecs)
 
     @cached_property
     def chunk(self) -> tuple[int, ...]:
@@ -241,7 +238,7 @@ class Array:
     @cached_property
     def raw(self) -> Raw | None:
         """How a chunk lies that is stored as it is; None where it must be decoded."""
-        return None if self.packed else raw_layout(self.chunk_codecs, len(self.shape), self.itemsize)
+        return None if self.packed else _raw_layout(self.chunk_codecs, len(self.shape), self.itemsize)
 
     @cached_property
     def chunk_nbytes(self) -> int:
@@ -350,7 +347,7 @@ def _array(
     itemsize = ITEMSIZE[dtype]
     if math.prod(shape) * itemsize > _MAX_BYTES or math.prod(chunks) * itemsize > _MAX_BYTES:
         raise IntegrityError(f"{where}: an array of {list(shape)} in chunks of {list(chunks)} cannot be")
-    chain = check_chain(where, codecs, chunks, itemsize)
+    chain = _check_chain(where, codecs, chunks, itemsize)
     return Array(path, dtype, shape, chunks, chain, prefix, separator, fill, packed)
 
 

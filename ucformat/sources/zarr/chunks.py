@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ucformat.sources.zarr.values import Value
     from ucformat.storage.base import Store
 
-__all__ = ["Chunks", "decode_chunk", "fill_chunk", "tensorstore"]
+__all__ = ["Chunks", "tensorstore"]
 
 _FLOOR = 64 << 20  # bytes that any chunk may decode to
 _RATIO = 1 << 17  # and how much larger than its stored bytes: zstd shrinks zeros to a 32,000th
@@ -47,7 +47,7 @@ def tensorstore() -> Any:
     return package
 
 
-def decode_chunk(array: Array, at: tuple[int, ...], data: bytes, where: str) -> memoryview:
+def _decode_chunk(array: Array, at: tuple[int, ...], data: bytes, where: str) -> memoryview:
     """The elements of a chunk, row-major and little-endian; `where` names it in messages.
 
     Of a chunk that reaches past the array, what is outside is zero: it need not be stored.
@@ -65,7 +65,7 @@ def decode_chunk(array: Array, at: tuple[int, ...], data: bytes, where: str) -> 
     return _read(array, codecs, tuple(inside), data, where)
 
 
-def fill_chunk(array: Array, where: str) -> memoryview:
+def _fill_chunk(array: Array, where: str) -> memoryview:
     """A chunk that is not stored: all of it the array's fill value."""
     if array.chunk_nbytes > _FLOOR:
         raise UnsupportedError(
@@ -285,8 +285,8 @@ class Chunks:
         if stored is None:
             if array.path not in self._filled:
                 raise MissingData(f"{where} is not stored", hint=self._hint)
-            return fill_chunk(array, where)
-        return decode_chunk(array, at, read_value(self._store, stored), where)
+            return _fill_chunk(array, where)
+        return _decode_chunk(array, at, read_value(self._store, stored), where)
 
     def is_checked(self, name: str) -> bool:
         """See Decoder."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ucformat.sources.zarr.values import Value
     from ucformat.storage.base import Store
 
-__all__ = ["Hierarchy", "OpenZarr", "read_hierarchy"]
+__all__ = ["OpenZarr"]
 
 _V3 = "zarr.json"
 _V2 = (".zgroup", ".zarray", ".zmetadata")
@@ -34,7 +34,7 @@ _CHUNK = re.compile(r"c|(c\.)?\d+(\.\d+)*")  # how the files of chunks are named
 
 
 @dataclass(frozen=True, slots=True)
-class Hierarchy:
+class _Hierarchy:
     """Arrays by their path, in the order of paths, and what attributes the nodes have."""
 
     version: int
@@ -42,7 +42,7 @@ class Hierarchy:
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def read_hierarchy(store: Store, values: Mapping[str, Value]) -> Hierarchy:
+def _read_hierarchy(store: Store, values: Mapping[str, Value]) -> _Hierarchy:
     """Read every metadata document.
 
     Consolidated metadata are not believed, because others may be newer; but what they name must be there.
@@ -55,7 +55,7 @@ def read_hierarchy(store: Store, values: Mapping[str, Value]) -> Hierarchy:
     names = {".zarray", ".zattrs", ".zgroup", ".zmetadata", _V3}
     keys = [key for key in values if key.rpartition("/")[2] in names]
     documents = dict(zip(keys, map_io(lambda key: read_json(store, values, key), keys), strict=True))
-    out = Hierarchy(3 if _V3 in documents else 2)
+    out = _Hierarchy(3 if _V3 in documents else 2)
     for key in documents:
         if key.rpartition("/")[2] == _V3:
             _check_alone(store, documents, key.rpartition("/")[0])
@@ -72,7 +72,7 @@ def read_hierarchy(store: Store, values: Mapping[str, Value]) -> Hierarchy:
     return out
 
 
-def _check_places(store: Store, values: Mapping[str, Value], out: Hierarchy) -> None:
+def _check_places(store: Store, values: Mapping[str, Value], out: _Hierarchy) -> None:
     """Whether no array lies in another one, and every chunk in one."""
     for path in out.arrays:
         if path and (outer := _within(out, path.rpartition("/")[0])) is not None:
@@ -85,7 +85,7 @@ def _check_places(store: Store, values: Mapping[str, Value], out: Hierarchy) -> 
             )
 
 
-def _check_consolidated(store: Store, documents: dict[str, Any], out: Hierarchy) -> None:
+def _check_consolidated(store: Store, documents: dict[str, Any], out: _Hierarchy) -> None:
     """Whether the consolidated metadata, if there are any, say the same."""
     for path, array in _consolidated(store, documents):
         if path not in out.arrays:
@@ -100,7 +100,7 @@ def _check_consolidated(store: Store, documents: dict[str, Any], out: Hierarchy)
             )
 
 
-def _within(out: Hierarchy, folder: str) -> str | None:
+def _within(out: _Hierarchy, folder: str) -> str | None:
     """The array that this folder is or lies in."""
     if "" in out.arrays:
         return ""
@@ -111,7 +111,7 @@ def _within(out: Hierarchy, folder: str) -> str | None:
     return None
 
 
-def _add_v3(out: Hierarchy, path: str, where: str, doc: Any) -> None:
+def _add_v3(out: _Hierarchy, path: str, where: str, doc: Any) -> None:
     if not isinstance(doc, dict) or doc.get("zarr_format") != 3 or doc.get("node_type") not in ("group", "array"):
         raise IntegrityError(f"{where} is not the metadata of a Zarr v3 group or array")
     if doc["node_type"] == "array":
@@ -170,7 +170,7 @@ class OpenZarr:
 
     def __init__(self, store: Store, *, fill_missing: bool) -> None:
         values = list_values(store)
-        found = read_hierarchy(store, values)
+        found = _read_hierarchy(store, values)
         self._chunks = Chunks(store, values, found.arrays, found.arrays if fill_missing else (), _hint())
         self.store: Store = DecodedStore(store, self._chunks)
         keys = _keys(found, store.url)
@@ -194,7 +194,7 @@ class OpenZarr:
         yield from ()
 
 
-def _keys(found: Hierarchy, url: str) -> dict[str, Key]:
+def _keys(found: _Hierarchy, url: str) -> dict[str, Key]:
     """The tensor that each array is.
 
     The arrays of a universal checkpoint say it. Others are weights, named by their path, with dots for slashes unless
