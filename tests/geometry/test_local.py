@@ -17,15 +17,15 @@ from tests.geometry.strategies import _shard, shapes
 from ucformat.errors import LayoutError
 from ucformat.geometry.box import row_major
 from ucformat.geometry.flat_buffer import flat_boxes
-from ucformat.geometry.local import Cut, Region, keep_rows, local_dims, parts_of, regions_of, strided_regions
+from ucformat.geometry.local import Cut, keep_rows, local_dims, regions_of, strided_regions
 from ucformat.geometry.placement import Shard
 from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.geometry.view import Part, View
 
 
-def fill(local: Any, regions: tuple[Region, ...], whole: Any) -> None:
+def fill(local: Any, regions: tuple[Part, ...], whole: Any) -> None:
     for region in regions:
-        inside(local, region.local)[...] = inside(whole, region.box)
+        inside(local, region.box)[...] = inside(whole, region.target)
 
 
 def stored(local: Any, file: str, cuts: list[int]) -> tuple[bytes, list[Extent]]:
@@ -57,8 +57,8 @@ def test_flat_ranges_of_sharded_tensors_are_boxes_of_the_whole(
     whole = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
     files: dict[str, bytes] = {}
     extents: dict[str, list[Extent]] = {}
-    parts: list[Part] = []
-    spare: list[Region] = []
+    parts: list[tuple[Key, Part]] = []
+    spare: list[Part] = []
     for at in range(degree):
         dims = local_dims(shape, (Cut(shard, degree, at),))
         local = np.full([d.size for d in dims], -2, np.int32)
@@ -66,7 +66,7 @@ def test_flat_ranges_of_sharded_tensors_are_boxes_of_the_whole(
         fill(local, regions, whole)
         assert sum(r.box.size for r in regions) + sum(r.box.size for r in padding) == local.size
         files[str(at)], extents[str(at)] = stored(local, str(at), cuts)
-        parts += parts_of(regions, Key(str(at), ""))
+        parts += ((Key(str(at), ""), r) for r in regions)
         spare += padding
     view = View(TensorInfo("w", "weight", "int32", shape), tuple(parts))
     assert (read(view, files, extents) == whole).all()
@@ -75,7 +75,7 @@ def test_flat_ranges_of_sharded_tensors_are_boxes_of_the_whole(
         extra = list(shape)
         extra[dim] = -shape[dim] % (shard.pad_to or 1)
         assert sum(r.box.size for r in spare) == math.prod(extra)
-        assert all(b <= n for r in spare for b, n in zip(r.box.stop, extra, strict=True))
+        assert all(b <= n for r in spare for b, n in zip(r.target.stop, extra, strict=True))
 
 
 @given(st.integers(1, 12), st.integers(0, 12), st.lists(st.integers(0, 5), min_size=1, max_size=4))
@@ -85,16 +85,16 @@ def test_rows_of_padding_are_kept_apart(columns: int, rows: int, widths: list[in
     whole = np.arange(total * columns, dtype=np.int32).reshape(total, columns)
     files: dict[str, bytes] = {}
     extents: dict[str, list[Extent]] = {}
-    kept: list[Part] = []
-    spare: list[Part] = []
+    kept: list[tuple[Key, Part]] = []
+    spare: list[tuple[Key, Part]] = []
     at = 0
     shard = Shard(0, "tp", sizes=tuple(widths))
     for t, n in enumerate(widths):
         local = whole[at : at + n]
         dims = local_dims((total, columns), (Cut(shard, len(widths), t),))
         a, b = keep_rows(regions_of(dims)[0], rows)
-        kept += parts_of(a, Key(str(t), ""))
-        spare += parts_of(b, Key(str(t), ""))
+        kept += ((Key(str(t), ""), r) for r in a)
+        spare += ((Key(str(t), ""), r) for r in b)
         files[str(t)], extents[str(t)] = stored(local, str(t), [])
         at += n
     for parts, expected in ((kept, whole[:rows]), (spare, whole[rows:])):

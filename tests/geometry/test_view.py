@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 SOURCE = Key("source", "weight")
 
 
+def from_source(target: Box, box: Box, axes: tuple[int | None, ...]) -> tuple[Key, Part]:
+    return SOURCE, Part(target, box, axes)
+
+
 def stored(shape: tuple[int, ...], cuts: list[int]) -> tuple[np.ndarray, list[Extent]]:
     """A float32 tensor in one file, as the extents of flat slices."""
     whole = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
@@ -60,13 +64,13 @@ def permuted(draw: st.DrawFn) -> tuple[np.ndarray, list[Extent], View]:
     axes = tuple(draw(st.permutations([*kept, *added])))
     target = tuple(1 if a is None else box.shape[a] for a in axes)
     info = TensorInfo("target", "weight", "float32", target)
-    return whole, extents, View(info, (Part(Box.whole(target), SOURCE, box, axes),))
+    return whole, extents, View(info, (from_source(Box.whole(target), box, axes),))
 
 
 @given(permuted())
 def test_a_view_is_a_slice_transposed(case: tuple[np.ndarray, list[Extent], View]) -> None:
     whole, extents, view = case
-    part = view.parts[0]
+    _, part = view.parts[0]
     sliced = inside(whole, part.box)
     named = [a for a in part.axes if a is not None]
     dropped = [a for a in range(sliced.ndim) if a not in named]
@@ -98,14 +102,14 @@ def test_within_a_box_only_what_it_needs_is_asked_for(
 def test_fused_qkv_by_groups_becomes_q() -> None:
     """Megatron stores for each of 2 query groups 2 heads of q, one of k, one of v, of 3 rows each."""
     whole, extents = stored((24, 5), [33, 60])
-    parts = tuple(Part(Box((6 * g, 0), (6, 5)), SOURCE, Box((12 * g, 0), (6, 5)), (0, 1)) for g in range(2))
+    parts = tuple(from_source(Box((6 * g, 0), (6, 5)), Box((12 * g, 0), (6, 5)), (0, 1)) for g in range(2))
     view = View(TensorInfo("q", "weight", "float32", (12, 5)), parts)
     np.testing.assert_array_equal(read(view, whole, extents), whole.reshape(2, 4, 3, 5)[:, :2].reshape(12, 5))
 
 
 def test_one_layer_of_a_stack_transposed() -> None:
     whole, extents = stored((4, 2, 3), [])
-    part = Part(Box.whole((3, 2)), SOURCE, Box((2, 0, 0), (1, 2, 3)), (2, 1))
+    part = from_source(Box.whole((3, 2)), Box((2, 0, 0), (1, 2, 3)), (2, 1))
     view = View(TensorInfo("x", "weight", "float32", (3, 2)), (part,))
     np.testing.assert_array_equal(read(view, whole, extents), whole[2].T)
 
@@ -113,7 +117,7 @@ def test_one_layer_of_a_stack_transposed() -> None:
 def test_a_checksum_block_survives_only_an_unclipped_extent() -> None:
     _, extents = stored((4, 2), [4])  # two extents, of two rows each
     info = TensorInfo("x", "weight", "float32", (3, 2))
-    view = View(info, (Part(Box.whole((3, 2)), SOURCE, Box((1, 0), (3, 2)), (0, 1)),))
+    view = View(info, (from_source(Box.whole((3, 2)), Box((1, 0), (3, 2)), (0, 1)),))
     clipped, full = view.extents(lambda *_: extents)
     assert clipped.block is None
     assert (clipped.box, clipped.offset) == (Box((0, 0), (1, 2)), 8)
@@ -122,7 +126,7 @@ def test_a_checksum_block_survives_only_an_unclipped_extent() -> None:
 
 def test_a_source_is_asked_for_once() -> None:
     asked: list[tuple[Key, Box]] = []
-    parts = tuple(Part(Box((i,), (1,)), SOURCE, Box((3 - i,), (1,)), (0,)) for i in range(4))
+    parts = tuple(from_source(Box((i,), (1,)), Box((3 - i,), (1,)), (0,)) for i in range(4))
     view = View(TensorInfo("x", "weight", "float32", (4,)), parts)
 
     def extents(key: Key, within: Box) -> list[Extent]:
@@ -139,23 +143,23 @@ WHOLE = Box((0, 0), (2, 3))
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        (Part(WHOLE, SOURCE, WHOLE, (0,)), "are not distinct source dims, one for each dim"),
-        (Part(WHOLE, SOURCE, Box((0, 0), (2, 2)), (0, 0)), "are not distinct source dims, one for each dim"),
-        (Part(WHOLE, SOURCE, WHOLE, (0, 2)), "name a dim that the source does not have"),
-        (Part(WHOLE, SOURCE, WHOLE, (0, -1)), "name a dim that the source does not have"),
-        (Part(WHOLE, SOURCE, WHOLE, (1, 0)), "has another shape"),
-        (Part(WHOLE, SOURCE, WHOLE, (None, 1)), "has another shape"),
-        (Part(WHOLE, SOURCE, Box((0, 0, 0), (2, 3, 2)), (0, 1)), "omit a dim longer than 1"),
+        (from_source(WHOLE, WHOLE, (0,)), "are not distinct source dims, one for each dim"),
+        (from_source(WHOLE, Box((0, 0), (2, 2)), (0, 0)), "are not distinct source dims, one for each dim"),
+        (from_source(WHOLE, WHOLE, (0, 2)), "name a dim that the source does not have"),
+        (from_source(WHOLE, WHOLE, (0, -1)), "name a dim that the source does not have"),
+        (from_source(WHOLE, WHOLE, (1, 0)), "has another shape"),
+        (from_source(WHOLE, WHOLE, (None, 1)), "has another shape"),
+        (from_source(WHOLE, Box((0, 0, 0), (2, 3, 2)), (0, 1)), "omit a dim longer than 1"),
     ],
 )
-def test_a_part_that_does_not_fit(part: Part, message: str) -> None:
+def test_a_part_that_does_not_fit(part: tuple[Key, Part], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         View(TensorInfo("target", "weight", "float32", (2, 3)), (part,))
 
 
 def test_parts_tile_the_target_once() -> None:
     info = TensorInfo("target", "weight", "float32", (4,))
-    halves = [Part(Box((a,), (2,)), SOURCE, Box((0,), (2,)), (0,)) for a in (0, 2)]
+    halves = [from_source(Box((a,), (2,)), Box((0,), (2,)), (0,)) for a in (0, 2)]
     View(info, tuple(halves))
     with pytest.raises(CoverageError, match=r"no rank or file holds \[2:4\]"):
         View(info, (halves[0],))
@@ -164,7 +168,7 @@ def test_parts_tile_the_target_once() -> None:
 
 
 def test_sources_must_have_the_box_and_the_dtype() -> None:
-    view = View(TensorInfo("x", "weight", "float32", (2,)), (Part(Box((0,), (2,)), SOURCE, Box((3,), (2,)), (0,)),))
+    view = View(TensorInfo("x", "weight", "float32", (2,)), (from_source(Box((0,), (2,)), Box((3,), (2,)), (0,)),))
 
     def source(dtype: str, shape: tuple[int, ...]) -> Callable[[Key], TensorInfo]:
         return lambda k: TensorInfo(k.name, k.state, dtype, shape)

@@ -30,7 +30,7 @@ def read(info: dict[str, Any], name: str, parts: list[Any], padded: int | None =
     for into, regions in ((whole, found.regions), (spare, found.padding)):
         for rank, held in enumerate(regions):
             for region in held:
-                inside(into, region.box)[...] = inside(parts[rank], region.local)
+                inside(into, region.target)[...] = inside(parts[rank], region.box)
     assert (whole >= 0).all()
     assert (spare >= 0).all()
     return found, whole, spare
@@ -215,7 +215,7 @@ class TestAffineMaps:
         parts = [np.concatenate([a[t * 2 : t * 2 + 2], a[4:]]) for t in range(2)]
         found, whole, _ = read(affine([6, 2], held), "w", parts)
         assert (whole == a).all()
-        assert found.regions[0][1].box == found.regions[1][1].box
+        assert found.regions[0][1].target == found.regions[1][1].target
 
     def test_columns_and_every_other_row(self) -> None:
         a = numbered(4, 6)

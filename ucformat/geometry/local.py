@@ -26,16 +26,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from ucformat.geometry.placement import Shard
-    from ucformat.geometry.tensor import Key
 
 __all__ = [
     "Cut",
     "Dim",
-    "Region",
     "Run",
     "keep_rows",
     "local_dims",
-    "parts_of",
     "pieces_of",
     "regions_of",
     "strided_regions",
@@ -220,29 +217,22 @@ def pieces_of(
 _MAX_BOXES = 1 << 16  # boxes that one strided piece may be split into
 
 
-class Region(NamedTuple):
-    """A box of a local tensor, and the box of the same shape of the global tensor that it holds."""
-
-    local: Box
-    box: Box
-
-
-def regions_of(dims: tuple[Dim, ...]) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
-    """The regions of a local tensor, and those of its padding (as boxes of the padding tensor).
+def regions_of(dims: tuple[Dim, ...]) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+    """The parts of the global tensor that a local tensor holds, and those of the padding tensor.
 
     Args:
         dims: the dims of the local tensor.
     """
-    regions: list[Region] = []
-    padding: list[Region] = []
+    regions: list[Part] = []
+    padding: list[Part] = []
     for runs in product(*(d.runs for d in dims)):
         shape = tuple(len(r.indices) for r in runs)
-        region = Region(Box(tuple(r.at for r in runs), shape), Box(tuple(r.indices.start for r in runs), shape))
+        region = Part.aligned(Box(tuple(r.indices.start for r in runs), shape), Box(tuple(r.at for r in runs), shape))
         (padding if any(r.padding for r in runs) else regions).append(region)
     return tuple(regions), tuple(padding)
 
 
-def keep_rows(regions: Iterable[Region], rows: int) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
+def keep_rows(regions: Iterable[Part], rows: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
     """Split regions at a row of the global tensor; the rows after it are padding that a file holds.
 
     Args:
@@ -252,16 +242,18 @@ def keep_rows(regions: Iterable[Region], rows: int) -> tuple[tuple[Region, ...],
     Returns:
         the regions before the row, and the regions from it on, as boxes of the padding tensor.
     """
-    kept: list[Region] = []
-    padding: list[Region] = []
-    for local, box in regions:
+    kept: list[Part] = []
+    padding: list[Part] = []
+    for region in regions:
+        box, local = region.target, region.box
         kept_rows = min(box.stop[0], rows) - box.start[0]
         if kept_rows > 0:
-            kept.append(Region(_rows(local, 0, kept_rows), _rows(box, 0, kept_rows)))
+            kept.append(Part.aligned(_rows(box, 0, kept_rows), _rows(local, 0, kept_rows)))
         if kept_rows < box.shape[0]:
             first = max(0, kept_rows)
             shift = (-rows, *[0] * (len(box.start) - 1))
-            padding.append(Region(_rows(local, first, box.shape[0]), _rows(box, first, box.shape[0]).shift(shift)))
+            spare = _rows(box, first, box.shape[0]).shift(shift)
+            padding.append(Part.aligned(spare, _rows(local, first, box.shape[0])))
     return tuple(kept), tuple(padding)
 
 
@@ -271,7 +263,7 @@ def strided_regions(
     size: tuple[int, ...],
     source: tuple[int, tuple[int, ...]],
     target: tuple[int, tuple[int, ...]],
-) -> Iterator[Region]:
+) -> Iterator[Part]:
     """The regions of a strided piece: one, or one for each index of the axes that skip elements.
 
     Args:
@@ -293,17 +285,7 @@ def strided_regions(
         return
     part = tuple(1 if c else n for n, c in zip(size, cut, strict=True))
     for index in product(*(range(n if c else 1) for n, c in zip(size, cut, strict=True))):
-        yield Region(Box(inner.at(index), part), Box(whole.at(index), part))
-
-
-def parts_of(regions: Iterable[Region], source: Key) -> Iterator[Part]:
-    """Regions as parts of a view whose source is the local tensor.
-
-    Args:
-        regions: regions of the local tensor.
-        source: key of the local tensor in the view.
-    """
-    return (Part(r.box, source, r.local, tuple(range(len(r.box.shape)))) for r in regions)
+        yield Part.aligned(Box(whole.at(index), part), Box(inner.at(index), part))
 
 
 def _rows(box: Box, first: int, last: int) -> Box:

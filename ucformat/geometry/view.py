@@ -23,37 +23,51 @@ __all__ = ["Part", "View"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of the target that equals a box of a source.
+    """A box of a target tensor that equals a box of a source tensor.
 
     Target dim `i` runs along source dim `axes[i]`; None is a target dim of size 1 that corresponds to no source dim.
     Source dims that `axes` does not name have size 1 in `box`.
     """
 
     target: Box
-    source: Key
     box: Box
     axes: tuple[int | None, ...]
+
+    @classmethod
+    def aligned(cls, target: Box, box: Box) -> Part:
+        """The part of two boxes of the same shape, with their dims in the same order.
+
+        Args:
+            target: box of the target tensor.
+            box: box of the source tensor.
+        """
+        return cls(target, box, tuple(range(len(box.shape))))
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A target tensor and the parts that tile it; LayoutError or CoverageError if they do not."""
+    """A target tensor and the parts that tile it, each with its source.
+
+    Raises:
+        LayoutError: the box of a part does not have the shape of its target by its axes.
+        CoverageError: the parts do not cover the tensor, or several hold the same elements.
+    """
 
     info: TensorInfo
-    parts: tuple[Part, ...]
+    parts: tuple[tuple[Key, Part], ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.parts))
-        for part in self.parts:
-            self._check(part)
-        targets = [p.target for p in self.parts if p.target.size]
+        for source, part in self.parts:
+            self._check(source, part)
+        targets = [p.target for _, p in self.parts if p.target.size]
         if len(set(targets)) < len(targets):  # replicas are fine for `prove`, but one source would shadow the other
             twice = next(t for t in targets if targets.count(t) > 1)
             raise CoverageError(f"the view of {self.info.key} takes {twice} from two sources")
-        prove(self.info, ((f"part {i} from {p.source}", p.target) for i, p in enumerate(self.parts)))
+        prove(self.info, ((f"part {i} from {source}", p.target) for i, (source, p) in enumerate(self.parts)))
 
-    def _check(self, part: Part) -> None:
-        where = f"the view of {self.info.key} takes {part.target} from {part.box} of {part.source}"
+    def _check(self, source: Key, part: Part) -> None:
+        where = f"the view of {self.info.key} takes {part.target} from {part.box} of {source}"
         named = [a for a in part.axes if a is not None]
         if len(part.axes) != len(part.target.shape) or len(set(named)) < len(named):
             raise LayoutError(f"{where}, but its axes {part.axes} are not distinct source dims, one for each dim")
@@ -73,8 +87,8 @@ class View:
         Raises:
             LayoutError: a source has another dtype, or does not contain the box that a part takes.
         """
-        for part in self.parts:
-            info = sources(part.source)
+        for source, part in self.parts:
+            info = sources(source)
             if info.dtype != self.info.dtype:
                 raise LayoutError(
                     f"the view of {self.info.key} is {self.info.dtype}, but its source {info.key} is {info.dtype}",
@@ -97,15 +111,15 @@ class View:
             source_extents: returns the extents of a source tensor that intersect a box.
             within: the box of the target that is needed (None: all of it).
         """
-        near = [(part, _source_box(part, within)) for part in self.parts]
+        near = [(source, part, _source_box(part, within)) for source, part in self.parts]
         taken: dict[Key, list[Box]] = {}
-        for part, box in near:
+        for source, _, box in near:
             if box is not None:
-                taken.setdefault(part.source, []).append(box)
+                taken.setdefault(source, []).append(box)
         around = {source: bounding_box(boxes) for source, boxes in taken.items()}
         known = {source: list(source_extents(source, box)) for source, box in around.items() if box is not None}
-        for part, box in near:
-            for extent in known.get(part.source, ()) if box is not None else ():
+        for source, part, box in near:
+            for extent in known.get(source, ()) if box is not None else ():
                 clip = extent.box.intersect(part.box)
                 if clip is not None:
                     yield _mapped(part, extent, clip, self.info.itemsize)

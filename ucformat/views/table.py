@@ -48,12 +48,12 @@ class Entry:
 def identity(info: TensorInfo) -> View:
     """A source tensor as it is."""
     whole = Box.whole(info.shape)
-    return View(info, (Part(whole, info.key, whole, tuple(range(len(info.shape)))),))
+    return View(info, ((info.key, Part.aligned(whole, whole)),))
 
 
 def part_of(view: View, target: Box, box: Box, axes: tuple[int | None, ...] | None = None) -> tuple[View, Part]:
     """A box of a new tensor that is a box of a view, by default with its dims in the same order."""
-    return view, Part(target, view.info.key, box, tuple(range(len(target.shape))) if axes is None else axes)
+    return view, Part.aligned(target, box) if axes is None else Part(target, box, axes)
 
 
 def compose(info: TensorInfo, parts: Iterable[tuple[View, Part]]) -> View:
@@ -69,7 +69,8 @@ def compose(info: TensorInfo, parts: Iterable[tuple[View, Part]]) -> View:
     Raises:
         CoverageError: the parts do not cover the tensor.
     """
-    return View(info, tuple(p for view, part in parts for inner in view.parts if (p := _through(part, inner))))
+    found = ((source, _through(part, inner)) for view, part in parts for source, inner in view.parts)
+    return View(info, tuple((source, p) for source, p in found if p is not None))
 
 
 def _through(part: Part, inner: Part) -> Part | None:
@@ -88,7 +89,7 @@ def _through(part: Part, inner: Part) -> Part | None:
         tuple(1 if a is None else clip.shape[a] for a in part.axes),
     )  # fmt: skip
     axes = tuple(None if a is None else inner.axes[a] for a in part.axes)
-    return Part(target, inner.source, Box(tuple(start), tuple(shape)), axes)
+    return Part(target, Box(tuple(start), tuple(shape)), axes)
 
 
 @dataclass(slots=True)

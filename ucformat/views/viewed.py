@@ -152,10 +152,10 @@ class Viewed:
     def of_view(self, view: View, within: Box | None = None) -> Iterator[Extent | Tiles]:
         """The extents of a view; those of its source as they are, where the view is all of it."""
         if len(view.parts) == 1:
-            part = view.parts[0]
+            source, part = view.parts[0]
             whole = view.info.shape == part.box.shape and part.axes == tuple(range(len(view.info.shape)))
-            if whole and part.box.shape == self._shape(part.source):
-                yield from self._source_extents(part.source, within)
+            if whole and part.box.shape == self._shape(source):
+                yield from self._source_extents(source, within)
                 return
         yield from view.extents(self._single_extents, within)
 
@@ -167,13 +167,13 @@ class Viewed:
         """The casts and means that a tensor is made of, wholly or in part; whether a step says so, not the source."""
         views = [self._views[key]]
         while views:
-            for part in views.pop().parts:
-                formula = self._formulas.get(part.source)
+            for source, _ in views.pop().parts:
+                formula = self._formulas.get(source)
                 if formula is not None:
-                    yield self._computed[self._files[part.source]], bool(self.steps)
+                    yield self._computed[self._files[source]], bool(self.steps)
                     views += formula.inputs
                 elif isinstance(self.base, Viewed):
-                    yield from self.base.computed(part.source)
+                    yield from self.base.computed(source)
 
     def _shape(self, key: Key) -> tuple[int, ...]:
         formula = self._formulas.get(key)

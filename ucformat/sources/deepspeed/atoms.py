@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.local import Region, parts_of
 from ucformat.geometry.tensor import Key, TensorInfo
-from ucformat.geometry.view import View
+from ucformat.geometry.view import Part, View
 from ucformat.sources.pickle.file import TorchFile
 from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.storage.concurrency import map_io
@@ -189,5 +188,5 @@ def _joinable(shapes: Shapes) -> bool:
 def _part(name: str, atom: Atom, of: Box, within: Box | None) -> Iterator[Extent]:
     """The extents of a box of an atom, as boxes of that box."""
     info = TensorInfo(name, atom.state, atom.dtype, of.shape)
-    view = View(info, tuple(parts_of((Region(of, Box.whole(of.shape)),), Key(name, atom.state))))
+    view = View(info, ((Key(name, atom.state), Part.aligned(Box.whole(of.shape), of)),))
     return view.extents(lambda _key, box: atom.locate(box), within)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucformat.errors import AmbiguousLayout, LayoutError, option_text
 from ucformat.geometry.box import Box
-from ucformat.geometry.local import Region
+from ucformat.geometry.view import Part
 from ucformat.sources.pickle.stand_ins import Inert
 from ucformat.sources.tp_merge.sharding import CUTS, Shapes, TPSharding, concatenate, how_to_say, replicate
 
@@ -220,7 +220,7 @@ def as_its_weight(name: str, shapes: Shapes, shardings: Mapping[str, TPSharding]
         return None
     regions, padding = _rows(weight.regions), _rows(weight.padding)
     for t, shape in enumerate(shapes):
-        held = sum(r.local.size for r in (*regions[t], *(padding[t] if padding else ())))
+        held = sum(r.box.size for r in (*regions[t], *(padding[t] if padding else ())))
         if held != shape[0]:
             return None
     out = TPSharding(weight.shape[:1], regions, padding, weight.padding_rows)
@@ -236,9 +236,9 @@ def as_other_norms(name: str, shapes: Shapes, shardings: Mapping[str, TPSharding
     return replicate(shapes).because("the other norms") if alike else None
 
 
-def _rows(regions: tuple[tuple[Region, ...], ...]) -> tuple[tuple[Region, ...], ...]:
+def _rows(regions: tuple[tuple[Part, ...], ...]) -> tuple[tuple[Part, ...], ...]:
     """The regions of the rows of a matrix."""
-    return tuple(tuple(dict.fromkeys(Region(_first(r.local), _first(r.box)) for r in held)) for held in regions)
+    return tuple(tuple(dict.fromkeys(Part.aligned(_first(r.target), _first(r.box)) for r in held)) for held in regions)
 
 
 def _first(box: Box) -> Box:

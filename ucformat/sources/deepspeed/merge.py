@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.box import Box
-from ucformat.geometry.local import parts_of
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 from ucformat.geometry.view import View
 from ucformat.sources.index import Group, TensorIndex
@@ -17,8 +16,8 @@ from ucformat.sources.tp_merge.sharding import Shapes, TPSharding, replicate
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ucformat.geometry.local import Region
     from ucformat.geometry.tensor import Extent
+    from ucformat.geometry.view import Part
     from ucformat.sources.deepspeed.ranks import Slice
     from ucformat.sources.deepspeed.resolver import ShardingResolver
     from ucformat.sources.index import Locate
@@ -142,19 +141,20 @@ class _MergedTensor:
     """One global tensor: a view of the ranks' local ones."""
 
     def __init__(
-        self, store: Store, info: TensorInfo, slices: Sequence[Slice], regions: Sequence[Sequence[Region]],
+        self, store: Store, info: TensorInfo, slices: Sequence[Slice], regions: Sequence[Sequence[Part]],
         key: Key | None = None,
     ) -> None:  # fmt: skip
         self._store, self._info, self._slices = store, info, slices
         self._key = key or info.key  # of the local tensors
-        owners: dict[Box, tuple[int, Region]] = {}
-        self._replicas: dict[Box, list[tuple[int, Region]]] = {}
+        owners: dict[Box, tuple[int, Part]] = {}
+        self._replicas: dict[Box, list[tuple[int, Part]]] = {}
         for rank, held in enumerate(regions):
             for region in held:
-                if region.box in owners:
-                    self._replicas.setdefault(region.box, [owners[region.box]]).append((rank, region))
+                box = region.target
+                if box in owners:
+                    self._replicas.setdefault(box, [owners[box]]).append((rank, region))
                 else:
-                    owners[region.box] = (rank, region)
+                    owners[box] = (rank, region)
         self._owners = list(owners.values())
         self._view: View | None = None
 
@@ -162,10 +162,9 @@ class _MergedTensor:
         """Those of the ranks' tensors, in the global one; the first time after a look at whether replicas agree."""
         if self._view is None:
             for held in self._replicas.values():
-                copies = [self._slices[t].contents.replica(self._key, r.local) for t, r in held]
+                copies = [self._slices[t].contents.replica(self._key, r.box) for t, r in held]
                 must_agree(self._store, self._key, copies)
-            parts = (p for t, r in self._owners for p in parts_of((r,), Key(str(t), "")))
-            self._view = View(self._info, tuple(parts))
+            self._view = View(self._info, tuple((Key(str(t), ""), r) for t, r in self._owners))
 
         def local(source: Key, box: Box) -> Iterator[Extent]:
             return self._slices[int(source.name)].contents.locate[self._key](box)

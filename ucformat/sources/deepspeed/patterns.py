@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ucformat.errors import IntegrityError, LayoutError, UnsupportedError, UpgradeNeeded, option_text
 from ucformat.geometry.coverage import prove
-from ucformat.geometry.local import Region, strided_regions
+from ucformat.geometry.local import strided_regions
 from ucformat.geometry.patterns import Pattern, compile_pattern
 from ucformat.geometry.placement import Shard
 from ucformat.geometry.tensor import TensorInfo
@@ -26,6 +26,8 @@ from ucformat.sources.tp_merge.sharding import TP, Shapes, TPSharding, concatena
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+
+    from ucformat.geometry.view import Part
 
 __all__ = ["Patterns", "TensorParallelInfo", "is_exact"]
 
@@ -255,7 +257,7 @@ def _affine(entry: Any, shapes: Shapes) -> TPSharding:
             raise LayoutError(f"its affine map is for {len(ranks)} ranks, not for {len(shapes)}")
         regions, scaled = [], False
         for rank, local in enumerate(shapes):
-            found: list[Region] = []
+            found: list[Part] = []
             if _sizes(ranks[rank]["shard_shape"]) != local:
                 raise LayoutError(
                     f"its affine map gives rank {rank} the shape {ranks[rank]['shard_shape']}, not {list(local)}"
@@ -266,20 +268,15 @@ def _affine(entry: Any, shapes: Shapes) -> TPSharding:
                 at, to = ((int(o), _sizes(s)) for o, s in (piece["source"], piece["dest"]))
                 found += strided_regions(shape, local, _sizes(piece["shape"]), at, to)
                 scaled = scaled or float(piece.get("scale", 1.0)) != 1.0
-            prove(TensorInfo("the part of a rank", "weight", "uint8", local), _numbered(found))
+            prove(TensorInfo("the part of a rank", "weight", "uint8", local), enumerate(r.box for r in found))
             regions.append(tuple(found))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, LayoutError):
             raise
         raise LayoutError(f"its affine map is not one ({type(error).__name__}: {error})") from error
-    first = {r.box: None for held in regions for r in held}
-    prove(TensorInfo("it", "weight", "uint8", shape), _numbered(Region(b, b) for b in first))
+    first = {r.target: None for held in regions for r in held}
+    prove(TensorInfo("it", "weight", "uint8", shape), enumerate(first))
     return replace(TPSharding(shape, tuple(regions)), scaled=scaled)
-
-
-def _numbered(regions: Any) -> Any:
-    """Boxes of the local tensor, each with an owner of its own."""
-    return ((i, r.local) for i, r in enumerate(regions))
 
 
 def _sizes(values: Any) -> tuple[int, ...]:

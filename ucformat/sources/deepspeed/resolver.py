@@ -201,7 +201,7 @@ class ShardingResolver:
         found = self._placed(family, name, shapes)
         if found is None or len(set(shapes)) > 1:
             return found
-        same = len({region.box for held in found.regions for region in held}) == len(found.regions[0])
+        same = len({region.target for held in found.regions for region in held}) == len(found.regions[0])
         equal = verdict(name)
         if equal == ("different" if same else "equal"):
             return Doubt(name, shapes, "replicate", cut(0))

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ucformat.geometry.box import Box
-    from ucformat.geometry.local import Region
     from ucformat.geometry.tensor import Extent
+    from ucformat.geometry.view import Part
     from ucformat.reading.readable import FileRecord
     from ucformat.sources.megatron.arguments import MegatronOptions
     from ucformat.sources.megatron.folder import MegatronFolder
@@ -185,7 +185,7 @@ class OpenClassic:
         key: Key,
         found: dict[int, list[_Rank]],
         t: int,
-        regions: tuple[tuple[Region, ...], ...],
+        regions: tuple[tuple[Part, ...], ...],
         within: Box | None,
     ) -> Iterator[Extent]:
         """The extents of one rank's part, after a look at whether all copies of it are the same."""

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from ucformat.errors import AmbiguousLayout, IntegrityError, option_text
 from ucformat.geometry.box import Box
-from ucformat.geometry.local import Region, parts_of
 from ucformat.geometry.tensor import Key, TensorInfo
-from ucformat.geometry.view import View
+from ucformat.geometry.view import Part, View
 from ucformat.sources.megatron.buffers import BufferSlot, FlatTensor, Param, in_local, place, same_values
 from ucformat.sources.megatron.names import LAYER, is_expert, orders_of
 from ucformat.sources.megatron.stacked import StackedTensor, add_tensor, joined, unstacked
@@ -61,14 +60,14 @@ class _Model:
             self.whole[name] = unstacked(Key(name, "weight"), self.of.weights[name])
         return self.whole[name]
 
-    def regions(self, name: str, rank: int, degree: int) -> tuple[Region, ...]:
+    def regions(self, name: str, rank: int, degree: int) -> tuple[Part, ...]:
         """The regions of a parameter that a tensor-parallel rank holds, one after another along the dim that is cut."""
         tensor = self.weight(name)
         boxes = sorted({b for b in tensor.boxes() if b.size})
         cut = [d for d, n in enumerate(tensor.shape) if any(b.shape[d] != n for b in boxes)]
         if not cut or not boxes:
             whole = Box.whole(tensor.shape)
-            return (Region(whole, whole),)
+            return (Part.aligned(whole, whole),)
         if len(cut) > 1 or len(boxes) not in (degree, 2 * degree):
             raise AmbiguousLayout(
                 f"{name} was stored as {len(boxes)} boxes by {degree} tensor-parallel ranks, which fits no cut",
@@ -79,19 +78,19 @@ class _Model:
         for box in mine:
             start = [0] * len(box.shape)
             start[cut[0]] = at
-            out.append(Region(Box(tuple(start), box.shape), box))
+            out.append(Part.aligned(box, Box(tuple(start), box.shape)))
             at += box.shape[cut[0]]
         return tuple(out)
 
     def param(self, name: str, rank: int, degree: int) -> Param:
         """A parameter as one rank has it."""
         regions, tensor = self.regions(name, rank, degree), self.weight(name)
-        shape = tuple(max(r.local.stop[d] for r in regions) for d in range(len(tensor.shape)))
+        shape = tuple(max(r.box.stop[d] for r in regions) for d in range(len(tensor.shape)))
 
         def weight() -> Iterator[Extent]:
             for region in regions:
-                for e in tensor.extents(region.box):
-                    yield replace(e, box=e.box.shift(region.local.start))
+                for e in tensor.extents(region.target):
+                    yield replace(e, box=e.box.shift(region.box.start))
 
         return Param(name, shape, tensor.dtype, weight)
 
@@ -262,8 +261,8 @@ def _flat(model: _Model, fqn: str | None) -> FlatTensor | None:
     def locate(start: int, stop: int) -> Iterator[Extent]:
         box = Box((start,), (stop - start,))
         info = TensorInfo(fqn, "flat", stored.dtype, box.shape)
-        whole = Region(box, Box.whole(box.shape))
-        return View(info, tuple(parts_of([whole], info.key))).extents(lambda _, near: stored.extents(near))
+        whole = Part.aligned(Box.whole(box.shape), box)
+        return View(info, ((info.key, whole),)).extents(lambda _, near: stored.extents(near))
 
     return FlatTensor(stored.shape[0], stored.dtype, locate)
 
@@ -276,7 +275,7 @@ class _Piece:
     slot: BufferSlot
     flat: FlatTensor
     master: FlatTensor | None
-    regions: tuple[Region, ...]
+    regions: tuple[Part, ...]
     proved: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -17,7 +17,6 @@ from ucformat.errors import IntegrityError
 from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.flat_buffer import flat_boxes, flat_extents
-from ucformat.geometry.local import parts_of
 from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.geometry.view import Part, View
 from ucformat.schema.dtypes import ITEMSIZE
@@ -25,7 +24,6 @@ from ucformat.schema.dtypes import ITEMSIZE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from ucformat.geometry.local import Region
     from ucformat.sources.dcp.metadata import Items, Metadata
     from ucformat.sources.index import Locate, TensorIndex
     from ucformat.sources.megatron.arguments import Arguments
@@ -193,7 +191,7 @@ class UnstackedPart:
         inside = Box((*self.index, *box.start), (*[1] * n, *box.shape))
         info = TensorInfo(*self.stored.key, self.stored.dtype, box.shape)
         axes = tuple(range(n, n + len(box.shape)))
-        view = View(info, (Part(Box.whole(box.shape), info.key, inside, axes),))
+        view = View(info, ((info.key, Part(Box.whole(box.shape), inside, axes)),))
         return view.extents(lambda _, box: self.stored.extents(box))
 
 
@@ -258,27 +256,24 @@ def joined(
     key: Key,
     dtype: str,
     shape: tuple[int, ...],
-    parts: Sequence[tuple[Locate, Sequence[Region]]],
+    parts: Sequence[tuple[Locate, Sequence[Part]]],
 ) -> ReadableTensor:
     """The tensor that ranks hold parts of: each its local extents, and the regions of the whole tensor in them."""
     seen: dict[Box, int] = {}
-    views: list[Part] = []
+    views: list[tuple[Key, Part]] = []
     for i, (_, regions) in enumerate(parts):
-        mine = [r for r in regions if seen.setdefault(r.box, i) == i]
-        views += parts_of(mine, Key(str(i), ""))
+        views += ((Key(str(i), ""), r) for r in regions if seen.setdefault(r.target, i) == i)
     view = View(TensorInfo(*key, dtype, shape), tuple(views))
 
     def extents(box: Box) -> Iterator[Extent]:
         shift = tuple(-a for a in box.start)
         info = TensorInfo(*key, dtype, box.shape)
         inner = []
-        for part in view.parts:
+        for source, part in view.parts:
             clip = part.target.intersect(box)
             if clip is not None:
                 move = tuple(a - b for a, b in zip(clip.start, part.target.start, strict=True))
-                inner.append(
-                    Part(clip.shift(shift), part.source, Box(part.box.shift(move).start, clip.shape), part.axes)
-                )
+                inner.append((source, Part(clip.shift(shift), Box(part.box.shift(move).start, clip.shape), part.axes)))
         return View(info, tuple(inner)).extents(lambda source, near: parts[int(source.name)][0](near))
 
-    return ReadableTensor(key, dtype, shape, lambda: (p.target for p in view.parts), extents)
+    return ReadableTensor(key, dtype, shape, lambda: (p.target for _, p in view.parts), extents)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import LayoutError, UsageError, option_text
 from ucformat.geometry.box import Box
 from ucformat.geometry.layout import Layout
-from ucformat.geometry.local import Cut, Region, keep_rows, local_dims, regions_of
+from ucformat.geometry.local import Cut, keep_rows, local_dims, regions_of
 from ucformat.geometry.placement import Shard
+from ucformat.geometry.view import Part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,15 +41,15 @@ Shapes = tuple[tuple[int, ...], ...]  # of the local tensors, by tensor-parallel
 
 @dataclass(frozen=True, slots=True)
 class TPSharding:
-    """A global tensor, and its regions in the local tensor of each tensor-parallel rank.
+    """A global tensor, and its regions: the parts of it whose source is the local tensor of a tensor-parallel rank.
 
     Equal boxes of several ranks are replicas. `padding`: regions of rows that a file holds, but that are not of the
     tensor. `mean`: each rank holds a value of its own of the whole tensor. `scaled`: it is not stored as it is.
     """
 
     shape: tuple[int, ...]
-    regions: tuple[tuple[Region, ...], ...]
-    padding: tuple[tuple[Region, ...], ...] = ()
+    regions: tuple[tuple[Part, ...], ...]
+    padding: tuple[tuple[Part, ...], ...] = ()
     padding_rows: int = 0
     mean: bool = False
     scaled: bool = False
@@ -82,7 +83,7 @@ def replicate(shapes: Shapes) -> TPSharding:
     if len(set(shapes)) > 1:
         raise LayoutError(f"its parts have the shapes {_list(shapes)}, so they cannot be replicas")
     whole = Box.whole(shapes[0])
-    return TPSharding(shapes[0], ((Region(whole, whole),),) * len(shapes))
+    return TPSharding(shapes[0], ((Part.aligned(whole, whole),),) * len(shapes))
 
 
 def mean(shapes: Shapes) -> TPSharding:
