@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.forkserver import FOLDER
 from tests.s3 import serving, set_environment
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ _CHECKS = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
 settings.register_profile("ucformat", deadline=None, suppress_health_check=_CHECKS, derandomize=True, database=None)
 settings.register_profile("explore", deadline=None, suppress_health_check=_CHECKS)
 settings.load_profile("ucformat")
+
+_SERVERS = tempfile.TemporaryDirectory(prefix="ucf-")
+os.environ.setdefault(FOLDER, _SERVERS.name)  # test processes that xdist starts have it from the first
 
 os.environ["UCP_CATALOG"] = "none"  # the user's own catalog is none of our business; tests of the catalog name theirs
 _DATA = tempfile.TemporaryDirectory(prefix="ucformat-")  # nor are the user's other data

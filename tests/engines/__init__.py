@@ -5,18 +5,23 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import socket
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.forkserver import Program, run
 from tests.patience import PATIENCE
 
 __all__ = ["Made", "engine", "make_deepspeed", "torchrun"]
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
+_MODULES = (
+    "deepspeed",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "ucformat.torch.deepspeed",
+)
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "BOOL": "bool"}
 
 
@@ -77,24 +82,17 @@ def make_deepspeed(specs: list[dict[str, Any]], world: int, folder: Path) -> dic
 
 
 def torchrun(world: int, script: list[str], log: Path) -> None:
+    """Run a script under DeepSpeed as torchrun does, by ranks that are forked with DeepSpeed imported."""
     python = engine("deepspeed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environment = {
         **os.environ,
         "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
-        "CUDA_VISIBLE_DEVICES": "",
         "DS_ACCELERATOR": "cpu",
         "DS_BUILD_OPS": "0",
         "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
     }
-    environment.pop("PYTHONPATH", None)
-    command = [str(python), "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    command += ["--master-addr", "127.0.0.1", "--master-port", str(port), *script]
-    with log.open("w") as output:
-        done = subprocess.run(command, env=environment, stdout=output, stderr=output, timeout=PATIENCE, check=False)
-    if done.returncode:
-        lines = [line for line in log.read_text().splitlines() if "rank0" in line or "Error" in line]
-        raise RuntimeError(f"DeepSpeed failed, see {log}:\n" + "\n".join(lines[-12:]))
+    log.unlink(missing_ok=True)
+    codes = run(str(python), _MODULES, Program(script, environment, [str(log)], ranks=world), PATIENCE)
+    if any(codes):
+        lines = [line for line in log.read_text().splitlines() if "Error" in line]
+        raise RuntimeError(f"DeepSpeed failed with {codes}, see {log}:\n" + "\n".join(lines[-12:]))

@@ -11,17 +11,14 @@ import ucformat
 from tests.torch.ranks import Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    made = Ranks("tests.torch.costs_program")
-    yield made
-    made.close()
+def ranks() -> Ranks:
+    return Ranks("tests.torch.costs_program")
 
 
 @pytest.mark.parametrize("form", ["zarr", "packed"])

@@ -11,7 +11,7 @@ import torch
 
 import ucformat
 from tests.engines import make_deepspeed
-from tests.torch.running import torchrun
+from tests.torch.running import fork
 from tests.torch.specs import LAYOUTS, RECIPES, tolerance
 from tests.torch.verdict import Truth, checkpoint_differences, differences, read_losses, relative
 
@@ -90,7 +90,7 @@ def jobs_of(at: Path, ranks: int) -> list[dict[str, Any]]:
 def run(at: Path, name: str, ranks: int, jobs: list[dict[str, Any]]) -> None:
     document = at / f"{name}.json"
     document.write_text(json.dumps(jobs))
-    torchrun(ranks, ["-m", "tests.torch.dcp_program", str(document)], at / f"{name}.log")
+    fork(ranks, ["-m", "tests.torch.dcp_program", str(document)], at / f"{name}.log")
 
 
 @pytest.fixture(scope="module")

@@ -15,15 +15,12 @@ from ucformat.cli.main import ucp
 from ucformat.errors import NotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    made = Ranks("tests.torch.faults_program")
-    yield made
-    made.close()
+def ranks() -> Ranks:
+    return Ranks("tests.torch.faults_program")
 
 
 def holds(place: Path, seed: int) -> bool:

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import ucformat
-from tests.patience import PATIENCE
+from tests.torch.running import fork
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {
-    **os.environ,
-    "CUDA_VISIBLE_DEVICES": "",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(ROOT),
-    "UCP_CATALOG": "none",
-}
-
 #: `make test` runs what `tests/torch/integrations` try of these libraries, and `make test-all` their guides too.
 of_an_integration = pytest.mark.matrix
 
@@ -38,24 +25,12 @@ def follow(page: str, folder: Path) -> list[str]:
 
 
 def run(words: list[str], folder: Path) -> str:
-    programs = {
-        "torchrun": ["-m", "torch.distributed.run", "--standalone"],
-        "ucp": ["-m", "ucformat.cli"],
-        "python": [],
-    }
-    command = [sys.executable, *programs[words[0]], *words[1:]]
-    with (folder / "log.txt").open("w+") as log:
-        process = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=log, stderr=log, start_new_session=True)
-        try:
-            code = process.wait(PATIENCE)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        log.seek(0)
-        text = log.read()
-    assert code == 0, f"{' '.join(words)} failed with {code}:\n{text[-8000:]}"
-    return text
+    if words[0] == "torchrun":
+        option, nproc, *script = words[1:]
+        assert option == "--nproc-per-node"
+        return fork(int(nproc), script, folder / "log.txt", cwd=folder, PYTHONSAFEPATH="")
+    script = {"ucp": ["-m", "ucformat.cli"], "python": []}[words[0]] + words[1:]
+    return fork(0, script, folder / "log.txt", cwd=folder, PYTHONSAFEPATH="")
 
 
 def losses(text: str) -> dict[int, float]:

@@ -305,10 +305,8 @@ def test_a_host_knows_itself() -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Any:
-    made = Ranks("tests.torch.strangers_program")
-    yield made
-    made.close()
+def ranks() -> Ranks:
+    return Ranks("tests.torch.strangers_program")
 
 
 def test_strangers_at_the_writers_of_async_save(ranks: Ranks, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,15 +15,10 @@ from tests.patience import PATIENCE
 from tests.torch.ranks import Ranks
 from tests.torch.test_faults import holds, opens
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    made = Ranks("tests.torch.threads_program")
-    yield made
-    made.close()
+def ranks() -> Ranks:
+    return Ranks("tests.torch.threads_program")
 
 
 def test_threads_begin_in_opposite_orders(ranks: Ranks, tmp_path: Path) -> None:

@@ -269,17 +269,17 @@ def make(task: Task, out: Path) -> None:
     if task.load:
         trainer.load(str(out / task.load / task.what))
         first = 3
-        facts["loaded"] = trainer.metadata()
+        facts["loaded"] = trainer.facts()
         trainer.save_own(folder)
     else:
         for step in range(task.steps):
             trainer.step(step)
         trainer.save(folder)
-        facts["saved"] = trainer.metadata()
+        facts["saved"] = trainer.facts()
         trainer.save_own(folder)
         first = task.steps
     facts["losses"] = losses(trainer, first)
-    facts["end"] = trainer.metadata()
+    facts["end"] = trainer.facts()
     if dist.get_rank() == 0:
         (folder / "facts.json").write_text(json.dumps(facts, default=str))
     trainer.close()

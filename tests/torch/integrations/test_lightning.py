@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.torch.running import torchrun
+from tests.torch.running import fork
 
 PROGRAM = Path(__file__).parent / "lightning_program.py"
+MODULES = ("lightning.pytorch", "lightning.pytorch.strategies")
 
 
 def test_lightning(tmp_path: Path) -> None:
     """One program, for imports take long; what it found is the same on both ranks."""
-    torchrun(2, [str(PROGRAM), str(tmp_path)], tmp_path / "log.txt")
+    fork(2, [str(PROGRAM), str(tmp_path)], tmp_path / "log.txt", MODULES)
     found, second = (json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(2))
     assert found == second
     for kind in ("ddp", "background", "fsdp"):

@@ -6,14 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.torch.running import torchrun
+from tests.torch.running import fork
 
 PROGRAM = Path(__file__).parent / "titan_program.py"
+MODULES = ("torchdata.stateful_dataloader", "ucformat.torch.integrations.torchtitan")
 
 
 def test_torchtitan(tmp_path: Path) -> None:
     """One program, for imports take long; what it found is the same on both ranks."""
-    torchrun(2, [str(PROGRAM), str(tmp_path)], tmp_path / "log.txt")
+    fork(2, [str(PROGRAM), str(tmp_path)], tmp_path / "log.txt", MODULES)
     found, second = (json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(2))
     assert found == second
     for where in ("parts-2", "parts-1", "parts-4", "step-6"):
