@@ -39,7 +39,7 @@ def test_a_shard_that_reading_needs(store: Store) -> None:
 
 
 def test_a_shard_that_a_large_plan_asks_the_size_of(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_SMALL", 0)
+    monkeypatch.setattr(reading, "_CHECK_SIZES", 0)
     lose(store, "weight/table/c/")
     with pytest.raises(MissingData, match="weight/table/c/"):
         ucformat.open(store)["table"].read()

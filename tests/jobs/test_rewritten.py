@@ -257,7 +257,7 @@ def test_loads_of_a_rewritten_file_fail(rewrite: Callable[[Path], None], tmp_pat
         act(ucformat.open(folder))
         ck, store = opened(folder)
         store.arm(2, lambda: rewrite(folder / B))
-        with pytest.raises((Conflict, CheckpointException), match=f"{B} changed .* what was loaded is of no use"):
+        with pytest.raises((Conflict, CheckpointException), match=f"{B} changed .* the loaded values are invalid"):
             act(ck)
         assert store.act is None
 

@@ -1,4 +1,4 @@
-"""Strided copies from a file to a buffer, made by intersecting extents with pieces."""
+"""Strided copies from a file to a buffer, computed by intersecting extents with pieces."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["Copy", "copies"]
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Bytes `src + i·src_strides` that go to `dst + i·dst_strides` of a buffer, for every index `i` below `shape`.
+    """Copies bytes `src + i·src_strides` to `dst + i·dst_strides` of a buffer, for every index `i` of `shape`.
 
-    All in bytes. Dims are folded: neighbours that one stride can walk, on both sides, are one dim; the last is a run of
-    adjacent bytes in both. Of a plan's request, `src` counts from the first byte that is read; the copy is made `count`
-    times, `src_step` and `dst_step` apart. With a `block`, each of them is within a block of its own, `src_step` apart,
-    whose checksum is verified.
+    All values are in bytes. Dims are folded: adjacent dims that one stride covers on both sides are one dim; the last
+    is a run of bytes that is contiguous on both sides. In a request of a plan, `src` counts from the first byte of the
+    request; the copy is repeated `count` times, `src_step` and `dst_step` apart. With a `block`, each repetition is
+    within a block of its own, `src_step` apart, whose checksum is verified.
     """
 
     shape: tuple[int, ...]
@@ -42,11 +42,15 @@ class Copy:
 
     @property
     def nbytes(self) -> int:
-        """Bytes copied, of one of `count`."""
+        """Bytes copied by one of `count` repetitions."""
         return math.prod(self.shape)
 
     def within(self, outer: Copy) -> Copy:
-        """This copy once for each index of `outer`, as one copy, its dims sorted by their stride in the file."""
+        """This copy repeated for each index of `outer`, as one copy with dims in descending order of file stride.
+
+        Args:
+            outer: the grid of repetitions; its offsets are added to those of this copy.
+        """
         dims = sorted(
             zip(
                 outer.shape + self.shape,
@@ -64,17 +68,17 @@ _ONCE = Copy((), 0, (), 0, ())
 
 
 def copies(extent: Extent | Tiles, piece: Piece, itemsize: int) -> Iterator[tuple[Copy, Copy, Block | None, bool]]:
-    """What to copy from `extent` to `piece`, both of one tensor.
+    """Compute what to copy from `extent` to `piece`, both of one tensor.
 
     Args:
         extent: where a box of the tensor is stored.
-        piece: where a box of it is wanted.
+        piece: where to copy a box of it.
         itemsize: bytes of one element.
 
     Yields:
-        A copy whose `src` counts from the beginning of the file, the grid of chunks for each of which it is made again,
-        the block of the first chunk, and whether all elements of each chunk are wanted. Nothing if the boxes are
-        disjoint.
+        a copy whose `src` counts from the beginning of the file, the grid of chunks over which it is repeated, the
+            block of the first chunk, and whether all elements of each chunk are copied. Nothing if the boxes are
+            disjoint.
     """
     common = extent.box.intersect(piece.box)
     if common is None:
@@ -92,7 +96,7 @@ def copies(extent: Extent | Tiles, piece: Piece, itemsize: int) -> Iterator[tupl
 def _tiled(
     tiles: Tiles, common: Box, piece: Piece, to: tuple[int, ...]
 ) -> Iterator[tuple[Copy, Copy, Block | None, bool]]:
-    """A copy for each combination, over the dims, of a cut first chunk, the whole ones and a cut last chunk."""
+    """A copy for each combination, over the dims, of a partial first chunk, the whole ones and a partial last chunk."""
     grid = tiles.strides
     within = row_major(tiles.chunk, tiles.itemsize)
     nbytes = math.prod(tiles.chunk) * tiles.itemsize
@@ -113,7 +117,7 @@ def _tiled(
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Along one dim: `count` chunks from number `first` on, of each the `length` elements after `skip`."""
+    """Along one dim: `count` chunks beginning with chunk `first`, in each the `length` elements after `skip`."""
 
     first: int
     count: int
@@ -123,11 +127,11 @@ class _Cut:
 
 
 def _cuts(start: int, length: int, chunk: int, bound: int) -> Iterator[_Cut]:
-    """How the range `start … start + length` of a dim of `bound` elements lies over chunks of `chunk` elements."""
+    """The cuts of the range `start … start + length` of a dim of `bound` elements by chunks of `chunk` elements."""
     stop = start + length
     while start < stop:
         first, skip = divmod(start, chunk)
-        full = min(chunk, bound - first * chunk)  # the last chunk holds fewer elements, and padding
+        full = min(chunk, bound - first * chunk)  # the last chunk has fewer elements, then padding
         n = min(full - skip, stop - start)
         count = 1
         if n == chunk:
@@ -149,7 +153,7 @@ def _fold(
     *,
     run: bool = True,
 ) -> Copy:
-    """Drop dims of one element, join neighbours that one stride walks on both sides; `run`: end in a run of bytes."""
+    """Drop dims of size 1, merge dims that one stride covers on both sides; with `run`, end in a run of bytes."""
     dims: list[tuple[int, int, int]] = []
     for n, s, d in zip(shape, src_strides, dst_strides, strict=True):
         if n == 1:

@@ -1,4 +1,4 @@
-"""NumPy's data types for the names in `schema.dtypes`; bfloat16 and float8 are those of `ml_dtypes`."""
+"""NumPy dtypes for the names in `schema.dtypes`; bfloat16 and float8 come from `ml_dtypes`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,28 @@ _EXTRA = {n: np.dtype(getattr(ml_dtypes, n)) for n in ("bfloat16", "float8_e4m3f
 
 
 def numpy_dtype(name: str) -> np.dtype[np.generic]:
-    """The little-endian NumPy dtype of this name."""
+    """The little-endian NumPy dtype of a name.
+
+    Args:
+        name: a name of `schema.dtypes`.
+
+    Raises:
+        UsageError: the name is unknown.
+    """
     if name not in ITEMSIZE:
         raise UsageError(f"unknown dtype {name!r}", hint=f"known are {', '.join(ITEMSIZE)}")
     return _EXTRA[name] if name in _EXTRA else np.dtype(name).newbyteorder("<")
 
 
 def dtype_name(dtype: np.dtype[np.generic] | type) -> str:
-    """The name of a NumPy dtype; UsageError where ucformat cannot store it."""
+    """The name of a NumPy dtype.
+
+    Args:
+        dtype: the dtype, of either byte order.
+
+    Raises:
+        UsageError: ucformat cannot store the dtype.
+    """
     name = np.dtype(dtype).name
     if name not in ITEMSIZE:
         raise UsageError(f"ucformat cannot store the dtype {name!r}", hint=f"known are {', '.join(ITEMSIZE)}")
@@ -29,7 +43,11 @@ def dtype_name(dtype: np.dtype[np.generic] | type) -> str:
 
 
 def fill_value(name: str) -> object:
-    """Zarr's `fill_value` in JSON: NaN where the dtype has one, so that no reader can take a hole for zeros."""
+    """Zarr's `fill_value` in JSON: NaN if the dtype has it, so that no reader takes missing data for zeros.
+
+    Args:
+        name: a name of `schema.dtypes`.
+    """
     if name.startswith("complex"):
         return ["NaN", "NaN"]
     if name in FLOATS:

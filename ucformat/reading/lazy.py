@@ -1,4 +1,4 @@
-"""A lazy tensor: shape and dtype at once, bytes when sliced."""
+"""A lazy tensor: its shape and dtype are known, its bytes are read when it is sliced."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Tensor"]
 
-_BUFFER_BYTES = 64 << 20  # bytes that are held at once where an array cannot be filled in place
+_BUFFER_BYTES = 64 << 20  # bytes that are buffered when an array cannot be filled in place
 
 
 class Tensor:
-    """One tensor in one state. Slicing reads exactly the slice: `t[0:512, 128:]`, `t[...]`, `np.asarray(t)`."""
+    """One tensor in one state. Slicing reads only the slice: `t[0:512, 128:]`, `t[...]`, `np.asarray(t)`."""
 
     def __init__(self, info: TensorInfo, source: Readable) -> None:
         self.info = info
@@ -41,12 +41,12 @@ class Tensor:
 
     @property
     def name(self) -> str:
-        """The name under which it is stored."""
+        """Its name in the checkpoint."""
         return self.info.name
 
     @property
     def state(self) -> str:
-        """`weight`, `master`, `exp_avg`, …."""
+        """Its state: `weight`, `master`, `exp_avg`, …."""
         return self.info.state
 
     @property
@@ -66,7 +66,7 @@ class Tensor:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """NumPy's dtype, or that of `ml_dtypes` for bfloat16 and float8."""
+        """The NumPy dtype, or that of `ml_dtypes` for bfloat16 and float8."""
         return numpy_dtype(self.info.dtype)
 
     @property
@@ -83,32 +83,32 @@ class Tensor:
         return f"<ucformat.Tensor {self.info.key}: {self.info.dtype} {list(self.shape)}>"
 
     def __getitem__(self, index: Index) -> NDArray[Any]:
-        """Read a slice by NumPy's basic indexing: integers, slices and `...`."""
-        box, then = _parse(index, self.shape, str(self.info.key))
+        """Read a slice with NumPy's basic indexing: integers, slices and `...`."""
+        box, selection = _parse(index, self.shape, str(self.info.key))
         out = self._read(box, None)
-        return out[then] if then else out
+        return out[selection] if selection else out
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:  # noqa: FBT001
         if copy is False:
-            raise ValueError(f"{self.info.key} lies in storage: it cannot become an array without a copy")
+            raise ValueError(f"{self.info.key} is in storage: it cannot become an array without a copy")
         return self.read() if dtype is None else self.read().astype(dtype, copy=False)
 
     def read(
         self, out: NDArray[Any] | None = None, *, verify: Verify = "whole", threads: int | None = None
     ) -> NDArray[Any]:
-        """Read the whole tensor, into `out` if it is given.
+        """Read the whole tensor.
 
         Args:
-            out: the array to fill, of the same shape and dtype. It may have any strides, also a field of a structured
-                array, or a view that is reversed; no byte beside its elements is touched.
-            verify: which checksums to check: of chunks that are read `whole`, `always`, or `never`.
-            threads: how many read.
+            out: the array to fill, of the same shape and dtype (None: a new array). It may have any strides: a field of
+                a structured array, or a reversed view; only its elements are written.
+            verify: which checksums to verify: of chunks that are read `whole` (default), `always`, or `never`.
+            threads: number of reading threads (None: as many as suit the store).
 
         Returns:
             `out`, or a new array.
 
         Raises:
-            UsageError: `out` does not fit, is read-only or masked, or elements of it share memory.
+            UsageError: `out` does not fit, is read-only or masked, or its elements share memory.
         """
         if out is not None:
             check_out(out, self.info.dtype, self.shape, str(self.info.key))
@@ -117,7 +117,7 @@ class Tensor:
         return self._read(Box.whole(self.shape), out, verify, threads)
 
     def _read_parts(self, out: NDArray[Any], verify: Verify, threads: int | None) -> NDArray[Any]:
-        """Read into memory that no plan can fill, part by part."""
+        """Read, part by part, into an array that no plan can fill in place."""
         plain = np.asarray(out)
         rows = max(1, _BUFFER_BYTES // max(1, self.nbytes // max(1, self.shape[0])))
         for at in range(0, self.shape[0], rows):
@@ -127,7 +127,12 @@ class Tensor:
         return out
 
     def plan(self, box: Box | None = None, *, verify: Verify = "whole") -> Plan:
-        """What reading a box (None: all) will read, into contiguous memory."""
+        """The requests that reading a box would make, without making them.
+
+        Args:
+            box: the box of the tensor to read (None: all of it).
+            verify: which checksums to verify, as for `read`.
+        """
         box = box or Box.whole(self.shape)
         return self._plan(box, row_major(box.shape), verify)
 
@@ -143,41 +148,41 @@ class Tensor:
             strides = tuple(
                 s // self.info.itemsize if n > 1 else 0 for n, s in zip(out.shape, out.strides, strict=True)
             )
-        made: list[NDArray[Any]] = [] if out is None else [out]
+        arrays: list[NDArray[Any]] = [] if out is None else [out]
 
         def memories() -> list[Memory]:
-            if not made:
-                made.append(np.empty(box.shape, self.dtype))
-            return [memory_of(made[0])]
+            if not arrays:
+                arrays.append(np.empty(box.shape, self.dtype))
+            return [memory_of(arrays[0])]
 
         read_planned(self._plan(box, strides, verify), self._source.store, memories, [str(self.info.key)], threads)
-        return made[0]
+        return arrays[0]
 
 
 def _parse(index: Index, shape: tuple[int, ...], label: str) -> tuple[Box, tuple[int | slice, ...]]:
-    """The box to read, and what to take of it: integers drop their dim, steps skip."""
+    """The box to read, and how to index it: integers drop their dim, slices apply their step."""
     parts = index if isinstance(index, tuple) else (index,)
     if sum(p is Ellipsis for p in parts) > 1 or len([p for p in parts if p is not Ellipsis]) > len(shape):
         raise UsageError(f"{label}: the index {index!r} does not fit the shape {shape}")
     if not any(p is Ellipsis for p in parts):
         parts = (*parts, Ellipsis)
-    at = next(i for i, p in enumerate(parts) if p is Ellipsis)
+    ellipsis = next(i for i, p in enumerate(parts) if p is Ellipsis)
     missing = len(shape) - (len(parts) - 1)
-    parts = (*parts[:at], *[slice(None)] * missing, *parts[at + 1 :])
+    parts = (*parts[:ellipsis], *[slice(None)] * missing, *parts[ellipsis + 1 :])
     start: list[int] = []
     lengths: list[int] = []
-    then: list[int | slice] = []
+    selection: list[int | slice] = []
     for dim, (part, n) in enumerate(zip(parts, shape, strict=True)):
         if isinstance(part, slice):
             chosen = range(n)[part]
             low, high = (min(chosen[0], chosen[-1]), max(chosen[0], chosen[-1]) + 1) if chosen else (0, 0)
-            then.append(slice(None, None, chosen.step))
+            selection.append(slice(None, None, chosen.step))
         elif isinstance(part, int | np.integer) and not isinstance(part, bool):
             low = int(part)
             if not -n <= low < n:
                 raise OutOfBounds(f"{label}: index {low} is out of bounds for dim {dim} of size {n}")
             low, high = low % n, low % n + 1
-            then.append(0)
+            selection.append(0)
         else:
             raise UsageError(
                 f"{label}: cannot index by {part!r}",
@@ -185,4 +190,4 @@ def _parse(index: Index, shape: tuple[int, ...], label: str) -> tuple[Box, tuple
             )
         start.append(low)
         lengths.append(high - low)
-    return Box(tuple(start), tuple(lengths)), tuple(then)
+    return Box(tuple(start), tuple(lengths)), tuple(selection)

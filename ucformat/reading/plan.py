@@ -1,4 +1,4 @@
-"""Read plans: which byte ranges to read, and where each byte of them goes. Pure data, made before any I/O."""
+"""Read plans: the byte ranges to read, and the destination of each byte. Pure data, computed before any I/O."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "ReadItem", "Request", "Verify", "make_plan", "read_tensor"]
 
-#: Which checksums to check: of the chunks of arrays that are read whole and of all blocks of packed files (which are
-#: read whole for it), of all chunks too, of none.
+#: Which checksums to verify. `whole`: of chunks that are read whole, and of all blocks of packed files, which are read
+#: whole for this purpose. `always`: of all chunks, which are read whole. `never`: none.
 Verify = Literal["whole", "always", "never"]
 
 
-_TRIFLE = 16  # bytes of gaps that are never worth another request: checksums, alignment
+_SMALL_GAP = 16  # bytes of gaps that never justify another request: checksums, alignment
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One range of bytes of one file, and the copies of it to buffers.
+    """One range of bytes of a file, and the copies of it to buffers.
 
-    With a `count` it stands for so many ranges, `step` bytes apart: its one copy is that of the first, and each next
-    one goes `dst_step` further in memory.
+    With a `count` it represents `count` ranges, `step` bytes apart: its only copy is that of the first range, and each
+    further one is copied `dst_step` bytes further in memory.
     """
 
     file: str
@@ -50,18 +50,18 @@ class Request:
 
     @property
     def end(self) -> int:
-        """The byte after the last range."""
+        """The byte of the file after the last range."""
         return self.offset + (self.count - 1) * self.step + self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Requests in the order of files and offsets, and what they cost."""
+    """Requests in order of file and offset, and their cost."""
 
     requests: tuple[Request, ...]
     bytes_needed: int
     bytes_unverified: int
-    bytes_besides: int = 0  # that are read for the sake of checksums alone
+    bytes_besides: int = 0  # read only to verify checksums
 
     @property
     def bytes_read(self) -> int:
@@ -92,33 +92,45 @@ class ReadItem:
 
 
 def make_plan(items: Iterable[ReadItem], verify: Verify = "whole", costs: Costs | None = None) -> Plan:
-    """Plan how to fill all the pieces of all the tensors.
+    """Plan how to fill all pieces of all tensors.
 
     Args:
         items: the tensors and their pieces.
-        verify: which checksums to check.
-        costs: of the store's requests, which decide how ranges are merged and cut; by default those of local files.
+        verify: which checksums to verify (default: of chunks that are read whole).
+        costs: how ranges are merged and split (default: as for local files).
 
     Raises:
-        MissingData: the extents of a tensor leave a hole in a piece.
+        MissingData: no extent contains some element of a piece.
         CoverageError: two extents overlap and are not replicas of one box.
-        IntegrityError: an extent leaves the block that has its checksum.
+        IntegrityError: an extent is not within the block that has its checksum.
     """
     costs = costs or Costs()
     requests: list[Request] = []
     needed = unverified = besides = 0
     for item in items:
-        found, exposed, more = read_tensor(item, verify, costs)
-        requests += found
+        item_requests, exposed, extra = read_tensor(item, verify, costs)
+        requests += item_requests
         unverified += exposed
-        besides += more
+        besides += extra
         needed += sum(p.box.size for _, p in item.pieces) * item.info.itemsize
     requests.sort(key=lambda r: (r.file, r.offset))
     return Plan(tuple(_join(requests, costs)), needed, unverified, besides)
 
 
 def read_tensor(item: ReadItem, verify: Verify, costs: Costs) -> tuple[list[Request], int, int]:
-    """The requests for one tensor's pieces, how many bytes of it go unchecked, and how many more are read to check."""
+    """The requests for the pieces of one tensor.
+
+    Args:
+        item: the tensor and its pieces.
+        verify: which checksums to verify.
+        costs: how ranges are merged and split.
+
+    Returns:
+        the requests, the bytes needed that are not verified, and the bytes read only to verify checksums.
+
+    Raises:
+        IntegrityError: as `make_plan`, and its subclasses.
+    """
     requests: list[Request] = []
     unverified = besides = 0
     pieces = [(b, p) for b, p in item.pieces if p.box.size]
@@ -126,9 +138,9 @@ def read_tensor(item: ReadItem, verify: Verify, costs: Costs) -> tuple[list[Requ
         return requests, 0, 0
     extents = _distinct(item.extents)
     for buffer, piece in pieces:
-        met = [e for e in extents if e.box.intersect(piece.box)]
-        _must_cover(item.info, piece, met)
-        for extent in met:
+        overlapping = [e for e in extents if e.box.intersect(piece.box)]
+        _check_coverage(item.info, piece, overlapping)
+        for extent in overlapping:
             if not isinstance(extent, Tiles) and extent.leaves_block(item.info.itemsize):
                 raise IntegrityError(
                     f"{item.info.key}: the bytes of {extent.box} leave the block of {extent.file} with their checksum",
@@ -159,8 +171,8 @@ def _distinct(extents: Iterable[Extent | Tiles]) -> list[Extent | Tiles]:
     return list(first.values())
 
 
-def _must_cover(info: TensorInfo, piece: Piece, extents: list[Extent | Tiles]) -> None:
-    """Prove that the extents hold all of the piece, each element once."""
+def _check_coverage(info: TensorInfo, piece: Piece, extents: list[Extent | Tiles]) -> None:
+    """Prove that the extents contain every element of the piece exactly once."""
     common = [(e.file, box) for e in extents if (box := e.box.intersect(piece.box))]
     if len(common) == 1 and common[0][1] == piece.box:
         return
@@ -172,29 +184,29 @@ def _must_cover(info: TensorInfo, piece: Piece, extents: list[Extent | Tiles]) -
         )
     shift = tuple(-s for s in piece.box.start)
     try:
-        prove(_like(info, piece), [(file, box.shift(shift)) for file, box in common])
-    except CoverageError as error:  # nobody asked for it: the files are at fault
+        prove(_piece_info(info, piece), [(file, box.shift(shift)) for file, box in common])
+    except CoverageError as error:  # not an error of the caller: the files are wrong
         raise Inconsistent(
             error.message, hint="restore what lists the parts of this tensor from another copy"
         ) from None
 
 
-def _like(info: TensorInfo, piece: Piece) -> TensorInfo:
+def _piece_info(info: TensorInfo, piece: Piece) -> TensorInfo:
     return type(info)(f"{info.name}{piece.box}", info.state, info.dtype, piece.box.shape)
 
 
 def _whole_chunks(buffer: int, file: str, inner: Copy, outer: Copy, block: Block, costs: Costs) -> Iterator[Request]:
-    """Requests for chunks that are read whole and checked; neighbours along the last dim of the grid together."""
+    """Requests for chunks that are read whole and verified; adjacent ones along the grid's last dim are merged."""
     step, dst_step = (outer.src_strides[-1], outer.dst_strides[-1]) if outer.shape else (0, 0)
     adjacent = step == block.stored
-    most = max(1, costs.request // block.stored) if adjacent else 1
+    per_request = max(1, costs.request // block.stored) if adjacent else 1
     skip = inner.src - block.offset
     *leading, last = outer.shape or (1,)
     for at in product(*map(range, leading)):
         src = block.offset + sum(i * s for i, s in zip(at, outer.src_strides, strict=False))
         dst = inner.dst + sum(i * d for i, d in zip(at, outer.dst_strides, strict=False))
-        for first in range(0, last, most):
-            count = min(most, last - first)
+        for first in range(0, last, per_request):
+            count = min(per_request, last - first)
             begin, to = src + first * step, dst + first * dst_step
             own = Block(begin, block.nbytes, block.crc32c, block.placed)
             copy = Copy(inner.shape, skip, inner.src_strides, to, inner.dst_strides, buffer, own, count, step, dst_step)
@@ -202,9 +214,9 @@ def _whole_chunks(buffer: int, file: str, inner: Copy, outer: Copy, block: Block
 
 
 def _ranges(buffer: int, file: str, whole: Copy, costs: Costs) -> Iterator[Request]:
-    """Requests for exactly the wanted bytes, save that small gaps are read over."""
+    """Requests for exactly the wanted bytes, except that small gaps are read too."""
     n = len(whole.shape)
-    span = 1  # bytes of the file that the innermost dims from `n` on reach over
+    span = 1  # bytes of the file that the dims from `n` on span
     while n and _merges(whole.src_strides[n - 1] - span, span, costs):
         size, step = whole.shape[n - 1], whole.src_strides[n - 1]
         if (size - 1) * step + span > costs.request:
@@ -213,15 +225,15 @@ def _ranges(buffer: int, file: str, whole: Copy, costs: Costs) -> Iterator[Reque
         n -= 1
     src_step = whole.src_strides[n - 1] if n else 0
     dst_step = whole.dst_strides[n - 1] if n else 0
-    cut = bool(n) and _merges(src_step - span, span, costs)  # the request would be too long
-    most = max(1, (costs.request - span) // src_step + 1 if cut else costs.request // span)
+    cut = bool(n) and _merges(src_step - span, span, costs)  # a single request would be too long
+    per_request = max(1, (costs.request - span) // src_step + 1 if cut else costs.request // span)
     shape, src_strides, dst_strides = whole.shape[n:], whole.src_strides[n:], whole.dst_strides[n:]
     *leading, last = whole.shape[:n] or (1,)
     for at in product(*map(range, leading)):
         src = whole.src + sum(i * s for i, s in zip(at, whole.src_strides, strict=False))
         dst = whole.dst + sum(i * d for i, d in zip(at, whole.dst_strides, strict=False))
-        for first in range(0, last, most):
-            count = min(most, last - first)
+        for first in range(0, last, per_request):
+            count = min(per_request, last - first)
             begin, to = src + first * src_step, dst + first * dst_step
             if cut:
                 rows = Copy((count, *shape), 0, (src_step, *src_strides), to, (dst_step, *dst_strides), buffer)
@@ -232,19 +244,19 @@ def _ranges(buffer: int, file: str, whole: Copy, costs: Costs) -> Iterator[Reque
 
 
 def _merges(gap: int, span: int, costs: Costs) -> bool:
-    """Whether a gap between ranges of `span` bytes is read over."""
+    """Whether a gap between ranges of `span` bytes is read along with them."""
     return gap <= costs.gap and (gap * 20 <= span or span < costs.short)
 
 
 def _join(requests: list[Request], costs: Costs) -> Iterator[Request]:
-    """Join sorted requests that are small and near each other."""
+    """Join sorted requests that are small and close to each other."""
     group: list[Request] = []
     gaps = 0
     for r in requests:
         if group:
             gap = r.offset - (group[-1].offset + group[-1].nbytes)
             joined = r.offset + r.nbytes - group[0].offset
-            near = 0 <= gap <= costs.gap and gaps + gap <= max(_TRIFLE, joined // 100)
+            near = 0 <= gap <= costs.gap and gaps + gap <= max(_SMALL_GAP, joined // 100)
             single = r.count == group[-1].count == 1
             if r.file == group[0].file and single and near and joined <= costs.join:
                 gaps += gap
@@ -265,7 +277,7 @@ def _joined(group: list[Request]) -> Request:
 
 
 def _moved(c: Copy, by: int) -> Copy:
-    """The copy from a request that begins `by` bytes earlier."""
+    """The same copy in a request that begins `by` bytes earlier."""
     return Copy(
         c.shape, c.src + by, c.src_strides, c.dst, c.dst_strides, c.buffer, c.block, c.count, c.src_step, c.dst_step
     )

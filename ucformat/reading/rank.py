@@ -1,4 +1,4 @@
-"""A rank's read plan: what it costs, and the arrays that it fills."""
+"""A rank's read plan: its cost, and the arrays that it fills."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import Readable
     from ucformat.storage.base import Store
 
-__all__ = ["LOADED", "Bound", "RankBuffer", "ReadPlan", "item_for", "plan_rank"]
+__all__ = ["LOAD_INVALID", "Bound", "RankBuffer", "ReadPlan", "item_for", "plan_rank"]
 
-#: What is said of tensors that were loaded while their files were changed.
-LOADED = "what was loaded is of no use"
+#: The consequence, in error messages, of files that changed while tensors were loaded.
+LOAD_INVALID = "the loaded values are invalid"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class RankBuffer:
     key: tuple[str, str]
     dtype: str
     shape: tuple[int, ...]
-    padded: bool  # some of it is filled by no tensor, and stays zero
+    padded: bool  # part of it is filled by no tensor and stays zero
 
     @property
     def nbytes(self) -> int:
@@ -54,13 +54,13 @@ class RankBuffer:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """What one rank will read; made without any I/O on tensors, run by `execute`."""
+    """What one rank reads; created without any I/O on tensors, run by `execute`."""
 
     plan: Plan
     store: Store
     buffers: tuple[RankBuffer, ...]
     tensors: Mapping[Key, LocalTensor]
-    zero_filled: Mapping[Key, int]  # elements of padding that no file holds
+    zero_filled: Mapping[Key, int]  # elements of padding that no file stores
     rank: int
 
     @property
@@ -75,12 +75,12 @@ class ReadPlan:
 
     @property
     def bytes_unverified(self) -> int:
-        """Bytes needed that no checksum will be checked for."""
+        """Bytes needed that are not covered by a verified checksum."""
         return self.plan.bytes_unverified
 
     @property
     def bytes_besides(self) -> int:
-        """Bytes that will be read for the sake of checksums alone: these, and the rest of what they cover."""
+        """Bytes that will be read only to verify checksums: the checksums, and the rest of the bytes they cover."""
         return self.plan.bytes_besides
 
     @property
@@ -118,18 +118,18 @@ class ReadPlan:
         threads: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> dict[tuple[str, str], NDArray[np.generic]]:
-        """Read, straight into the arrays; these are given by (name, state).
+        """Read directly into the arrays, which are returned by (name, state).
 
-        Tensors laid in a flat buffer are views of it, and the buffer itself is given by (buffer, state), such as
-        `("flat:0", "exp_avg")`. Padding is zero where the checkpoint holds none.
+        Tensors in a flat buffer are views of it, and the buffer itself is returned by (buffer, state), such as
+        `("flat:0", "exp_avg")`. Padding is zero if the checkpoint does not store it.
 
         Args:
-            into: contiguous arrays of yours to fill, by the keys of `buffers`; the others are allocated.
-            threads: how many read.
-            progress: called with the number of bytes of each request that is done.
+            into: contiguous arrays to fill, by the keys of `buffers`; the others are allocated (default: all).
+            threads: number of reading threads (None: as many as suit the store).
+            progress: called with the number of bytes of each finished request.
 
         Raises:
-            Conflict: a file of the checkpoint was changed since it was opened; what is in the arrays is of no use.
+            Conflict: a file of the checkpoint changed since it was opened; the values in the arrays are invalid.
             UsageError: an array of `into` does not fit, or shares memory with another; nothing was written.
         """
         given = dict(into or {})
@@ -142,7 +142,7 @@ class ReadPlan:
 
         labels = [" ".join(b.key) for b in self.buffers]
         read_planned(self.plan, self.store, memories, labels, threads, progress)
-        check_unchanged(self.store, LOADED, TRACKERS)
+        check_unchanged(self.store, LOAD_INVALID, TRACKERS)
         out: dict[tuple[str, str], NDArray[np.generic]] = {}
         for b, a in zip(self.buffers, arrays, strict=True):
             out[b.key] = a
@@ -173,7 +173,7 @@ def _check_given(
     runs.sort()
     for (begin, nbytes, one), (start, _, other) in pairwise(r for r in runs if r[1]):
         if begin + nbytes > start:
-            raise UsageError(f"the arrays to fill for {one} and {other} share memory", hint="give each one its own")
+            raise UsageError(f"the arrays to fill for {one} and {other} share memory", hint="pass separate arrays")
 
 
 def _array(b: RankBuffer, given: NDArray[np.generic] | None) -> NDArray[np.generic]:
@@ -187,32 +187,43 @@ def _array(b: RankBuffer, given: NDArray[np.generic] | None) -> NDArray[np.gener
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A layout bound to a checkpoint's tensors; `stored` gives the tensors as stored by the layout's names for them."""
+    """A layout bound to a checkpoint's tensors; `stored` maps the layout's names to the tensors as stored."""
 
     layout: BoundLayout
     stored: Mapping[Key, TensorInfo]
 
     @classmethod
     def of(cls, tensor_list: TensorList, layout: Layout, states: Sequence[str] | None) -> Bound:
-        """Bind to the tensors in these states (None: all but padding, which lies with the tensor that it pads).
+        """Bind a layout to the tensors of a checkpoint.
+
+        Args:
+            tensor_list: the tensors, under their stored names.
+            layout: the layout.
+            states: the states to read (None: all, without stored padding, which is placed with the tensor it pads).
 
         Raises:
             LayoutError: the layout does not fit the tensors.
-            UsageError: there is no such state, or renames give two tensors one name.
+            UsageError: a state does not exist, or renames give two tensors the same name.
         """
         tensor_list = _chosen(tensor_list, states)
         stored = {Key(layout.rename(i.name), i.state): i for i in tensor_list.tensors}
         if len(stored) != len(tensor_list.tensors):
-            raise UsageError("the layout's renames give two tensors one name", hint="make them tell the tensors apart")
+            raise UsageError("the layout's renames give two tensors one name", hint="rename them to different names")
         return cls(layout.bind(tensor_list.renamed(layout.rename)), stored)
 
 
 def plan_rank(source: Readable, bound: Bound, rank: int, verify: Verify) -> ReadPlan:
-    """What `rank` will read.
+    """Plan what a rank reads.
+
+    Args:
+        source: the checkpoint.
+        bound: the layout, bound to the checkpoint's tensors.
+        rank: global rank, from 0 to `bound.layout.ranks - 1`.
+        verify: which checksums to verify.
 
     Raises:
-        UsageError: there is no such rank.
-        MissingData: the checkpoint's extents leave a hole.
+        UsageError: the layout does not have this rank.
+        MissingData: no extent of the checkpoint contains some element.
     """
     ranks = bound.layout.ranks
     if not 0 <= rank < ranks:
@@ -221,7 +232,13 @@ def plan_rank(source: Readable, bound: Bound, rank: int, verify: Verify) -> Read
 
 
 def item_for(source: Readable, info: TensorInfo, pieces: Sequence[tuple[int, Piece]]) -> ReadItem:
-    """Pieces of a tensor, each with the number of its buffer, and the extents that they need."""
+    """The read item for pieces of a tensor, with the extents that they need.
+
+    Args:
+        source: the checkpoint.
+        info: the tensor, under its stored name.
+        pieces: the pieces to fill, each with the number of its buffer.
+    """
     near = bounding_box(piece.box for _, piece in pieces)
     return ReadItem(info, () if near is None else source.extents(info.key, near), pieces)
 
@@ -238,7 +255,7 @@ def _chosen(tensor_list: TensorList, states: Sequence[str] | None) -> TensorList
 
 
 class _Planner:
-    """Lays out one rank's buffers, and wants its pieces."""
+    """Allocates one rank's buffers, and collects the pieces to read."""
 
     def __init__(self, source: Readable, bound: BoundLayout, rank: int, stored: Mapping[Key, TensorInfo]) -> None:
         self.source, self.bound, self.rank, self.stored = source, bound, rank, stored
@@ -249,26 +266,26 @@ class _Planner:
         self.zero_filled: dict[Key, int] = {}
 
     def plan(self, verify: Verify) -> ReadPlan:
-        wanted = [w for key in self.bound.keys(self.rank) for w in self._wanted(key)]
-        plan = make_plan(wanted, verify, self.source.store.costs)
+        items = [w for key in self.bound.keys(self.rank) for w in self._items(key)]
+        plan = make_plan(items, verify, self.source.store.costs)
         return ReadPlan(plan, self.source.store, tuple(self.buffers), self.tensors, self.zero_filled, self.rank)
 
-    def _wanted(self, key: Key) -> list[ReadItem]:
+    def _items(self, key: Key) -> list[ReadItem]:
         local = self.bound.local(key, self.rank)
         if local is None:
             return []
         info = self.stored[key]
         number = self._buffer(key, info, local)
         self.tensors[key] = local
-        wanted = [item_for(self.source, info, [(number, p) for p in local.pieces])]
+        items = [item_for(self.source, info, [(number, p) for p in local.pieces])]
         if local.padding:
             like = self.bound.padding(key)
             kept = self.infos.get(info.key.padding)
             if like is not None and kept is not None and (kept.shape, kept.dtype) == (like.shape, like.dtype):
-                wanted.append(item_for(self.source, kept, [(number, p) for p in local.padding]))
+                items.append(item_for(self.source, kept, [(number, p) for p in local.padding]))
             else:
                 self.zero_filled[key] = sum(p.box.size for p in local.padding)
-        return wanted
+        return items
 
     def _buffer(self, key: Key, info: TensorInfo, local: LocalTensor) -> int:
         if local.buffer is not None:
@@ -278,7 +295,7 @@ class _Planner:
 
 
 def _size(nbytes: int) -> str:
-    """Bytes for people: `1.5 MiB`."""
+    """A number of bytes for humans: `1.5 MiB`."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:

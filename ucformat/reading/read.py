@@ -1,4 +1,4 @@
-"""Reading into memory: planned, compared with the sizes of the files, and executed."""
+"""Reading into memory: plan, compare with the sizes of the files, execute."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["read_extents", "read_flat", "read_items", "read_planned"]
 
-#: Bytes: a plan that reads less runs without asking for the sizes of files first (docs/security.md, rule 15).
-_SMALL = 256 << 20
+#: A plan that reads fewer bytes runs without checking the sizes of files first (docs/security.md, rule 15).
+_CHECK_SIZES = 256 << 20
 
 
 def read_planned(
@@ -43,14 +43,14 @@ def read_planned(
 
     Args:
         plan: what to read.
-        store: where the files are.
-        memories: gives the memory of each buffer of the plan; called when the files are known to be large enough.
-        labels: what errors call each buffer.
-        threads: how many threads read; by default as many as the store can use.
-        progress: called with the bytes of each request that is done.
+        store: the store of the files.
+        memories: returns the memory of each buffer of the plan; called once the files are known to be large enough.
+        labels: name of each buffer in error messages.
+        threads: number of reading threads (None: as many as suit the store).
+        progress: called with the number of bytes of each finished request.
 
     Raises:
-        IntegrityError: a file ends before what is to be read.
+        IntegrityError: a file ends before the last byte to read.
         MissingData: a file is missing.
         ChecksumError: a chunk does not match its checksum.
     """
@@ -60,7 +60,7 @@ def read_planned(
 
 def read_items(
     store: Store,
-    wanted: Sequence[ReadItem],
+    items: Sequence[ReadItem],
     memories: Sequence[Memory],
     labels: Sequence[str],
     *,
@@ -69,69 +69,69 @@ def read_items(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Plan what is wanted, and run the plan.
+    """Plan a read, and run the plan.
 
     Args:
-        store: where the files are.
-        wanted: the tensors, and the pieces of each.
-        memories: the memory of each buffer that the pieces name.
-        labels: what errors call each buffer.
-        verify: which checksums to check.
-        costs: how requests are merged and cut (default: as the store is best read).
-        threads: as of `read_planned`.
-        progress: as of `read_planned`.
+        store: the store of the files.
+        items: the tensors, and the pieces of each.
+        memories: the memory of each buffer, indexed by the buffer numbers of the pieces.
+        labels: name of each buffer in error messages.
+        verify: which checksums to verify (default: of chunks that are read whole).
+        costs: how requests are merged and split (None: as suits the store).
+        threads: as for `read_planned`.
+        progress: as for `read_planned`.
 
     Returns:
         the plan.
 
     Raises:
-        IntegrityError: as of `read_planned`.
+        IntegrityError: as for `read_planned`.
     """
-    plan = make_plan(wanted, verify, costs or store.costs)
+    plan = make_plan(items, verify, costs or store.costs)
     read_planned(plan, store, lambda: memories, labels, threads, progress)
     return plan
 
 
-def read_flat(store: Store, info: TensorInfo, extents: Iterable[Extent | Tiles], first: int, last: int) -> NDArray[Any]:
-    """Read the elements `first … last` of a tensor, counted row-major.
+def read_flat(store: Store, info: TensorInfo, extents: Iterable[Extent | Tiles], start: int, stop: int) -> NDArray[Any]:
+    """Read the elements `[start, stop)` of a row-major flattened tensor.
 
     Args:
-        store: where the files are.
+        store: the store of the files.
         info: the tensor.
-        extents: of the tensor, at least those that hold these elements.
-        first: index of the first element.
-        last: index after the last element.
+        extents: extents of the tensor, at least those that contain these elements.
+        start: index of the first element.
+        stop: index after the last element.
 
     Returns:
-        one-dimensional, in the tensor's dtype.
+        a one-dimensional array in the tensor's dtype.
     """
     strides = row_major(info.shape)
     pieces = [
-        (0, Piece(box, sum(i * s for i, s in zip(box.start, strides, strict=True)) - first, strides))
-        for box in flat_boxes(info.shape, first, last)
+        (0, Piece(box, sum(i * s for i, s in zip(box.start, strides, strict=True)) - start, strides))
+        for box in flat_boxes(info.shape, start, stop)
     ]
-    raw = np.empty((last - first) * info.itemsize, np.uint8)
+    raw = np.empty((stop - start) * info.itemsize, np.uint8)
     read_items(store, [ReadItem(info, extents, pieces)], [raw], [str(info.key)], threads=1)
     return raw.view(numpy_dtype(info.dtype))
 
 
 def read_extents(
-    store: Store, locate: Callable[[Box], Iterable[Extent]], boxes: Iterable[Box], itemsize: int, what: str
+    store: Store, locate: Callable[[Box], Iterable[Extent]], boxes: Iterable[Box], itemsize: int, label: str
 ) -> bytes:
-    """Read boxes of a tensor, one after another, straight from its extents: for a few bytes that prove something.
+    """Read boxes of a tensor one after another directly from its extents, for comparisons of a few bytes.
 
     Args:
-        store: where the files are.
-        locate: gives the extents that meet a box.
-        boxes: of the tensor.
-        itemsize: bytes of an element.
-        what: the tensor, for errors.
+        store: the store of the files.
+        locate: returns the extents that intersect a box.
+        boxes: boxes of the tensor.
+        itemsize: bytes of one element.
+        label: name of the tensor in error messages.
 
     Returns:
         the bytes of each box in row-major order.
 
     Raises:
-        IntegrityError: elements are stored in no file.
+        IntegrityError: an element is stored in no file.
     """
     out = []
     for box in boxes:
@@ -146,19 +146,19 @@ def read_extents(
             into[where] = np.ndarray(clip.shape, into.dtype, store.read(e.file, at, span), 0, e.strides)
             left -= clip.size
         if left:
-            raise IntegrityError(f"{what} is not all there: {left} elements are stored in no file")
+            raise IntegrityError(f"{label} is incomplete: {left} elements are stored in no file")
         out.append(into.tobytes())
     return b"".join(out)
 
 
 def _check_sizes(plan: Plan, store: Store) -> None:
-    """Compare what a large plan reads with the sizes of its files, before memory is allocated.
+    """Compare the ranges of a large plan with the sizes of its files, before memory is allocated.
 
     Raises:
-        IntegrityError: a file ends before what is to be read.
+        IntegrityError: a file ends before the last byte to read.
         MissingData: a file is missing.
     """
-    if plan.bytes_read < _SMALL:
+    if plan.bytes_read < _CHECK_SIZES:
         return
     ends: dict[str, int] = {}
     for r in plan.requests:
@@ -170,6 +170,6 @@ def _check_sizes(plan: Plan, store: Store) -> None:
             raise MissingData(error.message) from error
         if size < end:
             raise IntegrityError(
-                f"{store.url}/{file} has {size} bytes, but tensors of the checkpoint reach to byte {end}",
+                f"{store.url}/{file} has {size} bytes, but tensors of the checkpoint extend to byte {end}",
                 hint="the file is truncated: restore it from another copy",
             )

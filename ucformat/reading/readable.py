@@ -1,4 +1,4 @@
-"""What tensors are read from: an opened checkpoint of any kind, or a view of one."""
+"""The interface for reading tensors: an opened checkpoint of any kind, or a view of one."""
 
 from __future__ import annotations
 
@@ -31,32 +31,44 @@ __all__ = [
 
 T = TypeVar("T")
 
-#: Files that name the last checkpoint of a run. They change while older ones are read, and hold nothing of these.
+#: Files that name the last checkpoint of a run. They change while older checkpoints are read, and are no part of them.
 TRACKERS = frozenset({"latest", "latest_universal", "latest_checkpointed_iteration.txt"})
 
 
 class IntKey(int):
-    """A key of a mapping that is an integer."""
+    """An integer key of a mapping."""
 
 
-#: Where a value lies in a program's nested state; integers are places in lists.
+#: The path of a value in a program's nested state; integers are positions in lists.
 StatePath = tuple[str | int | IntKey, ...]
 
 
 def json_key(key: str | int) -> str:
-    """The key of a JSON object that stands for a key of a dictionary."""
+    """The key of a JSON object that represents a key of a dictionary.
+
+    Args:
+        key: a text, or an integer key.
+    """
     if isinstance(key, str):
         return "$" + key if key.startswith("$") else key
     return f"$int:{key}"
 
 
 def path_to_json(path: StatePath) -> list[str | int]:
-    """A path as manifests have it: integers are places in lists, and keys are as `json_key` makes them."""
+    """A path as manifests spell it: integers are positions in lists, and keys are spelled by `json_key`.
+
+    Args:
+        path: the path.
+    """
     return [p if type(p) is int else json_key(p) for p in path]
 
 
 def path_from_json(parts: Sequence[str | int]) -> StatePath:
-    """The path that `path_to_json` made this of."""
+    """The inverse of `path_to_json`.
+
+    Args:
+        parts: the parts of the path, from a manifest.
+    """
     return tuple(p if isinstance(p, int) else _key(p) for p in parts)
 
 
@@ -113,9 +125,9 @@ class LazySequence(Sequence[T]):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an optimizer group lies in a program's state: the path of its optimizer, and its own names of parameters.
+    """The location of an optimizer group in a program's state: its optimizer's path, and the names of its parameters.
 
-    Of `flattened` state dicts each parameter's hyper-parameters are entries.
+    In `flattened` state dicts the hyper-parameters are stored in an entry for each parameter.
     """
 
     path: StatePath
@@ -125,36 +137,40 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMetadata:
-    """All but the tensor list, paths and means are mappings and sequences of plain JSON values."""
+    """The metadata of a checkpoint; all but tensor list, paths and means consists of plain JSON values."""
 
     tensor_list: TensorList
     aliases: Mapping[str, str] = field(default_factory=dict)  # tied name -> name of the stored tensor
     objects: Mapping[str, Any] = field(default_factory=dict)
     assets: tuple[str, ...] = ()  # keys of files to keep as they are
     groups: Sequence[Mapping[str, Any]] = ()  # optimizer groups: hyper-parameters and "params", names in order
-    #: The paths of each tensor, and the place of each optimizer group, in the state of the program that saved; none
-    #: where that is not known.
+    #: The paths of each tensor, and the place of each optimizer group, in the state of the program that saved; empty if
+    #: unknown.
     paths: Mapping[Key, tuple[StatePath, ...]] = field(default_factory=dict)
     places: Sequence[Place | None] = ()
     step: int | None = None
     layout: Mapping[str, Any] = field(default_factory=dict)  # {"zero": 3, "dp": 4, …}
     engine: Mapping[str, str] = field(default_factory=dict)  # {"name": "deepspeed", "version": "0.19.8", …}
-    files: tuple[str, ...] = ()  # keys of every file that holds a part of it
-    #: Tensors that are stored as several contributions, of which each is the mean; those are in no tensor list.
+    files: tuple[str, ...] = ()  # keys of all files of the checkpoint
+    #: Tensors that are the mean of several stored contributions, which are not in the tensor list.
     means: Mapping[Key, tuple[Key, ...]] = field(default_factory=dict)
-    save_id: str = ""  # what the writer called this one save, as it calls no other; where it did
-    folder: str = ""  # the folder or file in the store that is the checkpoint itself, where the store is around it
+    save_id: str = ""  # the writer's unique id of the save, if it has one
+    folder: str = ""  # the checkpoint's folder or file if the store's root is above it
 
-    def but(self, **changed: Any) -> CheckpointMetadata:
-        """The same but for these fields."""
-        return CheckpointMetadata(**{f.name: getattr(self, f.name) for f in fields(CheckpointMetadata)} | changed)
+    def replace(self, **changes: Any) -> CheckpointMetadata:
+        """A copy with some fields replaced.
+
+        Args:
+            changes: new values by the name of the field.
+        """
+        return CheckpointMetadata(**{f.name: getattr(self, f.name) for f in fields(CheckpointMetadata)} | changes)
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """Bytes of a file that stand under one checksum; `crc32` is None where the writer computed none.
+    """Bytes of a file that one checksum covers; `crc32` is None if the writer computed none.
 
-    `locate` gives the byte of the file where they begin, which may have to be read; it is after `near` and before any
+    `locate` returns the byte of the file where they begin, which it may have to read; it is after `near` and before any
     other record's `near`.
     """
 
@@ -167,20 +183,20 @@ class FileRecord:
 
 
 class Readable(Protocol):
-    """What tensors are read from: an opened checkpoint, whoever wrote it, or a view of one."""
+    """An interface for reading tensors, which opened checkpoints of every format implement, and views of them."""
 
     kind: str
     store: Store
     metadata: CheckpointMetadata
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent | Tiles]:
-        """Where the bytes of one tensor lie: at least those extents that meet the box `within` (None: all).
+        """The extents of one tensor: at least those that intersect the box `within`.
 
-        Together they cover it. Of a source that says more than it must, the callers take what they need.
+        Together they cover the box. A source may return more than that; callers take what they need.
 
         Args:
-            key: the tensor's.
-            within: the box, in elements of the tensor.
+            key: name and state of the tensor.
+            within: the box, in elements of the tensor (None: all of it).
 
         Raises:
             MissingData: a part of the tensor is stored in no file.

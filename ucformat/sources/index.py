@@ -160,7 +160,7 @@ class PrefixedSource:
         self.kind, self.store = source.kind, store
         self._source, self._below = source, f"{folder}/"
         metadata = source.metadata
-        self.metadata = metadata.but(
+        self.metadata = metadata.replace(
             assets=tuple(self._below + key for key in metadata.assets),
             files=tuple(self._below + key for key in metadata.files),
             folder=self._below + metadata.folder if metadata.folder else folder,

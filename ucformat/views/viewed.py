@@ -206,6 +206,6 @@ def _view_metadata(
             n: metadata.tensor_list.groups[e.param] for n, e in stored.items() if e.param in metadata.tensor_list.groups
         }
     infos = tuple(view.info for entry in stored.values() for view in entry.states.values())
-    return metadata.but(
+    return metadata.replace(
         tensor_list=TensorList(infos, numbers), aliases=aliases, groups=groups, means={}, paths={}, places=()
     )

@@ -17,7 +17,7 @@ from ucformat.checkpoint import Checkpoint
 from ucformat.errors import StateMismatch, UsageError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece, TensorInfo
-from ucformat.reading.rank import LOADED
+from ucformat.reading.rank import LOAD_INVALID
 from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
 from ucformat.storage.watched import check_unchanged
@@ -141,7 +141,7 @@ class Reader(StorageReader):
             tensor_problems | value_problems, entries.ck.url, partial=getattr(planner, "allow_partial_load", False)
         )
         self.nbytes, self.bytes_unverified = read(entries.ck, matched, self._verify, self._threads)
-        check_unchanged(entries.ck.store, LOADED, TRACKERS)
+        check_unchanged(entries.ck.store, LOAD_INVALID, TRACKERS)
         for item, tensor in wanted:
             planner.commit_tensor(item, tensor)
         for item in plan.items:

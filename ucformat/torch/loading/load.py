@@ -14,7 +14,7 @@ from ucformat.checkpoint import Checkpoint
 from ucformat.errors import TensorNotFound, UsageError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
-from ucformat.reading.rank import LOADED
+from ucformat.reading.rank import LOAD_INVALID
 from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
 from ucformat.sources.dcp.names import dotted
@@ -231,7 +231,7 @@ def _read(
         amount = read(ck, matched, verify, threads, progress)
     else:
         amount = read_and_broadcast(ck, matched, broadcast_group, timeout, verify, threads, progress)
-    check_unchanged(ck.store, LOADED, TRACKERS)
+    check_unchanged(ck.store, LOAD_INVALID, TRACKERS)
     return amount
 
 
