@@ -555,7 +555,7 @@ class TestReadOnly:
                 lambda: reader.delete("run7@1"),
                 lambda: reader.forget([]),
             ):
-                with pytest.raises(PermissionDenied, match="read only"):
+                with pytest.raises(PermissionDenied, match="read-only"):
                     act()
             with pytest.raises(UcformatError), reader.database.reading() as c:  # not even by mistake
                 c.execute(sa.insert(Run).values(name="x", created=BEGIN))

@@ -50,7 +50,7 @@ class TestClocks:
     def test_latest_is_what_was_committed_last(self, run: Catalog, caplog: pytest.LogCaptureFixture) -> None:
         assert run.get("run7@latest").step == 300
         newer, older = (run.get(f"run7@{step}").id[:12] for step in (300, 200))
-        assert f"{newer} was committed after {older}, and by" in caplog.text
+        assert f"{newer} was committed after {older}, but created earlier" in caplog.text
         assert caplog.text.count("a clock was wrong") == 1
 
     def test_lists_are_in_their_order(self, run: Catalog) -> None:

@@ -167,7 +167,7 @@ def test_several_statements_are_none(database: Database, statement: str) -> None
         ("", "is empty"),
         (" \n\t", "is empty"),
         ("select 1\0; delete from checkpoint", "NUL"),
-        ("select '\ud800'", "Unicode"),
+        ("select '\ud800'", "surrogates"),
     ],
 )
 def test_what_the_engine_cannot_make_sense_of(database: Database, statement: str, said: str) -> None:

@@ -64,12 +64,12 @@ def test_one_that_cannot_be_used(run: Run, tmp_path: Path) -> None:
     assert object_of(result.stdout) | {"from": 0} == dict.fromkeys(KEYS) | {
         "url": "postgresql://me:***@127.0.0.1:1/x",
         "from": 0,
-        "state": "away",
+        "state": "unreachable",
     }
     assert "secret" not in result.output
     assert object_of(run("catalog", "info", "--json", "--catalog", "none").stdout)["state"] == "off"
     assert run("catalog", "info", "--catalog", "none").stdout.startswith("the catalog is switched off\n")
-    assert object_of(run("catalog", "info", "--json", "--catalog", tmp_path / "x").stdout)["state"] == "not made yet"
+    assert object_of(run("catalog", "info", "--json", "--catalog", tmp_path / "x").stdout)["state"] == "not created yet"
 
 
 def test_an_older_one_is_upgraded_when_asked(run: Run, tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_an_older_one_is_upgraded_when_asked(run: Run, tmp_path: Path) -> None:
         found = {"url": url, "upgraded": True, "revision": revision}
         assert object_of(run("catalog", "upgrade", "--json", "--catalog", url).stdout) == found
         assert object_of(run("catalog", "upgrade", "--json", "--catalog", url).stdout) == found | {"upgraded": False}
-        assert run("catalog", "upgrade", "--catalog", url).stdout == f"{url}: already of revision {revision}\n"
+        assert run("catalog", "upgrade", "--catalog", url).stdout == f"{url}: already at revision {revision}\n"
         assert run("catalog", "upgrade", "-q", "--catalog", url).stdout == f"{revision}\n"
         assert "switched off" in run("catalog", "upgrade", "--catalog", "none", code=6).stderr
 

@@ -107,7 +107,7 @@ def test_what_cannot_be_a_configuration_is_an_error(run: Run, committed: Path, t
     committed = shutil.copytree(committed, tmp_path / "copy")
     file = tmp_path / "more.yaml"
     file.write_text("- 1\n")
-    assert "holds no mapping" in run("register", committed, "--config", file, code=2).stderr
+    assert "is not a mapping" in run("register", committed, "--config", file, code=2).stderr
     file.write_text("a: 1\n")
     assert "its manifest says its configuration" in run("register", committed, "--config", file, code=2).stderr
     assert (

@@ -35,7 +35,7 @@ def test_one_line_says_what_was_copied(run: Run, committed: Path, tmp_path: Path
     assert result.stderr == ""
     again = run("copy", committed, tmp_path / "a")
     assert again.stdout.startswith(f"{tmp_path / 'a'}  {ck.id}  0 files, ")
-    assert again.stderr == f"note: {tmp_path / 'a'} holds this checkpoint already: nothing to do\n"
+    assert again.stderr == f"note: {tmp_path / 'a'} is this checkpoint already: nothing to do\n"
 
 
 def test_json_and_quiet(run: Run, committed: Path, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_where_nothing_can_be_written(run: Run, parent: str, tmp_path: Path) -> 
     run("register", parent, v, "--virtual", "--unprotected")
     assert f"its files in {parent}: nothing there says" in run("show", v).stdout
     assert json.loads(run("show", v, "--json").stdout)["unprotected"] == [parent]
-    assert f"unprotected: nothing in {parent} says" in run("verify", v).stdout
+    assert f"unprotected: there is no record in {parent} that" in run("verify", v).stdout
     assert json.loads(run("verify", v, "--json").stdout)["unprotected"] == [parent]
 
 
@@ -59,7 +59,7 @@ def test_a_replacement(run: Run, parent: str, gone: str, tmp_path: Path) -> None
     for command in ("convert", "copy"):
         assert f"needed by {gone}" in run(command, source, parent, "--overwrite", code=4).stderr
     typo = run("convert", source, parent, "--overwrite", "--ignore-dependent", "b" * 32, code=4)
-    assert f"nothing says that {'b' * 32} needs any of it" in typo.stderr
+    assert f"there is no record that {'b' * 32} needs these files" in typo.stderr
     run("copy", source, parent, "--overwrite", "--ignore-dependent", gone)
     assert ucformat.verify(parent)
 

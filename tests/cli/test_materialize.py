@@ -46,7 +46,7 @@ def test_in_place_and_again(run: Run, packed: Path) -> None:
     assert max(t.shard[0] * t.shard[1] * 16 for t in ck.manifest.tensors if t.name == "table" and t.shard) <= 1024
     again = run("materialize", packed)
     assert again.stdout.startswith(f"{packed}  {before}  0 tensors, ")
-    assert again.stderr == f"note: {packed} is arrays already: nothing to do\n"
+    assert again.stderr == f"note: {packed} is not packed: nothing to do\n"
     assert ucformat.open(packed).manifest == ck.manifest
 
 
@@ -100,7 +100,7 @@ def test_ctrl_c_leaves_it_packed_and_the_same_command_continues(tmp_path: Path) 
     code, out, err = interrupted(command[3:], place)
     assert code == 130, err
     assert out == ""
-    assert err == f"interrupted: {place} is whole; run the same command again and it continues\n"
+    assert err == f"interrupted: {place} is intact; run the same command again and it continues\n"
     left = ucformat.open(place)
     assert left.manifest == packed.manifest
     (attempt,) = {p.stem for p in (place / "attempts").glob("*.json")} - {packed.manifest.attempt}

@@ -95,7 +95,7 @@ def test_a_lost_catalog_comes_back(run: Run, tree: Path, tmp_path: Path) -> None
     for _ in range(2):
         result = run("reindex", tree, code=1)
         assert result.stdout == f"0 checkpoints, 0 B\n  missing   {tree}/run9/1700\n"
-        assert "knew checkpoints in 1 place that hold none: nothing was forgotten" in result.stderr
+        assert "has checkpoints in 1 place where there are none: nothing was forgotten" in result.stderr
         assert f"ucp reindex {tree} --forget" in result.stderr
     assert run("reindex", tree, "--forget").stdout == f"0 checkpoints, 0 B\n  forgotten {tree}/run9/1700\n"
     assert run("reindex", tree, "-q").stdout == ""

@@ -82,7 +82,7 @@ def test_a_policy_is_shown_and_then_applied(
     assert run("retain", "-p", policy, "--apply").stdout.splitlines()[-1] == "deleted 1 checkpoint, 32 B"
     assert entry(two).state == "deleted"
     again = run("retain", "-p", policy, "--apply").stdout.splitlines()
-    assert again[-3:] == ["", "not judged: 1 checkpoint", "       1  already deleted"]
+    assert again[-3:] == ["", "not covered by the policy: 1 checkpoint", "       1  already deleted"]
 
 
 def test_a_plan_as_json(run: Run, catalog: Path, policy: Path) -> None:
@@ -168,8 +168,8 @@ def test_interrupted_the_next_one_goes_on(run: Run, stored: Path, monkeypatch: p
     run("delete", "run9@1700", "--grace", "0s")
     with monkeypatch.context() as patch:
         patch.setattr(LocalStore, "delete", interrupted)
-        assert "again removes the rest" in run("gc", "--apply", code=130).stderr
-    assert "its removal was begun before" in run("gc").stdout
+        assert "again to remove the rest" in run("gc", "--apply", code=130).stderr
+    assert "removal was interrupted" in run("gc").stdout
     assert object_of(run("gc", "--json").stdout)["resumed"] == run("gc", "-q").stdout.split()
     assert run("gc", "--apply").stdout.splitlines()[-1] == "removed 1 checkpoint"
     assert not stored.exists()

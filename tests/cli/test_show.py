@@ -145,7 +145,7 @@ def test_where_else_it_lies_and_whether_it_is_whole(run: Run, known: Path, tmp_p
     run("verify", known)
     lines = run("show", tmp_path / "copy").stdout.splitlines()
     assert f"  also in   {known}" in lines
-    assert any(line.startswith("  verified  ") and line.endswith(", whole") for line in lines)
+    assert any(line.startswith("  verified  ") and line.endswith(", intact") for line in lines)
 
 
 def test_without_a_catalog_the_rest_is_shown(run: Run, known: Path, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_without_a_catalog_the_rest_is_shown(run: Run, known: Path, tmp_path: Pa
     for url in ("none", tmp_path / "never-made.db", tmp_path / "broken.db", "postgresql://127.0.0.1:1/x"):
         result = run("show", known, "--catalog", url)
         assert set(result.stdout.splitlines()) < set(everything.splitlines())
-        assert result.stderr.startswith("note: without what the catalog knows: ") is ("never" not in str(url) != "none")
+        assert result.stderr.startswith("note: the catalog is not available: ") is ("never" not in str(url) != "none")
         assert object_of(run("show", known, "--catalog", url, "--json").stdout)["catalog"] is None
     assert not (tmp_path / "never-made.db").exists()
     assert "no catalog" in run("show", "run9@1700", "--catalog", "none", code=3).stderr
@@ -163,7 +163,7 @@ def test_without_a_catalog_the_rest_is_shown(run: Run, known: Path, tmp_path: Pa
 def test_of_what_is_gone_the_catalog_still_knows(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None:
     gone = entry("run7@2000")
     result = run("show", "run7@2000")
-    assert result.stderr.endswith("; this is what the catalog knows of it\n")
+    assert result.stderr.endswith("; showing its entry in the catalog\n")
     lines = result.stdout.splitlines()
     assert lines[0] == "/nowhere/run7/2000"
     assert "  step      2,000" in lines

@@ -101,7 +101,7 @@ def test_each_command_takes_it_and_its_hint_says_so(
     if name == "reindex":  # which looks for whatever is there, and fails last
         result = run(*words, code=1)
         assert NAME in result.stdout
-        assert "`ucp show PLACE` says more" in result.stderr
+        assert "`ucp show PLACE` shows why" in result.stderr
         assert NAME not in run(*words, *ASK).stdout
         return
     error = run(*words, code=2).stderr

@@ -28,7 +28,7 @@ def _damaged(committed: Path, place: Path) -> Path:
 
 def test_a_whole_checkpoint(run: Run, committed: Path) -> None:
     lines = run("verify", committed).stdout.splitlines()
-    assert lines[0] == f"{committed} is whole"
+    assert lines[0] == f"{committed} is intact"
     assert lines[1] == f"  {len(ODD)} tensors"
     assert run("verify", committed, "-q").stdout == ""
     found = object_of(run("verify", committed, "--json", "-w", 1).stdout)

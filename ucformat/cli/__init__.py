@@ -1,1 +1,1 @@
-"""The command line `ucp`: a thin face of `ucformat`, one file a command, loaded when it is called."""
+"""The command line `ucp`: a thin interface to `ucformat`, whose commands are imported when they are called."""

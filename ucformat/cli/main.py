@@ -1,4 +1,4 @@
-"""The entry point `ucp` and its table of commands, which imports none of them."""
+"""The entry point `ucp` and the table of its commands, which does not import them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups that load a command when it is called, and the one place where errors become messages and exit codes."""
+"""Groups that import a command when it is called, and the conversion of errors to messages and exit codes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ __all__ = ["Interrupted", "LazyGroup", "Program"]
 
 
 class Interrupted(Exception):
-    """Ctrl-C came, and the command knows what that means for its work."""
+    """Ctrl-C during a command, with a message on the state of its work.
+
+    Args:
+        message: what was done, and how to continue.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -27,10 +31,13 @@ class Interrupted(Exception):
 
 
 class LazyGroup(click.Group):
-    """A group that knows its commands by name and one line of help, and imports one when it is called.
+    """A group that imports a command when it is called.
 
-    `lazy` maps each name to the command (`module:attribute` in `ucformat.cli.commands`, or a command itself) and its
-    line of help; `sections` maps the first command of each section of the help to the section's title.
+    Args:
+        name: its name.
+        lazy: by name, the command (`module:attribute` in `ucformat.cli.commands`, or a command) and its line of help.
+        sections: by the first command of each section of the help, the section's title.
+        attributes: as for `click.Group`.
     """
 
     def __init__(
@@ -46,11 +53,23 @@ class LazyGroup(click.Group):
         self.sections = sections or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        """The names, in the order in which they were given."""
+        """The names of the commands, in the order of the table.
+
+        Args:
+            ctx: unused.
+        """
         return list(self.lazy)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        """The command of this name, imported now."""
+        """Import a command.
+
+        Args:
+            ctx: unused.
+            cmd_name: its name.
+
+        Returns:
+            The command; None if there is none.
+        """
         if cmd_name not in self.lazy:
             return None
         home = self.lazy[cmd_name][0]
@@ -64,13 +83,29 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that the arguments name; UsageError that lists those there are."""
+        """Find the command that the arguments name.
+
+        Args:
+            ctx: the context of the group.
+            args: the arguments, the command's name first.
+
+        Returns:
+            The name, the command and the other arguments.
+
+        Raises:
+            click.UsageError: there is no such command; the message lists all.
+        """
         if args[0] not in self.lazy and not args[0].startswith("-"):
-            ctx.fail(f"no such command {args[0]!r}; there are: {', '.join(self.lazy)}")
+            ctx.fail(f"no such command {args[0]!r}; the commands are {', '.join(self.lazy)}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        """List the commands without importing them."""
+        """Write the list of commands without importing them.
+
+        Args:
+            ctx: unused.
+            formatter: the formatter of the help.
+        """
         parts: dict[str, list[tuple[str, str]]] = {}
         title = "Commands"
         for name, (_, text) in self.lazy.items():
@@ -82,14 +117,19 @@ class LazyGroup(click.Group):
 
 
 class Program(LazyGroup):
-    """The whole command line: a LazyGroup that ends the process with the exit code of what happened."""
+    """The command line: a LazyGroup that ends the process with the exit code of the command or error."""
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **extra: Any) -> Any:
-        """Run, and exit: 0, or the code of the error, which is printed to stderr."""
+        """Run a command and exit, with 0 or the exit code of an error, which is printed to stderr.
+
+        Args:
+            args: the arguments (default: those of the process).
+            extra: as for `click.Group.main`.
+        """
         argv = sys.argv[1:] if args is None else list(args)
         as_json = "--json" in argv
         _hide_secrets(argv)
-        for stream in (sys.stdout, sys.stderr):  # a name from a checkpoint may hold what the terminal cannot show
+        for stream in (sys.stdout, sys.stderr):  # names from checkpoints may contain what the terminal cannot encode
             if reconfigure := getattr(stream, "reconfigure", None):
                 reconfigure(errors="backslashreplace")
         extra |= {"prog_name": self.name, "standalone_mode": False}
@@ -107,13 +147,13 @@ class Program(LazyGroup):
         except click.ClickException as error:
             code = error.exit_code
             print_error(_message(error), _hint(error), as_json=as_json, kind="UsageError", code=code)
-        except Exception as error:  # noqa: BLE001 - told below which are expected
-            code = _explain(error, as_json=as_json)
+        except Exception as error:  # noqa: BLE001 - unexpected ones are raised again
+            code = _report(error, as_json=as_json)
         sys.exit(code if isinstance(code, int) else 0)
 
 
 def _hide_secrets(argv: Sequence[str]) -> None:
-    """Show no secret from here on, of these arguments or any other, whoever writes: tracebacks and warnings too."""
+    """Hide secrets, such as passwords in urls, in everything that the process prints from now on."""
     from ucformat.redacted import Hiding, learn_url
 
     for text in argv:
@@ -121,8 +161,8 @@ def _hide_secrets(argv: Sequence[str]) -> None:
     sys.stdout, sys.stderr = Hiding(sys.stdout), Hiding(sys.stderr)
 
 
-def _explain(error: Exception, *, as_json: bool) -> int:
-    """Print an error for people and give its exit code; what nobody expected is raised on, with its traceback."""
+def _report(error: Exception, *, as_json: bool) -> int:
+    """Print an error and return its exit code; an unexpected one is raised again, for its traceback."""
     from ucformat.errors import UcformatError
 
     if os.environ.get("UCP_DEBUG", "0") not in ("", "0"):
@@ -138,7 +178,7 @@ def _explain(error: Exception, *, as_json: bool) -> int:
         print_error(f"{where}{error.strerror or error}", as_json=as_json, kind=kind, code=1)
         return 1
     if isinstance(error, MemoryError):
-        print_error("out of memory", "take a slice, or fewer states", as_json=as_json, kind=kind, code=1)
+        print_error("out of memory", "read a slice, or fewer states", as_json=as_json, kind=kind, code=1)
         return 1
     raise error
 
@@ -151,7 +191,7 @@ def _message(error: click.ClickException) -> str:
 def _hint(error: click.ClickException) -> str | None:
     ctx = getattr(error, "ctx", None)
     if isinstance(error, click.NoSuchOption) and re.match(r"-\d", error.option_name):
-        return "write a slice that begins with a minus sign in brackets: '[-1]'"
+        return "put a slice that begins with a minus sign in brackets: '[-1]'"
     if not isinstance(ctx, click.Context):
         return None
     return f"{' '.join(ctx.get_usage().split()).replace('Usage: ', 'usage: ')} (more: {ctx.command_path} --help)"

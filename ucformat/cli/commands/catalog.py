@@ -1,4 +1,4 @@
-"""`ucp catalog`: which catalog the commands use, and bringing its tables up to date."""
+"""`ucp catalog`: the catalog that commands use, and the upgrade of its tables."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ def info(out: Output) -> None:
     error = None
     if url is not None:
         try:
-            found |= _look(url)
-        except UcformatError as told:
-            error = told
-            found["state"] = "older" if told.exit_code == 7 else "away"
+            found |= _contents(url)
+        except UcformatError as raised:
+            error = raised
+            found["state"] = "older" if raised.exit_code == 7 else "unreachable"
     out.result(lambda: _describe(found), lambda: found, lambda: [str(found["url"] or "none")])
     if error is not None:
         raise error
 
 
-def _look(url: str) -> dict[str, Any]:
-    """What the catalog contains; one that does not exist yet is not created."""
+def _contents(url: str) -> dict[str, Any]:
+    """The state and contents of the catalog; one that does not exist yet is not created."""
     from ucformat.catalog.catalog import Catalog
 
     file = file_of(url)
     if file is not None and not file.exists():
-        return {"state": "not made yet"}
+        return {"state": "not created yet"}
     with Catalog(url) as catalog:
         return {
             "url": catalog.url,
@@ -120,9 +120,9 @@ def upgrade(out: Output) -> None:
         upgraded = True
     with catalog:
         found = {"url": catalog.url, "upgraded": upgraded, "revision": catalog.database.revision}
-    said = "brought up to" if upgraded else "already of"
+    change = "upgraded to" if upgraded else "already at"
     out.result(
-        lambda: [f"{found['url']}: {said} revision {found['revision']}"],
+        lambda: [f"{found['url']}: {change} revision {found['revision']}"],
         lambda: found,
         lambda: [str(found["revision"])],
     )

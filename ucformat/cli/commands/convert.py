@@ -1,4 +1,4 @@
-"""`ucp convert`: a universal checkpoint of any checkpoint."""
+"""`ucp convert`, `ucp copy`, `ucp materialize`: writing universal checkpoints."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def convert(
     verified = ck.manifest.verified
     if verified is not None and (verified.but or not verified.default):
         bare = len(verified.but) if verified.default else len(ck.tensors) - len(verified.but)
-        why = "as was asked for" if no_verify else "SRC's files carry no checksums of them"
-        out.note(f"{plural(bare, 'tensor')} came in unverified: {why}")
+        why = "--no-verify was given" if no_verify else "SRC's files have no checksums for them"
+        out.note(f"{plural(bare, 'tensor')} converted without verification: {why}")
     out.result(lambda: [f"{ck.url}  {ck.manifest.id}  {amount}"], lambda: found, lambda: [ck.manifest.id])
 
 
@@ -180,8 +180,8 @@ def copy(
         "mb_per_s": round(done.nbytes / seconds / 1e6, 3),
     }
     if done.already:
-        out.note(f"{done.url} holds this checkpoint already: nothing to do")
-    kept = f"; {plural(done.kept, 'file')} of these, {bytes_text(done.kept_nbytes)}, were there" if done.kept else ""
+        out.note(f"{done.url} is this checkpoint already: nothing to do")
+    kept = f"; {plural(done.kept, 'file')} of these, {bytes_text(done.kept_nbytes)}, existed" if done.kept else ""
     amount = (
         f"{plural(done.files, 'file')}, {bytes_text(done.nbytes)} in {seconds:.1f} s, {found['mb_per_s']:,.0f} MB/s"
     )
@@ -238,10 +238,10 @@ def materialize(
                 source, dst, chunk_bytes, shard_bytes, overwrite, workers, verify=not no_verify, progress=progress
             )
     except KeyboardInterrupt:
-        whole = f"{source.url} is whole" if dst is None else f"nothing is committed at {dst}"
-        raise Interrupted(f"interrupted: {whole}; run the same command again and it continues") from None
+        state = f"{source.url} is intact" if dst is None else f"nothing is committed at {dst}"
+        raise Interrupted(f"interrupted: {state}; run the same command again and it continues") from None
     if nothing:
-        out.note(f"{ck.url} is arrays already: nothing to do")
+        out.note(f"{ck.url} is not packed: nothing to do")
     seconds = time.perf_counter() - begun
     tensors = 0 if nothing else len(ck.tensors)
     nbytes = 0 if nothing else sum(info.nbytes for info in ck.tensors.values())

@@ -1,4 +1,4 @@
-"""`ucp delete`, `ucp restore`: deleting checkpoints softly, and taking that back."""
+"""`ucp delete`, `ucp restore`: deletion with a grace period."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REFS = ref_argument("refs", "REF…", many=True)
 @IGNORE_DEPENDENT
 @CATALOG
 def delete(refs: tuple[str, ...], grace: timedelta, ignored: tuple[str, ...], out: Output) -> None:
-    """Delete checkpoints, all of them or none; `ucp restore` restores them.
+    """Delete checkpoints, all of them or none; `ucp restore` undoes it.
 
     Storage is not touched until `ucp gc` runs after the grace period. Checkpoints that have an alias, tag or hold, that
     others need, or that ucformat did not write are refused.

@@ -1,4 +1,4 @@
-"""`ucp diff`: in what two checkpoints differ."""
+"""`ucp diff`: the differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["diff"]
 
 _PARTS = ("config", "topology", "producer", "metrics", "tensors")
-_MAX_VALUE_ROWS = 20  # tensors of which only the values differ that people are shown
+_MAX_VALUE_ROWS = 20  # tensors that are listed although only their values differ
 
 
 @command
@@ -83,18 +83,18 @@ def diff(
 
 @dataclass(frozen=True)
 class _Found:
-    """What the catalog or the manifests tell, and what the values do if they were read."""
+    """The differences in the catalog or manifests, and those of the values if they were read."""
 
     diff: Diff
     values: list[TensorDifference] | None
 
     def changed(self, part: str) -> Sequence[Changed]:
-        """What differs in a part that is not the tensors."""
+        """The changes in a part other than the tensors."""
         changed: Sequence[Changed] = getattr(self.diff, part)
         return changed
 
     def differs(self, part: str) -> bool:
-        """Whether a part differs, or may."""
+        """Whether a part differs or may differ."""
         if part != "tensors":
             return bool(self.changed(part))
         t = self.diff.tensors
@@ -107,12 +107,12 @@ class _Found:
 def _chosen(text: str) -> list[str]:
     chosen = [part.strip() for part in text.split(",")]
     if unknown := [part for part in chosen if part not in _PARTS]:
-        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(_PARTS)}", param_hint="'--what'")
+        raise click.BadParameter(f"{unknown[0]!r} is not one of {', '.join(_PARTS)}", param_hint="'--what'")
     return [part for part in _PARTS if part in chosen]
 
 
 def _diff(a: str, b: str, options: dict[str, Any] | None) -> Diff:
-    """From the catalog if it knows both, else from what lies in storage."""
+    """Compare two checkpoints in the catalog if it has both, else their manifests."""
     from ucformat.errors import NotFound
     from ucformat.settings import load_settings
 
@@ -120,7 +120,7 @@ def _diff(a: str, b: str, options: dict[str, Any] | None) -> Diff:
         return _diff_opened(a, b, None, options)
     with opened_catalog() as catalog:
         try:
-            if not options:  # else they are opened as these say, whatever the catalog knows
+            if not options:  # else the checkpoints have to be opened with them
                 return catalog.diff(a, b)
         except NotFound:
             pass
@@ -254,7 +254,7 @@ def _bare(found: _Found, chosen: Sequence[str]) -> Iterator[str]:
 def _read_values(
     a: str, b: str, options: dict[str, Any] | None, workers: int | None, out: Output
 ) -> list[TensorDifference]:
-    """Compare what both checkpoints hold in the same state and shape, element by element."""
+    """Compare the tensors with the same name, state and shape in both checkpoints, element by element."""
     from ucformat.cli.ui.options import open_any
     from ucformat.jobs.compare import compare
 
@@ -264,7 +264,7 @@ def _read_values(
 
 
 def _value_data(values: Sequence[TensorDifference]) -> list[dict[str, Any]]:
-    """As JSON has them."""
+    """The JSON of compared values."""
     return [
         {
             "name": v.name,
@@ -284,7 +284,7 @@ def _value_data(values: Sequence[TensorDifference]) -> list[dict[str, Any]]:
 
 
 def _value_lines(values: Sequence[TensorDifference], width: int | None) -> Iterator[str]:
-    """A line for each tensor whose values differ, and how many do not."""
+    """A line for each tensor whose values differ, and the number of the others."""
     rows = [
         (v.name, v.state, count(v.differing), count(v.elements), f"{v.max_abs:.3g}", f"{v.max_rel:.3g}", _nan(v))
         for v in values
@@ -294,31 +294,31 @@ def _value_lines(values: Sequence[TensorDifference], width: int | None) -> Itera
         head = ("values of", "state", "differ", "of", "max abs", "max rel", "nan in one")
         yield from table(head, rows, left=2, width=width)
     same = [v for v in values if v.equal]
-    known = sum(v.by_digest for v in same)
-    yield f"{plural(len(same), 'tensor')} the same, {count(known)} of them by their digests"
+    by_digest = sum(v.by_digest for v in same)
+    yield f"{plural(len(same), 'tensor')} the same, {count(by_digest)} of them by their digests"
 
 
 def _nan(value: TensorDifference) -> str:
     return count(value.nan_mismatches) if value.nan_mismatches else "-"
 
 
-def _diff_opened(a: str, b: str, known: Catalog | None, options: dict[str, Any] | None) -> Diff:
-    """In what two checkpoints differ, from their manifests; with the metrics that the catalog `known` has of either."""
+def _diff_opened(a: str, b: str, catalog: Catalog | None, options: dict[str, Any] | None) -> Diff:
+    """Compare the manifests of two checkpoints, and the metrics that the catalog has of them."""
     from ucformat.catalog.catalog import Catalog
 
     with TemporaryDirectory(prefix="ucformat-") as folder, Catalog(f"{folder}/catalog.db") as scratch:
-        return scratch.diff(*(_note(ref, scratch, known, options) for ref in (a, b)))
+        return scratch.diff(*(_record(ref, scratch, catalog, options) for ref in (a, b)))
 
 
-def _note(ref: str, scratch: Catalog, known: Catalog | None, options: dict[str, Any] | None) -> str:
-    """Record a checkpoint, which is opened for that, in the scratch catalog; its id."""
+def _record(ref: str, scratch: Catalog, catalog: Catalog | None, options: dict[str, Any] | None) -> str:
+    """Open a checkpoint, record it in the scratch catalog, and return its id."""
     from ucformat.cli.ui.options import open_any
     from ucformat.errors import NotFound
 
     ck = open_any(ref, options)
     manifest = ck.manifest.model_copy(update={"id": ck.id})
-    if known is not None:
+    if catalog is not None:
         with suppress(NotFound):
-            manifest = manifest.model_copy(update={"metrics": dict(known.get(ck.id).metrics)})
+            manifest = manifest.model_copy(update={"metrics": dict(catalog.get(ck.id).metrics)})
     scratch.record(manifest, ck.home, kind=ck.kind)
     return ck.id

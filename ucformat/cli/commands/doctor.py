@@ -1,4 +1,4 @@
-"""`ucp doctor`: what a storage place can do."""
+"""`ucp doctor`: the capabilities of a storage location."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ __all__ = ["doctor"]
 def doctor(url: str, read_only: bool, out: Output) -> None:  # noqa: FBT001
     """Test the capabilities of a storage location, and show what they mean for checkpoints there.
 
-    URL is a path or a url; nothing need lie there. Some 20 MiB are written in a folder `ucf-doctor-…` and removed
-    again. Exits with 1 unless checkpoints can be read and committed there; with --read-only, unless what lies there
-    can be read.
+    URL is a path or url, which need not exist. About 20 MiB are written to a folder `ucf-doctor-…` and removed again.
+    Exits with 1 unless checkpoints can be read and committed there; with --read-only, unless the files there can be
+    read.
     """
     import ucformat
     from ucformat.cli.program import Interrupted
@@ -35,7 +35,7 @@ def doctor(url: str, read_only: bool, out: Output) -> None:  # noqa: FBT001
     try:
         found = ucformat.doctor(url, read_only=read_only)
     except KeyboardInterrupt:
-        raise Interrupted("interrupted: what was written is removed again") from None
+        raise Interrupted("interrupted: the test files were removed") from None
     bad = [p.name for p in found.probes if p.status != "ok"]
     out.result(lambda: _describe(found), lambda: _data(found), lambda: bad or ["ok"])
     if not found:
@@ -46,9 +46,9 @@ def _describe(found: Diagnosis) -> Iterator[str]:
     width = terminal_width()
     yield Heading(found.url)
     access = found.access
-    for label, said in (("endpoint", access.endpoint), ("region", access.region), ("keys from", access.credentials)):
-        if said is not None:
-            yield from field(label, said, width)
+    for label, text in (("endpoint", access.endpoint), ("region", access.region), ("keys from", access.credentials)):
+        if text is not None:
+            yield from field(label, text, width)
     if found.latency_ms is not None:
         yield from field("latency", f"{found.latency_ms:.3g} ms for a small read", width)
     if found.mb_per_s is not None:
@@ -58,12 +58,12 @@ def _describe(found: Diagnosis) -> Iterator[str]:
     for probe in found.probes:
         yield f"  {probe.status:<7}  {probe.name:<{longest}}  {probe.text}"
     yield ""
-    yield from _meaning(found)
+    yield from _verdict(found)
 
 
-def _meaning(found: Diagnosis) -> Iterator[str]:
+def _verdict(found: Diagnosis) -> Iterator[str]:
     if found.can_read is None:
-        yield "  whether checkpoints there can be read is not known: there is none"
+        yield "  it is unknown whether checkpoints there can be read: there are none"
     else:
         yield f"  checkpoints there can{'' if found.can_read else 'not'} be read"
     if found.can_save is not None:

@@ -1,4 +1,4 @@
-"""`ucp get`: a tensor, or a slice of one, as a `.npy` file or printed."""
+"""`ucp get`: read a tensor or a slice of one, to a `.npy` file or to the terminal."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def get(
     if file is not None:
         save(file, stored, force=force)
         if stored.dtype != array.dtype:
-            out.note(f"{file} holds the bits of {array.dtype} as {stored.dtype}; --dtype float32 would give the values")
+            out.note(f"{file} has the bits of {array.dtype} as {stored.dtype}; --dtype float32 stores the values")
 
     def data() -> dict[str, Any]:
         found = {
@@ -102,7 +102,7 @@ def get(
 
 
 def _shape(tensor: Tensor, index: Index) -> tuple[int, ...]:
-    """The shape that an index gives, found without reading."""
+    """The shape of an indexed tensor, without reading it."""
     import numpy as np
 
     try:
@@ -110,7 +110,7 @@ def _shape(tensor: Tensor, index: Index) -> tuple[int, ...]:
     except IndexError as error:
         raise UsageError(
             f"{tensor.info.key} has the shape {list(tensor.shape)}: {error}",
-            hint="for each dim an integer inside it, or a slice such as 0:512; `...` stands for the dims between",
+            hint="give an integer or a slice such as 0:512 for each dim; `...` means all other dims",
         ) from None
 
 
@@ -131,7 +131,7 @@ def _read(tensor: Tensor, index: Index) -> NDArray[Any]:
 
 
 def _plain(array: NDArray[Any]) -> NDArray[Any]:
-    """With bfloat16 and float8 as float32, which holds each of their values."""
+    """Convert bfloat16 and float8 to float32, which represents all their values."""
     import numpy as np
 
     return array.astype(np.float32) if array.dtype.kind == "V" or array.dtype.name.startswith("float8") else array
@@ -159,14 +159,24 @@ _SLICE = re.compile(rf"{_INT}:{_INT}(?::{_INT})?", re.ASCII)
 
 
 def parse_slice(text: str) -> tuple[int | slice | EllipsisType, ...]:
-    """`0:512, 128:`, with or without brackets, as what `tensor[...]` takes; UsageError where it is none."""
+    """Parse a slice such as `0:512, 128:`.
+
+    Args:
+        text: the slice in NumPy's syntax, with or without brackets.
+
+    Returns:
+        The index for `tensor[...]`.
+
+    Raises:
+        UsageError: it is not a slice.
+    """
     inside = text.strip()
     if inside.startswith("[") and inside.endswith("]"):
         inside = inside[1:-1].strip()
     if not inside:
         raise _error(text, "it is empty")
     parts = inside.split(",")
-    if len(parts) > 1 and not parts[-1].strip():  # NumPy lets a comma stand at the end
+    if len(parts) > 1 and not parts[-1].strip():  # NumPy allows a trailing comma
         parts.pop()
     return tuple(_part(part.strip(), text) for part in parts)
 
@@ -189,11 +199,22 @@ def _error(text: str, why: str) -> UsageError:
     return UsageError(f"{text!r} is not a slice: {why}", hint="write it as NumPy does: '0:512,128:' or '[3, ..., ::2]'")
 
 
-_KINDS = ("bool", "uint", "int", "float", "complex")  # a cast to the left would drop more than digits
+_KINDS = ("bool", "uint", "int", "float", "complex")  # a cast to one further left would lose more than precision
 
 
 def cast(array: NDArray[Any], dtype: str | None) -> NDArray[Any]:
-    """The array in this dtype; UsageError where the cast would drop a part, the imaginary one or the fraction."""
+    """Cast an array.
+
+    Args:
+        array: the array.
+        dtype: the dtype, such as `float32` (None: as it is).
+
+    Returns:
+        The array in this dtype.
+
+    Raises:
+        UsageError: the cast would lose the imaginary part, the fraction or the sign.
+    """
     if dtype is None:
         return array
     import numpy as np
@@ -203,7 +224,9 @@ def cast(array: NDArray[Any], dtype: str | None) -> NDArray[Any]:
     target = numpy_dtype(dtype)
     source = dtype_name(array.dtype)
     if _kind(dtype) < _kind(source):
-        raise UsageError(f"casting {source} to {dtype} would lose more than digits", hint="cast it in your own program")
+        raise UsageError(
+            f"casting {source} to {dtype} would lose more than precision", hint="cast it in your own program"
+        )
     with np.errstate(all="ignore"):
         return array.astype(target)
 
@@ -214,7 +237,11 @@ def _kind(dtype: str) -> int:
 
 
 def as_stored(array: NDArray[Any]) -> NDArray[Any]:
-    """As a `.npy` file can hold it: bfloat16 and float8 as the unsigned integers of their bits."""
+    """View bfloat16 and float8 as the unsigned integers of their bits, since `.npy` files cannot hold them.
+
+    Args:
+        array: the array.
+    """
     from ucformat.reading.dtypes import dtype_name
 
     nameless = dtype_name(array.dtype).startswith(("bfloat", "float8"))  # np.save would call these `|V2`, `|V1`, `<f1`
@@ -222,9 +249,19 @@ def as_stored(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def check_target(file: Path, *, force: bool) -> None:
-    """Conflict where there is a file already, NotFound where no folder is for it: before anything is read."""
+    """Check that a file can be written, before anything is read.
+
+    Args:
+        file: the file.
+        force: it may exist.
+
+    Raises:
+        Conflict: it exists.
+        NotFound: its folder does not exist.
+        UsageError: it is a folder.
+    """
     if not file.parent.is_dir():
-        raise NotFound(f"there is no folder {file.parent} to write {file.name} in", hint=f"mkdir -p {file.parent}")
+        raise NotFound(f"there is no folder {file.parent} for {file.name}", hint=f"mkdir -p {file.parent}")
     if file.is_dir():
         raise UsageError(f"{file} is a folder", hint=f"name a file in it: {file / 'x.npy'}")
     if file.is_file() and not force:
@@ -232,21 +269,28 @@ def check_target(file: Path, *, force: bool) -> None:
 
 
 def _exists(file: Path) -> Conflict:
-    return Conflict(f"{file} exists", hint="choose another name, or give --force to replace it")
+    return Conflict(f"{file} exists", hint="choose another name, or pass --force to replace it")
 
 
 def save(file: Path, array: NDArray[Any], *, force: bool) -> None:
-    """Write the file atomically; an existing one is only replaced with `force`."""
+    """Write a `.npy` file atomically.
+
+    Args:
+        file: the file.
+        array: the array.
+        force: replace an existing file.
+
+    Raises:
+        Conflict: it exists.
+    """
     import numpy as np
 
-    if file.exists() and not file.is_file():  # a device: nothing to lose or to leave behind
+    if file.exists() and not file.is_file():  # a device: written in place
         with file.open("wb") as device:
             np.save(device, array, allow_pickle=False)
         return
     file = file.resolve()
-    scratch = file.with_name(
-        f".{file.name}.{secrets.token_hex(8)}.part"
-    )  # nobody else's: it is removed whatever happens
+    scratch = file.with_name(f".{file.name}.{secrets.token_hex(8)}.part")  # a unique name: it is removed on any error
     try:
         with scratch.open("xb") as out:
             np.save(out, array, allow_pickle=False)
@@ -260,7 +304,7 @@ def save(file: Path, array: NDArray[Any], *, force: bool) -> None:
 
 
 def _publish(scratch: Path, file: Path) -> None:
-    """Give a file its name if nothing has it."""
+    """Rename a file unless the name exists."""
     try:
         os.link(scratch, file)
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""`ucp tag`, `ucp untag`, `ucp metric`, `ucp note`, `ucp hold`, `ucp release`: what people say of a checkpoint."""
+"""`ucp tag`, `untag`, `metric`, `note`, `hold`, `release` and `alias`: annotations of checkpoints."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def untag(ref: str, tags: tuple[str, ...], reason: str, out: Output) -> None:
         entry = catalog.get(ref)
         catalog.untag(entry.id, *tags, reason=reason)
         now = catalog.get(entry.id).tags
-    out.result(lambda: [f"{entry.name}: {', '.join(now) or 'no tag'}"], lambda: _data(entry, tags=list(now)))
+    out.result(lambda: [f"{entry.name}: {', '.join(now) or 'no tags'}"], lambda: _data(entry, tags=list(now)))
 
 
 @command
@@ -63,7 +63,7 @@ def untag(ref: str, tags: tuple[str, ...], reason: str, out: Output) -> None:
 def metric(ref: str, metrics: tuple[str, ...], out: Output) -> None:
     """Set metrics of a checkpoint, replacing those with the same names.
 
-    VALUE is a number; nan records that the measurement gave no number.
+    VALUE is a number; nan and inf are allowed.
     """
     given = dict(parse_metric(text, "'NAME=VALUE…'") for text in metrics)
     with opened_catalog() as catalog:
@@ -125,7 +125,7 @@ def _until(text: str) -> datetime | timedelta:
             return datetime.combine(date.fromisoformat(text), time.max, UTC)
         at = datetime.fromisoformat(text)
     except ValueError:
-        hint = "write a time from now, as 12h or 30d, or a date, as 2026-12-31"
+        hint = "write a duration such as 12h or 30d, or a date such as 2026-12-31"
         raise click.BadParameter(f"{text!r} is not a time: {hint}", param_hint="'--until'") from None
     return at if at.tzinfo else at.replace(tzinfo=UTC)
 
@@ -144,7 +144,7 @@ def release(ref: str, number: int | None, out: Output) -> None:
         left = catalog.get(entry.id).holds
     if number is not None and not ended:
         held = ", ".join(str(h.id) for h in left)
-        raise NotFound(f"{entry.name} has no hold {number}", hint=f"there are: {held}" if held else "nothing holds it")
+        raise NotFound(f"{entry.name} has no hold {number}", hint=f"its holds: {held}" if held else None)
     out.result(
         lambda: [f"{entry.name}: {plural(ended, 'hold')} released{f', {len(left)} left' if left else ''}"],
         lambda: _data(entry, released=ended, holds=[hold_data(h) for h in left]),
@@ -152,8 +152,8 @@ def release(ref: str, number: int | None, out: Output) -> None:
     )
 
 
-def _data(entry: Any, **said: Any) -> dict[str, Any]:
-    return {"id": entry.id, "name": entry.name, **said}
+def _data(entry: Any, **annotations: Any) -> dict[str, Any]:
+    return {"id": entry.id, "name": entry.name, **annotations}
 
 
 _NAME = click.argument("name", metavar="NAME")
@@ -177,12 +177,12 @@ def set_(
 ) -> None:
     """Point an alias to a checkpoint; an existing alias is moved.
 
-    Write run/NAME for an alias of one run, which run@NAME then means.
+    An alias named run/NAME belongs to one run, and can also be written as run@NAME.
     """
     from ucformat.catalog.labels import ANY
 
     if new and expect is not None:
-        raise click.UsageError("--new and --expect exclude each other")
+        raise click.UsageError("--new and --expect are mutually exclusive")
     with opened_catalog() as catalog:
         entry = catalog.get(ref)
         catalog.alias(name, entry.id, expect=None if new else ANY if expect is None else expect)
@@ -206,7 +206,7 @@ def rm(name: str, expect: str | None, out: Output) -> None:
         catalog.unalias(name, expect=ANY if expect is None else expect)
         last = catalog.alias_history(name)[-1]
     out.result(
-        lambda: [f"{name} is removed; it pointed to {last.source}"],
+        lambda: [f"{name}: removed; it pointed to {last.source}"],
         lambda: {"alias": name, "version": last.version, "previous": last.source},
     )
 
@@ -253,7 +253,7 @@ def log(name: str, out: Output) -> None:
     with opened_catalog() as catalog:
         moves = catalog.alias_history(name)
     if not moves:
-        raise NotFound(f"there was never an alias {name!r}", hint="`ucp alias list` shows those there are")
+        raise NotFound(f"there was never an alias {name!r}", hint="`ucp alias list` shows all")
 
     def data() -> dict[str, Any]:
         return {"alias": name, "moves": [_move(m) for m in moves]}

@@ -1,4 +1,4 @@
-"""`ucp plan`: what ranks of a layout would read, before any of it is read."""
+"""`ucp plan`, `ucp fits`, `ucp layout`: checks of layouts, which read no tensor."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _plan_row(label: str, p: dict[str, Any], files: int) -> tuple[str, ...]:
     return label, count(p["tensors"]), *sizes, f"{ratio:.3f}", count(p["requests"]), count(files)
 
 
-_MAX_MISFITS = 20  # misfits that are shown of one checkpoint
+_MAX_MISFITS = 20  # misfits of one checkpoint that are shown
 
 
 @command
@@ -172,7 +172,7 @@ def fits(ref: str | None, file: str, where: str | None, options: dict[str, Any] 
 
 
 def _fit_all(where: str, layout: Any, out: Output) -> list[tuple[str, bool, dict[str, Any]]]:
-    """Of each checkpoint that a filter takes its reference, whether it fits, and what is to be said of it."""
+    """The reference of each checkpoint that matches a filter, whether it fits, and its JSON."""
     import ucformat
     from ucformat.cli.ui.catalogs import opened_catalog
     from ucformat.errors import UcformatError
@@ -185,14 +185,14 @@ def _fit_all(where: str, layout: Any, out: Output) -> list[tuple[str, bool, dict
             try:
                 fit = ucformat.fits(entry.id, layout)
                 found.append((entry.name, bool(fit), _fit_data(fit)))
-            except UcformatError as error:  # it is gone from its place, or cannot be read: not a reason to stop
+            except UcformatError as error:  # it is missing or unreadable: continue with the others
                 found.append((entry.name, False, {"fits": False, "error": error.message}))
             progress(done, len(entries))
     return found
 
 
 def _fit_data(fit: Fit) -> dict[str, Any]:
-    """A fit as JSON."""
+    """The JSON of a fit."""
     return {
         "url": fit.url,
         "fits": bool(fit),
@@ -216,7 +216,7 @@ def _fit_lines(fit: Fit) -> Iterator[str]:
 
 
 def _misfit_lines(fit: Fit) -> Iterator[str]:
-    """What does not fit, the first of it."""
+    """The first misfits, and the number of the others."""
     yield from (f"  {misfit}" for misfit in fit.misfits[:_MAX_MISFITS])
     if len(fit.misfits) > _MAX_MISFITS:
         yield f"  and {plural(len(fit.misfits) - _MAX_MISFITS, 'more tensor')}; --json lists them all"
@@ -230,7 +230,7 @@ def _fits_table(several: Sequence[tuple[str, bool, dict[str, Any]]]) -> Iterator
     return table(("checkpoint", "", "why not"), rows, width=terminal_width(), left=3)
 
 
-_MAX_NAMED = 3  # tensors of a rule that are named
+_MAX_NAMED = 3  # tensors of a rule that are shown
 
 
 @command
@@ -249,7 +249,7 @@ def check(file: str, against: str | None, options: dict[str, Any] | None, out: O
     from ucformat.views.document import load
 
     if against is None and options:
-        raise click.UsageError("--source describes the checkpoint of --against, and needs it")
+        raise click.UsageError("--source needs --against: it describes that checkpoint")
     found = load(file)
     if against is None:
         text = f"{file} is a layout for {plural(found.mesh.size, 'rank')}" if found else f"{file} is a view"
@@ -270,7 +270,7 @@ def check(file: str, against: str | None, options: dict[str, Any] | None, out: O
 
 
 def _check_view(file: str, against: str, options: dict[str, Any] | None, out: Output) -> None:
-    """Show what the steps of a file with a view and no rules consume and produce."""
+    """Show the tensors that the steps of a view consume and produce."""
     import ucformat
 
     steps = ucformat.open(against, view=file, options=options).steps

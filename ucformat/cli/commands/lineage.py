@@ -1,4 +1,4 @@
-"""`ucp lineage`, `ucp link`: what checkpoints were made from."""
+"""`ucp lineage`, `ucp link`: the ancestors and descendants of checkpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def lineage(
     form: str,
     out: Output,
 ) -> None:
-    """Show the ancestors of a checkpoint, or its descendants, over any number of steps."""
+    """Show the ancestors of a checkpoint, or with --down its descendants."""
     with opened_catalog() as catalog:
         found = catalog.lineage(ref, "up" if up else "down", depth)
     out.result(

@@ -1,4 +1,4 @@
-"""`ucp log`: who did what with the catalog, when."""
+"""`ucp log`: the audit log of the catalog."""
 
 from __future__ import annotations
 

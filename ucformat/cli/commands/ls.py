@@ -1,4 +1,4 @@
-"""`ucp ls`: the checkpoints that the catalog knows."""
+"""`ucp ls`: the checkpoints in the catalog."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["KEYS", "Column", "ls", "parse_columns"]
 
-_ID_LENGTH = 12  # so much of an id is shown to people
+_ID_LENGTH = 12  # characters of an id that are shown to people
 
-#: Key -> what it says of a checkpoint. Besides these there are metric.NAME, and paths into config, topology, producer.
+#: The values of keys, besides metric.NAME and paths into config, topology and producer.
 KEYS: dict[str, Callable[[Entry], Any]] = {
     "name": lambda e: e.name,
     "id": lambda e: e.id,
@@ -63,7 +63,12 @@ _WHOLE = ("id", "kind", "state", "created", "recorded", "deleted", "verified")  
 
 
 class Column:
-    """A column: a heading, and a text for each checkpoint."""
+    """A column of the table.
+
+    Args:
+        key: the key, which is also the heading.
+        value: returns the value of a checkpoint; None if it has none.
+    """
 
     def __init__(self, key: str, value: Callable[[Entry], Any]) -> None:
         self.key = key
@@ -71,25 +76,38 @@ class Column:
 
     @property
     def path(self) -> bool:
-        """Whether it is a path into what checkpoints may have, and not a key of all."""
+        """Whether it is a metric or a path into a document, not a key of every checkpoint."""
         return self.key not in KEYS
 
     @property
     def shrinks(self) -> bool:
-        """Whether its texts may be shortened."""
+        """Whether its cells may be shortened."""
         return self.key not in (*_WHOLE, *_RIGHT)
 
     def right(self, entries: Sequence[Entry]) -> bool:
-        """Whether it stands to the right: it holds nothing but numbers."""
+        """Whether it is aligned right, as it has only numbers.
+
+        Args:
+            entries: the checkpoints.
+        """
         values = [v for e in entries if (v := self._value(e)) is not None]
         return self.key in _RIGHT or bool(values and all(isinstance(v, int | float) for v in values))
 
     def empty(self, entries: Sequence[Entry]) -> bool:
-        """Whether nobody has anything for it."""
+        """Whether no checkpoint has a value.
+
+        Args:
+            entries: the checkpoints.
+        """
         return not any(self._value(e) not in (None, (), []) for e in entries)
 
     def text(self, entry: Entry, *, short: bool) -> str:
-        """What it says of a checkpoint; `short` for people, who know an id by its beginning."""
+        """Format the value of a checkpoint.
+
+        Args:
+            entry: the checkpoint.
+            short: shorten ids, for people.
+        """
         value = self._value(entry)
         match self.key:
             case _ if value is None:
@@ -121,7 +139,17 @@ def _text(value: Any) -> str:
 
 
 def parse_columns(text: str) -> list[Column]:
-    """The columns that the option --columns names; UsageError for a key that nobody has."""
+    """Parse the option --columns.
+
+    Args:
+        text: keys, separated by commas.
+
+    Returns:
+        The columns.
+
+    Raises:
+        UsageError: there is no such key.
+    """
     from ucformat.errors import UsageError
 
     columns, at = [], 0
@@ -146,7 +174,8 @@ def _column(key: str) -> Column:
         return Column(key, lambda e: _reach(_MAPPINGS[root](e), path))
     near = get_close_matches(key, KEYS, 1, 0.5)
     known = ", ".join([*KEYS, "metric.NAME", *(f"{m}.KEY.KEY" for m in _MAPPINGS if m != "metric")])
-    raise UsageError(f"there is no column {key!r}", hint=f"did you mean {near[0]}?" if near else f"there are: {known}")
+    hint = f"did you mean {near[0]}?" if near else f"the columns are {known}"
+    raise UsageError(f"there is no column {key!r}", hint=hint)
 
 
 def _plain(part: str) -> str:
@@ -154,7 +183,7 @@ def _plain(part: str) -> str:
 
 
 def _reach(value: Any, path: Sequence[str]) -> Any:
-    """What lies at a path; None if nothing does."""
+    """The value at a path; None if there is none."""
     for part in path:
         if isinstance(value, list):
             value = value[int(part)] if part.isdecimal() and int(part) < len(value) else None
@@ -225,7 +254,7 @@ def ls(
 
 
 def _check_known(catalog: Catalog, key: str, out: Output) -> None:
-    """Tell if no checkpoint at all has such a key: it may be misspelled."""
+    """Print a note if no checkpoint in the catalog has a key, which may be misspelled."""
     from ucformat.errors import UsageError
 
     try:
@@ -235,7 +264,7 @@ def _check_known(catalog: Catalog, key: str, out: Output) -> None:
 
 
 def _default(found: Sequence[Entry], *, deleted: bool) -> list[Column]:
-    """The columns that are shown unasked; of these, people see only the ones in which anything stands."""
+    """The default columns; on a terminal without those that are empty."""
     columns = parse_columns(f"name,id,kind,{'state,' if deleted else ''}size,age,alias,tag")
     return columns if terminal_width() is None else [c for c in columns if not c.empty(found)]
 

@@ -1,4 +1,4 @@
-"""What the catalog knows of a checkpoint that `ucp show` shows."""
+"""The part of `ucp show` that comes from the catalog."""
 
 from __future__ import annotations
 
@@ -21,18 +21,23 @@ __all__ = ["Recorded", "look_up"]
 
 @dataclass(frozen=True)
 class Recorded:
-    """A checkpoint as the catalog knows it, what it was made from, and its tensors if they were asked for."""
+    """A checkpoint in the catalog, its parents as JSON, and its tensors if they are needed."""
 
     entry: Entry
     parents: tuple[dict[str, Any], ...]
     tensors: tuple[TensorInfo, ...] = ()
 
     def data(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The JSON."""
         return entry_data(self.entry) | {"parents": list(self.parents)}
 
     def lines(self, here: str | None, width: int | None) -> Iterator[str]:
-        """For people; `here` is the place that they see already."""
+        """The lines for people.
+
+        Args:
+            here: the place that is shown already (None: none).
+            width: characters of a line (None: any).
+        """
         for label, text in self._rows(here):
             yield from field(label, text, width)
 
@@ -48,7 +53,7 @@ class Recorded:
             yield "tag", ", ".join(entry.tags)
         if entry.metrics:
             yield "metric", ", ".join(f"{name} {value:.6g}" for name, value in entry.metrics.items())
-        yield from _words(entry)
+        yield from _annotations(entry)
         for parent in self.parents:
             yield "from", f"{parent['name']} ({parent['kind']})"
         if entry.verified is not None:
@@ -58,14 +63,14 @@ class Recorded:
                 yield "place" if here is None else "also in", url
 
 
-def _words(entry: Entry) -> Iterator[tuple[str, str]]:
-    """What people said at length, and what only documents say that somebody said."""
+def _annotations(entry: Entry) -> Iterator[tuple[str, str]]:
+    """Holds and notes, and which annotations are from documents of other catalogs."""
     for hold in entry.holds:
         yield f"hold {hold.id}", _hold(hold)
     for note in entry.notes:
         yield "note", f"{note.text} ({note.who}, {moment(note.created)})"
     if entry.from_documents:
-        yield "only said", f"in documents beside it: {', '.join(entry.from_documents)}"
+        yield "imported", f"from documents beside it: {', '.join(entry.from_documents)}"
 
 
 def _state(entry: Entry) -> str:
@@ -81,14 +86,20 @@ def _hold(hold: HoldEntry) -> str:
 
 
 def _verified(found: VerificationEntry) -> str:
-    said = "whole" if found.ok else f"damaged: {plural(len(found.problems), 'problem')}"
-    return f"{moment(found.at)}, {said}"
+    result = "intact" if found.ok else f"damaged: {plural(len(found.problems), 'problem')}"
+    return f"{moment(found.at)}, {result}"
 
 
 def look_up(ref: str, out: Output, *, tensors: bool = False) -> Recorded | None:
-    """What the catalog knows of a checkpoint; None if it does not know it, or there is no catalog.
+    """Look up a checkpoint in the catalog, and print a note if the catalog is not available.
 
-    A catalog that cannot be asked is a note: what lies in storage can be shown without it.
+    Args:
+        ref: the reference.
+        out: prints the note.
+        tensors: also load its tensors (default: False).
+
+    Returns:
+        The checkpoint; None if the catalog does not have it, or there is no catalog.
     """
     from ucformat.errors import NotFound, UcformatError
     from ucformat.settings import load_settings
@@ -96,7 +107,7 @@ def look_up(ref: str, out: Output, *, tensors: bool = False) -> Recorded | None:
     try:
         url = load_settings().catalog_url()
         file = None if url is None else file_of(url)
-        if url is None or (file is not None and not file.exists()):  # nobody has made one yet, and we need none
+        if url is None or (file is not None and not file.exists()):  # do not create one
             return None
         from ucformat.catalog.catalog import Catalog
 
@@ -105,7 +116,7 @@ def look_up(ref: str, out: Output, *, tensors: bool = False) -> Recorded | None:
     except NotFound:
         return None
     except UcformatError as error:
-        out.note(f"without what the catalog knows: {error.message}")
+        out.note(f"the catalog is not available: {error.message}")
         return None
 
 
@@ -124,7 +135,7 @@ def _look_up(catalog: Catalog, ref: str, *, tensors: bool) -> Recorded:
 
 
 def _find(catalog: Catalog, ref: str) -> Entry:
-    """The checkpoint that a reference means, also by run@step where it is gone: the last of those."""
+    """Look up a checkpoint; for run@step also one that is gone, the last of them."""
     from ucformat.catalog.refs import parse_ref
     from ucformat.errors import NotFound
 

@@ -1,4 +1,4 @@
-"""`ucp register`, `ucp reindex`: making the catalog know what lies in storage."""
+"""`ucp register`, `ucp reindex`: recording existing checkpoints in the catalog."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ TRUST = click.option(
 @command
 @click.argument("places", metavar="PLACE…", nargs=-1, required=True)
 @click.option("-r", "--recursive", is_flag=True, help="Also search subfolders.")
-@click.option("--rescan", is_flag=True, help="With -r: also read checkpoints that are known and unchanged.")
+@click.option("--rescan", is_flag=True, help="With -r: also read checkpoints that are recorded and unchanged.")
 @click.option(
     "--run",
     metavar="NAME",
     help="The run they belong to.  [default: the run in the checkpoint, else the parent folder]",
 )
-@click.option("--virtual", is_flag=True, help="Make a virtual checkpoint: PLACE… is SRC DST.")
-@click.option("--checksums", is_flag=True, help="With --virtual: read SRC's files once and keep their checksums.")
+@click.option("--virtual", is_flag=True, help="Create a virtual checkpoint: PLACE… is SRC DST.")
+@click.option("--checksums", is_flag=True, help="With --virtual: read SRC's files once and record their checksums.")
 @click.option("--overwrite", is_flag=True, help="With --virtual: replace the checkpoint at DST.")
 @click.option(
     "--unprotected",
@@ -81,8 +81,8 @@ def register(
 ) -> None:
     """Add universal checkpoints and checkpoints of training engines to the catalog.
 
-    PLACE is a path or a url. Nothing is converted, copied or changed. Checkpoints that are known already are left
-    alone, except that --run moves them to that run. --source is not recorded: give it again to open one of them.
+    PLACE is a path or url. Nothing is converted, copied or changed. Checkpoints that are recorded already stay as they
+    are, except that --run moves them to that run. --source is not recorded: pass it again to open one of them.
 
     With --virtual, a universal checkpoint is created at DST that references the bytes in SRC's files instead of copying
     them. It can be used like any other while those files are unchanged; `ucp materialize DST` converts it to arrays.
@@ -95,10 +95,10 @@ def register(
         if len(places) != 2 or recursive or rescan or trust_documents:
             raise UsageError("--virtual takes two places, SRC and DST", hint="ucp register SRC DST --virtual")
         source = ucformat.open(places[0], view=view, options=options)
-        said = {"run": run, "config": config, "metrics": metrics}
+        facts = {"run": run, "config": config, "metrics": metrics}
         ignore_dependents_of(ignored, [places[1]], out, "register")
-        how = {"checksums": checksums, "overwrite": overwrite, "unprotected": unprotected}
-        _register_virtual(source, places[1], said, out, how)
+        flags = {"checksums": checksums, "overwrite": overwrite, "unprotected": unprotected}
+        _register_virtual(source, places[1], facts, out, flags)
         return
     if checksums or overwrite or unprotected or ignored or view is not None:
         raise UsageError("--checksums, --overwrite, --unprotected, --ignore-dependent and --view go with --virtual")
@@ -117,23 +117,23 @@ def register(
                 progress=progress,
             )
     except KeyboardInterrupt:
-        raise Interrupted("interrupted: what was registered until now stays; the same command continues") from None
+        raise Interrupted("interrupted: run the same command again and it continues") from None
     out.result(lambda: _list(found), lambda: _data(found), lambda: (e.id for e in found.entries))
     _raise_failures(found)
 
 
-def _register_virtual(source: Checkpoint, dst: str, said: dict[str, Any], out: Output, how: dict[str, Any]) -> None:
+def _register_virtual(source: Checkpoint, dst: str, facts: dict[str, Any], out: Output, flags: dict[str, Any]) -> None:
     import ucformat
 
     with out.progress("reading checksums") as progress:
-        ck = ucformat.convert(source, dst, virtual=True, progress=progress, **how, **said)
+        ck = ucformat.convert(source, dst, virtual=True, progress=progress, **flags, **facts)
     nbytes = sum(info.nbytes for info in ck.tensors.values())
     sidecar = ck.manifest.sidecar
     files = len(sidecar.sources) if sidecar else 0
     found = {"url": ck.url, "id": ck.id, "tensors": len(ck.tensors), "bytes": nbytes, "files": files}
     amount = f"{plural(len(ck.tensors), 'tensor')}, {bytes_text(nbytes)} in {plural(files, 'file')}, not copied"
     if ck.manifest.verified is not None and not ck.manifest.verified.default:
-        why = "SRC's files carry no checksums of them" if how["checksums"] else "--checksums reads the files to compare"
+        why = "SRC's files have no checksums for them" if flags["checksums"] else "--checksums verifies those it can"
         bare = len(ck.tensors) - len(ck.manifest.verified.but)
         out.note(f"the bytes of {plural(bare, 'tensor')} are unverified: {why}")
     out.result(lambda: [f"{ck.url}  {ck.id}  {amount}"], lambda: found, lambda: [ck.id])
@@ -141,7 +141,7 @@ def _register_virtual(source: Checkpoint, dst: str, said: dict[str, Any], out: O
 
 @command
 @click.argument("place", metavar="PLACE")
-@click.option("--forget", is_flag=True, help="Forget checkpoints that the catalog has there and that no longer exist.")
+@click.option("--forget", is_flag=True, help="Remove the records of checkpoints that no longer exist.")
 @TRUST
 @SOURCE
 @CATALOG
@@ -168,7 +168,7 @@ def reindex(
                 place, catalog, forget=forget, trust_documents=trust_documents, options=options, progress=progress
             )
     except KeyboardInterrupt:
-        raise Interrupted("interrupted: what was recorded until now stays; the same command again does all") from None
+        raise Interrupted("interrupted: run the same command again") from None
     out.result(
         lambda: _summary(found),
         lambda: _data(found) | {"missing": list(found.missing), "forgotten": list(found.forgotten)},
@@ -178,8 +178,8 @@ def reindex(
     if found.missing and not forget:
         places = plural(len(found.missing), "place")
         raise UcformatError(
-            f"the catalog knew checkpoints in {places} that hold none: nothing was forgotten",
-            hint=f"is a disk not mounted? If they are gone for good: ucp reindex {place} --forget",
+            f"the catalog has checkpoints in {places} where there are none: nothing was forgotten",
+            hint=f"check that all disks are mounted; if the checkpoints are gone: ucp reindex {place} --forget",
         )
 
 
@@ -214,11 +214,11 @@ def _data(found: Registered) -> dict[str, Any]:
 
 
 def _raise_failures(found: Registered) -> None:
-    """Fail if a place that looked like a checkpoint could not be read; the others are recorded."""
+    """Raise an error if a place that looked like a checkpoint could not be read; the others are recorded."""
     from ucformat.errors import UcformatError
 
     if found.failures:
         raise UcformatError(
             f"{plural(len(found.failures), 'place')} could not be read, and {len(found.entries)} could",
-            hint="`ucp show PLACE` says more about each",
+            hint="`ucp show PLACE` shows why",
         )

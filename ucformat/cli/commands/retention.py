@@ -1,4 +1,4 @@
-"""`ucp retain`: deleting what a policy does not keep."""
+"""`ucp retain`, `ucp gc`: deleting what a policy does not keep, and removing it from storage."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _YES = click.option("-y", "--yes", is_flag=True, help="With --apply, do not ask.
 def _ignore_dependents(
     rows: Iterable[RetentionRow], ignored: Sequence[str], catalog: Catalog, out: Output, name: str
 ) -> None:
-    """Do what `--ignore-dependent` says of those checkpoints of a plan that are said to be needed so.
+    """Apply `--ignore-dependent` to the checkpoints of a plan that these need.
 
     Args:
-        rows: the checkpoints that stay.
+        rows: the checkpoints that are kept.
         ignored: the ids of dependents.
-        catalog: of the plan.
-        out: where it is noted that nothing needs them.
-        name: the command's, for the log.
+        catalog: the catalog.
+        out: prints a note for ids without a record.
+        name: the command, for the audit log.
     """
     needed = [row for row in rows if {*ignored} & {*row.dependents}]
     ignore_dependents_of(ignored, [url for row in needed for url in catalog.get(row.id).urls], out, name)
@@ -139,7 +139,7 @@ def _retain_lines(plan: RetentionPlan) -> Iterator[str]:
         yield from _row_table([(row, ()) for row in plan.delete])
     if plan.untouched:
         yield ""
-        yield Heading(f"not judged: {plural(len(plan.untouched), 'checkpoint')}")
+        yield Heading(f"not covered by the policy: {plural(len(plan.untouched), 'checkpoint')}")
         for why, n in Counter("; ".join(kept.reasons) for kept in plan.untouched).most_common():
             yield f"  {count(n):>6}  {why}"
 
@@ -166,7 +166,7 @@ def _retain_data(plan: RetentionPlan, *, applied: bool) -> dict[str, Any]:
     type=TIME,
     default="7d",
     metavar="TIME",
-    help="Leave what writers began less than this ago, and what was deleted so lately and has no grace of its own.  "
+    help="Minimum age of unfinished writes, and grace period of deleted checkpoints that have none of their own.  "
     "[default: 7d]",
 )
 @IGNORE_DEPENDENT
@@ -199,13 +199,13 @@ def gc(
             out.result(lambda: _gc_lines(found), dict)
         work = bool(found.plan.purge or found.resumed or found.leftovers)
         if apply and work:
-            if not _confirm(f"remove {_amount(found)} for good?", out, yes=yes):
+            if not _confirm(f"permanently remove {_amount(found)}?", out, yes=yes):
                 raise click.exceptions.Exit(1)
             try:
                 with out.progress("removing", "checkpoints") as progress:
                     found = collect(catalog, places, apply=True, expect=found.plan.id, grace=grace, progress=progress)
             except KeyboardInterrupt:
-                raise Interrupted("interrupted: the same command again removes the rest") from None
+                raise Interrupted("interrupted: run the same command again to remove the rest") from None
     done = f"removed {plural(len(found.purged), 'checkpoint')}" if apply else "nothing was removed; --apply does it"
     out.result(
         lambda: ["", done, *(f"  failed    {f}" for f in found.failures)] if work else [],
@@ -214,7 +214,7 @@ def gc(
     )
     if found.failures:
         raise UcformatError(
-            f"{plural(len(found.failures), 'removal')} failed", hint="the same command again tries those once more"
+            f"{plural(len(found.failures), 'removal')} failed", hint="run the same command again to retry them"
         )
 
 
@@ -232,7 +232,7 @@ def _gc_lines(found: Collected) -> Iterator[str]:
     if plan.purge:
         yield from _row_table([(row, ()) for row in plan.purge])
     for checkpoint in found.resumed:
-        yield f"{checkpoint}  its removal was begun before"
+        yield f"{checkpoint}  removal was interrupted"
     if found.leftovers:
         yield ""
         yield from _leftovers(found)

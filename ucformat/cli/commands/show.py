@@ -1,4 +1,4 @@
-"""`ucp show`: what a checkpoint holds."""
+"""`ucp show`: the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def show(
 ) -> None:
     """Show what a checkpoint contains: its writer, step, layout, tensors by state, objects and assets.
 
-    Reads a few kilobytes, whatever the checkpoint's size. Also shows what the catalog knows of it; if its files are
-    gone, only that.
+    Reads a few kilobytes, regardless of the checkpoint's size. Also shows the checkpoint's entry in the catalog; if its
+    files are gone, only that.
     """
     found, every, known = _opened(src, view, options, out)
     tensors = _chosen(every, found["aliases"] or {}, globs, states)
@@ -69,7 +69,7 @@ def show(
 def _opened(
     src: str, view: str | None, options: dict[str, Any] | None, out: Output
 ) -> tuple[dict[str, Any], Sequence[TensorInfo], Recorded | None]:
-    """What a checkpoint says of itself, its tensors, and what the catalog knows of it."""
+    """The summary of a checkpoint, its tensors, and its entry in the catalog."""
     import ucformat
     from ucformat.cli.commands.recorded import look_up
     from ucformat.errors import NotFound
@@ -80,8 +80,8 @@ def _opened(
         known = look_up(src, out, tensors=True)
         if known is None:
             raise
-        out.note(f"{gone.message}; this is what the catalog knows of it")
-        return _remembered(known.entry), known.tensors, known
+        out.note(f"{gone.message}; showing its entry in the catalog")
+        return _from_catalog(known.entry), known.tensors, known
     return _summary(ck), list(ck.tensors.values()), look_up(ck.manifest.id or ck.home, out)
 
 
@@ -92,7 +92,7 @@ def _chosen(
 
     known = dict.fromkeys(info.state for info in every)
     if unknown := [s for s in states if s not in known]:
-        raise UsageError(f"no tensor is stored in state {unknown[0]!r}", hint=f"there are: {', '.join(known)}")
+        raise UsageError(f"no tensor is stored in state {unknown[0]!r}", hint=f"the states are {', '.join(known)}")
     names: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         names.setdefault(name, []).append(alias)
@@ -106,7 +106,7 @@ def _chosen(
         wanted = " or ".join(map(repr, globs))
         raise TensorNotFound(
             f"no tensor's name matches {wanted}",
-            hint="a glob has to match the whole name, as '*.bias' does; `ucp show SRC -t '*'` lists all",
+            hint="a glob has to match the whole name, such as '*.bias'; `ucp show SRC -t '*'` lists all",
         )
     return chosen
 
@@ -141,8 +141,8 @@ def _summary(ck: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _remembered(entry: Entry) -> dict[str, Any]:
-    """The summary of a checkpoint whose files are not there; None is what the catalog does not keep."""
+def _from_catalog(entry: Entry) -> dict[str, Any]:
+    """The summary of a checkpoint whose files are missing; what the catalog does not have is None."""
     return {
         "url": entry.url,
         "kind": entry.kind,
@@ -179,7 +179,7 @@ def _list(tensors: Sequence[TensorInfo]) -> Iterator[str]:
     width = terminal_width()
     rows, last = [], None
     for info in tensors:
-        name = "" if width is not None and info.name == last else info.name  # for people once, for pipes on every line
+        name = "" if width is not None and info.name == last else info.name  # repeated only in pipes
         rows.append((name, info.state, info.dtype, shape_text(info.shape), bytes_text(info.nbytes)))
         last = info.name
     return table(("name", "state", "dtype", "shape", "size"), rows, left=3, width=width)
@@ -200,7 +200,7 @@ def _describe(s: Mapping[str, Any], known: Recorded | None) -> Iterator[str]:
         if text:
             yield from field(label, text, width)
     for place in s["unprotected"] or ():
-        yield from field("unprotected", f"its files in {place}: nothing there says that they are needed", width)
+        yield from field("unprotected", f"its files in {place}: there is no record that they are needed", width)
     if known is not None:
         yield from known.lines(s["url"], width)
     yield ""
@@ -226,9 +226,9 @@ def _beside(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
     for alias, name in (s["aliases"] or {}).items():
         yield from field("tied", f"{alias} = {name}", width)
     for i, group in enumerate(s["groups"] or ()):
-        said = [f"{k} {_value(v)}" for k, v in group["options"].items() if v is not None and v is not False]
+        options = [f"{k} {_value(v)}" for k, v in group["options"].items() if v is not None and v is not False]
         tensors = plural(len(group["params"]), "tensor")
-        yield from field(f"group {i}", f"{tensors}: {', '.join(said)}" if said else tensors, width)
+        yield from field(f"group {i}", f"{tensors}: {', '.join(options)}" if options else tensors, width)
     for label in ("objects", "assets"):
         if s[label]:
             yield from field(label, ", ".join(s[label]), width)

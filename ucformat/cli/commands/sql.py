@@ -1,4 +1,4 @@
-"""`ucp sql`: questions to the catalog in SQL."""
+"""`ucp sql`: queries of the catalog in SQL."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _table(found: Table) -> Iterator[str]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: bytes as hexadecimal digits."""
+    """The JSON of a value: bytes as hexadecimal digits."""
     return value.hex() if isinstance(value, bytes) else value
 
 

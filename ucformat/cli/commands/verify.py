@@ -1,4 +1,4 @@
-"""`ucp verify`: whether every byte is what was saved."""
+"""`ucp verify`: checking every byte against checksums."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def _describe(report: Report) -> Iterator[str]:
     if report.problems:
         yield from map(str, report.problems)
         return
-    yield Heading(f"{report.url} is whole")
+    yield Heading(f"{report.url} is intact")
     yield f"  {plural(report.tensors, 'tensor')}"
     if report.bytes_verified or not report.bytes_unverified:
-        yield f"  {bytes_text(report.bytes_verified)} compared with checksums"
+        yield f"  {bytes_text(report.bytes_verified)} verified"
     if report.bytes_unverified:
-        yield f"  {bytes_text(report.bytes_unverified)} there, but without checksums to compare with"
+        yield f"  {bytes_text(report.bytes_unverified)} without checksums"
     for place in report.unprotected:
-        yield f"  unprotected: nothing in {place} says that its files are needed"
+        yield f"  unprotected: there is no record in {place} that its files are needed"
 
 
 def _data(report: Report) -> dict[str, Any]:

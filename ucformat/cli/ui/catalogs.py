@@ -1,4 +1,4 @@
-"""The catalog that a command works with, and its checkpoints as JSON."""
+"""The catalog of a command, and its checkpoints as JSON."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ __all__ = ["entry_data", "file_of", "hold_data", "instant", "note_data", "opened
 
 
 def url_of_catalog() -> str:
-    """The url of the catalog that --catalog, or else the settings, name; PermissionDenied where it is switched off."""
+    """The url of the catalog from --catalog, else from the settings.
+
+    Raises:
+        PermissionDenied: the catalog is switched off.
+    """
     from ucformat.errors import PermissionDenied
     from ucformat.settings import load_settings
 
     url = load_settings().catalog_url()
     if url is None:
         raise PermissionDenied(
-            "the catalog is switched off", hint="name one: --catalog URL, or the variable UCP_CATALOG"
+            "the catalog is switched off", hint="pass --catalog URL, or set the variable UCP_CATALOG"
         )
     return url
 
 
 @contextmanager
 def opened_catalog() -> Iterator[Catalog]:
-    """The catalog that the option --catalog, or else the settings, name; closed at the end of the block."""
+    """The catalog from --catalog, else from the settings; closed at the end of the block."""
     import ucformat
 
     with ucformat.Catalog(url_of_catalog()) as catalog:
@@ -39,7 +43,14 @@ def opened_catalog() -> Iterator[Catalog]:
 
 
 def file_of(url: str) -> Path | None:
-    """The file that a catalog in SQLite is kept in; None of one in PostgreSQL."""
+    """The file of a catalog.
+
+    Args:
+        url: the catalog's url.
+
+    Returns:
+        The file; None for PostgreSQL.
+    """
     from pathlib import Path
 
     from ucformat.settings import local_path
@@ -50,7 +61,11 @@ def file_of(url: str) -> Path | None:
 
 
 def entry_data(entry: Entry) -> dict[str, Any]:
-    """A checkpoint of the catalog as JSON has it, in all commands alike."""
+    """The JSON of a checkpoint in the catalog, the same in all commands.
+
+    Args:
+        entry: the checkpoint.
+    """
     return {
         "id": entry.id,
         "name": entry.name,
@@ -83,7 +98,11 @@ def entry_data(entry: Entry) -> dict[str, Any]:
 
 
 def hold_data(hold: HoldEntry) -> dict[str, Any]:
-    """A hold as JSON has it."""
+    """The JSON of a hold.
+
+    Args:
+        hold: the hold.
+    """
     return {
         "number": hold.id,
         "reason": hold.reason,
@@ -94,7 +113,11 @@ def hold_data(hold: HoldEntry) -> dict[str, Any]:
 
 
 def note_data(note: NoteEntry) -> dict[str, Any]:
-    """A note as JSON has it."""
+    """The JSON of a note.
+
+    Args:
+        note: the note.
+    """
     return {"text": note.text, "created": instant(note.created), "who": note.who}
 
 
@@ -111,7 +134,11 @@ def _verified(found: VerificationEntry) -> dict[str, Any]:
 
 
 def instant(at: datetime | None) -> str | None:
-    """An instant as JSON has it: ISO 8601, in UTC."""
+    """The JSON of a time: ISO 8601, in UTC.
+
+    Args:
+        at: the time, with its zone (None: null).
+    """
     from datetime import UTC
 
     return None if at is None else at.astimezone(UTC).isoformat().replace("+00:00", "Z")

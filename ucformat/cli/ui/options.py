@@ -94,11 +94,21 @@ TIME = _Time()
 
 
 class _Ref(click.Argument):
-    """An argument that takes a reference to a checkpoint; the help of its command says what that is."""
+    """An argument that is a reference to a checkpoint, which the help of its command explains."""
 
 
 def ref_argument(name: str, metavar: str, *, many: bool = False, optional: bool = False) -> Callable[[Any], Any]:
-    """An argument that takes a reference to a checkpoint, or with `many` one or more of them."""
+    """Declare an argument that is a reference to a checkpoint.
+
+    Args:
+        name: the parameter of the command.
+        metavar: its name in the help.
+        many: one or more references (default: False).
+        optional: it may be left out (default: False).
+
+    Returns:
+        A decorator.
+    """
     return click.argument(name, metavar=metavar, cls=_Ref, nargs=-1 if many else 1, required=not optional)
 
 
@@ -110,10 +120,10 @@ def _use_catalog(ctx: click.Context, _: click.Parameter, url: str | None) -> Non
 
     if url is not None:
         ctx.with_resource(using(catalog=url))
-    load_settings()  # what cannot be used is told before any work is done, not when that is to be recorded
+    load_settings()  # report invalid settings before any work is done, not when it is to be recorded
 
 
-#: For every command that asks a catalog, or tells it something: as long as it runs, the settings name this one.
+#: For commands that use the catalog: overrides the settings while the command runs.
 CATALOG = click.option(
     "--catalog",
     expose_value=False,
@@ -139,7 +149,7 @@ VIEW = click.option(
 )
 
 
-#: For every command that is refused where others need the files.
+#: For commands that are refused if other checkpoints need the files.
 IGNORE_DEPENDENT = click.option(
     "--ignore-dependent",
     "ignored",
@@ -150,13 +160,13 @@ IGNORE_DEPENDENT = click.option(
 
 
 def ignore_dependents_of(ignored: Sequence[str], urls: Sequence[str], out: Output, name: str) -> None:
-    """Do what `--ignore-dependent` says.
+    """Apply `--ignore-dependent`: remove the records that these checkpoints need files.
 
     Args:
-        ignored: the ids of dependents that were given.
-        urls: the places beside which these may be said to need files.
-        out: is told of ids that nothing is said of.
-        name: the command, for the log.
+        ignored: the values of the option, ids of dependents.
+        urls: the places whose files they may need.
+        out: prints a note for ids without a record.
+        name: the command, for the audit log.
     """
     if not ignored:
         return
@@ -164,22 +174,29 @@ def ignore_dependents_of(ignored: Sequence[str], urls: Sequence[str], out: Outpu
 
     found = {i for url in urls for i in ignore_dependents(url, ignored, command=name)}
     for unknown in [i for i in ignored if i not in found]:
-        out.note(f"nothing says that {unknown} needs any of it")
+        out.note(f"there is no record that {unknown} needs these files")
 
 
 def _spelling(of: click.Command) -> Callable[[str, str, str], str]:
-    """How hints name an option of a source to who ran this command."""
-    takes = any(p.name == "options" for p in of.params)
+    """The function by which hints spell an option of a source for this command."""
+    has_option = any(p.name == "options" for p in of.params)
 
     def spell(name: str, _value: str, text: str) -> str:
         source = f"--source {shlex.quote(f'{name}={text}')}"
-        return source if takes else f"`ucp convert SRC DST {source}`, and use what that makes"
+        return source if has_option else f"`ucp convert SRC DST {source}`, and use DST"
 
     return spell
 
 
 def command(function: Callable[..., None]) -> click.Command:
-    """Make a function a command with the options --json and --quiet, which it gets as an `Output` in `out`."""
+    """Make a function a command with the options --json and --quiet.
+
+    Args:
+        function: the function, which gets these options as an `Output` in its parameter `out`.
+
+    Returns:
+        The command.
+    """
 
     @functools.wraps(function)
     def wrapped(*args: Any, as_json: bool, quiet: bool, **options: Any) -> None:
@@ -201,14 +218,25 @@ def command(function: Callable[..., None]) -> click.Command:
 
 
 def parse_metric(text: str, hint: str) -> tuple[str, float]:
-    """A metric as `val_loss=2.13`; `hint` is the parameter that an error names."""
+    """Parse a metric such as `val_loss=2.13`.
+
+    Args:
+        text: the metric.
+        hint: the parameter that an error names.
+
+    Returns:
+        Its name and value.
+
+    Raises:
+        click.BadParameter: it is not a metric.
+    """
     name, equals, value = text.rpartition("=")
     try:
         number = float(value)
     except ValueError:
         number = None
     if not equals or not name or number is None:
-        raise click.BadParameter(f"{text!r} is not NAME=VALUE, as val_loss=2.13 is", param_hint=hint)
+        raise click.BadParameter(f"{text!r} is not NAME=VALUE, such as val_loss=2.13", param_hint=hint)
     return name, number
 
 
@@ -224,7 +252,7 @@ def _read_config(_ctx: click.Context, _param: click.Parameter, given: str | None
 
     found = read_config_file(Path(given), "configuration")
     if not isinstance(found, dict):
-        raise UsageError(f"{given} holds no mapping", hint="a configuration is a JSON or YAML file of keys and values")
+        raise UsageError(f"{given} is not a mapping", hint="a configuration is a JSON or YAML file of keys and values")
     return found
 
 
@@ -257,7 +285,7 @@ def _source_options(_ctx: click.Context, _param: click.Parameter, given: Sequenc
 
 
 def _source_value(key: str, text: str) -> Any:
-    """The value of an option as its source takes it; that of an unknown one as text, which opening refuses."""
+    """Convert the value of a source's option; an unknown option stays text, and opening the checkpoint refuses it."""
     from ucformat.sources import SOURCES
     from ucformat.sources.base import options_of
 
@@ -266,7 +294,7 @@ def _source_value(key: str, text: str) -> Any:
 
 
 def _layout(_key: str, text: str) -> Any:
-    """A layout out of a file, or the name of a preset."""
+    """A layout from a file, or the name of a preset."""
     from ucformat.geometry.layout import Layout
 
     path = local_path(text, absolute=False)
@@ -287,24 +315,24 @@ def _flag(key: str, text: str) -> bool:
 
 def _number(key: str, text: str) -> int:
     if not text.isdecimal():
-        raise UsageError(f"--source {key}={text}: write a number, for one {key}=50257")
+        raise UsageError(f"--source {key}={text}: write a number, such as {key}=50257")
     return int(text)
 
 
 def _cuts(_key: str, text: str) -> dict[str, str]:
-    """PATTERN=HOW, several with commas between."""
+    """Parse PATTERN=HOW, separated by commas."""
     found: dict[str, str] = {}
     for item in text.split(","):
         pattern, equals, how = item.rpartition("=")
         if not equals or not pattern or not how:
             raise UsageError(
-                f"--source cuts={text}: write cuts=PATTERN=HOW,…", hint="for one: --source 'cuts=*position*=replicate'"
+                f"--source cuts={text}: write cuts=PATTERN=HOW,…", hint="such as --source 'cuts=*position*=replicate'"
             )
         found[pattern] = how
     return found
 
 
-#: How the text of an option is read, by `how` in its source's options.
+#: The parsers of options, by `how` in the source's options.
 _SOURCE_READERS: dict[str, Callable[[str, str], Any]] = {
     "cuts": _cuts,
     "document": _document,
@@ -316,7 +344,12 @@ _SOURCE_READERS: dict[str, Callable[[str, str], Any]] = {
 
 
 def open_any(ref: str, options: Mapping[str, Any] | None) -> Checkpoint:
-    """Open one of several checkpoints; a universal one says all itself, and these options are of the others."""
+    """Open one of several checkpoints, of which only foreign ones need options.
+
+    Args:
+        ref: a reference.
+        options: facts that a foreign checkpoint's files lack.
+    """
     import ucformat
 
     if options:

@@ -1,4 +1,4 @@
-"""The one sink of all commands: results to stdout for people, for scripts (`-q`) or as JSON; all else to stderr."""
+"""The output of commands: results to stdout, for people, for scripts (`-q`) or as JSON; everything else to stderr."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
     "terminal_width",
 ]
 
-#: As a shell says of a process that Ctrl-C ended, and of one whose reader went away.
+#: The exit codes of a shell for a process that was ended by Ctrl-C, and by a closed pipe.
 INTERRUPTED, SIGPIPE = 130, 141
 
 
@@ -40,13 +40,18 @@ class Heading(str):
 
 
 class Tabbed(str):
-    """A line of cells with tabs between them, which are kept."""
+    """A line of cells that are separated by tabs."""
 
     __slots__ = ()
 
 
 class Output:
-    """Where a command puts what it has to say; `--json` wins over `-q`, which then only silences progress."""
+    """The output of a command.
+
+    Args:
+        as_json: print JSON; with `quiet` too, that only suppresses progress.
+        quiet: print only the bare result.
+    """
 
     def __init__(self, *, as_json: bool, quiet: bool) -> None:
         self.as_json = as_json
@@ -58,7 +63,13 @@ class Output:
         data: Callable[[], dict[str, Any]],
         bare: Callable[[], Iterable[str]] = tuple,
     ) -> None:
-        """Print the result to stdout: as lines for people, as one JSON object, or as the bare lines of `-q`."""
+        """Print the result to stdout.
+
+        Args:
+            people: makes the lines for people.
+            data: makes the object for `--json`.
+            bare: makes the lines for `-q` (default: none).
+        """
         if self.as_json:
             _write(sys.stdout, dumps(data(), indent=_indent(sys.stdout)))
             return
@@ -69,12 +80,20 @@ class Output:
             _write(sys.stdout, text)
 
     def note(self, message: str) -> None:
-        """Tell a person something besides the result; JSON has a key for it instead."""
+        """Print a note for people to stderr; JSON has a key for it instead.
+
+        Args:
+            message: the note.
+        """
         if not (self.quiet or self.as_json):
             _write(sys.stderr, f"note: {clean(message)}")
 
     def warn(self, message: str) -> None:
-        """Tell of something that went wrong and did not stop the command."""
+        """Print a warning to stderr: something went wrong that does not stop the command.
+
+        Args:
+            message: the warning.
+        """
         if self.as_json:
             _write(sys.stderr, dumps({"warning": {"message": message}}, indent=_indent(sys.stderr)))
             return
@@ -82,18 +101,34 @@ class Output:
         _write(sys.stderr, f"{label} {clean(message)}")
 
     @contextmanager
-    def progress(self, what: str, unit: str = "bytes") -> Iterator[Callable[[int, int], None]]:
-        """A bar on stderr, if a person watches it; gives what to call with how much is done and in all."""
+    def progress(self, title: str, unit: str = "bytes") -> Iterator[Callable[[int, int], None]]:
+        """Show a progress bar on stderr, if that is a terminal.
+
+        Args:
+            title: the activity, such as `converting`.
+            unit: what is counted (default: bytes).
+
+        Yields:
+            A function that is called with the amount done and the total.
+        """
         if self.quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
             yield lambda _done, _total: None
             return
 
-        with progress_bar(what, unit) as update:
+        with progress_bar(title, unit) as update:
             yield update
 
 
 def print_error(message: str, hint: str | None = None, *, as_json: bool, kind: str, code: int) -> None:
-    """Say on stderr what went wrong and what to do next."""
+    """Print an error to stderr.
+
+    Args:
+        message: what went wrong.
+        hint: what to do next (None: no hint).
+        as_json: print it as JSON.
+        kind: the class of the error, for JSON.
+        code: the exit code of the process, for JSON.
+    """
     if as_json:
         error = {"type": kind, "message": message, "hint": hint, "exit_code": code}
         _write(sys.stderr, dumps({"error": error}, indent=_indent(sys.stderr)))
@@ -109,28 +144,33 @@ def print_error(message: str, hint: str | None = None, *, as_json: bool, kind: s
 
 
 def _indent(stream: Any) -> int | None:
-    return 2 if stream.isatty() else None  # a program gets its object on one line
+    return 2 if stream.isatty() else None  # one line for programs
 
 
 def dumps(data: dict[str, Any], indent: int | None = None) -> str:
-    """As JSON; a number that JSON has no word for is `{"$float": "nan"}`, as in a checkpoint's objects."""
+    """Serialize as JSON, with non-finite numbers as `{"$float": "nan"}`, as in a checkpoint's objects."""
     from ucformat.schema import values
 
     return values.dumps(data, indent)
 
 
 def clean(text: str, keep: str = "\n") -> str:
-    """The text with control characters escaped: names come from files, and must not steer the terminal."""
+    """Escape control characters, since names from files must not control the terminal.
+
+    Args:
+        text: the text.
+        keep: characters that are not escaped (default: line breaks).
+    """
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
 def use_color(stream: Any) -> bool:
-    """Whether to use colours: on a terminal, unless NO_COLOR is set or the terminal has none."""
+    """Whether to use colours: on a terminal, unless NO_COLOR is set or the terminal is `dumb`."""
     return bool(stream.isatty()) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def terminal_width() -> int | None:
-    """Columns that lines have to fit into; None where stdout is a pipe or a file, and nothing is to be shortened."""
+    """The width of the terminal in columns; None if stdout is a pipe or file, where nothing is shortened."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -138,17 +178,25 @@ def _write(stream: Any, text: str) -> None:
     try:
         click.echo(text, file=stream, color=True)
     except BrokenPipeError:
-        with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - what is still buffered goes there at exit
-            os.dup2(nowhere.fileno(), stream.fileno())
+        with open(os.devnull, "w") as null:  # noqa: PTH123 - for the output that is flushed at exit
+            os.dup2(null.fileno(), stream.fileno())
         raise click.exceptions.Exit(SIGPIPE) from None
 
 
-_PATIENCE = 0.4  # seconds; what is done sooner needs no bar, which would only flicker
+_DELAY = 0.4  # seconds until the bar is shown: for a shorter activity it would only flicker
 
 
 @contextmanager
-def progress_bar(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr that goes away when it is done; call it with how much is done, and how much in all."""
+def progress_bar(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on stderr, which disappears at the end of the block.
+
+    Args:
+        title: the activity, such as `converting`.
+        unit: what is counted; `bytes` also shows the speed.
+
+    Yields:
+        A function that is called with the amount done and the total.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as TimeColumn
@@ -161,8 +209,8 @@ def progress_bar(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
     )
     columns = [TextColumn("{task.description}"), BarColumn(), *amount, TimeColumn(compact=True)]
     progress = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = progress.add_task(what, total=None)
-    timer = Timer(_PATIENCE, progress.start)
+    task = progress.add_task(title, total=None)
+    timer = Timer(_DELAY, progress.start)
     timer.daemon = True
     timer.start()
     try:
@@ -179,13 +227,17 @@ class _WarningHandler(logging.Handler):
         self.out = out
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show a warning as a line."""
+        """Print a warning as a line."""
         self.out.warn(record.getMessage())
 
 
 @contextmanager
 def showing_warnings(out: Output) -> Iterator[None]:
-    """In the block, what ucformat warns of is shown."""
+    """Print the warnings that ucformat logs in the block.
+
+    Args:
+        out: prints them.
+    """
     logger, handler = logging.getLogger("ucformat"), _WarningHandler(out)
     logger.addHandler(handler)
     try:

@@ -13,11 +13,15 @@ if TYPE_CHECKING:
 
 __all__ = ["ago", "bytes_text", "count", "field", "moment", "plural", "shape_text", "shorten", "tabbed", "table"]
 
-_NARROWEST = (12, 6)  # to which columns of a table are shortened, and if they must be, further
+_MIN_WIDTHS = (12, 6)  # characters to which columns of a table are shortened, and further if that is not enough
 
 
 def bytes_text(nbytes: float) -> str:
-    """Bytes for people: `512 B`, `1.5 MiB`."""
+    """Format a size: `512 B`, `1.5 MiB`.
+
+    Args:
+        nbytes: bytes.
+    """
     if nbytes < 1024:
         return f"{nbytes:.0f} B"
     for unit in ("KiB", "MiB", "GiB", "TiB"):
@@ -28,22 +32,40 @@ def bytes_text(nbytes: float) -> str:
 
 
 def count(n: int) -> str:
-    """A number with its thousands apart: `1,234,567`."""
+    """Format a number: `1,234,567`.
+
+    Args:
+        n: the number.
+    """
     return f"{n:,}"
 
 
 def plural(n: int, noun: str) -> str:
-    """`1 tensor`, `1,024 tensors`."""
+    """Format a number of things: `1 tensor`, `1,024 tensors`.
+
+    Args:
+        n: the number.
+        noun: the singular, whose plural adds an s.
+    """
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """`4096 x 1024`; a tensor without dims is a `scalar`."""
+    """Format a shape: `4096 x 1024`, `scalar`.
+
+    Args:
+        shape: the dims.
+    """
     return " x ".join(map(str, shape)) or "scalar"
 
 
 def shorten(text: str, width: int | None) -> str:
-    """The text, with its middle left out where it is wider: both ends of a tensor's name tell more."""
+    """Shorten text in its middle, since both ends of a tensor's name tell more.
+
+    Args:
+        text: the text.
+        width: the maximum number of characters (None: any).
+    """
     if width is None or len(text) <= width:
         return text
     tail = (width - 1) // 2
@@ -51,7 +73,13 @@ def shorten(text: str, width: int | None) -> str:
 
 
 def field(label: str, text: str, width: int | None) -> Iterator[str]:
-    """`  label     text`, wrapped under the text."""
+    """Format a labelled text: `  label     text`, with further lines indented below the text.
+
+    Args:
+        label: the label.
+        text: the text.
+        width: characters of a line (None: do not wrap).
+    """
     start = f"  {label:<9} "
     if width is None:
         yield f"{start}{text}"
@@ -71,10 +99,18 @@ def table(
     width: int | None = None,
     total: Sequence[str] | None = None,
 ) -> Iterator[str]:
-    """Aligned columns: the first `left` ones, or those that it names, to the left, the others to the right.
+    """Format a table.
 
-    Where a width is given, the columns that `shrink` names are shortened so that the lines fit, the widest first. A
-    `total` is set off by a rule.
+    Args:
+        head: the headings of the columns.
+        rows: the cells of each row.
+        left: how many columns, or which ones, are aligned left; the others are aligned right (default: the first).
+        shrink: the columns that may be shortened, the widest first (default: the first).
+        width: characters that the lines have to fit into (default: any).
+        total: a last row, below a rule (default: none).
+
+    Returns:
+        The lines.
     """
     body = [list(row) for row in rows]
     every = [list(head), *body, *([list(total)] if total else [])]
@@ -96,26 +132,39 @@ def table(
 
 
 def _fit(widths: list[int], shrink: Collection[int], width: int) -> None:
-    """Take from the widest of these columns what is too much, down to widths in which both ends still tell."""
+    """Narrow the widest of these columns until the lines fit, but not below `_MIN_WIDTHS`."""
     excess = sum(widths) + 2 * (len(widths) - 1) - width
-    for narrowest in _NARROWEST:
-        while excess > 0 and (wide := [i for i in shrink if widths[i] > narrowest]):
+    for minimum in _MIN_WIDTHS:
+        while excess > 0 and (wide := [i for i in shrink if widths[i] > minimum]):
             widths[max(wide, key=widths.__getitem__)] -= 1
             excess -= 1
 
 
 def tabbed(cells: Iterable[str]) -> Tabbed:
-    """Cells with tabs between them, for scripts: one line, whatever is in the cells."""
+    """Join cells with tabs, for scripts; line breaks and tabs in cells are escaped.
+
+    Args:
+        cells: the cells.
+    """
     return Tabbed("\t".join(clean(c, keep="") for c in cells))
 
 
 def moment(at: datetime) -> str:
-    """An instant to the minute, in UTC: `2026-11-21 05:45Z`."""
+    """Format a time to the minute, in UTC: `2026-11-21 05:45Z`.
+
+    Args:
+        at: the time, with its zone.
+    """
     return f"{at.astimezone(UTC):%Y-%m-%d %H:%M}Z"
 
 
 def ago(at: datetime, now: datetime | None = None) -> str:
-    """How long ago, in one unit: `40s`, `5m`, `7h`, `30d`; of what is to come `0s`."""
+    """Format how long ago a time was, in one unit: `40s`, `5m`, `7h`, `30d`; `0s` for a future time.
+
+    Args:
+        at: the time, with its zone.
+        now: the current time (default: by this host's clock).
+    """
     seconds = max(0, int(((now or datetime.now(UTC)) - at).total_seconds()))
     unit, size = next(((u, n) for u, n in (("d", 86400), ("h", 3600), ("m", 60)) if seconds >= 2 * n), ("s", 1))
     return f"{seconds // size}{unit}"
