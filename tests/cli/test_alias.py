@@ -39,7 +39,10 @@ def test_who_expected_something_else_is_told(run: Run, catalog: Path, entry: Cal
         assert "points to" in run("alias", "set", "best", "run7@2000", *options, code=4).stderr
     run("alias", "rm", "best", "--expect", "run7@2000", code=4)
     assert entry("alias:best").step == 1000
-    assert "exclude" in run("alias", "set", "best", "run7@2000", "--new", "--expect", "run7@1000", code=2).stderr
+    assert (
+        "mutually exclusive"
+        in run("alias", "set", "best", "run7@2000", "--new", "--expect", "run7@1000", code=2).stderr
+    )
     run("alias", "rm", "best", "--expect", "run7@1000")
     run("alias", "rm", "best", code=3)
     assert "never" in run("alias", "log", "worst", code=3).stderr

@@ -41,7 +41,7 @@ def test_where_nothing_can_be_written(run: Run, parent: str, tmp_path: Path) -> 
     v = tmp_path / "v"
     assert "--unprotected" in run("register", parent, v, "--virtual", code=6).stderr
     run("register", parent, v, "--virtual", "--unprotected")
-    assert f"its files in {parent}: nothing there says" in run("show", v).stdout
+    assert f"its files in {parent}: there is no record that" in run("show", v).stdout
     assert json.loads(run("show", v, "--json").stdout)["unprotected"] == [parent]
     assert f"unprotected: there is no record in {parent} that" in run("verify", v).stdout
     assert json.loads(run("verify", v, "--json").stdout)["unprotected"] == [parent]

@@ -68,7 +68,7 @@ def test_parts_and_the_exit_code(run: Run, catalog: Path) -> None:
     assert (found["topology"], found["tensors"], len(found["metrics"])) == (None, None, 1)
     assert run(*pair, "-q", "--what", "config").stdout == "config\toptimizer.lr\t0.0003\t0.0006\n"
     assert run(*pair, "-q", "--what", "tensors").stdout == "tensors\tw\tweight\tdigest\n"
-    assert "none of" in run(*pair, "--what", "everything", code=2).stderr
+    assert "not one of" in run(*pair, "--what", "everything", code=2).stderr
     assert run("diff", "run7@1000", "run7@1000", "--exit-code").stdout.startswith("run7@1000 and run7@1000 are equal")
     run("diff", "run7@1000", "run7@999", code=3)
 

@@ -111,7 +111,7 @@ def test_interrupted_what_is_recorded_stays(
 
     monkeypatch.setattr("ucformat.jobs.register.write_documents", interrupted)
     for command in ("register", "reindex"):
-        assert "stays" in run(command, tree / "run9" / "1700", code=130).stderr
+        assert "is kept" in run(command, tree / "run9" / "1700", code=130).stderr
 
 
 def test_what_goes_wrong_beside_it_is_a_warning(run: Run, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

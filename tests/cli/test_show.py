@@ -74,7 +74,7 @@ def test_a_tied_name_finds_the_stored_tensor(run: Run, committed: Path) -> None:
 
 def test_what_is_not_there_is_said(run: Run, committed: Path, tmp_path: Path) -> None:
     assert "matches 'nope*'" in run("show", committed, "-t", "nope*", code=3).stderr
-    assert "hint: there are: weight, master" in run("show", committed, "-s", "momentum", code=2).stderr
+    assert "hint: the states are weight, master" in run("show", committed, "-s", "momentum", code=2).stderr
     assert run("show", tmp_path, code=3).stdout == ""
 
 
