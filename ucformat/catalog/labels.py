@@ -245,7 +245,7 @@ def remove_tags(connection: Connection, serial: int, tags: Sequence[str], reason
         UsageError: the reason is empty.
     """
     if not reason.strip():
-        raise UsageError("removing a tag needs a reason", hint="the audit log keeps it for whoever misses the tag")
+        raise UsageError("removing a tag needs a reason", hint="state why; the audit log keeps it")
     lock(connection, [serial])
     found = connection.execute(sa.select(Tag.name, Tag.permanent, Tag.created).where(Tag.checkpoint == serial)).all()
     present = {r.name: r for r in found}

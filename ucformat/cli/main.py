@@ -65,7 +65,7 @@ ucp = Program(
         "metric": ("labels:metric", "Set metrics of a checkpoint."),
         "note": ("labels:note", "Add a note to a checkpoint."),
         "hold": ("labels:hold", "Protect a checkpoint from deletion."),
-        "release": ("labels:release", "End the holds on a checkpoint."),
+        "release": ("labels:release", "Release the holds on a checkpoint."),
         "link": ("lineage:link", "Record that a checkpoint was made from another one."),
         "log": ("log:log", "Show the audit log."),
         "delete": ("delete:delete", "Delete checkpoints; they can be restored during a grace period."),
@@ -77,9 +77,9 @@ ucp = Program(
     sections={"show": "Checkpoints", "ls": "The catalog of checkpoints"},
     help="""Checkpoints for large models: save with any layout, and read exactly one rank's slice with any other.
 
-    SRC and REF are paths or urls of universal checkpoints or of checkpoints that a training engine wrote. All are read
-    in place, and no code in them is ever executed. Checkpoints in the catalog can also be written as run@step,
-    run@latest, alias:name, an id, or the beginning of one.
+    SRC and REF are paths or URLs of universal checkpoints or of checkpoints from training engines. All are read in
+    place, and code in them is never executed. Checkpoints in the catalog can also be given as run@step, run@latest,
+    alias:name, or an id or a prefix of one.
 
     Results go to stdout, everything else to stderr. Exit codes: 0 ok, 1 failed, 2 usage, 3 not found, 4 conflict,
     5 damaged, 6 refused, 7 needs an upgrade. UCP_DEBUG=1 shows tracebacks.""",

@@ -39,7 +39,7 @@ _MAX_VALUE_ROWS = 20  # tensors that are listed although only their values diffe
     "parts",
     default=",".join(_PARTS),
     metavar="PARTS",
-    help=f"What to compare, of {','.join(_PARTS)}.  [default: all]",
+    help=f"Parts to compare, comma-separated: {','.join(_PARTS)}.  [default: all]",
 )
 @click.option("--values", is_flag=True, help="Also read the tensors and show by how much their values differ.")
 @click.option(

@@ -25,7 +25,7 @@ __all__ = ["doctor"]
 def doctor(url: str, read_only: bool, out: Output) -> None:  # noqa: FBT001
     """Test the capabilities of a storage location, and show what they mean for checkpoints there.
 
-    URL is a path or url, which need not exist. About 20 MiB are written to a folder `ucf-doctor-…` and removed again.
+    URL is a path or URL, which need not exist. About 20 MiB are written to a folder `ucf-doctor-…` and removed again.
     Exits with 1 unless checkpoints can be read and committed there; with --read-only, unless the files there can be
     read.
     """

@@ -139,7 +139,7 @@ _MAX_MISFITS = 20  # misfits of one checkpoint that are shown
 @SOURCE
 @CATALOG
 def fits(ref: str | None, file: str, where: str | None, options: dict[str, Any] | None, out: Output) -> None:
-    """Check whether a checkpoint can be resumed with a layout; if not, show the tensors and rules that do not fit.
+    """Check whether a checkpoint can be loaded under a layout; if not, show the tensors and rules that do not fit.
 
     Reads no tensor. Exits with 1 if any tensor does not fit.
     """
@@ -236,7 +236,7 @@ _MAX_NAMED = 3  # tensors of a rule that are shown
 @command
 @click.argument("file", metavar="FILE")
 @click.option(
-    "--against", metavar="SRC", help="A checkpoint to test it against: a path or url, run@step, alias:name, or an id."
+    "--against", metavar="SRC", help="A checkpoint to test it against: a path or URL, run@step, alias:name, or an id."
 )
 @SOURCE
 @CATALOG

@@ -92,7 +92,7 @@ def _node(key: str, node: LineageNode) -> dict[str, Any]:
 def link(child: str, parent: str, kind: str, out: Output) -> None:
     """Record that a checkpoint was made from another.
 
-    PARENT may also be a path or url that is not in the catalog. Checkpoints made by ucformat are linked automatically.
+    PARENT may also be a path or URL that is not in the catalog. Checkpoints made by ucformat are linked automatically.
     """
     with opened_catalog() as catalog:
         entry = catalog.get(child)

@@ -209,7 +209,7 @@ _MAX_ROWS = 50
     "--limit",
     type=click.IntRange(min=0),
     metavar="N",
-    help=f"Maximum number of checkpoints; 0 for all.  [default: {_MAX_ROWS}, with -q and --json all]",
+    help=f"Maximum number of checkpoints; 0 for all.  [default: {_MAX_ROWS}; all with -q or --json]",
 )
 @click.option("--offset", type=click.IntRange(min=0), default=0, metavar="N", help="Skip the first N.")
 @click.option("--columns", metavar="KEYS", help="Columns to show: run,step,metric.val_loss,config.optimizer.lr,url, …")

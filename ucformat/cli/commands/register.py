@@ -79,9 +79,9 @@ def register(
     options: dict[str, Any] | None,
     out: Output,
 ) -> None:
-    """Add universal checkpoints and checkpoints of training engines to the catalog.
+    """Record existing checkpoints in the catalog: universal ones, and those of training engines.
 
-    PLACE is a path or url. Nothing is converted, copied or changed. Checkpoints that are recorded already stay as they
+    PLACE is a path or URL. Nothing is converted, copied or changed. Checkpoints that are recorded already stay as they
     are, except that --run moves them to that run. --source is not recorded: pass it again to open one of them.
 
     With --virtual, a universal checkpoint is created at DST that references the bytes in SRC's files instead of copying

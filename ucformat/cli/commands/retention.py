@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["gc", "retain"]
 
-_YES = click.option("-y", "--yes", is_flag=True, help="With --apply, do not ask.")
+_YES = click.option("-y", "--yes", is_flag=True, help="With --apply, do not ask for confirmation.")
 
 
 def _ignore_dependents(

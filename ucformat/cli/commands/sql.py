@@ -32,7 +32,7 @@ _MEMORY = 1 << 30  # of SQLite
     "--limit",
     type=click.IntRange(min=0),
     metavar="N",
-    help=f"Maximum number of rows; 0 for all.  [default: {_MAX_ROWS}, with -q and --json all]",
+    help=f"Maximum number of rows; 0 for all.  [default: {_MAX_ROWS}; all with -q or --json]",
 )
 @click.option(
     "--timeout",

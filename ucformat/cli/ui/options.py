@@ -46,7 +46,7 @@ __all__ = [
     "ref_argument",
 ]
 
-_REFERENCE = "a path or url, run@step, run@latest, alias:name, or an id or the beginning of one"
+_REFERENCE = "a path or URL, run@step, run@latest, alias:name, or an id or a prefix of one"
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -366,5 +366,6 @@ SOURCE = click.option(
     metavar="KEY=VALUE",
     multiple=True,
     callback=_source_options,
-    help="Information that a foreign SRC's files lack: layout=FILE, groups=FILE, …; see docs/sources for each kind.",
+    help="Information that a foreign checkpoint's files lack: layout=FILE, groups=FILE, … May be repeated. See "
+    "docs/sources for each format.",
 )
