@@ -84,7 +84,7 @@ def test_what_a_document_said_to_be_deleted_has_its_grace_too(catalog: Catalog, 
     entry = put(catalog, 1)
     now = datetime.now(UTC)
     doc = CatalogDoc(id=entry.id, catalog="another", revision=5, deleted=now, purge_after=now)
-    catalog.absorb(entry.id, doc, URL)
+    catalog.import_document(entry.id, doc, URL)
     assert catalog.get("run7@1").state == "deleted"
     wrong(30)
     assert catalog.purgeable().purge == ()

@@ -55,7 +55,7 @@ def test_documents_agree_with_the_catalog_in_the_end(database_url: str, tmp_path
     with Catalog(str(tmp_path / "again.db")) as again:  # from storage alone
         for place, doc in zip(places, documents, strict=True):
             again.record(ucformat.open(place).manifest, place)
-            again.absorb(doc.id, doc, place)
+            again.import_document(doc.id, doc, place)
         found = [again.get(i) for i in ids]
     assert [(e.tags, e.aliases, e.metrics) for e in found] == [(e.tags, e.aliases, e.metrics) for e in entries]
 

@@ -455,22 +455,22 @@ def test_what_is_absorbed_is_there_once(catalog: Catalog, other: Catalog, record
     catalog.release(entry.id, number)
     before, events = catalog.get(entry.id), catalog.events()
     for again in (doc, doc.model_copy(update={"catalog": "another", "revision": 99})):
-        assert repr(catalog.absorb(entry.id, again, str(entry.url))) == repr(before)
+        assert repr(catalog.import_document(entry.id, again, str(entry.url))) == repr(before)
     assert catalog.events() == events
     other.record(universal_manifest(entry.url), str(entry.url))
     for _ in range(2):
-        found = other.absorb(entry.id, doc, str(entry.url))
+        found = other.import_document(entry.id, doc, str(entry.url))
     assert [h.reason for h in found.holds] == ["paper", "to be released"]
     assert (found.tags, found.aliases, found.urls) == (before.tags, before.aliases, before.urls)
     assert [n.text for n in found.notes] == ["note"]
-    assert [e.action for e in other.events()] == ["absorb", "record"]
+    assert [e.action for e in other.events()] == ["import", "record"]
     assert [(m.version, m.target) for m in other.alias_history("best")] == [(1, entry.id)]
 
 
 def test_a_document_of_another_checkpoint_is_not_taken(catalog: Catalog, recorded: Recorded) -> None:
     one, two = recorded(1), recorded(2)
     catalog.tag(one.id, "good")
-    assert catalog.absorb(two.id, said(catalog, one.id), str(two.url)).tags == ()
+    assert catalog.import_document(two.id, said(catalog, one.id), str(two.url)).tags == ()
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -485,7 +485,7 @@ def test_of_two_who_claim_an_alias_the_later_move_is_right(
     for entry in (one, two):
         other.record(universal_manifest(entry.url), str(entry.url))
     for doc in (first, second) if in_order else (second, first):
-        other.absorb(doc.id, doc, str((one if doc is first else two).url), trust=True)
+        other.import_document(doc.id, doc, str((one if doc is first else two).url), trust=True)
     assert [(a.id, a.version) for a in other.aliases()] == [(two.id, 2)]
     (Path(str(one.url)) / CATALOG_DOCUMENT).write_text(first.model_dump_json())
     write_documents(other)
@@ -507,9 +507,9 @@ def test_a_metric_that_was_measured_later_wins(catalog: Catalog, recorded: Recor
         "c": metric.model_copy(update={"value": None}),
     }
     theirs = doc.model_copy(update={"metrics": later})
-    found = catalog.absorb(entry.id, theirs, str(entry.url))  # but not over what was said here
+    found = catalog.import_document(entry.id, theirs, str(entry.url))  # but not over what was said here
     assert repr(found.metrics) == repr({"a": 1.0, "b": 1.0, "c": float("nan")})
-    found = catalog.absorb(entry.id, theirs, str(entry.url), trust=True)
+    found = catalog.import_document(entry.id, theirs, str(entry.url), trust=True)
     assert repr(found.metrics) == repr({"a": 2.0, "b": 1.0, "c": float("nan")})
     write_documents(catalog)
     assert document(entry.url).metrics["b"].value == 1.0
@@ -521,14 +521,14 @@ def test_what_others_deleted_is_deleted_and_what_they_restored_is_back(
     entry = recorded()
     doc = said(catalog, entry.id, deleted=clock.now, purge_after=clock.now + timedelta(seconds=1))
     clock.wait(days=1)
-    assert catalog.absorb(entry.id, doc, str(entry.url)).state == "deleted"
+    assert catalog.import_document(entry.id, doc, str(entry.url)).state == "deleted"
     assert catalog.get(entry.id).purge_after == clock.now + GRACE  # which nobody here has had before
     assert composed(catalog, entry.id, str(entry.url)).purge_after == doc.purge_after  # there, theirs is right
     back = said(catalog, entry.id, deleted=None, purge_after=None)
-    assert catalog.absorb(entry.id, back, str(entry.url)).state == "committed"
+    assert catalog.import_document(entry.id, back, str(entry.url)).state == "committed"
     assert catalog.get(entry.id).purge_after is None
     stale_copy = doc.model_copy(update={"catalog": "a third"})
-    assert catalog.absorb(entry.id, stale_copy, str(entry.url)).state == "committed"
+    assert catalog.import_document(entry.id, stale_copy, str(entry.url)).state == "committed"
 
 
 @pytest.mark.parametrize("protect", ["tag", "alias", "hold"])
@@ -542,7 +542,9 @@ def test_what_is_protected_here_is_not_deleted_by_others(
         catalog.alias("best", entry.id)
     else:
         catalog.hold(entry.id, "paper")
-    found = catalog.absorb(entry.id, said(catalog, entry.id, deleted=clock.now, purge_after=clock.now), str(entry.url))
+    found = catalog.import_document(
+        entry.id, said(catalog, entry.id, deleted=clock.now, purge_after=clock.now), str(entry.url)
+    )
     assert found.state == "committed"
     assert due(catalog) == 1
     write_documents(catalog)
@@ -555,17 +557,19 @@ def test_what_was_restored_here_since_is_not_deleted_again(catalog: Catalog, rec
     doc = said(catalog, entry.id)
     clock.wait(hours=1)
     catalog.restore(entry.id)
-    assert catalog.absorb(entry.id, doc.model_copy(update={"revision": 99}), str(entry.url)).state == "committed"
+    assert (
+        catalog.import_document(entry.id, doc.model_copy(update={"revision": 99}), str(entry.url)).state == "committed"
+    )
 
 
 def test_the_run_that_others_gave_is_taken_unless_ours_is_not_written_yet(
     catalog: Catalog, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = recorded()
-    assert catalog.absorb(entry.id, said(catalog, entry.id, run="theirs"), str(entry.url)).run == "theirs"
+    assert catalog.import_document(entry.id, said(catalog, entry.id, run="theirs"), str(entry.url)).run == "theirs"
     stores(monkeypatch, ReadOnly)
     catalog.record(universal_manifest(entry.url), str(entry.url), run="ours")
-    assert catalog.absorb(entry.id, said(catalog, entry.id, run="theirs"), str(entry.url)).run == "ours"
+    assert catalog.import_document(entry.id, said(catalog, entry.id, run="theirs"), str(entry.url)).run == "ours"
 
 
 def test_an_absorbed_document_with_any_text(catalog: Catalog, recorded: Recorded, clock: Clock) -> None:
@@ -587,10 +591,10 @@ def test_an_absorbed_document_with_any_text(catalog: Catalog, recorded: Recorded
             }
         )
     )
-    found = catalog.absorb(entry.id, doc, str(entry.url))
+    found = catalog.import_document(entry.id, doc, str(entry.url))
     assert (found.run, found.tags, found.metrics) == ("a\ufffdb", ("\ufffd",), {"m\ufffd": float("inf")})
     assert len(found.notes) == 1
-    assert repr(catalog.absorb(entry.id, doc, str(entry.url))) == repr(found)
+    assert repr(catalog.import_document(entry.id, doc, str(entry.url))) == repr(found)
     catalog.tag(entry.id, "more")
     assert document(entry.url) == composed(catalog, entry.id)
     catalog.alias("latest one", entry.id)

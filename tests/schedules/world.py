@@ -34,7 +34,7 @@ from sqlalchemy.pool import StaticPool
 import ucformat  # noqa: F401 - it has catalogs write their documents
 from tests.inline import Inline
 from ucformat.catalog.database import Database, _begin_sqlite
-from ucformat.catalog.database import explaining as explaining_database
+from ucformat.catalog.database import translated_errors as translated_database_errors
 from ucformat.catalog.models import Base
 from ucformat.errors import Conflict, UcformatError, Uncertain
 from ucformat.format.commit import MANIFEST
@@ -435,7 +435,7 @@ class _Database(Database):
 
     @contextmanager
     def writing(self) -> Iterator[sa.Connection]:
-        with explaining_database(self.url), self._world.transaction("write", self.url):
+        with translated_database_errors(self.url), self._world.transaction("write", self.url):
             fault = self._world.strike("eio", "lost", "full")
             if fault == "eio":
                 raise _sqlite_error("disk I/O error")
@@ -450,7 +450,7 @@ class _Database(Database):
 
     @contextmanager
     def reading(self) -> Iterator[sa.Connection]:
-        with explaining_database(self.url), self._world.transaction("read", self.url):
+        with translated_database_errors(self.url), self._world.transaction("read", self.url):
             if self._world.strike("eio"):
                 raise _sqlite_error("disk I/O error")
             with super().reading() as connection:

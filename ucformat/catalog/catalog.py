@@ -89,7 +89,7 @@ class Catalog(CatalogReader):
 
         return self._write(work)
 
-    def absorb(self, checkpoint: str, doc: CatalogDoc, url: str, *, trust: bool = False) -> Entry:
+    def import_document(self, checkpoint: str, doc: CatalogDoc, url: str, *, trust: bool = False) -> Entry:
         """Import the document beside a checkpoint, which another catalog or this one wrote; log warnings for refusals.
 
         Args:
@@ -101,13 +101,13 @@ class Catalog(CatalogReader):
         Returns:
             The checkpoint's entry.
         """
-        from ucformat.catalog.document import absorb
+        from ucformat.catalog.document import import_document
 
         stamp, url = make_stamp(), same_url(url)
 
         def work(c: Connection) -> tuple[Entry, list[str]]:
             serial = c.execute(sa.select(Checkpoint.serial).where(Checkpoint.id == checkpoint)).scalar_one()
-            refused = absorb(c, serial, doc, url, stamp, trust=trust)
+            refused = import_document(c, serial, doc, url, stamp, trust=trust)
             return load_entries(c, [serial], stamp.now)[0], refused
 
         entry, refused = self._database.write(work)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy.engine import URL, Connection, Engine
 
-__all__ = ["VERSION_TABLE", "Database", "explaining"]
+__all__ = ["VERSION_TABLE", "Database", "translated_errors"]
 
 T = TypeVar("T")
 
@@ -151,7 +151,7 @@ class Database:
             )
         if self.read_only:
             raise PermissionDenied(f"the catalog {self.url} was opened read-only")
-        with explaining(self.url), self.engine.connect() as connection:
+        with translated_errors(self.url), self.engine.connect() as connection:
             connection.info["writing"] = True
             try:
                 with connection.begin():
@@ -183,7 +183,7 @@ class Database:
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         """A read-only transaction, which sees one state of the catalog."""
-        with explaining(self.url), self.engine.connect() as connection:
+        with translated_errors(self.url), self.engine.connect() as connection:
             if not self.sqlite:
                 connection.execution_options(postgresql_readonly=True, isolation_level="REPEATABLE READ")
             with connection.begin():
@@ -341,7 +341,7 @@ def _migrate(connection: Connection) -> None:
 
 
 @contextmanager
-def explaining(url: str) -> Iterator[None]:
+def translated_errors(url: str) -> Iterator[None]:
     """Turn errors of the database, such as a lost connection or a lock, into UcformatError.
 
     Args:

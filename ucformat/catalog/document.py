@@ -35,7 +35,7 @@ from ucformat.catalog.models import (
 )
 from ucformat.catalog.recording import insert_edge, set_run
 from ucformat.catalog.retention import protections
-from ucformat.catalog.rows import MAX_IN_LIST, event, insert_if_absent, lock, take_turns, touch
+from ucformat.catalog.rows import MAX_IN_LIST, event, insert_if_absent, lock, lock_names, touch
 from ucformat.catalog.stamp import GRACE, clocks
 from ucformat.schema.documents import AliasDoc, CatalogDoc, EdgeDoc, HoldDoc, MetricDoc, NoteDoc, TagDoc, UntagDoc
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.stamp import Stamp
 
-__all__ = ["MAX_REVISION", "Stale", "absorb", "compose", "mark_written", "stale"]
+__all__ = ["MAX_REVISION", "Stale", "compose", "import_document", "mark_written", "stale"]
 
 #: The largest revision or version that is accepted from a document, which leaves room to count on.
 MAX_REVISION = 2**30
@@ -153,7 +153,7 @@ def _identity(connection: Connection) -> str:
     return connection.execute(sa.select(Identity.id)).scalar_one()
 
 
-def absorb(
+def import_document(
     connection: Connection, serial: int, doc: CatalogDoc, url: str, stamp: Stamp, *, trust: bool = False
 ) -> list[str]:
     """Import the document at a place. A document that this catalog wrote, and that is not newer, changes nothing.
@@ -169,7 +169,7 @@ def absorb(
     Returns:
         A message for each alias that was not moved.
     """
-    take_turns(connection, *(f"alias {a.name}" for a in doc.aliases), *(e.id or e.url for e in doc.lineage))
+    lock_names(connection, *(f"alias {a.name}" for a in doc.aliases), *(e.id or e.url for e in doc.lineage))
     lock(connection, [serial])
     row = connection.execute(sa.select(Checkpoint.__table__).where(Checkpoint.serial == serial)).one()
     ours = doc.catalog == _identity(connection) and doc.revision <= row.document_written
@@ -178,21 +178,21 @@ def absorb(
     before = _content(compose(connection, serial, url))
     unwritten = row.document_revision > row.document_written  # changes of ours are in no document yet
     origin = _Origin(connection, serial, url, stamp, trust)
-    _absorb_annotations(origin, doc)
-    refused = _absorb_aliases(origin, doc.aliases)
+    _import_annotations(origin, doc)
+    refused = _import_aliases(origin, doc.aliases)
     for edge in doc.lineage:
         insert_edge(connection, serial, edge.kind, edge.url, edge.id, depends=edge.depends)
     if doc.run is not None and not unwritten and doc.revision > row.document_written:
         set_run(connection, serial, doc.run, stamp.now)
     if doc.revision >= row.document_written:  # documents at several places may have the same revision
-        _absorb_deletion(origin, row, doc, unwritten=unwritten)
+        _import_deletion(origin, row, doc, unwritten=unwritten)
     after = _content(compose(connection, serial, url))
     latest = max(row.document_revision, min(doc.revision, MAX_REVISION))
     due = unwritten or after != _content(doc)
     values = {"document_revision": latest + due, "document_written": latest}
     connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(**values))
     if after != before:
-        event(connection, "absorb", stamp, serial, catalog=doc.catalog, revision=doc.revision, url=url)
+        event(connection, "import", stamp, serial, catalog=doc.catalog, revision=doc.revision, url=url)
     return refused
 
 
@@ -222,7 +222,7 @@ def _content(doc: CatalogDoc) -> dict[str, Any]:
     return {k: sorted(v, key=repr) if isinstance(v, list) else v for k, v in content.items()}
 
 
-def _absorb_deletion(origin: _Origin, row: Any, doc: CatalogDoc, *, unwritten: bool) -> None:
+def _import_deletion(origin: _Origin, row: Any, doc: CatalogDoc, *, unwritten: bool) -> None:
     """Record that another catalog deleted or restored the checkpoint at this place.
 
     A checkpoint that is deleted at all its places is deleted here too, unless it is protected here or was restored here
@@ -253,9 +253,9 @@ def _absorb_deletion(origin: _Origin, row: Any, doc: CatalogDoc, *, unwritten: b
     connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == row.serial).values(**values))
 
 
-def _absorb_annotations(origin: _Origin, doc: CatalogDoc) -> None:
+def _import_annotations(origin: _Origin, doc: CatalogDoc) -> None:
     connection, serial = origin.connection, origin.serial
-    _absorb_tags(origin, doc)
+    _import_tags(origin, doc)
     created = sa.select(Checkpoint.created).where(Checkpoint.serial == serial).scalar_subquery()
     for name, metric in doc.metrics.items():
         value = None if metric.value is None else stored_metric(metric.value)
@@ -268,9 +268,9 @@ def _absorb_annotations(origin: _Origin, doc: CatalogDoc) -> None:
             connection.execute(sa.update(Metric).where(*here, sa.or_(older, from_manifest)).values(**values))
     for hold in doc.holds:
         keys = {"reason": hold.reason, "created": hold.created, "who": hold.who}
-        _absorb_row(origin, Hold, keys, until=hold.until)
+        _import_row(origin, Hold, keys, until=hold.until)
     for note in doc.notes:
-        _absorb_row(origin, Note, {"text": note.text, "created": note.created, "who": note.who})
+        _import_row(origin, Note, {"text": note.text, "created": note.created, "who": note.who})
 
 
 def _older_documented(metric: MetricDoc) -> ColumnElement[bool]:
@@ -278,7 +278,7 @@ def _older_documented(metric: MetricDoc) -> ColumnElement[bool]:
     return sa.and_(Metric.document_url.is_not(None), Metric.measured < metric.measured)
 
 
-def _absorb_tags(origin: _Origin, doc: CatalogDoc) -> None:
+def _import_tags(origin: _Origin, doc: CatalogDoc) -> None:
     """Import tags and removals of tags: the later of the two wins if both are from one place; permanent tags always."""
     connection, serial = origin.connection, origin.serial
     gone = connection.execute(
@@ -300,7 +300,7 @@ def _absorb_tags(origin: _Origin, doc: CatalogDoc) -> None:
             record_untag(connection, serial, untag.name, untag.removed, untag.who, untag.reason, url)
 
 
-def _absorb_row(origin: _Origin, table: Any, keys: dict[str, Any], **values: Any) -> None:
+def _import_row(origin: _Origin, table: Any, keys: dict[str, Any], **values: Any) -> None:
     """Insert a row unless one with these keys exists; a released hold counts."""
     connection, serial = origin.connection, origin.serial
     same = [getattr(table, k) == v for k, v in keys.items()]
@@ -309,7 +309,7 @@ def _absorb_row(origin: _Origin, table: Any, keys: dict[str, Any], **values: Any
         connection.execute(sa.insert(table).values(row))
 
 
-def _absorb_aliases(origin: _Origin, aliases: Iterable[AliasDoc]) -> list[str]:
+def _import_aliases(origin: _Origin, aliases: Iterable[AliasDoc]) -> list[str]:
     """Create the aliases that do not exist, and record the others as claims; return a message for each of those."""
     connection = origin.connection
     connection.execute(

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from ucformat.catalog.columns import stored_metric
 from ucformat.catalog.models import Alias, AliasMove, Checkpoint, Hold, Metric, Note, Tag, Untag
-from ucformat.catalog.rows import event, insert_if_absent, lock, take_turns
+from ucformat.catalog.rows import event, insert_if_absent, lock, lock_names
 from ucformat.errors import Conflict, NotFound, PermissionDenied, UsageError
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def alias_target(connection: Connection, name: str) -> int | None:
 
 
 def _alias(connection: Connection, name: str) -> Any:
-    take_turns(connection, f"alias {name}")
+    lock_names(connection, f"alias {name}")
     return connection.execute(sa.select(Alias.__table__).where(Alias.name == name)).one_or_none()
 
 

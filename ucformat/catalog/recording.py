@@ -18,7 +18,7 @@ from ucformat.catalog.content import (
 )
 from ucformat.catalog.models import Checkpoint, Config, Edge, Form, Location, Metric, Run, Verification
 from ucformat.catalog.refs import same_url
-from ucformat.catalog.rows import event, insert_if_absent, lock, one_id, take_turns, touch
+from ucformat.catalog.rows import event, get_or_insert, insert_if_absent, lock, lock_names, touch
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def record(
     """
     nbytes = sum(t.nbytes for t in manifest.tensors)
     _check(manifest, url, nbytes)
-    take_turns(connection, manifest.id, url, *(p.id or _place(p.url) for p in manifest.lineage))
+    lock_names(connection, manifest.id, url, *(p.id or _place(p.url) for p in manifest.lineage))
     content = manifest_content(manifest) if kind == "ucformat" else None
     serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == manifest.id))
     if serial is not None and content is not None:
@@ -82,7 +82,9 @@ def record(
                 "id": manifest.id,
                 "kind": kind,
                 "state": "committed",
-                "run_id": None if run is None else one_id(connection, Run, {"name": run}, {"created": stamp.now}),
+                "run_id": None
+                if run is None
+                else get_or_insert(connection, Run, {"name": run}, {"created": stamp.now}),
                 "step": manifest.step,
                 "commits": manifest.commits,
                 "created": _created(manifest),
@@ -179,7 +181,7 @@ def set_run(connection: Connection, serial: int, run: str, now: datetime) -> boo
     Returns:
         Whether it changed.
     """
-    run_id = one_id(connection, Run, {"name": run}, {"created": now})
+    run_id = get_or_insert(connection, Run, {"name": run}, {"created": now})
     changed = connection.execute(
         sa.update(Checkpoint)
         .where(Checkpoint.serial == serial, Checkpoint.run_id.is_distinct_from(run_id))
@@ -195,7 +197,7 @@ def record_location(connection: Connection, serial: int, url: str, stamp: Stamp,
     apply to this one. If it was deleted in this catalog, the place is `spared`, since the deletion did not include it.
 
     Args:
-        connection: a transaction that writes, in which the caller has called `take_turns` for the url.
+        connection: a transaction that writes, in which the caller has called `lock_names` for the url.
         serial: the checkpoint.
         url: the place, normalized by `same_url`.
         stamp: the user and time of the operation.
@@ -301,7 +303,7 @@ def insert_edge(
         Whether the edge is new.
     """
     parent_url = _place(parent_url)
-    take_turns(connection, parent_id or parent_url)
+    lock_names(connection, parent_id or parent_url)
     parent = None
     if parent_id is not None:
         parent = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == parent_id))
@@ -335,7 +337,7 @@ def _below(url: str, root: str) -> bool:
 
 def _config(connection: Connection, config: Mapping[str, Any]) -> int:
     document = storable_json(config)
-    return one_id(connection, Config, {"hash": canonical_hash(document)}, {"document": document})
+    return get_or_insert(connection, Config, {"hash": canonical_hash(document)}, {"document": document})
 
 
 def add_verification(

@@ -30,35 +30,35 @@ __all__ = [
     "EventEntry",
     "event",
     "events",
+    "get_or_insert",
     "insert_if_absent",
     "insert_rows",
     "load_events",
     "lock",
-    "one_id",
+    "lock_names",
     "starts_with",
-    "take_turns",
     "touch",
     "update_checkpoints",
 ]
 
 #: Serials in one IN list.
 MAX_IN_LIST = 5000
-_TURNS = sa.text("select count(pg_advisory_xact_lock(number)) from unnest(cast(:numbers as bigint[])) as number")
+_LOCK_NAMES = sa.text("select count(pg_advisory_xact_lock(number)) from unnest(cast(:numbers as bigint[])) as number")
 
 
-def take_turns(connection: Connection, *words: str) -> None:
+def lock_names(connection: Connection, *names: str) -> None:
     """Take named locks until the transaction ends, for what has no row to lock yet.
 
     A parent may be recorded while a child looks for it, for instance.
 
     Args:
         connection: a transaction that writes; on SQLite, which has one writer at a time, nothing is done.
-        words: the names.
+        names: the names, such as an id or url.
     """
     if connection.dialect.name == "postgresql":
-        hashes = {blake2b(w.encode("utf-8", "surrogatepass"), digest_size=8).digest() for w in words}
+        hashes = {blake2b(w.encode("utf-8", "surrogatepass"), digest_size=8).digest() for w in names}
         numbers = sorted(int.from_bytes(h, "big", signed=True) for h in hashes)
-        connection.execute(_TURNS, {"numbers": numbers})
+        connection.execute(_LOCK_NAMES, {"numbers": numbers})
 
 
 def lock(connection: Connection, serials: Iterable[int]) -> dict[int, str]:
@@ -139,7 +139,7 @@ def update_checkpoints(connection: Connection, serials: Iterable[int], **values:
         connection.execute(sa.update(Checkpoint).where(page).values(**values))
 
 
-def one_id(connection: Connection, table: Any, keys: Mapping[str, Any], values: Mapping[str, Any]) -> int:
+def get_or_insert(connection: Connection, table: Any, keys: Mapping[str, Any], values: Mapping[str, Any]) -> int:
     """Get or create the row with these unique values.
 
     Args:
@@ -221,8 +221,8 @@ def insert_rows(
     if connection.dialect.name == "postgresql":
         _copy(connection, f"COPY {table} ({names}) FROM STDIN", rows)
     else:
-        marks = ", ".join("?" * len(columns))
-        connection.exec_driver_sql(f"INSERT INTO {table} ({names}) VALUES ({marks})", list(rows))  # noqa: S608 - constants
+        placeholders = ", ".join("?" * len(columns))
+        connection.exec_driver_sql(f"INSERT INTO {table} ({names}) VALUES ({placeholders})", list(rows))  # noqa: S608 - constants
 
 
 def _copy(connection: Connection, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy.exc import DBAPIError
 
-from ucformat.catalog.database import explaining
+from ucformat.catalog.database import translated_errors
 from ucformat.errors import PermissionDenied, UcformatError, UnsafeError, UsageError
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ having count(*) > 0
 def _postgresql(
     database: Database, statement: str, limit: int | None, timeout: float | None, *, trust_role: bool
 ) -> Table:
-    with explaining(database.url), database.engine.connect() as opened:
+    with translated_errors(database.url), database.engine.connect() as opened:
         c = opened.execution_options(
             postgresql_readonly=True, isolation_level="REPEATABLE READ", stream_results=True, no_parameters=True
         )

@@ -152,7 +152,7 @@ def _write(catalog: Catalog, serial: int, url: str) -> int:
                 raise _replaced()
         else:
             if there.catalog != doc.catalog or there.revision > doc.revision:
-                catalog.absorb(doc.id, there, url)
+                catalog.import_document(doc.id, there, url)
                 doc = _composed(catalog, serial, url)
             if doc.revision <= there.revision <= MAX_REVISION:
                 settle(store, CATALOG_DOCUMENT)  # who wrote it may have been killed before it lasts

@@ -156,7 +156,7 @@ def _consult(catalog: Catalog, checkpoint: str, url: str) -> None:
     if doc is None and is_empty(store):
         check_removed(store, begun=False)
     if doc is not None and doc.id == checkpoint:
-        catalog.absorb(checkpoint, doc, url)
+        catalog.import_document(checkpoint, doc, url)
 
 
 def purge(catalog: Catalog, checkpoint: str) -> bool:

@@ -381,7 +381,7 @@ def _record(catalog: Catalog, found: _OpenedCheckpoint, how: _How, listing: str 
     about: dict[str, Any] = {"kind": found.kind, "run": how.run, "files": found.files, "listing": listing}
     entry = catalog.record(found.manifest, found.url, replace_config=how.replace_config, **about)
     if found.doc is not None:
-        entry = catalog.absorb(entry.id, found.doc, found.url, trust=how.trust)
+        entry = catalog.import_document(entry.id, found.doc, found.url, trust=how.trust)
     if how.run is not None and entry.run != how.run:  # the document says another, but not as loud
         entry = catalog.record(found.manifest, found.url, kind=found.kind, run=how.run)
     return entry

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
 
     from ucformat.catalog.filter.check import Target
-    from ucformat.catalog.filter.documents import Found
+    from ucformat.catalog.filter.documents import DocumentValue
     from ucformat.catalog.filter.syntax import Atom, Node, Sort, Value
 
     Lift = Callable[[ColumnElement[bool]], ColumnElement[bool]]
@@ -218,7 +218,7 @@ def _truth(held: ColumnElement[bool], atom: Atom) -> ColumnElement[bool]:
     return or_(held if Boolean(True) in wanted else false(), not_(held) if Boolean(False) in wanted else false())
 
 
-def _in_document(found: Found, atom: Atom) -> ColumnElement[bool]:
+def _in_document(found: DocumentValue, atom: Atom) -> ColumnElement[bool]:
     match atom:
         case Compare(_, "=" | "!=", value):
             return found.among([value])

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from ucformat.catalog.filter.syntax import Value
 
     Within = Callable[[ColumnElement[Any]], ColumnElement[Any]]
-    Test = Callable[["Found"], ColumnElement[bool]]
+    Test = Callable[["DocumentValue"], ColumnElement[bool]]
 
-__all__ = ["Found", "document_order", "document_test"]
+__all__ = ["DocumentValue", "document_order", "document_test"]
 
 _BEYOND = 2**63  # integers of at least this magnitude are compared as floats
 
@@ -60,7 +60,7 @@ def document_order(document: Any, path: Sequence[str], within: Within = lambda v
     return [by_engine(within(_on_sqlite(document, path).order()), first), *(by_engine(sa.null(), o) for o in others)]
 
 
-class Found(ABC):
+class DocumentValue(ABC):
     """A value in a document, in the SQL of one database."""
 
     text: ColumnElement[Any]
@@ -132,7 +132,7 @@ class Found(ABC):
         return self._when_text(like(self.text, pattern))
 
 
-class _OnSqlite(Found):
+class _OnSqlite(DocumentValue):
     """A value by its type and content; both are NULL if it does not exist."""
 
     def __init__(self, kind: ColumnElement[Any], value: ColumnElement[Any]) -> None:
@@ -209,7 +209,7 @@ def _on_sqlite(document: ColumnElement[Any], path: Sequence[str]) -> _OnSqlite:
     return _OnSqlite(sa.func.json_type(document, written), sa.func.json_extract(document, written))
 
 
-class _OnPostgres(Found):
+class _OnPostgres(DocumentValue):
     """A value of type jsonb; NULL if it does not exist."""
 
     def __init__(self, document: ColumnElement[Any], path: Sequence[str]) -> None:
