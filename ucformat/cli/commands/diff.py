@@ -160,10 +160,8 @@ def _tensors(found: _Found, width: int | None) -> Iterator[str]:
     rows = [(x.name, x.state, "added", "", _tensor(x)) for x in t.added]
     rows += [(x.name, x.state, "removed", _tensor(x), "") for x in t.removed]
     alone = [c for c in t.changed if c.aspects == ("digest",)]
-    shown = [c for c in t.changed if c.aspects != ("digest",)] + (
-        alone[:_MAX_VALUE_ROWS] if found.values is None else []
-    )
-    for c in shown:
+    other = [c for c in t.changed if c.aspects != ("digest",)]
+    for c in [*other, *(alone[:_MAX_VALUE_ROWS] if found.values is None else [])]:
         what = ", ".join("values" if aspect == "digest" else aspect for aspect in c.aspects)
         x, y = _tensor(c.a), _tensor(c.b)
         rows.append((c.name, c.state, what, *((x, y) if x != y else ("", ""))))
@@ -197,13 +195,8 @@ def _data(found: _Found, chosen: Sequence[str], *, equal: bool) -> dict[str, Any
             "added": [_tensor_data(x) for x in t.added],
             "removed": [_tensor_data(x) for x in t.removed],
             "changed": [
-                {
-                    "name": c.name,
-                    "state": c.state,
-                    "aspects": list(c.aspects),
-                    "a": _tensor_data(c.a),
-                    "b": _tensor_data(c.b),
-                }
+                {"name": c.name, "state": c.state, "aspects": list(c.aspects)}
+                | {"a": _tensor_data(c.a), "b": _tensor_data(c.b)}
                 for c in t.changed
             ],
             "unknown": t.unknown,

@@ -117,9 +117,7 @@ def register(
                 progress=progress,
             )
     except KeyboardInterrupt:
-        raise Interrupted(
-            "interrupted: what was registered so far is kept; run the same command again to continue"
-        ) from None
+        raise Interrupted("interrupted: what was registered is kept; run the same command again to continue") from None
     out.result(lambda: _list(found), lambda: _data(found), lambda: (e.id for e in found.entries))
     _raise_failures(found)
 
@@ -170,9 +168,7 @@ def reindex(
                 place, catalog, forget=forget, trust_documents=trust_documents, options=options, progress=progress
             )
     except KeyboardInterrupt:
-        raise Interrupted(
-            "interrupted: what was recorded so far is kept; run the same command again for the rest"
-        ) from None
+        raise Interrupted("interrupted: what was recorded is kept; run the same command again for the rest") from None
     out.result(
         lambda: _summary(found),
         lambda: _data(found) | {"missing": list(found.missing), "forgotten": list(found.forgotten)},
