@@ -86,7 +86,7 @@ class Database:
         self.read_only = read_only
         if self.sqlite:
             self._check_place()
-        self.newer: str | None = None  # the revision of tables that a newer ucformat made
+        self.newer: str | None = None  # the revision of tables that a newer ucformat created
         self.engine = self._engine()
         try:
             self._prepare_tables(upgrade=upgrade)
