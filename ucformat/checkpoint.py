@@ -17,7 +17,7 @@ from ucformat.format.universal import Universal, describe
 from ucformat.geometry.tensor import Key
 from ucformat.schema.documents import TOMBSTONE
 from ucformat.storage.base import exists
-from ucformat.storage.url import each, open_store
+from ucformat.storage.url import as_strings, open_store
 from ucformat.storage.watched import WatchedStore
 from ucformat.storage.wrappers import CachedListingStore
 
@@ -321,7 +321,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         """
         from ucformat.reading.rank import Bound, plan_rank
 
-        chosen = None if states is None else each(states)
+        chosen = None if states is None else as_strings(states)
         if self._bound is None or self._bound[0] is not layout or self._bound[1] != chosen:
             source = self.view(layout).source if layout.view else self.source
             self._bound = (layout, chosen, source, Bound.of(source.metadata.tensor_list, layout, chosen))

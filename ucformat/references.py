@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import IntegrityError, NotFound, UcformatError
 from ucformat.settings import allowed_roots
-from ucformat.storage.url import each
+from ucformat.storage.url import as_strings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,7 +47,7 @@ def open_reference(
         NotACheckpoint: what is there is not a checkpoint, or not a committed one.
         UsageError: the reference matches several checkpoints.
     """
-    given = each(roots)
+    given = as_strings(roots)
     found = _open(place, lambda: (*given, *allowed_roots()), options)
     return found if view is None else found.view(view)
 

@@ -56,7 +56,7 @@ def test_read_only(run: Run, committed: Path, tmp_path: Path) -> None:
 
 
 def test_a_url_that_is_none(run: Run) -> None:
-    assert "nobody knows the scheme" in run("doctor", "nonsense://x", code=2).stderr
+    assert "unknown scheme" in run("doctor", "nonsense://x", code=2).stderr
 
 
 def test_an_object_store_in_a_process_of_its_own(shell: Shell, bucket: Bucket) -> None:

@@ -67,7 +67,7 @@ def test_other_schemes_go_through_fsspec(tmp_path: Path) -> None:
         ("memory://", "needs a name"),
         ("file://host/a", "not a file url of this machine"),
         ("file://a", "not a file url"),
-        ("nosuch://x", r"nobody knows the scheme 'nosuch'"),
+        ("nosuch://x", r"unknown scheme 'nosuch'"),
     ],
 )
 def test_what_names_no_place_is_a_usage_error(place: str, message: str) -> None:

@@ -41,7 +41,7 @@ from ucformat.settings import allowed_roots
 from ucformat.sources.configuration import with_config
 from ucformat.storage.base import Writer
 from ucformat.storage.concurrency import map_io
-from ucformat.storage.url import each, open_store
+from ucformat.storage.url import as_strings, open_store
 from ucformat.storage.watched import check_unchanged
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def convert(
     source = src if isinstance(src, Checkpoint) else open_reference(src)
     store = open_store(dst) if isinstance(dst, str | PathLike) else dst
     how = How(chunk_bytes, shard_bytes, workers, progress, verify)
-    infos = _chosen(source, None if states is None else each(states))
+    infos = _chosen(source, None if states is None else as_strings(states))
     _check_virtual(how, virtual=virtual, checksums=checksums, unprotected=unprotected)
     plan = plan_document(source, infos, how) | ({"virtual": checksums} if virtual else {})
     placed = VirtualExtents(source, infos) if virtual else None

@@ -29,7 +29,7 @@ from ucformat.jobs.run import naming_place
 from ucformat.schema.documents import CATALOG_DOCUMENT, TOMBSTONE
 from ucformat.schema.manifest import AttemptDoc
 from ucformat.storage.base import exists
-from ucformat.storage.url import each, open_store
+from ucformat.storage.url import as_strings, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -94,7 +94,7 @@ def collect(
     resumed = tuple(e.id for e in catalog.find("state = 'purging'"))
     failures: list[str] = []
     before = make_stamp().now - grace
-    leftovers = tuple(left for place in each(places) for left in _leftovers(catalog, place, before, resumed, failures))
+    leftovers = tuple(x for place in as_strings(places) for x in _leftovers(catalog, place, before, resumed, failures))
     plan = catalog.purgeable(grace)
     if not apply:
         return Collected(plan, resumed, leftovers, (), tuple(failures))

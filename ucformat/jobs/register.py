@@ -23,7 +23,7 @@ from ucformat.schema.documents import TOMBSTONE
 from ucformat.sources import SOURCES
 from ucformat.sources.configuration import with_config
 from ucformat.storage.base import exists
-from ucformat.storage.url import each, open_store
+from ucformat.storage.url import as_strings, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -116,7 +116,7 @@ def register(
         UsageError: `config` for a universal checkpoint, whose manifest says it.
         NotFound: nothing is at one of the places, or no checkpoint.
     """
-    places = each(places)
+    places = as_strings(places)
     trees = [_searched(p) for p in places] if recursive else []
     known: dict[str, str] = {}
     for tree in () if rescan or run or config or metrics or options or trust_documents else trees:

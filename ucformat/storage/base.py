@@ -1,14 +1,14 @@
-"""The storage protocol: what every back end does with bytes under one root url.
+"""The storage protocol: reading and writing files under one root URL.
 
-A *key* is a relative path with `/` between its parts (`data/x/c/0`). Keys that are absolute, empty, or hold `..`, `.`,
-an empty part, a backslash, a NUL or what is not Unicode are refused before anything is touched, so no name read from a
+A *key* is a relative path with `/` between its parts (`data/x/c/0`). Keys that are absolute or empty, or contain `..`,
+`.`, an empty part, a backslash, a NUL or invalid Unicode are rejected before any access, so no name read from a
 checkpoint ever leaves the root.
 
-There are two kinds of version. `Info.version` is cheap (size and time, an ETag, …) and only good for seeing that a file
+There are two kinds of version. `Info.version` is cheap (size and time, an ETag, …) and only shows whether a file
 changed since another `info`. The version that `read_versioned`, `put_if_absent` and `replace` return is the hash of the
-content, `content_version`, the same in every store.
+content, `content_version`, which is the same in every store.
 
-A store pickles as its url, so that a worker process opens its own; it is not carried over a `fork`.
+A store pickles as its URL, so that a worker process opens its own; it must not be used after a `fork`.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ __all__ = [
     "read_ranges",
 ]
 
-#: What reads fill and writes take: any contiguous buffer.
+#: Data to write or to hash: any contiguous buffer.
 Bytes = bytes | bytearray | memoryview
 
-#: How the names of temporary files and locks begin, which `Store.list` does not show.
+#: Prefix of the names of temporary files and locks, which `Store.list` does not return.
 HIDDEN = ".ucf-"
 
 
 class ByteRange(NamedTuple):
-    """A range of a file, in bytes."""
+    """A range of bytes of a file."""
 
     file: str
     offset: int
@@ -61,8 +61,9 @@ class ByteRange(NamedTuple):
 class Info:
     """A stored file: its key, size in bytes, and a `version` token that changes whenever its content does.
 
-    `modified` is when, in seconds since 1970, where the place tells; an object store tells full seconds and an `etag`.
-    `changed` is when anything of it was last changed, its names and rights too, in nanoseconds, where the place tells.
+    `modified` is the time of the last write in seconds since 1970, if the store knows it; object stores report whole
+    seconds and an `etag`. `changed` is the time of the last change of content or metadata in nanoseconds, if the store
+    knows it.
     """
 
     key: str
@@ -73,7 +74,13 @@ class Info:
     changed: int | None = None
 
     def is_same(self, other: Info) -> bool:
-        """Whether the file is still the one of another `info`; a list and a look tell different things of objects."""
+        """Whether the file is unchanged since another `info`.
+
+        Listings and single requests report different fields of objects; the fields that both have are compared.
+
+        Args:
+            other: an earlier `info` of the file.
+        """
         if self.etag and other.etag:
             return (self.size, self.etag.strip('"')) == (other.size, other.etag.strip('"'))
         return (self.size, self.version, self.changed) == (other.size, other.version, other.changed)
@@ -81,19 +88,18 @@ class Info:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """How requests are best made to a place, in bytes; the defaults are for local files.
+    """How requests to a store are best made; sizes are in bytes, the defaults are for local files.
 
     Attributes:
-        gap: rows of one tensor are read as one where the gap between them is at most this, and at most a twentieth of
-            them, or they are shorter than `short`.
-        short: rows so short that asking for each would cost more.
-        request: no request is longer, unless a single chunk is.
-        join: neighbouring requests are joined, to at most this, where the gap between them is at most a hundredth of
-            them.
-        block: where chunks that are read whole are checked, so is every block of at most this: it is read whole.
-        parallel: requests at once (None: one or two for each core).
-        together: how many ranges of one file are best asked for in one call.
-        in_flight: bytes in flight at once; None where nothing is held in memory but what was asked for.
+        gap: rows of one tensor are read together if the gap between them is at most this, and either at most a
+            twentieth of their size, or they are shorter than `short`.
+        short: rows shorter than this are cheaper to read together with the gaps between them.
+        request: maximum size of a request, unless a single chunk is larger.
+        join: adjacent requests are joined up to this size if the gap between them is at most a hundredth of them.
+        block: blocks up to this size are read whole and verified wherever chunks that are read whole are.
+        parallel: concurrent requests (None: one or two for each core).
+        together: ranges of one file that are best requested in one call.
+        in_flight: bytes in flight at once (None: reads need no memory but the destination).
     """
 
     gap: int = 4 << 10
@@ -107,19 +113,23 @@ class Costs:
 
 
 class Writer(Protocol):
-    """A file being written front to back, by one thread; it is seen under its key only after `close`, and whole.
+    """A file that one thread writes sequentially; it becomes visible under its key, as a whole, on `close`.
 
     It is durable after the next `Store.flush`. As a context manager, it closes on success and aborts on an error.
     """
 
     def write(self, data: Bytes) -> None:
-        """Append these bytes; they may be reused by the caller when this returns."""
+        """Append bytes.
+
+        Args:
+            data: the bytes; the caller may reuse the buffer after the call.
+        """
 
     def close(self) -> None:
-        """Make the file visible, replacing what stood there; a second call does nothing."""
+        """Make the file visible, replacing any existing one; a second call does nothing."""
 
     def abort(self) -> None:
-        """Drop what was written; nothing becomes visible. After `close` it does nothing."""
+        """Discard what was written; nothing becomes visible. After `close` it does nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -134,101 +144,177 @@ class Writer(Protocol):
 
 
 class Store(Protocol):
-    """Bytes under one root. Safe to use from several threads at once.
+    """Files under one root. Safe to use from several threads at once.
 
-    Reading what is not there is NotFound; what this place does not allow is PermissionDenied, what it cannot do is
-    UnsupportedError; any other failure of the place (a full disk, a lost connection) is an UcformatError. Each names
-    the file.
+    Reading a missing file is NotFound; an operation that the storage forbids is PermissionDenied, one that it does not
+    support is UnsupportedError; any other failure of the storage (a full disk, a lost connection) is an UcformatError.
+    Each names the file.
     """
 
     @property
     def url(self) -> str:
-        """The root, as the user would write it."""
+        """The URL or path of the root, as a user would write it."""
 
     @property
     def costs(self) -> Costs:
-        """How requests are best made here."""
+        """How requests to this store are best made."""
 
     def info(self, key: str) -> Info:
-        """Size and version of a file; NotFound where there is none."""
+        """Size and version of a file.
+
+        Args:
+            key: key of the file.
+
+        Raises:
+            NotFound: there is no such file.
+        """
 
     def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        """Bytes `offset … offset + nbytes` of a file (to its end where None): for small things.
+        """Read a range of a file into new memory; meant for small reads.
 
-        MissingData where the file ends before.
+        Args:
+            key: key of the file.
+            offset: first byte.
+            nbytes: number of bytes (None: to the end of the file).
+
+        Raises:
+            MissingData: the file ends before the range does.
         """
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill `buffers` one after another with the bytes from `offset` on; MissingData where the file is too short.
+        """Read a contiguous range of a file into buffers, one after another.
 
-        Buffers are writable and C-contiguous, of any item type. After an error their content is undefined.
+        Args:
+            key: key of the file.
+            offset: first byte.
+            buffers: writable, C-contiguous buffers of any item type; after an error their content is undefined.
+
+        Raises:
+            MissingData: the file ends before the range does.
         """
 
     def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
-        """Fill each of many short rows: number `k` with the bytes from `offset + k * step` on; else as `read_into`."""
+        """Read many short ranges of a file at regular distances; errors as for `read_into`.
+
+        Args:
+            key: key of the file.
+            offset: first byte of the first row.
+            step: bytes from the beginning of a row to that of the next.
+            rows: one writable, C-contiguous buffer for each row.
+        """
+        for number, row in enumerate(rows):
+            self.read_into(key, offset + number * step, [row])
 
     def read_versioned(self, key: str) -> tuple[bytes, str]:
-        """A whole small file and its content version, which `replace` wants to see."""
+        """A whole small file and its content version, for `replace`.
+
+        Args:
+            key: key of the file.
+        """
+        data = self.read(key)
+        return data, content_version(data)
 
     def create(self, key: str, unit: int = 1) -> Writer:
-        """Write a file as a stream, and the folders above it; where it is sent in parts, in parts of whole units."""
+        """Write a file as a stream; missing parent folders are created.
+
+        Args:
+            key: key of the file.
+            unit: bytes; storage that uploads in parts uses multiples of this (default: 1).
+        """
 
     def flush(self) -> None:
-        """Return when every file that this store object has closed is durable, and the folders that name it.
+        """Wait until every file that this store object has closed is durable, with the folders that contain it.
 
-        What it has deleted is then gone for good, too: after a power failure it does not come back.
-        A file that could not be made durable raises here, again on every call until it is written anew or deleted.
+        Deletions are durable then too: a deleted file does not reappear after a power failure. A file that could not be
+        made durable raises here, again on every call until it is written anew or deleted.
         """
 
     def adopt(self, key: str) -> None:
-        """Let the next `flush` cover this file too, which another store object or an earlier process has closed."""
+        """Include a file in the next `flush` that another store object or an earlier process has closed.
+
+        Args:
+            key: key of the file.
+        """
 
     def put_if_absent(self, key: str, data: bytes) -> str:
-        """Write a whole file, durably and atomically, unless one is there (Conflict); its content version.
+        """Write a whole file, durably and atomically, unless it exists; returns its content version.
 
-        Uncertain where nothing tells whether it was written, or will last.
+        Args:
+            key: key of the file.
+            data: its content.
+
+        Raises:
+            Conflict: the file exists.
+            Uncertain: it is unknown whether the file was written, or is durable.
         """
 
     def replace(self, key: str, data: bytes, version: str) -> str:
-        """Write a whole file, durably and atomically, in place of one with this content version, else Conflict.
+        """Replace a whole file, durably and atomically, if its content is unchanged; returns the new content version.
 
-        Returns the new content version. Uncertain as for `put_if_absent`.
+        Args:
+            key: key of the file.
+            data: its new content.
+            version: its content version before.
+
+        Raises:
+            Conflict: the file has another content, or does not exist.
+            Uncertain: it is unknown whether the file was written, or is durable.
         """
 
     def list(self, prefix: str = "") -> Iterator[Info]:
-        """All files below a folder (`""`: the root), in the order of their keys; none where there is no such folder.
+        """All files below a folder, in the order of their keys; none if the folder does not exist.
 
-        A file that comes or goes meanwhile may be listed or not.
+        A file that is written or deleted meanwhile may be listed or not.
+
+        Args:
+            prefix: key of the folder (`""`: the root).
         """
 
     def delete(self, key: str) -> None:
-        """Remove a file; one that is already gone counts as removed."""
+        """Delete a file; a missing file is not an error.
+
+        Args:
+            key: key of the file.
+        """
 
     def delete_prefix(self, prefix: str) -> None:
-        """Remove a folder and all in it, leftovers of killed writers too; what is already gone counts as removed.
+        """Delete a folder with all its files, including leftovers of killed writers; a missing folder is not an error.
 
-        The root itself (`""`) is UnsafeError.
+        Args:
+            prefix: key of the folder.
+
+        Raises:
+            UnsafeError: the folder is the root (`""`).
         """
 
     def sweep(self) -> None:
-        """Remove what killed writers left below the root, and nothing of those that live."""
+        """Remove the leftovers of killed writers below the root, and none of live writers."""
 
     def prune(self, folder: str) -> None:
-        """Remove a folder (`""`: the root) that holds nothing: for one who writes no more to it."""
+        """Remove a folder if it is empty.
+
+        Args:
+            folder: key of the folder (`""`: the root).
+        """
 
 
 def check_key(key: str) -> str:
-    """The key, where it names something below the root; else UnsafeError."""
+    """The key, if it names a file below the root.
+
+    Args:
+        key: the key.
+
+    Raises:
+        UnsafeError: the key leaves the root, is not valid Unicode, or is reserved for temporary files.
+    """
     parts = key.split("/")
     if any(p in ("", ".", "..") for p in parts) or "\\" in key or "\0" in key or not _encodable(key):
         raise UnsafeError(
             f"the path {key!r} does not stay inside its checkpoint",
-            hint="the checkpoint is damaged or was made to do harm; nothing was read or written",
+            hint="the checkpoint is damaged or malicious; nothing was read or written",
         )
     if any(p.startswith(HIDDEN) for p in parts):
-        raise UnsafeError(
-            f"the path {key!r} is not to be used: names that begin with {HIDDEN!r} are for temporary files"
-        )
+        raise UnsafeError(f"the path {key!r} is reserved: names that begin with {HIDDEN!r} are for temporary files")
     return key
 
 
@@ -241,16 +327,31 @@ def _encodable(key: str) -> bool:
 
 
 def check_range(name: str, offset: int, nbytes: int, size: int) -> None:
-    """MissingData where a file of this size, named so in the message, lacks some of `nbytes` bytes from `offset` on."""
+    """Check that a file contains a range of bytes.
+
+    Args:
+        name: name of the file in the error message.
+        offset: first byte.
+        nbytes: number of bytes.
+        size: size of the file in bytes.
+
+    Raises:
+        MissingData: the file lacks some of the bytes.
+    """
     if offset < 0 or nbytes < 0 or (nbytes and offset + nbytes > size):
         raise MissingData(
-            f"{name}: bytes {offset} to {offset + max(nbytes, 0)} are wanted, but the file has {size}",
-            hint="the file is truncated or another one than the checkpoint was made with; restore it from a copy",
+            f"{name}: bytes {offset} to {offset + max(nbytes, 0)} are needed, but the file has {size}",
+            hint="the file is truncated or does not belong to the checkpoint; restore it from a copy",
         )
 
 
 def exists(store: Store, key: str) -> bool:
-    """Whether there is a file of this key."""
+    """Whether a file exists.
+
+    Args:
+        store: the store.
+        key: key of the file.
+    """
     try:
         store.info(key)
     except NotFound:
@@ -259,25 +360,40 @@ def exists(store: Store, key: str) -> bool:
 
 
 def content_version(data: bytes) -> str:
-    """The version of a file with this content."""
+    """The version of a file with this content.
+
+    Args:
+        data: the content.
+    """
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-#: Ranges of a file in memory of the store's, which counts towards its budget until the `with` block ends.
+#: Ranges of a file in memory that belongs to the store and counts towards its budget until the `with` block ends.
 Ranges = AbstractContextManager[Sequence[memoryview]]
 
 
 @runtime_checkable
 class RangeReader(Protocol):
-    """A store that gives out the memory in which it got bytes, or a wrapper that may be around one.
+    """A store that lends the memory into which it received bytes, or a wrapper that may contain such a store.
 
-    It saves a copy of bytes that cannot go straight into the destination's memory, and memory that no budget counts.
+    This saves a copy of bytes that cannot be read directly into the destination, and memory that no budget counts.
     """
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Ranges | None:
-        """Read ranges of a file, (offset, bytes), for a `with` block; None where the store inside cannot."""
+        """Read ranges of a file, as views for a `with` block; None if the inner store cannot lend memory.
+
+        Args:
+            key: key of the file.
+            ranges: pairs of offset and size in bytes.
+        """
 
 
 def read_ranges(store: Store, key: str, ranges: Sequence[tuple[int, int]]) -> Ranges | None:
-    """Read ranges of a file, (offset, bytes), for a `with` block; None where this store only fills buffers."""
+    """Read ranges of a file, as views for a `with` block; None if the store only fills buffers.
+
+    Args:
+        store: the store.
+        key: key of the file.
+        ranges: pairs of offset and size in bytes.
+    """
     return store.read_ranges(key, ranges) if isinstance(store, RangeReader) else None

@@ -8,7 +8,7 @@ from urllib.parse import urljoin, urlsplit
 
 from ucformat.errors import IntegrityError, NotFound, UcformatError, UnsupportedError
 from ucformat.redacted import learn, named_secrets, redacted, secrets_in
-from ucformat.storage.base import HIDDEN, Costs, Info, check_key, check_range, content_version
+from ucformat.storage.base import HIDDEN, Costs, Info, Store, check_key, check_range
 from ucformat.storage.error_mapping import mapping_os_errors
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")  # 
 _VERSION = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime", "created", "ino", "size")
 
 
-class FsspecStore:
+class FsspecStore(Store):
     """Files under a root that fsspec reaches, to read from. They are copied once, because fsspec returns bytes.
 
     Writing is UnsupportedError: to put a file only if there is none, fsspec can but look and then write.
@@ -80,16 +80,6 @@ class FsspecStore:
             if buffer.nbytes:
                 buffer.cast("B")[:] = data[: buffer.nbytes]
                 data = data[buffer.nbytes :]
-
-    def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
-        """Fill rows one by one."""
-        for number, row in enumerate(rows):
-            self.read_into(key, offset + number * step, [row])
-
-    def read_versioned(self, key: str) -> tuple[bytes, str]:
-        """A whole small file and its content version."""
-        data = self.read(key)
-        return data, content_version(data)
 
     def create(self, key: str, unit: int = 1) -> NoReturn:  # noqa: ARG002 - see Store
         """UnsupportedError."""

@@ -20,7 +20,7 @@ from ucformat.errors import (
     UnsupportedError,
 )
 from ucformat.settings import local_path
-from ucformat.storage.base import HIDDEN, Costs, Info, Writer, check_key, check_range, content_version
+from ucformat.storage.base import HIDDEN, Costs, Info, Store, Writer, check_key, check_range, content_version
 from ucformat.storage.error_mapping import mapping_os_errors
 from ucformat.storage.folders import Folders, is_folder, link_target, refuse_broken_link, remove, roots_hint, upwards
 from ucformat.storage.local_files import (
@@ -47,7 +47,7 @@ _WRITE = 256 << 10  # bytes of one write(2): ext4 was measured up to nine times 
 _BEHIND = 32 << 20  # bytes after which a file that is being written begins to go to its disk
 
 
-class LocalStore:
+class LocalStore(Store):
     """Files under a local folder, which need not exist before the first is written.
 
     Symbolic links are followed when reading, also out of the root, because foreign checkpoints are made of them
@@ -130,11 +130,6 @@ class LocalStore:
                     got = read_scattered(fd, at, [row])
                     check_range(name, at, row.nbytes, at + got)
                 at += step
-
-    def read_versioned(self, key: str) -> tuple[bytes, str]:
-        """A whole small file and its content version."""
-        data = self.read(key)
-        return data, content_version(data)
 
     def create(self, key: str, unit: int = 1) -> LocalWriter:  # noqa: ARG002 - it is sent nowhere
         """Write a file as a stream, under a hidden name until it is closed."""

@@ -1,4 +1,4 @@
-"""Files in the memory of this process, for tests and short-lived work."""
+"""Files in the memory of this process, for tests and short-lived data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ucformat.errors import Conflict, NotFound, UnsupportedError, UsageError
-from ucformat.storage.base import Costs, Info, Writer, check_key, check_range, content_version
+from ucformat.storage.base import Costs, Info, Store, Writer, check_key, check_range, content_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,8 +34,8 @@ _FILES: dict[str, _File] = {}  # of the whole process, by root and key
 _VERSIONS = itertools.count()
 
 
-class MemoryStore:
-    """Files in memory, the same for all stores of one name in this process: `memory://name` or `memory://name/folder`."""
+class MemoryStore(Store):
+    """Files in memory, shared by all stores of one name in this process: `memory://name` or `memory://name/folder`."""
 
     costs = Costs()
 
@@ -46,7 +46,7 @@ class MemoryStore:
 
     def __reduce__(self) -> tuple[object, ...]:
         raise UnsupportedError(
-            f"{self.url} is in the memory of one process", hint="use a folder when several processes work"
+            f"{self.url} is in the memory of one process", hint="use a folder to share files between processes"
         )
 
     def __repr__(self) -> str:
@@ -77,29 +77,19 @@ class MemoryStore:
                 buffer.cast("B")[:] = data[offset : offset + buffer.nbytes]
                 offset += buffer.nbytes
 
-    def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
-        """Fill rows one by one."""
-        for number, row in enumerate(rows):
-            self.read_into(key, offset + number * step, [row])
-
-    def read_versioned(self, key: str) -> tuple[bytes, str]:
-        """A whole file and its content version."""
-        data = self._get(key).data
-        return data, content_version(data)
-
-    def create(self, key: str, unit: int = 1) -> MemoryWriter:  # noqa: ARG002 - it is sent nowhere
+    def create(self, key: str, unit: int = 1) -> MemoryWriter:  # noqa: ARG002 - nothing is uploaded
         """Write a file as a stream."""
         return MemoryWriter(self._root + check_key(key))
 
     def flush(self) -> None:
-        """Do nothing: memory is as durable as it gets."""
+        """Do nothing: files in memory are never durable."""
 
     def adopt(self, key: str) -> None:
-        """See that the file is there."""
+        """Check that the file exists."""
         self._get(key)
 
     def put_if_absent(self, key: str, data: bytes) -> str:
-        """Write a whole file unless one is there."""
+        """Write a whole file unless it exists."""
         path = self._root + check_key(key)
         with _LOCK:
             if path in _FILES:
@@ -108,14 +98,14 @@ class MemoryStore:
         return content_version(data)
 
     def replace(self, key: str, data: bytes, version: str) -> str:
-        """Write a whole file in place of one with this content version."""
+        """Replace a whole file if it still has this content version."""
         path = self._root + check_key(key)
         with _LOCK:
             found = _FILES.get(path)
             if found is None or content_version(found.data) != version:
                 raise Conflict(
-                    f"{self.url}/{key} was changed by somebody else since it was read",
-                    hint="read it again, and decide anew what to write",
+                    f"{self.url}/{key} was changed by another writer since it was read",
+                    hint="read it again and retry",
                 )
             _FILES[path] = _File(bytes(data), next(_VERSIONS))
         return content_version(data)
@@ -140,10 +130,10 @@ class MemoryStore:
                 del _FILES[path]
 
     def sweep(self) -> None:
-        """Nothing: what is not closed is nowhere."""
+        """Do nothing: unclosed files are not stored."""
 
     def prune(self, folder: str) -> None:
-        """Nothing: there are no folders."""
+        """Do nothing: there are no folders."""
 
     def _get(self, key: str) -> _File:
         with _LOCK:
@@ -154,7 +144,7 @@ class MemoryStore:
 
 
 class MemoryWriter(Writer):
-    """A file of a MemoryStore being written."""
+    """A file of a MemoryStore that is being written."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -174,5 +164,5 @@ class MemoryWriter(Writer):
         self._data = None
 
     def abort(self) -> None:
-        """Drop what was written."""
+        """Discard what was written."""
         self._data = None

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import Conflict, IntegrityError, NotFound, UcformatError, UnsupportedError
-from ucformat.storage.base import HIDDEN, Costs, Info, check_key, check_range, content_version
+from ucformat.storage.base import HIDDEN, Costs, Info, Store, check_key, check_range, content_version
 from ucformat.storage.clouds import Options, connect, parse
 from ucformat.storage.concurrency import RequestBudget
 from ucformat.storage.error_mapping import map_object_error, retry
@@ -29,7 +29,7 @@ _THREADS = 32  # that wait for answers: more cost more than they bring
 _PAGE = 1000  # keys that one request lists or deletes
 
 
-class ObjectStore:
+class ObjectStore(Store):
     """The objects below a prefix of a bucket.
 
     An object is seen whole or not at all, and is durable when its upload is closed. Each put carries a write id, so
@@ -154,11 +154,6 @@ class ObjectStore:
             for begin, nbytes in ranges:
                 check_range(self._name(key), begin, nbytes, size)
             raise
-
-    def read_versioned(self, key: str) -> tuple[bytes, str]:
-        """A whole small object and its content version."""
-        data = self.read(key)
-        return data, content_version(data)
 
     def list(self, prefix: str = "") -> Iterator[Info]:
         """All objects below a prefix, in the order of their keys; a thousand are asked for at a time."""

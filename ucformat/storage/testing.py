@@ -1,6 +1,6 @@
 """The conformance suite of stores, for pytest.
 
-Subclass `StoreTests` with a fixture `store` that gives a new, empty store for each test, and run pytest over it:
+Subclass `StoreTests` with a fixture `store` that returns a new, empty store for each test, and run pytest:
 
     from ucformat.storage.testing import StoreTests
 
@@ -30,27 +30,38 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Store
 
-__all__ = ["StoreTests", "keys", "outcomes", "put"]
+__all__ = ["StoreTests", "keys", "put"]
 
-_HOSTILE = ["", "..", "../x", "a/../../x", "/abs", "a//b", "a/./b", "a/", ".", "a\\b", "a\0b", "\ud800"]
+_UNSAFE = ["", "..", "../x", "a/../../x", "/abs", "a//b", "a/./b", "a/", ".", "a\\b", "a\0b", "\ud800"]
 
 
 def put(store: Store, key: str, data: bytes = b"x") -> None:
-    """Write a file."""
+    """Write a file.
+
+    Args:
+        store: the store.
+        key: key of the file.
+        data: its content.
+    """
     with store.create(key) as out:
         out.write(data)
 
 
 def keys(store: Store, prefix: str = "") -> list[str]:
-    """The keys below a folder, in the order in which the store lists them."""
+    """The keys below a folder, in the order in which the store lists them.
+
+    Args:
+        store: the store.
+        prefix: key of the folder (default: the root).
+    """
     return [i.key for i in store.list(prefix)]
 
 
-def outcomes(work: Callable[[int], object], n: int = 8) -> list[object]:
-    """What n threads return or raise that begin `work` together."""
+def _outcomes(work: Callable[[int], object], n: int = 8) -> list[object]:
+    """The results or errors of n threads that start `work` together."""
     barrier = threading.Barrier(n)
 
-    def one(i: int) -> object:
+    def run(i: int) -> object:
         barrier.wait()
         try:
             return work(i)
@@ -58,15 +69,15 @@ def outcomes(work: Callable[[int], object], n: int = 8) -> list[object]:
             return error
 
     with ThreadPoolExecutor(n) as pool:
-        return list(pool.map(one, range(n)))
+        return list(pool.map(run, range(n)))
 
 
 class StoreTests:
-    """What every store does; one that lacks `can_put_if_absent` or `can_replace` refuses that."""
+    """The behaviour of every store; one without `can_put_if_absent` or `can_replace` must reject these calls."""
 
     can_put_if_absent = True
     can_replace = True
-    patience = 60.0  # seconds in which the clock of the place moves on
+    patience = 60.0  # seconds within which the clock of the storage advances
 
     def test_reads_ranges(self, store: Store) -> None:
         put(store, "d/f", bytes(range(100)))
@@ -132,15 +143,11 @@ class StoreTests:
 
     def test_a_missing_file_is_not_found(self, store: Store) -> None:
         put(store, "a/b/c")
+        reads: list[Callable[[str], object]] = [store.info, store.read, store.read_versioned, store.adopt]
+        reads += [lambda k: store.read_into(k, 0, [memoryview(bytearray(1))])]
+        reads += [lambda k: store.read_rows(k, 0, 1, [memoryview(bytearray(1))])]
         for key in ("nothing", "a/nothing", "no/thing", "a/b", "a"):
-            for read in (
-                store.info,
-                store.read,
-                store.read_versioned,
-                store.adopt,
-                lambda k: store.read_into(k, 0, [memoryview(bytearray(1))]),
-                lambda k: store.read_rows(k, 0, 1, [memoryview(bytearray(1))]),
-            ):
+            for read in reads:
                 with pytest.raises(NotFound, match=key):
                     read(key)
 
@@ -150,17 +157,17 @@ class StoreTests:
             put(store, key, data)
 
         def work(seed: int) -> None:
-            dice = random.Random(seed)
+            rng = random.Random(seed)
             for _ in range(100):
-                key, data = dice.choice(list(files.items()))
-                start = dice.randrange(len(data))
-                buffer = bytearray(dice.randrange(len(data) - start))
+                key, data = rng.choice(list(files.items()))
+                start = rng.randrange(len(data))
+                buffer = bytearray(rng.randrange(len(data) - start))
                 store.read_into(key, start, [memoryview(buffer)])
                 assert buffer == data[start : start + len(buffer)]
 
-        assert outcomes(work) == [None] * 8
+        assert _outcomes(work) == [None] * 8
 
-    def test_info_tells_size_and_changes_with_content(self, store: Store) -> None:
+    def test_info_has_the_size_and_a_version_that_changes_with_content(self, store: Store) -> None:
         put(store, "d/f", b"one")
         before = store.info("d/f")
         assert (before.key, before.size) == ("d/f", 3)
@@ -168,14 +175,14 @@ class StoreTests:
         put(store, "d/f", b"two")
         assert store.info("d/f").version != before.version
 
-    def test_info_tells_when_a_file_was_written(self, store: Store) -> None:
+    def test_info_has_the_time_of_the_last_write(self, store: Store) -> None:
         before = time.time()
         put(store, "d/f", b"one")
         for found in (store.info("d/f"), next(iter(store.list()))):
             assert found.modified is not None
-            assert before - 1 <= found.modified <= time.time() + 1  # object stores say whole seconds
+            assert before - 1 <= found.modified <= time.time() + 1  # object stores report whole seconds
 
-        def tells_another() -> bool:  # once the clock of the file system has moved on
+        def has_changed() -> bool:  # once the clock of the file system has advanced
             put(store, "d/f", b"two")
             again = store.info("d/f")
             assert again.modified is not None
@@ -183,15 +190,15 @@ class StoreTests:
             return (again.modified, again.etag) != (found.modified, found.etag)
 
         end = time.monotonic() + self.patience
-        while not tells_another():
-            assert time.monotonic() < end, "files that are written later have the same time"
+        while not has_changed():
+            assert time.monotonic() < end, "a file that was written later has the same time"
             time.sleep(0.005)
 
     def test_a_stream_is_invisible_until_it_is_closed(self, store: Store) -> None:
         out = store.create("d/f")
         buffer = bytearray(b"abc")
         out.write(buffer)
-        buffer[:] = b"xyz"  # the caller may use it again
+        buffer[:] = b"xyz"  # the caller may reuse it
         out.write(memoryview(b"def"))
         out.write(b"")
         assert keys(store) == []
@@ -212,14 +219,14 @@ class StoreTests:
         with suppress(ZeroDivisionError), store.create("d/g") as out:
             out.write(b"abc")
             raise ZeroDivisionError
-        store.create("d/h")  # dropped on the floor
+        store.create("d/h")  # never closed
         assert keys(store) == []
 
     def test_an_empty_stream_is_an_empty_file(self, store: Store) -> None:
         store.create("f").close()
         assert (store.read("f"), store.info("f").size) == (b"", 0)
 
-    def test_a_stream_replaces_what_was_there_for_every_reader(self, store: Store) -> None:
+    def test_a_stream_replaces_an_existing_file_for_every_reader(self, store: Store) -> None:
         buffer = memoryview(bytearray(3))
         put(store, "f", b"old")
         store.read_into("f", 0, [buffer])
@@ -235,7 +242,7 @@ class StoreTests:
             for j in range(10):
                 put(store, f"d{j}/{i}", bytes([i]) * 1000)
 
-        assert outcomes(work) == [None] * 8
+        assert _outcomes(work) == [None] * 8
         store.flush()
         assert len(keys(store)) == 80
         assert all(store.read(k) == bytes([int(k[-1])]) * 1000 for k in keys(store))
@@ -268,17 +275,17 @@ class StoreTests:
         assert keys(store) == ["d/f", "g"]
 
     def test_one_of_many_threads_puts(self, store: Store) -> None:
-        if not self.can_put_if_absent:  # then nobody wins
-            assert {*map(type, outcomes(lambda i: store.put_if_absent("d/f", bytes([i]))))} == {UnsupportedError}
+        if not self.can_put_if_absent:  # then no thread succeeds
+            assert {*map(type, _outcomes(lambda i: store.put_if_absent("d/f", bytes([i]))))} == {UnsupportedError}
             return
         for turn in range(20):
-            found = outcomes(lambda i, t=turn: store.put_if_absent(f"d{t}/f", bytes([i]) * 1000))  # type: ignore[misc]
+            found = _outcomes(lambda i, t=turn: store.put_if_absent(f"d{t}/f", bytes([i]) * 1000))  # type: ignore[misc]
             winners = [i for i, o in enumerate(found) if isinstance(o, str)]
             assert len(winners) == 1
             assert store.read(f"d{turn}/f") == bytes(winners) * 1000
         assert len(keys(store)) == 20
 
-    def test_replace_wants_the_version_that_stands_there(self, store: Store) -> None:
+    def test_replace_requires_the_current_version(self, store: Store) -> None:
         put(store, "d/f", b"one")
         data, version = store.read_versioned("d/f")
         assert (data, version) == (b"one", content_version(b"one"))
@@ -296,14 +303,12 @@ class StoreTests:
         assert (store.read("d/f"), keys(store)) == (b"three", ["d/f"])
 
     def test_one_of_many_threads_replaces(self, store: Store) -> None:
-        if not self.can_replace:  # then nobody wins
-            assert all(
-                isinstance(o, UnsupportedError) for o in outcomes(lambda i: store.replace("f", bytes([i]), "version"))
-            )
+        if not self.can_replace:  # then no thread succeeds
+            assert {*map(type, _outcomes(lambda i: store.replace("f", bytes([i]), "version")))} == {UnsupportedError}
             return
         version = store.put_if_absent("f", b"first")
         for turn in range(20):
-            found = outcomes(lambda i, t=turn, v=version: store.replace("f", b"%d of %d" % (i, t), v))  # type: ignore[misc]
+            found = _outcomes(lambda i, t=turn, v=version: store.replace("f", b"%d of %d" % (i, t), v))  # type: ignore[misc]
             [version] = [o for o in found if isinstance(o, str)]
             assert store.read_versioned("f")[1] == version
 
@@ -345,7 +350,7 @@ class StoreTests:
     def test_many_threads_delete_the_same_folder(self, store: Store) -> None:
         for i in range(50):
             put(store, f"d/{i % 7}/{i}")
-        assert outcomes(lambda _: store.delete_prefix("d")) == [None] * 8
+        assert _outcomes(lambda _: store.delete_prefix("d")) == [None] * 8
         assert keys(store) == []
 
     def test_prune_removes_no_file(self, store: Store) -> None:
@@ -358,7 +363,7 @@ class StoreTests:
             store.prune(folder)
         assert keys(store) == ["a/b/c/f", "a/d/g", "h"]
 
-    def test_prune_ends_no_place(self, store: Store) -> None:
+    def test_a_pruned_store_remains_usable(self, store: Store) -> None:
         store.prune("")
         put(store, "a/b/f")
         store.delete("a/b/f")
@@ -369,24 +374,15 @@ class StoreTests:
         store.flush()
         assert store.read("a/b/f") == b"again"
 
-    @pytest.mark.parametrize("key", _HOSTILE)
+    @pytest.mark.parametrize("key", _UNSAFE)
     def test_a_key_that_leaves_the_root_is_refused(self, store: Store, key: str) -> None:
-        acts: list[Callable[[str], object]] = [
-            store.info,
-            store.read,
-            store.read_versioned,
-            store.create,
-            store.adopt,
-            store.delete,
-            store.delete_prefix,
-            lambda k: store.put_if_absent(k, b""),
-            lambda k: store.replace(k, b"", ""),
-            lambda k: store.read_into(k, 0, [memoryview(bytearray(1))]),
-            *([store.list] if key else []),
-        ]
-        for act in acts:
+        calls: list[Callable[[str], object]] = [store.info, store.read, store.read_versioned, store.create, store.adopt]
+        calls += [store.delete, store.delete_prefix, lambda k: store.put_if_absent(k, b"")]
+        calls += [lambda k: store.replace(k, b"", ""), *([store.list] if key else [])]
+        calls += [lambda k: store.read_into(k, 0, [memoryview(bytearray(1))])]
+        for call in calls:
             with pytest.raises(UnsafeError, match="inside"):
-                act(key)
+                call(key)
         with pytest.raises(UnsafeError, match="temporary"):
             store.create("a/.ucf-b/c")
         assert keys(store) == []

@@ -1,4 +1,4 @@
-"""From what a user writes for a place, a path or a url, to its store."""
+"""Opens the store of a path or URL."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Store
 
-__all__ = ["each", "open_store", "split_url"]
+__all__ = ["as_strings", "open_store", "split_url"]
 
-_PACKAGES = {  # pip's name of what fsspec imports for a scheme
+_PACKAGES = {  # scheme -> the package on PyPI that fsspec needs for it
     "hdfs": "pyarrow",
     "hf": "huggingface_hub",
     "oss": "ossfs",
@@ -32,13 +32,16 @@ _PACKAGES = {  # pip's name of what fsspec imports for a scheme
 
 
 def open_store(place: str | os.PathLike[str]) -> Store:
-    """The store of a path, of a `file://` or `memory://` url, of an object store, or of any scheme that fsspec knows.
+    """Open the store of a path, a `file://` or `memory://` URL, an object store, or any scheme that fsspec supports.
 
     Nothing is read or written yet.
 
+    Args:
+        place: the path or URL.
+
     Raises:
-        UsageError: nobody knows the scheme, or the url holds a password or a signature.
-        UnsupportedError: its package is not installed.
+        UsageError: the scheme is unknown, or the URL contains a password or a signature.
+        UnsupportedError: the package for the scheme is not installed.
     """
     scheme, rest = split_url(place)
     if scheme in ("", "file"):
@@ -53,13 +56,24 @@ def open_store(place: str | os.PathLike[str]) -> Store:
     return _open_fsspec(str(place), scheme)
 
 
-def each(given: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
-    """What somebody gives as one text or path, or as several: a text is never taken for the letters in it."""
-    return (os.fspath(given),) if isinstance(given, str | os.PathLike) else tuple(os.fspath(one) for one in given)
+def as_strings(given: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
+    """A tuple of strings from one string or path, or from several.
+
+    Args:
+        given: a string or path, which is never split into its characters, or several of them.
+    """
+    return (os.fspath(given),) if isinstance(given, str | os.PathLike) else tuple(os.fspath(item) for item in given)
 
 
 def split_url(place: str | os.PathLike[str]) -> tuple[str, str]:
-    """The scheme (`""` for a path) and the rest; of a `file` url the rest is the decoded path."""
+    """Split a URL into its scheme (`""` for a path) and the rest; for a `file` URL the rest is the decoded path.
+
+    Args:
+        place: the path or URL.
+
+    Raises:
+        UsageError: the string is empty, or a `file` URL of another machine.
+    """
     text = os.fspath(place)
     if not text:
         raise UsageError("an empty string names no place", hint="write `.` for this folder")
@@ -78,7 +92,7 @@ def split_url(place: str | os.PathLike[str]) -> tuple[str, str]:
 def _open_fsspec(url: str, scheme: str) -> Store:
     from ucformat.storage.fsspec_store import FsspecStore
 
-    failure: UcformatError  # raised below: here it would have the library's error with it, which may hold secrets
+    failure: UcformatError  # raised below: here the library's error, which may contain secrets, would be its context
     try:
         return FsspecStore(url)
     except ImportError as error:
@@ -89,9 +103,9 @@ def _open_fsspec(url: str, scheme: str) -> Store:
         failure = UsageError(f"{url} cannot be opened: {redacted(str(error))}")
         if "rotocol not known" in str(error):
             hint = "write a path, file://, s3://, gs://, abfs://, …"
-            failure = UsageError(f"{url}: nobody knows the scheme {scheme!r}", hint=hint)
+            failure = UsageError(f"{url}: unknown scheme {scheme!r}", hint=hint)
     except MemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - each library behind fsspec has errors of its own
+    except Exception as error:  # noqa: BLE001 - each library behind fsspec raises its own errors
         failure = UcformatError(f"{url} cannot be opened: {type(error).__name__}: {redacted(str(error))}")
     raise failure from None

@@ -1,4 +1,4 @@
-"""Stores around another store: a prefix of its keys, a cached listing, computed files, a record of what was read."""
+"""Stores around another store: a prefix of its keys, a cached listing, computed files, a record of reads."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["CachedListingStore", "PrefixStore", "RecordingStore", "SyntheticStor
 
 
 class WrappedStore:
-    """Hands every call to the store inside."""
+    """Forwards every call to the inner store."""
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
 
     @property
     def url(self) -> str:
-        """The url of the store inside."""
+        """The URL of the inner store."""
         return self.inner.url
 
     @property
     def costs(self) -> Costs:
-        """Those of the store inside."""
+        """The costs of the inner store."""
         return self.inner.costs
 
     def info(self, key: str) -> Info:
@@ -98,14 +98,14 @@ class WrappedStore:
 
 
 class SyntheticStore(WrappedStore, ABC):
-    """A store with files besides those of the store inside, whose bytes are made when they are read.
+    """A store with additional files whose bytes are computed when they are read.
 
     Their keys begin with `HIDDEN`, so that no file of a checkpoint can have such a name.
     """
 
     @abstractmethod
     def _holds(self, key: str) -> bool:
-        """Whether a key is that of a synthetic file."""
+        """Whether a key names a synthetic file."""
 
     @abstractmethod
     def _info(self, key: str) -> Info:
@@ -113,7 +113,7 @@ class SyntheticStore(WrappedStore, ABC):
 
     @abstractmethod
     def _content(self, key: str, offset: int, nbytes: int) -> memoryview:
-        """These bytes of a synthetic file; MissingData where the file is shorter."""
+        """A range of a synthetic file; MissingData if the file is shorter."""
 
     def info(self, key: str) -> Info:
         """See Store."""
@@ -146,7 +146,7 @@ class SyntheticStore(WrappedStore, ABC):
 
 
 class PrefixStore(WrappedStore):
-    """The files below a folder, under keys that begin there."""
+    """The files below a folder of another store, under keys relative to it."""
 
     def __init__(self, inner: Store, folder: str) -> None:
         super().__init__(inner)
@@ -154,18 +154,18 @@ class PrefixStore(WrappedStore):
 
     @property
     def url(self) -> str:
-        """The url of the folder."""
+        """The URL of the folder."""
         return f"{self.inner.url}/{self.folder}"
 
     def _key(self, key: str) -> str:
         return f"{self.folder}/{check_key(key)}"
 
-    def _here(self, info: Info) -> Info:
+    def _relative(self, info: Info) -> Info:
         return replace(info, key=info.key.removeprefix(f"{self.folder}/"))
 
     def info(self, key: str) -> Info:
         """See Store."""
-        return self._here(self.inner.info(self._key(key)))
+        return self._relative(self.inner.info(self._key(key)))
 
     def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """See Store."""
@@ -205,7 +205,7 @@ class PrefixStore(WrappedStore):
 
     def list(self, prefix: str = "") -> Iterator[Info]:
         """See Store."""
-        return map(self._here, self.inner.list(self._key(prefix) if prefix else self.folder))
+        return map(self._relative, self.inner.list(self._key(prefix) if prefix else self.folder))
 
     def delete(self, key: str) -> None:
         """See Store."""
@@ -216,47 +216,47 @@ class PrefixStore(WrappedStore):
         self.inner.delete_prefix(self._key(prefix) if prefix else prefix)
 
     def sweep(self) -> None:
-        """Nothing: what killed writers left is the whole store's."""
+        """Do nothing: leftovers of killed writers belong to the whole store."""
 
     def prune(self, folder: str) -> None:
         """See Store."""
         self.inner.prune(self._key(folder) if folder else self.folder)
 
 
-_MAX_FILES = 10_000  # a place with more is not cached
+_MAX_FILES = 10_000  # longer listings are not cached
 
 
 class CachedListingStore(WrappedStore):
-    """A store that is listed once inside its `with` block; after that it is the store inside.
+    """Lists the inner store once in its `with` block and answers from the listing; otherwise forwards every call.
 
-    For recognising and opening a foreign checkpoint: many kinds are tried, each looks for files of its own, and in an
-    object store every look is a request.
+    Used to recognise and open a foreign checkpoint: each of many formats looks for its own files, and in an object
+    store each look-up is a request.
     """
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
-        self._known: dict[str, Info] | None = None
-        self._asked = True
+        self._listing: dict[str, Info] | None = None
+        self._listed = True
 
     def __enter__(self) -> Self:
-        self._asked = self.inner.costs.parallel is None  # on a local disk a look costs nothing
+        self._listed = self.inner.costs.parallel is None  # on a local disk a look-up costs little
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._known, self._asked = None, True
+        self._listing, self._listed = None, True
 
     def _files(self) -> dict[str, Info] | None:
-        """All files by key; None where that is not known."""
-        if not self._asked:
-            self._asked = True
+        """All files by key; None if they are not cached."""
+        if not self._listed:
+            self._listed = True
             try:
                 found = {info.key: info for info in islice(self.inner.list(), _MAX_FILES + 1)}
-            except UcformatError:  # a place that cannot be listed
+            except UcformatError:  # the store cannot be listed
                 return None
-            self._known = found if len(found) <= _MAX_FILES else None
-        return self._known
+            self._listing = found if len(found) <= _MAX_FILES else None
+        return self._listing
 
     def info(self, key: str) -> Info:
         """See Store."""
@@ -281,19 +281,19 @@ class CachedListingStore(WrappedStore):
 
 
 class RecordingStore(WrappedStore):
-    """Keeps in `reads` every read of the store inside, in the order in which they end; for tests and benchmarks."""
+    """Records every read of the inner store in `reads`, in order of completion; for tests and benchmarks."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
-        self.reads: list[ByteRange] = []  # appending is one step, so threads need no lock
+        self.reads: list[ByteRange] = []  # appending is atomic, so threads need no lock
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all reads, twice those read twice."""
+        """Total bytes of all reads; bytes that were read twice count twice."""
         return sum(r.nbytes for r in self.reads)
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Forget all recorded reads."""
         self.reads.clear()
 
     def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
