@@ -190,13 +190,13 @@ def test_a_tensor_that_repeats_its_elements(
 @COMMANDS
 def test_tensors_that_repeat_elements(tmp_path: Path, command: Callable[[Path], None]) -> None:
     each = {f"w{i}": tensor(((1 << 26) - i,), (0,), 0, storage("0", 1 << 14)) for i in range(8)}
-    refused(command, torch_of(tmp_path, each), "far more than it holds")
+    refused(command, torch_of(tmp_path, each), "far larger than the file")
 
 
 @COMMANDS
 def test_tensors_that_share_a_storage(tmp_path: Path, command: Callable[[Path], None]) -> None:
     each = {f"w{i}": tensor(((1 << 18) - i,), (1,), 0, storage("0", 1 << 18)) for i in range(1500)}
-    refused(command, torch_of(tmp_path, each, 1 << 18), "far more than it holds")
+    refused(command, torch_of(tmp_path, each, 1 << 18), "far larger than the file")
 
 
 def test_tensors_that_share_a_storage_as_much_as_models_do(tmp_path: Path) -> None:

@@ -92,12 +92,12 @@ class TestTrainer(SourceSuite):
 
     def test_both_optimizers_side_by_side(self, copy: Sample) -> None:
         shutil.copy(copy.path / "optimizer.pt", copy.path / "optimizer.bin")
-        with pytest.raises(UsageError, match="side by side"):
+        with pytest.raises(UsageError, match="are both present"):
             copy.open()
 
     def test_an_optimizer_that_is_none(self, copy: Sample) -> None:
         torch.save({"a": 1}, copy.path / "optimizer.pt")
-        with pytest.raises(IntegrityError, match="holds no optimizer's state dict"):
+        with pytest.raises(IntegrityError, match="is not an optimizer's state dict"):
             copy.open()
 
     def test_a_trainer_state_that_is_damaged(self, copy: Sample) -> None:

@@ -320,7 +320,7 @@ class TestWhatIsRefused:
         for rank in range(2):
             saved(tmp_path / "m", {"w": torch.ones(2)}, f"consolidated.0{rank}.pth")
         for place in (".", "consolidated.00.pth"):
-            with pytest.raises(UnsupportedError, match="cut over 2 ranks"):
+            with pytest.raises(UnsupportedError, match="sharded across 2 ranks"):
                 open_checkpoint(tmp_path / "m" / place)
         (tmp_path / "m" / "consolidated.01.pth").unlink()
         assert open_checkpoint(tmp_path / "m").names() == ["w"]

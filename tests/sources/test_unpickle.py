@@ -314,10 +314,10 @@ class Met:
 def test_keys_that_meet_are_compared_no_more_than_the_file_justifies(
     monkeypatch: pytest.MonkeyPatch, make: Any, protocol: int
 ) -> None:
-    monkeypatch.setattr("ucformat.sources.pickle.unpickler._FEW", 1000)
-    monkeypatch.setattr("ucformat.sources.pickle.unpickler._MEETINGS", 1)
-    monkeypatch.setattr("ucformat.sources.pickle.allowed.plain_key", Met)
-    monkeypatch.setattr("ucformat.sources.pickle.unpickler.plain_key", Met)
+    monkeypatch.setattr("ucformat.sources.pickle.unpickler._MIN_COLLISIONS", 1000)
+    monkeypatch.setattr("ucformat.sources.pickle.unpickler._COLLISIONS_PER_BYTE", 1)
+    monkeypatch.setattr("ucformat.sources.pickle.allowed.checked_key", Met)
+    monkeypatch.setattr("ucformat.sources.pickle.unpickler.checked_key", Met)
     Met.times = 0
     value = make(list(range(100_000, 102_000)))
     data = pickle.dumps(value, protocol)
@@ -327,8 +327,8 @@ def test_keys_that_meet_are_compared_no_more_than_the_file_justifies(
 
 
 def test_many_keys_of_one_hash_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ucformat.sources.pickle.unpickler._FEW", 1 << 16)
-    monkeypatch.setattr("ucformat.sources.pickle.unpickler._MEETINGS", 1)
+    monkeypatch.setattr("ucformat.sources.pickle.unpickler._MIN_COLLISIONS", 1 << 16)
+    monkeypatch.setattr("ucformat.sources.pickle.unpickler._COLLISIONS_PER_BYTE", 1)
     keys = [(i // 7 * sys.hash_info.modulus, i % 7 * sys.hash_info.modulus) for i in range(21)]
     assert len({hash(k) for k in keys}) == 1
     assert load(pickle.dumps(dict.fromkeys(keys), 2)) == dict.fromkeys(keys)
@@ -339,8 +339,8 @@ def test_many_keys_of_one_hash_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_keys_of_checkpoints_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ucformat.sources.pickle.unpickler._FEW", 1000)
-    monkeypatch.setattr("ucformat.sources.pickle.unpickler._MEETINGS", 0)
+    monkeypatch.setattr("ucformat.sources.pickle.unpickler._MIN_COLLISIONS", 1000)
+    monkeypatch.setattr("ucformat.sources.pickle.unpickler._COLLISIONS_PER_BYTE", 0)
     for keys in (range(20_000), map(str, range(20_000))):
         value = dict.fromkeys(keys)
         assert load(pickle.dumps(value, 2)) == value

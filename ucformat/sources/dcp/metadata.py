@@ -27,8 +27,8 @@ from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Extent, TensorInfo
 from ucformat.sources.dcp.folder import METADATA, Files
-from ucformat.sources.pickle.file import ShutFile, TorchFile, TorchZip, open_file
-from ucformat.sources.pickle.stand_ins import Dtype, Inert, StoredTensor
+from ucformat.sources.pickle.file import TorchFile, TorchZip, open_file
+from ucformat.sources.pickle.stand_ins import Dtype, Inert, OpaqueFile, StoredTensor
 from ucformat.sources.pickle.unpickler import unpickle
 from ucformat.storage.base import ByteRange, check_key
 from ucformat.storage.concurrency import map_io
@@ -322,14 +322,14 @@ class Items:
             )
         return [Extent(e.box.shift(box.start), e.file, e.offset, e.strides) for e in file.whole(found)]
 
-    def values(self, fqns: Iterable[str]) -> dict[str, TorchFile | ShutFile]:
+    def values(self, fqns: Iterable[str]) -> dict[str, TorchFile | OpaqueFile]:
         """Open bytes entries, and tensors of one chunk; entries stored close together are read together.
 
         Args:
             fqns: the names of the entries.
 
         Returns:
-            the archive of each; a `ShutFile` if its pickle contains classes that are not allowed.
+            the archive of each; a `OpaqueFile` if its pickle contains classes that are not allowed.
 
         Raises:
             MissingData: an entry has no location, or its file is missing or truncated.

@@ -11,7 +11,7 @@ from ucformat.reading.readable import CheckpointMetadata, LazyMapping, LazySeque
 from ucformat.sources.dcp.names import GROUPS, dotted, split_state
 from ucformat.sources.dcp.state import name_entries
 from ucformat.sources.index import Group, unknown_tensor
-from ucformat.sources.pickle.file import ShutFile
+from ucformat.sources.pickle.stand_ins import OpaqueFile
 from ucformat.sources.values import from_json, json_key, to_json
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ucformat.sources.pickle.file import TorchFile
     from ucformat.sources.pickle.stand_ins import StoredTensor
 
-    Values = Mapping[str, TorchFile | ShutFile]
+    Values = Mapping[str, TorchFile | OpaqueFile]
 
 __all__ = ["STEPS", "ItemValues", "OpenDcp", "plain_value"]
 
@@ -34,7 +34,7 @@ STEPS = ("global_step", "global_steps", "step", "iteration")
 _MAX_NBYTES = 256 << 20  # bytes of the tensors in one value
 
 
-def plain_value(file: TorchFile | ShutFile, path: str) -> Any:
+def plain_value(file: TorchFile | OpaqueFile, path: str) -> Any:
     """Convert an item to its JSON form, with all tensors inside: an item's tensors are not tensors of the checkpoint.
 
     Args:
@@ -44,7 +44,7 @@ def plain_value(file: TorchFile | ShutFile, path: str) -> Any:
     Raises:
         UnsupportedError: the item has more than 256 MiB of tensors, or a value without a JSON form.
     """
-    if isinstance(file, ShutFile):
+    if isinstance(file, OpaqueFile):
         return to_json(file.opaque())
     remaining = _MAX_NBYTES
 

@@ -1,4 +1,4 @@
-"""How directories of Hugging Face's Trainer and Accelerate are recognised."""
+"""The source for directories of Hugging Face's Trainer and Accelerate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["HuggingFace"]
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceOptions(DeepSpeedOptions, DcpOptions):
-    """The options of `HuggingFace`: its own, and those of the engine inside."""
+    """The options of `HuggingFace`: its own, and those of the engine whose files it contains."""
 
     groups: Mapping[str, Sequence[Sequence[str]]] | Sequence[Sequence[str]] | None = option(  # type: ignore[assignment]
         None,
@@ -33,25 +33,25 @@ class HuggingFaceOptions(DeepSpeedOptions, DcpOptions):
 
 
 class HuggingFace(Source):
-    """How directories of Trainer (`checkpoint-500/`) and of Accelerate's `save_state` are recognised and opened."""
+    """Recognises and opens directories of Trainer (`checkpoint-500/`) and of Accelerate's `save_state`."""
 
     kind = "huggingface"
     title = "Hugging Face Trainer and Accelerate"
-    before = ("dcp", "deepspeed", "megatron", "safetensors", "torch_save")  # which it may contain
+    before = ("dcp", "deepspeed", "megatron", "safetensors", "torch_save")  # it may contain any of them
     options_type = HuggingFaceOptions
     options: HuggingFaceOptions
 
     def is_marker(self, name: str) -> bool:
-        """Whether only Trainer or Accelerate call a file so."""
+        """Whether only Trainer or Accelerate write a file of this name."""
         return is_marker(name)
 
     def find(self, store: Store) -> bool:
-        """Whether the files of this folder are Trainer's or Accelerate's."""
+        """Whether the folder has the files of Trainer or Accelerate."""
         return looks_like_trainer(root_files(store))
 
     def open(self, store: Store) -> OpenHuggingFace:
-        """Open it: what the engine inside reads, and the small files beside it."""
-        from ucformat.sources.huggingface.engines import Told
+        """Open it: the engine's checkpoint, and the small files next to it."""
+        from ucformat.sources.huggingface.engines import EngineOptions
         from ucformat.sources.huggingface.opened import OpenHuggingFace
 
         infos = root_files(store)
@@ -59,4 +59,4 @@ class HuggingFace(Source):
         given = {n: getattr(self.options, n) for n, f in options_of(self).items() if n not in ("allow", "groups")}
         inner = {name: value for name, value in given.items() if value is not None}
         groups = groups_by_optimizer(self.options.groups)
-        return OpenHuggingFace(store, found, infos, Told(self.options.allow, groups, inner))
+        return OpenHuggingFace(store, found, infos, EngineOptions(self.options.allow, groups, inner))

@@ -1,10 +1,11 @@
 """The engine's tensors in a directory of Trainer or Accelerate: DeepSpeed's, FSDP's, or files of models and optimizers.
 
-Where an engine keeps the weights and a copy of them was exported beside it (`model.safetensors` next to a DeepSpeed
-folder), the engine's count and the copy is not read.
+If the directory has both an engine's checkpoint and a copy of its weights (`model.safetensors` next to a DeepSpeed
+folder), the copy is not read.
 
-safetensors files sort parameters by name, and an optimizer's states are numbered in the order of the module. That order
-is known for some `FAMILIES`; `tests/sources/test_huggingface_order.py` compares it with the models of transformers.
+safetensors files sort parameters by name, but an optimizer numbers its states in the order of the module's parameters.
+That order is known for some `FAMILIES`; `tests/sources/test_huggingface_order.py` compares it with transformers'
+models.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
     from ucformat.sources.base import OpenSource
-    from ucformat.sources.huggingface.folder import Contained
+    from ucformat.sources.huggingface.folder import FolderFiles
     from ucformat.storage.base import Store
 
-__all__ = ["FAMILIES", "Engine", "Told", "open_engine", "sort_names"]
+__all__ = ["FAMILIES", "Engine", "EngineOptions", "open_engine", "sort_names"]
 
 _LLAMA = (
     *("model", "embed_tokens", "layers", "self_attn", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"),
@@ -47,7 +48,7 @@ _GPT2 = (
     *("weight", "bias"),
 )
 
-#: `model_type` of a configuration -> parts of names, in the order in which modules register them; the class.
+#: `model_type` of a configuration -> the parts of names, in the order in which modules register them; and the class.
 FAMILIES: dict[str, tuple[tuple[str, ...], str]] = {
     "llama": (_LLAMA, "LlamaForCausalLM"),
     "mistral": (_LLAMA, "MistralForCausalLM"),
@@ -60,14 +61,14 @@ FAMILIES: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def _module_order(store: Store, present: Container[str], names: Sequence[str]) -> list[str] | None:
-    """The names in the order of the module, where its configuration names a family that is known; else None."""
+    """Sort names in the order of the module, if its configuration names a known family; otherwise None."""
     if "config.json" not in present:
         return None
     try:
         config: Any = read_json(store, "config.json")
     except UcformatError:
         return None
-    if not isinstance(config, dict) or config.get("auto_map"):  # code of its own
+    if not isinstance(config, dict) or config.get("auto_map"):  # it has its own code
         return None
     kind, classes = config.get("model_type"), config.get("architectures")
     known = FAMILIES.get(kind) if isinstance(kind, str) else None
@@ -77,7 +78,15 @@ def _module_order(store: Store, present: Container[str], names: Sequence[str]) -
 
 
 def sort_names(names: Sequence[str], parts: Sequence[str]) -> list[str] | None:
-    """Names sorted part by part: numbers by value, others as in `parts`; None where one has another part."""
+    """Sort names part by part: numbers by value, others as in `parts`.
+
+    Args:
+        names: names of parameters, joined by dots.
+        parts: all parts that names may have besides numbers, in order.
+
+    Returns:
+        the sorted names; None if a name has a part that is not in `parts`.
+    """
     rank = {part: i for i, part in enumerate(parts)}
     keys: dict[str, tuple[int, ...]] = {}
     for name in names:
@@ -88,30 +97,40 @@ def sort_names(names: Sequence[str], parts: Sequence[str]) -> list[str] | None:
     return sorted(names, key=keys.__getitem__)
 
 
-_COPY = "copy all files of the folder again; if one is left out on purpose, open the others by themselves"
+_HINT = "copy all files of the folder again; if one is left out on purpose, open the others by themselves"
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What the caller says that the files do not: the options of what lies inside."""
+class EngineOptions:
+    """The caller's options for the engine's checkpoints.
+
+    Attributes:
+        allow: further packages whose pickled classes become inert stand-ins.
+        groups: the parameter names of each group, by the name of an optimizer (`optimizer`, `optimizer_1`).
+        values: all other options, by name.
+    """
 
     allow: tuple[str, ...] = ()
-    groups: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)  # by the name of an optimizer
-    options: Mapping[str, Any] = field(default_factory=dict)
+    groups: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
 
-    def of(self, optimizer: str) -> dict[str, Any]:
-        """The options of the engine's checkpoint that holds this optimizer."""
+    def for_optimizer(self, optimizer: str) -> dict[str, Any]:
+        """The options for the checkpoint that contains an optimizer.
+
+        Args:
+            optimizer: the name of the optimizer.
+        """
         groups = {"groups": self.groups[optimizer]} if optimizer in self.groups else {}
-        return {**self.options, **groups, **({"allow": self.allow} if self.allow else {})}
+        return {**self.values, **groups, **({"allow": self.allow} if self.allow else {})}
 
 
 @dataclass(slots=True)
 class Engine:
-    """What was found of it, apart from the tensors, which are in the contents."""
+    """Everything found in the engine's files except the tensors, which are in the contents."""
 
     described: dict[str, str] = field(default_factory=dict)
     sources: list[OpenSource] = field(default_factory=list)
-    zips: list[str] = field(default_factory=list)  # further files of torch.save
+    zips: list[str] = field(default_factory=list)  # files of torch.save that belong to none of the sources
     unchecked: list[str] = field(default_factory=list)  # files without checksums
     files: list[str] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -122,40 +141,49 @@ class Engine:
 
 def open_engine(
     store: Store,
-    found: Contained,
+    found: FolderFiles,
     infos: Mapping[str, Any],
     contents: TensorIndex,
-    told: Told,
+    options: EngineOptions,
 ) -> Engine:
-    """Add the engine's tensors to the contents.
+    """Open the engine's files, and add their tensors to the contents.
+
+    Args:
+        store: a store whose root is the directory.
+        found: the files by role.
+        infos: the files of the directory by key.
+        contents: the tensors found so far.
+        options: the options of the engine's checkpoints.
 
     Raises:
-        UsageError: what lies inside is not opened with an option that was told.
+        UsageError: an option does not apply to the engine's files.
+        MissingData: files of a model or an optimizer are missing.
+        UnsupportedError: the files have a form that cannot be read.
     """
     engine = Engine()
     if found.deepspeed:
-        _add(with_options(DeepSpeed(), told.of("optimizer")).open(store), "", engine, contents)
-        engine.described = _named(engine.sources[0])
+        _add_source(with_options(DeepSpeed(), options.for_optimizer("optimizer")).open(store), "", engine, contents)
+        engine.described = _engine_name(engine.sources[0])
     elif found.fsdp_models:
-        _sharded(store, found, engine, contents, told)
-    elif told.options:
+        _add_fsdp(store, found, engine, contents, options)
+    elif options.values:
         raise UsageError(
             f"{store.url} holds files of models and optimizers, which are not opened with the option "
-            f"{next(iter(told.options))!r}",
+            f"{next(iter(options.values))!r}",
             hint="their options are: allow, groups",
         )
     else:
-        _whole(store, found, infos, engine, contents, told)
+        _add_whole(store, found, infos, engine, contents, options)
     return engine
 
 
-def _named(source: OpenSource) -> dict[str, str]:
+def _engine_name(source: OpenSource) -> dict[str, str]:
     metadata = source.metadata.engine
     return {"engine": metadata["name"], **({"engine_version": metadata["version"]} if metadata.get("version") else {})}
 
 
-def _add(source: OpenSource, prefix: str, engine: Engine, contents: TensorIndex) -> None:
-    """All that an opened checkpoint holds, its names behind a prefix."""
+def _add_source(source: OpenSource, prefix: str, engine: Engine, contents: TensorIndex) -> None:
+    """Add the contents of an opened checkpoint, with a prefix in front of all names."""
     metadata = source.metadata
     for info in metadata.tensor_list.tensors:
         contents.add(prefix + info.name, info.state, info.dtype, info.shape, partial(source.extents, info.key))
@@ -170,44 +198,44 @@ def _add(source: OpenSource, prefix: str, engine: Engine, contents: TensorIndex)
     engine.files += metadata.files
 
 
-def _sharded(store: Store, found: Contained, engine: Engine, contents: TensorIndex, told: Told) -> None:
-    """FSDP's sharded state dicts: folders of PyTorch DCP, one for each model and each optimizer."""
+def _add_fsdp(store: Store, found: FolderFiles, engine: Engine, contents: TensorIndex, options: EngineOptions) -> None:
+    """Add FSDP's sharded state dicts: folders of PyTorch DCP, one for each model and each optimizer."""
     several = len(found.fsdp_models) > 1
     for folders in (found.fsdp_models, found.fsdp_optimizers):
         for number, folder in sorted(folders.items()):
-            options = told.of(_optimizer(number))
-            if folders is found.fsdp_models:  # which are without optimizers
-                options = {k: v for k, v in options.items() if k not in ("groups", "owners")}
+            inner = options.for_optimizer(_optimizer_path(number))
+            if folders is found.fsdp_models:  # without optimizers
+                inner = {k: v for k, v in inner.items() if k not in ("groups", "owners")}
             below = PrefixStore(store, folder)
             if not Dcp().find(below):
                 raise MissingData(
                     f"{folder} holds no checkpoint of PyTorch DCP",
                     hint="the save did not finish, or its `.metadata` was not copied; copy the whole folder again",
                 )
-            source = with_options(Dcp(), options).open(below)
-            _add(PrefixedSource(source, store, folder), _prefix(number) if several else "", engine, contents)
+            source = with_options(Dcp(), inner).open(below)
+            _add_source(PrefixedSource(source, store, folder), _prefix(number) if several else "", engine, contents)
     engine.described = {"engine": "fsdp"}
 
 
-def _whole(
+def _add_whole(
     store: Store,
-    found: Contained,
+    found: FolderFiles,
     infos: Mapping[str, Any],
     engine: Engine,
     contents: TensorIndex,
-    told: Told,
+    options: EngineOptions,
 ) -> None:
-    """Models and optimizers in files of their own."""
+    """Add models and optimizers that are each in files of their own."""
     models = {n: [f] for n, f in found.fsdp_whole.items()} or found.models
-    _check_all_there(found, models)
+    _check_complete(found, models)
     modules = []
     for number, names in sorted(models.items()):
         prefix = _prefix(number) if len(models) > 1 else ""
-        source = _open_model(store, names, told.allow)
+        source = _open_model(store, names, options.allow)
         before = len(engine.objects)
         objects = source.metadata.objects
-        _add(source, prefix, engine, contents)
-        if len(models) > 1 and objects:  # one model's metadata is not another's
+        _add_source(source, prefix, engine, contents)
+        if len(models) > 1 and objects:  # each model has its own metadata
             kept = dict(list(engine.objects.items())[:before])
             engine.objects = kept | {_prefix(number) + k: v for k, v in objects.items()}
         tensors = {i.name: (i.dtype, i.shape) for i in source.metadata.tensor_list.tensors if i.state == "weight"}
@@ -218,9 +246,9 @@ def _whole(
     engine.unchecked = [f for f in engine.files if f.endswith(".safetensors")]
     unnamed = []
     for number, key in found.optimizers.items():
-        path = _optimizer(number)
-        file = TorchFile(store, key, allow=told.allow)
-        if not _add_optimizer(file, path, modules, contents, told.groups.get(path)):
+        path = _optimizer_path(number)
+        file = TorchFile(store, key, allow=options.allow)
+        if not _add_optimizer(file, path, modules, contents, options.groups.get(path)):
             unnamed.append(path)
         engine.zips.append(key)
         engine.files.append(key)
@@ -230,19 +258,19 @@ def _whole(
         engine.described = {"engine": "fsdp"}
 
 
-def _check_all_there(found: Contained, models: Mapping[int, Any]) -> None:
-    """MissingData where one file tells of another that is not there: they are numbered, and belong together."""
-    for what, numbers in (("model", models), ("optimizer", found.optimizers)):
+def _check_complete(found: FolderFiles, models: Mapping[int, Any]) -> None:
+    """MissingData if models, optimizers or schedulers, which are numbered alike, are missing."""
+    for kind, numbers in (("model", models), ("optimizer", found.optimizers)):
         if lost := sorted(set(range(max(numbers, default=-1) + 1)) - set(numbers)):
-            raise MissingData(f"the {what} number {lost[0]} is missing, and number {max(numbers)} is there", hint=_COPY)
+            raise MissingData(f"the {kind} number {lost[0]} is missing, and number {max(numbers)} is there", hint=_HINT)
     if not models:
-        raise MissingData(f"{next(iter(found.optimizers.values()))} is there, and no file of a model", hint=_COPY)
+        raise MissingData(f"{next(iter(found.optimizers.values()))} is there, and no file of a model", hint=_HINT)
     schedulers = [int(m[1] or 0) for name in found.values if (m := re.fullmatch(r"scheduler(?:_(\d+))?", name))]
     if len(found.optimizers) <= max(schedulers, default=-1):
         raise MissingData(
             f"the optimizer of scheduler number {max(schedulers)} is missing: {len(found.optimizers)} optimizers are "
             "there",
-            hint=_COPY,
+            hint=_HINT,
         )
 
 
@@ -251,18 +279,18 @@ def _add_optimizer(
 ) -> bool:
     if not is_optimizer(file.value):
         raise IntegrityError(
-            f"{file.key} holds no optimizer's state dict", hint="the file is of another program, or of a newer version"
+            f"{file.key} is not an optimizer's state dict", hint="it was saved by another program, or a newer version"
         )
     optimizer = Optimizer.parse(file.value, path, file)
-    told = optimizer.told()
-    if told is not None and any(told) and not any(m.find(told) for m in modules):
-        first = next(n for group in told for n in group)
-        raise MissingData(f"{file.key} has states of {first!r} and others, which no model here has", hint=_COPY)
+    names = optimizer.recorded_names()
+    if names is not None and any(names) and not any(m.find(names) for m in modules):
+        first = next(n for group in names for n in group)
+        raise MissingData(f"{file.key} has states of {first!r} and others, which no model here has", hint=_HINT)
     return add_optimizer(optimizer, modules, contents, given)
 
 
 def _open_model(store: Store, names: Sequence[str], allow: tuple[str, ...]) -> OpenSource:
-    """One model's files, which are all of one kind."""
+    """Open the files of one model, which are all of one kind."""
     if any(".safetensors" in name for name in names):
         return OpenSafetensors(store, *choose(names, store.url), ())
     if any("_rank" in name for name in names):
@@ -272,10 +300,10 @@ def _open_model(store: Store, names: Sequence[str], allow: tuple[str, ...]) -> O
 
 
 def _prefix(number: int) -> str:
-    """What the names of one of several models begin with: as Accelerate calls their files."""
+    """The prefix of names in one of several models, as Accelerate names their files."""
     return f"model_{number}." if number else "model."
 
 
-def _optimizer(number: int) -> str:
-    """What one of several optimizers is called: as Accelerate calls their files."""
+def _optimizer_path(number: int) -> str:
+    """The name of one of several optimizers, as Accelerate names their files."""
     return f"optimizer_{number}" if number else "optimizer"

@@ -1,14 +1,15 @@
-"""What lies in a directory of Trainer or Accelerate: which engine's files, and which others.
+"""The files in a directory of Trainer or Accelerate: which belong to the engine, and which do not.
 
-Trainer writes `checkpoint-500/`, Accelerate's `save_state` a folder of any name. Both hold the engine's own files:
+Trainer writes `checkpoint-500/`, Accelerate's `save_state` a folder of any name. Both contain the engine's own files:
 
 - DeepSpeed: `latest` and the folder that it names (`global_step500/`; Accelerate: `pytorch_model/`);
-- FSDP, sharded: `pytorch_model_fsdp_0/` and `optimizer_0/`, which PyTorch DCP wrote;
+- FSDP, sharded: `pytorch_model_fsdp_0/` and `optimizer_0/`, written by PyTorch DCP;
 - FSDP, whole: `pytorch_model_fsdp.bin` and `optimizer.bin`;
-- else: a model's files (`model.safetensors`, `pytorch_model.bin`, `adapter_model.safetensors`, or an index), and
+- otherwise: a model's files (`model.safetensors`, `pytorch_model.bin`, `adapter_model.safetensors`, or an index), and
   `optimizer.pt` (Trainer) or `optimizer.bin` (Accelerate).
 
-Of several models and optimizers Accelerate numbers the further ones: `model_1.safetensors`, `optimizer_1.bin`.
+If there are several models or optimizers, Accelerate numbers all but the first: `model_1.safetensors`,
+`optimizer_1.bin`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from ucformat.sources.deepspeed.folder import is_model_or_optimizer
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-__all__ = ["Contained", "classify", "is_marker", "looks_like_trainer"]
+__all__ = ["FolderFiles", "classify", "is_marker", "looks_like_trainer"]
 
-_MARKS = re.compile(r"trainer_state\.json|random_states_\d+\.pkl|training_args\.bin|pytorch_model_fsdp(_\d+)?\.bin")
+_MARKERS = re.compile(r"trainer_state\.json|random_states_\d+\.pkl|training_args\.bin|pytorch_model_fsdp(_\d+)?\.bin")
 _OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?\.(?:pt|bin)")
 _MODEL = re.compile(r"(?:model|pytorch_model|adapter_model)(?:_(\d+))?(?:-\d{5,}-of-\d{5,})?"
                     r"\.(safetensors|bin)(?:\.index\.json)?")  # fmt: skip
@@ -42,12 +43,12 @@ _NOT_READ = (
     (re.compile(r"(model|optimizer)\.(pt|bin)_\d.*|user_content\.pt"), "SageMaker's model parallelism"),
     (re.compile(r"pytorch_model_\d+/[^/]*(mp_rank|pp_rank)[^/]*\.pt"), "several DeepSpeed models in one folder"),
 )  # fmt: skip
-_NAMED = 10
+_MAX_NAMED = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Contained:
-    """The files by what they are; models, optimizers and folders by their numbers."""
+class FolderFiles:
+    """The files by role; models, optimizers and their folders by number."""
 
     deepspeed: bool
     fsdp_models: dict[int, str]  # folders
@@ -61,12 +62,20 @@ class Contained:
 
 
 def is_marker(name: str) -> bool:
-    """Whether a folder with a file of this name is one of Trainer's or Accelerate's."""
-    return _MARKS.fullmatch(name) is not None
+    """Whether only Trainer or Accelerate write a file of this name.
+
+    Args:
+        name: the name of a file, without folders.
+    """
+    return _MARKERS.fullmatch(name) is not None
 
 
 def looks_like_trainer(names: Collection[str]) -> bool:
-    """Whether the files of a folder are Trainer's or Accelerate's, or it holds the checkpoints of a run of Trainer."""
+    """Whether a folder has the files of Trainer or Accelerate, or the checkpoints of a run of Trainer.
+
+    Args:
+        names: the keys of the files in the folder and its subfolders.
+    """
     if any(is_marker(n) or (_FSDP.fullmatch(n) and n.startswith("pytorch_model_fsdp")) for n in names):
         return True
     if any(_OPTIMIZER.fullmatch(n) for n in names) and any(_MODEL.fullmatch(n) for n in names):
@@ -74,8 +83,17 @@ def looks_like_trainer(names: Collection[str]) -> bool:
     return any(_RUN.fullmatch(n) for n in names) and not any(_MODEL.fullmatch(n) for n in names)
 
 
-def classify(names: Iterable[str], url: str) -> Contained:
-    """The files of a folder, by role."""
+def classify(names: Iterable[str], url: str) -> FolderFiles:
+    """Assign the files of a folder to roles.
+
+    Args:
+        names: the keys of the files in the folder and its subfolders.
+        url: the folder, for messages.
+
+    Raises:
+        UnsupportedError: the files are of a form that cannot be read.
+        UsageError: the folder is that of a run, or has the files of two saves, or neither model nor optimizer.
+    """
     names = list(names)
     for pattern, what in _NOT_READ:
         for name in names:
@@ -84,7 +102,7 @@ def classify(names: Iterable[str], url: str) -> Contained:
                     f"{name}: not yet read: {what}",
                     hint="save whole or sharded (DCP) state dicts, or open the folder of one of them",
                 )
-    found = Contained(
+    found = FolderFiles(
         deepspeed="latest" in names or any(is_model_or_optimizer(n) for n in names if n.count("/") < 2),
         fsdp_models=_folders(names, 2),
         fsdp_optimizers=_folders(names, 3),
@@ -97,21 +115,21 @@ def classify(names: Iterable[str], url: str) -> Contained:
     )
     if not (found.deepspeed or found.fsdp_models or found.fsdp_whole or found.models or found.optimizers):
         runs = sorted({m[1] for n in names if (m := _RUN.fullmatch(n))}, key=lambda r: int(r.partition("-")[2]))
-        more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
+        more = f" and {len(runs) - _MAX_NAMED} more" if len(runs) > _MAX_NAMED else ""
         if runs:
             raise UsageError(
-                f"{url} is the folder of a run: it holds {', '.join(runs[:_NAMED])}{more}",
+                f"{url} is the folder of a run: it holds {', '.join(runs[:_MAX_NAMED])}{more}",
                 hint=f"open one of them: {url}/{runs[-1]}",
             )
         raise UsageError(
-            f"{url} has the files of a Trainer, but no model and no optimizer",
-            hint="the save did not finish, or the files were moved; look for the checkpoint's other files",
+            f"{url} has files of Trainer or Accelerate, but no model and no optimizer",
+            hint="the save did not finish, or files were moved; look for the checkpoint's other files",
         )
     return found
 
 
 def _ranked_values(names: Iterable[str]) -> dict[str, dict[int, str]]:
-    """The states of random generators, which each rank writes to a file of its own."""
+    """The states of random number generators, of which each rank writes its own."""
     found: dict[str, dict[int, str]] = {}
     for name in names:
         if match := _RANKED.fullmatch(name):
@@ -125,7 +143,7 @@ def _folders(names: Iterable[str], number: int) -> dict[int, str]:
 
 
 def _models(names: Iterable[str]) -> dict[int, list[str]]:
-    """The files of each model; where both are there, safetensors and not the pickle."""
+    """The files of each model; if it has both safetensors and pickles, the former."""
     found: dict[int, list[tuple[str, str]]] = {}
     for name in names:
         if match := _MODEL.fullmatch(name):
@@ -144,7 +162,7 @@ def _optimizers(names: Iterable[str]) -> dict[int, str]:
             number = int(match[1] or 0)
             if number in found:
                 raise UsageError(
-                    f"{found[number]} and {name} stand side by side: Trainer's and Accelerate's files in one folder",
+                    f"{found[number]} and {name} are both present: Trainer's and Accelerate's files in one folder",
                     hint="move the files of the save that you do not want elsewhere",
                 )
             found[number] = name

@@ -1,4 +1,4 @@
-"""Directories of Hugging Face's Trainer and Accelerate, read in place: the engine's tensors, and all that is beside."""
+"""Directories of Hugging Face's Trainer and Accelerate, read in place: the engine's tensors, and everything else."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import NotFound
 from ucformat.reading.readable import CheckpointMetadata, FileRecord
-from ucformat.sources.huggingface.engines import Engine, Told, open_engine
+from ucformat.sources.huggingface.engines import Engine, EngineOptions, open_engine
 from ucformat.sources.index import TensorIndex
 from ucformat.sources.model_files import find_assets, read_json
-from ucformat.sources.pickle.file import ShutFile, TorchFile, TorchZip, open_file
+from ucformat.sources.pickle.file import TorchFile, TorchZip, open_file
+from ucformat.sources.pickle.stand_ins import OpaqueFile
 from ucformat.sources.values import to_json
 from ucformat.storage.concurrency import map_io
 
@@ -18,15 +19,15 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
-    from ucformat.sources.huggingface.folder import Contained
+    from ucformat.sources.huggingface.folder import FolderFiles
     from ucformat.sources.pickle.stand_ins import StoredTensor
     from ucformat.storage.base import Info, Store
 
 __all__ = ["OpenHuggingFace"]
 
 
-def _read_values(store: Store, found: Contained, contents: TensorIndex, allow: tuple[str, ...]) -> dict[str, Any]:
-    """Each file as an object of its name, `trainer_state` too; those that each rank wrote by rank."""
+def _read_values(store: Store, found: FolderFiles, contents: TensorIndex, allow: tuple[str, ...]) -> dict[str, Any]:
+    """Read each file of values as an object of its name, including `trainer_state`; values of each rank by rank."""
     wanted = [(name, name, key) for name, key in found.values.items()]
     wanted += [
         (name, f"{name}.{rank}", by_rank[rank]) for name, by_rank in found.ranked.items() for rank in sorted(by_rank)
@@ -36,7 +37,7 @@ def _read_values(store: Store, found: Contained, contents: TensorIndex, allow: t
         objects["trainer_state"] = to_json(read_json(store, "trainer_state.json"))
     opened = map_io(lambda item: open_file(store, item[2], allow=allow), wanted)
     for (name, path, _), file in zip(wanted, opened, strict=True):
-        value = _json(file, path, contents)
+        value = _to_json(file, path, contents)
         if name == path:
             objects[name] = value
         else:
@@ -44,9 +45,9 @@ def _read_values(store: Store, found: Contained, contents: TensorIndex, allow: t
     return objects
 
 
-def _json(file: TorchFile | ShutFile, path: str, contents: TensorIndex) -> Any:
-    """The value as JSON; what has no such form is kept as a pickle that nobody opens unasked."""
-    if isinstance(file, ShutFile):
+def _to_json(file: TorchFile | OpaqueFile, path: str, contents: TensorIndex) -> Any:
+    """The value as JSON; a value without a JSON form is kept as an opaque pickle."""
+    if isinstance(file, OpaqueFile):
         return to_json(file.opaque())
     opened = file
 
@@ -57,23 +58,23 @@ def _json(file: TorchFile | ShutFile, path: str, contents: TensorIndex) -> Any:
 
 
 class OpenHuggingFace:
-    """One opened directory."""
+    """An opened directory of Trainer or Accelerate."""
 
     kind = "huggingface"
 
     def __init__(
         self,
         store: Store,
-        found: Contained,
+        found: FolderFiles,
         infos: Mapping[str, Info],
-        told: Told,
+        options: EngineOptions,
     ) -> None:
         self.store, self.contents = store, TensorIndex()
-        engine = open_engine(store, found, infos, self.contents, told)
+        engine = open_engine(store, found, infos, self.contents, options)
         self._engine = engine
         values = [*found.values.values(), *(f for by_rank in found.ranked.values() for f in by_rank.values())]
         self._zips = [*engine.zips, *values]
-        objects = {**engine.objects, **_read_values(store, found, self.contents, told.allow)}
+        objects = {**engine.objects, **_read_values(store, found, self.contents, options.allow)}
         own = (["trainer_state.json"] if found.trainer_state else []) + self._zips
         files = tuple(dict.fromkeys([*engine.files, *own]))
         assets = find_assets((i for i in infos.values()), files)
@@ -85,16 +86,16 @@ class OpenHuggingFace:
             groups=tuple(group.json() for group in self.contents.groups),
             step=_step(objects, engine),
             layout=engine.layout,
-            engine=_described(store, found, engine, assets),
+            engine=_engine(store, found, engine, assets),
             files=files,
         )
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Where the bytes of a tensor lie."""
+        """Find where the bytes of a tensor are stored."""
         return self.contents.extents(key, within, self.store.url)
 
     def records(self) -> Iterator[FileRecord]:
-        """Every record of the engine's files and of the others; a safetensors file is one, without a checksum."""
+        """List every record of the engine's files and of the others; a safetensors file is one, without a checksum."""
         for source in self._engine.sources:
             yield from source.records()
         for key in self._zips:
@@ -104,14 +105,14 @@ class OpenHuggingFace:
 
 
 def _step(objects: Mapping[str, Any], engine: Engine) -> int | None:
-    """The step that Trainer counts, else the engine's."""
+    """The step counted by Trainer, otherwise the engine's."""
     state = objects.get("trainer_state")
     step = state.get("global_step") if isinstance(state, dict) else None
     return step if type(step) is int else engine.step
 
 
-def _described(store: Store, found: Contained, engine: Engine, assets: Sequence[str]) -> dict[str, str]:
-    """Who wrote it: Trainer or Accelerate, the version that the model's configuration names, the engine inside."""
+def _engine(store: Store, found: FolderFiles, engine: Engine, assets: Sequence[str]) -> dict[str, str]:
+    """The program (Trainer or Accelerate), its version according to the model's configuration, and the inner engine."""
     trainer = found.trainer_state or "training_args" in found.values
     out = {"name": "transformers" if trainer else "accelerate"}
     if "config.json" in assets:

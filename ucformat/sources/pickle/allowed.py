@@ -1,8 +1,8 @@
-"""Which globals a pickle may name, and what each means.
+"""The globals that a pickle may name, and their meanings.
 
-A name means one of four things: a plain value or container that is rebuilt; a tensor; a class of a training framework,
-which becomes an `Inert` that keeps its arguments and state and does nothing; or it is refused. Nothing is ever imported
-on behalf of a pickle, and nothing called but the functions below.
+A global is one of three things: a function or type of plain values, containers or tensors, for which a function below
+stands in; a class of a training framework, which becomes an `Inert` that keeps its arguments and state and does
+nothing; or an error. Nothing is ever imported for a pickle, and nothing is called but the functions below.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ucformat.sources.pickle.stand_ins import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["plain_key", "resolve", "sizes", "spelling"]
+__all__ = ["checked_key", "dtype_text", "resolve", "sizes"]
 
 #: Packages whose classes become inert stand-ins.
 _FRAMEWORKS = (
@@ -41,15 +41,23 @@ _FRAMEWORKS = (
     *("transformers", "trl"),
 )
 
-_DIMS = 64  # torch's own limit
-_LARGEST = 1 << 62  # of a size or a stride
-_EXPANDED = 1 << 26  # elements that an expanded (stride 0) view may have beyond those its storage holds
-_KEY, _BITS = 64, 64  # parts of a tuple, and bits of a number, that may be a key: hashes of neither are kept
+_MAX_DIMS = 64  # torch's own limit
+_MAX_NUMBER = 1 << 62  # of a size or a stride
+_MAX_EXPANDED = 1 << 26  # elements that an expanded (stride 0) view may have beyond those of its storage
+_MAX_KEY_PARTS, _MAX_KEY_BITS = 64, 64  # of a tuple and a number used as a key: Python caches the hash of neither
 
 
 def sizes(value: Any, what: str) -> tuple[int, ...]:
-    """A shape, size or strides; IntegrityError where these numbers cannot be."""
-    if not isinstance(value, tuple | list) or any(type(n) is not int or not 0 <= n < _LARGEST for n in value):
+    """Check a shape, a size or strides.
+
+    Args:
+        value: a tuple or list of integers, each from 0 to 2^62 - 1.
+        what: the name of the value, for messages.
+
+    Raises:
+        IntegrityError: it is something else.
+    """
+    if not isinstance(value, tuple | list) or any(type(n) is not int or not 0 <= n < _MAX_NUMBER for n in value):
         raise IntegrityError(f"a tensor has the impossible {what} {reprlib.repr(value)}")
     return tuple(value)
 
@@ -57,10 +65,10 @@ def sizes(value: Any, what: str) -> tuple[int, ...]:
 def _tensor(
     storage: Any, offset: Any, shape: Any, strides: Any, dtype: str | None = None, special: Any = None
 ) -> StoredTensor:
-    """A tensor in a storage, once it is shown to lie inside it."""
+    """Create a tensor in a storage, after checking that it does not leave the storage."""
     if not isinstance(storage, Storage):
         raise IntegrityError("a tensor without a storage")
-    if special:  # {"conj": True} or {"neg": True}: bytes that mean something else
+    if special:  # {"conj": True} or {"neg": True}: the bytes are not the values
         raise UnsupportedError(
             f"a tensor with the lazy operations {reprlib.repr(special)} is not read; save it after "
             ".resolve_conj().resolve_neg()"
@@ -70,7 +78,7 @@ def _tensor(
         raise IntegrityError("a tensor without a dtype")
     shape, strides = sizes(shape, "shape"), sizes(strides, "strides")
     numel = storage.nbytes // ITEMSIZE[dtype]
-    if type(offset) is not int or offset < 0 or not len(shape) == len(strides) <= _DIMS:
+    if type(offset) is not int or offset < 0 or not len(shape) == len(strides) <= _MAX_DIMS:
         raise IntegrityError(
             f"a tensor with shape {reprlib.repr(shape)}, strides {reprlib.repr(strides)} and "
             f"offset {reprlib.repr(offset)}"
@@ -82,7 +90,7 @@ def _tensor(
             f"a tensor of shape {shape}, strides {strides} from element {offset} on reaches past the {numel} "
             f"elements of its storage {storage.key!r}"
         )
-    if size > numel + _EXPANDED:
+    if size > numel + _MAX_EXPANDED:
         raise UnsafeError(f"a tensor of shape {shape} expands a storage of {numel} elements to {size}")
     return StoredTensor(storage.key, dtype, shape, strides, offset, numel)
 
@@ -118,26 +126,36 @@ def _encode(text: str, encoding: str = "utf-8") -> bytes:
     return text.encode(encoding)
 
 
-def _octets(data: Any = b"") -> bytes:
-    """`bytes` and `bytearray` of what is already bytes: never of a length."""
+def _bytes(data: Any = b"") -> bytes:
+    """`bytes` and `bytearray` of bytes: never of a length."""
     if not isinstance(data, bytes | bytearray):
         raise UnsafeError(f"the pickle makes bytes from a {type(data).__name__}")
     return bytes(data)
 
 
-def plain_key(value: Any) -> Any:
-    """A value that may be hashed; UnsafeError for others, because hashing deeply shared tuples takes for ever."""
-    if _is_scalar(value) or (isinstance(value, tuple) and len(value) <= _KEY and all(map(_is_scalar, value))):
+def checked_key(value: Any) -> Any:
+    """Check a key before it is hashed: hashing a tuple whose parts are shared at many levels would not end.
+
+    Args:
+        value: a key of a dictionary, or a member of a set.
+
+    Returns:
+        the value: a scalar, or a tuple of at most 64 of them.
+
+    Raises:
+        UnsafeError: it is something else.
+    """
+    if _is_scalar(value) or (isinstance(value, tuple) and len(value) <= _MAX_KEY_PARTS and all(map(_is_scalar, value))):
         return value
     raise UnsafeError(f"the pickle has a {type(value).__name__} as a key")
 
 
 def _is_scalar(value: Any) -> bool:
-    return isinstance(value, _SCALARS) and (type(value) is not int or value.bit_length() <= _BITS)
+    return isinstance(value, _SCALARS) and (type(value) is not int or value.bit_length() <= _MAX_KEY_BITS)
 
 
 def _str(value: Any = "") -> str:
-    """`str` of what is short: of a list it would write out what that holds, each time that it is shared."""
+    """`str` of a scalar: of a list it would write out all items, each time the list is shared."""
     if not isinstance(value, str | int | float):
         raise UnsafeError(f"the pickle makes text of a {type(value).__name__}")
     return str(value)
@@ -145,20 +163,20 @@ def _str(value: Any = "") -> str:
 
 def _path(*parts: Any) -> PurePosixPath:
     if not all(isinstance(part, str | PurePosixPath) for part in parts):
-        raise UnsafeError("the pickle makes a path of what is no text")
+        raise UnsafeError("the pickle makes a path of something other than text")
     return PurePosixPath(*parts)
 
 
 def _set(members: Any = ()) -> set[Any]:
-    return {plain_key(v) for v in members}
+    return {checked_key(v) for v in members}
 
 
 def _dict(pairs: Any = ()) -> dict[Any, Any]:
-    return dict(pairs) if isinstance(pairs, dict) else {plain_key(k): v for k, v in pairs}
+    return dict(pairs) if isinstance(pairs, dict) else {checked_key(k): v for k, v in pairs}
 
 
 def _attribute(owner: Any, name: Any) -> Inert:
-    """`getattr` of a class by a constant name: how Python 3.11 pickles a member of an enumeration."""
+    """`getattr` of a class with a constant name: how Python 3.11 pickles a member of an enumeration."""
     if not isinstance(owner, InertClass) or not isinstance(name, str):
         raise UnsafeError("the pickle calls builtins.getattr", hint="nothing was run; do not trust this file")
     return Inert(owner.name, (name,))
@@ -179,15 +197,22 @@ def _dtype(code: Any, *_: Any) -> NumpyDtype:
 def _scalar(dtype: NumpyDtype, data: bytes) -> Any:
     import numpy as np
 
-    return np.frombuffer(data, spelling(dtype), count=1)[0].item()
+    return np.frombuffer(data, dtype_text(dtype), count=1)[0].item()
 
 
 def _frombuffer(data: Any, dtype: NumpyDtype, shape: Any, order: str = "C") -> NdArray:
-    return NdArray(spelling(dtype), sizes(shape, "shape"), bytes(data), order == "F")
+    return NdArray(dtype_text(dtype), sizes(shape, "shape"), bytes(data), order == "F")
 
 
-def spelling(dtype: Any) -> str:
-    """A numpy dtype as numpy writes it, with its byte order."""
+def dtype_text(dtype: Any) -> str:
+    """The NumPy spelling of a dtype, with its byte order: `<f4`.
+
+    Args:
+        dtype: a `NumpyDtype`.
+
+    Raises:
+        IntegrityError: it is something else.
+    """
     if not isinstance(dtype, NumpyDtype):
         raise IntegrityError(f"a numpy array of dtype {reprlib.repr(dtype)}")
     return dtype.code if dtype.code[:1] in "<>=|" else (dtype.order if dtype.order in "<>" else "") + dtype.code
@@ -231,15 +256,15 @@ _BUILTINS: dict[str, Callable[..., Any]] = {
     "set": _set,
     "frozenset": lambda members=(): frozenset(_set(members)),
     "dict": _dict,
-    "bytearray": _octets,
-    "bytes": _octets,
+    "bytearray": _bytes,
+    "bytes": _bytes,
     "range": lambda *args: Inert("builtins.range", args),
     "getattr": _attribute,
     **{kind.__name__: kind for kind in (list, tuple, int, float, bool, complex, slice)},
     "str": _str,
 }
 
-_EXACT: dict[str, Callable[..., Any]] = {
+_GLOBALS: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": _dict,
     "collections.Counter": _dict,
     "collections.defaultdict": lambda _factory=None, pairs=(): _dict(pairs),
@@ -253,7 +278,7 @@ _EXACT: dict[str, Callable[..., Any]] = {
     "torch._tensor._rebuild_from_type_v2": _from_type,
     "torch.torch_version.TorchVersion": _str,
     "_codecs.encode": _encode,
-    **dict.fromkeys(("_io.BytesIO", "io.BytesIO"), lambda data=b"": Stream(_octets(data))),
+    **dict.fromkeys(("_io.BytesIO", "io.BytesIO"), lambda data=b"": Stream(_bytes(data))),
     "copyreg._reconstructor": _reconstructor,
     "copy_reg._reconstructor": _reconstructor,
     "datetime.date": dt.date,
@@ -264,7 +289,7 @@ _EXACT: dict[str, Callable[..., Any]] = {
     "pathlib.Path": _path,
     "pathlib.PosixPath": _path,
     "pathlib.PurePosixPath": _path,
-    "pathlib._local.PosixPath": _path,  # as Python 3.13 calls it
+    "pathlib._local.PosixPath": _path,  # its name in Python 3.13
     "numpy.dtype": _dtype,
     **{f"numpy.{core}.multiarray._reconstruct": lambda *_: NdArray() for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
@@ -274,13 +299,22 @@ _EXACT: dict[str, Callable[..., Any]] = {
 
 
 def resolve(module: str, name: str, allow: tuple[str, ...] = ()) -> Any:
-    """What a global of a pickle stands for; UnsafeError where it is none of those above.
+    """Find the stand-in for a global of a pickle.
 
-    `allow` names further packages whose classes become inert stand-ins.
+    Args:
+        module: the module that the pickle names.
+        name: the name in the module.
+        allow: packages, besides those of `_FRAMEWORKS`, whose classes become inert stand-ins.
+
+    Returns:
+        a `Maker`, `Dtype`, `StorageType` or `InertClass`.
+
+    Raises:
+        UnsafeError: the global is not allowed.
     """
     whole = f"{module}.{name}"
-    if whole in _EXACT:
-        return Maker(whole, _EXACT[whole])
+    if whole in _GLOBALS:
+        return Maker(whole, _GLOBALS[whole])
     if module == "torch" and name in _TORCH_DTYPES:
         return Dtype(_TORCH_DTYPES[name])
     if module in ("torch", "torch.storage", "torch.cuda") and name in _STORAGES:

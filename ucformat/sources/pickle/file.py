@@ -2,10 +2,10 @@
 
 Such a file (PyTorch 1.6 and later) is an uncompressed zip archive with one top folder: `<top>/data.pkl` is a pickle
 whose tensors name their storages by a persistent id, `<top>/data/<key>` is the raw bytes of a storage, and
-`<top>/byteorder` says `little` (PyTorch 2.1 and later write it). Opening one reads its last 64 KiB, the pickle and,
-where a caller asks for a storage, the 30 bytes of that member's local header; never the tensors.
+`<top>/byteorder` is `little` (since PyTorch 2.1). Opening a file reads its last 64 KiB, the pickle and, for each
+storage that is used, the 30 bytes of that member's local header; never the tensors.
 
-Such an archive may also be a range of a larger file, as each item of a PyTorch DCP checkpoint is.
+Such an archive may also be a range of a larger file, like each item of a PyTorch DCP checkpoint.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, MissingData, UcformatError, UnsafeError, UnsupportedError
+from ucformat.errors import IntegrityError, MissingData, UnsafeError, UnsupportedError
 from ucformat.geometry.box import Box
 from ucformat.geometry.flat_buffer import flat_extents
 from ucformat.geometry.tensor import Extent
 from ucformat.reading.readable import FileRecord
 from ucformat.schema.dtypes import ITEMSIZE
-from ucformat.sources.pickle.stand_ins import Opaque
+from ucformat.sources.pickle.stand_ins import OpaqueFile
 from ucformat.sources.pickle.unpickler import unpickle
 from ucformat.storage.base import ByteRange
 
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
     from ucformat.sources.pickle.stand_ins import StoredTensor
     from ucformat.storage.base import Store
 
-__all__ = ["ShutFile", "TorchFile", "TorchZip", "opaque_file", "open_file"]
+__all__ = ["TorchFile", "TorchZip", "open_file"]
 
 _MAX_PICKLE = 256 << 20  # bytes of data.pkl, and of the zip directory; real ones are kilobytes to a few megabytes
 _TAIL = 64 << 10
-_HEAD = 32 << 10  # read with the first bytes: the pickle stands first in the file and is mostly smaller
-_ITEM = 2 << 10  # the same for an archive in a larger file: it holds one value, so both are small
+_HEAD = 32 << 10  # read with the first bytes: the pickle is first in the file, and mostly smaller
+_ITEM = 2 << 10  # instead of both, for an archive in a larger file, which contains only one value
 _HEADER = 30  # bytes of a local header, without the name
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENCRYPTED = 0x1
 _LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch's magic number, pickled: the format before PyTorch 1.6
-_SAVE_AGAIN = "save it again with torch.save of PyTorch 1.6 or later: torch.save(torch.load(old), new)"
+_SAVE_HINT = "save it again with torch.save of PyTorch 1.6 or later: torch.save(torch.load(old), new)"
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A file in the archive, as the directory at its end describes it."""
+    """A member of the archive, according to the directory at its end."""
 
     header_offset: int
     nbytes: int
@@ -57,7 +57,7 @@ class _Member:
 
 
 class _Ranges(io.RawIOBase):
-    """A seekable file over ranged reads; it keeps the tail and the last other range that it fetched."""
+    """A seekable file over ranged reads; it keeps the tail and the last other range that it read."""
 
     def __init__(self, store: Store, key: str, size: int, base: int, tail: int) -> None:
         self._store, self._key, self._size, self._base, self._at = store, key, size, base, 0
@@ -87,14 +87,14 @@ class _Ranges(io.RawIOBase):
         return data
 
     def held(self, offset: int, n: int) -> bytes | None:
-        """These bytes, where they need not be read."""
+        """These bytes, if they were read before."""
         for start, data in self._windows:
             if start <= offset and offset + n <= start + len(data):
                 return data[offset - start : offset - start + n]
         return None
 
     def fetch(self, offset: int, n: int, ahead: int = 0) -> bytes:
-        """These bytes; where they must be read, `ahead` more are read with them."""
+        """These bytes; if they must be read, `ahead` more are read with them."""
         if n > _MAX_PICKLE:
             raise UnsupportedError(f"{self._key} has a directory or pickle of {n:,} bytes, more than {_MAX_PICKLE:,}")
         held = self.held(offset, n)
@@ -106,9 +106,13 @@ class _Ranges(io.RawIOBase):
 
 
 class TorchZip:
-    """What `torch.save` wrote: a file, or a range of one.
+    """An archive written by `torch.save`: a file, or a range of one.
 
-    `pickle` is its pickle; `nbytes` and `offset` give the size and the offset of a storage. `label` names it in errors.
+    Attributes:
+        pickle: the bytes of its pickle.
+        key: the key of the file.
+        size: bytes of the archive.
+        label: its name in errors.
     """
 
     def __init__(self, store: Store, file: str | ByteRange, name: str = "") -> None:
@@ -117,7 +121,7 @@ class TorchZip:
         Args:
             store: where the file is.
             file: the key of a file, or the range of one that is the archive.
-            name: what errors and records call a range.
+            name: the name of a range in errors and records.
 
         Raises:
             IntegrityError: it is damaged.
@@ -146,29 +150,51 @@ class TorchZip:
         self.pickle = self._content(f"{self._top}/data.pkl")
 
     def nbytes(self, storage: str) -> int:
-        """Bytes of a storage."""
+        """Bytes of a storage.
+
+        Args:
+            storage: its key.
+
+        Raises:
+            MissingData: the archive has no such storage.
+        """
         return self._storage(storage).nbytes
 
     def crc32(self, storage: str) -> int:
-        """CRC-32 of a storage, as the directory says; 0 where torch was told to compute none."""
+        """CRC-32 of a storage according to the directory; 0 if torch was configured not to compute it.
+
+        Args:
+            storage: its key.
+
+        Raises:
+            MissingData: the archive has no such storage.
+        """
         return self._storage(storage).crc32
 
     def records(self) -> Iterator[FileRecord]:
-        """Every member, for whoever wants to check it; torch writes a checksum of 0 where it was told to compute none.
+        """List every member with its checksum: None if torch was configured not to compute it and wrote 0.
 
-        (`torch.serialization.set_crc32_options(False)`; of an empty member 0 is the checksum.)
+        (`torch.serialization.set_crc32_options(False)`; for an empty member, 0 is the checksum.)
         """
         for name, member in self._members.items():
             crc = member.crc32 if member.crc32 or not member.nbytes else None
             whole = f"{name} of {self._name}" if self._name else name
-            near = self._base + member.header_offset
+            header = self._base + member.header_offset
             held = self._ranges.held(member.header_offset, _HEADER)
-            head = partial(self.store.read, self.key, near, _HEADER) if held is None else partial(bytes, held)
-            start = partial(_start, head, near, member.nbytes, self._base + self.size, f"{name} in {self.label}")
-            yield FileRecord(self.key, whole, member.nbytes, crc, start, near)
+            head = partial(self.store.read, self.key, header, _HEADER) if held is None else partial(bytes, held)
+            start = partial(_start, head, header, member.nbytes, self._base + self.size, f"{name} in {self.label}")
+            yield FileRecord(self.key, whole, member.nbytes, crc, start, header)
 
     def offset(self, storage: str) -> int:
-        """Where in the file the bytes of a storage begin; the first call for each reads 30 bytes."""
+        """The first byte of a storage in the file; the first call for each storage reads 30 bytes.
+
+        Args:
+            storage: its key.
+
+        Raises:
+            MissingData: the archive has no such storage.
+            IntegrityError: the directory points to no member, or to one that is truncated.
+        """
         if storage not in self._offsets:
             self._offsets[storage] = self._base + self._locate(f"{self._top}/data/{storage}")
         return self._offsets[storage]
@@ -183,7 +209,7 @@ class TorchZip:
         return member
 
     def _directory(self) -> dict[str, _Member]:
-        """The members by name, each checked to be plain bytes inside the file."""
+        """The members by name, each checked to be uncompressed and inside the file."""
         if self.size < 4 or not self._ranges.fetch(0, min(512, self.size), ahead=self._head).startswith(b"PK\x03\x04"):
             raise self._not_a_zip()
         try:
@@ -201,10 +227,10 @@ class TorchZip:
             if info.flag_bits & _ENCRYPTED or info.compress_type != zipfile.ZIP_STORED:
                 raise UnsupportedError(
                     f"{name} in {self.label} is compressed or encrypted, so it cannot be read in place",
-                    hint="the file was packed by something other than torch.save; " + _SAVE_AGAIN,
+                    hint="the file was packed by something other than torch.save; " + _SAVE_HINT,
                 )
             if info.file_size != info.compress_size or name in members:
-                raise IntegrityError(f"{name} in {self.label} has two sizes, or stands there twice")
+                raise IntegrityError(f"{name} in {self.label} has two sizes, or is listed twice")
             if not 0 <= info.header_offset <= info.header_offset + info.file_size <= self.size:
                 raise IntegrityError(
                     f"{name} in {self.label} would reach past the end of the file ({self.size:,} bytes)",
@@ -215,7 +241,7 @@ class TorchZip:
         return members
 
     def _check_apart(self, members: dict[str, _Member]) -> None:
-        """IntegrityError where members share bytes, so that a small file would hold more than it has."""
+        """IntegrityError if members share bytes: then a small file would contain more than its size."""
         end, last = 0, ""
         for name, member in sorted(members.items(), key=lambda item: item[1].header_offset):
             if member.header_offset < end:
@@ -225,26 +251,26 @@ class TorchZip:
             end, last = member.header_offset + _HEADER + member.nbytes, name
 
     def _not_a_zip(self) -> IntegrityError | UnsupportedError:
-        """What to say of a file that is no zip archive."""
+        """The error for a file that is not a zip archive."""
         head = self._ranges.fetch(0, min(512, self.size))
         if _LEGACY in head[:32] or head[257:262] == b"ustar":
-            return UnsupportedError(f"{self.label} is in torch's format of before version 1.6", hint=_SAVE_AGAIN)
+            return UnsupportedError(f"{self.label} has torch's format from before version 1.6", hint=_SAVE_HINT)
         return IntegrityError(
             f"{self.label} is not a file of torch.save ({self.size:,} bytes that begin with {head[:8]!r})",
             hint="copy it again from where it was saved",
         )
 
     def _locate(self, name: str) -> int:
-        """Where in the archive the content of a member begins: after its local header, which alone knows its length."""
+        """The offset of a member's content in the archive: after its local header, which alone has its length."""
         member = self._members.get(name)
         if member is None:
             raise MissingData(f"{self.label} lacks its member {name}")
-        near, what = member.header_offset, f"{name} in {self.label}"
-        head = partial(self._ranges.fetch, near, min(_HEADER, self.size - near))
-        return _start(head, near, member.nbytes, self.size, what)
+        header, label = member.header_offset, f"{name} in {self.label}"
+        head = partial(self._ranges.fetch, header, min(_HEADER, self.size - header))
+        return _start(head, header, member.nbytes, self.size, label)
 
     def _content(self, name: str) -> bytes:
-        """A small member, checked against its CRC-32."""
+        """Read a small member, and check its CRC-32."""
         member = self._members[name]
         if member.nbytes > _MAX_PICKLE:
             raise UnsupportedError(f"{name} in {self.label} has {member.nbytes:,} bytes, more than {_MAX_PICKLE:,}")
@@ -255,61 +281,36 @@ class TorchZip:
         return data
 
 
-def _start(read: Callable[[], bytes], near: int, nbytes: int, end: int, what: str) -> int:
-    """Where the content of a member begins whose local header is at `near`, in a file that ends at `end`."""
+def _start(read: Callable[[], bytes], header: int, nbytes: int, end: int, label: str) -> int:
+    """The offset of the content of the member whose local header is at `header`, in a file that ends at `end`."""
     head = read()
     if len(head) < _HEADER or not head.startswith(b"PK\x03\x04"):
-        raise IntegrityError(f"{what} has no header where the directory puts it")
+        raise IntegrityError(f"{label} has no header where the directory puts it")
     _, name_length, extra_length = _LOCAL_HEADER.unpack(head)
-    start = near + _HEADER + name_length + extra_length
+    start = header + _HEADER + name_length + extra_length
     if start + nbytes > end:
-        raise IntegrityError(f"{what} would reach past the end of the file ({end:,} bytes)")
+        raise IntegrityError(f"{label} would reach past the end of the file ({end:,} bytes)")
     return int(start)
-
-
-_LARGEST = 16 << 20  # bytes of a file that is kept as it is
-
-
-class ShutFile:
-    """A file of `torch.save` that names what is not plain: it is kept as it is, and whoever wants its value is told."""
-
-    def __init__(self, store: Store, file: str | ByteRange, why: UcformatError) -> None:
-        self.key = file if isinstance(file, str) else file.file
-        self._store, self._file, self._why = store, file, why
-
-    @property
-    def value(self) -> Any:
-        """The error with which the file was refused."""
-        raise self._why
-
-    def opaque(self) -> Opaque:
-        """The file as a value that nobody opens unasked; UnsupportedError where it is too large to be kept so."""
-        at = _range(self._store, self._file)
-        if at.nbytes > _LARGEST:
-            raise self._why
-        return opaque_file(self._store.read(*at))
-
-
-def opaque_file(data: bytes) -> Opaque:
-    """A pickle that is `functools.partial(torch.load, weights_only=False)(io.BytesIO(data))`.
-
-    A file of torch.save is a zip archive; an opaque value is a pickle, which `trust=True` opens. It is put together
-    here and not by pickle, because torch is not there.
-    """
-    load = b"ctorch\nload\n"
-    partial = b"cfunctools\npartial\n(" + load + b"tR(" + load + b"(t}X\x0c\x00\x00\x00weights_only\x89sNtb"
-    file = b"cio\nBytesIO\n(B" + struct.pack("<I", len(data)) + data + b"tR"
-    return Opaque(b"\x80\x03" + partial + b"(" + file + b"tR.")
 
 
 def open_file(
     store: Store, file: str | ByteRange, name: str = "", *, allow: tuple[str, ...] = ()
-) -> TorchFile | ShutFile:
-    """A file (or a range of one, called `name`), which stays shut where its pickle names what is not plain."""
+) -> TorchFile | OpaqueFile:
+    """Open a file of torch.save; an `OpaqueFile` if its pickle is not allowed or not supported.
+
+    Args:
+        store: the store of the file.
+        file: the key of a file, or a range of one.
+        name: the name of a range in errors.
+        allow: further packages whose classes become inert stand-ins.
+
+    Raises:
+        IntegrityError: the file is damaged.
+    """
     try:
         return TorchFile(store, file, name, allow=allow)
     except (UnsafeError, UnsupportedError) as error:
-        return ShutFile(store, file, error)
+        return OpaqueFile(store, _range(store, file), error)
 
 
 def _range(store: Store, file: str | ByteRange) -> ByteRange:
@@ -317,7 +318,7 @@ def _range(store: Store, file: str | ByteRange) -> ByteRange:
 
 
 class TorchFile:
-    """A file of `torch.save`: `value` is what was saved, with a `StoredTensor` for each tensor."""
+    """A file of `torch.save`: `value` is the saved value, with a `StoredTensor` for each tensor."""
 
     def __init__(self, store: Store, file: str | ByteRange, name: str = "", *, allow: tuple[str, ...] = ()) -> None:
         self._zip = TorchZip(store, file, name)
@@ -326,14 +327,29 @@ class TorchFile:
         self.value: Any = unpickle(self._zip.pickle, file=label, storage_nbytes=self._zip.nbytes, allow=allow)
 
     def whole(self, tensor: StoredTensor) -> Iterator[Extent]:
-        """The extent of a whole stored tensor; none where it has no elements."""
+        """The extent of a whole tensor; none if it has no elements.
+
+        Args:
+            tensor: a tensor in `value`.
+        """
         if tensor.size:
             unit = ITEMSIZE[tensor.dtype]
             offset = self._zip.offset(tensor.storage) + tensor.offset * unit
             yield Extent(Box.whole(tensor.shape), self.key, offset, tuple(s * unit for s in tensor.strides))
 
     def flat(self, buffer: StoredTensor, begin: int, shape: tuple[int, ...], start: int, stop: int) -> Iterator[Extent]:
-        """The extents of elements `start … stop` of a tensor of this shape: in a flat buffer, from `begin` on."""
+        """The extents of a flat range of a tensor that is stored in a flat buffer.
+
+        Args:
+            buffer: the buffer, a contiguous one-dimensional tensor in `value`.
+            begin: the element of the buffer at which the range is stored.
+            shape: the shape of the whole tensor.
+            start: the first element of the range in the row-major flattened tensor.
+            stop: the element after the last.
+
+        Raises:
+            IntegrityError: the buffer is not contiguous, or too short.
+        """
         if len(buffer.shape) != 1 or buffer.strides != (1,) or not 0 <= begin <= begin + stop - start <= buffer.size:
             raise IntegrityError(
                 f"elements {begin} to {begin + stop - start} of a flat buffer in {self.key} are wanted, but it has "
@@ -346,7 +362,14 @@ class TorchFile:
             yield from flat_extents(shape, start, stop, unit, self.key, first)
 
     def read(self, tensor: StoredTensor) -> bytes:
-        """The row-major bytes of a small tensor."""
+        """Read a small tensor.
+
+        Args:
+            tensor: a tensor in `value`.
+
+        Returns:
+            the row-major bytes.
+        """
         import numpy as np
 
         if not tensor.size:
@@ -360,5 +383,9 @@ class TorchFile:
         ).tobytes()
 
     def crc32(self, tensor: StoredTensor) -> int:
-        """CRC-32 of the storage of a tensor, as the file says; 0 where it does not."""
+        """CRC-32 of the storage of a tensor according to the file; 0 if it has none.
+
+        Args:
+            tensor: a tensor in `value`.
+        """
         return self._zip.crc32(tensor.storage)

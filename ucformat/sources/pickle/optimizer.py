@@ -1,11 +1,11 @@
-"""A torch optimizer's state dict: its states as those of the parameters that they belong to.
+"""A torch optimizer's state dict: its states as states of the parameters that they belong to.
 
 It is `{"state": {entry: {name of a state: value}}, "param_groups": [{"params": [entry, …], …}]}`. Entries are numbers,
-counted through all groups, or (FSDP and `torch.distributed.checkpoint.state_dict`) the names of parameters themselves.
+counted through all groups, or (FSDP and `torch.distributed.checkpoint.state_dict`) the names of the parameters.
 
-Numbers are named by `match` from what is known of each entry: the shape of its states, and under DeepSpeed's bf16 and
-fp16 its fp32 copy, which the step rounds into the weight, so that their first elements prove it. Each group is taken to
-list its parameters in the order of the module. A match is used only where it is the only one.
+`match` finds the names of numbers from evidence for each entry: the shape of its states and, under DeepSpeed's bf16 and
+fp16, its fp32 copy, which the optimizer step rounds to the weight, so that the first elements of both prove it. Each
+group is assumed to list its parameters in the order of the module. A match is used only if it is unique.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Candidate", "Entry", "Module", "Optimizer", "add_optimizer", "is_optimizer", "match", "shape_of_states"]
 
-_FRONTIER = 20_000  # partial matches that are followed at once
+_MAX_PARTIAL = 20_000  # partial matches that are followed at the same time
 _FACTORS = (("row_var", "col_var", True), ("exp_avg_sq_row", "exp_avg_sq_col", False))
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is known of an optimizer entry: None where nothing is."""
+    """The evidence for an optimizer entry: its shape and first elements; None if unknown."""
 
     shape: tuple[int, ...] | None
     sample: bytes | None = None
@@ -48,14 +48,22 @@ class Candidate:
     sample: bytes | None = None
 
     def fits(self, entry: Entry) -> bool:
-        """Whether it may be that entry."""
+        """Whether the parameter may be an entry.
+
+        Args:
+            entry: the evidence for the entry.
+        """
         if entry.shape is not None and entry.shape != self.shape:
             return False
         return entry.sample is None or self.sample is None or entry.sample == self.sample
 
 
 def shape_of_states(states: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The shape of a parameter, from that of its optimizer states."""
+    """Derive the shape of a parameter from its optimizer states; None if they do not determine it.
+
+    Args:
+        states: the states by name; values that are not tensors are ignored.
+    """
     tensors = {k: v for k, v in states.items() if isinstance(v, StoredTensor)}
     for rows, columns, kept in _FACTORS:  # torch's Adafactor keeps the reduced dim with size 1, transformers' drops it
         if rows in tensors and columns in tensors:
@@ -68,19 +76,25 @@ def shape_of_states(states: Mapping[str, Any]) -> tuple[int, ...] | None:
 def match(
     groups: Sequence[Sequence[Entry]], candidates: Sequence[Candidate], *, ordered: bool = True
 ) -> list[list[str]] | None:
-    """The names of each group's entries; None where none or several assignments fit.
+    """Assign names to the entries of an optimizer's groups.
 
-    `ordered`: the candidates stand in the order of the module. Where they do not, each entry must be told by its shape
-    and sample alone.
+    Args:
+        groups: the evidence for each entry of each group.
+        candidates: the parameters that entries may be.
+        ordered: whether the candidates are in the order of the module. If not, shape and sample must identify each
+            entry.
+
+    Returns:
+        the names of each group's entries; None unless exactly one assignment fits.
     """
     found = _in_order(groups, candidates) if ordered else None
     return found if found is not None else _by_content(groups, candidates, shapes=not ordered)
 
 
 def _in_order(groups: Sequence[Sequence[Entry]], candidates: Sequence[Candidate]) -> list[list[str]] | None:
-    """The one way to deal the candidates, in their order, to the groups or to none (frozen); None where not just one.
+    """The only way to assign the candidates, in order, to groups or to none (frozen); None unless there is exactly one.
 
-    Walks the candidates with all partial matches at once, each known by how far every group is filled.
+    Walks the candidates with all partial matches at once, each described by the number of filled entries of each group.
     """
     total = sum(map(len, groups))
     start = (0,) * len(groups)
@@ -101,7 +115,7 @@ def _in_order(groups: Sequence[Sequence[Entry]], candidates: Sequence[Candidate]
                 if total - sum(reached) <= left:
                     after[reached] += count
                     taken[reached] = group
-        if len(after) > _FRONTIER:
+        if len(after) > _MAX_PARTIAL:
             return None
         ways = dict(after)
         steps.append(taken)
@@ -120,7 +134,7 @@ def _in_order(groups: Sequence[Sequence[Entry]], candidates: Sequence[Candidate]
 def _by_content(
     groups: Sequence[Sequence[Entry]], candidates: Sequence[Candidate], *, shapes: bool
 ) -> list[list[str]] | None:
-    """The match by shape and first elements (or by shapes alone), whatever the order; None where it is not unique."""
+    """The match by shape and first elements (or by shapes alone), in any order; None unless it is unique."""
     known = {(c.shape, c.sample): c.name for c in candidates}
     counts = Counter((c.shape, c.sample) for c in candidates)
     entries = [(e.shape, e.sample) for group in groups for e in group]
@@ -137,15 +151,12 @@ _NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """The tensors of a module that optimizer entries may belong to; `ordered` as the module lists its parameters.
+    """The tensors of a module that optimizer entries may belong to."""
 
-    Names are its own; in the checkpoint they stand behind `prefix`. `main` is the one module that no other is named as.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]  # of what may be parameters
-    prefix: str = ""
-    ordered: bool = True
-    main: bool = True
+    shapes: Mapping[str, tuple[int, ...]]  # of the possible parameters, by their names in the module
+    prefix: str = ""  # of the names in the checkpoint
+    ordered: bool = True  # whether `shapes` is in the order of the module
+    main: bool = True  # whether it is the main module, whose names have no prefix
 
     @classmethod
     def of(
@@ -156,7 +167,14 @@ class Module:
         ordered: bool = True,
         main: bool = True,
     ) -> Module:
-        """Of dtypes and shapes by name: what is of floating point, and no buffer of torch's normalisation layers."""
+        """Create it from a state dict: tensors of floating point that are not buffers of normalisation layers.
+
+        Args:
+            tensors: the dtype and shape of each tensor by name.
+            prefix: of the names in the checkpoint.
+            ordered: whether the tensors are in the order of the module.
+            main: whether it is the main module, whose names have no prefix.
+        """
         buffers = set()
         for name in tensors:
             path = name.removesuffix(_NORM_BUFFERS[2])
@@ -169,11 +187,18 @@ class Module:
         }
         return cls(shapes, prefix, ordered, main)
 
-    def find(self, told: list[list[str]]) -> list[list[str]] | None:
-        """The full names of parameters that the optimizer was told, perhaps without or with a wrapper's prefix."""
-        flat = [n for group in told for n in group]
+    def find(self, names: list[list[str]]) -> list[list[str]] | None:
+        """Find the parameters that an optimizer's file names, possibly without or with the prefix of a wrapper.
+
+        Args:
+            names: the names of each group's parameters in the file.
+
+        Returns:
+            their names in the checkpoint; None if some are not in this module, or the prefix is ambiguous.
+        """
+        flat = [n for group in names for n in group]
         if not flat:
-            return told
+            return names
         first = flat[0]
         longer = {n.removesuffix(first) for n in self.shapes if n.endswith(f".{first}")} | {""}
         found = [{n: p + n for n in flat} for p in sorted(longer) if all(p + n in self.shapes for n in flat)]
@@ -184,32 +209,45 @@ class Module:
             if all(n.startswith(q) and n.removeprefix(q) in self.shapes for n in flat)
         ]
         exact = [f for f in found if all(a == b for a, b in f.items())] or found
-        return [[self.prefix + exact[0][n] for n in group] for group in told] if len(exact) == 1 else None
+        return [[self.prefix + exact[0][n] for n in group] for group in names] if len(exact) == 1 else None
 
     def match(self, entries: list[list[Entry]]) -> list[list[str]] | None:
-        """The names of the entries of each group; None where that is not certain."""
+        """Assign names to the entries of an optimizer's groups; None unless exactly one assignment fits.
+
+        Args:
+            entries: the evidence for each entry of each group.
+        """
         return match(entries, [Candidate(self.prefix + n, s) for n, s in self.shapes.items()], ordered=self.ordered)
 
 
 @dataclass(slots=True)
 class Optimizer:
-    """One optimizer's state dict, checked: its groups, and the states of each entry."""
+    """One optimizer's state dict: its groups, and the states of each entry."""
 
-    path: str  # where it stands: `optimizer`, `optimizer_states.0`
+    path: str  # in the file's value: `optimizer`, `optimizer_states.0`
     file: TorchFile
     hypers: list[dict[str, Any]]
     entries: list[list[Any]]  # of each group: numbers or names
     states: list[list[dict[str, Any]]]
-    rest: dict[str, Any] = field(default_factory=dict)  # what it holds besides
+    rest: dict[str, Any] = field(default_factory=dict)  # its other keys
 
     @classmethod
     def parse(cls, value: dict[str, Any], path: str, file: TorchFile) -> Optimizer:
-        """Out of the state dict; IntegrityError where it is not what torch writes."""
+        """Check and parse a state dict.
+
+        Args:
+            value: the state dict, for which `is_optimizer` is true.
+            path: its path in the file's value.
+            file: the file.
+
+        Raises:
+            IntegrityError: a parameter is listed twice, or has states but is in no group.
+        """
         found, groups = value["state"], value["param_groups"]
         entries = [list(group["params"]) for group in groups]
         flat = [entry for group in entries for entry in group]
         if len(set(flat)) != len(flat) or not all(isinstance(s, dict) for s in found.values()):
-            raise IntegrityError(f"{file.key}: {path} lists a parameter twice, or a state that is no dictionary")
+            raise IntegrityError(f"{file.key}: {path} lists a parameter twice, or a state that is not a dictionary")
         if strange := [entry for entry in found if entry not in set(flat)]:
             raise IntegrityError(f"{file.key}: {path} has states of {strange[0]!r}, which is in none of its groups")
         states = [[dict(found.get(entry, {})) for entry in group] for group in entries]
@@ -217,12 +255,12 @@ class Optimizer:
         return cls(path, file, groups, entries, states, rest)
 
     @property
-    def known(self) -> list[list[Entry]]:
-        """What is known of each entry."""
+    def evidence(self) -> list[list[Entry]]:
+        """The evidence for each entry."""
         return [[Entry(shape_of_states(states)) for states in group] for group in self.states]
 
-    def told(self) -> list[list[str]] | None:
-        """The names of the entries, where the file says them: as entries, or (PyTorch 2.6) in `param_names`."""
+    def recorded_names(self) -> list[list[str]] | None:
+        """The names of the entries in the file, if it has them: as entries, or (since PyTorch 2.6) in `param_names`."""
         if all(isinstance(e, str) for group in self.entries for e in group):
             return self.entries
         names = [list(g.get("param_names") or ()) for g in self.hypers]
@@ -232,24 +270,32 @@ class Optimizer:
         return names if all(isinstance(n, str) for n in flat) else None
 
     def name(self, modules: Sequence[Module]) -> list[list[str]] | None:
-        """The names of the entries: as the file says, or as shapes and order prove; None where neither."""
-        told = self.told()
-        if told is not None:
-            own = [(m, names) for m in modules if (names := m.find(told)) is not None]
+        """Find the names of each group's entries: in the file, or proven by shapes and order; None if unknown.
+
+        Args:
+            modules: the modules that the optimizer may train.
+        """
+        recorded = self.recorded_names()
+        if recorded is not None:
+            own = [(m, names) for m in modules if (names := m.find(recorded)) is not None]
             main = [names for m, names in own if m.main]
-            return main[0] if main else own[0][1] if len(own) == 1 else told
-        found = [(m, names) for m in modules if (names := m.match(self.known)) is not None]
-        if len(found) > 1:  # averages of the main module, which no optimizer steps, or else nobody knows
+            return main[0] if main else own[0][1] if len(own) == 1 else recorded
+        found = [(m, names) for m in modules if (names := m.match(self.evidence)) is not None]
+        if len(found) > 1:  # unambiguous only if all others are averages of the main module, which has the optimizer
             stepped = [(m, names) for m, names in found if m.main]
             return stepped[0][1] if stepped and all(m.shapes == stepped[0][0].shapes for m, _ in found) else None
         if not found and len(modules) > 1:  # one optimizer of several modules
             joined = {m.prefix + n: shape for m in modules for n, shape in m.shapes.items()}
-            return Module(joined, ordered=all(m.ordered for m in modules)).match(self.known)
+            return Module(joined, ordered=all(m.ordered for m in modules)).match(self.evidence)
         return found[0][1] if found else None
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether a value is an optimizer's state dict."""
+    """Whether a value is an optimizer's state dict.
+
+    Args:
+        value: an unpickled value.
+    """
     if not isinstance(value, dict) or not isinstance(value.get("state"), dict):
         return False
     groups = value.get("param_groups")
@@ -265,9 +311,21 @@ def add_optimizer(
     contents: TensorIndex,
     given: Sequence[Sequence[str]] | None = None,
 ) -> bool:
-    """Add its tensors and groups under the names of its parameters; `given` are those that the caller knows.
+    """Add an optimizer's tensors and groups under the names of its parameters.
 
-    Where the names are not certain, entry 7 of `optimizer` becomes `optimizer.7`, and the answer is False.
+    If the names are not certain, entry 7 of `optimizer` becomes `optimizer.7`.
+
+    Args:
+        optimizer: the optimizer.
+        modules: the modules that it may train.
+        contents: the tensors and groups found so far.
+        given: the names of each group's parameters, from the caller; None: they are derived.
+
+    Returns:
+        whether the names are certain.
+
+    Raises:
+        UsageError: the given names do not match the entries in number or shape.
     """
     if given is not None:
         _check(optimizer, given, {m.prefix + n: s for m in modules for n, s in m.shapes.items()})
@@ -290,7 +348,7 @@ def add_optimizer(
 def _add_group(
     optimizer: Optimizer, hyper: dict[str, Any], names: Sequence[str], of: list[dict[str, Any]], contents: TensorIndex
 ) -> Group:
-    """The tensors of a group's entries; its hyper-parameters, and its states that are plain values."""
+    """Add the tensors of a group's entries; return its hyper-parameters, and its states that are plain values."""
     kept = {k: v for k, v in hyper.items() if k != "params" and (k != "param_names" or len(v or ()) != len(names))}
     group = Group(list(names), _json(kept, optimizer, f"{optimizer.path}.param_groups", contents))
     plain: dict[str, dict[str, Any]] = {}
@@ -302,7 +360,7 @@ def _add_group(
                 plain.setdefault(str(state), {})[name] = _json(value, optimizer, f"{name}.{state}", contents)
     stateful = sum(map(bool, of))  # a parameter that never had a gradient has no state
     group.state = {
-        state: next(iter(values.values())) if len(values) == stateful and _one(values) else values
+        state: next(iter(values.values())) if len(values) == stateful and _all_equal(values) else values
         for state, values in plain.items()
     }
     return group
@@ -316,13 +374,13 @@ def _json(value: Any, optimizer: Optimizer, path: str, contents: TensorIndex) ->
 
 
 def _check(optimizer: Optimizer, names: Sequence[Sequence[str]], shapes: Mapping[str, Any]) -> None:
-    """The names are as many as the entries, and the shapes of the states are those of the parameters."""
+    """Check that there are as many names as entries, and that the states have the shapes of the parameters."""
     if [len(g) for g in names] != [len(g) for g in optimizer.entries]:
         raise UsageError(
             f"{optimizer.file.key}: {[len(g) for g in names]} names are given for groups of "
             f"{[len(g) for g in optimizer.entries]} parameters in {optimizer.path}"
         )
-    for group, of in zip(names, optimizer.known, strict=True):
+    for group, of in zip(names, optimizer.evidence, strict=True):
         for name, entry in zip(group, of, strict=True):
             if name in shapes and entry.shape is not None and entry.shape != shapes[name]:
                 raise UsageError(
@@ -332,7 +390,7 @@ def _check(optimizer: Optimizer, names: Sequence[Sequence[str]], shapes: Mapping
                 )
 
 
-def _one(values: dict[str, Any]) -> bool:
+def _all_equal(values: dict[str, Any]) -> bool:
     """Whether all values are the same."""
     first = next(iter(values.values()))
     return all(type(v) is type(first) and v == first for v in values.values())

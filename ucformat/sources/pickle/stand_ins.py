@@ -1,8 +1,9 @@
-"""What stands for the objects in a pickle: tensors that are not read, and classes that are never imported."""
+"""Stand-ins for the objects in a pickle: tensors that are not read, and classes that are never imported."""
 
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,9 @@ from ucformat.schema.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ucformat.errors import UcformatError
+    from ucformat.storage.base import ByteRange, Store
 
 __all__ = [
     "Dtype",
@@ -19,23 +23,25 @@ __all__ = [
     "NdArray",
     "NumpyDtype",
     "Opaque",
+    "OpaqueFile",
     "Storage",
     "StorageType",
     "StoredTensor",
     "Stream",
+    "opaque_file",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """A torch dtype, by the name that `schema.dtypes` gives it."""
+    """A torch dtype, by its name in `schema.dtypes`."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The bytes of one or several tensors: a member of the file. `dtype` is None where the tensor says it."""
+    """The bytes of one or several tensors: a member of the file. `dtype` is None if each tensor has its own."""
 
     key: str
     dtype: str | None
@@ -44,7 +50,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that lies in a file and was not read: `offset` and `strides` count elements of its storage."""
+    """A tensor in a file, not read: `offset` and `strides` count elements of its storage."""
 
     storage: str
     dtype: str
@@ -73,21 +79,26 @@ class InertClass:
 
 @dataclass(slots=True, eq=False)
 class Inert:
-    """An object of a framework: what it was made with, its state, and what it held if it was a container."""
+    """An object of a framework: its constructor arguments, its state and, for a container, its items."""
 
-    name: str  # alone in the `repr`: the others may hold each other, and be shared without end
+    name: str  # the only field in the `repr`: the others may contain each other
     args: tuple[Any, ...] = field(default=(), repr=False)
     state: Any = field(default=None, repr=False)
     items: list[Any] = field(default_factory=list, repr=False)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """An attribute out of the state."""
+        """An attribute in the state.
+
+        Args:
+            key: its name.
+            default: the result if the state has no such attribute.
+        """
         return self.state.get(key, default) if isinstance(self.state, dict) else default
 
 
 @dataclass(slots=True, eq=False)
 class NdArray:
-    """An array, its bytes kept as they are: `dtype` is numpy's spelling (`<f4`), or for little-endian a torch name."""
+    """A NumPy array as raw bytes: `dtype` is NumPy's spelling (`<f4`) or, if little-endian, the name of a torch one."""
 
     dtype: str = ""
     shape: tuple[int, ...] = ()
@@ -97,14 +108,14 @@ class NdArray:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """A file in memory (`io.BytesIO`): its bytes, of which nothing is known."""
+    """A file in memory (`io.BytesIO`): its bytes."""
 
     data: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A value that has no JSON form, as a pickle that is never opened here."""
+    """A value without a JSON form, as a pickle that is never opened here."""
 
     data: bytes
 
@@ -119,7 +130,7 @@ class NumpyDtype:
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """A function of ours that does what the named global would have done."""
+    """A function of this package that replaces the named global."""
 
     name: str
     make: Callable[..., Any]
@@ -127,6 +138,47 @@ class Maker:
 
 @dataclass(frozen=True, slots=True)
 class StorageType:
-    """The class of a storage: names its dtype."""
+    """The class of a storage, which determines its dtype."""
 
     dtype: str | None
+
+
+_MAX_OPAQUE = 16 << 20  # bytes of a file that is kept as an opaque value
+
+
+class OpaqueFile:
+    """A file of `torch.save` whose pickle is not allowed or not supported: its bytes can be kept, but not its value."""
+
+    def __init__(self, store: Store, file: ByteRange, error: UcformatError) -> None:
+        self.key = file.file
+        self._store, self._file, self._error = store, file, error
+
+    @property
+    def value(self) -> Any:
+        """Raises the error for which the file was refused."""
+        raise self._error
+
+    def opaque(self) -> Opaque:
+        """Read the file as an opaque value.
+
+        Raises:
+            UcformatError: the file is larger than 16 MiB: the error for which it was refused.
+        """
+        if self._file.nbytes > _MAX_OPAQUE:
+            raise self._error
+        return opaque_file(self._store.read(*self._file))
+
+
+def opaque_file(data: bytes) -> Opaque:
+    """Create a pickle that is `functools.partial(torch.load, weights_only=False)(io.BytesIO(data))`.
+
+    A file of torch.save is a zip archive; an opaque value is a pickle, which `trust=True` opens. It is assembled here
+    without `pickle`, which would need torch.
+
+    Args:
+        data: the bytes of the file.
+    """
+    load = b"ctorch\nload\n"
+    partial = b"cfunctools\npartial\n(" + load + b"tR(" + load + b"(t}X\x0c\x00\x00\x00weights_only\x89sNtb"
+    file = b"cio\nBytesIO\n(B" + struct.pack("<I", len(data)) + data + b"tR"
+    return Opaque(b"\x80\x03" + partial + b"(" + file + b"tR.")

@@ -1,12 +1,12 @@
-"""A pickle machine that runs nothing: it rebuilds plain values, lazy tensors and inert stand-ins, and refuses the rest.
+"""A pickle machine that executes nothing: it rebuilds plain values, lazy tensors and stand-ins, and refuses the rest.
 
-It is a machine of its own, not a subclass of `pickle.Unpickler`, because that one resolves extension codes from a cache
-of live objects, sizes its memo by an index in the file, and calls what it finds. Here an opcode is in the table below
-or the file is refused; memory and time are proportional to the file, because a value that the file holds once and
-recalls often is copied and hashed only so often; and every failure is an error of ours that names the file.
+It is not a subclass of `pickle.Unpickler`, which resolves extension codes from a cache of live objects, sizes its memo
+by an index in the file, and calls the globals that it finds. Here, an opcode that is not in the table below is an
+error; memory and time are proportional to the size of the file, because the copies and hashes of values that are stored
+once and used often are limited; and every failure is an error of this package that names the file.
 
-It reads protocols 2 to 5, as torch.save writes them (2 unless told otherwise). The opcodes are those that Python's
-`pickletools` describes.
+It reads protocols 2 to 5, as torch.save writes them (2 by default). The opcodes are those that Python's `pickletools`
+describes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UcformatError, UnsafeError, UnsupportedError
 from ucformat.schema.dtypes import ITEMSIZE
-from ucformat.sources.pickle.allowed import plain_key, resolve, sizes, spelling
+from ucformat.sources.pickle.allowed import checked_key, dtype_text, resolve, sizes
 from ucformat.sources.pickle.stand_ins import (
     Inert,
     InertClass,
@@ -38,15 +38,24 @@ __all__ = ["unpickle"]
 
 
 def unpickle(data: bytes, *, file: str, storage_nbytes: Callable[[str], int], allow: tuple[str, ...] = ()) -> Any:
-    """The value that a pickle of torch.save describes; `storage_nbytes` gives the size of a storage by its key.
+    """Read the value in a pickle of torch.save.
 
-    UnsafeError where it names anything that is not plain, IntegrityError where it cannot be read; both name `file`.
+    Args:
+        data: the pickle.
+        file: the name of the file, for messages.
+        storage_nbytes: gives the bytes of a storage by its key.
+        allow: further packages whose classes become inert stand-ins.
+
+    Raises:
+        UnsafeError: the pickle names a global that is not allowed, or expands to far more than its size.
+        UnsupportedError: the pickle has another protocol, or values that are not supported.
+        IntegrityError: the pickle is damaged.
     """
     try:
         return _Machine(data, storage_nbytes, allow).run()
     except UcformatError as error:
         raise type(error)(f"{file}: {error.message}", hint=error.hint) from error
-    except MemoryError:  # for what the file justifies there was no room
+    except MemoryError:  # the limits make sure that the size of the file justifies it
         raise
     except Exception as error:
         raise IntegrityError(
@@ -56,12 +65,13 @@ def unpickle(data: bytes, *, file: str, storage_nbytes: Callable[[str], int], al
 
 
 _NUMBERS = {form: struct.Struct("<" + form) for form in "HiIQ"}
-_NAME = 1000  # characters of the name of a global
-_COPIES, _LEAST = 8, 1 << 20  # parts of values that calls may copy: so many for each byte of the file, but some always
-_MEETINGS, _FEW = 64, 1 << 24  # of keys that may meet in a table: so many for each byte of the file, but some always
-_VIEWS, _SOME = 64, 1 << 30  # bytes that tensors may have: so many for each byte of the storages, but some always
-_SMALL = 1024
-_KEYED = {"set", "frozenset", "dict", "OrderedDict", "Counter", "defaultdict"}
+_MAX_NAME = 1000  # characters of the name of a global
+# Limits that grow with the file, each with a minimum for small ones:
+_COPIES_PER_BYTE, _MIN_COPIES = 8, 1 << 20  # items that calls may copy, per byte of the file
+_COLLISIONS_PER_BYTE, _MIN_COLLISIONS = 64, 1 << 24  # possible hash collisions, per byte of the file
+_VIEWED_PER_BYTE, _MIN_VIEWED = 64, 1 << 30  # bytes of tensors, per byte of their storages
+_MAX_SMALL = 1024
+_HASHING = {"set", "frozenset", "dict", "OrderedDict", "Counter", "defaultdict"}
 _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, PurePosixPath)
 
 
@@ -75,9 +85,9 @@ class _Machine:
         self.memo: dict[int, Any] = {}
         self.storage_nbytes, self.allow = storage_nbytes, allow
         self.storages: set[str] = set()
-        self.views = _SOME
-        self.copies = max(_LEAST, _COPIES * self.end)
-        self.meetings = max(_FEW, _MEETINGS * self.end)
+        self.views = _MIN_VIEWED
+        self.copies = max(_MIN_COPIES, _COPIES_PER_BYTE * self.end)
+        self.collisions = max(_MIN_COLLISIONS, _COLLISIONS_PER_BYTE * self.end)
 
     def run(self) -> Any:
         data, table = self.data, _OPCODES
@@ -117,7 +127,7 @@ class _Machine:
     def push(self, value: Any) -> None:
         self.stack.append(value)
 
-    # what makes and fills objects
+    # objects and their contents
 
     def make(self, maker: Any, args: Any) -> Any:
         if not isinstance(args, tuple):
@@ -128,33 +138,33 @@ class _Machine:
             raise UnsafeError(f"its pickle calls a {type(maker).__name__}, which is not a class")
         self.copies -= sum(len(a if not isinstance(a, PurePosixPath) else str(a)) for a in args if type(a) in _SIZED)
         if self.copies < 0:
-            raise UnsafeError("its pickle copies the same values again and again, which no checkpoint needs")
+            raise UnsafeError("its pickle copies the same values far more often than any checkpoint needs")
         kind = maker.name.rpartition(".")[2]
-        if kind in _KEYED:
+        if kind in _HASHING:
             for a in args:
                 if isinstance(a, list | tuple):
-                    self.count_meetings([k[0] if type(k) in (list, tuple) and k else k for k in a], 0)
+                    self.count_collisions([k[0] if type(k) in (list, tuple) and k else k for k in a], 0)
                 elif isinstance(a, set | frozenset) or (isinstance(a, dict) and kind in ("set", "frozenset")):
-                    self.count_meetings(a, 0)  # a dict that is copied to a dict compares no keys
+                    self.count_collisions(a, 0)  # a dict that is copied to a dict compares no keys
         made = maker.make(*args)
         if isinstance(made, StoredTensor) and not any(a is made for a in args):
             self.views -= made.nbytes
             if self.views < 0:
                 raise UnsafeError(
-                    "its tensors share storages, or repeat elements, so that they have far more than it holds"
+                    "its tensors share storages, or repeat elements, so often that they are far larger than the file"
                 )
         return made
 
-    def count_meetings(self, keys: Iterable[Any], held: int) -> None:
-        """Refuse keys that may all have the same hash: then each meets all `held` ones before it.
+    def count_collisions(self, keys: Iterable[Any], held: int) -> None:
+        """Limit keys that may all have the same hash: then each is compared with all `held` ones before it.
 
-        Texts are hashed with a secret of the process, and whole numbers from 0 on do not meet; whoever writes a file
-        can choose others such that they do.
+        Python hashes text with a secret of the process, and small non-negative integers do not collide; all other keys
+        in a file can be chosen such that they do.
         """
         for n, key in enumerate(keys, held):
-            if type(key) is not str and (type(key) is not int or not 0 <= key <= 2 * n + _SMALL):
-                self.meetings -= n
-        if self.meetings < 0:
+            if type(key) is not str and (type(key) is not int or not 0 <= key <= 2 * n + _MAX_SMALL):
+                self.collisions -= n
+        if self.collisions < 0:
             raise UnsafeError(
                 "its pickle has more keys that are neither text nor small numbers than any checkpoint needs"
             )
@@ -182,14 +192,14 @@ class _Machine:
                 raise UnsupportedError("a numpy array of a structured dtype is not read")
         elif isinstance(target, NdArray):
             _, target.shape, dtype, target.fortran, target.data = state
-            target.shape, target.dtype = sizes(target.shape, "shape"), spelling(dtype)
+            target.shape, target.dtype = sizes(target.shape, "shape"), dtype_text(dtype)
             if not isinstance(target.data, bytes):
                 raise UnsafeError("a numpy array of Python objects is not read")
         elif isinstance(target, Stream):
             if not isinstance(state, tuple) or not state or not isinstance(state[0], bytes):
-                raise IntegrityError("its pickle fills a file in memory with what is not bytes")
+                raise IntegrityError("its pickle fills a file in memory with something other than bytes")
             target.data = state[0]
-        elif not isinstance(target, dict | StoredTensor):  # attributes of a state dict or a parameter say nothing
+        elif not isinstance(target, dict | StoredTensor):  # attributes of a state dict or a parameter are not needed
             raise UnsafeError(f"its pickle sets the state of a {type(target).__name__}")
 
     def append(self, items: list[Any]) -> None:
@@ -208,29 +218,29 @@ class _Machine:
         if isinstance(target, Inert):
             target.items.extend(zip(items[::2], items[1::2], strict=True))
         elif isinstance(target, dict):
-            self.count_meetings(items[::2], len(target))
+            self.count_collisions(items[::2], len(target))
             for i in range(0, len(items), 2):
                 key = items[i]
-                target[key if type(key) is str else plain_key(key)] = items[i + 1]
+                target[key if type(key) is str else checked_key(key)] = items[i + 1]
         else:
             raise IntegrityError(f"its pickle sets items of a {type(target).__name__}")
 
     def add_items(self) -> None:
         items = self.popped_to_mark()
         if not isinstance(self.stack[-1], set):
-            raise IntegrityError("its pickle adds to what is not a set")
-        self.count_meetings(items, len(self.stack[-1]))
-        self.stack[-1].update(map(plain_key, items))
+            raise IntegrityError("its pickle adds members to something other than a set")
+        self.count_collisions(items, len(self.stack[-1]))
+        self.stack[-1].update(map(checked_key, items))
 
     def dictionary(self) -> None:
         items = self.popped_to_mark()
-        self.count_meetings(items[::2], 0)
-        self.push({plain_key(k): v for k, v in zip(items[::2], items[1::2], strict=True)})
+        self.count_collisions(items[::2], 0)
+        self.push({checked_key(k): v for k, v in zip(items[::2], items[1::2], strict=True)})
 
     def frozen_set(self) -> None:
         items = self.popped_to_mark()
-        self.count_meetings(items, 0)
-        self.push(frozenset(map(plain_key, items)))
+        self.count_collisions(items, 0)
+        self.push(frozenset(map(checked_key, items)))
 
     def tuple_of(self, n: int) -> None:
         if len(self.stack) < n:
@@ -254,7 +264,7 @@ class _Machine:
     def name_global(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
             raise IntegrityError("its pickle names a global by something that is not text")
-        if len(module) + len(name) > _NAME:
+        if len(module) + len(name) > _MAX_NAME:
             raise UnsafeError(f"its pickle names a global of {len(module) + len(name)} characters")
         self.push(resolve(module, name, self.allow))
 
@@ -278,12 +288,12 @@ class _Machine:
             )
         if key not in self.storages:
             self.storages.add(key)
-            self.views += _VIEWS * nbytes
+            self.views += _VIEWED_PER_BYTE * nbytes
         self.push(Storage(key, kind.dtype, nbytes))
 
     def recall(self, index: int) -> None:
         if index not in self.memo:
-            raise IntegrityError(f"its pickle recalls value {index}, which it never kept")
+            raise IntegrityError(f"its pickle refers to value {index} of the memo, which it never stored")
         self.push(self.memo[index])
 
     def keep(self, index: int) -> None:
@@ -310,8 +320,7 @@ def _old_text(machine: _Machine, form: str) -> None:
     machine.push(machine.take(machine.number(form)).decode("latin1"))
 
 
-#: Opcode -> what it does. Absent, and so refused: extension codes, protocol 0 values, old-style instances, out-of-band
-#: buffers.
+#: Opcode -> action. Not in it, and so refused: extension codes, protocol 0, old-style instances, out-of-band buffers.
 _OPCODES: dict[int, Callable[[_Machine], None]] = {
     ord(code): action
     for code, action in {
@@ -358,7 +367,7 @@ _OPCODES: dict[int, Callable[[_Machine], None]] = {
         "c": lambda m: m.name_global(m.line(), m.line()),
         "\x93": _Machine.stack_global,
         "R": _Machine.reduce,
-        "\x81": _Machine.reduce,  # NEWOBJ: here no different from a call
+        "\x81": _Machine.reduce,  # NEWOBJ: here the same as a call
         "\x92": _Machine.new_with_keywords,
         "b": _Machine.build,
         "Q": _Machine.persistent,

@@ -1,9 +1,9 @@
-"""safetensors files as tensors and extents: which files of a folder are the checkpoint.
+"""The source for safetensors files, and which files of a folder are its checkpoint.
 
 An index (`model.safetensors.index.json`) names its shards; without one, numbered files (`model-00001-of-00003.
-safetensors`) are a set; else there is one file. Where several of these stand side by side, the one that Hugging Face
-would load as the model counts if only one has such a name; `consolidated*.safetensors`, a second copy of the same
-weights in Mistral's folders, counts only by itself.
+safetensors`) are a set; otherwise there is one file. If a folder has several of these, the only one with a name that
+Hugging Face loads as the model is used. `consolidated*.safetensors`, a second copy of the weights in Mistral's folders,
+is used only if there is nothing else.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["Safetensors", "choose"]
 
 _SUFFIX = ".safetensors"
 _INDEX = ".safetensors.index.json"
-_MODELS = ("model", "pytorch_model", "adapter_model", "diffusion_pytorch_model")
-_COPY = "consolidated*" + _SUFFIX
-_NAMED = 10
+_MODEL_STEMS = ("model", "pytorch_model", "adapter_model", "diffusion_pytorch_model")
+_DUPLICATE = "consolidated*" + _SUFFIX
+_MAX_NAMED = 10
 
 
 class Safetensors(Source):
-    """How safetensors files are recognised and opened: one by itself, or those of a folder."""
+    """Recognises and opens safetensors files: a single one, or those of a folder."""
 
     kind = "safetensors"
     title = "safetensors"
@@ -44,24 +44,24 @@ class Safetensors(Source):
         return name.endswith((_SUFFIX, _INDEX))
 
     def find(self, store: Store) -> bool:
-        """Whether the folder has such a file, or is a pipeline whose folders have."""
+        """Whether the folder has such a file, or is a pipeline with models in subfolders."""
         if exists(store, "model" + _SUFFIX) or exists(store, "model_index.json"):
             return True
         return any("/" not in key and self.is_marker(key) for key in root_files(store))
 
     def open(self, store: Store) -> OpenSafetensors:
-        """Open the one checkpoint of a folder; reads the header of each of its files."""
+        """Open the only checkpoint of a folder; reads the header of each of its files."""
         from ucformat.sources.safetensors.opened import OpenSafetensors
 
         infos = root_files(store)
         return OpenSafetensors(store, *choose(infos, store.url), find_assets(infos.values()))
 
-    def find_file(self, store: Store, key: str) -> bool:  # noqa: ARG002 - its name says all
-        """Whether it is such a file by its name."""
+    def find_file(self, store: Store, key: str) -> bool:  # noqa: ARG002 - the name suffices
+        """Whether the file is named as a safetensors file, or as the index of several."""
         return self.is_marker(key)
 
     def open_file(self, store: Store, key: str) -> OpenSafetensors:
-        """Open a file alone, or an index with the shards that it names."""
+        """Open a single file, or an index with its shards."""
         from ucformat.sources.safetensors.opened import OpenSafetensors
 
         if key.endswith(_INDEX):
@@ -71,26 +71,38 @@ class Safetensors(Source):
             index = next((n for n in root_files(store) if n.endswith(_INDEX)), None)
             raise UnsupportedError(
                 f"{key} is one of {found[2]} shards of a checkpoint, not a whole one",
-                hint=f"open {index}" if index else "open the folder that it lies in",
+                hint=f"open {index}" if index else "open its folder",
             )
         return OpenSafetensors(store, [key], None, (), folder=key)
 
 
 def choose(names: Iterable[str], url: str) -> FileSet:
-    """The checkpoint among the files of a folder; UsageError where it is not clear which is meant."""
+    """Choose the checkpoint among the files of a folder.
+
+    Args:
+        names: the keys of the files in the folder and its subfolders.
+        url: the folder, for messages.
+
+    Returns:
+        the files, and the key of their index or None.
+
+    Raises:
+        UsageError: the folder has several checkpoints, or only its subfolders have any.
+        MissingData: a shard is missing.
+    """
     names = list(names)
     own = [n for n in names if "/" not in n and n.endswith((_SUFFIX, _INDEX))]
     if not own:
         raise _pipeline([n for n in names if n.count("/") == 1 and n.endswith(_SUFFIX)], url)
     sets = file_sets(own, _INDEX)
     if len(sets) > 1:
-        without = {name: chosen for name, chosen in sets.items() if not fnmatch(name, _COPY)}
-        models = {name: chosen for name, chosen in without.items() if _stem(name) in _MODELS}
+        without = {name: chosen for name, chosen in sets.items() if not fnmatch(name, _DUPLICATE)}
+        models = {name: chosen for name, chosen in without.items() if _stem(name) in _MODEL_STEMS}
         sets = without if len(without) == 1 else models if len(models) == 1 else sets
     if len(sets) > 1:
         raise UsageError(
             f"{url} holds several safetensors checkpoints: {_listed(sets)}",
-            hint=f"open the one that is meant: {url}/{next(iter(sets))}",
+            hint=f"open one of them: {url}/{next(iter(sets))}",
         )
     ((files, index),) = sets.values()
     return complete_shards(files), index
@@ -101,7 +113,7 @@ def _stem(name: str) -> str:
 
 
 def _pipeline(files: Sequence[str], url: str) -> UsageError:
-    """What to say of a folder whose folders are checkpoints (a diffusers pipeline)."""
+    """The error for a folder whose subfolders are checkpoints (a diffusers pipeline)."""
     folders = list(dict.fromkeys(f.partition("/")[0] for f in files))
     return UsageError(
         f"{url} is a pipeline of several models: {_listed(folders)}",
@@ -111,4 +123,4 @@ def _pipeline(files: Sequence[str], url: str) -> UsageError:
 
 def _listed(names: Iterable[str]) -> str:
     names = list(names)
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else "")

@@ -1,10 +1,10 @@
-"""safetensors checkpoints, read in place: one file, or the shards of one.
+"""safetensors checkpoints, read in place: one file, or the shards of one model.
 
-A file is eight bytes, the length N of the header as a little-endian number; N bytes of JSON, an object that begins with
-`{` and may be padded with spaces; and the bytes of the tensors. An entry of the object is a tensor:
-`{"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}`, its offsets counted from the end of the header, row-major
-and little-endian; or `__metadata__`, text by text. Tensors leave no holes and fill the file to its end. The rules, and
-the limit of 100 MB on N, are those of the safetensors library.
+A file consists of the length N of the header as a little-endian 8-byte integer; N bytes of JSON, an object that begins
+with `{` and may be padded with spaces; and the bytes of the tensors. An entry of the object is a tensor:
+`{"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}`, with offsets from the end of the header to row-major
+little-endian elements; or `__metadata__`, an object with text values. Tensors leave no gaps and fill the file to its
+end. These rules, and the limit of 100 MB on N, are those of the safetensors library.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 __all__ = ["DTYPES", "Header", "OpenSafetensors", "parse_header", "read_header"]
 
 _MAX_HEADER = 100_000_000
-_FIRST = 16 << 10  # read with the first bytes: most headers of small models fit
-_LARGEST = 1 << 63
-_AGAIN = "the file is truncated or damaged, or is no safetensors file; copy it again from where it was saved"
+_FIRST = 16 << 10  # bytes of the first read: most headers of small models fit
+_MAX_NUMBER = 1 << 63
+_HINT = "the file is truncated or damaged, or is not a safetensors file; copy it again from where it was saved"
 
-#: The names that safetensors gives to data types, and ours.
+#: safetensors' names of data types -> ours.
 DTYPES: dict[str, str] = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -63,15 +63,19 @@ DTYPES: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of its tensors, in the order of its header, and its `__metadata__`."""
+    """The header of a file: its tensors in order, where each begins in the file, and `__metadata__`."""
 
     file: str
     tensors: dict[str, TensorInfo]
-    starts: dict[str, int]  # of the bytes of each, in the file
+    starts: dict[str, int]  # the first byte of each tensor in the file
     metadata: dict[str, str]
 
     def extents(self, name: str, _within: Box | None = None) -> Iterator[Extent]:
-        """The one extent of a tensor; none where it has no elements."""
+        """Find the extent of a tensor; none if it has no elements.
+
+        Args:
+            name: the name of the tensor.
+        """
         info = self.tensors[name]
         if info.nbytes:
             strides = row_major(info.shape, ITEMSIZE[info.dtype])
@@ -79,23 +83,42 @@ class Header:
 
 
 def read_header(store: Store, key: str) -> Header:
-    """The header of a file, in one request or two."""
+    """Read the header of a file, in one or two requests.
+
+    Args:
+        store: the store.
+        key: the key of the file.
+
+    Raises:
+        IntegrityError: the file is truncated, damaged, or not a safetensors file.
+        UnsupportedError: a tensor has an unknown data type.
+    """
     size = store.info(key).size
     head = store.read(key, 0, min(size, _FIRST))
     if size < 8:
-        raise IntegrityError(f"{key} has {size} bytes, and a safetensors file has more", hint=_AGAIN)
+        raise IntegrityError(f"{key} has {size} bytes, too few for a safetensors file", hint=_HINT)
     length = int.from_bytes(head[:8], "little")
     if length > _MAX_HEADER:
-        raise IntegrityError(f"{key}: its header would have {length:,} bytes, more than {_MAX_HEADER:,}", hint=_AGAIN)
+        raise IntegrityError(f"{key}: its header would have {length:,} bytes, more than {_MAX_HEADER:,}", hint=_HINT)
     if 8 + length > size:
-        raise IntegrityError(f"{key}: its header would have {length:,} bytes, but the file has {size:,}", hint=_AGAIN)
+        raise IntegrityError(f"{key}: its header would have {length:,} bytes, but the file has {size:,}", hint=_HINT)
     if 8 + length > len(head):
         head += store.read(key, len(head), 8 + length - len(head))
     return parse_header(head[8 : 8 + length], size, key)
 
 
 def parse_header(data: bytes, size: int, file: str) -> Header:
-    """A header out of its JSON; `size` is that of the whole file, which errors call `file`."""
+    """Parse a header and check that its tensors fill the file.
+
+    Args:
+        data: the JSON.
+        size: bytes of the whole file.
+        file: the key of the file.
+
+    Raises:
+        IntegrityError: the header is damaged or does not match the size.
+        UnsupportedError: a tensor has an unknown data type.
+    """
     if not data.startswith(b"{"):
         raise _damaged(file, f"begins with {data[:8]!r} and not with {{")
     try:
@@ -104,7 +127,7 @@ def parse_header(data: bytes, size: int, file: str) -> Header:
         raise _damaged(file, f"cannot be read ({str(error)[:200]})") from error
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise _damaged(file, "has a __metadata__ that is not text by text")
+        raise _damaged(file, "has a __metadata__ with values that are not text")
     start = 8 + len(data)
     parsed = {name: _tensor(name, entry, file) for name, entry in entries.items()}
     header = Header(
@@ -115,7 +138,7 @@ def parse_header(data: bytes, size: int, file: str) -> Header:
 
 
 def _tensor(name: str, entry: Any, file: str) -> tuple[TensorInfo, int]:
-    """One entry and where its bytes begin after the header; they are as many as its shape and dtype take."""
+    """Parse one entry: the tensor, and where its bytes begin after the header."""
     shown = reprlib.repr(name)
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _damaged(file, f"has an entry {shown} without exactly dtype, shape and data_offsets")
@@ -138,25 +161,25 @@ def _tensor(name: str, entry: Any, file: str) -> tuple[TensorInfo, int]:
 
 
 def _check_tiling(header: Header, start: int, size: int) -> None:
-    """The tensors lie one after another, from the end of the header to that of the file."""
+    """Check that the tensors are contiguous from the end of the header to the end of the file."""
     at, last, file = start, "", header.file
     for name, begin in sorted(header.starts.items(), key=lambda item: (item[1], header.tensors[item[0]].nbytes)):
         if begin != at:
-            what = "overlaps" if begin < at else "leaves a hole after"
+            problem = "overlaps" if begin < at else "leaves a gap after"
             before = f"the tensor {reprlib.repr(last)}" if last else "the header"
-            raise _damaged(file, f"puts the tensor {reprlib.repr(name)} where it {what} {before}")
+            raise _damaged(file, f"puts the tensor {reprlib.repr(name)} where it {problem} {before}")
         at, last = at + header.tensors[name].nbytes, name
     if at != size:
         raise IntegrityError(
             f"{file} should have {at:,} bytes by its header, but has {size:,}",
             hint="the copy or the save did not finish; copy the file again from where it was saved"
             if at > size
-            else _AGAIN,
+            else _HINT,
         )
 
 
 def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < _LARGEST for n in value) and len(value) <= 64
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < _MAX_NUMBER for n in value) and len(value) <= 64
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -164,7 +187,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {reprlib.repr(twice)} stands there twice")
+        raise ValueError(f"the key {reprlib.repr(twice)} is used twice")
     return found
 
 
@@ -172,15 +195,15 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _damaged(file: str, what: str) -> IntegrityError:
-    return IntegrityError(f"{file}: its header {what}", hint=_AGAIN)
+def _damaged(file: str, problem: str) -> IntegrityError:
+    return IntegrityError(f"{file}: its header {problem}", hint=_HINT)
 
 
-_CUT = "DCP_SHARDING_INFO"  # in `__metadata__`: PyTorch DCP cut the tensors over the files
+_SHARDING_INFO = "DCP_SHARDING_INFO"  # in `__metadata__`: PyTorch DCP sharded the tensors across the files
 
 
 class OpenSafetensors:
-    """One opened checkpoint of safetensors files."""
+    """An opened checkpoint of safetensors files."""
 
     kind = "safetensors"
 
@@ -214,19 +237,19 @@ class OpenSafetensors:
         )
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Where the bytes of a tensor lie: in one file, one after another."""
+        """Find where the bytes of a tensor are stored: contiguously in one file."""
         return self.contents.extents(key, within, self.store.url)
 
     def records(self) -> Iterator[FileRecord]:
-        """None: safetensors keeps no checksums."""
+        """None: safetensors has no checksums."""
         return iter(())
 
 
 def _add(header: Header, contents: TensorIndex) -> None:
-    """The tensors of a file."""
-    if _CUT in header.metadata:
+    """Add the tensors of a file."""
+    if _SHARDING_INFO in header.metadata:
         raise UnsupportedError(
-            f"{header.file} was saved by PyTorch's HuggingFaceStorageWriter, which cuts tensors over files",
+            f"{header.file} was saved by PyTorch's HuggingFaceStorageWriter, which shards tensors across files",
             hint="open the folder that it wrote as a DCP checkpoint, or consolidate it with PyTorch",
         )
     for name, stored in header.tensors.items():
@@ -234,20 +257,20 @@ def _add(header: Header, contents: TensorIndex) -> None:
             contents.add(name, "weight", stored.dtype, stored.shape, partial(header.extents, name))
         except IntegrityError as error:
             raise IntegrityError(
-                f"{name!r} stands in {header.file} and in another file of the checkpoint",
+                f"{name!r} is in {header.file} and in another file of the checkpoint",
                 hint="files of different saves are mixed in one folder; move those that do not belong elsewhere",
             ) from error
 
 
 def _aliases(headers: Sequence[Header], contents: TensorIndex) -> dict[str, str]:
-    """Tied names, where `safetensors.torch.save_model` dropped them: it says so in the metadata, name by name."""
+    """Names of tied tensors that `safetensors.torch.save_model` removed and recorded in the metadata."""
     names = {key.name for key in contents.infos}
-    told = {k: v for header in headers for k, v in header.metadata.items()}
-    return {alias: name for alias, name in told.items() if name in names and alias not in names}
+    recorded = {k: v for header in headers for k, v in header.metadata.items()}
+    return {alias: name for alias, name in recorded.items() if name in names and alias not in names}
 
 
 def _metadata(headers: Sequence[Header]) -> dict[str, Any]:
-    """`__metadata__` as an object: one where all files have the same, else by file."""
+    """`__metadata__` as an object: one if it is equal in all files, otherwise by file."""
     first = headers[0].metadata
     if all(h.metadata == first for h in headers):
         return {"metadata": to_json(first)} if first else {}

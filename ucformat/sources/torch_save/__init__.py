@@ -1,4 +1,4 @@
-"""Files of `torch.save` as tensors and extents: which are recognised, and which of a folder's are its checkpoint."""
+"""The source for files of `torch.save`, and which files of a folder are its checkpoint."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["TorchSave", "choose_files"]
 
 _INDEX = ".bin.index.json"
 
-_LOOK = 10  # files whose first bytes are read to recognise a folder
-_NAMED = 10
+_MAX_PROBED = 10  # files whose first bytes are read to recognise a folder
+_MAX_NAMED = 10
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar")
 _MODEL = re.compile(r"pytorch_model(-\d{5,}-of-\d{5,})?\.bin|adapter_model\.bin|consolidated\.\d+\.pth")
-_CUT = re.compile(r"consolidated\.(\d+)\.pth")
-_BESIDE = re.compile(
+_RANK_FILE = re.compile(r"consolidated\.(\d+)\.pth")
+_OTHER_FILE = re.compile(
     r"(training_args|optimizer|scheduler|scaler|sampler|rng_state|random_states|dl_state_dict)[_\d]*\.\w+"
 )
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -39,13 +39,13 @@ class TorchSaveOptions(PickleOptions):
     groups: Mapping[str, Sequence[Sequence[str]]] | Sequence[Sequence[str]] | None = option(
         None,
         "document",
-        "the parameters of each group, in order, by the path of an optimizer (`optimizer`); of that one alone, its "
+        "the parameters of each group, in order, by the path of an optimizer (`optimizer`); if there is only one, its "
         "groups suffice",
     )
 
 
 class TorchSave(Source):
-    """How files of torch.save are recognised and opened: one by itself, or that of a folder."""
+    """Recognises and opens files of torch.save: a single one, or that of a folder."""
 
     kind = "torch_save"
     title = "torch.save"
@@ -53,15 +53,15 @@ class TorchSave(Source):
     options: TorchSaveOptions
 
     def is_marker(self, name: str) -> bool:
-        """Whether it is a model's file by its name."""
+        """Whether the file is named as a model's."""
         return _is_marker(name)
 
     def find(self, store: Store) -> bool:
-        """Whether the folder has a file of torch.save; reads the first bytes of such as may be one by their names."""
-        return any(_candidates(store, root_files(store), _LOOK))
+        """Whether the folder has a file of torch.save; reads the first bytes of files whose names allow it."""
+        return any(_candidates(store, root_files(store), _MAX_PROBED))
 
     def open(self, store: Store) -> OpenTorchSave:
-        """Open the one checkpoint of a folder."""
+        """Open the only checkpoint of a folder."""
         from ucformat.sources.torch_save.opened import OpenTorchSave
 
         infos = root_files(store)
@@ -70,11 +70,11 @@ class TorchSave(Source):
         return OpenTorchSave(store, keys, index, self.options.allow, groups, find_assets(infos.values(), keys))
 
     def find_file(self, store: Store, key: str) -> bool:
-        """Whether it begins as torch's files do, or is called as a model's file."""
+        """Whether the file begins as torch's files do, or is named as a model's."""
         return _looks_like_torch_save(store, key)
 
     def open_file(self, store: Store, key: str) -> OpenTorchSave:
-        """Open a file alone, or an index with the shards that it names."""
+        """Open a single file, or an index with its shards."""
         from ucformat.sources.torch_save.opened import OpenTorchSave
 
         _check_whole(store, key)
@@ -84,12 +84,12 @@ class TorchSave(Source):
 
 
 def _is_marker(name: str) -> bool:
-    """Whether it is a model's file by its name."""
+    """Whether the file is named as a model's."""
     return _MODEL.fullmatch(name) is not None or name.endswith((_INDEX, ".ckpt"))
 
 
 def _looks_like_torch_save(store: Store, key: str) -> bool:
-    """Whether a file begins as torch's do, or is called as a model's file."""
+    """Whether a file begins as torch's do, or is named as a model's."""
     if not key.endswith((*_SUFFIXES, _INDEX)):
         return False
     if _is_marker(key):
@@ -98,40 +98,53 @@ def _looks_like_torch_save(store: Store, key: str) -> bool:
 
 
 def _candidates(store: Store, names: Mapping[str, Any], most: int | None = None) -> Iterator[str]:
-    """The files of a folder that may be its checkpoint, the most likely first; of `most`, by their names, at most."""
-    own = [n for n in names if "/" not in n and n.endswith((*_SUFFIXES, _INDEX)) and not _BESIDE.fullmatch(n)]
+    """The files of a folder that may be its checkpoint, the most likely first; checks at most `most` of them."""
+    own = [n for n in names if "/" not in n and n.endswith((*_SUFFIXES, _INDEX)) and not _OTHER_FILE.fullmatch(n)]
     likely = sorted(own, key=lambda n: (not n.endswith(_INDEX), not _MODEL.fullmatch(n), n))
     return (n for n in likely[:most] if n.endswith(_INDEX) or _looks_like_torch_save(store, n))
 
 
 def _check_whole(store: Store, key: str) -> None:
-    """UnsupportedError where a file is by its name one part of a checkpoint."""
+    """UnsupportedError if a file is one part of a checkpoint, according to its name."""
     found = parse_shard_name(key)
     if found and found[2] > 1:
         raise UnsupportedError(
             f"{key} is one of {found[2]} shards of a checkpoint, not a whole one",
-            hint="open the folder that it lies in",
+            hint="open its folder",
         )
-    if _CUT.fullmatch(key):
-        choose_files([n for n in root_files(store) if _CUT.fullmatch(n)], store.url)
+    if _RANK_FILE.fullmatch(key):
+        choose_files([n for n in root_files(store) if _RANK_FILE.fullmatch(n)], store.url)
 
 
 def choose_files(names: Sequence[str], url: str) -> FileSet:
-    """The files of the one checkpoint, or its index; UsageError where it is not clear which is meant."""
-    cut = [n for n in names if _CUT.fullmatch(n)]
-    if len(cut) > 1:
+    """Choose the checkpoint among the files of a folder.
+
+    Args:
+        names: the names of the files that may be checkpoints, without folders.
+        url: the folder, for messages.
+
+    Returns:
+        the files, and the key of their index or None.
+
+    Raises:
+        UsageError: the folder has several checkpoints.
+        UnsupportedError: the model is sharded across ranks.
+        MissingData: a shard is missing.
+    """
+    parts = [n for n in names if _RANK_FILE.fullmatch(n)]
+    if len(parts) > 1:
         raise UnsupportedError(
-            f"{url} holds a model cut over {len(cut)} ranks ({cut[0]} to {cut[-1]}), and no file says how",
-            hint="convert it with the tool of its makers (for Llama: transformers' convert_llama_weights_to_hf.py)",
+            f"{url} holds a model sharded across {len(parts)} ranks ({parts[0]} to {parts[-1]}), and no file says how",
+            hint="convert it with the tool of its authors (for Llama: transformers' convert_llama_weights_to_hf.py)",
         )
     sets = file_sets(names, _INDEX)
     usual = [n for n in sets if n.startswith("pytorch_model") or n == "adapter_model.bin"]
     chosen = list(sets) if len(sets) == 1 else usual
     if len(chosen) != 1:
-        more = f" and {len(sets) - _NAMED} more" if len(sets) > _NAMED else ""
+        more = f" and {len(sets) - _MAX_NAMED} more" if len(sets) > _MAX_NAMED else ""
         raise UsageError(
-            f"{url} holds several files of torch.save: {', '.join(list(sets)[:_NAMED])}{more}",
-            hint=f"open the one that is meant: {url}/{next(iter(sets))}",
+            f"{url} holds several files of torch.save: {', '.join(list(sets)[:_MAX_NAMED])}{more}",
+            hint=f"open one of them: {url}/{next(iter(sets))}",
         )
     files, index = sets[chosen[0]]
     return complete_shards(files), index

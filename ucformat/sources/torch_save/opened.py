@@ -1,8 +1,8 @@
 """Files of `torch.save`, read in place: state dicts of modules and optimizers, alone or in a dictionary.
 
-People save `model.state_dict()` itself, or `{"model": …, "optimizer": …, "epoch": 3}` with keys of their choice, or
-what Lightning writes (`state_dict`, `optimizer_states`). A module's state dict is recognised by its values: mostly
-tensors by name.
+A file contains `model.state_dict()` itself, or `{"model": …, "optimizer": …, "epoch": 3}` with any keys, or what
+Lightning writes (`state_dict`, `optimizer_states`). A module's state dict is recognised by its values: mostly tensors
+by name.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenTorchSave", "Parts"]
 
-_DEPTH = 3  # levels below the top at which state dicts are looked for
-_NODES = 5_000_000
-_MAIN = ("model", "state_dict", "model_state_dict", "module", "net")
-_TAKEN = object()
+_MAX_DEPTH = 3  # levels below the top at which state dicts are looked for
+_MAX_NODES = 5_000_000
+_MAIN_NAMES = ("model", "state_dict", "model_state_dict", "module", "net")
+_REMOVED = object()
 
 
 @dataclass(slots=True)
 class Parts:
-    """State dicts by the path at which they stand (`""`: the whole file), and all else in `rest`."""
+    """The state dicts of a file by path (`""`: the whole file), and everything else in `rest`."""
 
     modules: dict[str, dict[str, Any]] = field(default_factory=dict)
     optimizers: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -46,24 +46,24 @@ class Parts:
 
     @property
     def main(self) -> str | None:
-        """The path of the module whose names need no prefix: the only one, or the one under a usual name."""
+        """The path of the module whose names have no prefix: the only one, or the only one with a usual name."""
         if len(self.modules) == 1:
             return next(iter(self.modules))
-        usual = [path for path in self.modules if path in _MAIN]
+        usual = [path for path in self.modules if path in _MAIN_NAMES]
         if len(usual) != 1:
             return None
         others = tuple(f"{path}." for path in self.modules if path != usual[0])
         return None if any(name.startswith(others) for name in self.modules[usual[0]]) else usual[0]
 
     def prefixes(self) -> Iterator[tuple[str, str]]:
-        """The path of each module, the main one first, and what its names get in front."""
+        """The path of each module, the main one first, and the prefix of its names."""
         main = self.main
         for path in sorted(self.modules, key=lambda p: p != main):
             yield path, "" if path == main else f"{path}."
 
 
 def _is_module(value: Any) -> bool:
-    """Whether it is a module's state dict: mostly tensors by name, one of floating point with dims among them."""
+    """Whether it is a module's state dict: mostly tensors by name, at least one of floating point with dims."""
     if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
         return False
     tensors = [v for v in value.values() if isinstance(v, StoredTensor)]
@@ -75,12 +75,12 @@ def _is_module(value: Any) -> bool:
 
 
 def _find_parts(value: Any) -> Parts:
-    """The parts of what a file holds."""
+    """Split the value of a file into state dicts and the rest."""
     parts = Parts()
     walk = _Walk(parts)
     rest = walk.prune(value, "", 0)
-    parts.rest = {} if rest is _TAKEN else rest
-    if not parts.modules and isinstance(value, dict):  # tensors and values side by side, none of them a state dict
+    parts.rest = {} if rest is _REMOVED else rest
+    if not parts.modules and isinstance(value, dict):  # tensors mixed with so many values that it is no state dict
         own = {k: v for k, v in value.items() if isinstance(k, str) and isinstance(v, StoredTensor)}
         if _is_module(own):
             parts.modules[""] = own
@@ -89,17 +89,17 @@ def _find_parts(value: Any) -> Parts:
 
 
 class _Walk:
-    """Takes state dicts out of nested dictionaries and lists; a value may be shared, or hold itself."""
+    """Removes state dicts from nested dictionaries and lists; values may be shared, or contain themselves."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts, self.nodes = parts, 0
 
     def prune(self, value: Any, path: str, depth: int) -> Any:
-        """The value without the state dicts in it, or `_TAKEN` where nothing of it is left."""
+        """The value without the state dicts in it; `_REMOVED` if nothing of it is left."""
         if not isinstance(value, dict | list):
             return value
         self.nodes += len(value)
-        if self.nodes > _NODES:
+        if self.nodes > _MAX_NODES:
             raise UnsupportedError("the file holds too many values to be a checkpoint")
         if isinstance(value, dict) and is_optimizer(value):
             self.parts.optimizers[path or "optimizer"] = value
@@ -107,29 +107,29 @@ class _Walk:
         if isinstance(value, dict) and _is_module(value):
             self.parts.modules[path] = {k: v for k, v in value.items() if isinstance(v, StoredTensor)}
             return self._left({k: v for k, v in value.items() if not isinstance(v, StoredTensor)})
-        if depth == _DEPTH:
+        if depth == _MAX_DEPTH:
             return value
         if isinstance(value, list):
             items: list[Any] = [
                 self.prune(v, f"{path}.{i}" if path else str(i), depth + 1) for i, v in enumerate(value)
             ]
-            taken = items and all(v is _TAKEN for v in items)
-            return _TAKEN if taken else [None if v is _TAKEN else v for v in items]
+            taken = items and all(v is _REMOVED for v in items)
+            return _REMOVED if taken else [None if v is _REMOVED else v for v in items]
         found = {k: self.prune(v, f"{path}.{k}" if path else str(k), depth + 1) for k, v in value.items()}
-        left = {k: v for k, v in found.items() if v is not _TAKEN}
-        return left if left or not found else _TAKEN
+        left = {k: v for k, v in found.items() if v is not _REMOVED}
+        return left if left or not found else _REMOVED
 
     @staticmethod
     def _left(rest: dict[Any, Any]) -> Any:
-        return rest or _TAKEN
+        return rest or _REMOVED
 
 
 _STEPS = ("global_step", "step", "iteration")
-_WHAT = "save the state dict instead: torch.save(model.state_dict(), path)"
+_STATE_DICT_HINT = "save the state dict instead: torch.save(model.state_dict(), path)"
 
 
 class OpenTorchSave:
-    """One opened file of torch.save, or the shards of one."""
+    """An opened file of torch.save, or the shards of one model."""
 
     kind = "torch_save"
 
@@ -173,7 +173,7 @@ class OpenTorchSave:
         )
 
     def _values(self, file: TorchFile, parts: Parts, groups: Mapping[str, Sequence[Sequence[str]]]) -> dict[str, Any]:
-        """The optimizers, and everything that is no state dict as JSON."""
+        """Add the optimizers; return everything that is not a state dict as JSON."""
         main = parts.main
         modules = [
             Module.of({n: (t.dtype, t.shape) for n, t in parts.modules[path].items()}, prefix, main=path == main)
@@ -194,11 +194,11 @@ class OpenTorchSave:
         return {**objects, **({"unnamed": unnamed} if unnamed else {})}
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Where the bytes of a tensor lie: in one file, as its strides say."""
+        """Find where the bytes of a tensor are stored: in one file, with the tensor's strides."""
         return self.contents.extents(key, within, self.store.url)
 
     def records(self) -> Iterator[FileRecord]:
-        """Every record of the zip files."""
+        """List every record of the zip files."""
         for key in self._keys:
             yield from TorchZip(self.store, key).records()
 
@@ -206,7 +206,7 @@ class OpenTorchSave:
 def _open_shards(
     store: Store, keys: Sequence[str], index: str | None, allow: tuple[str, ...] = ()
 ) -> tuple[list[TorchFile], dict[str, Any]]:
-    """The files, those that the index names where there is one, and what it says besides; both agree."""
+    """Open the files, or those of the index if there is one, and check that both agree; also the index's metadata."""
     weight_map: dict[str, str] = {}
     metadata: dict[str, Any] = {}
     if index is not None:
@@ -225,9 +225,17 @@ def _add_module(
     contents: TensorIndex,
     stored: dict[StoredTensor, str] | None = None,
 ) -> dict[str, str]:
-    """The tensors of a state dict; one that is stored in the same place as an earlier one becomes its alias.
+    """Add the tensors of a state dict; one at the same location as an earlier one becomes its alias.
 
-    Returns the aliases. `stored` are the tensors of the same file that were added before.
+    Args:
+        tensors: the tensors by name.
+        prefix: of all names.
+        file: the file.
+        contents: the tensors found so far.
+        stored: the name of each tensor of this file added before; updated.
+
+    Returns:
+        the aliases.
     """
     first = {} if stored is None else stored
     aliases = {}
@@ -244,17 +252,17 @@ def _flat(file: TorchFile) -> dict[str, StoredTensor]:
     if not isinstance(file.value, dict) or not all(
         isinstance(n, str) and isinstance(t, StoredTensor) for n, t in file.value.items()
     ):
-        raise IntegrityError(f"{file.key} is one of several shards, and holds something else than tensors by name")
+        raise IntegrityError(f"{file.key} is one of several shards, and holds something other than tensors by name")
     return file.value
 
 
 def _parts(file: TorchFile) -> Parts:
-    """The parts of a file, which must have a state dict."""
+    """The parts of a file, which must contain a state dict."""
     if isinstance(file.value, Inert):
-        raise UnsupportedError(f"{file.key} holds a whole {file.value.name}, not a state dict", hint=_WHAT)
+        raise UnsupportedError(f"{file.key} holds a whole {file.value.name}, not a state dict", hint=_STATE_DICT_HINT)
     parts = _find_parts(file.value)
     if not parts.modules and not parts.optimizers:
-        raise UsageError(f"{file.key} holds no state dict of a module or an optimizer", hint=_WHAT)
+        raise UsageError(f"{file.key} holds no state dict of a module or an optimizer", hint=_STATE_DICT_HINT)
     return parts
 
 

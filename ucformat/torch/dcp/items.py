@@ -18,7 +18,7 @@ from ucformat.errors import LayoutError, UsageError
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.sources.dcp.names import GROUPS, Path, dotted
-from ucformat.sources.pickle.file import opaque_file
+from ucformat.sources.pickle.stand_ins import opaque_file
 from ucformat.sources.values import json_key
 from ucformat.torch.comm.wire import message
 from ucformat.torch.state.collect import collect
