@@ -101,10 +101,11 @@ def check_ranks(buffer: FlatBuffer, ranks: list[np.ndarray], tensors: dict[str, 
     assert found == {name: list(range(t.size)) for name, t in tensors.items()}
     for name, tensor in tensors.items():
         for start in range(tensor.size):
-            (holder,) = buffer.slots[name].holders(buffer.size, start, start + 1)
-            first, last, _ = buffer.slots[name].on(holder, buffer.size)
+            (holder,) = buffer.holders(name, start, start + 1)
+            first, last, _ = buffer.part_on(name, holder)
             assert first <= start < last
-        assert not buffer.slots[name].holders(buffer.size, 0, 0)
+        assert not buffer.holders(name, 0, 0)
+        assert list(buffer.holders(name)) == [r for r in range(len(ranks)) if name in buffer.on(r)]
 
 
 @given(sizes_of, st.integers(1, 5), st.integers(1, 9), st.data())

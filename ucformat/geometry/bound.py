@@ -239,9 +239,7 @@ class BoundLayout:
             holders: Iterable[Mapping[str, int]] = (at,)
             if group is not None:  # only a few of a thousand data-parallel ranks hold a part of it
                 flat, axes = group.joined(at)[key.name], axes_of(group.flat)
-                slot = flat.slots[key.name]
-                shares = slot.holders(flat.size, 0, slot.numel)
-                holders = [mesh.move(at, axes, i) for i in shares]
+                holders = [mesh.move(at, axes, i) for i in flat.holders(key.name)]
             for holder in holders:
                 for piece in self.pieces(key, rank := mesh.rank(holder)):
                     yield rank, piece.box
@@ -255,7 +253,7 @@ class BoundLayout:
             return LocalTensor(tuple(d.size for d in dims), *pieces_of(dims))
         flat = group.joined(at)[key.name]
         index = group.mesh.index(axes_of(group.flat), at)
-        start, stop, offset = flat.slots[key.name].on(index, flat.size)
+        start, stop, offset = flat.part_on(key.name, index)
         pieces = pieces_of(dims, (start, stop), offset, flat.name)
         return LocalTensor((stop - start,), *pieces, flat.name)
 

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FlatBuffer",
-    "Slot",
     "align_up",
     "flat_boxes",
     "flat_extents",
     "flat_range",
     "join_flat",
+    "part_range",
     "part_size",
     "round_robin_order",
 ]
@@ -126,6 +126,17 @@ def part_size(numel: int, degree: int, align: int = 1) -> int:
     return align_up(-(-numel // degree), align)
 
 
+def part_range(numel: int, part: int, rank: int) -> tuple[int, int]:
+    """The range `[start, stop)` of a flattened tensor that a rank holds, if the tensor is partitioned by itself.
+
+    Args:
+        numel: elements of the tensor.
+        part: elements of each rank's part, as `part_size` computes them.
+        rank: index among the ranks that share the tensor.
+    """
+    return min(numel, rank * part), min(numel, (rank + 1) * part)
+
+
 def round_robin_order(n: int, groups: int) -> list[int]:
     """The order of `n` items that are dealt in turn to groups, group after group (DeepSpeed's `round_robin_gradients`).
 
@@ -139,59 +150,19 @@ def round_robin_order(n: int, groups: int) -> list[int]:
     return [i for group in range(groups) for i in range(group, n, groups)]
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """The place of one tensor of `numel` elements in a flat buffer.
-
-    If the joined buffer is partitioned, `part` is None and `start` counts from its beginning. If each tensor is
-    partitioned before the parts are joined, `part` is the size of each rank's part, which begins at `start` of each
-    rank's buffer.
-    """
-
-    start: int
-    numel: int
-    part: int | None = None
-
-    def on(self, rank: int, size: int) -> tuple[int, int, int]:
-        """A rank's part of the tensor.
-
-        Args:
-            rank: index among the ranks that share the buffer.
-            size: elements of the buffer on each rank.
-
-        Returns:
-            the range `[start, stop)` of the flattened tensor, and the element of the rank's buffer at which it begins.
-        """
-        if self.part is not None:
-            return min(self.numel, rank * self.part), min(self.numel, (rank + 1) * self.part), self.start
-        a = min(max(self.start, rank * size), self.start + self.numel)
-        b = max(a, min(self.start + self.numel, (rank + 1) * size))
-        return a - self.start, b - self.start, min(max(a - rank * size, 0), size)
-
-    def holders(self, size: int, start: int, stop: int) -> range:
-        """The ranks that hold any of a range of the flattened tensor.
-
-        Args:
-            size: elements of the buffer on each rank.
-            start: first element of the range.
-            stop: element after the last.
-        """
-        if start >= stop:
-            return range(0)
-        first, width = (start, self.part) if self.part is not None else (self.start + start, size)
-        return range(first // width, (first + stop - start - 1) // width + 1)
-
-
 @dataclass(slots=True)
 class FlatBuffer:
     """Tensors joined in the order in which they are appended.
 
-    `size` is the number of elements on each rank, padding included. `end` is where the next tensor would begin;
-    everything after it is padding.
+    `slots` are the ranges of the tensors in the joined buffer, which is then partitioned. If each tensor is partitioned
+    before the parts are joined, they are the ranges of its parts in each rank's buffer, and `partitioned` has its
+    elements. `size` is the number of elements on each rank, padding included. `end` is where the next tensor would
+    begin; everything after it is padding.
     """
 
     name: str = ""
-    slots: dict[str, Slot] = field(default_factory=dict)
+    slots: dict[str, range] = field(default_factory=dict)
+    partitioned: dict[str, int] = field(default_factory=dict)
     end: int = 0
     size: int = 0
 
@@ -205,7 +176,7 @@ class FlatBuffer:
             padding: elements of padding after it (default: 0).
         """
         start = align_up(self.end, align)
-        self.slots[tensor] = Slot(start, numel)
+        self.slots[tensor] = range(start, start + numel)
         self.end = start + numel + padding
 
     def append_part(self, tensor: str, numel: int, part: int) -> None:
@@ -216,16 +187,50 @@ class FlatBuffer:
             numel: its elements.
             part: elements of each rank's part, as `part_size` computes them.
         """
-        self.slots[tensor] = Slot(self.end, numel, part)
+        self.slots[tensor] = range(self.end, self.end + part)
+        self.partitioned[tensor] = numel
         self.end += part
 
+    def part_on(self, tensor: str, rank: int) -> tuple[int, int, int]:
+        """A rank's part of a tensor.
+
+        Args:
+            tensor: name of the tensor.
+            rank: index among the ranks that share the buffer.
+
+        Returns:
+            the range `[start, stop)` of the flattened tensor, and the element of the rank's buffer at which it begins.
+        """
+        slot, numel = self.slots[tensor], self.partitioned.get(tensor)
+        if numel is not None:
+            return *part_range(numel, len(slot), rank), slot.start
+        a = min(max(slot.start, rank * self.size), slot.stop)
+        b = max(a, min(slot.stop, (rank + 1) * self.size))
+        return a - slot.start, b - slot.start, min(max(a - rank * self.size, 0), self.size)
+
+    def holders(self, tensor: str, start: int = 0, stop: int | None = None) -> range:
+        """The ranks that hold any of a range of a flattened tensor.
+
+        Args:
+            tensor: name of the tensor.
+            start: first element of the range.
+            stop: element after the last (None: the end of the tensor).
+        """
+        slot, numel = self.slots[tensor], self.partitioned.get(tensor)
+        if stop is None:
+            stop = len(slot) if numel is None else numel
+        if start >= stop:
+            return range(0)
+        first, width = (slot.start + start, self.size) if numel is None else (start, len(slot))
+        return range(first // width, (first + stop - start - 1) // width + 1)
+
     def on(self, rank: int) -> dict[str, tuple[int, int, int]]:
-        """The tensors that a rank holds any element of, each with its part as `Slot.on` returns it.
+        """The tensors that a rank holds any element of, each with its part as `part_on` returns it.
 
         Args:
             rank: index among the ranks that share the buffer.
         """
-        found = ((tensor, slot.on(rank, self.size)) for tensor, slot in self.slots.items())
+        found = ((tensor, self.part_on(tensor, rank)) for tensor in self.slots)
         return {tensor: (start, stop, at) for tensor, (start, stop, at) in found if start < stop}
 
     def padding(self, rank: int) -> int:

@@ -248,12 +248,11 @@ class Zero12:
     def _extents(self, index: int, name: str, state: str, expert_rank: int, within: Box | None) -> Iterator[Extent]:
         """The parts of a parameter, as the ranks call it, in the partitions that it touches."""
         buffer, shape = self.flat[index], self.shapes[index][name]
-        slot = buffer.slots[name]
-        wanted = slot.holders(buffer.size, *flat_range(shape, within))
+        wanted = buffer.holders(name, *flat_range(shape, within))
         holders = self.experts.holders(self.degrees[index], expert_rank)
         opened = self.ranks.get([holders[at] for at in wanted])
         for at in wanted:
-            start, stop, offset = slot.on(at, buffer.size)
+            start, stop, offset = buffer.part_on(name, at)
             part = opened[holders[at]]
             memory = part.masters[index] if state == "master" else part.states[index][state]
             yield from part.file.flat(memory, offset, shape, start, stop)

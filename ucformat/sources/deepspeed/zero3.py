@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UnsupportedError
-from ucformat.geometry.flat_buffer import FlatBuffer, Slot, flat_range, part_size
+from ucformat.geometry.flat_buffer import FlatBuffer, flat_range, part_range, part_size
 from ucformat.sources.deepspeed.contents import (
     Group,
     Ranks,
@@ -144,13 +144,12 @@ class Zero3:
     def _extents(self, index: int, name: str, state: str, within: Box | None) -> Iterator[Extent]:
         """The part of a parameter in the flat group of each rank that has something of the box."""
         buffer, shape = self.flat[index], self.shapes[index][name]
-        slot = buffer.slots[name]
-        wanted = slot.holders(buffer.size, *flat_range(shape, within))
+        wanted = buffer.holders(name, *flat_range(shape, within))
         opened = self.ranks.get(wanted)
         for rank in wanted:
             part = opened[rank]
             memory = part.masters[index] if state == "master" else part.states[index][state]
-            start, stop, offset = slot.on(rank, buffer.size)
+            start, stop, offset = buffer.part_on(name, rank)
             yield from part.file.flat(memory, offset, shape, start, stop)
 
 
@@ -186,11 +185,11 @@ def add_frozen(models: list[ModelStates], contents: TensorIndex) -> None:
 def _frozen_extents(
     models: list[ModelStates], fragments: list[StoredTensor], shape: tuple[int, ...], within: Box | None
 ) -> Iterator[Extent]:
-    part = fragments[0].size
-    slot = Slot(0, math.prod(shape), part)
-    for rank in slot.holders(part, *flat_range(shape, within)):
-        start, stop, _ = slot.on(rank, part)
-        yield from models[rank].file.flat(fragments[rank], 0, shape, start, stop)
+    first, last = flat_range(shape, within)
+    for rank, (model, fragment) in enumerate(zip(models, fragments, strict=True)):
+        start, stop = part_range(math.prod(shape), fragment.size, rank)
+        if max(start, first) < min(stop, last):
+            yield from model.file.flat(fragment, 0, shape, start, stop)
 
 
 def _kinds(partition: Zero3Partition) -> list[dict[str, Any]]:

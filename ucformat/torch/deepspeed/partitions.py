@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UnsupportedError
-from ucformat.geometry.flat_buffer import FlatBuffer, Slot
+from ucformat.geometry.flat_buffer import FlatBuffer, part_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -61,8 +61,7 @@ def shape_of(parameter: Any) -> tuple[int, ...]:
 def partition_of(optimizer: Any, parameter: Any) -> tuple[int, int]:
     """The range of the flattened parameter that ZeRO 3 leaves to this rank."""
     part = parameter.partition_numel()
-    start, stop, _ = Slot(0, math.prod(parameter.ds_shape), part).on(_rank_of(optimizer, parameter), part)
-    return start, stop
+    return part_range(math.prod(parameter.ds_shape), part, _rank_of(optimizer, parameter))
 
 
 def _rank_of(optimizer: Any, parameter: Any) -> int:
@@ -140,7 +139,7 @@ def _zero12(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
         flat = optimizer.single_partition_of_fp32_groups[g]
         buffer = FlatBuffer(size=flat.numel())
         for p, offset in zip(parameters, offsets, strict=True):
-            buffer.slots[trainer.name_of(p)] = Slot(offset, math.prod(shape_of(p)))
+            buffer.slots[trainer.name_of(p)] = range(offset, offset + math.prod(shape_of(p)))
         yield _flat(trainer, g, flat, parameters, buffer, dist.get_rank(optimizer.real_dp_process_group[g]))
 
 
