@@ -68,7 +68,7 @@ def twice_as_large(folder: Path) -> Any:
     """What is told for a state, and for one of the same tensors a hundred times as large."""
     out = []
     for n, size in enumerate((1000, 100_000)):
-        group_of().memory.clear()
+        group_of().cache.clear()
         with Sent() as sent:
             save({"a": torch.ones(size), "b": sharded(torch.ones(size), 0)}, folder / str(n), form="packed")
         out.append(sent["plans"])

@@ -164,7 +164,7 @@ def without_collectives(at: str) -> None:
     assert (back["r"].tolist(), back["step"]) == ([0, 1, 2, 3], 5)
     assert ucformat.open(at).manifest.layout["world"] == dist.get_world_size()
     unlike = {"r": torch.full((4,), float(dist.get_rank()))}
-    with pytest.raises(UsageError, match="has another value on rank 1 than on rank 0"):
+    with pytest.raises(UsageError, match="has a different value on rank 1 than on rank 0"):
         dcp.save(unlike, storage_writer=ucf.Writer(f"{at}/unlike"), use_collectives=False)
 
 

@@ -20,7 +20,7 @@ from tests.patience import PATIENCE, wait_until
 from ucformat.storage import local
 from ucformat.torch import PerRank, async_save, load, save
 from ucformat.torch.saving import background
-from ucformat.torch.saving.background import settle
+from ucformat.torch.saving.background import wait_until_done
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -127,7 +127,7 @@ def guard() -> None:
 
 def guard_writers(folder: Path) -> None:
     os.environ["UCFORMAT_TEST_FOLDER"] = str(folder)
-    background._SERVE = GUARDED + background._SERVE
+    background._MAIN = GUARDED + background._MAIN
 
 
 def killed_in_async_save(folder: Path, form: str, doomed: int) -> Any:
@@ -232,12 +232,12 @@ def async_life(folder: Path) -> Any:
         (folder / f"waits-{rank}").touch()
         wait_until(lambda: all((folder / f"waits-{r}").exists() for r in range(2)))
         hold.unlink(missing_ok=True)
-        settle(handle)
+        wait_until_done(handle)
 
-    background.settle = settle_once_all_wait
+    background.wait_until_done = settle_once_all_wait
     third = begin("third", 4, in_flight=2)
     out["room made"] = (waited == [first], first.done)
-    background.settle = settle
+    background.wait_until_done = wait_until_done
     fourth = begin("fourth", 5)
     out["back-pressure"] = (second.done, third.done)
     fourth.wait(PATIENCE)
@@ -261,24 +261,24 @@ def async_life(folder: Path) -> Any:
     out["unseen"] = seen
 
     # a writer that idles dies: nobody loses anything
-    (mine,) = background._backgrounds.values() or [None]
+    (mine,) = background._writers.values() or [None]
     assert mine is None
     begin("before", 10).wait(PATIENCE)
-    (mine,) = background._backgrounds.values()
+    (mine,) = background._writers.values()
     if rank == 1:
         os.kill(mine._process.pid, signal.SIGKILL)
         mine._process.wait()
     out["idle"] = begin("idle", 11).wait(PATIENCE).id
 
     # a rank that cannot stage tells all
-    (mine,) = background._backgrounds.values()
+    (mine,) = background._writers.values()
     if rank == 1:
         mine._pool.shutdown()
     with error_of() as seen:
         begin("unstaged", 12).wait(PATIENCE)
     out["unstaged"] = seen
     mapped = [p for p in Path("/proc/self/fd").iterdir() if "ucformat-stage" in os.path.realpath(p)]
-    (mine,) = background._backgrounds.values()
+    (mine,) = background._writers.values()
     out["buffers"] = (len(mapped), 2 * len(mine._buffers))  # its descriptor, and that of the mapping
     return out
 

@@ -322,7 +322,7 @@ def test_holes_and_unequal_overlaps_are_errors(items: Claims, words: str) -> Non
     with pytest.raises(CoverageError, match=words) as caught:
         merge_items(items)
     assert "t (weight)" in caught.value.message
-    assert caught.value.hint == "are all ranks of the mesh part of this save?"
+    assert caught.value.hint == "check that all ranks of the mesh take part in this save"
 
 
 def test_an_empty_tensor_needs_no_holder() -> None:

@@ -156,9 +156,9 @@ def test_saves_in_the_background(ranks: Ranks, tmp_path: Path) -> None:
 
 EXPECTED = {
     "conflict": ("Conflict", "already holds the committed checkpoint"),
-    "object": ("UsageError", "the object 'a' has another value on rank 1 than on rank 0"),
-    "tensor": ("UsageError", "w (weight) has another value on rank 1 than on rank 0"),
-    "parts": ("UsageError", "w (weight) has another value on rank 1 than on rank 0"),
+    "object": ("UsageError", "the object 'a' has a different value on rank 1 than on rank 0"),
+    "tensor": ("UsageError", "w (weight) has a different value on rank 1 than on rank 0"),
+    "parts": ("UsageError", "w (weight) has a different value on rank 1 than on rank 0"),
     "shape": ("UsageError", "w (weight) is float32 (2,) on rank 0, but float32 (3,) on rank 1"),
     "dtype": ("UsageError", "w (weight) is float32 (2,) on rank 0, but int32 (2,) on rank 1"),
     "terms": ("UsageError", "rank 1 saves with "),

@@ -91,7 +91,7 @@ def test_an_error_of_one_is_raised_on_all_and_names_it(failing: int) -> None:
 def test_of_several_errors_the_first_ranks_is_raised() -> None:
     found = together(3, lambda group: group.all_gather(ValueError("bad") if group.rank else None))
     assert [(type(e), e.message) for e in found] == [(UcformatError, "rank 1: ValueError: bad")] * 3
-    assert found[0].hint == "its log has the traceback"
+    assert found[0].hint == "see the traceback in the log of that rank"
 
 
 def test_an_error_of_the_coordinator_is_raised_on_all() -> None:
@@ -162,16 +162,16 @@ def test_a_silent_rank_is_named_after_the_time_out(silent: int) -> None:
         try:
             group.all_gather(None)
         except UcformatError as error:
-            return error, group.whole
+            return error, group.intact
         finally:
             over.release()
 
     found = together(3, act)
     assert found.pop(silent) == [True, True]
-    for error, whole in found:
+    for error, intact in found:
         assert f"rank {silent} died or has been unresponsive for" in error.message
         assert error.hint is not None
-        assert not whole
+        assert not intact
 
 
 def test_a_broken_group_says_so_and_a_new_one_is_made() -> None:
@@ -182,12 +182,12 @@ def test_a_broken_group_says_so_and_a_new_one_is_made() -> None:
             return None
         with pytest.raises(UcformatError, match="rank 1"):
             group.all_gather(None)
-        return group.whole
+        return group.intact
 
     assert together(2, act) == [False, None]
 
 
 def test_without_torch_distributed_there_is_one_rank() -> None:
     group = group_of()
-    assert (group.rank, group.size, group.whole) == (0, 1, True)
+    assert (group.rank, group.size, group.intact) == (0, 1, True)
     assert group.all_gather("x") == ["x"]

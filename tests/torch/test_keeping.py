@@ -157,7 +157,7 @@ def test_with_a_grace_bytes_stay_but_are_not_restored(tmp_path: Path, catalog: C
     (one,) = catalog.find("state = 'deleted'")
     assert one.step == 1
     data_file(place / "step-00000002").unlink()
-    with pytest.raises(IntegrityError, match="none is whole") as caught:
+    with pytest.raises(IntegrityError, match="are damaged") as caught:
         manager_of(place).restore_latest(state_at(0))
     assert "step-00000001" not in str(caught.value)
     catalog.restore(one.id)
@@ -179,7 +179,7 @@ def test_copies_elsewhere_and_a_young_catalog_lose_nothing(
             manager.save(4, state_at(4))
         assert folders(place) == names(1, 4)
         assert ucformat.verify(tmp_path / "archive")
-    assert caplog.text.count("it lies elsewhere too") == 1
+    assert caplog.text.count("it has another location too") == 1
 
 
 def test_what_is_protected_is_not_replaced(tmp_path: Path, catalog: Catalog) -> None:
@@ -208,4 +208,4 @@ def test_a_catalog_that_nobody_named_and_that_cannot_be_opened_keeps_nothing(
         for step in (1, 2):
             manager.save(step, state_at(step))
     assert folders(tmp_path / "run") == names(2)
-    assert "is kept without a catalog" in caplog.text
+    assert "is applied to" in caplog.text

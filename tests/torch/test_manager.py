@@ -241,7 +241,7 @@ def test_a_failure_in_the_background_does_not_hinder_the_last_save(
         manager.save(2, state_at(2))
         os.kill(os.getpid(), signal.SIGTERM)
         assert isinstance(manager.save(2, state_at(2)), Saved)
-    assert "is made up for by the last one" in caplog.text
+    assert "the last checkpoint replaces it" in caplog.text
     assert restored(tmp_path)[0] == 2
 
 

@@ -119,7 +119,7 @@ def test_pickles_are_opened_where_that_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_an_object_cannot_be_called_as_ours_are(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match='has an object "per_rank", which is our own name'):
+    with pytest.raises(UsageError, match='has an object "per_rank", which is a reserved name'):
         save({"per_rank": 1, "x": PerRank(1)}, tmp_path / "ck")
     assert not (tmp_path / "ck" / "manifest.json").exists()
 

@@ -83,7 +83,7 @@ def test_where_all_is_damaged_training_does_not_begin_anew_unasked(tmp_path: Pat
     fill(tmp_path, 1, 2)
     for folder in tmp_path.iterdir():
         data_file(folder).unlink()
-    with pytest.raises(IntegrityError, match="none is whole") as caught:
+    with pytest.raises(IntegrityError, match="are damaged") as caught:
         manager_of(tmp_path).restore_latest(state_at(0))
     assert all(name in str(caught.value) for name in names(1, 2))
 

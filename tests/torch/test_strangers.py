@@ -242,7 +242,7 @@ def test_a_rank_that_sends_a_pickle_is_refused(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(rank, range(2)))
     assert [type(e) for e in found] == [IntegrityError] * 2
-    assert all("a message of another rank cannot be read" in e.message for e in found)
+    assert all("a message from another rank cannot be decoded" in e.message for e in found)
     assert not (tmp_path / "ran").exists()
 
 
@@ -251,7 +251,7 @@ def test_the_secret_is_not_left_at_the_store() -> None:
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda r: connect_by_store(store, r, 2, PATIENCE), range(2)))
     assert not store.check(["secret"])
-    assert store.check(["host/0", "place/1"])
+    assert store.check(["host/0", "address/1"])
 
 
 def test_a_rank_that_cannot_listen_is_named_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +284,7 @@ def test_a_rank_that_cannot_listen_is_named_on_all(monkeypatch: pytest.MonkeyPat
 )
 def test_where_a_rank_listens(monkeypatch: pytest.MonkeyPatch, others: list[Host], expected: str) -> None:
     bound: list[Any] = []
-    monkeypatch.setattr(handshake, "_way_to", lambda host, _: "10.1.2.3" if host else "")
+    monkeypatch.setattr(handshake, "_route_to", lambda host, _: "10.1.2.3" if host else "")
     monkeypatch.setattr(handshake, "_own_address", lambda: "10.9.9.9")
     monkeypatch.setattr(socket, "create_server", lambda address, **_: bound.append(address))
     listen([Host("here", ""), Host("here", ""), *others], 0)

@@ -66,7 +66,7 @@ TOLD: list[tuple[Any, Any]] = [
     ),
     (WorkerStart(1, (("10.0.0.1", 1234), ("::1", 5)), b"s" * 32, 7, 30.0), WorkerStart),
     *((order, Command) for order in (MapBuffer(0, 4096), UnmapBuffer(3), StagingFailed(2, "no memory"))),
-    *((answer, Reply) for answer in (Heartbeat(), JobDone(1, Saved("u", "id", 3, 0.5, 1.5), whole=True))),
+    *((answer, Reply) for answer in (Heartbeat(), JobDone(1, Saved("u", "id", 3, 0.5, 1.5), intact=True))),
     (SaveMetadata(lineage=(LineageDoc(kind="resume", url="u"),)), SaveMetadata),
     (Report("u", "ucformat", 1, 2, 3, (Problem("c/0", "damaged", "w (weight)"),), ("v",)), Report),
 ]
@@ -94,7 +94,7 @@ def test_pickles_are_refused_and_not_run(tmp_path: Path, kind: Any) -> None:
 
 
 def test_an_error_of_a_writer_is_told_with_its_words() -> None:
-    found = decode(encode(JobDone(1, Conflict("x", hint="y"), whole=False), Reply), Reply).outcome
+    found = decode(encode(JobDone(1, Conflict("x", hint="y"), intact=False), Reply), Reply).outcome
     assert (type(found), found.message, found.hint) == (Conflict, "x", "y")
 
 

@@ -145,14 +145,14 @@ def test_other_errors_are_told_as_the_nearest_of_ours(error: BaseException, kind
         ({"a": {"b": [1, object()]}}, Any, "a.b.1 cannot be sent to other ranks: it is a object"),
         (replace(SAMPLE, anything={"c": {"lr": np.float32(1)}}), Sample, "Sample.anything: c.lr cannot be sent"),
         ({"path": Path("x")}, Any, "path cannot be sent to other ranks: it is a PosixPath"),
-        ({1: "a"}, Mapping[str, str], "what should be text is 1, a int"),
-        (1.5, int, "what should be an integer"),
-        (1 << 63, int, "what should be an integer of 64 bits is not"),
-        ("x", float, "what should be a number is not"),
-        (object(), Sample, "what should be a Sample is a object"),
-        (object(), int | None, "a object was given where int | None is expected"),
+        ({1: "a"}, Mapping[str, str], "expected a string, got 1, a int"),
+        (1.5, int, "expected an integer"),
+        (1 << 63, int, "expected an integer of 64 bits"),
+        ("x", float, "expected a number"),
+        (object(), Sample, "expected a Sample, got a object"),
+        (object(), int | None, "expected int | None, got a object"),
         (np.array([object()]), NDArray[np.uint32], "an array of object cannot be sent"),
-        (1, None, "a int was given where nothing is expected"),
+        (1, None, "expected None, got a int"),
     ],
     ids=lambda p: p if isinstance(p, str) else "",  # values have addresses
 )
@@ -165,9 +165,9 @@ def test_what_cannot_be_told_is_an_error_that_names_it(value: Any, kind: Any, wo
 @pytest.mark.parametrize("kind", [Sample, Any, list[bytes], int | Sample, None, BaseException], ids=str)
 def test_pickles_are_refused_and_not_run(tmp_path: Path, kind: Any) -> None:
     file = tmp_path / "ran"
-    with pytest.raises(IntegrityError, match="a message of another rank cannot be read") as caught:
+    with pytest.raises(IntegrityError, match="a message from another rank cannot be decoded") as caught:
         decode(pickle.dumps(Attack(file)), kind)
-    assert caught.value.hint == "do all ranks run the same version of ucformat?"
+    assert caught.value.hint == "check that all ranks run the same version of ucformat"
     assert not file.exists()
 
 
@@ -226,5 +226,5 @@ def test_arrays_of_other_things_than_numbers_are_refused(change: Callable[[bytes
 
 
 def test_one_kind_is_never_read_as_another() -> None:
-    with pytest.raises(IntegrityError, match="it tells values of another kind"):
+    with pytest.raises(IntegrityError, match="it contains values of another kind"):
         decode(encode((1, "a"), tuple[int, str]), tuple[int, str, int])

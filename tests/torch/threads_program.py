@@ -134,7 +134,7 @@ def stopped_writer(folder: Path, stuck: int) -> Any:
     """
 
     def stop() -> None:
-        (mine,) = background._backgrounds.values()
+        (mine,) = background._writers.values()
         if dist.get_rank() == stuck:
             os.kill(mine._process.pid, signal.SIGSTOP)
             mine.group.timeout = 0.5
@@ -166,7 +166,7 @@ def made_anew(folder: Path) -> Any:
         handle = async_save(state_of(number), folder / f"{number}", timeout=TIMEOUT, **SMALL)
         handle.wait(PATIENCE)
         buffers = [p for p in Path("/proc/self/fd").iterdir() if "ucformat-stage" in os.path.realpath(p)]
-        seen.append((len(background._backgrounds), len(children()), len(buffers)))
+        seen.append((len(background._writers), len(children()), len(buffers)))
         rank, size = dist.get_rank(), dist.get_world_size()
         dist.destroy_process_group()
         store = dist.FileStore(str(folder / f"store-again-{number}"), size)

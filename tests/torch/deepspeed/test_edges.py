@@ -50,7 +50,7 @@ def test_the_client_state_comes_back(chosen: Callable[[], Path]) -> None:
     found = facts(folder)
     assert found["client"] == {"epoch": 3, "of": [1, 2.5], "7": {"$odd": None}}
     assert found["ranks"] == {"own": [[0], [1]]}
-    assert "'client_state' has another value on rank 1" in found["unlike"]
+    assert "'client_state' has a different value on rank 1" in found["unlike"]
     ck = ucformat.open(str(folder / "zarr"))
     assert ck.manifest.config["zero_optimization"]["stage"] == 3
     assert ck.objects["client_state"]["ema"] == {"a": {"$ref": "client_state.ema.a"}}

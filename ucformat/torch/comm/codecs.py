@@ -1,4 +1,4 @@
-"""How values of one kind become columns of a message: arrays of numbers and runs of bytes, in one order."""
+"""Codecs that encode values of one kind as columns of a message: arrays of numbers and runs of bytes, in order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Mapping
 from itertools import accumulate, chain, pairwise
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,134 +15,214 @@ import numpy as np
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
     from ucformat.storage.base import Bytes
 
 __all__ = [
-    "As",
     "Codec",
     "ColumnReader",
     "ColumnWriter",
-    "Fields",
+    "Converted",
     "Float",
     "Int",
-    "Many",
     "Map",
-    "Nothing",
+    "Null",
     "RawBytes",
+    "Repeated",
     "Str",
-    "Union",
 ]
 
-_HEAD = struct.Struct("<8sI")  # the digest of the kind, and the number of columns
-_NARROW = 64  # values from which on it pays to look whether fewer bytes hold them
-_INTEGERS = (np.int8, np.int16, np.int32)
+_HEADER = struct.Struct("<8sI")  # the digest of the kind, and the number of columns
+_MIN_TO_NARROW = 64  # values; shorter columns of integers are always written in 64 bits
+_NARROW_DTYPES = (np.int8, np.int16, np.int32)
 
 
 class ColumnWriter:
-    """The columns of a message that is written, in order."""
+    """Builds a message column by column."""
 
     def __init__(self) -> None:
         self.codes = bytearray()
         self.parts: list[Bytes | array[Any]] = []
 
     def put(self, code: str, data: Bytes | array[Any]) -> None:
-        """The next column; codes are those of `array` and NumPy."""
+        """Append a column.
+
+        Args:
+            code: the type of the elements, as `array` and NumPy name it.
+            data: the elements.
+        """
         self.codes += code.encode()
         self.parts.append(data)
 
     def integers(self, values: Sequence[int]) -> None:
-        """A column of integers; TypeError or OverflowError where they are none of 64 bits."""
+        """Append a column of integers, in the narrowest type that holds them all.
+
+        Args:
+            values: integers of 64 bits, signed.
+
+        Raises:
+            TypeError: a value is not an integer.
+            OverflowError: a value does not fit in 64 bits.
+        """
         wide = array("q", values)
-        if len(wide) >= _NARROW:
-            many = np.frombuffer(wide, np.int64)
-            low, high = many.min(), many.max()
-            for narrow in _INTEGERS:
+        if len(wide) >= _MIN_TO_NARROW:
+            found = np.frombuffer(wide, np.int64)
+            low, high = found.min(), found.max()
+            for narrow in _NARROW_DTYPES:
                 if np.iinfo(narrow).min <= low and high <= np.iinfo(narrow).max:
-                    self.put(np.dtype(narrow).char, many.astype(narrow).data)
+                    self.put(np.dtype(narrow).char, found.astype(narrow).data)
                     return
         self.put("q", wide)
 
     def blank(self, count: int) -> None:
-        """So many values that say nothing: a byte for each, so that few bytes never stand for many values."""
+        """Append a column for values without content.
+
+        Each takes one byte, so that a short message cannot decode to a large number of values.
+
+        Args:
+            count: the number of values.
+        """
         self.put("B", bytes(count))
 
-    def joined(self, digest: bytes) -> bytes:
-        """The message."""
+    def to_bytes(self, digest: bytes) -> bytes:
+        """Return the message.
+
+        Args:
+            digest: identifies the kind of the values, 8 bytes.
+        """
         sizes = array("q", [memoryview(p).nbytes for p in self.parts])
-        return b"".join([_HEAD.pack(digest, len(sizes)), self.codes, sizes, *self.parts])
+        return b"".join([_HEADER.pack(digest, len(sizes)), self.codes, sizes, *self.parts])
 
 
 class ColumnReader:
-    """The columns of a message that is read, each once and in order."""
+    """Reads the columns of a message, each once and in order.
+
+    Args:
+        data: the message.
+        digest: identifies the expected kind, as given to `ColumnWriter.to_bytes`.
+
+    Raises:
+        ValueError: the message is malformed, or of another kind.
+    """
 
     def __init__(self, data: memoryview, digest: bytes) -> None:
-        told, count = _HEAD.unpack_from(data)
-        if told != digest:
-            raise ValueError("it tells values of another kind")
-        begin = _HEAD.size + 9 * count
-        sizes = np.frombuffer(data[_HEAD.size + count : begin], np.int64).tolist()
+        found, count = _HEADER.unpack_from(data)
+        if found != digest:
+            raise ValueError("it contains values of another kind")
+        begin = _HEADER.size + 9 * count
+        sizes = np.frombuffer(data[_HEADER.size + count : begin], np.int64).tolist()
         if len(sizes) != count or any(n < 0 for n in sizes) or begin + sum(sizes) != len(data):
             raise ValueError("its sizes are wrong")
         ends = [*accumulate(sizes, initial=begin)]
-        self._columns = zip(bytes(data[_HEAD.size :][:count]).decode("ascii"), pairwise(ends), strict=True)
+        self._columns = zip(bytes(data[_HEADER.size :][:count]).decode("ascii"), pairwise(ends), strict=True)
         self._data = data
 
     def take(self, codes: str) -> NDArray[Any]:
-        """The next column, which must be of one of these codes."""
+        """Read the next column.
+
+        Args:
+            codes: the allowed type codes, as one string.
+
+        Raises:
+            ValueError: no column is left, or it has another type.
+        """
         code, (begin, end) = next(self._columns, ("", (0, 0)))
         if not code or code not in codes:
-            raise ValueError(f"a column is of type {code!r}, and should be of one of {codes!r}")
+            raise ValueError(f"a column has type {code!r}, expected one of {codes!r}")
         return np.frombuffer(self._data[begin:end], code)
 
     def integers(self, count: int, low: int = -(1 << 63), high: int = 1 << 63) -> list[int]:
-        """So many integers, all of them `low <= i < high`."""
+        """Read a column of integers.
+
+        Args:
+            count: the expected number of values.
+            low: the least allowed value.
+            high: the end of the allowed range, exclusive.
+
+        Raises:
+            ValueError: the column has another length, or a value is out of range.
+        """
         found = self.take("bhiq")
         if len(found) != count or (count and not (low <= int(found.min()) and int(found.max()) < high)):
-            raise ValueError("a column has other numbers than it should")
+            raise ValueError("a column does not have the expected integers")
         return found.tolist()  # type: ignore[no-any-return]
 
     def lengths(self, count: int) -> list[int]:
-        """So many lengths of what follows."""
+        """Read a column of lengths.
+
+        Args:
+            count: the expected number of lengths.
+        """
         return self.integers(count, 0, 1 << 48)
 
     def blank(self, count: int) -> None:
-        """So many values that say nothing."""
+        """Read a column that `ColumnWriter.blank` wrote.
+
+        Args:
+            count: the expected number of values.
+
+        Raises:
+            ValueError: the column has another length.
+        """
         if len(self.take("B")) != count:
-            raise ValueError("a column has other values than it should")
+            raise ValueError("a column does not have the expected length")
 
     def end(self) -> None:
-        """ValueError where a column is left."""
+        """Check that all columns were read.
+
+        Raises:
+            ValueError: a column is left.
+        """
         if next(self._columns, None) is not None:
-            raise ValueError("it goes on where it should end")
+            raise ValueError("it has more columns than expected")
 
 
 class Codec(ABC):
-    """How values of one kind are columns; `types` are those of the values, by which unions choose."""
+    """Encodes and decodes values of one kind.
+
+    `types` are the Python types of the values, by which a `Union` chooses. `text` describes the encoding, on which the
+    sender and the receiver must agree.
+    """
 
     types: tuple[type, ...] = ()
-    text: str  # what both sides must agree on
+    text: str
 
     @abstractmethod
     def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
-        """Put values into the next columns; UsageError where one is not of the kind."""
+        """Append values as columns.
+
+        Args:
+            values: all of this kind.
+            out: where to append.
+
+        Raises:
+            UsageError: a value is not of this kind.
+        """
 
     @abstractmethod
     def read(self, count: int, source: ColumnReader) -> list[Any]:
-        """So many values of the next columns; ValueError where these are not what `write` makes."""
+        """Read the columns that `write` appended.
+
+        Args:
+            count: the number of values.
+            source: where to read.
+
+        Raises:
+            ValueError: the columns are not what `write` appends.
+        """
 
 
-class Nothing(Codec):
+class Null(Codec):
     """`None`."""
 
     types, text = (types.NoneType,), "None"
 
     def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
         if any(v is not None for v in values):
-            raise UsageError(f"a {type(values[0]).__name__} was given where nothing is expected")
+            raise UsageError(f"expected None, got a {type(next(v for v in values if v is not None)).__name__}")
         out.blank(len(values))
 
     def read(self, count: int, source: ColumnReader) -> list[Any]:
@@ -152,7 +231,7 @@ class Nothing(Codec):
 
 
 class Int(Codec):
-    """Integers of 64 bits, in as few bytes as hold them all."""
+    """Integers of 64 bits, in the narrowest type that holds them all."""
 
     def __init__(self, of: type = int) -> None:
         self.types, self.text = (of,), of.__name__
@@ -161,7 +240,7 @@ class Int(Codec):
         try:
             out.integers(values)
         except (TypeError, OverflowError) as error:
-            raise UsageError(f"what should be an integer of 64 bits is not: {error}") from None
+            raise UsageError(f"expected an integer of 64 bits: {error}") from None
 
     def read(self, count: int, source: ColumnReader) -> list[Any]:
         found = source.integers(count)
@@ -169,7 +248,7 @@ class Int(Codec):
 
 
 class Float(Codec):
-    """Numbers of 64 bits."""
+    """Floating-point numbers of 64 bits."""
 
     types, text = (float,), "float"
 
@@ -177,17 +256,17 @@ class Float(Codec):
         try:
             out.put("d", array("d", values))
         except (TypeError, OverflowError) as error:
-            raise UsageError(f"what should be a number is not: {error}") from None
+            raise UsageError(f"expected a number: {error}") from None
 
     def read(self, count: int, source: ColumnReader) -> list[Any]:
         found = source.take("d")
         if len(found) != count:
-            raise ValueError("a column has other numbers than it should")
+            raise ValueError("a column does not have the expected length")
         return found.tolist()  # type: ignore[no-any-return]
 
 
 class Str(Codec):
-    """Each text once, and which of them are meant."""
+    """Strings: each distinct one once, and an index into these for each value."""
 
     types, text = (str,), "str"
 
@@ -198,7 +277,7 @@ class Str(Codec):
             joined = "".join(index)
         except TypeError:
             odd = next(v for v in index if not isinstance(v, str))
-            raise UsageError(f"what should be text is {odd!r}, a {type(odd).__name__}") from None
+            raise UsageError(f"expected a string, got {odd!r}, a {type(odd).__name__}") from None
         out.integers(list(map(len, index)))
         out.put("B", joined.encode("utf-8", "surrogatepass"))
 
@@ -207,9 +286,9 @@ class Str(Codec):
         whole = source.take("B").tobytes().decode("utf-8", "surrogatepass")
         ends = [*accumulate(sizes.tolist(), initial=0)]
         if len(codes) != count or ends[-1] != len(whole) or (len(sizes) and int(sizes.min()) < 0):
-            raise ValueError("a column has other text than it should")
+            raise ValueError("a column of strings is malformed")
         if count and not (int(codes.min()) >= 0 and int(codes.max()) < len(sizes)):
-            raise ValueError("a column names text that is not there")
+            raise ValueError("a column refers to a string that is missing")
         known = [whole[a:b] for a, b in pairwise(ends)]
         return [known[i] for i in codes.tolist()]
 
@@ -227,12 +306,12 @@ class RawBytes(Codec):
         ends = [*accumulate(source.lengths(count), initial=0)]
         whole = source.take("B").data
         if ends[-1] != len(whole):
-            raise ValueError("a column has other bytes than it should")
+            raise ValueError("a column of bytes does not have the expected length")
         return [bytes(whole[a:b]) for a, b in pairwise(ends)]
 
 
-class As(Codec):
-    """Values that are told as others: `to` makes these, and `back` the values again."""
+class Converted(Codec):
+    """Values that are converted to another kind by `to`, and back by `back`."""
 
     def __init__(
         self, kinds: tuple[type, ...], inner: Codec, to: Callable[[Any], Any], back: Callable[[Any], Any], text: str
@@ -247,7 +326,7 @@ class As(Codec):
         return list(map(self.back, self.inner.read(count, source)))
 
 
-class Many(Codec):
+class Repeated(Codec):
     """`tuple[T, ...]`, `list[T]`, `frozenset[T]`."""
 
     def __init__(self, make: Any, inner: Codec) -> None:
@@ -285,66 +364,3 @@ class Map(Codec):
         sizes = source.lengths(count)
         keys, values = self.keys.read(sum(sizes), source), self.inner.read(sum(sizes), source)
         return [dict(zip(keys[a:b], values[a:b], strict=True)) for a, b in pairwise(accumulate(sizes, initial=0))]
-
-
-class Fields(Codec):
-    """Values of some fields: dataclasses, named tuples, and tuples of which each place has a kind of its own."""
-
-    def __init__(self, make: Callable[..., Any], kind: type, parts: Mapping[str, Codec]) -> None:
-        self.types, self.make = (kind,), make
-        self.parts = parts
-        self.text = f"{kind.__name__}({', '.join(f'{k}: {c.text}' for k, c in parts.items())})"
-
-    def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
-        kind = self.types[0]
-        if not all(type(v) is kind for v in values):
-            odd = next(v for v in values if type(v) is not kind)
-            raise UsageError(f"what should be a {kind.__name__} is a {type(odd).__name__}")
-        if kind is tuple:
-            columns: Iterable[Sequence[Any]] = zip(*values, strict=True) if values else [[]] * len(self.parts)
-            for part, column in zip(self.parts.values(), columns, strict=True):
-                part.write(column, out)
-            return
-        if not self.parts:
-            out.blank(len(values))
-        for name, part in self.parts.items():
-            try:
-                part.write(list(map(attrgetter(name), values)), out)
-            except UsageError as error:
-                raise type(error)(f"{kind.__name__}.{name}: {error.message}", hint=error.hint) from None
-
-    def read(self, count: int, source: ColumnReader) -> list[Any]:
-        columns = [part.read(count, source) for part in self.parts.values()]
-        if not columns:
-            source.blank(count)
-            return [self.make() for _ in range(count)]
-        return list(map(self.make, *columns))
-
-
-class Union(Codec):
-    """One of several kinds, by the type of the value."""
-
-    def __init__(self, parts: Sequence[Codec]) -> None:
-        self.parts = parts
-        self.types = tuple(t for part in parts for t in part.types)
-        self.text = " | ".join(part.text for part in parts)
-        self._exact = {t: i for i, part in enumerate(parts) for t in part.types}
-
-    def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
-        chosen = [self._exact.get(type(v), -1) for v in values]
-        if -1 in chosen:
-            chosen = [self._choose(v) if i < 0 else i for i, v in zip(chosen, values, strict=True)]
-        out.integers(chosen)
-        for number, part in enumerate(self.parts):
-            part.write([v for i, v in zip(chosen, values, strict=True) if i == number], out)
-
-    def _choose(self, value: Any) -> int:
-        for number, part in enumerate(self.parts):
-            if isinstance(value, part.types):
-                return number
-        raise UsageError(f"a {type(value).__name__} was given where {self.text} is expected")
-
-    def read(self, count: int, source: ColumnReader) -> list[Any]:
-        chosen = source.integers(count, 0, len(self.parts))
-        found = [iter(part.read(chosen.count(i), source)) for i, part in enumerate(self.parts)]
-        return [next(found[i]) for i in chosen]

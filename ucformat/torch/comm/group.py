@@ -1,11 +1,12 @@
-"""Connections of our own among the ranks that save or load together; the training's groups are never used.
+"""Collectives of ranks that save or load together, over connections of their own.
 
-They are made over the store of the process group, under a prefix of its own, and known to nobody else, so a thread can
-use them while training runs. Whatever goes wrong on one rank comes to all of them as one error that names the rank.
+The process groups of the training are never used, so a thread can communicate while training runs. The connections are
+set up through the store of the default process group, under a prefix of their own. An error on one rank is raised on
+all ranks, with the number of that rank in its message.
 
-Several threads may save and load at once, in another order on each rank. What the main thread does is in one order on
-all ranks, as collectives are. Any other thread has a channel for what it does (`save s3://bucket/run7/step-100`), whose
-messages have tags of their own: its number is given out by the store, so it is the same on all ranks.
+Several threads may save and load concurrently, in a different order on each rank. The main thread must make its calls
+in the same order on all ranks, as with any collective. Each other thread uses a channel for its call and url (`save
+s3://bucket/run7/step-100`), whose messages have tags of their own; the store assigns its number, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -14,18 +15,16 @@ import json
 import os
 import secrets
 import threading
-import time
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.distributed as dist
 
 from ucformat.errors import UcformatError, UsageError
-from ucformat.torch.comm.handshake import Host, connect, host_here, listen
+from ucformat.torch.comm.handshake import Host, connect, gather_through_store, host_here, listen
 from ucformat.torch.comm.links import Links
-from ucformat.torch.comm.wire import decode, encode, message
+from ucformat.torch.comm.wire import decode, encode, message, name_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,70 +40,79 @@ __all__ = [
     "group_for_call",
     "group_of",
     "is_live",
-    "name_rank",
     "single_process_group",
 ]
 
-#: Seconds after which an unresponsive rank is considered dead, so the longest that one may write while others wait.
-#: One that dies is noticed at once, by its broken connection.
+#: Seconds after which an unresponsive rank is considered dead, and so the longest time that a rank may write while
+#: others wait for it. A rank that dies is noticed at once, by its broken connection.
 TIMEOUT = 1800.0
 
-_NO_PLACE = "MASTER_ADDR and the route to it determine the interface on which ranks listen"
+_LISTEN_HINT = "MASTER_ADDR and the route to it determine the interface on which ranks listen"
 
-_made: dict[tuple[object, ...], Group] = {}
-_making: dict[tuple[object, ...], threading.Lock] = {}
-os.register_at_fork(after_in_child=_made.clear)
+_groups: dict[tuple[object, ...], Group] = {}
+#: By store, ranks and timeout.
+_locks: dict[tuple[object, ...], threading.Lock] = {}
+os.register_at_fork(after_in_child=_groups.clear)
 
 
 class Group:
-    """Some ranks, and this process among them; ranks count from 0 in this group.
+    """A group of ranks, numbered from 0, or one channel of it.
 
-    One channel of it: only one thread may use it at a time, save that another one may send while this one receives.
-    `what` says for which call, and is told with each message: ranks that call different things get an error.
+    Only one thread may use a channel at a time, except that a second one may send while the first receives. Each
+    message carries `call`, the name of the function that communicates: if ranks are in different calls, all raise.
     """
 
     def __init__(self, links: Links) -> None:
-        self._on(links, "", 0, {})
+        self._set_up(links, "", 0, {})
 
-    def _on(self, links: Links, what: str, number: int, channels: dict[str, Group]) -> Group:
-        self.links, self.what, self._number = links, what, number
-        self._channels = channels  # by name; the same of all groups that share the connections
+    def _set_up(self, links: Links, call: str, number: int, channels: dict[str, Group]) -> Group:
+        self.links, self.call, self._number = links, call, number
+        self._channels = channels  # by name; shared by all channels of these connections
         self.rank, self.size, self.timeout = links.rank, links.size, links.timeout
-        self.memory = links.memory  # what users remember from one act to the next, and forget with the connections
+        self.cache = links.cache  # what callers keep from one call to the next, as long as the connections exist
         self._turn = threading.Lock()
         self._users, self._counting = 0, threading.Lock()
         self._contested = False
         return self
 
     @property
-    def whole(self) -> bool:
-        """Whether no connection was found broken."""
-        return self.links.whole
+    def intact(self) -> bool:
+        """Whether no connection is broken."""
+        return self.links.intact
 
     def end(self) -> None:
-        """End the connections of all channels; the group can do nothing more."""
+        """Close the connections of all channels; the group cannot be used any more."""
         self.links.end()
 
-    def for_call(self, what: str) -> Group:
-        """This channel, for a call of this kind."""
-        return Group.__new__(Group)._on(self.links, what, self._number, self._channels)  # noqa: SLF001 - one of us
+    def for_call(self, call: str) -> Group:
+        """Return this channel for another call.
 
-    def channel(self, what: str, name: str) -> Group:
-        """The channel of this name, for a call of this kind, whichever rank asks for it first."""
+        Args:
+            call: the name of the function that communicates.
+        """
+        return Group.__new__(Group)._set_up(self.links, call, self._number, self._channels)  # noqa: SLF001 - own class
+
+    def channel(self, call: str, name: str) -> Group:
+        """Return the channel of a name, which is created on first use.
+
+        Args:
+            call: the name of the function that communicates.
+            name: of the channel, the same on all ranks.
+        """
         if self.size == 1:
             return self
         links = self.links
         with links.opening:
             if name not in self._channels:
                 with links.communicating("to open a channel at the store of", 0):
-                    number = links.number_of(name)
-                made = Group.__new__(Group)._on(links, what, number, self._channels)  # noqa: SLF001 - one of us
+                    number = links.channel_number(name)
+                made = Group.__new__(Group)._set_up(links, call, number, self._channels)  # noqa: SLF001 - own class
                 self._channels[name] = made
             return self._channels[name]
 
     @contextmanager
     def exclusive(self) -> Iterator[Group]:
-        """Use the channel in this thread alone; where several of one rank use it at once, all ranks raise."""
+        """Use the channel in this thread alone; if several threads of a rank use it at once, all ranks raise."""
         with self._counting:
             self._users += 1
             self._contested = self._contested or self._users > 1
@@ -117,19 +125,33 @@ class Group:
                 self._contested = self._contested and self._users > 0
 
     def send(self, data: NDArray[np.uint8], to: int, *, bulk: bool = False) -> None:
-        """Send bytes; returns when they are gone.
+        """Send bytes to a rank; they are received in the order in which they are sent, bulk data and messages apart.
 
-        Those of one rank for another are received in the order in which they are sent, `bulk` and others apart.
+        Args:
+            data: the bytes, contiguous; may be changed when this returns.
+            to: the receiving rank.
+            bulk: send when the receiver has its buffer ready, so that it need not allocate memory.
         """
         if self.size > 1 and data.size:
             self.links.send(to, self._tag(bulk), data.data.cast("B"), bulk=bulk)
 
     def receive(self, out: NDArray[np.uint8], source: int, *, bulk: bool = False) -> None:
-        """Fill `out` with the bytes that a rank sends."""
+        """Receive bytes from a rank.
+
+        Args:
+            out: the buffer to fill, of exactly the size that is sent.
+            source: the sending rank.
+            bulk: as given to `send`.
+        """
         self.receive_all({source: out}, bulk=bulk)
 
     def receive_all(self, buffers: Mapping[int, NDArray[np.uint8]], *, bulk: bool = False) -> None:
-        """Fill several buffers, each with the bytes that the rank of this number sends."""
+        """Receive bytes from several ranks.
+
+        Args:
+            buffers: the buffers to fill, by sending rank.
+            bulk: as given to `send`.
+        """
         wanted = {source: out for source, out in buffers.items() if self.size > 1 and out.size}
         if bulk:
             self.links.receive_bulk(self._tag(bulk), {source: out.data.cast("B") for source, out in wanted.items()})
@@ -144,89 +166,90 @@ class Group:
         return 2 * self._number + bulk
 
     def gather_scatter(
-        self, value: Any, then: Callable[[list[Any]], Sequence[Any]], kind: Any = Any, answers: Any = Any
+        self, value: Any, compute: Callable[[list[Any]], Sequence[Any]], kind: Any = Any, answer_kind: Any = Any
     ) -> Any:
-        """Gather values on rank 0, where `then` makes of them an answer for each rank; this rank's answer.
-
-        A value, or an outcome of `then`, that is an exception is raised on all ranks, and says which rank it is of.
+        """Gather values on rank 0, compute an answer for each rank there, and scatter the answers.
 
         Args:
-            value: what this rank tells.
-            then: called on rank 0 with the values of all ranks.
-            kind: of what kind the values are, as `ucformat.torch.comm.wire` has it.
-            answers: of what kind the answers are.
+            value: of this rank; an exception is raised on all ranks, with the number of this rank in its message.
+            compute: called on rank 0 with the values of all ranks; returns the answers by rank, or raises on all ranks.
+            kind: the type of the values, an annotation that `ucformat.torch.comm.wire` supports.
+            answer_kind: the type of the answers.
+
+        Returns:
+            the answer for this rank.
         """
         if self._contested and not isinstance(value, BaseException):
             value = UsageError(
-                f"several threads call {self.what} with the same url at once, and ranks cannot tell them apart",
-                hint="give each a process group of its own as `group`",
+                f"several threads call {self.call} with the same url at once, and ranks cannot tell these calls apart",
+                hint="pass a different process group as `group` in each thread",
             )
         if self.rank:
             try:
-                said = self._encode(value, kind)
+                encoded = self._encode(value, kind)
             except UsageError as error:
-                said = self._encode(error, kind)
-            self._send_message(0, said)
-            answer = self._receive_message(0).value(answers)
+                encoded = self._encode(error, kind)
+            self._send_message(0, encoded)
+            answer = self._receive_message(0).value(answer_kind)
         else:
-            answer = self._answer(value, then, kind, answers)
+            answer = self._answer(value, compute, kind, answer_kind)
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
-    def _answer(self, value: Any, then: Callable[[list[Any]], Sequence[Any]], kind: Any, answers: Any) -> Any:
-        """Rank 0's half of `gather_scatter`."""
+    def _answer(self, value: Any, compute: Callable[[list[Any]], Sequence[Any]], kind: Any, answer_kind: Any) -> Any:
+        """Rank 0's part of `gather_scatter`."""
         found: Sequence[Any] = ()
         try:
-            told = [self._receive_message(r) for r in range(1, self.size)]
-            self._check_same_call(told)
-            errors = [value if isinstance(value, BaseException) else None, *(t.error for t in told)]
+            received = [self._receive_message(r) for r in range(1, self.size)]
+            self._check_same_call(received)
+            errors = [value if isinstance(value, BaseException) else None, *(m.error for m in received)]
             failed = next(((r, e) for r, e in enumerate(errors) if e is not None), None)
             if failed is not None:
                 found = [name_rank(*failed, self.size)] * self.size
             else:
-                found = then([value, *(t.value(kind) for t in told)])
-            said = self._encode_all(found, answers)
-        except Exception as error:  # noqa: BLE001 - it is everybody's
+                found = compute([value, *(m.value(kind) for m in received)])
+            encoded = self._encode_all(found, answer_kind)
+        except Exception as error:  # noqa: BLE001 - raised on all ranks
             found = [error] * self.size
-            said = self._encode_all(found, answers)
-        for rank, one in enumerate(said, 1):
-            self._send_message(rank, one)
+            encoded = self._encode_all(found, answer_kind)
+        for rank, data in enumerate(encoded, 1):
+            self._send_message(rank, data)
         return found[0]
 
     def _encode_all(self, values: Sequence[Any], kind: Any) -> list[bytes]:
-        """The messages for all ranks but the first; what several get is encoded once."""
-        said: list[bytes] = []
+        """The messages to all ranks but rank 0; a value that consecutive ranks get is encoded once."""
+        encoded: list[bytes] = []
         for rank in range(1, self.size):
             same = rank > 1 and values[rank] is values[rank - 1]
-            said.append(said[-1] if same else self._encode(values[rank], kind))
-        return said
+            encoded.append(encoded[-1] if same else self._encode(values[rank], kind))
+        return encoded
 
-    def _check_same_call(self, told: Sequence[_Envelope]) -> None:
-        """UsageError where ranks are in different calls."""
-        for rank, one in enumerate(told, 1):
-            if one.what != self.what:
+    def _check_same_call(self, received: Sequence[_Envelope]) -> None:
+        """UsageError if ranks are in different calls."""
+        for rank, envelope in enumerate(received, 1):
+            if envelope.call != self.call:
                 raise UsageError(
-                    f"rank {rank} calls {one.what} while rank 0 calls {self.what}",
+                    f"rank {rank} calls {envelope.call} while rank 0 calls {self.call}",
                     hint="make the same calls in the same order on all ranks; concurrent threads need different urls",
                 )
 
     def _encode(self, value: Any, kind: Any) -> bytes:
-        """A message with a value, or with why there is none; UsageError where that cannot be told."""
+        """A message with a value or an error; UsageError if the value cannot be encoded."""
         if isinstance(value, BaseException):
-            return encode(_Envelope(self.what, value, b""), _Envelope)
-        return encode(_Envelope(self.what, None, encode(value, kind)), _Envelope)
+            return encode(_Envelope(self.call, value, b""), _Envelope)
+        return encode(_Envelope(self.call, None, encode(value, kind)), _Envelope)
 
     def _send_message(self, to: int, data: bytes) -> None:
         self.send(np.frombuffer(data, np.uint8), to)
 
     def _receive_message(self, source: int) -> _Envelope:
-        said: _Envelope = decode(self._received(source), _Envelope)
-        return said
+        envelope: _Envelope = decode(self._received(source), _Envelope)
+        return envelope
 
     @contextmanager
     def sharing_errors(self) -> Iterator[None]:
-        """Send what is raised inside to the other ranks in their next `gather_scatter`, so that all ranks raise it."""
+        """If an error is raised inside, send it to the other ranks in their next collective, so that all raise it."""
         try:
             yield
         except Exception as error:
@@ -234,56 +257,66 @@ class Group:
             raise
 
     def all_gather(self, value: Any, kind: Any = Any) -> list[Any]:
-        """The values of all ranks, on every rank; an exception among them is raised on all."""
+        """Gather the values of all ranks on every rank.
+
+        Args:
+            value: of this rank; an exception is raised on all ranks.
+            kind: the type of the values, as for `gather_scatter`.
+        """
         found: list[Any] = self.gather_scatter(value, lambda values: [values] * self.size, kind, list[kind])
         return found
 
 
 @message
 class _Envelope:
-    """What a rank sends in a collective, and in which call; `told` is its value, encoded."""
+    """A message of a collective: the call of the sender, and its error or its encoded value."""
 
-    what: str
+    call: str
     error: BaseException | None
-    told: bytes
+    data: bytes
 
     def value(self, kind: Any) -> Any:
         """The value, or the error."""
-        return decode(self.told, kind) if self.error is None else self.error
+        return decode(self.data, kind) if self.error is None else self.error
 
 
 def single_process_group() -> Group:
-    """The group of this process alone."""
+    """Return a group that consists of this process alone."""
     return Group(Links({}, 0, 1, TIMEOUT))
 
 
-def group_of(process_group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT, what: str = "") -> Group:
-    """Our group over the ranks of a process group (None: of all), made when it is first asked for.
+def group_of(process_group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT, call: str = "") -> Group:
+    """Return the group of the ranks of a process group; it is created on first use, in a collective call.
 
-    All of its ranks must ask. Without torch.distributed it is this process alone. In the main thread it is one channel,
-    whatever it is for; in others it is that of `what` and the process group.
+    The main thread always gets the same channel; any other thread gets one for `call` and the process group. Without
+    torch.distributed the group is this process alone.
+
+    Args:
+        process_group: the ranks (None: all).
+        timeout: seconds after which an unresponsive rank is considered dead.
+        call: the function that communicates and what it works on, as `save s3://bucket/run7/step-100`.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        _made.clear()
+        _groups.clear()
         return single_process_group()
     wanted = process_group or dist.group.WORLD
     ranks = tuple(dist.get_process_group_ranks(wanted))
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way to the store
     key = (id(store), ranks, timeout)
-    with _making.setdefault(key, threading.Lock()):
-        if key not in _made or not _made[key].whole:
-            for old in [k for k, g in _made.items() if g.links.store is not store]:  # of an earlier init_process_group
-                del _made[old]
-            _made[key] = _make(store, ranks, timeout)
-        made = _made[key]
-    call = what.partition(" ")[0]
-    if not what or threading.current_thread() is threading.main_thread():
-        return made.for_call(call)
-    return made.channel(call, f"{wanted.group_name} {what}")
+    with _locks.setdefault(key, threading.Lock()):
+        if key not in _groups or not _groups[key].intact:
+            for old in [k for k, g in _groups.items() if g.links.store is not store]:  # before init_process_group
+                del _groups[old]
+            _groups[key] = _make(store, ranks, timeout)
+        made = _groups[key]
+    function = call.partition(" ")[0]
+    if not call or threading.current_thread() is threading.main_thread():
+        return made.for_call(function)
+    return made.channel(function, f"{wanted.group_name} {call}")
 
 
 def _make(store: dist.Store, ranks: tuple[int, ...], timeout: float) -> Group:
-    """A new group. Each rank counts in the store how often it made this one: one that broke is made anew by all."""
+    """A new group. Each rank counts its attempts in the store, so that after a failure all ranks use a new prefix."""
     name = f"ucformat/{'-'.join(map(str, ranks)) if len(ranks) < dist.get_world_size() else 'all'}/{timeout}"
     rank = ranks.index(dist.get_rank())
     count = store.add(f"{name}/count/{rank}", 1) if len(ranks) > 1 else 1
@@ -293,57 +326,53 @@ def _make(store: dist.Store, ranks: tuple[int, ...], timeout: float) -> Group:
 
 
 def connect_by_store(store: dist.Store, rank: int, size: int, timeout: float) -> Links:
-    """The connections among ranks that meet at a store, which nobody else uses; all of them call this.
+    """Connect ranks with each other through a store; all of them call this.
+
+    Args:
+        store: used by nothing else.
+        rank: of this process, from 0.
+        size: the number of ranks.
+        timeout: seconds to wait for the other ranks, and then for each message.
 
     Raises:
-        UcformatError: one does not come within so many seconds.
+        UcformatError: a rank did not join in time, or cannot listen.
     """
     if size == 1:
         return Links({}, rank, size, timeout, store)
     if not rank:
         store.set("secret", secrets.token_hex(32))
     mine = host_here(store)
-    known = _gather_at_store(store, "host", json.dumps([mine.identity, mine.address]), rank, size, timeout)
+    known = gather_through_store(store, "host", json.dumps([mine.identity, mine.address]), rank, size, timeout)
     try:
         listener = listen([Host(*h) for h in known], rank)
     except OSError as error:
-        store.set(f"place/{rank}", json.dumps(["", str(error)]))
-        raise UcformatError(f"rank {rank} cannot listen: {error}", hint=_NO_PLACE) from error
+        store.set(f"address/{rank}", json.dumps(["", str(error)]))
+        raise UcformatError(f"rank {rank} cannot listen: {error}", hint=_LISTEN_HINT) from error
     with listener:
-        known = _gather_at_store(store, "place", json.dumps(listener.getsockname()[:2]), rank, size, timeout)
+        known = gather_through_store(store, "address", json.dumps(listener.getsockname()[:2]), rank, size, timeout)
         for other, (host, why) in enumerate(known):
             if not host:
-                raise UcformatError(f"rank {other} cannot listen: {why}", hint=_NO_PLACE)
+                raise UcformatError(f"rank {other} cannot listen: {why}", hint=_LISTEN_HINT)
         secret = bytes.fromhex(store.get("secret").decode())
         peers: dict[int, Peer] = connect(listener, rank, [(str(h), int(p)) for h, p in known], secret, timeout)
     if not rank:
-        with suppress(RuntimeError):  # all have read it; some stores forget nothing
+        with suppress(RuntimeError):  # all ranks have read it; some stores cannot delete keys
             store.delete_key("secret")
     return Links(peers, rank, size, timeout, store)
 
 
-def _gather_at_store(store: dist.Store, what: str, mine: str, rank: int, size: int, timeout: float) -> list[Any]:
-    """What each rank says at the store."""
-    store.set(f"{what}/{rank}", mine)
-    names = [f"{what}/{r}" for r in range(size)]
-    end = time.monotonic() + timeout
-    for other, name in enumerate(names):
-        try:
-            store.wait([name], timedelta(seconds=max(0.001, end - time.monotonic())))
-        except RuntimeError as error:
-            raise UcformatError(
-                f"rank {other} did not join rank {rank} within {timeout:g} s ({str(error).splitlines()[0][:200]})",
-                hint="make the same call on all ranks; see the first error in the log of that rank",
-            ) from error
-    return [json.loads(store.get(name)) for name in names]
-
-
 @contextmanager
 def group_for_call(process_group: dist.ProcessGroup | None, timeout: float, call: str, url: object) -> Iterator[Group]:
-    """Our group for a call with a url, which all ranks make.
+    """Use the group of the ranks of a process group for one collective call with a url.
 
-    In other threads than the main one, calls that ranks make at once are told apart by the url, and by the process
-    group: where two have both in common, all ranks raise a UsageError.
+    Concurrent calls in threads other than the main one are distinguished by url and process group; if two of them have
+    both in common, all ranks raise a UsageError.
+
+    Args:
+        process_group: the ranks (None: all).
+        timeout: seconds after which an unresponsive rank is considered dead.
+        call: the name of the public function.
+        url: what it works on.
     """
     group = group_of(process_group, timeout, f"{call} {url}")
     if threading.current_thread() is threading.main_thread():
@@ -354,14 +383,9 @@ def group_for_call(process_group: dist.ProcessGroup | None, timeout: float, call
 
 
 def is_live(links: Links) -> bool:
-    """Whether a group is the one that `group_of` gives: neither broken, nor of an earlier init_process_group."""
-    return links.whole and any(g.links is links for g in _made.values())
+    """Check whether a group is current: neither broken nor from before the last `init_process_group`.
 
-
-def name_rank(rank: int, error: BaseException, size: int) -> BaseException:
-    """The error, saying whose it is."""
-    if size == 1:
-        return error
-    if isinstance(error, UcformatError):
-        return type(error)(f"rank {rank}: {error.message}", hint=error.hint)
-    return UcformatError(f"rank {rank}: {type(error).__name__}: {error}", hint="its log has the traceback")
+    Args:
+        links: the connections of the group.
+    """
+    return links.intact and any(g.links is links for g in _groups.values())

@@ -1,11 +1,11 @@
-"""What goes over the connections of a group of ranks; when one is found broken, all learn at once whom to blame.
+"""Messages over the connections of a group; if one breaks, all ranks stop at once and name the rank that caused it.
 
-Each message is a frame on the line between two ranks, with a tag: those of one tag arrive in order, whatever other
-threads send. Whichever thread waits for a rank reads its line, and puts aside what is for others. Bulk is sent when its
-receiver says that the memory is ready, and read straight into that, so nothing large is ever put aside.
+Each message is a frame on the line between two ranks, with a tag; messages with the same tag arrive in order. Any
+thread that waits for a rank reads its line, and queues messages for other threads. Bulk data is sent when the receiver
+signals that its buffer is ready, and is read straight into that, so large data is never queued.
 
-Who gives up rings the bells of all others, and says because of whom: so everybody stops at once, and from rank to rank
-it is found who was the first. One that died rings nobody.
+A rank that gives up rings the bells of all others, with the number of the rank that caused it. Every rank so stops at
+once, and follows the causes to the rank that failed first. A rank that died rings no bell.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Links"]
 
-_MOMENT = 1.0  # seconds for which to wait for the bell of a rank that may be dead
-_FRAME = struct.Struct("<qq")  # tag and bytes that follow, or that they are waited for
-_READY = -1
-_RING = struct.Struct("<i")  # because of whom
+_BELL_WAIT_S = 1.0  # how long to wait for the bell of a rank that may be dead
+_FRAME = struct.Struct("<qq")  # tag, and number of bytes that follow or _READY
+_READY = -1  # the buffer for bulk data with this tag is ready
+_RING = struct.Struct("<i")  # the rank that is the cause
 _READ, _WRITE = select.POLLIN, select.POLLOUT
 
 _all: weakref.WeakSet[Links] = weakref.WeakSet()
@@ -44,15 +44,15 @@ _all: weakref.WeakSet[Links] = weakref.WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    """End all connections, whoever holds a group."""
+    """Close all connections at exit, even if a group is still referenced."""
     for links in list(_all):
         links.end()
 
 
 def _forked() -> None:
-    """In a forked child: the connections are its parent's."""
+    """In a forked child, close the copies of the parent's connections."""
     for links in list(_all):
-        links.leave()
+        links.close_after_fork()
     _all.clear()
 
 
@@ -60,83 +60,99 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class _Lost(Exception):
-    """Nothing more comes from a rank, or it gave up, or time is up."""
+    """A connection is closed, a rank gave up, or time is up; `cause` is the rank that caused it."""
 
-    def __init__(self, why: str, because: int) -> None:
+    def __init__(self, why: str, cause: int) -> None:
         super().__init__(why)
-        self.because = because
+        self.cause = cause
 
 
 class _Line:
-    """The line to one rank, and what was read from it and is not yet taken."""
+    """The connections to one rank, and the messages that were read and not yet taken."""
 
     def __init__(self, peer: Peer) -> None:
         self.line, self.bell = peer
         self.sending = threading.Lock()
         self.change = threading.Condition()
-        self.reading = False  # some thread does
-        self.came: dict[int, deque[bytearray]] = {}
-        self.ready: Counter[int] = Counter()  # bulk that the other rank waits for
-        self.wanted: dict[int, memoryview] = {}  # bulk that this one waits for
+        self.reading = False  # whether a thread reads the line now
+        self.received: dict[int, deque[bytearray]] = {}
+        self.ready: Counter[int] = Counter()  # by tag: bulk data for which the other rank has its buffer ready
+        self.wanted: dict[int, memoryview] = {}  # by tag: buffers for bulk data that this rank waits for
 
 
 class Links:
-    """The connections among the ranks of a group, and what broke them; all its channels share them.
+    """The connections of a group, which all its channels share.
 
-    `store` is where channels get their numbers, for a group that has any.
+    Args:
+        peers: the connections to each other rank.
+        rank: of this process.
+        size: the number of ranks.
+        timeout: seconds to wait for another rank.
+        store: assigns numbers to channels; None if the group has a single channel.
     """
 
     def __init__(
         self, peers: Mapping[int, Peer], rank: int, size: int, timeout: float, store: dist.Store | None = None
     ) -> None:
         self.rank, self.size, self.timeout, self.store = rank, size, timeout, store
-        self.whole = True
-        self.broken: UcformatError | None = None  # of what it broke first
+        self.intact = True
+        self.broken: UcformatError | None = None  # the first failure
         self.breaking = threading.Lock()
-        self.notes = store
-        self.memory: dict[str, Any] = {}
+        self.channel_store = store
+        self.cache: dict[str, Any] = {}
         self.opening = threading.Lock()
-        self.waits = 0  # threads that wait for another rank now, none longer than the time-out
+        self.waits = 0  # threads that wait for another rank now, none of them longer than the timeout
         self._counting = threading.Lock()
         self._lines = {other: _Line(peer) for other, peer in peers.items()}
         self._bells = select.epoll() if peers else None
-        self._of_bell = {peer.bell.fileno(): other for other, peer in peers.items()}
-        self._heard: dict[int, int | None] = {}  # who rang, because of whom; None of those who ended
-        for bell in self._of_bell:
+        self._rank_of_bell = {peer.bell.fileno(): other for other, peer in peers.items()}
+        self._rung: dict[int, int | None] = {}  # the cause by rank that rang; None if its connection was closed
+        for bell in self._rank_of_bell:
             self._bells.register(bell, select.EPOLLIN)  # type: ignore[union-attr]
         sockets = [s for peer in peers.values() for s in peer]
         self._close = weakref.finalize(self, _close, sockets, self._bells)
-        self._close.atexit = False  # `_end_all` ends them, when other threads have ended
+        self._close.atexit = False  # `_end_all` closes them, after other threads have ended
         _all.add(self)
 
     def end(self) -> None:
-        """End the connections; the group can do nothing more."""
-        self.whole = False
-        self.broken = self.broken or UcformatError("the group of ranks was ended", hint="make another one")
-        self._hang_up()
-        self.store = self.notes = None
+        """Close the connections; the group cannot be used any more."""
+        self.intact = False
+        self.broken = self.broken or UcformatError("the group of ranks was closed", hint="create a new one")
+        self._shut_down()
+        self.store = self.channel_store = None
 
-    def leave(self) -> None:
-        """Let go of the connections in a forked child, which leaves them to its parent."""
-        self.whole = False
-        self.broken = UcformatError("the group of ranks is that of the process that this one was forked from")
+    def close_after_fork(self) -> None:
+        """Close the copies of the connections in a forked child; the parent keeps its own."""
+        self.intact = False
+        self.broken = UcformatError("the group of ranks belongs to the process that this one was forked from")
         self._close()
 
-    def _hang_up(self) -> None:
-        """End all lines, so that every thread that waits wakes up; the bells say what they said before."""
+    def _shut_down(self) -> None:
+        """Shut all connections down, so that every waiting thread wakes up; bells that were rung stay readable."""
         for line in self._lines.values():
             for end in (line.line, line.bell):
                 with suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
 
-    def number_of(self, name: str) -> int:
-        """The number of a channel, the same on all ranks; the first that asks gives it."""
-        assert self.notes is not None  # noqa: S101 - of several ranks
-        mine = self.notes.add("channels", 1)
-        return int(self.notes.compare_set(f"channel/{name}", "", str(mine)))
+    def channel_number(self, name: str) -> int:
+        """Return the number of a channel, which the first rank that asks assigns for all.
+
+        Args:
+            name: of the channel.
+        """
+        assert self.channel_store is not None  # noqa: S101 - of several ranks
+        mine = self.channel_store.add("channels", 1)
+        return int(self.channel_store.compare_set(f"channel/{name}", "", str(mine)))
 
     def send(self, other: int, tag: int, data: memoryview, *, bulk: bool = False) -> None:
-        """Send a message; returns when it is on its way. Bulk goes when it is waited for."""
+        """Send a message; returns when the data may be changed.
+
+        Args:
+            other: the receiving rank.
+            tag: under which it is received.
+            data: the bytes.
+            bulk: wait until the receiver has its buffer ready.
+        """
         line = self._lines[other]
         with self.communicating("to send to", other):
             end = time.monotonic() + self.timeout
@@ -147,15 +163,25 @@ class Links:
             self._write(other, tag, len(data), data, end)
 
     def receive(self, other: int, tag: int) -> bytearray:
-        """The next message of a rank with this tag."""
+        """Return the next message of a rank with a tag.
+
+        Args:
+            other: the sending rank.
+            tag: as given to `send`.
+        """
         line = self._lines[other]
         with self.communicating("to receive from", other):
-            self._read(other, lambda: bool(line.came.get(tag)), time.monotonic() + self.timeout)
+            self._read(other, lambda: bool(line.received.get(tag)), time.monotonic() + self.timeout)
             with line.change:
-                return line.came[tag].popleft()
+                return line.received[tag].popleft()
 
     def receive_bulk(self, tag: int, buffers: Mapping[int, memoryview]) -> None:
-        """Fill buffers, each with the bulk that a rank sends with this tag."""
+        """Receive bulk data from several ranks.
+
+        Args:
+            tag: as given to `send`.
+            buffers: the buffers to fill, by sending rank, each of exactly the size that is sent.
+        """
         end = time.monotonic() + self.timeout
         for other, buffer in buffers.items():
             line = self._lines[other]
@@ -169,7 +195,7 @@ class Links:
                 self._read(other, lambda line=line: tag not in line.wanted, end)  # type: ignore[misc]
 
     def _write(self, other: int, tag: int, size: int, data: memoryview, end: float) -> None:
-        """Put a frame on a line."""
+        """Send a frame."""
         line = self._lines[other]
         if not line.sending.acquire(timeout=max(0.0, end - time.monotonic())):
             raise _Lost("it accepts no data", other)
@@ -191,7 +217,7 @@ class Links:
             line.sending.release()
 
     def _read(self, other: int, done: Callable[[], bool], end: float) -> None:
-        """Read the line of a rank, or wait while another thread does, until what is waited for has come."""
+        """Read the line of a rank, or wait while another thread does, until `done`."""
         line = self._lines[other]
         while True:
             with line.change:
@@ -203,14 +229,14 @@ class Links:
                     raise _Lost("timed out", other)
                 line.reading = True
             try:
-                self._take(other, end)
+                self._read_frame(other, end)
             finally:
                 with line.change:
                     line.reading = False
                     line.change.notify_all()
 
-    def _take(self, other: int, end: float) -> None:
-        """Take one frame from a line."""
+    def _read_frame(self, other: int, end: float) -> None:
+        """Read one frame."""
         line = self._lines[other]
         head = memoryview(bytearray(_FRAME.size))
         self._fill(other, head, end)
@@ -223,7 +249,7 @@ class Links:
             wanted = line.wanted.get(tag)
         if wanted is not None:
             if len(wanted) != size:
-                raise _Lost(f"it sent {size} bytes where {len(wanted)} were due", other)
+                raise _Lost(f"it sent {size} bytes, expected {len(wanted)}", other)
             self._fill(other, wanted, end)
             with line.change:
                 del line.wanted[tag]
@@ -233,7 +259,7 @@ class Links:
         data = bytearray(size)
         self._fill(other, memoryview(data), end)
         with line.change:
-            line.came.setdefault(tag, deque()).append(data)
+            line.received.setdefault(tag, deque()).append(data)
 
     def _fill(self, other: int, out: memoryview, end: float) -> None:
         line = self._lines[other].line
@@ -250,38 +276,46 @@ class Links:
             out = out[n:]
 
     def _poll(self, other: int, line: socket.socket, event: int, end: float) -> None:
-        """Wait until a line can be used, a bell rings or time is up."""
+        """Wait until a line is ready; raises if a bell rings or time is up."""
         poll = select.poll()
         poll.register(line, event)
         poll.register(self._bells, _READ)  # type: ignore[arg-type]
         if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
             raise _Lost("timed out", other)
-        self._listen()
-        for who, because in list(self._heard.items()):
-            if because is not None:  # if because of this rank, then that one which this one waits for is to blame
-                raise _Lost(f"rank {who} gave up", other if because == self.rank else who)
+        self._read_bells()
+        for who, cause in list(self._rung.items()):
+            if cause is not None:  # if it names this rank, then the rank for which this one waits is the cause
+                raise _Lost(f"rank {who} gave up", other if cause == self.rank else who)
 
-    def _listen(self) -> None:
-        """Hear the bells that rang since."""
+    def _read_bells(self) -> None:
+        """Read the bells that have rung."""
         assert self._bells is not None  # noqa: S101 - there are peers
         with self._counting:
             for bell, _ in self._bells.poll(0):
-                other = self._of_bell[bell]
+                other = self._rank_of_bell[bell]
                 try:
-                    said = self._lines[other].bell.recv(_RING.size)
+                    data = self._lines[other].bell.recv(_RING.size)
                 except BlockingIOError:
                     continue
                 except OSError:
-                    said = b""
-                if len(said) == _RING.size:
-                    self._heard[other] = _RING.unpack(said)[0]
+                    data = b""
+                if len(data) == _RING.size:
+                    self._rung[other] = _RING.unpack(data)[0]
                 else:
-                    self._heard.setdefault(other, None)
+                    self._rung.setdefault(other, None)
                 self._bells.unregister(bell)
 
     @contextmanager
-    def communicating(self, what: str, other: int) -> Iterator[None]:
-        """Says what a failed communication with another rank means."""
+    def communicating(self, action: str, other: int) -> Iterator[None]:
+        """Turn a failed communication inside into an error that names the rank that caused it, and break the group.
+
+        Args:
+            action: what fails, before "rank N", as "to send to".
+            other: the rank with which this one communicates.
+
+        Raises:
+            UcformatError: the communication failed, or the group was broken before.
+        """
         if self.broken is not None:
             raise self.broken
         self._count_waits(1)
@@ -289,7 +323,7 @@ class Links:
             yield
         except (_Lost, RuntimeError) as error:  # of a line, or of the store
             with self.breaking:
-                self.broken = self.broken or self._break(what, other, error)
+                self.broken = self.broken or self._break(action, other, error)
             raise self.broken from error
         finally:
             self._count_waits(-1)
@@ -298,42 +332,42 @@ class Links:
         with self._counting:
             self.waits += change
 
-    def _break(self, what: str, other: int, error: Exception) -> UcformatError:
-        """Ring everybody's bell, end all connections, and find out who is to blame."""
-        self.whole = False
-        because = error.because if isinstance(error, _Lost) else other
+    def _break(self, action: str, other: int, error: Exception) -> UcformatError:
+        """Ring all bells, find the rank that failed first, and shut all connections down."""
+        self.intact = False
+        cause = error.cause if isinstance(error, _Lost) else other
         for line in self._lines.values():
             with suppress(OSError):
-                line.bell.send(_RING.pack(because))
-        blamed = self._blamed(because)
-        self._hang_up()
+                line.bell.send(_RING.pack(cause))
+        failed = self._first_failure(cause)
+        self._shut_down()
         return UcformatError(
-            f"rank {blamed} died or has been unresponsive for {self.timeout:g} s: rank {self.rank} failed {what} rank "
-            f"{other} ({str(error).splitlines()[0][:200]})",
+            f"rank {failed} died or has been unresponsive for {self.timeout:g} s: rank {self.rank} failed {action} "
+            f"rank {other} ({str(error).splitlines()[0][:200]})",
             hint="see the first error in the log of that rank; checkpoints committed earlier are intact",
         )
 
-    def _blamed(self, other: int) -> int:
-        """The rank that gave up because of nobody, found along those that did because of each other."""
+    def _first_failure(self, other: int) -> int:
+        """The rank that failed first, found by following the causes from `other`."""
         seen = {self.rank}
         while other not in seen:
             seen.add(other)
-            because = self._rung_by(other)
-            if because is None:
+            cause = self._cause_of(other)
+            if cause is None:
                 break
-            other = because
+            other = cause
         return other
 
-    def _rung_by(self, other: int) -> int | None:
-        """Because of whom a rank gave up; None if it ended, or rings nobody for a moment, as one that is stopped."""
-        end = time.monotonic() + _MOMENT
-        self._listen()
-        while other not in self._heard and (left := end - time.monotonic()) > 0:
+    def _cause_of(self, other: int) -> int | None:
+        """The rank because of which a rank gave up; None if it ended, or has not rung in time, as a stopped process."""
+        end = time.monotonic() + _BELL_WAIT_S
+        self._read_bells()
+        while other not in self._rung and (left := end - time.monotonic()) > 0:
             poll = select.poll()
             poll.register(self._bells, _READ)  # type: ignore[arg-type]
             poll.poll(left * 1000)
-            self._listen()
-        return self._heard.get(other)
+            self._read_bells()
+        return self._rung.get(other)
 
 
 def _close(sockets: list[socket.socket], bells: select.epoll | None) -> None:

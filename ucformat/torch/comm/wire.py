@@ -1,18 +1,18 @@
-"""Messages among ranks: columns of plain data, decoded as what the receiver expects and nothing else.
+"""Messages between ranks: columns of plain data, decoded only as the kind that the receiver expects.
 
-A message holds numbers, text and raw bytes; it names no class and no function. Both sides know what is told: a kind, as
-Python's annotations have it (`tuple[Claim, ...] | None`, where `Claim` is a `message`). All values of one place in it
-are one column, so a hundred thousand boxes are a few arrays of integers: faster than pickle, and smaller.
+A message contains numbers, strings and raw bytes; it names no class or function. Both sides pass the same kind, a
+Python annotation (`tuple[WriteItem, ...] | None`, where `WriteItem` is a `message`). All values of one field are one
+column, so a hundred thousand boxes are a few arrays of integers: faster and smaller than pickle.
 
 | kind | encoded as |
 |---|---|
-| `int`, `float`, `bool`, `str`, `bytes`, `datetime`, `Literal` of text | themselves; equal text once |
+| `int`, `float`, `bool`, `str`, `bytes`, `datetime`, `Literal` of strings | themselves; equal strings once |
 | `NDArray` of numbers | dtype, shape and bytes |
-| `tuple`, `list`, `frozenset`, `Mapping`, unions | lengths or choices, and what is inside |
-| dataclasses, named tuples | their fields; made again by their constructors, which check |
-| models of pydantic | their JSON |
-| exceptions | the name of an error of ours, the message, the hint; any other becomes a `UcformatError` of its words |
-| `Any` | JSON: what of a state is no tensor has that form already |
+| `tuple`, `list`, `frozenset`, `Mapping`, unions | lengths or choices, then the elements |
+| dataclasses, named tuples | their fields; decoded by their constructors, which validate |
+| pydantic models | their JSON |
+| exceptions | class name, message and hint of an error of `ucformat.errors`; any other becomes a `UcformatError` |
+| `Any` | JSON, the form in which non-tensor values of a state are kept anyway |
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime
 from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, dataclass_transform
 
 import numpy as np
@@ -35,32 +36,31 @@ from pydantic import BaseModel
 from ucformat import errors
 from ucformat.errors import IntegrityError, UcformatError, UsageError
 from ucformat.torch.comm.codecs import (
-    As,
     Codec,
     ColumnReader,
     ColumnWriter,
-    Fields,
+    Converted,
     Float,
     Int,
-    Many,
     Map,
-    Nothing,
+    Null,
     RawBytes,
+    Repeated,
     Str,
-    Union,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
     from ucformat.storage.base import Bytes
 
-__all__ = ["decode", "encode", "message"]
+__all__ = ["decode", "encode", "message", "name_rank"]
 
-_DEEP = 100  # levels to which what has no JSON form is looked for
-_NUMBERS = re.compile(r"[<>|][biufc][0-9]{1,2}", re.ASCII)  # dtypes
+_MAX_DEPTH = 100  # levels of nesting in which a value without a JSON form is located
+_NUMERIC_DTYPE = re.compile(r"[<>|][biufc][0-9]{1,2}", re.ASCII)
+_SEE_LOG = "see the traceback in the log of that rank"
 _TEXT = Str()
 _ERRORS = {name: getattr(errors, name) for name in errors.__all__ if isinstance(getattr(errors, name), type)}
 
@@ -70,27 +70,39 @@ _T = TypeVar("_T")
 
 @dataclass_transform(frozen_default=True)
 def message(cls: type[_T]) -> type[_T]:
-    """A frozen dataclass that ranks can send each other; its annotations define the encoding."""
+    """Make a class a frozen dataclass that ranks can send each other; its annotations define the encoding.
+
+    Args:
+        cls: the class.
+    """
     return dataclass(frozen=True, slots=True)(cls)
 
 
 def encode(value: Any, kind: Any) -> bytes:
     """Encode a value.
 
+    Args:
+        value: what to encode.
+        kind: its type, an annotation.
+
     Raises:
-        UsageError: part of it is not of the kind, or has no JSON form where that is needed; the message names it.
+        UsageError: part of the value is not of the kind, or has no JSON form where one is needed.
     """
     codec, digest = _codec_of(kind)
     out = ColumnWriter()
     codec.write([value], out)
-    return out.joined(digest)
+    return out.to_bytes(digest)
 
 
 def decode(data: Bytes, kind: Any) -> Any:
-    """Decode a value of a kind; whatever the bytes are, no code is run.
+    """Decode a value; no code is run, whatever the bytes are.
+
+    Args:
+        data: the encoded value.
+        kind: its type, as given to `encode`.
 
     Raises:
-        IntegrityError: they tell something else.
+        IntegrityError: the bytes are not an encoded value of this kind.
     """
     codec, digest = _codec_of(kind)
     try:
@@ -99,52 +111,67 @@ def decode(data: Bytes, kind: Any) -> Any:
         source.end()
     except (ValueError, TypeError, OverflowError, RecursionError, LookupError, struct.error) as error:
         raise IntegrityError(
-            f"a message of another rank cannot be read ({type(error).__name__}: {error})",
-            hint="do all ranks run the same version of ucformat?",
+            f"a message from another rank cannot be decoded ({type(error).__name__}: {error})",
+            hint="check that all ranks run the same version of ucformat",
         ) from error
     return value
 
 
+def name_rank(rank: int, error: BaseException, size: int) -> BaseException:
+    """Prefix an error's message with the rank on which it occurred; a group of one rank keeps the error as it is.
+
+    Args:
+        rank: the rank.
+        error: what it raised.
+        size: the number of ranks of the group.
+    """
+    if size == 1:
+        return error
+    if isinstance(error, UcformatError):
+        return type(error)(f"rank {rank}: {error.message}", hint=error.hint)
+    return UcformatError(f"rank {rank}: {type(error).__name__}: {error}", hint=_SEE_LOG)
+
+
 def _literal(known: tuple[Any, ...]) -> Codec:
-    """One of some words."""
+    """One of several strings."""
 
     def check(word: str) -> str:
         if word not in known:
-            raise ValueError(f"{word!r} is none of {known}")
+            raise ValueError(f"{word!r} is not one of {known}")
         return word
 
-    return As((str,), _TEXT, lambda v: v, check, f"one of {known}")
+    return Converted((str,), _TEXT, lambda v: v, check, f"one of {known}")
 
 
-def _truth(value: int) -> bool:
+def _boolean(value: int) -> bool:
     if value not in (0, 1):
-        raise ValueError(f"{value} is no truth value")
+        raise ValueError(f"{value} is not a boolean")
     return bool(value)
 
 
-def _of_array(value: NDArray[Any]) -> tuple[str, tuple[int, ...], bytes]:
-    if not _NUMBERS.fullmatch(value.dtype.str):
+def _from_array(value: NDArray[Any]) -> tuple[str, tuple[int, ...], bytes]:
+    if not _NUMERIC_DTYPE.fullmatch(value.dtype.str):
         raise UsageError(f"an array of {value.dtype} cannot be sent to other ranks")
     return value.dtype.str, value.shape, value.tobytes()
 
 
-def _array(told: tuple[str, tuple[int, ...], bytes]) -> NDArray[Any]:
-    dtype, shape, data = told
-    if not _NUMBERS.fullmatch(dtype):
-        raise ValueError(f"there are no arrays of {dtype!r} here")
+def _to_array(encoded: tuple[str, tuple[int, ...], bytes]) -> NDArray[Any]:
+    dtype, shape, data = encoded
+    if not _NUMERIC_DTYPE.fullmatch(dtype):
+        raise ValueError(f"the dtype {dtype!r} is not numeric")
     return np.frombuffer(data, dtype).reshape(shape)
 
 
-def _of_error(error: BaseException) -> tuple[str, str, str | None]:
-    """The nearest error of ours, the message and the hint; of any other one its words."""
+def _from_error(error: BaseException) -> tuple[str, str, str | None]:
+    """The name of the nearest class of `ucformat.errors` ("" if there is none), the message and the hint."""
     name = next((k.__name__ for k in type(error).__mro__ if _ERRORS.get(k.__name__) is k), "")
     if isinstance(error, UcformatError):
         return name, error.message, error.hint
-    return "", f"{type(error).__name__}: {error}", "its log has the traceback"
+    return "", f"{type(error).__name__}: {error}", _SEE_LOG
 
 
-def _error(told: tuple[str, str, str | None]) -> UcformatError:
-    name, text, hint = told
+def _to_error(encoded: tuple[str, str, str | None]) -> UcformatError:
+    name, text, hint = encoded
     return _ERRORS.get(name, UcformatError)(text, hint=hint)  # type: ignore[no-any-return]
 
 
@@ -156,12 +183,12 @@ def _to_json(value: Any) -> str:
         raise UsageError(
             f"{where or 'a value'} cannot be sent to other ranks: it is a {type(odd).__name__}, which has no JSON form "
             f"({error})",
-            hint="give plain values: text, numbers, true or false, lists, and mappings of these by text",
+            hint="use plain values: strings, numbers, booleans, lists, and mappings with string keys",
         ) from None
 
 
 def _without_json(value: Any, path: str = "", depth: int = 0) -> tuple[str, Any]:
-    """Where a value has no JSON form, and what lies there."""
+    """The dotted path of the part of a value that has no JSON form, and this part."""
     inner: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
         inner = value.items()
@@ -171,61 +198,124 @@ def _without_json(value: Any, path: str = "", depth: int = 0) -> tuple[str, Any]
         try:
             json.dumps({key: one})
         except (TypeError, ValueError, RecursionError):
-            if depth < _DEEP:
+            if depth < _MAX_DEPTH:
                 return _without_json(one, f"{path}.{key}" if path else str(key), depth + 1)
     return path, value
 
 
+class Struct(Codec):
+    """Values with fields of different kinds: dataclasses, named tuples, and tuples of fixed length."""
+
+    def __init__(self, make: Callable[..., Any], kind: type, parts: Mapping[str, Codec]) -> None:
+        self.types, self.make = (kind,), make
+        self.parts = parts
+        self.text = f"{kind.__name__}({', '.join(f'{k}: {c.text}' for k, c in parts.items())})"
+
+    def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
+        kind = self.types[0]
+        if not all(type(v) is kind for v in values):
+            odd = next(v for v in values if type(v) is not kind)
+            raise UsageError(f"expected a {kind.__name__}, got a {type(odd).__name__}")
+        if kind is tuple:
+            columns: Iterable[Sequence[Any]] = zip(*values, strict=True) if values else [[]] * len(self.parts)
+            for part, column in zip(self.parts.values(), columns, strict=True):
+                part.write(column, out)
+            return
+        if not self.parts:
+            out.blank(len(values))
+        for name, part in self.parts.items():
+            try:
+                part.write(list(map(attrgetter(name), values)), out)
+            except UsageError as error:
+                raise type(error)(f"{kind.__name__}.{name}: {error.message}", hint=error.hint) from None
+
+    def read(self, count: int, source: ColumnReader) -> list[Any]:
+        columns = [part.read(count, source) for part in self.parts.values()]
+        if not columns:
+            source.blank(count)
+            return [self.make() for _ in range(count)]
+        return list(map(self.make, *columns))
+
+
+class Union(Codec):
+    """Values of several kinds, distinguished by their types."""
+
+    def __init__(self, parts: Sequence[Codec]) -> None:
+        self.parts = parts
+        self.types = tuple(t for part in parts for t in part.types)
+        self.text = " | ".join(part.text for part in parts)
+        self._exact = {t: i for i, part in enumerate(parts) for t in part.types}
+
+    def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
+        chosen = [self._exact.get(type(v), -1) for v in values]
+        if -1 in chosen:
+            chosen = [self._choose(v) if i < 0 else i for i, v in zip(chosen, values, strict=True)]
+        out.integers(chosen)
+        for number, part in enumerate(self.parts):
+            part.write([v for i, v in zip(chosen, values, strict=True) if i == number], out)
+
+    def _choose(self, value: Any) -> int:
+        for number, part in enumerate(self.parts):
+            if isinstance(value, part.types):
+                return number
+        raise UsageError(f"expected {self.text}, got a {type(value).__name__}")
+
+    def read(self, count: int, source: ColumnReader) -> list[Any]:
+        chosen = source.integers(count, 0, len(self.parts))
+        found = [iter(part.read(chosen.count(i), source)) for i, part in enumerate(self.parts)]
+        return [next(found[i]) for i in chosen]
+
+
 @cache
 def _codec_of(kind: Any) -> tuple[Codec, bytes]:
-    codec = _made(kind)
+    codec = _codec(kind)
     return codec, hashlib.sha256(codec.text.encode()).digest()[:8]
 
 
 _PLAIN: dict[Any, Callable[[], Codec]] = {
-    None: Nothing,
-    types.NoneType: Nothing,
+    None: Null,
+    types.NoneType: Null,
     int: Int,
-    bool: lambda: As((bool,), Int(), lambda v: v, _truth, "bool"),
+    bool: lambda: Converted((bool,), Int(), lambda v: v, _boolean, "bool"),
     float: Float,
     str: Str,
     bytes: RawBytes,
-    datetime: lambda: As((datetime,), _TEXT, datetime.isoformat, datetime.fromisoformat, "datetime"),
-    Any: lambda: As((), _TEXT, _to_json, json.loads, "JSON"),
+    datetime: lambda: Converted((datetime,), _TEXT, datetime.isoformat, datetime.fromisoformat, "datetime"),
+    Any: lambda: Converted((), _TEXT, _to_json, json.loads, "JSON"),
 }
 
 
-def _made(kind: Any) -> Codec:
-    """The codec of an annotation."""
+def _codec(kind: Any) -> Codec:
+    """The codec for an annotation."""
     if kind in _PLAIN:
         return _PLAIN[kind]()
     origin, given = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         return _literal(given)
     if origin in (types.UnionType, typing.Union):
-        return Union([_made(k) for k in given])
+        return Union([_codec(k) for k in given])
     if origin in (list, frozenset) or (origin is tuple and given[-1] is ...):
-        return Many(origin, _made(given[0]))
+        return Repeated(origin, _codec(given[0]))
     if origin is tuple:
-        return Fields(lambda *row: row, tuple, {str(i): _made(k) for i, k in enumerate(given)})
+        return Struct(lambda *row: row, tuple, {str(i): _codec(k) for i, k in enumerate(given)})
     if origin is Mapping:
-        return Map(_made(given[0]), _made(given[1]))
+        return Map(_codec(given[0]), _codec(given[1]))
     if origin is np.ndarray:
-        return As((np.ndarray,), _made(tuple[str, tuple[int, ...], bytes]), _of_array, _array, "array")
-    return _made_of_class(kind)
+        return Converted((np.ndarray,), _codec(tuple[str, tuple[int, ...], bytes]), _from_array, _to_array, "array")
+    return _codec_of_class(kind)
 
 
-def _made_of_class(kind: type) -> Codec:
+def _codec_of_class(kind: type) -> Codec:
     if is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        return Fields(kind, kind, {f.name: _made(hints[f.name]) for f in fields(kind)})
+        return Struct(kind, kind, {f.name: _codec(hints[f.name]) for f in fields(kind)})
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         hints = typing.get_type_hints(kind)
-        return Fields(kind, kind, {name: _made(hints[name]) for name in kind._fields})
+        return Struct(kind, kind, {name: _codec(hints[name]) for name in kind._fields})
     if issubclass(kind, int):
         return Int(kind)
     if issubclass(kind, BaseModel):
-        return As((kind,), _TEXT, lambda v: v.model_dump_json(), kind.model_validate_json, kind.__name__)
+        return Converted((kind,), _TEXT, lambda v: v.model_dump_json(), kind.model_validate_json, kind.__name__)
     if issubclass(kind, BaseException):
-        return As((kind,), _made(tuple[str, str, str | None]), _of_error, _error, "error")
+        return Converted((kind,), _codec(tuple[str, str, str | None]), _from_error, _to_error, "error")
     raise TypeError(f"{kind} cannot be sent between ranks")

@@ -267,7 +267,7 @@ def join_values(parts: Sequence[PlainValues]) -> dict[str, Any]:
             found = node.setdefault(path[-1], _JsonLeaf(data))
             if not isinstance(found, _JsonLeaf) or found.data != data:
                 raise UsageError(
-                    f"the object {dotted(path)} has another value on rank {rank} than on a rank before it",
+                    f"the object {dotted(path)} has a different value on rank {rank} than on a rank before it",
                     hint="keep what each rank has for itself under a key with its number",
                 )
     objects: dict[str, Any] = _plain(tree, (), lists)

@@ -19,7 +19,8 @@ from ucformat.geometry.tensor import Piece, Tiles
 from ucformat.reading.plan import ReadItem
 from ucformat.reading.rank import item_for
 from ucformat.reading.read import read_items
-from ucformat.torch.comm.group import group_of, name_rank
+from ucformat.torch.comm.group import group_of
+from ucformat.torch.comm.wire import name_rank
 from ucformat.torch.state.memory import (
     blocks_of,
     check_fillable,

@@ -1,4 +1,4 @@
-"""`Manager`: the checkpoints of one training run, saved when due, kept as told, and found again after a failure."""
+"""`Manager`: saves the checkpoints of a training run when due, deletes old ones, and restores the newest intact one."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ __all__ = ["Manager"]
 
 _log = logging.getLogger("ucformat")
 
-_STOP, _FORCE, _DUE, _FAILED = 1, 2, 4, 8  # what ranks send each other at a step
+_STOP, _FORCE, _DUE, _FAILED = 1, 2, 4, 8  # bits that ranks exchange at a step
 
 
 class Manager:
-    """Saves a run's checkpoints below one folder, each as `step-00001000`, and restores the newest that is whole.
+    """Saves the checkpoints of a run in one folder, each as `step-00001000`, and restores the newest intact one.
 
         with Manager("s3://bucket/run7", every=1000, keep=3) as manager:
             report = manager.restore_latest(state)
@@ -55,34 +55,37 @@ class Manager:
                 if manager.stopping:
                     break
 
-    All ranks make one and call the same methods with the same arguments. Each checkpoint notes as its parent the one
-    before it, or the one that was loaded; that alone keeps no checkpoint from being deleted.
+    All ranks create a manager and call the same methods with the same arguments. Each checkpoint records the previous
+    one, or the one that was loaded, as its parent; this alone does not protect a checkpoint from deletion.
 
-    A signal of `signals` is noted at the next `should_save` or `save` of any rank: that `save` then saves on all ranks,
-    whether due or not, returns when it is committed, and `stopping` is true from then on. For this the ranks exchange
-    one byte at every such call (with `signals=()` and `every` in steps they do not).
+    When a rank has received one of `signals`, the next `save` saves on all ranks, whether due or not, returns when the
+    checkpoint is committed, and `stopping` is true from then on. For this the ranks exchange one byte in every call of
+    `should_save` or `save` (except with `signals=()` and `every` in steps).
 
     Args:
         url: the folder, or prefix in an object store, of the run.
-        every: when a checkpoint is due: at steps divisible by this, or this long after the last one began; by default
-            at every call of `save`.
-        keep: which checkpoints stay, after every commit (docs/retention.md): a number of the last; rules, as
+        every: when a checkpoint is due: at steps divisible by this number, or this long after the last save began
+            (default: at every call of `save`).
+        keep: which checkpoints to keep after each commit (docs/retention.md): the number of latest ones; rules, as
             `{"last": 3, "every": 1000, "best": {"metric": "val_loss", "count": 2, "mode": "min"}}`; or a policy, as a
-            mapping or a file. The newest always stays. Without a `grace`, which a policy has, bytes are free at once.
-            With a catalog, it judges and deletes, and of this folder's checkpoints only; without one, the checkpoints
-            in the folder are judged. Failures are warnings. By default nothing is deleted.
-        run: the name of the run, for the catalog.
-        config: the configuration of the training, plain JSON values.
+            mapping or the path of a file. The newest is always kept. Files are deleted at once, unless a policy has a
+            `grace`. With a catalog, the policy is applied through it, to checkpoints in this folder only. Failures
+            are logged as warnings. By default nothing is deleted.
+        run: name of the run, for the catalog.
+        config: configuration of the training, JSON values.
         form: `zarr` or `packed`, as for `save`.
-        asynchronous: save in the background; at most one save is under way.
-        overwrite: replace what lies at a step's place. Otherwise that is a Conflict, but for steps beyond the one that
-            was restored: what was found damaged there is replaced, and beside what was not the new one is saved.
+        asynchronous: save in the background, at most one checkpoint at a time.
+        overwrite: replace an existing checkpoint of the same step. By default that raises Conflict, except for steps
+            after the restored one: there a damaged checkpoint is replaced, and an intact one is kept beside the new.
         replicas: as for `save`.
         chunk_bytes: as for `save`.
         shard_bytes: as for `save`.
-        signals: those that ask to save and stop; handlers that were there are called too.
+        signals: those that ask to save and stop; handlers that were installed before are called too.
         group: the ranks that take part (default: all).
         timeout: seconds after which an unresponsive rank is considered dead, also between calls of `save`.
+
+    Raises:
+        UsageError: `every` is not positive, or `keep` is not a valid policy.
     """
 
     def __init__(
@@ -104,134 +107,146 @@ class Manager:
         timeout: float = TIMEOUT,
     ) -> None:
         if every is not None and (every <= timedelta(0) if isinstance(every, timedelta) else every < 1):
-            raise UsageError(f"every={every!r} is no interval", hint="give a number of steps from 1 on, or a timedelta")
+            raise UsageError(f"every={every!r} is not positive", hint="pass a number of steps, or a timedelta")
         self.url = open_store(url).url
         self._every, self._asynchronous, self._overwrite = every, asynchronous, overwrite
-        self._keeper = None if keep is None else _keeper(self.url, keep)
+        self._retention = None if keep is None else _make_retention(self.url, keep)
         self._options: dict[str, Any] = {"run": run, "config": config, "form": form, "replicas": replicas}
         self._options |= {"chunk_bytes": chunk_bytes, "shard_bytes": shard_bytes}
         self._group, self._timeout = group, timeout
-        self._talks = bool(signals) or isinstance(every, timedelta)
+        self._exchanges_bits = bool(signals) or isinstance(every, timedelta)
         self._signals = Signals(signals)
-        self._begun = time.monotonic()
-        self._stopping = self._ended = False  # asked to stop; saved for that
-        self._asked: tuple[int, bool] | None = None  # what `should_save` answered last
-        self._at: int | None = None  # the step that was saved or restored last
+        self._last_begun = time.monotonic()
+        self._stopping = self._saved_for_stop = False
+        self._decided: tuple[int, bool] | None = None  # the last step given to `should_save`, and the answer
+        self._last_step: int | None = None  # the step that was saved or restored last
         self._parent: LineageDoc | None = None
-        self._commits: int | None = None  # the greatest count in this folder, once it was looked at
+        self._commits: int | None = None  # the greatest count of commits in this folder, once it was listed
         self._last: Saved | None = None
-        self._flying: _PendingSave | None = None
-        self._beyond: set[int] = set()  # steps that lie there and were left behind by going back
-        self._damaged: frozenset[str] = frozenset()  # places that may be replaced then
+        self._pending: _PendingSave | None = None
+        self._later_steps: set[int] = set()  # steps after the restored one that hold a checkpoint
+        self._damaged_urls: frozenset[str] = frozenset()  # those of them that may be replaced
         self._pool = ThreadPoolExecutor(1, "ucformat-keep")
-        self._kept: Future[list[str]] | None = None
+        self._retention_job: Future[list[str]] | None = None
 
     @property
     def stopping(self) -> bool:
-        """Whether some rank was asked to stop, as of the last `should_save` or `save`; the same on all ranks."""
+        """Whether any rank has received a signal, as of the last `should_save` or `save`; the same on all ranks."""
         return self._stopping
 
     @property
     def last(self) -> Saved | None:
-        """The last checkpoint that this manager committed: bytes and seconds of this rank."""
+        """The last checkpoint that this manager committed, or None."""
         self._poll()
         return self._last
 
     def should_save(self, step: int) -> bool:
-        """Whether `save` of this step will save; all ranks ask, and get the same answer.
+        """Check whether `save` would save this step; all ranks call it, and get the same answer.
+
+        Args:
+            step: the training step.
 
         Raises:
             UcformatError: the save in the background failed.
         """
         due = self._decide(step, force=False)
-        self._asked = (step, due)
+        self._decided = (step, due)
         return due
 
     def save(
         self, step: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None, force: bool = False
     ) -> Saved | SaveHandle | None:
-        """Save if it is due, or forced, or the training is to stop; None if it is not.
+        """Save a checkpoint if it is due, if forced, or if the training is to stop.
 
-        A save in the background gives its handle; the last one, before the training stops, is never in the background.
-        A step that was just saved (or restored) stands already, and is not saved again.
+        Args:
+            step: the training step.
+            state: as for `ucformat.torch.save`.
+            metrics: numbers to record in the catalog: `{"val_loss": 2.1}`.
+            force: save even if no checkpoint is due.
+
+        Returns:
+            None if nothing was due; else the committed checkpoint, or with `asynchronous` a handle. The last save
+            before the training stops is never in the background. A step that was just saved or restored is not saved
+            again.
 
         Raises:
-            UcformatError: a rank failed, or the save in the background did; nothing of it is committed.
-            Conflict: there is a checkpoint of this step already.
+            UcformatError: a rank failed, or the save in the background failed; that checkpoint is not committed.
+            Conflict: a checkpoint of this step exists.
         """
-        asked, self._asked = self._asked, None
+        asked, self._decided = self._decided, None
         due = asked[1] or force if asked is not None and asked[0] == step else self._decide(step, force=force)
         if not due:
             return None
-        ending = self._stopping and not self._ended
+        ending = self._stopping and not self._saved_for_stop
         try:
             self._settle()
         except UcformatError as error:
             if not ending:
                 raise
-            _log.warning("the save in the background failed, and is made up for by the last one: %s", error.message)
-        if step == self._at and (ending or not self._overwrite):
-            self._ended = self._ended or ending
+            _log.warning("the save in the background failed; the last checkpoint replaces it: %s", error.message)
+        if step == self._last_step and (ending or not self._overwrite):
+            self._saved_for_stop = self._saved_for_stop or ending
             return self._last
         ranks = self._ranks()
         if self._commits is None:
             self._commits = ranks.gather_scatter(None, lambda _: [list_steps(self.url).commits] * ranks.size, None, int)
-        url, overwrite = self._place(step)
+        url, overwrite = self._destination(step)
         first = not ranks.rank
         lineage = () if self._parent is None else (self._parent,)
         self._commits = max(self._commits, *(edge.commits or 0 for edge in lineage), 0)
         options = {**self._options, "group": self._group, "timeout": self._timeout}
         options |= {"step": step, "metrics": metrics, "lineage": lineage, "overwrite": overwrite}
         options["after"] = self._commits
-        self._begun = time.monotonic()
+        self._last_begun = time.monotonic()
         if self._asynchronous and not ending:
             handle = async_save(state, url, **options)
-            self._flying, self._at = _PendingSave(handle, step, first=first), step
+            self._pending, self._last_step = _PendingSave(handle, step, first=first), step
             return handle
         saved = save(state, url, **options)
-        self._at, self._ended = step, self._ended or ending
+        self._last_step, self._saved_for_stop = step, self._saved_for_stop or ending
         self._committed(saved, step, first=first)
         return saved
 
     def restore_latest(self, state: Mapping[str, Any], *, verify: Mode = "full", **options: Any) -> LoadReport | None:
-        """Load the newest checkpoint that is whole, on all ranks the same; None if there is no checkpoint.
+        """Load the newest intact checkpoint, the same one on all ranks.
 
-        Newest is what was committed last, by the count that checkpoints have, whatever clocks said; where training went
-        back, that need not be the highest step. What was deleted in the catalog is not seen. What is damaged is skipped
-        with a warning that names it; a place that cannot be read is an error, and no reason to go back.
-
-        `verify="full"` reads every byte once before anything is loaded, each rank an equal part of it, and finds every
-        flipped bit: it costs about as much as loading on all ranks together without replicas. `verify="quick"` reads
-        documents and asks for sizes, which finds what is missing or truncated; then whole chunks are read and checked
-        while loading, and if one is damaged, the next older checkpoint is loaded over what was loaded of this one.
+        The newest is the one committed last, by the commit counts of the checkpoints, not by clocks; if the training
+        was set back to an earlier step, it is not always the one of the highest step. Checkpoints that were deleted in
+        the catalog are ignored. A damaged one is skipped with a warning. A storage that cannot be read is an error.
 
         Args:
-            state: as given to `load`.
-            verify: `full` or `quick`.
-            options: others of `load`: strict, rename, cast, trust, threads, broadcast_group, progress.
+            state: as for `ucformat.torch.load`.
+            verify: `full` reads and checks every byte before anything is loaded, an equal part on each rank, which
+                costs about as much as loading without replicas. `quick` reads the metadata and compares the sizes of
+                files, which finds missing and truncated files, and checks whole chunks while loading; if one is
+                damaged, the next older checkpoint is loaded over what was loaded.
+            options: other arguments of `load`: strict, rename, cast, trust, threads, broadcast_group, progress.
+
+        Returns:
+            the report of the load, or None if there is no checkpoint.
 
         Raises:
-            IntegrityError: there are checkpoints, but each is damaged; parts of one may have been loaded.
+            IntegrityError: all checkpoints are damaged; parts of one may have been loaded.
             StateMismatch: the checkpoint does not fit the state.
         """
         if verify not in ("full", "quick"):
-            raise UsageError(f"verify={verify!r} is not known", hint='"full" or "quick"')
+            raise UsageError(f"verify={verify!r} is not supported", hint='"full" or "quick"')
         self._settle()
         options |= {"group": self._group, "timeout": self._timeout}
         found = restore_newest(self.url, state, verify, self._ranks(), options)
         if found is None:
             return None
-        self._at, self._beyond, self._damaged = found.step.step, set(found.beyond), found.damaged
+        self._last_step, self._later_steps, self._damaged_urls = found.step.step, set(found.later_steps), found.damaged
         self._parent, self._commits = found.report.lineage, found.commits
         return found.report
 
     def load(self, state: Mapping[str, Any], url: str | PathLike[str] | Checkpoint, **options: Any) -> LoadReport:
-        """Load any checkpoint, also of another run, on all ranks the same, and note it as the parent of the next save.
+        """Load any checkpoint, of this or another run, and record it as the parent of the next save.
 
         Args:
-            state: as given to `ucformat.torch.load`.
-            url: the checkpoint, or a reference to one.
-            options: others of `ucformat.torch.load`, but for group and timeout.
+            state: as for `ucformat.torch.load`.
+            url: a checkpoint or a reference to one, the same on all ranks.
+            options: other arguments of `ucformat.torch.load`, except `group` and `timeout`.
 
         Raises:
             StateMismatch: the checkpoint does not fit the state.
@@ -242,24 +257,31 @@ class Manager:
         return report
 
     def wait(self) -> Saved | None:
-        """Wait until what is under way is committed, and what need not stay is deleted; the last that was committed.
+        """Wait until the save in the background is committed and old checkpoints are deleted.
+
+        Returns:
+            the last committed checkpoint, or None.
 
         Raises:
             UcformatError: the save in the background failed.
         """
-        if self._flying is not None:
+        if self._pending is not None:
             try:
-                self._flying.handle.wait()
+                self._pending.handle.wait()
             except Exception:
-                self._flying.told = True
+                self._pending.raised = True
                 raise
         self._poll()
-        if self._kept is not None:
-            self._kept.result()
+        if self._retention_job is not None:
+            self._retention_job.result()
         return self._last
 
     def close(self) -> None:
-        """Wait for what is under way, and put the handlers of signals back."""
+        """Wait for the save in the background, and restore the signal handlers.
+
+        Raises:
+            UcformatError: the save in the background failed.
+        """
         try:
             self.wait()
         finally:
@@ -276,102 +298,102 @@ class Manager:
         except UcformatError as failure:
             if error is None:
                 raise
-            _log.warning("the save in the background failed, too: %s", failure.message)
+            _log.warning("the save in the background failed too: %s", failure.message)
 
     def _ranks(self) -> Group:
         return group_of(self._group, self._timeout, f"Manager {self.url}")
 
     def _decide(self, step: int, *, force: bool) -> bool:
-        """Whether a step is to be saved; the ranks agree."""
+        """Whether to save a step; the same on all ranks."""
         self._poll()
         ranks = self._ranks()
-        talks = self._talks and ranks.size > 1
+        talks = self._exchanges_bits and ranks.size > 1
         bits = _STOP * self._signals.caught | _FORCE * force
         if isinstance(self._every, timedelta) and not ranks.rank:
-            bits |= _DUE * (time.monotonic() - self._begun >= self._every.total_seconds())
+            bits |= _DUE * (time.monotonic() - self._last_begun >= self._every.total_seconds())
         if talks or ranks.size == 1:
-            bits |= _FAILED * (self._flying is not None and self._flying.failed)
+            bits |= _FAILED * (self._pending is not None and self._pending.failed)
         if talks:
             bits = any_rank_bits(ranks, bits)
         self._stopping = self._stopping or bool(bits & _STOP)
-        if self._stopping and not self._ended:
+        if self._stopping and not self._saved_for_stop:
             return True
         if bits & _FAILED:
             self._settle()
         if bits & _FORCE:
             return True
-        if step == self._at:
+        if step == self._last_step:
             return False
         if isinstance(self._every, timedelta):
             return bool(bits & _DUE)
         return self._every is None or step % self._every == 0
 
     def _poll(self) -> None:
-        """Take note of a save in the background that was committed meanwhile."""
-        flying = self._flying
-        if flying is not None and not flying.noted and flying.handle.committed:
-            flying.noted = True
-            self._committed(flying.handle.wait(), flying.step, first=flying.first)
+        """Record a save in the background that was committed in the meantime."""
+        pending = self._pending
+        if pending is not None and not pending.recorded and pending.handle.committed:
+            pending.recorded = True
+            self._committed(pending.handle.wait(), pending.step, first=pending.first)
 
     def _settle(self) -> None:
-        """Wait for the save in the background; its failure on any rank is raised on all, unless all were told."""
-        flying, self._flying = self._flying, None
-        if flying is None:
+        """Wait for the save in the background; a failure that was not raised yet is raised on all ranks."""
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
         failure: Exception | None = None
         try:
-            saved = flying.handle.wait()
-        except Exception as error:  # noqa: BLE001 - told to all ranks
+            saved = pending.handle.wait()
+        except Exception as error:  # noqa: BLE001 - raised on all ranks
             failure = error
         else:
-            if not flying.noted:
-                self._committed(saved, flying.step, first=flying.first)
-        told = [failure] if failure is not None and not flying.told else []
-        everybody = self._ranks().all_gather((failure is not None, told), tuple[bool, list[BaseException]])
-        if any(failed for failed, _ in everybody):
-            self._at = None
-        untold = [e for _, errors in everybody for e in errors]
-        if untold:
-            raise failure or untold[0]
+            if not pending.recorded:
+                self._committed(saved, pending.step, first=pending.first)
+        mine = [failure] if failure is not None and not pending.raised else []
+        outcomes = self._ranks().all_gather((failure is not None, mine), tuple[bool, list[BaseException]])
+        if any(failed for failed, _ in outcomes):
+            self._last_step = None
+        unraised = [e for _, errors in outcomes for e in errors]
+        if unraised:
+            raise failure or unraised[0]
 
-    def _place(self, step: int) -> tuple[str, bool]:
-        """Where to save, and whether to replace what lies there."""
-        if self._overwrite or step not in self._beyond:
+    def _destination(self, step: int) -> tuple[str, bool]:
+        """Where to save, and whether to replace an existing checkpoint."""
+        if self._overwrite or step not in self._later_steps:
             return f"{self.url}/{folder_of(step)}", self._overwrite
         from ucformat.torch.manager.retention import free_place
 
         ranks = self._ranks()
         place: tuple[str, bool] = ranks.gather_scatter(
-            None, lambda _: [free_place(self.url, step, self._damaged)] * ranks.size, None, tuple[str, bool]
+            None, lambda _: [free_place(self.url, step, self._damaged_urls)] * ranks.size, None, tuple[str, bool]
         )
         return place
 
     def _committed(self, saved: Saved, step: int, *, first: bool) -> None:
-        """Take note of a commit, and begin to delete what need not stay."""
+        """Record a commit, and start to delete old checkpoints in the background."""
         self._last = saved
         self._commits = min((self._commits or 0) + 1, MOST_COMMITS)
         self._parent = LineageDoc(kind="resume", url=saved.url, id=saved.id, commits=self._commits)
-        self._beyond.discard(step)
-        if self._keeper is not None and first:
-            self._kept = self._pool.submit(self._keeper.apply, saved.url, step)
+        self._later_steps.discard(step)
+        if self._retention is not None and first:
+            self._retention_job = self._pool.submit(self._retention.apply, saved.url, step)
 
 
-def _keeper(root: str, keep: Keep) -> RunRetention:
-    from ucformat.torch.manager.retention import RunRetention, policy_of  # and with it, sqlalchemy
+def _make_retention(root: str, keep: Keep) -> RunRetention:
+    from ucformat.torch.manager.retention import RunRetention, policy_of  # imports sqlalchemy
 
     return RunRetention(root, policy_of(keep))
 
 
 @dataclass(slots=True)
 class _PendingSave:
-    """A save in the background. `first` says that this was rank 0; `told`, that its failure was raised here."""
+    """A save in the background: whether this is rank 0, whether its commit is recorded, and its failure was raised."""
 
     handle: SaveHandle
     step: int
     first: bool
-    noted: bool = False
-    told: bool = False
+    recorded: bool = False
+    raised: bool = False
 
     @property
     def failed(self) -> bool:
-        return self.handle.done and not self.handle.committed and not self.told
+        return self.handle.done and not self.handle.committed and not self.raised

@@ -35,12 +35,13 @@ if TYPE_CHECKING:
 __all__ = ["Mode", "Restored", "restore_newest", "verify_on_all_ranks"]
 
 
-_DAMAGES = (IntegrityError, NotFound, UpgradeNeeded)  # any other error is of the place, and no reason to go back
+#: Errors that show that a checkpoint is damaged. Any other is a failure of the storage, and is raised.
+_DAMAGE = (IntegrityError, NotFound, UpgradeNeeded)
 
 
 @message
 class _CheckResult:
-    """What one rank found."""
+    """The results of one rank."""
 
     problems: list[Problem] = field(default_factory=list)
     leaves: list[tuple[Key, tuple[int, ...], bytes]] = field(default_factory=list)
@@ -52,33 +53,40 @@ def verify_on_all_ranks(
 ) -> tuple[Checkpoint | None, Report]:
     """Open a checkpoint and verify it; all ranks call this together, and get the same report.
 
-    `full` reads every byte once, in all ranks together, and compares it with its checksums and digests. `quick` reads
-    only the documents (manifest, sidecar, objects) and asks for the size of each file.
+    Args:
+        step: the checkpoint.
+        mode: `full` reads every byte once, on all ranks together, and compares it with checksums and digests. `quick`
+            reads only the documents (manifest, sidecar, objects) and checks the size of each file.
+        ranks: the group of ranks.
+        threads: how many threads read on each rank (default: as many as the storage can use).
+
+    Returns:
+        the checkpoint, or None if it cannot be opened, and the report.
 
     Raises:
-        UcformatError: the place cannot be read by some rank; that says nothing about the checkpoint.
+        UcformatError: some rank cannot read the storage; this does not mean that the checkpoint is damaged.
     """
     ck = None
     try:
         ck = _open(step)
-        found: _CheckResult | Exception = _look(ck, mode, ranks, threads)
-    except _DAMAGES as error:
+        found: _CheckResult | Exception = _verify(ck, mode, ranks, threads)
+    except _DAMAGE as error:
         found = _CheckResult([Problem(MANIFEST, error.message)])
-    except Exception as error:  # noqa: BLE001 - told to all ranks
+    except Exception as error:  # noqa: BLE001 - raised on all ranks
         found = error
 
-    def judge(all_found: Sequence[_CheckResult]) -> list[Report]:
+    def report_all(all_found: Sequence[_CheckResult]) -> list[Report]:
         problems = {str(p): p for f in all_found for p in f.problems}
         if ck is not None and ck.universal and mode == "full" and not problems:
             leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
-            for key, shard, digests in (told for f in all_found for told in f.leaves):
+            for key, shard, digests in (leaf for f in all_found for leaf in f.leaves):
                 leaves.setdefault(key, {})[shard] = digests
             problems = {str(p): p for p in wrong_digests(ck.universal, leaves)}
         nbytes = sum(f.nbytes for f in all_found)
         report = Report(step.url, "ucformat", len(ck.tensors) if ck else 0, nbytes, 0, tuple(problems.values()))
         return [report] * ranks.size
 
-    report: Report = ranks.gather_scatter(found, judge, _CheckResult, Report)
+    report: Report = ranks.gather_scatter(found, report_all, _CheckResult, Report)
     return ck, report
 
 
@@ -89,13 +97,13 @@ def _open(step: RunStep) -> Checkpoint:
     return ck
 
 
-def _look(ck: Checkpoint, mode: Mode, ranks: Group, threads: int | None) -> _CheckResult:
-    """This rank's part; every rank reads the documents, which it will need."""
+def _verify(ck: Checkpoint, mode: Mode, ranks: Group, threads: int | None) -> _CheckResult:
+    """This rank's part of the checks; every rank reads the documents, which it needs to load."""
     source = cast("Universal", ck.universal)  # it has a manifest
     if source.manifest.sidecar is not None:
         source.sidecar()
     _ = ck.objects
-    tasks = sorted(_full(source) if mode == "full" else _quick(source), key=lambda t: -t.nbytes)
+    tasks = sorted(_full_checks(source) if mode == "full" else _quick_checks(source), key=lambda t: -t.nbytes)
     found = _CheckResult()
     mine = tasks[ranks.rank :: ranks.size]
     for task, (leaves, problems) in run(lambda t: t.run(), mine, threads):
@@ -105,23 +113,23 @@ def _look(ck: Checkpoint, mode: Mode, ranks: Group, threads: int | None) -> _Che
     return _CheckResult(found.problems, found.leaves, sum(t.nbytes for t in mine))
 
 
-def _full(source: Universal) -> Iterator[Check]:
-    """Everything, by files, and by tensors where they are not arrays."""
+def _full_checks(source: Universal) -> Iterator[Check]:
+    """Checks of all bytes: by file, and by tensor for tensors that are not arrays."""
     for item in items(source):
-        yield Check.of(item, source.store, _DAMAGES)
+        yield Check.of(item, source.store, _DAMAGE)
     for key, tensor in source.docs.items():
         if tensor.path is None:
-            yield Check(tensor.nbytes, lambda k=key: (b"", _blocks(source, k)))  # type: ignore[misc]
+            yield Check(tensor.nbytes, lambda k=key: (b"", _block_problems(source, k)))  # type: ignore[misc]
 
 
-def _blocks(source: Universal, key: Key) -> list[Problem]:
-    """What is wrong with the blocks of a tensor that is no array."""
+def _block_problems(source: Universal, key: Key) -> list[Problem]:
+    """The problems of the blocks of a tensor that is not an array."""
     blocks = ((e.file, e.block) for e in single_extents(source.extents(key)) if e.block is not None)
-    return block_problems(source.store, key, blocks, _DAMAGES)
+    return block_problems(source.store, key, blocks, _DAMAGE)
 
 
-def _quick(source: Universal) -> Iterator[Check]:
-    """The size of each file."""
+def _quick_checks(source: Universal) -> Iterator[Check]:
+    """Checks of the size of each file."""
     ends = {item.file: item.nbytes for item in items(source) if not isinstance(item, ZarrJson)}
     for key, tensor in source.docs.items():
         if tensor.path is None:
@@ -129,20 +137,20 @@ def _quick(source: Universal) -> Iterator[Check]:
                 if e.box.size:
                     ends[e.file] = max(ends.get(e.file, 0), e.last + 1)
 
-    def look(file: str, least: int) -> None:
+    def check_size(file: str, expected: int) -> None:
         size = source.store.info(file).size
-        if size < least:
-            raise MissingData(f"{source.store.url}/{file} has {size} bytes, and should have {least}")
+        if size < expected:
+            raise MissingData(f"{source.store.url}/{file} has {size} bytes, expected at least {expected}")
 
-    for file, least in ends.items():
-        yield Check(0, lambda f=file, n=least: (b"", _reading(f, lambda: look(f, n))))  # type: ignore[misc]
+    for file, end in ends.items():
+        yield Check(0, lambda f=file, n=end: (b"", _problems_of(f, lambda: check_size(f, n))))  # type: ignore[misc]
 
 
-def _reading(file: str, act: Callable[[], object]) -> list[Problem]:
-    """What is wrong with a file, if reading it finds that."""
+def _problems_of(file: str, check: Callable[[], object]) -> list[Problem]:
+    """The problem that a check of a file raises, if any."""
     try:
-        act()
-    except _DAMAGES as error:
+        check()
+    except _DAMAGE as error:
         return [Problem(file, error.message)]
     return []
 
@@ -152,15 +160,15 @@ _log = logging.getLogger("ucformat")
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What was loaded, and what else lies there.
+    """The checkpoint that was restored, and the other checkpoints of the run.
 
-    `beyond` are the steps beyond it that hold a checkpoint, whole or not, `damaged` the places of the damaged, and
-    `commits` is the greatest count of all.
+    `later_steps` are the steps after it that hold a checkpoint, intact or not, `damaged` the urls of damaged ones, and
+    `commits` is the greatest commit count.
     """
 
     step: RunStep
     report: LoadReport
-    beyond: frozenset[int]
+    later_steps: frozenset[int]
     damaged: frozenset[str]
     commits: int
 
@@ -168,12 +176,20 @@ class Restored:
 def restore_newest(
     root: str, state: Mapping[str, Any], verify: Mode, ranks: Group, options: Mapping[str, Any]
 ) -> Restored | None:
-    """Load the newest of a run's checkpoints that is whole; None where none is committed.
+    """Load the newest intact checkpoint of a run; damaged ones are skipped, with a warning on rank 0.
 
-    `options` are those of `load`. What is damaged is skipped, with a warning of rank 0.
+    Args:
+        root: the folder of the run.
+        state: the training state to fill.
+        verify: how checkpoints are verified, as for `verify_on_all_ranks`.
+        ranks: the group of ranks.
+        options: other arguments of `load`.
+
+    Returns:
+        None if no checkpoint is committed.
 
     Raises:
-        IntegrityError: there are checkpoints, and all are damaged.
+        IntegrityError: all checkpoints are damaged.
     """
     listed: RunContents = ranks.gather_scatter(None, lambda _: [_list(root)] * ranks.size, None, RunContents)
     damaged: dict[str, str] = {}
@@ -198,26 +214,26 @@ def restore_newest(
             continue
         try:
             report = load(state, ck, verify="whole" if verify == "full" else "always", **options)
-        except IntegrityError as error:  # found by all ranks: they agree on how a load ended
+        except IntegrityError as error:  # raised on all ranks
             skip(step.url, error.message)
             continue
-        if not holds_training(ck):  # and so nothing of the run was left out
+        if not holds_training(ck):  # the run has no optimizer state, so none was left out
             report = replace(report, lineage=edge_of(ck, report.layout, continues=True))
         steps = [s.step for s in listed.steps] + [s for _, s, _ in listed.unreadable]
         return Restored(step, report, frozenset(s for s in steps if s > step.step), frozenset(damaged), listed.commits)
     if damaged:
         raise IntegrityError(
-            f"there are checkpoints below {root}, but none is whole:\n  "
+            f"all checkpoints below {root} are damaged:\n  "
             + "\n  ".join(f"{url}: {why}" for url, why in damaged.items()),
-            hint="bring the files back from another copy, or begin anew in another folder",
+            hint="restore the files from another copy, or start again in another folder",
         )
     return None
 
 
 def _list(root: str) -> RunContents:
-    """What is committed, and was not deleted in the catalog."""
-    from ucformat.torch.manager.retention import deleted_ids  # and with it, sqlalchemy
+    """The committed checkpoints of a run that were not deleted in the catalog."""
+    from ucformat.torch.manager.retention import deleted_ids  # imports sqlalchemy
 
     listed = list_steps(root)
-    gone = deleted_ids(root) if listed.steps else frozenset()
-    return replace(listed, steps=tuple(s for s in listed.steps if s.id not in gone))
+    deleted = deleted_ids(root) if listed.steps else frozenset()
+    return replace(listed, steps=tuple(s for s in listed.steps if s.id not in deleted))

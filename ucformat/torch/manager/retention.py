@@ -1,7 +1,7 @@
-"""Which of a run's checkpoints stay: by the catalog where there is one, else by what lies in the run's folder.
+"""Retention of a run's checkpoints: through the catalog if there is one, else by the contents of the run's folder.
 
-Both follow docs/retention.md. The catalog deletes softly, and what is ours and past its grace is purged at once, as
-`ucp gc` would; without a catalog there is no grace. Files go as in every purge: tombstone first, manifest next.
+Both follow docs/retention.md. The catalog deletes softly; checkpoints of the run that are past their grace are purged
+at once, as by `ucp gc`. Without a catalog there is no grace. Each purge writes the tombstone before it removes files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ucformat.errors import (
 )
 from ucformat.format.commit import MANIFEST
 from ucformat.jobs.documents import protections_of
-from ucformat.jobs.gc import consult, purge  # `collect`, but of nothing that is not ours
+from ucformat.jobs.gc import consult, purge  # `collect` would also purge other runs
 from ucformat.jobs.register import register
 from ucformat.jobs.removal import read_tombstone, remove
 from ucformat.schema.policy import Last, Policy
@@ -52,12 +52,13 @@ _log = logging.getLogger("ucformat")
 
 
 def policy_of(keep: Keep) -> Policy:
-    """The policy that `keep` means: a number of last checkpoints, rules, or a whole policy, perhaps in a file.
+    """Return the policy that the `keep` argument of `Manager` describes; the last checkpoint is always kept.
 
-    What is said without a grace has none. The last checkpoint of a run always stays.
+    Args:
+        keep: a number of latest checkpoints or rules, both without a grace, or a policy or the path of its file.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: it is not valid.
     """
     if isinstance(keep, int):
         keep = {"last": keep}
@@ -76,7 +77,11 @@ def policy_of(keep: Keep) -> Policy:
 
 
 class RunRetention:
-    """Applies a policy to the checkpoints below `root`, and to no others. One process of the run calls `apply`.
+    """Applies a policy to the checkpoints of a run. One process of the run calls `apply`.
+
+    Args:
+        root: the folder of the run.
+        policy: which of its checkpoints to keep.
 
     Raises:
         UsageError: the policy has filters, and there is no catalog.
@@ -86,43 +91,48 @@ class RunRetention:
         self.root, self.policy = root, policy
         self._catalog = load_settings().catalog_url()
         self._known: dict[str, RunStep] | None = None  # by url; only without a catalog
-        self._begun = False
-        self._told: set[str] = set()
+        self._registered = False
+        self._warned: set[str] = set()
         if self._catalog is None and policy.filters():
             raise UsageError(
-                "`where` and `scope` need a catalog, and it is switched off",
-                hint="set UCP_CATALOG, or keep by last, every, best and younger",
+                "`where` and `scope` need a catalog, which is switched off",
+                hint="set UCP_CATALOG, or use only last, every, best and younger",
             )
 
     def apply(self, url: str, step: int) -> list[str]:
-        """Delete what the policy does not keep, now that a checkpoint was committed there; the ids of what is gone.
+        """Delete what the policy does not keep, after a commit; failures are logged, and retried after the next commit.
 
-        What goes wrong becomes a warning: training goes on, and the next commit tries again.
+        Args:
+            url: of the checkpoint that was committed.
+            step: its step.
+
+        Returns:
+            the ids of the checkpoints whose files were removed.
         """
         try:
             if self._catalog is not None and self._usable(self._catalog):
                 return self._in_catalog(self._catalog)
             if self._known is None:
                 listed = list_steps(self.root)
-                for place in listed.buried:
-                    _end_purge(place)
+                for interrupted in listed.being_purged:
+                    _finish_purge(interrupted)
                 self._known = {s.url: s for s in listed.steps}
             self._known[url] = read_step(url, step)
             return self._in_folder(self._known)
-        except Exception as error:  # noqa: BLE001 - whatever the catalog and the place say
-            _log.warning("what need not stay below %s is not deleted: %s", self.root, getattr(error, "message", error))
+        except Exception as error:  # noqa: BLE001 - of the database or the storage
+            _log.warning("old checkpoints below %s are not deleted: %s", self.root, getattr(error, "message", error))
             return []
 
     def _usable(self, url: str) -> bool:
-        """Whether to ask the catalog: not one that nobody named, and that cannot be opened (as on a network's home)."""
-        if self._begun or source_of("catalog") != "default" or self.policy.filters():
+        """Whether to use the catalog: not the default one if that cannot be opened (as in a home folder on NFS)."""
+        if self._registered or source_of("catalog") != "default" or self.policy.filters():
             return True
         from ucformat.catalog.catalog import Catalog
 
         try:
             Catalog(url).close()
         except UcformatError as error:
-            _log.warning("what lies below %s is kept without a catalog: %s", self.root, error.message)
+            _log.warning("the policy is applied to %s without a catalog: %s", self.root, error.message)
             self._catalog = None
         return self._catalog is not None
 
@@ -132,67 +142,67 @@ class RunRetention:
         root = same_url(self.root)
         below = f"url like '{_literal(root)}/step-%'"
         with Catalog(catalog_url) as catalog:
-            if not self._begun:  # this catalog may be younger than the run, or have missed a commit
+            if not self._registered:  # the catalog may be newer than the run, or have missed a commit
                 register([self.root], catalog, recursive=True)
-                self._begun = True
+                self._registered = True
             found = catalog.find(below)
             copied = [e.id for e in found if any(not u.startswith(f"{root}/") for u in e.urls)]
             scope = below if self.policy.scope is None else f"({self.policy.scope}) and {below}"
-            if copied:  # to delete one of them would delete the copy elsewhere
+            if copied:  # deleting such a checkpoint would delete the copy elsewhere
                 scope += f" and id not in ({', '.join(map(repr, copied))})"
             policy = self.policy.model_copy(update={"scope": scope})
             plan = catalog.retain(policy)
             self._warn_once(f"the rule keeps nothing: {rule}" for rule in plan.idle)
             self._warn_once(plan.contradictions)
-            self._warn_once(f"{i[:12]} is not judged, because it lies elsewhere too" for i in copied)
+            self._warn_once(f"{i[:12]} is kept, because it has another location too" for i in copied)
             if plan.delete:
                 try:
                     catalog.retain(policy, apply=plan.id)
-                except Conflict:  # somebody changed what matters: the next commit plans anew
+                except Conflict:  # the catalog has changed: plan again after the next commit
                     return []
             return self._purge(catalog, below)
 
     def _purge(self, catalog: Catalog, below: str) -> list[str]:
-        """Remove from storage what is deleted and of this run, once its grace is over."""
-        ours = {e.id: e.state for e in catalog.find(f"(state = 'deleted' or state = 'purging') and {below}")}
-        over = [r.id for r in catalog.purgeable().purge if r.id in ours]
-        unclear = consult(catalog, over)
-        over = [r.id for r in catalog.purgeable().purge if r.id in ours and r.id not in unclear]
+        """Remove the files of this run's deleted checkpoints whose grace is over."""
+        of_run = {e.id: e.state for e in catalog.find(f"(state = 'deleted' or state = 'purging') and {below}")}
+        due = [r.id for r in catalog.purgeable().purge if r.id in of_run]
+        unclear = consult(catalog, due)
+        due = [r.id for r in catalog.purgeable().purge if r.id in of_run and r.id not in unclear]
         for why in unclear.values():
             _log.warning("not purged: %s", why)
-        gone = []
-        for checkpoint in [*over, *(i for i, state in ours.items() if state == "purging")]:
+        purged = []
+        for checkpoint in [*due, *(i for i, state in of_run.items() if state == "purging")]:
             try:
                 if purge(catalog, checkpoint):
-                    gone.append(checkpoint)
+                    purged.append(checkpoint)
             except UcformatError as error:
                 _log.warning("not purged: %s: %s", checkpoint, error.message)
-        return gone
+        return purged
 
     def _in_folder(self, known: dict[str, RunStep]) -> list[str]:
         steps = list(known.values())
         plan = plan_retention(self.policy, [_row(s, n, self.root) for n, s in enumerate(steps)], now())
         self._warn_once(f"the rule keeps nothing: {rule}" for rule in plan.idle)
         self._warn_once(contradictions(steps, attrgetter("url")))
-        gone = []
+        removed = []
         for step in (steps[row.serial] for row in plan.delete):
             if protections_of(step.url, step.id, known=False):
                 continue
-            if remove(open_store(step.url), step.id):  # somebody began to need it at this instant
+            if remove(open_store(step.url), step.id):  # protected in the meantime
                 continue
             del known[step.url]
-            gone.append(step.id)
-        return gone
+            removed.append(step.id)
+        return removed
 
-    def _warn_once(self, what: Iterable[str]) -> None:
-        """Warn, of each thing once."""
-        for text in set(what) - self._told:
-            self._told.add(text)
+    def _warn_once(self, texts: Iterable[str]) -> None:
+        """Log each warning once."""
+        for text in set(texts) - self._warned:
+            self._warned.add(text)
             _log.warning("%s: %s", self.root, text)
 
 
-def _end_purge(url: str) -> None:
-    """Remove what an interrupted purge has left."""
+def _finish_purge(url: str) -> None:
+    """Remove the files that an interrupted purge has left."""
     store = open_store(url)
     tombstone = read_tombstone(store)
     if tombstone is not None:
@@ -200,19 +210,25 @@ def _end_purge(url: str) -> None:
 
 
 def _literal(text: str) -> str:
-    """Text in a pattern of `like`, between quotes."""
+    """Escape text for a quoted pattern of `like`."""
     for special in "\\%_":
         text = text.replace(special, f"\\{special}")
     return text.replace("'", "''")
 
 
-def _row(step: RunStep, serial: int = 0, run: str = "", **said: Any) -> RetentionRow:
-    about = {"commits": step.commits, "metrics": step.metrics, **said}
-    return RetentionRow(serial, step.id, OWN_KIND, "committed", run, step.step, step.created, step.nbytes, **about)
+def _row(step: RunStep, serial: int, run: str) -> RetentionRow:
+    more: dict[str, Any] = {"commits": step.commits, "metrics": step.metrics}
+    return RetentionRow(serial, step.id, OWN_KIND, "committed", run, step.step, step.created, step.nbytes, **more)
 
 
 def deleted_ids(root: str) -> frozenset[str]:
-    """The checkpoints of a run that the catalog, if it can be asked, has as deleted while their files are there."""
+    """Return the ids of a run's checkpoints that are deleted in the catalog while their files exist.
+
+    Empty if there is no catalog, or if it cannot be queried, which is logged.
+
+    Args:
+        root: the folder of the run.
+    """
     url = load_settings().catalog_url()
     if url is None:
         return frozenset()
@@ -224,16 +240,23 @@ def deleted_ids(root: str) -> frozenset[str]:
             return frozenset(e.id for e in found)
     except NotFound:  # no catalog yet
         pass
-    except Exception as error:  # noqa: BLE001 - whatever the database says
-        _log.warning("the catalog cannot say what was deleted below %s: %s", root, getattr(error, "message", error))
+    except Exception as error:  # noqa: BLE001 - of the database
+        message = getattr(error, "message", error)
+        _log.warning("the catalog cannot be queried for deleted checkpoints below %s: %s", root, message)
     return frozenset()
 
 
 def free_place(root: str, step: int, damaged: Collection[str]) -> tuple[str, bool]:
-    """Where to save a step again that was saved before training went back, and whether it replaces what lies there.
+    """Find where to save a step again that was saved before the training was set back.
 
-    That is replaced if it is one of the `damaged`, which were seen not to be whole, where it can be and nothing
-    protects it; else the new one lies beside it.
+    Args:
+        root: the folder of the run.
+        step: the training step.
+        damaged: urls of damaged checkpoints. These are replaced, unless they are protected or the storage cannot
+            replace files; others are kept, and the new checkpoint is saved in a folder beside them.
+
+    Returns:
+        the url, and whether a checkpoint there is to be replaced.
     """
     for again in chain((0,), count(2)):  # step-00000100, then step-00000100.2
         url = f"{root}/{folder_of(step, again)}"
@@ -241,7 +264,7 @@ def free_place(root: str, step: int, damaged: Collection[str]) -> tuple[str, boo
         try:
             if read_tombstone(store) is not None:
                 continue
-            there = read_step(url, step)
+            existing = read_step(url, step)
         except NotACheckpoint:
             return url, False
         except (IntegrityError, UpgradeNeeded) as error:
@@ -249,16 +272,16 @@ def free_place(root: str, step: int, damaged: Collection[str]) -> tuple[str, boo
             continue
         if url not in damaged:
             continue
-        why = protections_of(url, there.id)
-        if why:
-            _log.warning("%s is not replaced: %s", url, "; ".join(why))
-        elif _replaceable(store):
+        protections = protections_of(url, existing.id)
+        if protections:
+            _log.warning("%s is not replaced: %s", url, "; ".join(protections))
+        elif _can_replace(store):
             return url, True
-    raise AssertionError  # there is always one more
+    raise AssertionError  # the loop has no end
 
 
-def _replaceable(store: Store) -> bool:
-    """Whether a place can replace a manifest: no content has this version, so nothing is replaced here."""
+def _can_replace(store: Store) -> bool:
+    """Whether a storage can replace a manifest, tried with a version that no content has, so nothing is replaced."""
     try:
         store.replace(MANIFEST, b"", "")
     except Conflict:

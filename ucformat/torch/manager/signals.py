@@ -1,4 +1,4 @@
-"""Signals that ask a training to end, and what all ranks make of them together."""
+"""Signals that ask a training to stop, and the collective by which all ranks learn of them."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ if TYPE_CHECKING:
 __all__ = ["Signals", "any_rank_bits"]
 
 _log = logging.getLogger("ucformat")
-_FAN_OUT = 8
+_FAN_OUT = 8  # children of a rank in the tree
 
 
 class Signals:
-    """Notes that one of these signals came, and then calls the handler that was there before.
+    """Records that a signal was received, and then calls the handler that was installed before.
 
-    Handlers can be installed in the main thread only; in another one a warning says that none is. A process that was
-    forked afterwards (a data loader's) dies of the signal as if there were no handler of ours.
+    Handlers can only be installed in the main thread; in any other a warning is logged. In processes that are forked
+    later (of a data loader), the handlers that were installed before take effect.
+
+    Args:
+        signals: their numbers.
     """
 
     def __init__(self, signals: Sequence[int]) -> None:
         self.caught = False
         self._pid = os.getpid()
-        self._handler = self._handle  # one object, by which it is known again
+        self._handler = self._handle  # one object, to compare with the installed handler
         self._before: dict[int, Any] = {}
         if signals and threading.current_thread() is not threading.main_thread():
             names = ", ".join(signal.Signals(s).name for s in signals)
             _log.warning(
-                "%s will end this process without a last save: the manager was not made in the main thread", names
+                "%s will end this process without a last save: the manager was not created in the main thread", names
             )
             return
         for number in signals:
@@ -50,13 +53,12 @@ class Signals:
             os.kill(os.getpid(), number)
             return
         again, self.caught = self.caught, True
-        if callable(before) and (
-            again or before is not signal.default_int_handler
-        ):  # the first Ctrl-C ends nothing yet
+        # The first Ctrl-C asks to save and stop; only the second one raises KeyboardInterrupt.
+        if callable(before) and (again or before is not signal.default_int_handler):
             before(number, frame)
 
     def close(self) -> None:
-        """Put the handlers back that were there before, where nobody has put another since."""
+        """Restore the previous handlers, except where another one has been installed since."""
         for number, before in self._before.items():
             if signal.getsignal(number) is self._handler:
                 signal.signal(number, before if before is not None else signal.SIG_DFL)
@@ -64,7 +66,15 @@ class Signals:
 
 
 def any_rank_bits(group: Group, bits: int) -> int:
-    """The bits (of eight) that any rank has set, on all ranks: up and down a tree, for it is asked at every step."""
+    """Combine the bits of all ranks by or, over a tree, since this happens at every step.
+
+    Args:
+        group: the group of ranks.
+        bits: of this rank, eight bits.
+
+    Returns:
+        the bits that any rank has set.
+    """
     found = np.array([bits], np.uint8)
     first = group.rank * _FAN_OUT + 1
     children = range(first, min(first + _FAN_OUT, group.size))

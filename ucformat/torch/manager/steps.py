@@ -1,4 +1,4 @@
-"""Where a run's checkpoints lie: one folder for each step, and which of them hold a committed one."""
+"""The folders of a run's checkpoints, one per step, and the list of those that are committed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?", re.ASCII)
 
 @message
 class RunStep:
-    """A committed checkpoint in the folder of its step: what its manifest says, without its tensors."""
+    """A committed checkpoint of a run, as its manifest describes it, without the tensors."""
 
     url: str
     step: int
@@ -41,46 +41,55 @@ class RunStep:
 
 @message
 class RunContents:
-    """The checkpoints of a run, the newest first, of which the greatest count of commits is `commits`.
+    """The checkpoints of a run, the newest first, and their greatest commit count.
 
-    `unreadable` are those whose manifests cannot be read: url, step and why. Of the places `buried` something is left
-    that a purge has begun to remove.
+    `unreadable` are those whose manifests cannot be read: url, step and reason. `being_purged` are the urls of
+    checkpoints of which an interrupted purge has left files.
     """
 
     steps: tuple[RunStep, ...]
     unreadable: tuple[tuple[str, int, str], ...]
-    buried: tuple[str, ...] = ()
+    being_purged: tuple[str, ...] = ()
     commits: int = 0
 
 
 def folder_of(step: int, again: int = 0) -> str:
-    """The folder of a step, so that names sort as steps do; `again` counts those besides the first."""
+    """Return the name of a step's folder; names sort as steps do.
+
+    Args:
+        step: the training step, from 0.
+        again: distinguishes several checkpoints of one step (0: the first).
+
+    Raises:
+        UsageError: `step` is negative.
+    """
     if step < 0:
-        raise UsageError(f"{step} is no training step", hint="steps count from 0")
+        raise UsageError(f"the training step {step} is negative", hint="steps count from 0")
     return f"step-{step:08d}" + (f".{again}" if again else "")
 
 
 def step_of(folder: str) -> int | None:
-    """The step of a folder's name; None where it is none of ours."""
+    """The step of a folder's name; None for other names."""
     found = _FOLDER.fullmatch(folder)
     return int(found[1]) if found else None
 
 
 def list_steps(root: str) -> RunContents:
-    """What is committed in the folders of a run; attempts, and what is being removed, are not seen.
+    """List the committed checkpoints of a run; lists all files below `root`, and reads the manifest of each checkpoint.
 
-    Lists all files below `root`, and reads one manifest for each checkpoint.
+    Args:
+        root: the folder of the run.
     """
     store = open_store(root)
     found: dict[str, int] = {}
-    buried: list[str] = []
+    being_purged: list[str] = []
     for info in store.list():
         folder, _, file = info.key.partition("/")
         step = step_of(folder)
         if file == MANIFEST and step is not None:
             found[f"{store.url}/{folder}"] = step
         elif file == TOMBSTONE and step is not None:
-            buried.append(f"{store.url}/{folder}")
+            being_purged.append(f"{store.url}/{folder}")
 
     def read(url: str) -> RunStep | str | None:
         try:
@@ -94,11 +103,19 @@ def list_steps(root: str) -> RunContents:
     steps = newest_first(s for s in answers.values() if isinstance(s, RunStep))
     unreadable = tuple((u, found[u], why) for u, why in answers.items() if isinstance(why, str))
     commits = max((s.commits for s in steps if s.commits is not None), default=0)
-    return RunContents(tuple(steps), unreadable, tuple(buried), commits)
+    return RunContents(tuple(steps), unreadable, tuple(being_purged), commits)
 
 
 def read_step(url: str, step: int) -> RunStep:
-    """The checkpoint of a step that lies there; NotACheckpoint where there is none."""
+    """Read the checkpoint of a step from its manifest.
+
+    Args:
+        url: of the checkpoint.
+        step: its step.
+
+    Raises:
+        NotACheckpoint: there is none.
+    """
     manifest, _ = read_manifest(open_store(url))
     nbytes = sum(t.nbytes for t in manifest.tensors)
     return RunStep(url, step, manifest.id, manifest.created, nbytes, manifest.metrics, manifest.commits)

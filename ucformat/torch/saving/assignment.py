@@ -1,4 +1,4 @@
-"""Who writes what of a state that many ranks hold: pure planning, from all ranks' items to each rank's part."""
+"""Assigns the pieces or shards of a state to the ranks that write them: pure planning, from the items of all ranks."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ __all__ = [
     "merge_items",
 ]
 
-#: Small shards of one rank are bundled up to this many bytes: each sender sends one message for them.
+#: Small shards of one rank are batched up to this many bytes; each sender sends one message per batch.
 BATCH_BYTES = 32 << 20
 
 
 @message
 class WriteItem:
-    """What one rank holds of one tensor, and its paths in the state of the program."""
+    """The boxes of a tensor that one rank holds, and the paths of the tensor in the state of the program."""
 
     info: TensorInfo
     boxes: tuple[Box, ...]
@@ -45,7 +45,7 @@ class WriteItem:
 
 @message
 class GlobalTensor:
-    """A tensor of the checkpoint, and who holds its boxes: (rank, number of the item, number of the box), by box."""
+    """A tensor of the checkpoint, and the holders of each box: (rank, number of the item, number of the box)."""
 
     info: TensorInfo
     holders: dict[Box, list[tuple[int, int, int]]]
@@ -53,7 +53,7 @@ class GlobalTensor:
 
 @message
 class Fragment:
-    """A box of tensor number `tensor` that its sender has in piece number `piece` of its item number `item`."""
+    """A box of tensor number `tensor`, which the sender holds in piece `piece` of its item `item`."""
 
     sender: int
     tensor: int
@@ -64,7 +64,7 @@ class Fragment:
 
 @message
 class ShardTask:
-    """One shard to write: of tensor number `tensor` of the checkpoint, at `at` in its grid of shards."""
+    """A shard to write: of tensor number `tensor` of the checkpoint, at index `at` of its grid of shards."""
 
     tensor: int
     at: tuple[int, ...]
@@ -73,18 +73,22 @@ class ShardTask:
 
 @message
 class ShardBatch:
-    """Shards that one rank writes one after another. Each sender sends all its fragments of them at once, in order."""
+    """Shards that one rank writes in order. Each sender sends all its fragments of a batch in one message, in order."""
 
     shards: tuple[ShardTask, ...]
 
     def sent_by(self, rank: int) -> list[Fragment]:
-        """What a rank sends for this batch, in the order in which it lies in the message."""
+        """Return the fragments that a rank sends for this batch, in the order of the message.
+
+        Args:
+            rank: the sender.
+        """
         return [f for s in self.shards for f in s.fragments if f.sender == rank]
 
 
 @message
 class Transfer:
-    """What a rank sends for batch number `number` of another rank."""
+    """The message that a rank sends for batch `number` of another rank."""
 
     to: int
     number: int
@@ -92,11 +96,14 @@ class Transfer:
 
 
 def merge_items(items: Sequence[Sequence[WriteItem]]) -> list[GlobalTensor]:
-    """The tensors of all ranks, in the order in which rank 0, then the next, lists them.
+    """Merge the items of all ranks to tensors, in the order of rank 0, then of further ranks.
+
+    Args:
+        items: of each rank.
 
     Raises:
-        UsageError: two ranks give one tensor different dtypes or shapes, or a rank lists one twice.
-        CoverageError: nobody holds some part of a tensor, or two ranks hold overlapping boxes that are not equal.
+        UsageError: a tensor has different dtypes or shapes on two ranks, or a rank lists it twice.
+        CoverageError: no rank holds some part of a tensor, or ranks hold boxes that overlap without being equal.
     """
     found: dict[Key, GlobalTensor] = {}
     first: dict[Key, int] = {}
@@ -112,7 +119,7 @@ def merge_items(items: Sequence[Sequence[WriteItem]]) -> list[GlobalTensor]:
                 raise UsageError(
                     f"{key} is {held.info.dtype} {held.info.shape} on rank {first[key]}, but {item.info.dtype} "
                     f"{item.info.shape} on rank {rank}",
-                    hint="a value that differs from rank to rank is saved as ucformat.torch.PerRank(value)",
+                    hint="save a value that differs between ranks as ucformat.torch.PerRank(value)",
                 )
             first.setdefault(key, rank)
             for piece, box in enumerate(item.boxes):
@@ -124,12 +131,20 @@ def merge_items(items: Sequence[Sequence[WriteItem]]) -> list[GlobalTensor]:
         try:
             prove(held.info, ((who[0][0], box) for box, who in held.holders.items()))
         except CoverageError as error:
-            raise CoverageError(error.message, hint="are all ranks of the mesh part of this save?") from None
+            raise CoverageError(error.message, hint="check that all ranks of the mesh take part in this save") from None
     return list(found.values())
 
 
 def assign_pieces(tensors: Sequence[GlobalTensor], ranks: int) -> list[list[tuple[int, int]]]:
-    """Which (item, piece) each rank writes, each box once, balanced over its replicas by bytes; in order of items."""
+    """Assign pieces to ranks for the packed form: each box once, balanced over its replicas by bytes.
+
+    Args:
+        tensors: of the checkpoint.
+        ranks: how many there are.
+
+    Returns:
+        the (item, piece) that each rank writes, in the order of its items.
+    """
     load = [0] * ranks
     out: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     boxes = [(box.size * t.info.itemsize, who) for t in tensors for box, who in t.holders.items()]
@@ -143,12 +158,19 @@ def assign_pieces(tensors: Sequence[GlobalTensor], ranks: int) -> list[list[tupl
 def assign_shards(
     tensors: Sequence[GlobalTensor], ranks: int, grids: Sequence[Grid]
 ) -> tuple[list[list[ShardBatch]], list[list[Transfer]]]:
-    """The batches that each rank writes, and the messages that it sends, in the order in which it does.
+    """Assign shards to ranks for the Zarr form.
 
-    A shard goes to the rank that is done first if it writes and receives the shard on top of all that it was dealt
-    before, so those that hold most of it are preferred. Each byte is sent at most once; what the owner holds is not
-    sent. All ranks send in the order of batch numbers, so whoever waits for a batch waits for nothing that waits for
-    it.
+    Each shard is assigned to the rank that would finish first, counting the bytes that it writes and receives, so that
+    ranks that hold most of a shard are preferred. Each byte is sent at most once; fragments that the owner holds are
+    not sent. All ranks send in the order of batch numbers, so there are no deadlocks.
+
+    Args:
+        tensors: of the checkpoint.
+        ranks: how many there are.
+        grids: of each tensor.
+
+    Returns:
+        the batches that each rank writes, and the messages that it sends, both in order.
     """
     work = np.zeros(ranks)
     sent = np.zeros(ranks)
@@ -175,7 +197,7 @@ def assign_shards(
 
 
 def _transfers(batches: Sequence[Sequence[ShardBatch]]) -> list[list[Transfer]]:
-    """What each rank sends, in the order of batch numbers."""
+    """The messages that each rank sends, in the order of batch numbers."""
     messages: list[list[Transfer]] = [[] for _ in batches]
     for number in range(max(map(len, batches), default=0)):
         for owner, mine in enumerate(batches):
@@ -191,7 +213,7 @@ def _transfers(batches: Sequence[Sequence[ShardBatch]]) -> list[list[Transfer]]:
 
 
 def _batched(shards: Sequence[tuple[int, ShardTask]]) -> list[ShardBatch]:
-    """Shards in their order, bundled while they are small."""
+    """Batches of shards, in order."""
     out: list[ShardBatch] = []
     held: list[ShardTask] = []
     total = 0

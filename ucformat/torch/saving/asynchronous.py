@@ -1,4 +1,4 @@
-"""`async_save`: training waits for a copy to host memory alone; another process writes it and commits."""
+"""`async_save`: training waits only for a copy to host memory; another process writes the checkpoint and commits it."""
 
 from __future__ import annotations
 
@@ -28,50 +28,54 @@ __all__ = ["async_save", "async_save_local", "in_queue_order"]
 
 
 class _Queue:
-    """Saves of several threads, one after another: in the order in which rank 0 drew their numbers."""
+    """Serializes the saves of several threads, in the order in which rank 0 took their numbers."""
 
     def __init__(self) -> None:
         self._change = threading.Condition()
         self._drawn = self._ended = 0
         self.broken = False
 
-    def draw(self) -> int:
-        """The next number."""
+    def take_number(self) -> int:
+        """Take the next number."""
         with self._change:
             self._drawn += 1
             return self._drawn - 1
 
     def wait_for(self, number: int) -> None:
-        """Wait until all before this one ended."""
+        """Wait until all saves with lower numbers have ended."""
         with self._change:
             self._change.wait_for(lambda: self._ended >= number or self.broken)
 
     def end(self, *, broken: bool = False) -> None:
-        """Let the next one begin; where the ranks lost each other, all."""
+        """Let the next save begin; if the group is broken, all of them."""
         with self._change:
             self._ended += 1
             self.broken = self.broken or broken
             self._change.notify_all()
 
 
-_alone = _Queue()
+_single_process = _Queue()
 
 
 @contextmanager
 def in_queue_order(ranks: Group) -> Iterator[None]:
-    """Begin a save when those before it have begun, in one order on all ranks, as their writers do."""
-    turns: _Queue = ranks.memory.setdefault("turns", _Queue()) if ranks.size > 1 else _alone
+    """Begin saves of several threads one after another, in the same order on all ranks.
+
+    Args:
+        ranks: the group.
+    """
+    queue: _Queue = ranks.cache.setdefault("turns", _Queue()) if ranks.size > 1 else _single_process
     try:
-        number = ranks.gather_scatter(None, lambda _: [turns.draw()] * ranks.size, None, int)
+        number = ranks.gather_scatter(None, lambda _: [queue.take_number()] * ranks.size, None, int)
     except Exception:
-        if not ranks.whole:
-            turns.end(broken=True)
+        if not ranks.intact:
+            queue.end(broken=True)
         raise
-    turns.wait_for(number)
+    queue.wait_for(number)
     try:
         yield
     finally:
-        turns.end()
+        queue.end()
 
 
 def async_save(
@@ -93,14 +97,37 @@ def async_save(
     timeout: float = TIMEOUT,
     in_flight: int = 1,
 ) -> SaveHandle:
-    """Save as `save` does, but return as soon as the state is copied to host memory; all ranks call it together.
+    """Save a training state in the background; all ranks call this together.
 
-    The copy goes to memory that is kept from save to save (the first one allocates it, and starts a process for each
-    rank). At most `in_flight` saves are under way, each with memory of its own: one more waits for the oldest.
+    Returns as soon as the state is copied to host memory, so that training may change it. A process of each rank,
+    which the first call starts, writes the checkpoint and commits it. The host memory is reused by later saves.
+
+    Args:
+        state: as for `save`.
+        url: as for `save`.
+        step: as for `save`.
+        run: as for `save`.
+        metrics: as for `save`.
+        config: as for `save`.
+        form: as for `save`.
+        overwrite: as for `save`.
+        lineage: as for `save`.
+        after: as for `save`.
+        replicas: as for `save`.
+        chunk_bytes: as for `save`.
+        shard_bytes: as for `save`.
+        group: as for `save`.
+        timeout: as for `save`.
+        in_flight: how many saves may be in flight at once, each with host memory for a copy of the state; another one
+            waits for the oldest.
+
+    Returns:
+        a handle, whose `wait` returns when the checkpoint is committed.
 
     Raises:
-        UcformatError: an earlier save of this kind failed, and some rank had not asked for its outcome; or the state
-            of some rank cannot be saved. Every rank gets the same error.
+        UsageError: an argument is invalid, or the state cannot be saved.
+        UcformatError: an earlier `async_save` failed, and its error was not retrieved from the handle on some rank.
+            Every rank gets the same error.
     """
     begun = time.monotonic()
     with group_for_call(group, timeout, "async_save", url) as ranks:
@@ -121,7 +148,16 @@ def async_save_local(
     timeout: float = TIMEOUT,
     in_flight: int = 1,
 ) -> SaveHandle:
-    """`async_save` of what this rank holds, whatever engine it was collected from."""
+    """Save the local state of this rank in the background; see `async_save`.
+
+    Args:
+        state: of this rank, collected from any engine.
+        options: of the save, the same on all ranks.
+        metadata: of the checkpoint, the same on all ranks.
+        group: as for `save`.
+        timeout: as for `save`.
+        in_flight: as for `async_save`.
+    """
     begun = time.monotonic()
     with group_for_call(group, timeout, "async_save", options.url) as ranks, in_queue_order(ranks):
         return background_writer(ranks, in_flight).save(state, options, metadata, begun)

@@ -1,11 +1,10 @@
-"""A rank's side of the process that writes in the background: its memory, and the handles of the saves under way."""
+"""The rank's side of the process that writes in the background: staging buffers, and handles of saves in flight."""
 
 from __future__ import annotations
 
 import atexit
 import logging
 import os
-import secrets
 import socket
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from ucformat.errors import UcformatError
 from ucformat.settings import local_path
 from ucformat.storage.url import split_url
 from ucformat.torch.comm.group import is_live
-from ucformat.torch.comm.handshake import Address, Host, host_here, listen
 from ucformat.torch.comm.wire import decode, encode, message
 from ucformat.torch.saving.manifest import SaveMetadata, state_info
 from ucformat.torch.saving.save import Saved
@@ -37,6 +35,7 @@ from ucformat.torch.saving.worker import (
     StagingFailed,
     UnmapBuffer,
     WorkerStart,
+    prepare_start,
 )
 
 if TYPE_CHECKING:
@@ -45,26 +44,28 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.plan import SaveOptions
     from ucformat.torch.state.local import LocalState
 
-__all__ = ["BackgroundWriter", "SaveHandle", "background_writer", "conclude", "settle"]
+__all__ = ["BackgroundWriter", "SaveHandle", "background_writer", "set_outcome", "wait_until_done"]
 
 
 class SaveHandle:
-    """A save that goes on in another process."""
+    """A save that continues in another process.
+
+    `url` is where the checkpoint is written, and `stall` the seconds for which the training was blocked.
+    """
 
     def __init__(self, url: str, stall: float) -> None:
-        self.url = url
-        self.stall = stall  # seconds for which training stood still
-        self.seen = False  # its outcome was asked for
+        self.url, self.stall = url, stall
+        self.retrieved = False  # whether the caller has learnt the outcome
         self._done: Future[Saved] = Future()
 
     def disown(self) -> None:
-        """Say in a forked child that only its parent learns how the save ends."""
+        """Make the outcome unavailable in a forked child."""
         self._done = Future()
         self._done.set_exception(UcformatError(f"{self.url} is saved by the process that this one was forked from"))
 
     @property
     def staged(self) -> bool:
-        """Whether the state was copied, so that training may change it: true as soon as there is a handle."""
+        """Whether the state is copied, so that training may change it; always true."""
         return True
 
     @property
@@ -74,67 +75,79 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """Whether it was committed, or failed."""
+        """Whether the save has ended: committed or failed."""
         return self._done.done()
 
     def wait(self, timeout: float | None = None) -> Saved:
-        """Wait for the commit, or for so many seconds.
+        """Wait until the checkpoint is committed.
+
+        Args:
+            timeout: seconds to wait (None: no limit).
 
         Raises:
-            TimeoutError: it takes longer.
-            UcformatError: a rank failed, or its writer died; nothing is committed.
+            TimeoutError: the save has not ended in time; it continues.
+            UcformatError: a rank failed, or its writing process died; nothing is committed.
         """
         try:
             return self._done.result(timeout)
         finally:
-            self.seen = self._done.done()
+            self.retrieved = self._done.done()
 
     def error(self) -> BaseException | None:
-        """What it failed of, if it has."""
-        self.seen = self.seen or self._done.done()
+        """Return the error of a failed save; None if it is committed or has not ended."""
+        self.retrieved = self.retrieved or self._done.done()
         return self._done.exception() if self._done.done() else None
 
 
-def conclude(handle: SaveHandle, outcome: Saved | BaseException) -> None:
-    """Give a save its outcome; only the first counts."""
+def set_outcome(handle: SaveHandle, outcome: Saved | BaseException) -> None:
+    """Set the outcome of a save, unless it has one.
+
+    Args:
+        handle: of the save.
+        outcome: the checkpoint, or the error.
+    """
     with suppress(InvalidStateError):
         if isinstance(outcome, Saved):
-            handle._done.set_result(outcome)  # noqa: SLF001 - two halves of one thing
+            handle._done.set_result(outcome)  # noqa: SLF001 - not for users
         else:
             handle._done.set_exception(outcome)  # noqa: SLF001
 
 
-def settle(handle: SaveHandle) -> None:
-    """Wait until a save has succeeded or failed."""
+def wait_until_done(handle: SaveHandle) -> None:
+    """Wait until a save has ended, without raising its error.
+
+    Args:
+        handle: of the save.
+    """
     handle._done.exception()  # noqa: SLF001
 
 
 _log = logging.getLogger("ucformat")
-_STARTING = 300.0  # seconds in which a process imports torch, at the least
-_MOMENT = 10.0  # seconds in which a process that is told to end, or killed, does so
-_SERVE = "from ucformat.torch.saving.worker import main; main()"
+_START_S = 300.0  # the least time for a process to import torch, seconds
+_END_S = 10.0  # the time for a process to end or to die, seconds
+_MAIN = "from ucformat.torch.saving.worker import main; main()"
 
 
 class BackgroundWriter:
-    """This rank's writing process, its memory, and the saves under way."""
+    """The writing process of this rank, its staging buffers, and the saves in flight."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._whole = True  # no save has left its ranks at odds
-        self._owed = 0  # answers that it is to give, and messages that it is to take
-        self._heard = 0.0  # when it last gave a sign of life while it owed one
-        self._started = self._silent = False
+        self._intact = True  # whether the group of writing processes can be used again
+        self._outstanding = 0  # replies that the process has to send, and commands that it has to receive
+        self._last_sign = 0.0  # when it last replied while anything was outstanding
+        self._started = self._unresponsive = False
         self._counting = threading.Lock()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # for the thread that listens
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # for the listening thread
         self._handles: dict[int, tuple[SaveHandle, int]] = {}  # job -> handle, buffer
         self._buffers: dict[int, HostBuffer] = {}
         self._count = 0
         self._pool = ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0))), "ucformat-stage")
-        start, listener = _writer_addresses(group)
+        start, listener = prepare_start(group)
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         fds = [theirs.fileno(), *([listener.fileno()] if listener else [])]
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter
-            [sys.executable, "-c", _SERVE, str(theirs.fileno())],
+            [sys.executable, "-c", _MAIN, str(theirs.fileno())],
             pass_fds=fds,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
             stdin=subprocess.DEVNULL,
@@ -150,22 +163,33 @@ class BackgroundWriter:
 
     @property
     def usable(self) -> bool:
-        """Whether the process lives, and can take another save."""
-        return self._whole and self._process.poll() is None
+        """Whether the process is alive, and can save again."""
+        return self._intact and self._process.poll() is None
 
     def make_room(self, in_flight: int) -> None:
-        """Wait until fewer saves are under way; raise what one of them failed of, if nobody has seen it."""
-        while len(under_way := [h for h, _ in self._handles.values() if not h.done]) >= max(1, in_flight):
-            settle(under_way[0])
+        """Wait until fewer saves are in flight; raises the error of an earlier save that was not retrieved.
+
+        Args:
+            in_flight: the number of saves to get below.
+        """
+        while len(running := [h for h, _ in self._handles.values() if not h.done]) >= max(1, in_flight):
+            wait_until_done(running[0])
         for number, (handle, _) in list(self._handles.items()):
             if handle.done:
-                seen, error = handle.seen, handle.error()
+                retrieved, error = handle.retrieved, handle.error()
                 del self._handles[number]
-                if error is not None and not seen:
+                if error is not None and not retrieved:
                     raise error
 
     def save(self, state: LocalState, options: SaveOptions, metadata: SaveMetadata, begun: float) -> SaveHandle:
-        """Stage a state, and have it written; what fails here too is told to all ranks by their handles."""
+        """Stage a state, and start to write it; an error here too is raised on all ranks, by their handles.
+
+        Args:
+            state: of this rank.
+            options: of the save.
+            metadata: of the checkpoint.
+            begun: when the training began to wait, on the monotonic clock.
+        """
         handle = SaveHandle(options.url, 0.0)
         self._count += 1
         self._handles[self._count] = (handle, -1)
@@ -177,51 +201,51 @@ class BackgroundWriter:
                 tensors, slots = stage(state, self._buffers[number], self._pool)
                 handle.stall = time.monotonic() - begun
                 info = state_info(state, tensors=tensors, stall=handle.stall)
-                where = replace(options, url=_absolute(options.url))  # the process may have begun in another folder
-                job = encode(SaveJob(self._count, number, info, slots, where, metadata), Command)
-            except Exception as error:  # noqa: BLE001 - told to all ranks
+                resolved = replace(options, url=_absolute(options.url))  # the process may have another working folder
+                job = encode(SaveJob(self._count, number, info, slots, resolved, metadata), Command)
+            except Exception as error:  # noqa: BLE001 - raised on all ranks
                 why = f"cannot stage a copy of the state: {type(error).__name__}: {error}"
                 job = encode(StagingFailed(self._count, why), Command)
-            self._owe()  # till it is done
+            self._expect()  # until the job is done
             self._send(job)
         except OSError:
             self._died()
         return handle
 
-    def _send(self, order: bytes, fd: int | None = None) -> None:
-        """Tell the process; OSError where it is gone, or killed because it took nothing."""
-        self._owe()
+    def _send(self, command: bytes, fd: int | None = None) -> None:
+        """Send a command; OSError if the process is gone, or was killed because it did not receive."""
+        self._expect()
         try:
-            self._connection.send_bytes(order)
+            self._connection.send_bytes(command)
             if fd is not None:
                 send_handle(self._connection, fd, self._process.pid)
         finally:
-            self._settle_debt()
+            self._received()
 
-    def _owe(self) -> None:
+    def _expect(self) -> None:
         with self._counting:
-            if not self._owed:
-                self._heard = time.monotonic()
-            self._owed += 1
+            if not self._outstanding:
+                self._last_sign = time.monotonic()
+            self._outstanding += 1
         os.eventfd_write(self._wake, 1)
 
-    def _settle_debt(self) -> None:
+    def _received(self) -> None:
         with self._counting:
-            self._owed -= 1
+            self._outstanding -= 1
 
-    def _patience(self) -> float | None:
-        """Seconds for which the process may still be silent; None while it owes nothing."""
+    def _remaining_s(self) -> float | None:
+        """Seconds for which the process may still be silent; None if nothing is outstanding."""
         with self._counting:
-            allowed = self.group.timeout if self._started else max(self.group.timeout, _STARTING)
-            return self._heard + allowed - time.monotonic() if self._owed else None
+            allowed = self.group.timeout if self._started else max(self.group.timeout, _START_S)
+            return self._last_sign + allowed - time.monotonic() if self._outstanding else None
 
     def _buffer(self, nbytes: int) -> int:
-        """The number of a buffer that is free and large enough."""
+        """The number of a free buffer that is large enough."""
         busy = {number for handle, number in self._handles.values() if not handle.done}
         for number, buffer in list(self._buffers.items()):
             if number not in busy and buffer.nbytes >= nbytes:
                 return number
-            if number not in busy:  # too small: a larger one takes its place
+            if number not in busy:  # too small: replaced by a larger one
                 self._send(encode(UnmapBuffer(number), Command))
                 self._buffers.pop(number).close()
         number = max(self._buffers, default=-1) + 1
@@ -230,12 +254,12 @@ class BackgroundWriter:
         return number
 
     def _listen(self) -> None:
-        """Take the outcomes of jobs, as long as the process lives and gives signs of it while it has some to give."""
+        """Receive the outcomes of jobs; kill the process if it is silent for too long."""
         try:
             while True:
-                patience = self._patience()
-                ready = wait([self._connection, self._wake], patience and max(0.0, patience))
-                if not ready and (patience := self._patience()) is not None and patience <= 0:
+                remaining = self._remaining_s()
+                ready = wait([self._connection, self._wake], remaining and max(0.0, remaining))
+                if not ready and (remaining := self._remaining_s()) is not None and remaining <= 0:
                     break
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
@@ -243,58 +267,58 @@ class BackgroundWriter:
                     continue
                 answer: JobDone | Heartbeat = decode(self._connection.recv_bytes(), Reply)
                 with self._counting:
-                    self._heard, self._started = time.monotonic(), True
+                    self._last_sign, self._started = time.monotonic(), True
                 if isinstance(answer, JobDone):
-                    self._settle_debt()
-                    self._whole = self._whole and answer.whole
-                    conclude(self._handles[answer.number][0], answer.outcome)
-            self._silent = True
-            self._process.kill()  # it may be stopped, or wait for a disk that does not answer
+                    self._received()
+                    self._intact = self._intact and answer.intact
+                    set_outcome(self._handles[answer.number][0], answer.outcome)
+            self._unresponsive = True
+            self._process.kill()  # it may be stopped, or blocked by a disk
             self._died()
         except (EOFError, OSError):
             self._died()
 
     def _died(self) -> None:
-        """The process is gone: what it had under way is lost."""
-        self._whole = False
+        """Set the outcome of all saves in flight, after the process has died."""
+        self._intact = False
         how = f"was unresponsive for {self.group.timeout:g} s and was killed"
-        with suppress(subprocess.TimeoutExpired):  # one that waits for a disk dies when that answers
-            code = self._process.wait(_MOMENT)
-            if not self._silent:
+        with suppress(subprocess.TimeoutExpired):  # one that is blocked by a disk dies later
+            code = self._process.wait(_END_S)
+            if not self._unresponsive:
                 how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         for handle, _ in list(self._handles.values()):
             error = UcformatError(
                 f"rank {self.group.rank}: the process that wrote {handle.url} {how}",
-                hint="nothing of it is committed; see its output above, then save again",
+                hint="the checkpoint is not committed; see the output of the process above, then save again",
             )
-            conclude(handle, error)
+            set_outcome(handle, error)
 
-    def leave(self) -> None:
-        """Let go of what a fork copied; the process and its saves are the parent's."""
-        self._process.returncode = 0  # as Popen knows what is no child of this process
+    def close_after_fork(self) -> None:
+        """Close the copies of descriptors in a forked child; the process and its saves belong to the parent."""
+        self._process.returncode = 0  # or Popen would wait for a process that is not a child of this one
         self._socket.close()
         self._connection.close()
         os.close(self._wake)
         for handle, _ in self._handles.values():
             handle.disown()
         for buffer in self._buffers.values():
-            buffer.leave()
+            buffer.close_after_fork()
 
     def close(self) -> None:
-        """Wait for what is under way, and end the process."""
+        """Wait for the saves in flight, and end the process."""
         for handle, _ in list(self._handles.values()):
-            settle(handle)
-            seen, error = handle.seen, handle.error()
-            if error is not None and not seen:
+            wait_until_done(handle)
+            retrieved, error = handle.retrieved, handle.error()
+            if error is not None and not retrieved:
                 _log.error("%s was not saved: %s", handle.url, error)
-        with suppress(OSError):  # it ended by itself
-            self._socket.shutdown(socket.SHUT_RDWR)  # tells the process, and wakes our thread
+        with suppress(OSError):  # the process has ended already
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the process, and wakes the listening thread
         try:
-            self._process.wait(_MOMENT)
-        except subprocess.TimeoutExpired:  # it had nothing to do, and is stopped
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:  # it is stopped
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_MOMENT)
+                self._process.wait(_END_S)
         self._listener.join()
         self._connection.close()
         self._socket.close()
@@ -305,84 +329,65 @@ class BackgroundWriter:
 
 
 def _absolute(url: str) -> str:
-    """The same place, in whatever folder it is opened."""
+    """The url, independent of the working folder."""
     scheme, rest = split_url(url)
     return url if scheme not in ("", "file") else str(local_path(rest))
 
 
-def _writer_addresses(group: Group) -> tuple[WorkerStart, socket.socket | None]:
-    """Where the writers of all ranks meet, and the socket on which this rank's listens until they have."""
-    if group.size == 1:
-        return WorkerStart(0, (), b"", None, group.timeout), None
-    hosts = group.all_gather(host_here(group.links.store), Host)
-    with group.sharing_errors():
-        listener = listen(hosts, group.rank)
-    host, port = listener.getsockname()[:2]
-    told = group.all_gather(
-        _WriterAddress((host, port), b"" if group.rank else secrets.token_bytes(32)), _WriterAddress
-    )
-    places = tuple(t.address for t in told)
-    return WorkerStart(group.rank, places, told[0].secret, listener.fileno(), group.timeout), listener
-
-
-@message
-class _WriterAddress:
-    """Where a rank's writer listens, and of rank 0 the secret that lets the others in."""
-
-    address: Address
-    secret: bytes
-
-
-_backgrounds: dict[Links | None, BackgroundWriter] = {}  # None: this process alone
+_writers: dict[Links | None, BackgroundWriter] = {}  # None: this process alone
 
 
 def background_writer(ranks: Group, in_flight: int) -> BackgroundWriter:
-    """The writing process of this rank for a group of ranks, with room for a save; a new one where the last broke.
+    """Return this rank's background writer for a group, with room for another save; all ranks call this.
 
-    The ranks agree on that: where one lost its process, all begin anew, and what one has to raise, all do. The
-    processes of groups that are no more, and their memory, go.
+    If one rank has lost its process, all ranks start new ones, and an error of an earlier save is raised on all. The
+    processes of groups that do not exist any more are closed.
+
+    Args:
+        ranks: the group.
+        in_flight: how many saves may be in flight at once.
     """
-    for key, old in list(_backgrounds.items()):
+    for key, old in list(_writers.items()):
         if key is not None and not is_live(key):
             _close(old)
     key = ranks.links if ranks.size > 1 else None
-    found = _backgrounds.get(key)
+    found = _writers.get(key)
     error: BaseException | None = None
     if found is not None:
         try:
             found.make_room(in_flight)
-        except Exception as failed:  # noqa: BLE001 - told to all ranks
+        except Exception as failed:  # noqa: BLE001 - raised on all ranks
             error = failed
-    everybody = ranks.all_gather(_WriterState(found is not None and found.usable, error), _WriterState)
-    if found is not None and not all(s.usable for s in everybody):
+    states = ranks.all_gather(_WriterState(found is not None and found.usable, error), _WriterState)
+    if found is not None and not all(s.usable for s in states):
         _close(found)
-    errors = [s.error for s in everybody if s.error is not None]
+    errors = [s.error for s in states if s.error is not None]
     if errors:
         raise error or errors[0]
-    if key not in _backgrounds:
-        _backgrounds[key] = BackgroundWriter(ranks)
-    return _backgrounds[key]
+    if key not in _writers:
+        _writers[key] = BackgroundWriter(ranks)
+    return _writers[key]
 
 
 @message
 class _WriterState:
-    """Whether a rank's writing process can go on, and what of an earlier save it has to raise."""
+    """Whether a rank's writing process can be used again, and the error of an earlier save that it has to raise."""
 
     usable: bool
     error: BaseException | None
 
 
-def _close(background: BackgroundWriter) -> None:
-    for key in [k for k, b in _backgrounds.items() if b is background]:
-        del _backgrounds[key]
-    background.close()
+def _close(writer: BackgroundWriter) -> None:
+    for key in [k for k, w in _writers.items() if w is writer]:
+        del _writers[key]
+    writer.close()
 
 
 def _forked() -> None:
-    """In a forked child: the processes are its parent's, and end with the parent, so nothing here may keep them."""
-    for background in _backgrounds.values():
-        background.leave()
-    _backgrounds.clear()
+    """In a forked child, close what would keep the parent's processes alive when the parent ends."""
+    for writer in _writers.values():
+        writer.close_after_fork()
+    _writers.clear()
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -390,5 +395,5 @@ os.register_at_fork(after_in_child=_forked)
 
 @atexit.register
 def _close_all() -> None:
-    for background in list(_backgrounds.values()):
-        _close(background)
+    for writer in list(_writers.values()):
+        _close(writer)

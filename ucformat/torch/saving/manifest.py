@@ -1,4 +1,4 @@
-"""What a save writes besides tensors: the state without its memory, and the manifest that all ranks' parts make."""
+"""The manifest of a save, made from the reports of all ranks, and a local state as plain data without its memory."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ __all__ = ["SaveMetadata", "StateInfo", "WriteReport", "manifest_of", "state_inf
 
 @message
 class SaveMetadata:
-    """What is written in the manifest about a checkpoint, the same on all ranks.
+    """What the manifest records about a checkpoint besides its state, the same on all ranks.
 
-    `after` is the greatest count of commits in its run, as far as is known besides what `lineage` tells.
+    `after` is the greatest known commit count of the run, besides those in `lineage`.
     """
 
     step: int | None = None
@@ -50,7 +50,7 @@ class SaveMetadata:
 
     @property
     def commits(self) -> int | None:
-        """What the checkpoint counts: one more than all that are known; None if none are known of, not even none."""
+        """The commit count of the checkpoint: one more than the greatest known one; None if none is known."""
         known = [n for n in (self.after, *(edge.commits for edge in self.lineage)) if n is not None]
         return min(max(known) + 1, MOST_COMMITS) if known else None
 
@@ -64,16 +64,25 @@ class SaveMetadata:
         lineage: Sequence[LineageDoc],
         after: int | None = None,
     ) -> SaveMetadata:
-        """The note that the arguments of `save` make."""
+        """Create it from arguments of `save`.
+
+        Args:
+            step: the training step.
+            run: name of the training run.
+            metrics: numbers to record.
+            config: configuration of the training.
+            lineage: the checkpoints that this one was derived from.
+            after: the greatest known commit count of the run.
+        """
         return cls(step, run, dict(metrics or {}), dict(config or {}), tuple(lineage), after)
 
 
 @message
 class StateInfo:
-    """All that one rank saves, but the memory of its tensors: plain data, which another process may have.
+    """All that one rank saves, except the memory of its tensors: plain data that can be sent to another process.
 
-    `objects` and `ranks` are JSON forms; `ranks` are those of this rank alone. `paths` and `places` are as LocalState
-    has them.
+    `objects` and `ranks` are JSON forms; `ranks` are those of this rank alone. `paths` and `places` are those of
+    `LocalState`.
     """
 
     tensors: tuple[tuple[TensorInfo, tuple[Piece, ...]], ...]
@@ -85,13 +94,19 @@ class StateInfo:
     engine: Mapping[str, str]
     paths: Mapping[Key, tuple[Path, ...]] = field(default_factory=dict)
     places: tuple[Place | None, ...] = ()
-    stall: float = 0.0  # seconds for which training stood still for it
+    stall: float = 0.0  # seconds for which training was blocked
 
 
 def state_info(
     state: LocalState, tensors: tuple[tuple[TensorInfo, tuple[Piece, ...]], ...] | None = None, stall: float = 0.0
 ) -> StateInfo:
-    """A local state without its memory; `tensors` say where they lie, if not where they are."""
+    """Return a local state without its memory.
+
+    Args:
+        state: of this rank.
+        tensors: the tensors with the pieces that describe them in another memory (None: in the memory of the state).
+        stall: seconds for which training was blocked.
+    """
     return StateInfo(
         tensors=tuple((t.info, t.pieces) for t in state.tensors) if tensors is None else tensors,
         objects=state.objects,
@@ -108,9 +123,9 @@ def state_info(
 
 @message
 class WriteReport:
-    """What a rank tells the coordinator when its data are durable."""
+    """What a rank reports to rank 0 when its data is durable."""
 
-    found: Leaves  # of the Zarr form: digests of chunks
+    leaves: Leaves  # of the Zarr form: digests of chunks
     objects: Mapping[str, Any]
     state: StateInfo  # without its tensors
     nbytes: int
@@ -126,7 +141,20 @@ def manifest_of(
     assignment: Assignment,
     written: Sequence[WriteReport],
 ) -> Manifest:
-    """The manifest, when all that it names but its small files is durable; these are put now."""
+    """Write the sidecar and the objects, and return the manifest; all other files must be durable.
+
+    Args:
+        store: of the checkpoint.
+        options: of the save.
+        metadata: of the checkpoint.
+        attempt: under which the files were written.
+        plan: of all ranks.
+        assignment: of rank 0.
+        written: the reports of all ranks.
+
+    Raises:
+        UsageError: an object has a reserved name.
+    """
     data, sidecar, grid = f"data/{attempt.id}", None, None
     if options.form == "packed":
         encoded = sidecar_of(plan.tensors, plan.items, plan.pieces, data)
@@ -138,7 +166,7 @@ def manifest_of(
         grid = grid_doc(options.chunk_bytes, options.shard_bytes)
         leaves: list[dict[tuple[int, ...], bytes]] = [{} for _ in plan.tensors]
         for w in written:
-            for tensor, at, found in w.found:
+            for tensor, at, found in w.leaves:
                 leaves[tensor][at] = found
         docs = [array_doc(a, found) for a, found in zip(assignment.arrays(options), leaves, strict=True)]
     docs = [doc.model_copy(update={"at": at}) for doc, at in zip(docs, plan.paths, strict=True)]
@@ -172,7 +200,7 @@ def manifest_of(
 def _objects(written: Sequence[WriteReport]) -> dict[str, Any]:
     objects = {k: v for w in written for k, v in w.objects.items()}
     if "per_rank" in objects:
-        raise UsageError('the state has an object "per_rank", which is our own name', hint="call it otherwise")
+        raise UsageError('the state has an object "per_rank", which is a reserved name', hint="rename it")
     if any(w.state.ranks for w in written):
         names = dict.fromkeys(k for w in written for k in w.state.ranks)
         objects["per_rank"] = {k: [w.state.ranks.get(k) for w in written] for k in names}
@@ -180,7 +208,7 @@ def _objects(written: Sequence[WriteReport]) -> dict[str, Any]:
 
 
 def _groups(states: Sequence[StateInfo]) -> tuple[GroupDoc, ...]:
-    """All ranks' optimizer groups: those of equal place, number and hyper-parameters are one, of all parameters."""
+    """The optimizer groups of all ranks; those with equal place, number and hyper-parameters are merged."""
     found: dict[str, tuple[dict[str, str], dict[str, Any], Place | None]] = {}
     for state in states:
         for number, group in enumerate(state.groups):

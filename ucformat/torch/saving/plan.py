@@ -1,4 +1,4 @@
-"""What all ranks agree on before they write: who writes what, remembered over steps, and under which attempt."""
+"""Planning of a save by all ranks together: which rank writes what, cached from step to step, and the attempt."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ __all__ = ["Assignment", "GlobalPlan", "SaveOptions", "WritePlan", "plan_save"]
 Form = Literal["zarr", "packed"]
 _Items = tuple[WriteItem, ...]
 
-#: Replicas of at most this many bytes are compared before they are saved; of larger tensors, which every rank holds
-#: whole, so many places of so many bytes: ranks that hold parts of one shape under one name differ in all of them.
-_SMALL = 64 << 10
-_PLACES, _PLACE = 4, 1 << 10
+#: Replicas of at most this many bytes are compared before they are saved. Of larger tensors that ranks hold whole, some
+#: samples are compared: ranks that hold different parts of the same shape under one name differ in all samples.
+_COMPARED_WHOLE = 64 << 10
+_SAMPLES, _SAMPLE_BYTES = 4, 1 << 10
 
 
 @message
@@ -82,17 +82,17 @@ class SaveOptions:
 
 @message
 class GlobalPlan:
-    """What the coordinator knows of a plan: the tensors, what each rank holds, and what it was dealt."""
+    """The plan of all ranks, kept on rank 0: the tensors, the items of each rank, and the pieces assigned to it."""
 
     tensors: tuple[GlobalTensor, ...]
     items: tuple[tuple[WriteItem, ...], ...]
     pieces: tuple[tuple[tuple[int, int], ...], ...] = ()
-    paths: tuple[tuple[tuple[str | int, ...], ...], ...] = ()  # of each tensor, as manifests have them
+    paths: tuple[tuple[tuple[str | int, ...], ...], ...] = ()  # of each tensor, in the form of manifests
 
 
 @message
 class WritePlan:
-    """What one rank writes: of the packed form `pieces`; of the Zarr form `batches`, and what it sends."""
+    """What one rank writes: `pieces` in the packed form; `batches` in the Zarr form, and the messages that it sends."""
 
     infos: tuple[TensorInfo, ...]
     pieces: tuple[tuple[int, int], ...] = ()  # (item, piece)
@@ -102,20 +102,24 @@ class WritePlan:
 
 @message
 class Assignment:
-    """Leave to write: this rank's part, the attempt, and the objects that this rank is to give."""
+    """What this rank is to write: its part of the plan, the attempt, and the names of the objects that it provides."""
 
     attempt: str
     part: WritePlan
-    give: frozenset[str]
+    object_names: frozenset[str]
 
     def arrays(self, options: SaveOptions) -> list[Array]:
-        """The arrays of the Zarr form."""
+        """Return the arrays of the Zarr form.
+
+        Args:
+            options: of the save.
+        """
         return lay_out(self.part.infos, f"data/{self.attempt}", options.chunk_bytes, options.shard_bytes)
 
 
 @message
 class _LocalPlan:
-    """What a rank brings. `items`, encoded, is None where they are those of the plan `known`."""
+    """What a rank sends to rank 0. `items`, encoded, is None if they are those of the plan `known`."""
 
     options: SaveOptions
     digest: str
@@ -128,12 +132,12 @@ class _LocalPlan:
 
 @message
 class _Reply:
-    """What a rank is told; `part` is None where it is that of the plan that the rank knows."""
+    """What rank 0 answers; `part` is None if it is that of the plan that the rank knows."""
 
     plan: str
     part: WritePlan | None
     attempt: str
-    give: frozenset[str]
+    object_names: frozenset[str]
 
 
 def plan_save(
@@ -145,60 +149,71 @@ def plan_save(
     objects: Mapping[str, Any],
     elements: Callable[[int, int], Elements],
 ) -> tuple[Assignment, Attempt | None, GlobalPlan | None]:
-    """Plan together, in one small collective; rank 0 also has the attempt and the global plan.
+    """Plan a save in one small collective; all ranks call this together.
 
-    `elements` gives those of an (item, piece). A plan is made anew only where a rank's items changed since the last
-    save; otherwise nothing but digests is told.
+    A new plan is made only if the items of a rank have changed since the last save; otherwise only digests are sent.
+
+    Args:
+        group: the ranks.
+        options: of the save.
+        store: of the checkpoint.
+        items: what this rank holds.
+        aliases: tied names of this rank.
+        objects: of this rank, as JSON.
+        elements: returns the array of an (item, piece).
+
+    Returns:
+        the assignment of this rank; on rank 0 also the attempt and the plan of all ranks.
 
     Raises:
-        UsageError: ranks differ in their options, in a tensor's dtype or shape, or in a value that should be the same.
-        CoverageError: nobody holds some part of a tensor.
-        Conflict: a checkpoint is committed at the place already, and is not to be replaced or protected.
+        UsageError: options, a tensor's dtype or shape, or replicas differ between ranks.
+        CoverageError: no rank holds some part of a tensor.
+        Conflict: a checkpoint exists, and is not to be replaced or is protected.
     """
     with group.sharing_errors():
         encoded = encode(tuple(items), _Items)
         digest = hashlib.sha256(encoded + encode(aliases, Mapping[str, str])).hexdigest()
-        mine = group.memory.get("part")  # (plan, digest, Part) of the last save
+        mine = group.cache.get("part")  # (plan, digest, WritePlan) of the last save
         known = mine[0] if mine is not None and mine[1] == digest else ""
         digests = {k: document_digest(v) for k, v in objects.items()}
         sums = _sums(items, elements)
     for again in (False, True):
-        told = None if known and not again else encoded
-        offer = _LocalPlan(options, digest, known, told, aliases, sums, digests)
+        sent = None if known and not again else encoded
+        offer = _LocalPlan(options, digest, known, sent, aliases, sums, digests)
         coordinator = _Coordinator(group, store)
         answer: _Reply | None = group.gather_scatter(offer, coordinator.answer, _LocalPlan, _Reply | None)
         if answer is not None:
             break
-    assert answer is not None  # noqa: S101 - all was told
+    assert answer is not None  # noqa: S101 - all items were sent
     part = answer.part
     if part is None:
-        assert mine is not None  # noqa: S101 - it is what this rank said to know
+        assert mine is not None  # noqa: S101 - this rank sent it as known
         part = mine[2]
-    group.memory["part"] = (answer.plan, digest, part)
-    return Assignment(answer.attempt, part, answer.give), coordinator.attempt, coordinator.plan
+    group.cache["part"] = (answer.plan, digest, part)
+    return Assignment(answer.attempt, part, answer.object_names), coordinator.attempt, coordinator.plan
 
 
 def _sums(items: Sequence[WriteItem], elements: Callable[[int, int], Elements]) -> NDArray[np.uint32]:
-    """A checksum for each piece by which replicas are compared: of a small one, or places of a whole tensor; else 0."""
+    """A checksum for each piece, to compare replicas: of a small piece, or of samples of a whole tensor; else 0."""
     out = []
     for i, item in enumerate(items):
         for j, box in enumerate(item.boxes):
-            if box.size * item.info.itemsize <= _SMALL:
+            if box.size * item.info.itemsize <= _COMPARED_WHOLE:
                 out.append(checksum(row_major_bytes(elements(i, j)).data))
             else:
-                out.append(_sum_of_places(elements(i, j)) if box.shape == item.info.shape else 0)
+                out.append(_sum_of_samples(elements(i, j)) if box.shape == item.info.shape else 0)
     return np.array(out, np.uint32)
 
 
-def _sum_of_places(elements: Elements) -> int:
-    whole, few = Box.whole(elements.shape), _PLACE // elements.itemsize
-    step = (whole.size - few) // (_PLACES - 1)
-    boxes = [box for i in range(_PLACES) for box in flat_boxes(whole.shape, i * step, i * step + few)]
+def _sum_of_samples(elements: Elements) -> int:
+    whole, few = Box.whole(elements.shape), _SAMPLE_BYTES // elements.itemsize
+    step = (whole.size - few) // (_SAMPLES - 1)
+    boxes = [box for i in range(_SAMPLES) for box in flat_boxes(whole.shape, i * step, i * step + few)]
     return checksum(np.concatenate([row_major_bytes(elements_within(elements, whole, b)) for b in boxes]).data)
 
 
 class _Coordinator:
-    """Rank 0's half of `agree`."""
+    """Rank 0's part of `plan_save`."""
 
     def __init__(self, group: Group, store: Store) -> None:
         self.group, self.store = group, store
@@ -214,24 +229,24 @@ class _Coordinator:
                     hint="give all ranks the same arguments",
                 )
         plan = document_digest([[o.digest for o in offers], options.form, options.chunk_bytes, options.shard_bytes])
-        made: tuple[str, GlobalPlan, list[WritePlan]] | None = self.group.memory.get("plan")
+        made: tuple[str, GlobalPlan, list[WritePlan]] | None = self.group.cache.get("plan")
         if made is None or made[0] != plan:
             items = [o.items for o in offers if o.items is not None]
             if len(items) < len(offers):
-                return [None] * len(offers)  # what some rank told last time is of no use: tell all
+                return [None] * len(offers)  # the cached plan does not fit: all ranks send their items
             made = (plan, *_make(options, [decode(c, _Items) for c in items], offers))
-            self.group.memory["plan"] = made
+            self.group.cache["plan"] = made
         self.plan = made[1]
         if options.replicas == "equal":
             _check_replicas(made[1], offers)
-        give = _object_owners(offers, options)
+        object_names = _object_owners(offers, options)
         self.attempt = begin(self.store, {"save": uuid4().hex}, overwrite=options.overwrite)
         return [
             _Reply(
                 plan,
                 None if o.known == plan else part,
                 self.attempt.id,
-                frozenset(k for k, r in give.items() if r == rank),
+                frozenset(k for k, r in object_names.items() if r == rank),
             )
             for rank, (o, part) in enumerate(zip(offers, made[2], strict=True))
         ]
@@ -262,7 +277,7 @@ def _make(
 
 
 def _paths(items: Sequence[Sequence[WriteItem]], aliases: Mapping[str, str]) -> dict[Key, list[Path]]:
-    """The paths of each tensor on any rank; UsageError where two ranks give one path different names."""
+    """The paths of each tensor on any rank; UsageError if two ranks give one path different names."""
     first: dict[Path, tuple[Key, int]] = {}
     out: dict[Key, list[Path]] = {}
     for rank, listed in enumerate(items):
@@ -272,8 +287,8 @@ def _paths(items: Sequence[Sequence[WriteItem]], aliases: Mapping[str, str]) -> 
                 named, other = first.setdefault(path, (key, rank))
                 if named != key:
                     raise UsageError(
-                        f"{dotted(path)} is {named} by what rank {other} holds, and {key} by what rank {rank} holds",
-                        hint='give all ranks the same keys, and keep the model under "model"',
+                        f"{dotted(path)} is named {named} on rank {other}, but {key} on rank {rank}",
+                        hint='use the same keys on all ranks, and keep the model under "model"',
                     )
                 if (named, other) == (key, rank):
                     out.setdefault(key, []).append(path)
@@ -281,12 +296,12 @@ def _paths(items: Sequence[Sequence[WriteItem]], aliases: Mapping[str, str]) -> 
 
 
 def _without_empty(item: WriteItem) -> WriteItem:
-    """The item without empty boxes: an empty shard of a tensor that other ranks know to be tied does not count."""
+    """The item without empty boxes: a rank with an empty shard cannot know that the tensor is tied."""
     return WriteItem(item.info, tuple(b for b in item.boxes if b.size))
 
 
 def _check_replicas(plan: GlobalPlan, offers: Sequence[_LocalPlan]) -> None:
-    """UsageError where replicas of one box differ, as far as their checksums tell."""
+    """UsageError if the checksums of replicas of a box differ."""
     starts = [np.cumsum([0, *(len(c.boxes) for c in items)]) for items in plan.items]
     for tensor in plan.tensors:
         for who in tensor.holders.values():
@@ -296,22 +311,22 @@ def _check_replicas(plan: GlobalPlan, offers: Sequence[_LocalPlan]) -> None:
             other = next((i for i, s in enumerate(sums) if s != sums[0]), None)
             if other is not None:
                 raise UsageError(
-                    f"{tensor.info.key} has another value on rank {who[other][0]} than on rank {who[0][0]}",
+                    f"{tensor.info.key} has a different value on rank {who[other][0]} than on rank {who[0][0]}",
                     hint='save per-rank values as ucformat.torch.PerRank(value), or pass replicas="first" '
-                    "to keep that of the first rank",
+                    "to save that of the first rank",
                 )
 
 
 def _object_owners(offers: Sequence[_LocalPlan], options: SaveOptions) -> dict[str, int]:
-    """Which rank gives each object: the first that has it; UsageError where ranks have different values."""
+    """The rank that provides each object: the first that has it; UsageError if ranks have different values."""
     first: dict[str, tuple[int, str]] = {}
     for rank, offer in enumerate(offers):
         for name, digest in offer.objects.items():
             giver, expected = first.setdefault(name, (rank, digest))
             if digest != expected and options.replicas == "equal":
                 raise UsageError(
-                    f"the object {name!r} has another value on rank {rank} than on rank {giver}",
+                    f"the object {name!r} has a different value on rank {rank} than on rank {giver}",
                     hint='save per-rank values as ucformat.torch.PerRank(value), or pass replicas="first" '
-                    "to keep that of the first rank",
+                    "to save that of the first rank",
                 )
     return {name: rank for name, (rank, _) in first.items()}

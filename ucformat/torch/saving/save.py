@@ -1,4 +1,4 @@
-"""`save`: the ranks agree on a plan, write, and commit one universal checkpoint; all or nothing."""
+"""`save`: the ranks plan together, write, and commit one universal checkpoint, all or nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ __all__ = ["Saved", "save", "save_in_group", "save_local", "write_checkpoint"]
 
 @message
 class Saved:
-    """A checkpoint that was committed, and what this rank did for it: bytes, and seconds for planning and writing."""
+    """A committed checkpoint.
+
+    `nbytes` are the bytes that this rank wrote, `planning_s` and `writing_s` the seconds that it took.
+    """
 
     url: str
     id: str
@@ -56,12 +59,19 @@ def write_checkpoint(
     progress: Callable[[int], None] = lambda _: None,
     threads: int = 1,
 ) -> Saved:
-    """Save what is listed, each tensor's pieces in its host memory; all ranks of the group call this together.
+    """Plan, write and commit a checkpoint; all ranks of the group call this together.
 
-    So many `threads` of this rank write the shards of the Zarr form.
+    If a rank fails, all ranks raise the same error, nothing is committed, and the files are removed. If a rank dies,
+    its files remain as an attempt, which is never visible to readers and is removed by `ucp gc`.
 
-    Any rank's failure fails all with one error that names the rank; then nothing is committed, and what was written is
-    removed. Where a rank died, what it wrote stays as an attempt that no reader sees and `ucp gc` removes.
+    Args:
+        state: of this rank, without its memory.
+        memories: the host memory of each tensor of the state.
+        options: of the save, the same on all ranks.
+        metadata: of the checkpoint, the same on all ranks.
+        group: the ranks.
+        progress: called with the bytes of each write that is done.
+        threads: how many threads of this rank write shards of the Zarr form.
     """
     begun = time.monotonic()
     with group.sharing_errors():
@@ -79,22 +89,21 @@ def write_checkpoint(
     planned = time.monotonic()
     try:
         written: Any = _write(state, options, assignment, store, group, elements, progress, threads)
-    except Exception as error:  # noqa: BLE001 - told to all ranks
+    except Exception as error:  # noqa: BLE001 - raised on all ranks
         written = error
     seconds = time.monotonic() - planned
     if isinstance(written, WriteReport):
         stall = state.stall or time.monotonic() - begun
-        told = replace(written.state, stall=stall)
-        written = replace(written, state=told, seconds=seconds)
+        written = replace(written, state=replace(written.state, stall=stall), seconds=seconds)
 
-    needed = False  # what was written, by what is committed, or may be
+    needed = False  # whether the files belong to a checkpoint that is, or may be, committed
 
     def committed(all_written: list[Any]) -> Sequence[Any]:
         assert attempt is not None  # noqa: S101 - rank 0 has both
         assert plan is not None  # noqa: S101
         nonlocal needed
         manifest = manifest_of(store, options, metadata, attempt, plan, assignment, all_written)
-        needed = True  # also where it is interrupted
+        needed = True  # also if the commit is interrupted
         try:
             done = commit(store, attempt, manifest)
         except Exception as error:
@@ -105,7 +114,7 @@ def write_checkpoint(
     try:
         checkpoint: str = group.gather_scatter(written, committed, WriteReport, str)
     except BaseException:
-        if attempt is not None and group.whole and not needed:
+        if attempt is not None and group.intact and not needed:
             discard(store, attempt.id)
         raise
     nbytes = written.nbytes
@@ -122,16 +131,16 @@ def _write(
     progress: Callable[[int], None],
     threads: int,
 ) -> WriteReport:
-    """Write this rank's part, and make it durable."""
-    nbytes, one_at_a_time = 0, threading.Lock()
+    """Write this rank's part of the checkpoint, and make it durable."""
+    nbytes, counting = 0, threading.Lock()
 
     def wrote(n: int) -> None:
         nonlocal nbytes
-        with one_at_a_time:
+        with counting:
             nbytes += n
             progress(n)
 
-    found: Leaves = []
+    leaves: Leaves = []
     if options.form == "packed":
         parts = [
             (info, pieces[p].box, elements(item, p))
@@ -141,7 +150,7 @@ def _write(
         write_packed(store, packed_file(f"data/{assignment.attempt}", group.rank), parts, wrote)
     else:
         arrays = assignment.arrays(options)
-        found = write_shards(
+        leaves = write_shards(
             store,
             group,
             arrays,
@@ -151,17 +160,16 @@ def _write(
             wrote,
             threads,
         )
-        for number in sorted({tensor for tensor, at, _ in found if not any(at)}):
+        for number in sorted({tensor for tensor, at, _ in leaves if not any(at)}):
             put_array(store, arrays[number])
         if not group.rank:
             put_groups(store, arrays)
             for array in arrays:
-                if not array.grid.count:  # nobody writes a shard of it
+                if not array.grid.count:  # no rank writes a shard of it
                     put_array(store, array)
     store.flush()
-    objects = {k: state.objects[k] for k in assignment.give}
-    told = replace(state, tensors=(), objects={}, paths={})
-    return WriteReport(found, objects, told, nbytes, 0.0)
+    objects = {k: state.objects[k] for k in assignment.object_names}
+    return WriteReport(leaves, objects, replace(state, tensors=(), objects={}, paths={}), nbytes, 0.0)
 
 
 _NO_METADATA = SaveMetadata()
@@ -185,34 +193,39 @@ def save(
     group: dist.ProcessGroup | None = None,
     timeout: float = TIMEOUT,
 ) -> Saved:
-    """Save a training state; all ranks call it together, and return when it is committed.
+    """Save a training state as one checkpoint; all ranks call this together.
+
+    Blocks until the checkpoint is committed, and durable. Uncommitted data is never visible to readers.
 
     Args:
         state: nested mappings of modules, optimizers, tensors (plain, DTensor, ShardedTensor), objects with a state
             dict, PerRank values and plain values; or the state dicts of all these.
-        url: where to write the checkpoint; the same on all ranks.
+        url: where to write the checkpoint, a path or URL; the same on all ranks.
         step: the training step.
-        run: the name of the training run, for the catalog.
-        metrics: numbers to note, for the catalog: `{"val_loss": 2.1}`.
-        config: the configuration of the training, plain JSON values.
-        form: `zarr` writes arrays, for which ranks send each other parts of shards; `packed` writes one file for each
-            rank without any sending, which opens the same, and which `ucp materialize` makes arrays of.
-        overwrite: replace a checkpoint that is committed there; it stays whole until this one is.
-        lineage: what this checkpoint comes from.
-        after: the greatest count of commits (`Manifest.commits`) among the run's checkpoints, 0 if there are none; as
-            `Manager` says it. This one counts one more than that, and than those in `lineage`. Without both it has no
-            count, and its step says how new it is.
-        replicas: what ranks hold in common must be `equal` (objects and tensors of at most 64 KiB are compared, of
-            larger ones that ranks hold whole a few places), or that of the `first` rank is taken.
-        chunk_bytes: the most bytes of a chunk of the Zarr form (default 1 MiB).
-        shard_bytes: the most bytes of a shard of the Zarr form (default 128 MiB).
-        group: the ranks that take part (default: all). Threads that save at once to one url need one each.
+        run: name of the training run, for the catalog.
+        metrics: numbers to record in the catalog: `{"val_loss": 2.1}`.
+        config: configuration of the training, JSON values.
+        form: `zarr` writes arrays, for which ranks send each other parts of shards; `packed` writes one file per rank
+            without communication, which can be opened alike, and which `ucp materialize` converts to arrays.
+        overwrite: replace an existing checkpoint, which stays intact until the new one is committed.
+        lineage: the checkpoints that this one was derived from.
+        after: the greatest commit count of the run's checkpoints, 0 if there are none; `Manager` passes it. This
+            checkpoint gets the next count after that and those in `lineage`. With neither it gets none, and its step
+            determines how new it is.
+        replicas: `equal` requires replicas to be equal on all ranks: it compares objects, tensors up to 64 KiB, and
+            samples of larger tensors that ranks hold whole. `first` saves the value of the first rank unchecked.
+        chunk_bytes: the maximum size of a chunk of the Zarr form (default 1 MiB).
+        shard_bytes: the maximum size of a shard of the Zarr form (default 128 MiB).
+        group: the ranks that take part (default: all). Threads that save to the same url at once need different ones.
         timeout: seconds after which an unresponsive rank is considered dead.
 
+    Returns:
+        the committed checkpoint.
+
     Raises:
-        Conflict: a checkpoint is committed there already.
-        UsageError: ranks disagree on what should be the same.
-        CoverageError: nobody holds some part of a tensor.
+        Conflict: a checkpoint exists at `url`.
+        UsageError: an argument or a replica differs between ranks, or a value cannot be saved.
+        CoverageError: no rank holds some part of a tensor.
         UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
     """
     with group_for_call(group, timeout, "save", url) as ranks:
@@ -231,13 +244,28 @@ def save_local(
     group: dist.ProcessGroup | None = None,
     timeout: float = TIMEOUT,
 ) -> Saved:
-    """Save what this rank holds, whatever engine it was collected from; see `save`."""
+    """Save the local state of this rank; see `save`.
+
+    Args:
+        state: of this rank, collected from any engine.
+        options: of the save, the same on all ranks.
+        metadata: of the checkpoint, the same on all ranks.
+        group: as for `save`.
+        timeout: as for `save`.
+    """
     with group_for_call(group, timeout, "save", options.url) as ranks:
         return save_in_group(state, options, metadata, ranks)
 
 
 def save_in_group(state: LocalState, options: SaveOptions, metadata: SaveMetadata, ranks: Group) -> Saved:
-    """Save what this rank holds, together with the ranks of one of our own groups."""
+    """Save the local state of this rank, together with the other ranks of a group.
+
+    Args:
+        state: of this rank.
+        options: of the save, the same on all ranks.
+        metadata: of the checkpoint, the same on all ranks.
+        ranks: the group.
+    """
     with ranks.sharing_errors():
         memories = [host_memory(copied_to_host(t.tensor)) for t in state.tensors]
     return write_checkpoint(state_info(state), memories, options, metadata, ranks)

@@ -1,4 +1,4 @@
-"""Copies a local state to host memory that another process can map; the memory is kept and used again."""
+"""Copies a local state to host memory that another process can map; the memory is reused."""
 
 from __future__ import annotations
 
@@ -26,16 +26,20 @@ if TYPE_CHECKING:
 
 __all__ = ["HostBuffer", "Slots", "map_shared", "room_for", "stage"]
 
-_ALIGNED = 64  # bytes
-_CHUNK = 8 << 20  # bytes that one thread copies at a time
+_ALIGNMENT = 64  # bytes
+_COPY_BYTES = 8 << 20  # that one thread copies at a time
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
-#: Where each tensor's bytes lie in the buffer: begin and end.
+#: The bytes `[start, stop)` of the buffer that each tensor occupies.
 Slots = tuple[tuple[int, int], ...]
 
 
 class HostBuffer:
-    """Anonymous shared memory, pinned when tensors of a GPU are first copied to it, so that they are at full speed."""
+    """Anonymous shared memory, pinned when a tensor on a GPU is first copied to it, for full speed.
+
+    Args:
+        nbytes: the minimum size.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -46,7 +50,11 @@ class HostBuffer:
         self._refused = False
 
     def pin(self, device: torch.device) -> None:
-        """Pin the memory for a CUDA device, and with it for all; where that is refused, copies are slower."""
+        """Pin the memory for all CUDA devices; if the driver refuses, copies are slower.
+
+        Args:
+            device: a CUDA device.
+        """
         if self._pinned_for is not None or self._refused:
             return
         with torch.cuda.device(device):
@@ -57,13 +65,13 @@ class HostBuffer:
         else:
             self._pinned_for = device
 
-    def leave(self) -> None:
-        """Let go of the memory in a forked child."""
+    def close_after_fork(self) -> None:
+        """Release the memory in a forked child."""
         os.close(self.fd)
         self.memory = np.empty(0, np.uint8)
 
     def close(self) -> None:
-        """Give the memory back, when nobody here uses it any more."""
+        """Release the memory, which must not be in use any more."""
         if self._pinned_for is not None:
             with torch.cuda.device(self._pinned_for):
                 done = torch.cuda.cudart().cudaHostUnregister(self.memory.ctypes.data)
@@ -74,22 +82,31 @@ class HostBuffer:
 
 
 def _clear_error(device: torch.device) -> None:
-    """Take the last error of the CUDA runtime back, which the next kernel of the training would raise as its own.
+    """Reset the last error of the CUDA runtime, which the next kernel of the training would raise as its own.
 
-    PyTorch has no call for that, but the check after a kernel both raises and resets it.
+    PyTorch has no function for this, but its check after a kernel both raises and resets the error.
     """
     with suppress(RuntimeError):
         torch.ones(1, device=device)
 
 
 def map_shared(fd: int, nbytes: int) -> Memory:
-    """The memory behind a descriptor, shared with whoever else maps it."""
+    """Map shared memory.
+
+    Args:
+        fd: its file descriptor.
+        nbytes: its size.
+    """
     return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
 
 
 def room_for(state: LocalState) -> int:
-    """Bytes of the buffer that a state needs."""
-    return sum(-(-_nbytes(t) // _ALIGNED) * _ALIGNED for t in state.tensors)
+    """Return the size of the buffer that `stage` needs for a state, in bytes.
+
+    Args:
+        state: of this rank.
+    """
+    return sum(-(-_nbytes(t) // _ALIGNMENT) * _ALIGNMENT for t in state.tensors)
 
 
 def _nbytes(t: LocalShard) -> int:
@@ -99,10 +116,18 @@ def _nbytes(t: LocalShard) -> int:
 def stage(
     state: LocalState, buffer: HostBuffer, pool: ThreadPoolExecutor
 ) -> tuple[tuple[tuple[TensorInfo, tuple[Piece, ...]], ...], Slots]:
-    """Copy a state to a buffer; its tensors as they lie there, and where.
+    """Copy the tensors of a state to a buffer.
 
-    On the host the pieces are copied, each in row-major order; from a device the whole local tensor is. What training
-    has begun on the devices is waited for before, and the copies from each of them after.
+    Of a tensor on the host the pieces are copied, each in row-major order; of a tensor on a device the whole local
+    tensor. Kernels of the training are waited for before, and copies from devices after.
+
+    Args:
+        state: of this rank.
+        buffer: of at least `room_for(state)` bytes.
+        pool: copies tensors on the host.
+
+    Returns:
+        the tensors with the pieces that describe them in the buffer, and their slots.
     """
     held = [t.tensor for t in state.tensors]
     synchronize(held)
@@ -111,7 +136,7 @@ def stage(
         buffer.pin(devices[0])
     try:
         return _copy_all(state, buffer, pool, devices)
-    finally:  # where one copy failed too: the memory may be used again
+    finally:  # also if a copy failed: the buffer may be reused
         synchronize(held)
 
 
@@ -132,14 +157,14 @@ def _copy_all(
             target.copy_(t.tensor, non_blocking=t.tensor.device in devices)
             out.append((t.info, t.pieces))
         slots.append((at, end))
-        at = -(-end // _ALIGNED) * _ALIGNED
+        at = -(-end // _ALIGNMENT) * _ALIGNMENT
     for done in [pool.submit(copy) for copy in copies]:
         done.result()
     return tuple(out), tuple(slots)
 
 
 def _copy_pieces(t: LocalShard, memory: Memory, copies: list[Callable[[], None]]) -> tuple[Piece, ...]:
-    """Note how to copy a tensor's pieces to memory; the pieces as they lie there."""
+    """Append functions that copy a tensor's pieces to memory, and return the pieces that describe it there."""
     source, itemsize = host_memory(t.tensor), t.info.itemsize
     pieces: list[Piece] = []
     at = 0
@@ -158,7 +183,7 @@ def _copy_pieces(t: LocalShard, memory: Memory, copies: list[Callable[[], None]]
 
 
 def _copies(to: Memory, source: Memory) -> Sequence[Callable[[], None]]:
-    return [_copy(to[i : i + _CHUNK], source[i : i + _CHUNK]) for i in range(0, len(to), _CHUNK)]
+    return [_copy(to[i : i + _COPY_BYTES], source[i : i + _COPY_BYTES]) for i in range(0, len(to), _COPY_BYTES)]
 
 
 def _copy(to: NDArray[np.generic], source: NDArray[np.generic]) -> Callable[[], None]:

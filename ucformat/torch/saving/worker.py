@@ -1,13 +1,14 @@
-"""The process that writes what a rank has staged, started by `async_save`.
+"""The process that writes the staged state of a rank, started by `async_save`.
 
-It has the rank's staged memory mapped, connections of its own with the writers of the other ranks, and no GPU. It ends
-when the rank does: a save that is not committed then is not seen.
+It maps the rank's staging buffers, has connections to the writing processes of the other ranks, and does not use the
+GPU. It ends when the rank ends; a checkpoint that is not committed by then stays invisible.
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import secrets
 import signal
 import socket
 import sys
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 from ucformat.errors import UcformatError
 from ucformat.redacted import Hiding
 from ucformat.torch.comm.group import Group
-from ucformat.torch.comm.handshake import Address, connect
+from ucformat.torch.comm.handshake import Address, Host, connect, host_here, listen
 from ucformat.torch.comm.links import Links
 from ucformat.torch.comm.wire import decode, encode, message
 from ucformat.torch.saving.manifest import SaveMetadata, StateInfo
@@ -43,29 +44,59 @@ __all__ = [
     "UnmapBuffer",
     "WorkerStart",
     "main",
+    "prepare_start",
 ]
 
 
-_BEATS = 8  # signs of life in the time after which one that gives none is taken for dead
+_BEATS_PER_TIMEOUT = 8  # heartbeats in the time after which a process without any is considered dead
 
 
 @message
 class WorkerStart:
-    """Which rank it is, and where the writers of all listen: this one on the descriptor `listen`, which it was given.
+    """What a writing process needs: its rank, the addresses of all writing processes, and its listening descriptor.
 
-    By `secret` they prove to each other who they are. Only the pipe from the rank to its own process carries it.
+    They authenticate each other with `secret`, which is sent only over the socket from a rank to its own process.
     """
 
     rank: int
-    places: tuple[Address, ...]
+    addresses: tuple[Address, ...]
     secret: bytes
     listen: int | None
     timeout: float
 
 
 @message
+class _WriterAddress:
+    """Where the writing process of a rank listens; on rank 0 also the secret of all of them."""
+
+    address: Address
+    secret: bytes
+
+
+def prepare_start(group: Group) -> tuple[WorkerStart, socket.socket | None]:
+    """Prepare the connections of the writing processes of all ranks; all ranks call this.
+
+    Args:
+        group: the group of ranks.
+
+    Returns:
+        what the process of this rank needs, and the socket on which it listens for those of other ranks.
+    """
+    if group.size == 1:
+        return WorkerStart(0, (), b"", None, group.timeout), None
+    hosts = group.all_gather(host_here(group.links.store), Host)
+    with group.sharing_errors():
+        listener = listen(hosts, group.rank)
+    host, port = listener.getsockname()[:2]
+    mine = _WriterAddress((host, port), b"" if group.rank else secrets.token_bytes(32))
+    writers = group.all_gather(mine, _WriterAddress)
+    addresses = tuple(w.address for w in writers)
+    return WorkerStart(group.rank, addresses, writers[0].secret, listener.fileno(), group.timeout), listener
+
+
+@message
 class MapBuffer:
-    """Announces memory, whose descriptor follows."""
+    """Map a buffer, whose file descriptor follows."""
 
     number: int
     nbytes: int
@@ -73,7 +104,7 @@ class MapBuffer:
 
 @message
 class SaveJob:
-    """A save: what is listed lies in the slots of a buffer."""
+    """Save a state, whose tensors are in the slots of a buffer."""
 
     number: int
     buffer: int
@@ -85,14 +116,14 @@ class SaveJob:
 
 @message
 class UnmapBuffer:
-    """A buffer that is no more."""
+    """Unmap a buffer."""
 
     number: int
 
 
 @message
 class StagingFailed:
-    """A save that this rank could not stage, and why; the other ranks' writers wait for it."""
+    """A job that this rank could not stage; the other ranks' processes wait for it, and so must learn the reason."""
 
     number: int
     why: str
@@ -100,135 +131,135 @@ class StagingFailed:
 
 @message
 class JobDone:
-    """The outcome of a job: a `Saved`, or the error. `whole` says that the group can be used again."""
+    """The outcome of a job: a `Saved`, or the error. `intact`: the group of processes can be used again."""
 
     number: int
     outcome: Saved | BaseException
-    whole: bool
+    intact: bool
 
 
 @message
 class Heartbeat:
-    """A heartbeat: bytes were written, or this rank waits for another one, at most until the timeout."""
+    """A sign of life: bytes were written, or the process waits for another one, at most until the timeout."""
 
 
-#: What a rank tells its process, and what that answers.
+#: What a rank sends to its process, and what the process sends back.
 Command = MapBuffer | UnmapBuffer | SaveJob | StagingFailed
 Reply = JobDone | Heartbeat
 
 
 class _Progress:
-    """What the process does, as its signs of life tell."""
+    """The progress of the process, from which heartbeats follow."""
 
     def __init__(self) -> None:
-        self.moved = 0  # bytes, and saves that were begun
-        self.meeting = False  # the other writers, for no longer than the time-out
+        self.moved = 0  # bytes that were written, and jobs that were begun
+        self.connecting = False  # to the other processes, for no longer than the timeout
         self.group: Group | None = None
 
     def move(self, n: int) -> None:
-        """Note progress."""
+        """Record progress."""
         self.moved += n
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for another rank."""
-        return self.meeting or (self.group is not None and self.group.links.waits > 0)
+        """Whether the process waits for another rank."""
+        return self.connecting or (self.group is not None and self.group.links.waits > 0)
 
 
 def main() -> None:
-    """Serve the rank that started this process, until it ends; the first argument is the socket between them."""
+    """Run the process until the rank ends; the first command-line argument is the descriptor of their socket."""
     from ucformat.jobs.record import record_commits
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # whoever ends the job: what was staged is written first
+    for number in (signal.SIGINT, signal.SIGTERM):  # when the job ends, the staged state is written first
         signal.signal(number, signal.SIG_IGN)
-    sys.stdout, sys.stderr = Hiding(sys.stdout), Hiding(sys.stderr)  # what libraries say goes to the training's logs
+    sys.stdout, sys.stderr = Hiding(sys.stdout), Hiding(sys.stderr)  # output of libraries goes to the training's logs
     record_commits()
     connection = Connection(int(sys.argv[1]))
     start: WorkerStart = decode(connection.recv_bytes(), WorkerStart)
     connection.send_bytes(encode(Heartbeat(), Reply))
-    pulse, sending = _Progress(), threading.Lock()
+    progress, sending = _Progress(), threading.Lock()
     jobs: queue.SimpleQueue[SaveJob | StagingFailed] = queue.SimpleQueue()
     memories: dict[int, Memory] = {}
     threading.Thread(target=_listen, args=(connection, jobs, memories), daemon=True).start()
     threading.Thread(
-        target=_send_heartbeats, args=(connection, sending, pulse, start.timeout / _BEATS), daemon=True
+        target=_send_heartbeats, args=(connection, sending, progress, start.timeout / _BEATS_PER_TIMEOUT), daemon=True
     ).start()
     while True:
         job = jobs.get()
-        pulse.move(1)
+        progress.move(1)
         outcome: Saved | Exception
         try:
-            if pulse.group is None:
-                pulse.meeting = True
-                pulse.group = _connect(start)
-                pulse.meeting = False
-            outcome = _do(job, memories, pulse)
-        except Exception as error:  # noqa: BLE001 - told to the rank
+            if progress.group is None:
+                progress.connecting = True
+                progress.group = _connect(start)
+                progress.connecting = False
+            outcome = _do(job, memories, progress)
+        except Exception as error:  # noqa: BLE001 - sent to the rank
             outcome = error
-        whole = pulse.group is not None and pulse.group.whole
-        _answer(connection, sending, JobDone(job.number, outcome, whole))
-        if not whole:
+        intact = progress.group is not None and progress.group.intact
+        _send_outcome(connection, sending, JobDone(job.number, outcome, intact))
+        if not intact:
             os._exit(1)
 
 
-def _send_heartbeats(connection: Connection, sending: threading.Lock, pulse: _Progress, seconds: float) -> None:
-    """Give a sign of life now and then, as long as there is some."""
-    seen = 0
+def _send_heartbeats(connection: Connection, sending: threading.Lock, progress: _Progress, seconds: float) -> None:
+    """Send a heartbeat at intervals, as long as there is progress."""
+    last = 0
     with suppress(OSError):
         while True:
             time.sleep(seconds)
-            moved = pulse.moved
-            if moved != seen or pulse.waits:
+            moved = progress.moved
+            if moved != last or progress.waits:
                 with sending:
                     connection.send_bytes(encode(Heartbeat(), Reply))
-            seen = moved
+            last = moved
 
 
-def _do(job: SaveJob | StagingFailed, memories: dict[int, Memory], pulse: _Progress) -> Saved:
-    """Save together with the writers of the other ranks; what this rank failed of before is raised on all."""
-    group = pulse.group
-    assert group is not None  # noqa: S101 - they have met
+def _do(job: SaveJob | StagingFailed, memories: dict[int, Memory], progress: _Progress) -> Saved:
+    """Save together with the processes of the other ranks; a failure to stage is raised on all ranks."""
+    group = progress.group
+    assert group is not None  # noqa: S101 - it is connected
     if isinstance(job, StagingFailed):
         with group.sharing_errors():
-            raise UcformatError(job.why, hint="nothing is committed; is there memory for a copy of the state?")
+            raise UcformatError(job.why, hint="nothing is committed; check that host memory suffices for a copy")
     memory = memories[job.buffer]
     return write_checkpoint(
-        job.state, [memory[a:b] for a, b in job.slots], job.options, job.metadata, group, pulse.move
+        job.state, [memory[a:b] for a, b in job.slots], job.options, job.metadata, group, progress.move
     )
 
 
 def _connect(start: WorkerStart) -> Group:
-    """The group of all ranks' writers."""
+    """The group of the writing processes of all ranks."""
     if start.listen is None:
         return Group(Links({}, 0, 1, start.timeout))
     try:
-        peers = connect(socket.socket(fileno=start.listen), start.rank, start.places, start.secret, start.timeout)
+        peers = connect(socket.socket(fileno=start.listen), start.rank, start.addresses, start.secret, start.timeout)
     except UcformatError as error:
         raise UcformatError(
             f"the writing processes of the ranks could not connect: {error.message}", hint=error.hint
         ) from error
-    return Group(Links(peers, start.rank, len(start.places), start.timeout))
+    return Group(Links(peers, start.rank, len(start.addresses), start.timeout))
 
 
 def _listen(
     connection: Connection, jobs: queue.SimpleQueue[SaveJob | StagingFailed], memories: dict[int, Memory]
 ) -> None:
-    """Take what the rank sends; end the process when the rank is gone."""
+    """Receive commands of the rank; end the process when the rank is gone."""
     try:
         while True:
-            order: MapBuffer | UnmapBuffer | SaveJob | StagingFailed = decode(connection.recv_bytes(), Command)
-            if isinstance(order, MapBuffer):
+            command: MapBuffer | UnmapBuffer | SaveJob | StagingFailed = decode(connection.recv_bytes(), Command)
+            if isinstance(command, MapBuffer):
                 fd = recv_handle(connection)
-                memories[order.number] = map_shared(fd, order.nbytes)
+                memories[command.number] = map_shared(fd, command.nbytes)
                 os.close(fd)
-            elif isinstance(order, UnmapBuffer):
-                del memories[order.number]
+            elif isinstance(command, UnmapBuffer):
+                del memories[command.number]
             else:
-                jobs.put(order)
+                jobs.put(command)
     except (EOFError, OSError):
         os._exit(0)
 
 
-def _answer(connection: Connection, sending: threading.Lock, done: JobDone) -> None:
+def _send_outcome(connection: Connection, sending: threading.Lock, done: JobDone) -> None:
     with sending:
         connection.send_bytes(encode(done, Reply))

@@ -1,7 +1,7 @@
 """Writes one rank's part of a checkpoint.
 
-In the packed form each rank writes its pieces one after another in one file, tile by tile with their checksums. In the
-Zarr form shards are written by their owners, who receive what other ranks hold of them.
+In the packed form each rank writes its pieces to one file, tile by tile, each followed by its checksum. In the Zarr
+form each shard is written by one rank, which receives the parts that other ranks hold.
 """
 
 from __future__ import annotations
@@ -46,16 +46,27 @@ __all__ = ["Leaves", "packed_file", "sidecar_of", "write_packed", "write_shards"
 
 
 def packed_file(folder: str, rank: int) -> str:
-    """The key of a rank's file below the `data` folder of an attempt."""
+    """Return the key of a rank's file in the packed form.
+
+    Args:
+        folder: the `data` folder of the attempt.
+        rank: the rank.
+    """
     return f"{folder}/rank-{rank:05d}.bin"
 
 
 def write_packed(
     store: Store, key: str, parts: Sequence[tuple[TensorInfo, Box, Elements]], progress: Callable[[int], None]
 ) -> None:
-    """Write boxes of tensors to a file: `parts` are tensors, the box of each, and its elements.
+    """Write boxes of tensors to a file of the packed form.
 
-    Tiles that lie in row-major order go from their memory to the file; of the rest one at a time is copied.
+    Tiles that are row-major in memory are written without a copy; other tiles are copied one at a time.
+
+    Args:
+        store: where the file is created.
+        key: of the file.
+        parts: what to write, in order: the tensor, the box, and its elements.
+        progress: called with the bytes of each tile that is written.
     """
     tilings = [Tiling.of(info.shape, info.itemsize) for info, _, _ in parts]
     total = sum(tiling.nbytes(box) + ALIGNMENT for (_, box, _), tiling in zip(parts, tilings, strict=True))
@@ -88,14 +99,21 @@ def write_packed(
 def sidecar_of(
     tensors: Sequence[GlobalTensor],
     items: Sequence[Sequence[WriteItem]],
-    dealt: Sequence[Sequence[tuple[int, int]]],
+    assigned: Sequence[Sequence[tuple[int, int]]],
     folder: str,
 ) -> bytes:
-    """The sidecar of what all ranks wrote: `dealt` are each rank's (item, piece)."""
+    """Return the encoded sidecar of the packed form.
+
+    Args:
+        tensors: of the checkpoint.
+        items: of each rank.
+        assigned: the (item, piece) that each rank wrote, in order.
+        folder: the `data` folder of the attempt.
+    """
     number = {t.info.key: n for n, t in enumerate(tensors)}
     tilings = [Tiling.of(t.info.shape, t.info.itemsize) for t in tensors]
-    found: list[tuple[int, int, int, Box]] = []  # tensor, file, offset, and the box that is stored there
-    for rank, mine in enumerate(dealt):
+    found: list[tuple[int, int, int, Box]] = []  # tensor, file, offset, box
+    for rank, mine in enumerate(assigned):
         end = 0
         for item, piece in mine:
             tensor, box = number[items[rank][item].info.key], items[rank][item].boxes[piece]
@@ -105,7 +123,7 @@ def sidecar_of(
             end += tilings[tensor].nbytes(box)
     found.sort(key=lambda f: (f[0], f[3].start))
     stored = [(box, tilings[n].itemsize, tilings[n].tile, tilings[n].count(box) == 1) for n, _, _, box in found]
-    single = np.array([s for *_, s in stored], np.bool_)  # a block like any other, of however many dims
+    single = np.array([s for *_, s in stored], np.bool_)  # one block, recorded without tiles
     table = np.array([f[:3] for f in found], np.int64).reshape(-1, 3)
     nbytes = np.array([box.size * itemsize for box, itemsize, *_ in stored], np.int64)
 
@@ -127,10 +145,10 @@ def sidecar_of(
         ),
         tile=joined((0,) * len(tile) if whole else tile for _, _, tile, whole in stored),
     )
-    return encode_columns(columns, [packed_file(folder, r) for r in range(len(dealt))])
+    return encode_columns(columns, [packed_file(folder, r) for r in range(len(assigned))])
 
 
-#: Number of the tensor, shard, digests of its chunks.
+#: Number of the tensor, index of the shard in the grid, digests of its chunks.
 Leaves = list[tuple[int, tuple[int, ...], bytes]]
 
 
@@ -144,11 +162,23 @@ def write_shards(
     progress: Callable[[int], None],
     threads: int = 1,
 ) -> Leaves:
-    """Write this rank's batches, and send what others need for theirs; the digests of what was written.
+    """Write this rank's shards, and send the fragments that other ranks need for theirs.
 
-    `elements` gives those of a fragment of this rank. So many `threads` write the shards of a batch. At most one
-    batch, or one shard that is larger, is held of what others sent, and one message of what is sent. A rank that
-    cannot write goes on to receive and send, so that nobody waits for it in vain, and raises at the end.
+    At most one batch (or one larger shard) of received data and one message to send are in memory. A rank that fails
+    to write continues to receive and send, so that no other rank waits in vain, and raises at the end.
+
+    Args:
+        store: where the shards are written.
+        group: the ranks.
+        arrays: of the checkpoint.
+        batches: of this rank.
+        messages: what this rank sends, in order.
+        elements: returns the array of a fragment of this rank.
+        progress: called with the bytes of each chunk that is filled.
+        threads: how many threads write the shards of a batch.
+
+    Returns:
+        the digests of the chunks of each shard that was written.
     """
     failures: list[BaseException] = []
     sender = threading.Thread(target=_send_all, args=(group, messages, elements, failures), name="ucformat-send")
@@ -185,12 +215,12 @@ def _send_all(
         for message in messages:
             parts = [row_major_bytes(elements(f)) for f in message.fragments]
             group.send(np.concatenate(parts) if len(parts) > 1 else parts[0], message.to, bulk=True)
-    except BaseException as error:  # noqa: BLE001 - raised by the thread that waits for this one
+    except BaseException as error:  # noqa: BLE001 - raised by `write_shards`
         failures.append(error)
 
 
 def _receive(group: Group, arrays: Sequence[Array], batch: ShardBatch) -> dict[Fragment, Memory]:
-    """The bytes that other ranks hold of a batch's shards, by fragment."""
+    """The bytes of the fragments of a batch that other ranks hold."""
     by_sender: dict[int, list[Fragment]] = {}
     for shard in batch.shards:
         for f in shard.fragments:
@@ -215,7 +245,7 @@ def _write(
     elements: Callable[[Fragment], Elements],
     progress: Callable[[int], None],
 ) -> bytes:
-    """Write one shard; the digests of its chunks."""
+    """Write one shard, and return the digests of its chunks."""
     array = arrays[shard.tensor]
     itemsize = array.info.itemsize
     parts = [
