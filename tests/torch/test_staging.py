@@ -80,7 +80,7 @@ def test_each_piece_of_a_shard_is_staged(pool: ThreadPoolExecutor) -> None:
 
 
 def test_large_tensors_are_copied_by_several_threads(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_CHUNK", 1000)
+    monkeypatch.setattr(staging, "_COPY_BYTES", 1000)
     tensor = torch.arange(2501, dtype=torch.float32)
     local = local_of("t", "weight", tensor)
     copies: list = []
