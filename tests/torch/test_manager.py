@@ -74,7 +74,7 @@ def test_saves_are_due_after_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("every", [0, -5, timedelta(0)])
 def test_what_is_no_interval_is_refused(tmp_path: Path, every: Any) -> None:
-    with pytest.raises(UsageError, match="no interval"):
+    with pytest.raises(UsageError, match="is not positive"):
         Manager(tmp_path, every=every)
 
 
