@@ -44,7 +44,7 @@ def test_a_place_that_nobody_can_write_to(run: Run) -> None:
     text = run("doctor", "/proc/nowhere", code=1).stdout
     assert "checkpoints cannot be saved there" in text
     assert "is not safe there" in text
-    assert "is not known" in text
+    assert "it is unknown" in text
 
 
 def test_read_only(run: Run, committed: Path, tmp_path: Path) -> None:
