@@ -83,5 +83,5 @@ def test_objects_with_a_bare_word_are_refused() -> None:
     ):
         with store.create(key) as out:
             out.write(content)
-    with pytest.raises(IntegrityError, match="no JSON"):
+    with pytest.raises(IntegrityError, match="not JSON"):
         _ = ucformat.open(store).objects

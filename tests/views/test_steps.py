@@ -245,7 +245,7 @@ class TestErrors:
         [
             ({"rename": "/(.*)/", "to": "one"}, r"view\[0\] \(rename /\(\.\*\)/\): .* would be called one"),
             ({"rename": "/a/", "to": r"\3"}, "does not fit its pattern"),
-            ({"split": "a", "into": ["x", "y"], "sizes": [1, 4]}, "does not come apart"),
+            ({"split": "a", "into": ["x", "y"], "sizes": [1, 4]}, "cannot be split"),
             ({"split": "a", "into": ["x", "y"], "dim": 5}, "there is no dim 5"),
             ({"split": "a", "into": ["x", "y"], "sizes": [1, 2, 3]}, "3 sizes are given for 2 names"),
             ({"fuse": "/a/", "and": ["zz"], "into": "x"}, "needs zz"),
@@ -253,7 +253,7 @@ class TestErrors:
             ({"stack": r"/(.)/", "into": "x"}, "captures no number in a"),
             ({"unstack": "a", "into": "x"}, r"must have \{i\}"),
             ({"transpose": "a", "axes": [0, 0]}, "are not its dims"),
-            ({"trim": "a", "size": 99}, "has not 99"),
+            ({"trim": "a", "size": 99}, "fewer than 99"),
             ({"alias": {"c": "zz"}}, "needs zz"),
             ({"preset": "nothing"}, "there is no preset"),
             ({"cast": "a", "dtype": "float3"}, "float3"),

@@ -44,11 +44,17 @@ _RESERVED = frozenset({"zarr.json", "c"})
 
 
 def folder_names(names: Iterable[str]) -> dict[str, str]:
-    """A folder name for each name of one folder.
+    """Choose the names of folders that are siblings.
 
-    All but letters, digits, `.`, `_` and `-` are percent-encoded as UTF-8, a leading dot too. A name gets a hash of
-    itself as a suffix where it is longer than 200 bytes, reserved (`zarr.json`, `c`, `__…`), empty, or differs from
-    another only in case. Readers take the folder from the manifest, never from the name.
+    All characters except letters, digits, `.`, `_` and `-` are percent-encoded as UTF-8, and so is a leading dot. A
+    name gets a hash of itself as a suffix if it is longer than 200 bytes, reserved (`zarr.json`, `c`, `__…`), empty, or
+    differs from another only in case. Readers take the folder from the manifest, never from the name.
+
+    Args:
+        names: the names of tensors or states, all of one folder.
+
+    Returns:
+        The folder of each name.
     """
     plain = {name: _quoted(name) for name in names}
     seen: dict[str, int] = {}
@@ -76,12 +82,18 @@ def _with_hash(name: str, folder: str) -> str:
 
 
 def group_json() -> bytes:
-    """The metadata document of a group."""
+    """The `zarr.json` of a group."""
     return _json_bytes({"zarr_format": 3, "node_type": "group", "attributes": {}})
 
 
 def array_json(key: Key, dtype: str, grid: Grid) -> bytes:
-    """The metadata document of one tensor's array."""
+    """The `zarr.json` of a tensor's array.
+
+    Args:
+        key: the tensor's name and state.
+        dtype: its dtype, which Zarr calls by the same name.
+        grid: its chunk and shard grids.
+    """
     as_bytes: dict[str, Any] = {"name": "bytes"}
     if ITEMSIZE[dtype] > 1:
         as_bytes["configuration"] = {"endian": "little"}
@@ -92,7 +104,7 @@ def array_json(key: Key, dtype: str, grid: Grid) -> bytes:
         "index_codecs": index_codecs,
         "index_location": "end",
     }
-    from ucformat.reading.dtypes import fill_value  # NumPy, which whoever reads a manifest does without
+    from ucformat.reading.dtypes import fill_value  # here, so that reading a manifest does not import NumPy
 
     return _json_bytes(
         {
@@ -110,7 +122,12 @@ def array_json(key: Key, dtype: str, grid: Grid) -> bytes:
 
 
 def shard_key(array: str, shard: tuple[int, ...]) -> str:
-    """The key of a shard's file below the array's folder: `<array>/c/0/1`; `<array>/c` for a 0-d tensor."""
+    """The key of a shard's file: `<array>/c/0/1`; `<array>/c` for a 0-d tensor.
+
+    Args:
+        array: the key of the array's folder.
+        shard: the shard's coordinates in the grid of shards.
+    """
     return "/".join([array, "c", *map(str, shard)])
 
 
@@ -120,34 +137,43 @@ def _json_bytes(document: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """One tensor as it is to be stored."""
+    """A tensor, its grids, and the key of the folder that it is stored in."""
 
     info: TensorInfo
     grid: Grid
     path: str
 
 
-#: How many dims an array has at most: TensorStore opens none of more.
+#: The most dims of an array: TensorStore opens no array with more.
 MAX_DIMS = 32
 
-#: How many shards an array has at most: readers count them before they look at files.
+#: The most shards of an array: readers refuse a manifest with more before they access any file.
 MAX_SHARDS = 10_000_000
 
 
 def lay_out(
     infos: Sequence[TensorInfo], folder: str, chunk_bytes: int | None = None, shard_bytes: int | None = None
 ) -> list[Array]:
-    """The arrays of these tensors below the `data` folder of an attempt; targets in bytes, None for the defaults.
+    """Choose grids and folders for tensors.
+
+    Args:
+        infos: the tensors.
+        folder: the key of the attempt's `data` folder.
+        chunk_bytes: the most bytes of a chunk (default 1 MiB).
+        shard_bytes: the most bytes of a shard (default 128 MiB).
+
+    Returns:
+        An array for each tensor, in the same order.
 
     Raises:
-        UnsupportedError: a tensor has more than 32 dims, which readers of Zarr do not take (TensorStore's limit), or
-            would be cut into more shards than an array may have.
+        UnsupportedError: a tensor has more than 32 dims, the limit of TensorStore, or would have more than 10 million
+            shards.
     """
     for info in infos:
         if len(info.shape) > MAX_DIMS:
             raise UnsupportedError(
                 f"{info.name} ({info.state}) has {len(info.shape)} dims; an array has at most {MAX_DIMS}",
-                hint="reshape the tensor before it is saved; or keep it in a packed or virtual checkpoint",
+                hint="reshape the tensor before saving it, or keep it in a packed or virtual checkpoint",
             )
     states = folder_names(dict.fromkeys(i.state for i in infos))
     folders = {s: folder_names(i.name for i in infos if i.state == s) for s in states}
@@ -170,23 +196,45 @@ def lay_out(
 
 
 def grid_doc(chunk_bytes: int | None, shard_bytes: int | None) -> GridDoc:
-    """The targets of `lay_out`, as the manifest records them."""
+    """The sizes given to `lay_out` as the manifest records them.
+
+    Args:
+        chunk_bytes: the most bytes of a chunk (None: 1 MiB).
+        shard_bytes: the most bytes of a shard (None: 128 MiB).
+    """
     return GridDoc(chunk_bytes=chunk_bytes or CHUNK_BYTES, shard_bytes=shard_bytes or SHARD_BYTES)
 
 
 def put_groups(store: Store, arrays: Iterable[Array]) -> None:
-    """Put the `zarr.json` of the group and of each state."""
+    """Write the `zarr.json` of the root group and of each state's group.
+
+    Args:
+        store: the checkpoint's store.
+        arrays: all arrays of the checkpoint.
+    """
     for group in _groups(a.path for a in arrays):
         put_file(store, f"{group}/zarr.json", group_json())
 
 
 def put_array(store: Store, array: Array) -> None:
-    """Put the `zarr.json` of one array."""
+    """Write the `zarr.json` of an array.
+
+    Args:
+        store: the checkpoint's store.
+        array: the array.
+    """
     put_file(store, f"{array.path}/zarr.json", array_json(array.info.key, array.info.dtype, array.grid))
 
 
 def metadata_documents(manifest: Manifest) -> Iterator[tuple[str, bytes, Key | None]]:
-    """Every `zarr.json` of a checkpoint's arrays, and of the groups that they lie in: key, bytes, and whose it is."""
+    """Every `zarr.json` of a checkpoint.
+
+    Args:
+        manifest: the checkpoint's manifest.
+
+    Yields:
+        The file's key, its bytes, and the tensor that it describes (None for a group).
+    """
     stored = [(t, t.path) for t in manifest.tensors if t.path is not None]
     for group in _groups(path for _, path in stored):
         yield f"{group}/zarr.json", group_json(), None
@@ -196,13 +244,18 @@ def metadata_documents(manifest: Manifest) -> Iterator[tuple[str, bytes, Key | N
 
 
 def _groups(paths: Iterable[str]) -> list[str]:
-    """The folders that arrays lie in: those of states, and what these lie in."""
+    """The folders of the states, and the folders that contain these."""
     states = dict.fromkeys(path.rpartition("/")[0] for path in paths)
     return list(dict.fromkeys([*(state.rpartition("/")[0] for state in states), *states]))
 
 
 def array_doc(array: Array, leaves: Mapping[tuple[int, ...], bytes]) -> TensorDoc:
-    """What the manifest says of an array; `leaves` are the digests of each shard's chunks."""
+    """An array's entry in the manifest.
+
+    Args:
+        array: the array.
+        leaves: for each shard, by its coordinates, the concatenated digests of its chunks in C order.
+    """
     info, grid = array.info, array.grid
     return TensorDoc(
         name=info.name,
@@ -218,7 +271,16 @@ def array_doc(array: Array, leaves: Mapping[tuple[int, ...], bytes]) -> TensorDo
 
 
 def put_file(store: Store, key: str, data: bytes) -> FileDoc:
-    """Put a small file, and what the manifest says of it."""
+    """Write a small file.
+
+    Args:
+        store: the store to write to.
+        key: the file's key.
+        data: its content.
+
+    Returns:
+        The file's entry in the manifest.
+    """
     with store.create(key) as out:
         out.write(data)
     return FileDoc(path=key, nbytes=len(data), digest=bytes_digest(data))

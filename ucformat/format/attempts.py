@@ -1,8 +1,8 @@
-"""Attempts: which files are an attempt's own, and its record, by which writers and `gc` agree.
+"""Attempts: the files that belong to an attempt, and its record, through which writers and `gc` coordinate.
 
-Only what is an attempt's own is removed with it (docs/security.md, rule 5). Records, tombstones and manifests may have
-been written by anybody. So their names are believed only where they lead to folders that no program but a writer of
-this format makes, and these go only if nothing in them is another's.
+Removing an attempt removes only its own files (docs/security.md, rule 5). Anybody may have written a record, tombstone
+or manifest, so the names in them are trusted only if they lead to folders that no program other than a writer of this
+format creates, and these folders are removed only if nothing in them belongs to another checkpoint.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
     "replacing_attempts",
 ]
 
-#: The folders that a writer makes below a checkpoint's root, besides those for each attempt in the first three.
+#: The folders that a writer creates in a checkpoint's root; the first three contain a folder for each attempt.
 FOLDERS = (*(KINDS := ("data", "objects", "assets")), "attempts")
 
 _NAME = re.compile(ATTEMPT)
@@ -54,29 +54,43 @@ _DOCUMENTS = (MANIFEST, TOMBSTONE, CATALOG_DOCUMENT)
 
 
 class _FormatField(BaseModel):
-    """What every document of ours begins with."""
+    """The field that every document of the format begins with."""
 
     format: str
 
 
 def record_key(attempt: str) -> str:
-    """Where the record of an attempt lies."""
+    """The key of an attempt's record.
+
+    Args:
+        attempt: the attempt's name.
+
+    Raises:
+        UnsafeError: it is not the name of an attempt.
+    """
     _check_name(attempt)
     return f"attempts/{attempt}.json"
 
 
 def folders_of(attempt: str) -> tuple[str, ...]:
-    """Where an attempt keeps its files.
+    """The folders of an attempt's files.
+
+    Args:
+        attempt: the attempt's name.
 
     Raises:
-        UnsafeError: no attempt has this name, so that the folders may be anybody's.
+        UnsafeError: it is not the name of an attempt, so the folders may belong to anything.
     """
     _check_name(attempt)
     return tuple(f"{kind}/{attempt}" for kind in KINDS)
 
 
 def attempt_of(key: str) -> str | None:
-    """Whose record a file is that lies in `attempts`; None if it is none."""
+    """The name of the attempt whose record a file is; None if it is not a record.
+
+    Args:
+        key: the key of a file in the folder `attempts`, or its last part.
+    """
     name = key.rpartition("/")[2].removesuffix(".json")
     return name if key.endswith(".json") and _NAME.fullmatch(name) else None
 
@@ -84,45 +98,49 @@ def attempt_of(key: str) -> str | None:
 def _check_name(attempt: str) -> None:
     if not _NAME.fullmatch(attempt):
         raise UnsafeError(
-            f"{attempt!r} is not the name of an attempt: that is 20 digits of 0-9 and a-f",
-            hint="the checkpoint was damaged or made to do harm; nothing was removed or written",
+            f"{attempt!r} is not the name of an attempt, which has 20 hexadecimal digits",
+            hint="the checkpoint is damaged or malicious; nothing was removed or written",
         )
 
 
 def is_inside_attempt(folder: str) -> bool:
-    """Whether a folder lies in one of an attempt, where what looks like a place is a file of that."""
+    """Whether a folder is inside the folder of an attempt, so that it is not a checkpoint of its own.
+
+    Args:
+        folder: the folder's key or url.
+    """
     return _INSIDE.search(folder) is not None
 
 
-def refuse_others(store: Store, attempt: str, standing: Manifest | None) -> None:
-    """UnsafeError where something in an attempt's folders is not its own.
+def refuse_others(store: Store, attempt: str, committed: Manifest | None) -> None:
+    """Refuse an attempt whose folders contain something else.
 
-    Another checkpoint may lie in them, or an attempt at one, or what a catalog knows of one; and the checkpoint that
-    stands at the place, whoever wrote it, may lie in the folders of another attempt than its manifest says.
+    They may contain another checkpoint, an attempt at one, or a catalog's document about one. The checkpoint committed
+    at the place may also have files in the folders of an attempt that its manifest does not name.
 
     Args:
         store: the place.
-        attempt: whose folders are looked through.
-        standing: the manifest of what stands at the place.
+        attempt: the attempt's name.
+        committed: the manifest of the checkpoint that is committed at the place; None if there is none.
 
     Raises:
-        UnsafeError: it says which folder, and what is in it.
+        UnsafeError: a folder contains something else; the message names both.
     """
     folders = folders_of(attempt)
-    if standing is not None:
+    if committed is not None:
         for folder in folders:
-            if standing.attempt == attempt or names_below(store, standing, folder):
-                raise _refused(store, folder, f"the checkpoint {standing.id}, which stands there, needs it")
+            if committed.attempt == attempt or names_below(store, committed, folder):
+                raise _refused(store, folder, f"the committed checkpoint {committed.id} needs it")
     for folder in folders:
         for info in store.list(folder):
             if _is_document(info.key) and _is_ours(store, info.key):
-                raise _refused(store, folder, f"{info.key} shows that another's checkpoint lies in it")
+                raise _refused(store, folder, f"{info.key} shows that it contains another checkpoint")
 
 
 def _refused(store: Store, folder: str, why: str) -> UnsafeError:
     return UnsafeError(
         f"{store.url}/{folder} is not removed: {why}",
-        hint="look at it; what really may go is to be deleted by hand",
+        hint="inspect the folder, and delete by hand what is no longer needed",
     )
 
 
@@ -132,7 +150,7 @@ def _is_document(key: str) -> bool:
 
 
 def _is_ours(store: Store, key: str) -> bool:
-    """Whether this is a document of this format, and no asset that is called so."""
+    """Whether this is a document of this format rather than an asset with the same name."""
     try:
         return _FormatField.model_validate_json(store.read(key)).format.startswith("ucformat")
     except (NotFound, ValidationError):
@@ -140,18 +158,18 @@ def _is_ours(store: Store, key: str) -> bool:
 
 
 def names_below(store: Store, manifest: Manifest, folder: str) -> bool:
-    """Whether a checkpoint has files below a folder, or an array around it.
+    """Whether a checkpoint has files inside a folder, or the folder is inside one of its arrays.
 
     Args:
         store: the checkpoint's place.
-        manifest: the checkpoint's.
-        folder: the folder's key in the place.
+        manifest: the checkpoint's manifest.
+        folder: the folder's key.
     """
     return any(f"{path}/".startswith(f"{folder}/") or folder.startswith(f"{path}/") for path in _paths(store, manifest))
 
 
 def _paths(store: Store, manifest: Manifest) -> Iterable[str]:
-    """The files and folders of arrays that a manifest, or its sidecar, names."""
+    """The files and array folders that a manifest, or its sidecar, names."""
     yield from (tensor.path for tensor in manifest.tensors if tensor.path is not None)
     yield from (doc.path for doc in (manifest.objects, *manifest.assets.values()) if doc is not None)
     if manifest.sidecar is not None:
@@ -162,29 +180,30 @@ def _paths(store: Store, manifest: Manifest) -> Iterable[str]:
         yield from decode(store.read(path), [len(t.shape) for t in manifest.tensors], f"{store.url}/{path}").files
 
 
-TRIES = 10  # to replace what others replace, too
+TRIES = 10  # to replace a file that others replace too
 
 
 def put_record(
     store: Store, attempt: str, plan: str, needs: Sequence[str], checkpoint: str
 ) -> tuple[str | None, str | None]:
-    """Put the record of an attempt, or replace that of one that was begun before, by this plan: it is to be continued.
+    """Write the record of an attempt; if the attempt was begun before, replace the record in order to continue it.
 
-    Whoever takes it for one that was left, and is about to remove it, then finds another record than he judged. What
-    others go by stays in it. Of one that needs files elsewhere it has an id: `checkpoint`, or that of who began it.
+    A process that is about to remove the attempt as abandoned then finds a record that differs from the one it read.
+    The fields that others rely on are kept. If the attempt needs files elsewhere, the record has the checkpoint's id:
+    `checkpoint`, or the one that the first writer recorded.
 
     Args:
         store: the place.
         attempt: the attempt's name.
-        plan: the digest of what it is to write; who has the same continues it.
-        needs: the urls of places whose files it needs.
-        checkpoint: the id of what is to be committed.
+        plan: the digest of the plan; writers with the same plan continue the same attempt.
+        needs: the urls of the places whose files the checkpoint needs.
+        checkpoint: the id of the checkpoint that will be committed.
 
     Returns:
-        the id in the record, and the version of the record if nobody had put it before.
+        The id in the record (None if it has none), and the version of the record (None if it existed before).
 
     Raises:
-        Conflict: the attempt is being removed, or others changed its record again and again.
+        Conflict: the attempt is being removed, or others kept changing its record.
     """
     key, owner = record_key(attempt), f"{socket.gethostname()}:{os.getpid()}"
     doc = AttemptDoc(attempt=attempt, plan=plan, owner=owner, started=datetime.now(UTC), needs=tuple(needs))
@@ -208,7 +227,14 @@ def put_record(
 
 
 def parse_record(data: bytes) -> AttemptDoc | None:
-    """The record in these bytes; None if it is none of ours."""
+    """Parse the record of an attempt.
+
+    Args:
+        data: the file's content.
+
+    Returns:
+        The record; None if it is not a valid one.
+    """
     try:
         return AttemptDoc.model_validate_json(data)
     except ValidationError:
@@ -216,41 +242,46 @@ def parse_record(data: bytes) -> AttemptDoc | None:
 
 
 def record_bytes(doc: AttemptDoc) -> bytes:
-    """As `parse_record` reads it."""
+    """The file of a record, as `parse_record` reads it.
+
+    Args:
+        doc: the record.
+    """
     return doc.model_dump_json(indent=1).encode()
 
 
 def being_removed(store: Store, attempt: str) -> Conflict:
-    """The error of who writes to an attempt that is being removed.
+    """The error of a writer whose attempt is being removed.
 
     Args:
         store: the place.
         attempt: the attempt's name.
     """
     return Conflict(
-        f"what was written at {store.url} for this attempt ({attempt}) is taken for left over, and is being removed",
-        hint="run it again when that is done; if it was interrupted, `ucp gc PLACE --apply --grace 0s` ends it",
+        f"this attempt ({attempt}) at {store.url} was considered abandoned, and is being removed",
+        hint="run it again after that; if the removal was interrupted, `ucp gc PLACE --apply --grace 0s` completes it",
     )
 
 
 def mark_replacing(store: Store, attempt: str) -> None:
-    """Say in the attempt's record that it is about to replace what is there, for who begins to need or to protect that.
+    """Mark an attempt's record: it is about to replace the committed checkpoint.
 
-    It is never taken back, for others may run the same plan at once.
+    Those who begin to need or protect that checkpoint see the mark. It is never removed, because others may run the
+    same plan at the same time.
 
     Args:
         store: the place.
         attempt: the attempt's name.
 
     Raises:
-        Conflict: others changed the record again and again.
+        Conflict: others kept changing the record.
     """
     key = record_key(attempt)
     for _ in range(TRIES):
         try:
             data, version = store.read_versioned(key)
         except NotFound:
-            return  # which is told where the record is looked at once more
+            return  # `commit` reads the record once more, and reports that
         record = parse_record(data)
         if record is None or record.removed is not None or record.replacing is not None:
             return
@@ -260,7 +291,7 @@ def mark_replacing(store: Store, attempt: str) -> None:
 
 
 def replacing_attempts(store: Store) -> frozenset[str]:
-    """The attempts at a place that are marked as about to replace what is there; one that has done so is among them.
+    """The attempts that are marked as about to replace the committed checkpoint, including those that have done so.
 
     Args:
         store: the place.
@@ -275,7 +306,7 @@ def replacing_attempts(store: Store) -> frozenset[str]:
 
 
 def _replaced(store: Store, key: str, doc: AttemptDoc, version: str) -> bool:
-    """Replace a record; False if somebody else replaced it since it was read."""
+    """Replace a record; False if another writer replaced it since it was read."""
     try:
         store.replace(key, record_bytes(doc), version)
     except Conflict:
@@ -283,16 +314,16 @@ def _replaced(store: Store, key: str, doc: AttemptDoc, version: str) -> bool:
     except (
         PermissionDenied,
         UnsupportedError,
-    ):  # where nothing can be replaced, nobody marks a record, and nobody replaces a checkpoint
+    ):  # a store without replacement: nobody can mark a record or replace a checkpoint there
         pass
     return True
 
 
 def contended(store: Store, key: str) -> Conflict:
-    """The error of who read a file and was to replace it so many times, and somebody else was quicker each time.
+    """The error of a writer that failed to replace a file because others replaced it first, `TRIES` times.
 
     Args:
         store: the place.
         key: the file's.
     """
-    return Conflict(f"{store.url}/{key} was changed again and again by others", hint="try again later")
+    return Conflict(f"others kept changing {store.url}/{key}", hint="try again later")

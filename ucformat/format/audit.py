@@ -1,8 +1,8 @@
-"""What can be checked of a universal checkpoint: each file that its manifest names, and what it is compared with.
+"""Enumerates the checks of a universal checkpoint: each file that its manifest names, and the expected digest.
 
-`verify`, `copy`, `materialize` and loading all ask here. An item is checked by reading it once; `copy` has what is read
-written on the way. The bytes of packed files are checked by blocks (`block_problems`), replicas and digests of tensors
-when the rest is known.
+`verify`, `copy`, `materialize` and loading all use it. Checking an item reads it once; `copy` writes the same bytes to
+the destination. Packed files are checked block by block (`block_problems`); replicas and the digests of tensors come
+last, when the other results are known.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     Leaves = Mapping[Key, Mapping[tuple[int, ...], bytes]]
 
 __all__ = [
+    "AuditItem",
     "Check",
-    "Item",
     "ListedFile",
     "ShardFile",
     "SourceFile",
@@ -50,55 +50,59 @@ __all__ = [
     "wrong_digests",
 ]
 
-_READ_BYTES = 8 << 20  # held at once
-_MAX_LOST = 1000  # missing shards of one array that are named one by one
+_READ_BYTES = 8 << 20  # bytes of a file in memory at once
+_MAX_LOST = 1000  # missing shards of one array that are reported one by one
 
 
-class Item(Protocol):
+class AuditItem(Protocol):
     """A file that a manifest names."""
 
     @property
     def file(self) -> str:
-        """Its key in the checkpoint."""
+        """The key of the file in the checkpoint."""
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are compared."""
+        """The number of bytes that are compared."""
 
     @property
     def key(self) -> Key | None:
-        """The tensor that it belongs to."""
+        """The tensor that the file belongs to; None if it belongs to several or to none."""
 
     def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:
-        """Read the file and compare it; what is read goes to `out`.
+        """Read the file and compare it.
+
+        Args:
+            store: the store of the checkpoint.
+            out: a writer that gets a copy of every byte that is read (default: none).
 
         Returns:
-            The digests of a shard's chunks, and what is wrong with the file.
+            The concatenated digests of a shard's chunks (empty for other files), and the problems of the file.
 
         Raises:
-            UcformatError: it cannot be read.
+            UcformatError: the file cannot be read.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ListedFile:
-    """A file whose digest the manifest has: objects, sidecar, assets."""
+    """A file with a digest in the manifest: objects, sidecar, assets."""
 
     doc: FileDoc
     key: Key | None = None
 
     @property
     def file(self) -> str:
-        """See Item."""
+        """See AuditItem."""
         return self.doc.path
 
     @property
     def nbytes(self) -> int:
-        """See Item."""
+        """See AuditItem."""
         return self.doc.nbytes
 
     def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:
-        """See Item."""
+        """See AuditItem."""
         try:
             size = store.info(self.file).size
         except NotFound:
@@ -108,13 +112,13 @@ class ListedFile:
         state = hashlib.sha256()
         read_through(store, self.file, size, lambda _, data: state.update(data), out)
         same = f"sha256:{state.hexdigest()}" == self.doc.digest
-        reason = "is not what was committed (its digest differs)"
+        reason = "its digest differs from the committed one"
         return b"", [] if same else [Problem(self.file, reason, kind="differs")]
 
 
 @dataclass(frozen=True, slots=True)
 class ZarrJson:
-    """The `zarr.json` of an array or a group, by which other readers find what the manifest has."""
+    """The `zarr.json` of an array or a group, through which other Zarr readers open the checkpoint."""
 
     file: str
     data: bytes
@@ -122,11 +126,16 @@ class ZarrJson:
 
     @property
     def nbytes(self) -> int:
-        """See Item."""
+        """See AuditItem."""
         return len(self.data)
 
     def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:
-        """See Item."""
+        """See AuditItem.
+
+        Args:
+            store: the store of the checkpoint.
+            out: a writer that gets a copy of every byte (default: none).
+        """
         name, state = self.key or (None, None)
         try:
             found = store.read(self.file)
@@ -141,7 +150,7 @@ class ZarrJson:
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """The file of a shard."""
+    """The file of a shard of an array."""
 
     key: Key
     grid: Grid
@@ -150,15 +159,20 @@ class ShardFile:
 
     @property
     def nbytes(self) -> int:
-        """See Item."""
+        """See AuditItem."""
         return self.grid.file_nbytes(self.shard)
 
     def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:
-        """See Item."""
+        """See AuditItem.
+
+        Args:
+            store: the store of the checkpoint.
+            out: a writer that gets a copy of every byte (default: none).
+        """
         try:
             leaves, problems = check_shard(store, self.file, self.grid, self.shard, out)
         except (IntegrityError, PermissionDenied, UnsupportedError) as error:
-            if out is not None:  # whoever copies is told why the source cannot be read
+            if out is not None:  # a copy reports why the source cannot be read
                 raise
             return b"", [Problem(self.file, error.message, *self.key)]
         return leaves, [replace(p, name=self.key.name, state=self.key.state) for p in problems]
@@ -166,45 +180,49 @@ class ShardFile:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file of another checkpoint; its bytes are compared where it was registered with a digest."""
+    """A file of another checkpoint; its bytes are compared if it was registered with a digest."""
 
     doc: SourceFileDoc
     key: Key | None = None
 
     @property
     def file(self) -> str:
-        """See Item."""
+        """See AuditItem."""
         return self.doc.path
 
     @property
     def nbytes(self) -> int:
-        """See Item."""
+        """See AuditItem."""
         return 0 if self.doc.digest is None else self.doc.nbytes
 
-    def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:  # noqa: ARG002 - see Item
-        """See Item."""
-        store.info(self.file)  # which compares size and time
+    def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:  # noqa: ARG002 - see AuditItem
+        """See AuditItem."""
+        store.info(self.file)  # compares size and time
         if self.doc.digest is None or file_digest(store, self.file) == self.doc.digest:
             return b"", []
-        return b"", [Problem(self.file, "is not what was registered (its digest differs)", kind="differs")]
+        return b"", [Problem(self.file, "its digest differs from the registered one", kind="differs")]
 
 
 @dataclass(frozen=True, slots=True)
 class _LostShards:
-    """Shards of one array that are missing, too many to name each."""
+    """Missing shards of one array, too many to report each."""
 
     key: Key
     file: str
     reason: str
     nbytes: int = 0
 
-    def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:  # noqa: ARG002 - see Item
-        """See Item."""
+    def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:  # noqa: ARG002 - see AuditItem
+        """See AuditItem."""
         return b"", [Problem(self.file, self.reason, *self.key)]
 
 
-def items(source: Universal) -> Iterator[Item]:
-    """Every file that a manifest names, but packed ones."""
+def items(source: Universal) -> Iterator[AuditItem]:
+    """Enumerate the files that a manifest names, except packed files.
+
+    Args:
+        source: the checkpoint.
+    """
     m = source.manifest
     yield from (ListedFile(doc) for doc in (*m.assets.values(), m.objects, m.sidecar) if doc is not None)
     yield from (ZarrJson(*document) for document in metadata_documents(m))
@@ -221,15 +239,25 @@ def items(source: Universal) -> Iterator[Item]:
 
 
 def source_files(source: Universal) -> list[SourceFile]:
-    """The files of other checkpoints that a virtual one needs."""
+    """The files of other checkpoints that a virtual checkpoint needs.
+
+    Args:
+        source: the checkpoint; for one that is not virtual the list is empty.
+    """
     sidecar = source.manifest.sidecar
     return [] if sidecar is None else [SourceFile(doc) for doc in sidecar.sources]
 
 
 def checked(
-    item: Item, store: Store, damages: tuple[type[UcformatError], ...] = (UcformatError,)
+    item: AuditItem, store: Store, damages: tuple[type[UcformatError], ...] = (UcformatError,)
 ) -> tuple[bytes, list[Problem]]:
-    """As `item.check`, with errors of these types among the problems."""
+    """Run `item.check`, and report errors of some types as problems.
+
+    Args:
+        item: the file.
+        store: the store of the checkpoint.
+        damages: the types of errors that are problems of the file; others are raised (default: all of ucformat).
+    """
     try:
         return item.check(store)
     except damages as error:
@@ -255,7 +283,7 @@ class Check:
     unverified: int = 0
 
     @classmethod
-    def of(cls, item: Item, store: Store, damages: tuple[type[UcformatError], ...] = (UcformatError,)) -> Check:
+    def of(cls, item: AuditItem, store: Store, damages: tuple[type[UcformatError], ...] = (UcformatError,)) -> Check:
         """The check of a file that the manifest lists.
 
         Args:
@@ -273,7 +301,17 @@ def block_problems(
     blocks: Iterable[tuple[str, Block]],
     damages: tuple[type[UcformatError], ...] = (UcformatError,),
 ) -> list[Problem]:
-    """The blocks of a tensor, with the files that they are in, that differ from their checksums or cannot be read."""
+    """Check blocks of a tensor.
+
+    Args:
+        store: the store of the checkpoint.
+        key: the tensor.
+        blocks: the blocks, each with the key of its file.
+        damages: the types of errors that are problems of a block; others are raised (default: all of ucformat).
+
+    Returns:
+        A problem for each block that differs from its checksum or cannot be read.
+    """
     wrong = []
     for file, block in blocks:
         try:
@@ -287,24 +325,32 @@ def block_problems(
 def wrong_digests(
     source: Universal, leaves: Leaves, damaged: Collection[tuple[str | None, str | None]] = ()
 ) -> Iterator[Problem]:
-    """Arrays whose chunks are whole, but are not those that were committed.
+    """Find arrays whose chunks match their checksums, but are not the chunks that were committed.
 
     Args:
         source: the checkpoint.
-        leaves: the digests of the chunks of each shard of each array.
-        damaged: the names and states of tensors that are known to be damaged.
+        leaves: for each array and shard the concatenated digests of its chunks.
+        damaged: the names and states of tensors that are known to be damaged; these are skipped.
     """
     for key, doc in source.docs.items():
         if doc.path is None or key in damaged:
             continue
         if tensor_digest(doc.dtype, grid_of(doc), leaves.get(key, {})) != doc.digest:
-            yield Problem(doc.path, "its chunks are whole, but not those of the manifest", *key)
+            yield Problem(doc.path, "its chunks are intact, but are not those of the manifest", *key)
 
 
 def read_through(
     store: Store, file: str, nbytes: int, see: Callable[[int, memoryview], None], out: Writer | None
 ) -> None:
-    """Read a file front to back, show each part with its offset, and write it to `out`."""
+    """Read a file from beginning to end.
+
+    Args:
+        store: the store that holds the file.
+        file: the file's key.
+        nbytes: its size in bytes.
+        see: called with the offset in bytes and the content of each part, in order; the memory is reused afterwards.
+        out: a writer that gets a copy of each part (None: none).
+    """
     buffer = memoryview(bytearray(min(_READ_BYTES, nbytes)))
     for at in range(0, nbytes, _READ_BYTES):
         part = buffer[: min(_READ_BYTES, nbytes - at)]
@@ -314,13 +360,18 @@ def read_through(
             out.write(part)
 
 
-_PART = 4 << 20  # bytes of each of two replicas that are held at once
+_PART = 4 << 20  # bytes of each of two replicas in memory at once
 
 
 def unequal_replicas(store: Store, info: TensorInfo, extents: Iterable[Extent]) -> Iterator[Problem]:
-    """Read every replica of a tensor's boxes, and name those that differ from the first; bytes, not values.
+    """Find replicas of parts of a tensor that differ from the first replica, comparing bytes rather than values.
 
-    What cannot be read is no difference: it is found where the files themselves are checked.
+    A replica that cannot be read does not count as different: the check of its file reports it.
+
+    Args:
+        store: the store of the checkpoint.
+        info: the tensor.
+        extents: its extents; those with equal boxes are replicas.
     """
     first: dict[Box, Extent] = {}
     same: set[tuple[Box, str, int, tuple[int, ...]]] = set()

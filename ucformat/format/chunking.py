@@ -28,30 +28,39 @@ __all__ = [
 
 #: A chunk is the unit of reading and of checksums: at most this many bytes, unless one element is larger.
 CHUNK_BYTES = 1 << 20
-#: A shard is the unit of writing: at most this many bytes of chunks, at least half of it where the tensor allows.
+#: A shard is the unit of writing: at most this many bytes of chunks, and at least half of it if the tensor allows.
 SHARD_BYTES = 128 << 20
 
-_DEGREES = 16  # cuts into 1, 2, 4, 8 and 16 fall on chunk boundaries
-_USUAL = 8  # few cut a dim into more
-_SMALLEST = 16  # tiles are not made smaller than 1/16 of the target
+_DEGREES = 16  # cuts into 1, 2, 4, 8 and 16 parts fall on chunk boundaries
+_USUAL = 8  # cuts into more parts are rare
+_MIN_FRACTION = 16  # chunks are not made smaller than 1/16 of the target
 
 
 def chunk_shape(
     shape: tuple[int, ...], itemsize: int, target: int = CHUNK_BYTES, cuts: int = _DEGREES
 ) -> tuple[int, ...]:
-    """The chunk of a tensor; `target` is in bytes.
+    """Choose the shape of a tensor's chunks.
 
     A tensor of at most `target` bytes is one chunk. A larger one of two or more dims is tiled first, so that the
-    degrees 1 to `cuts` of each dim fall on chunk boundaries where the dim divides; dims that do not divide stay whole.
-    Where tiles would get too small, the dim that is cut most gives way; of several the first as long as they are cut
-    into 16, then the last: an eighth of the rows is what ranks ask for most, and should be whole tiles. What is still
-    larger than `target` is cut along its first dims.
+    degrees 1 to `cuts` of each dim fall on chunk boundaries if the dim divides; dims that do not divide stay whole.
+    If tiles would get too small, the dim with the most cuts gets fewer; of several such dims the first one while they
+    have 16 cuts, then the last one: ranks most often read an eighth of the rows, which should be whole tiles. A tile
+    that is still larger than `target` is cut along its first dims.
+
+    Args:
+        shape: the tensor's shape, in elements.
+        itemsize: bytes of one element.
+        target: the most bytes of a chunk, unless one element is larger (default 1 MiB).
+        cuts: a power of two: cuts of a dim into 1, 2, 4, …, `cuts` equal parts fall on chunk boundaries (default 16).
+
+    Returns:
+        The edges of a chunk, in elements.
     """
     edges = [max(1, n) for n in shape]
     total = math.prod(edges) * itemsize
     if len(edges) > 1 and total > target:
         degrees = [math.gcd(n, cuts) for n in edges]
-        floor = max(itemsize, target // _SMALLEST)
+        floor = max(itemsize, target // _MIN_FRACTION)
         while total // math.prod(degrees) < floor and max(degrees) > 1:
             degrees[max(range(len(degrees)), key=lambda d: (degrees[d], -d if degrees[d] > _USUAL else d))] //= 2
         edges = [n // g for n, g in zip(edges, degrees, strict=True)]
@@ -75,7 +84,17 @@ def _part(n: int, most: int) -> int:
 def shard_shape(
     shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, target: int = SHARD_BYTES
 ) -> tuple[int, ...]:
-    """The shard of a tensor: whole chunks, all along the last dims, as many as `target` bytes hold along the first."""
+    """Choose the shape of a tensor's shards: all chunks along the last dims, and as many along the first as fit.
+
+    Args:
+        shape: the tensor's shape, in elements.
+        chunk: the edges of its chunks, in elements.
+        itemsize: bytes of one element.
+        target: the most bytes of a shard's chunks, unless one chunk is larger (default 128 MiB).
+
+    Returns:
+        The edges of a shard, in elements: multiples of the chunk's.
+    """
     counts = [-(-max(1, n) // c) for n, c in zip(shape, chunk, strict=True)]
     take = [1] * len(counts)
     nbytes = math.prod(chunk) * itemsize
@@ -91,7 +110,14 @@ def shard_shape(
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How one tensor is cut: `shape`, `chunk` and `shard` in elements; all of one length."""
+    """The chunk and shard grids of a tensor.
+
+    Attributes:
+        shape: the tensor's shape, in elements.
+        chunk: the edges of a chunk, in elements.
+        shard: the edges of a shard, in elements: multiples of the chunk's.
+        itemsize: bytes of one element.
+    """
 
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
@@ -102,18 +128,25 @@ class Grid:
     def of(
         cls, shape: tuple[int, ...], itemsize: int, chunk_bytes: int | None = None, shard_bytes: int | None = None
     ) -> Grid:
-        """The grid of format version 1 for these targets in bytes (None: the defaults)."""
+        """The grid that format version 1 chooses for a tensor.
+
+        Args:
+            shape: the tensor's shape, in elements.
+            itemsize: bytes of one element.
+            chunk_bytes: the most bytes of a chunk (default 1 MiB).
+            shard_bytes: the most bytes of a shard (default 128 MiB).
+        """
         chunk = chunk_shape(shape, itemsize, chunk_bytes or CHUNK_BYTES)
         return cls(shape, chunk, shard_shape(shape, chunk, itemsize, shard_bytes or SHARD_BYTES), itemsize)
 
     @property
     def chunk_nbytes(self) -> int:
-        """Bytes of a chunk, without its checksum."""
+        """Bytes of a chunk without its checksum."""
         return math.prod(self.chunk) * self.itemsize
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Number of chunks of the tensor along each dim; a zero where it has no elements."""
+        """Number of chunks of the tensor along each dim; 0 along an empty dim."""
         return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
 
     @property
@@ -127,50 +160,79 @@ class Grid:
         return math.prod(-(-n // s) for n, s in zip(self.shape, self.shard, strict=True))
 
     def shards(self, within: Box | None = None) -> Iterator[tuple[int, ...]]:
-        """Coordinates of the shards that meet a box (None: all), in C order; none of a tensor without elements."""
-        near = within or Box.whole(self.shape)
-        bounds = zip(near.start, near.stop, self.shard, strict=True)
+        """The coordinates of shards, in C order; none if the tensor has no elements.
+
+        Args:
+            within: only the shards that intersect this box of the tensor (default: all).
+        """
+        box = within or Box.whole(self.shape)
+        bounds = zip(box.start, box.stop, self.shard, strict=True)
         return each_index([range(first // s, -(-last // s)) for first, last, s in bounds])
 
     def box(self, shard: tuple[int, ...]) -> Box:
-        """What a shard holds of the tensor."""
+        """The part of the tensor in a shard.
+
+        Args:
+            shard: the shard's coordinates.
+        """
         start = tuple(i * s for i, s in zip(shard, self.shard, strict=True))
         return Box(start, tuple(min(s, n - a) for s, n, a in zip(self.shard, self.shape, start, strict=True)))
 
     def tiles(self, shard: tuple[int, ...], file: str) -> Tiles:
-        """The extents of a shard whose file is `file`."""
+        """The extents of a shard's chunks.
+
+        Args:
+            shard: the shard's coordinates.
+            file: the key of its file.
+        """
         return Tiles(self.box(shard), file, 0, self.chunk, self.itemsize)
 
     def file_nbytes(self, shard: tuple[int, ...]) -> int:
-        """Bytes of a shard's file: its chunks with a checksum each, then the index with its own."""
-        held = math.prod(self.tiles(shard, "").grid)
-        return held * (self.chunk_nbytes + 4) + 16 * math.prod(self.chunks_in_shard) + 4
+        """Bytes of a shard's file: its chunks, each with a checksum, then the index with its own.
+
+        Args:
+            shard: the shard's coordinates.
+        """
+        stored = math.prod(self.tiles(shard, "").grid)
+        return stored * (self.chunk_nbytes + 4) + 16 * math.prod(self.chunks_in_shard) + 4
 
 
 #: A tile has at most this many bytes, unless one element is larger.
 TILE_BYTES = 1 << 20
-CHECKSUM_BYTES = 4  # behind each tile
+CHECKSUM_BYTES = 4  # after each tile
 
-_CUTS = 8  # along each dim: degrees 1, 2, 4 and 8 fall on the boundaries of tiles
+_TILE_DEGREES = 8  # cuts of a dim into 1, 2, 4 and 8 parts fall on tile boundaries
 
 
 def tile_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The tile that writers choose for a tensor: a pure function of its shape, whoever holds which piece."""
+    """Choose the shape of a tensor's tiles, whichever ranks hold its parts.
+
+    Args:
+        shape: the tensor's shape, in elements.
+        itemsize: bytes of one element.
+
+    Returns:
+        The edges of a tile, in elements.
+    """
     return _tile_shape(shape, itemsize, TILE_BYTES)
 
 
 @lru_cache(4096)
 def _tile_shape(shape: tuple[int, ...], itemsize: int, target: int) -> tuple[int, ...]:
-    return chunk_shape(shape, itemsize, target, _CUTS)
+    return chunk_shape(shape, itemsize, target, _TILE_DEGREES)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a tensor is cut in packed files, where a box of it is stored tile by tile, each followed by its checksum.
+    """The tiles of a tensor in packed files, where a box of it is stored tile by tile, each followed by its checksum.
 
-    Tiles are in C order, and each in row-major order. They begin at multiples of `tile` (elements) in the tensor,
-    wherever the box begins; at its edges they are clipped. So a reader of any part of the tensor meets the same
-    boundaries, however the tensor was cut when it was saved.
+    Tiles are in C order, and each is row-major. They begin at multiples of `tile` in the tensor, wherever the box
+    begins, and are clipped to the box. So tile boundaries do not depend on how the tensor was sharded when it was
+    saved.
+
+    Attributes:
+        tile: the edges of a tile, in elements.
+        itemsize: bytes of one element.
     """
 
     tile: tuple[int, ...]
@@ -178,29 +240,46 @@ class Tiling:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], itemsize: int) -> Tiling:
-        """The tiles that writers choose for a tensor of this shape, whose elements have `itemsize` bytes."""
+        """The tiles that writers choose for a tensor.
+
+        Args:
+            shape: the tensor's shape, in elements.
+            itemsize: bytes of one element.
+        """
         return cls(tile_shape(shape, itemsize), itemsize)
 
     def grid(self, box: Box) -> tuple[int, ...]:
-        """Number of tiles of a box along each dim."""
+        """Number of tiles along each dim.
+
+        Args:
+            box: the stored box.
+        """
         return tuple(-(-b // t) - a // t for a, b, t in zip(box.start, box.stop, self.tile, strict=True))
 
     def count(self, box: Box) -> int:
-        """Number of tiles of a box; none of one without elements."""
+        """Number of tiles.
+
+        Args:
+            box: the stored box; without elements it has no tiles.
+        """
         return math.prod(self.grid(box)) if box.size else 0
 
     def nbytes(self, box: Box) -> int:
-        """Bytes of all tiles of a box, with their checksums."""
+        """Bytes of all tiles with their checksums.
+
+        Args:
+            box: the stored box.
+        """
         return box.size * self.itemsize + CHECKSUM_BYTES * self.count(box)
 
     def runs(self, box: Box, file: str, offset: int, within: Box | None = None) -> Iterator[Tiles]:
-        """The tiles of a stored box, those of one shape together.
+        """The tiles of a stored box, those of equal shape together.
 
         Args:
             box: the stored box.
             file: the key of the file.
             offset: the byte of the file at which the first tile of the box begins.
-            within: only the tiles that meet this box of the tensor; all for None.
+            within: only the tiles that intersect this box of the tensor (default: all).
         """
         for at in product(*(list(_runs(*dim)) for dim in self._dims(box, within or box))):
             start = tuple(r.start for r in at)
@@ -210,7 +289,11 @@ class Tiling:
             yield Tiles(Box(start, shape), file, offset + begin, tile, self.itemsize, steps)
 
     def boxes(self, box: Box) -> Iterator[Box]:
-        """All tiles of a box, in the order in which they are stored."""
+        """Each tile of a box, in the order of the file.
+
+        Args:
+            box: the stored box.
+        """
         if not box.size:
             return
         for at in product(*(list(_runs(*dim, most=1)) for dim in self._dims(box, box))):
@@ -221,7 +304,7 @@ class Tiling:
             yield a, b, t, max(a, low), min(b, high)
 
     def _place(self, box: Box, at: Sequence[_TileRun]) -> tuple[int, tuple[int, ...]]:
-        """Where the first tile of runs lies, in bytes behind the first of all, and how far to the next in each dim."""
+        """The offset of the first tile of some runs from the box's first tile, and the step per dim, in bytes."""
         begin, steps = 0, []
         above = 1  # elements of these tiles, in the dims above
         elements, tiles = box.size, self.count(box)  # of the box, in the dims below
@@ -234,7 +317,7 @@ class Tiling:
 
 
 class _TileRun(NamedTuple):
-    """Along one dim: `tiles` of them from number `first` of the box on, of `edge` elements each, from `start` on."""
+    """Consecutive tiles along a dim: `tiles` of `edge` elements each, from number `first` of the box, at `start`."""
 
     first: int
     tiles: int
@@ -243,7 +326,7 @@ class _TileRun(NamedTuple):
 
 
 def _runs(start: int, stop: int, tile: int, low: int, high: int, most: int | None = None) -> Iterator[_TileRun]:
-    """The tiles between `start` and `stop` that meet `low … high`, as few runs as can be, each of at most `most`."""
+    """The tiles of `[start, stop)` that intersect `[low, high)`, in as few runs as possible, of at most `most` each."""
     number = low // tile
     while low < high and number * tile < high:
         begin, end = max(start, number * tile), min(stop, (number + 1) * tile)

@@ -1,15 +1,15 @@
-"""Attempts and the commit: what makes a set of files a checkpoint, all at once or not at all (docs/spec.md, "Commit").
+"""Attempts and the commit, which turns files into a checkpoint atomically (docs/spec.md, "Commit").
 
-    1. `begin`   refuses a committed place (unless it is to be replaced), and puts or replaces the attempt's record.
-    2. the writer puts everything below `data/<attempt>`, `objects/<attempt>` and `assets/<attempt>`.
-    3. `commit`  makes that durable, then puts `manifest.json` if there is none, or in place of the one `begin` saw.
+    1. `begin`   refuses a place that has a checkpoint (unless replacing it), and writes the attempt's record.
+    2. The writer puts all files below `data/<attempt>`, `objects/<attempt>` and `assets/<attempt>`.
+    3. `commit`  makes these durable, then writes `manifest.json` if there is none, or replaces the one `begin` saw.
 
-A removal of an uncommitted attempt first marks its record, on condition that it is the one that was judged: so either
-the writer who continues it is refused, or the removal. A replacement marks its own record before it asks for dependents
-and protections: so it sees them, or they see the mark (`jobs/dependents.py`, `jobs/documents.py`).
+A removal of an uncommitted attempt first marks its record, on condition that the record has not changed: so either the
+removal is refused, or a writer that continues the attempt. A replacement marks its own record before it looks for
+dependents and protections: so it sees them, or they see the mark (`jobs/dependents.py`, `jobs/documents.py`).
 
-The name of an attempt is made from the digest of its plan, so whoever runs the same plan again continues it, and
-every file is put whole under its name: two writers of one attempt write the same bytes.
+The name of an attempt is the digest of its plan, so running the same plan again continues the attempt. Each file
+appears as a whole: two writers of one attempt write the same bytes.
 """
 
 from __future__ import annotations
@@ -61,17 +61,20 @@ __all__ = [
 
 _log = logging.getLogger("ucformat")
 
-#: Called with the url and the manifest of every checkpoint that this process commits (the catalog listens here).
+#: Called with the url and the manifest of every checkpoint that this process commits (the catalog subscribes).
 on_commit: list[Callable[[str, Manifest], None]] = []
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One writer's try. `replaces` is the manifest that it will take the place of, with its version.
+    """An attempt to write a checkpoint.
 
-    `keeps` is the id that the checkpoint will have, where that is known from the beginning: its own in another form, or
-    that which the record has, of one that needs files elsewhere. `began` is the version of the record where nobody had
-    put it before.
+    Attributes:
+        id: its name.
+        replaces: the manifest that it will replace, with the version of that file; None if there is none.
+        keeps: the id of the future checkpoint if it is known already: that of the checkpoint that is written in another
+            form, or the one in the record of a checkpoint that needs files elsewhere.
+        began: the version of the record if this writer was the first one; None if the attempt is continued.
     """
 
     id: str
@@ -80,7 +83,11 @@ class Attempt:
     began: str | None = field(default=None, compare=False)
 
     def folder(self, kind: str) -> str:
-        """Where this attempt keeps its `data`, `objects` or `assets`."""
+        """The folder of this attempt's files of a kind.
+
+        Args:
+            kind: `data`, `objects` or `assets`.
+        """
         return f"{kind}/{self.id}"
 
 
@@ -93,19 +100,21 @@ def begin(
     keeps: str | None = None,
     needs: Sequence[str] = (),
 ) -> Attempt:
-    """Start or continue the attempt at this plan, a JSON value that tells apart all that is to be written.
+    """Begin an attempt, or continue the one with the same plan.
 
     Args:
         store: the place.
-        plan: what is to be written.
+        plan: a JSON value that identifies everything that will be written.
         overwrite: replace a checkpoint that is committed there, unless something protects it.
-        name: the attempt's, where it is not to be made of the plan: of a copy, whose files lie where the original's do.
-        keeps: the id that the new checkpoint will have, where it takes that of another.
-        needs: the places whose files it will need. All who continue such an attempt make a checkpoint of one id.
+        name: the attempt's name (default: a digest of the plan). A copy has that of the original, whose files have the
+            same keys.
+        keeps: the id of the new checkpoint if it takes over that of another (default: a new id).
+        needs: the urls of the places whose files the checkpoint will need (default: none). Everybody who continues such
+            an attempt writes a checkpoint with the same id.
 
     Raises:
-        Conflict: a checkpoint is committed there already and `overwrite` is false, or it is protected, or one is being
-            removed, or what an earlier try at this plan left.
+        Conflict: a checkpoint is committed there and `overwrite` is false, or it is protected, or it or an earlier
+            attempt at this plan is being removed.
     """
     replaces = None
     try:
@@ -117,24 +126,24 @@ def begin(
             f"{store.url} holds a manifest that this ucformat cannot read: {error.message}",
             hint="choose another place, or delete that checkpoint first",
         ) from error
-    _refuse_tombstone(store)  # looked for last: whoever removes a checkpoint puts it before the manifest goes
+    _refuse_tombstone(store)  # last: a removal writes the tombstone before it deletes the manifest
     if replaces is not None and not overwrite:
         same = name is None and replaces[0].attempt == _id(_digest(plan, None))
-        settle(store)  # whoever hears that it is there relies on it, and its writer may have been killed
+        settle(store)  # the caller will rely on that checkpoint, and its writer may have been killed
         raise Conflict(
             f"{store.url} already holds the committed checkpoint {replaces[0].id}"
             f"{' made by this very plan: nothing is left to do' if same else ''}",
-            hint="choose another place, or say overwrite=True (--overwrite) to replace it",
+            hint="choose another place, or pass overwrite=True (--overwrite) to replace it",
         )
     digest = _digest(plan, replaces and replaces[0].id)
     attempt = Attempt(_id(digest) if name is None else name, replaces, keeps)
-    _ask(store, attempt)
+    _check_replaceable(store, attempt)
     made, began = put_record(store, attempt.id, digest, needs, new_id())
     return replace(attempt, keeps=made or keeps, began=began)
 
 
 def _refuse_removed(store: Store, attempt: str) -> None:
-    """Conflict where somebody removes this attempt, or has removed it; what was written since then goes, too."""
+    """Raise Conflict if this attempt is being removed, or was; then delete what was written since, too."""
     try:
         record = parse_record(store.read(record_key(attempt)))
         if record is None or record.removed is None:
@@ -144,19 +153,19 @@ def _refuse_removed(store: Store, attempt: str) -> None:
     raise being_removed(store, attempt)
 
 
-def _ask(store: Store, attempt: Attempt) -> None:
-    """Ask whether what the attempt replaces may go; of a copy over itself nothing goes."""
+def _check_replaceable(store: Store, attempt: Attempt) -> None:
+    """Have the subscribers refuse the replacement; a copy over itself removes nothing, and is not checked."""
     if attempt.replaces is not None and attempt.replaces[0].attempt != attempt.id:
-        for ask in may_replace:
-            ask(store, attempt.replaces[0], attempt.keeps)
+        for check in may_replace:
+            check(store, attempt.replaces[0], attempt.keeps)
 
 
 def _refuse_tombstone(store: Store) -> None:
     with suppress(NotFound):
         store.info(TOMBSTONE)
         raise Conflict(
-            f"what lay at {store.url} was deleted, and is not yet removed as a whole",
-            hint="`ucp gc --apply` ends that; or choose another place",
+            f"the checkpoint at {store.url} was deleted, but its removal is incomplete",
+            hint="`ucp gc --apply` completes it; or choose another place",
         )
 
 
@@ -169,23 +178,30 @@ def _id(digest: str) -> str:
 
 
 def commit(store: Store, attempt: Attempt, manifest: Manifest, data: bytes | None = None) -> Manifest:
-    """Make the attempt's files durable and commit them, then drop what they replace; the manifest that stands.
+    """Make the attempt's files durable, commit them, and then remove the checkpoint that they replace.
 
-    `data` is the manifest as it is to be written, where that is known to the byte.
+    Args:
+        store: the place.
+        attempt: the attempt.
+        manifest: the manifest to commit.
+        data: the file of the manifest (default: the manifest as JSON with its digest).
+
+    Returns:
+        The committed manifest: this one, or an equal one that another writer of the attempt committed first.
 
     Raises:
-        Conflict: somebody else committed there in the meantime, and this attempt's files are dropped; or one that was
-            committed there is being removed, or this attempt itself, or what it replaces is protected by now.
-        Uncertain: no answer came, so that it may be committed; this attempt's files must stay.
+        Conflict: another checkpoint was committed there in the meantime, and this attempt's files were removed; or this
+            attempt or a checkpoint that was committed there is being removed; or the one to replace is protected now.
+        Uncertain: the storage did not answer, so the checkpoint may be committed; the attempt's files stay.
     """
     store.flush()
     store.sweep()
     data = data or manifest_bytes(manifest)
     manifest = manifest.model_copy(update={"digest": own_digest(data)})
-    _refuse_tombstone(store)  # of one that was committed and deleted since this began
+    _refuse_tombstone(store)  # of a checkpoint that was committed and deleted since this attempt began
     if attempt.replaces is not None and attempt.replaces[0].attempt != attempt.id:
         mark_replacing(store, attempt.id)
-    _ask(store, attempt)  # once more: a checkpoint may have got a name while this was written
+    _check_replaceable(store, attempt)  # once more: it may have got a name in the meantime
     _refuse_removed(store, attempt.id)
     try:
         if attempt.replaces is None:
@@ -194,23 +210,23 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest, data: bytes | Non
             store.replace(MANIFEST, data, attempt.replaces[1])
     except Uncertain as error:
         raise Uncertain(
-            f"it cannot be told whether the checkpoint at {store.url} was committed: {error.message}",
-            hint="open it: if it is there, it is whole; if not, run this again",
+            f"it is unknown whether the checkpoint at {store.url} was committed: {error.message}",
+            hint="open it: if it exists, it is complete; if not, run this again",
         ) from error
     except Conflict as error:
         winner = find_manifest(store)
-        if winner is not None and winner.attempt == attempt.id:  # somebody ran the same plan: it is this checkpoint
+        if winner is not None and winner.attempt == attempt.id:  # another writer of the same plan
             settle(store)
             return winner
         discard(store, attempt.id, keep_record=_is_shared(store, attempt))
         if winner is None:
             raise Conflict(
-                f"the checkpoint at {store.url} that was to be replaced was deleted meanwhile",
-                hint="this one's files were removed; run it again",
+                f"the checkpoint at {store.url} that was to be replaced was deleted in the meantime",
+                hint="the new files were removed; run it again",
             ) from error
         raise Conflict(
-            f"{store.url} was committed by somebody else (checkpoint {winner.id}) while this one was written",
-            hint="their checkpoint is whole; this one's files were removed; choose another place and run it again",
+            f"{store.url} was committed by another writer (checkpoint {winner.id}) in the meantime",
+            hint="that checkpoint is complete; the new files were removed; choose another place and run it again",
         ) from error
     if attempt.replaces is not None and attempt.replaces[0].attempt != attempt.id:
         discard(store, attempt.replaces[0].attempt)
@@ -219,7 +235,12 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest, data: bytes | Non
 
 
 def settle(store: Store, key: str = MANIFEST) -> None:
-    """End what a writer may have left who was killed just after he put a file: that it lasts, and hidden files."""
+    """Make a file durable and remove hidden files, in case its writer was killed before it did so.
+
+    Args:
+        store: the place.
+        key: the file's key (default: the manifest).
+    """
     with suppress(NotFound):  # replaced, or removed, at this instant
         store.adopt(key)
     store.flush()
@@ -227,35 +248,46 @@ def settle(store: Store, key: str = MANIFEST) -> None:
 
 
 def announce(url: str, manifest: Manifest) -> None:
-    """Tell those who listen that a checkpoint is committed at a place."""
+    """Tell the subscribers of `on_commit` that a checkpoint is committed.
+
+    Args:
+        url: the place.
+        manifest: the checkpoint's manifest.
+    """
     for listener in on_commit:
         listener(url, manifest)
 
 
 def _is_shared(store: Store, attempt: Attempt) -> bool:
-    """Whether others began this attempt before, or continue it, and may write on after this one has ended."""
+    """Whether others began or continued this attempt, and may still be writing."""
     try:
         record = parse_record(store.read(record_key(attempt.id)))
     except NotFound:
         return True
-    own = record and record.model_copy(update={"replacing": None})  # as it was put
+    own = record and record.model_copy(update={"replacing": None})  # as `begin` wrote it
     return own is None or content_version(record_bytes(own)) != attempt.began
 
 
 def discard(store: Store, attempt: str, *, keep_record: bool = False) -> None:
-    """As `abandon`, where a failure to do so must not hide what happened before."""
-    try:
-        abandon(store, attempt, keep_record=keep_record)
-    except UcformatError as error:
-        _log.warning("the attempt %s could not be removed: %s; `ucp gc` ends that", attempt, error.message)
-
-
-def give_up(store: Store, attempt: Attempt) -> None:
-    """As `discard`, of an attempt that was not committed, if nobody else has continued it or is going to.
+    """Remove an attempt as `abandon` does, but log errors, so that they do not hide an earlier one.
 
     Args:
         store: the place.
-        attempt: what `begin` gave; one that was begun before stays, and so does one that cannot be removed.
+        attempt: the attempt's name.
+        keep_record: leave the record (default: remove it too).
+    """
+    try:
+        abandon(store, attempt, keep_record=keep_record)
+    except UcformatError as error:
+        _log.warning("the attempt %s could not be removed: %s; `ucp gc` removes it", attempt, error.message)
+
+
+def give_up(store: Store, attempt: Attempt) -> None:
+    """Remove an uncommitted attempt as `discard` does, unless another writer has continued it.
+
+    Args:
+        store: the place.
+        attempt: the attempt; it stays if another writer began it, or if it cannot be removed.
     """
     key = record_key(attempt.id)
     try:
@@ -277,17 +309,17 @@ def give_up(store: Store, attempt: Attempt) -> None:
 
 
 def abandon(store: Store, attempt: str, *, keep_record: bool = False) -> None:
-    """Delete all that an attempt wrote, its record last, and the folders that a writer makes, if they are empty then.
+    """Delete all files of an attempt, its record last, and then the writer's folders if they are empty.
 
-    What it needed elsewhere it needs no more.
+    Places whose files the attempt needed are told that it no longer does.
 
     Args:
         store: the place.
         attempt: the attempt's name.
-        keep_record: leave the record, by which `gc` finds what others who run the same plan write yet.
+        keep_record: leave the record, so that `gc` finds what others with the same plan still write (default: false).
 
     Raises:
-        UnsafeError: it cannot be told that all of it is this attempt's.
+        UnsafeError: the attempt's folders contain something else.
     """
     refuse_others(store, attempt, find_manifest(store))
     record = None
@@ -297,7 +329,7 @@ def abandon(store: Store, attempt: str, *, keep_record: bool = False) -> None:
         store.delete_prefix(folder)
     if keep_record:
         return
-    store.flush()  # for after a power failure, nobody would know whose files they are without the record
+    store.flush()  # after a power failure nobody would know whose files these are without the record
     if record is not None and record.needs:
         for tell in on_abandon:
             tell(store, record)
@@ -307,5 +339,5 @@ def abandon(store: Store, attempt: str, *, keep_record: bool = False) -> None:
 
 
 def new_id() -> str:
-    """A fresh checkpoint id."""
+    """A new random checkpoint id: 32 hexadecimal digits."""
     return uuid4().hex

@@ -1,10 +1,10 @@
-"""Content digests, XXH3-128 over the chunks of a tensor and then over those; and CRCs combined from those of parts.
+"""Content digests: XXH3-128 of each chunk of a tensor, and then of these digests; and CRCs combined from parts.
 
-Both are made from parts in any order. The CRC of two runs of bytes is the CRC of the first, shifted over the length of
-the second, xor the CRC of the second: a CRC is linear, and the inversions at its ends cancel out.
+Both can be computed from parts in any order. The CRC of two concatenated runs of bytes is the CRC of the first, shifted
+by the length of the second, xor the CRC of the second: a CRC is linear, and the inversions at its ends cancel out.
 
-XXH3 tells apart whatever training writes, at memory speed; it is no proof against somebody who makes collisions on
-purpose. Small files have SHA-256.
+XXH3 runs at memory speed and finds accidental changes; it is not secure against deliberate collisions. Small files have
+a SHA-256 digest.
 """
 
 from __future__ import annotations
@@ -40,21 +40,34 @@ __all__ = [
 ]
 
 LEAF_BYTES = 16
-_BLOCK = 8 << 20  # bytes of a file that are read at once
+_BLOCK = 8 << 20  # bytes of a file in memory at once
 
 
 def leaf(chunk: Bytes) -> bytes:
-    """The digest of one chunk's bytes, its padding included: 16 bytes, the most significant first."""
+    """The XXH3-128 of a chunk: 16 bytes, the most significant first.
+
+    Args:
+        chunk: the chunk's bytes, padding included.
+    """
     return xxh3_128_digest(chunk)
 
 
 def bytes_digest(data: Bytes) -> str:
-    """The digest of a small file's bytes."""
+    """The digest of a small file: `sha256:` and 64 hexadecimal digits.
+
+    Args:
+        data: the file's content.
+    """
     return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
 def file_digest(store: Store, key: str) -> str:
-    """The XXH3-128 of a whole file."""
+    """The XXH3-128 of a file, which is read in blocks: `xxh3:` and 32 hexadecimal digits.
+
+    Args:
+        store: the store that holds the file.
+        key: the file's key.
+    """
     size, state = store.info(key).size, xxh3_128()
     buffer = memoryview(bytearray(min(_BLOCK, size)))
     for start in range(0, size, _BLOCK):
@@ -65,13 +78,24 @@ def file_digest(store: Store, key: str) -> str:
 
 
 def with_own_digest(document: bytes) -> bytes:
-    """A JSON object with a last member: `digest`, of all bytes before it."""
+    """Append the member `digest`, the digest of all bytes before it, to a JSON object.
+
+    Args:
+        document: the JSON text, which ends with `}`.
+    """
     body = document.rstrip()[:-1].rstrip()  # without the brace that closes it
     return body + _ending(bytes_digest(body))
 
 
 def own_digest(document: bytes) -> str | None:
-    """The digest at the end of a document; None where it has none, or is not what that says."""
+    """The digest at the end of a document, as `with_own_digest` appends it.
+
+    Args:
+        document: the JSON text.
+
+    Returns:
+        The digest; None if the document has none, or does not match it.
+    """
     body = memoryview(document)[:-_ENDING_BYTES]
     digest = bytes_digest(body)
     return digest if document[len(body) :] == _ending(digest) else None
@@ -85,25 +109,34 @@ _ENDING_BYTES = len(_ending(bytes_digest(b"")))
 
 
 def document_digest(document: object) -> str:
-    """The digest of a JSON value, whatever the order of its keys."""
+    """The digest of a JSON value, which does not depend on the order of keys.
+
+    Args:
+        document: the value.
+    """
     return bytes_digest(json.dumps(document, sort_keys=True, separators=(",", ":"), default=str).encode())
 
 
 def tensor_digest(dtype: str, grid: Grid, leaves: Mapping[tuple[int, ...], bytes]) -> str:
-    """The digest of a tensor from its chunks': `leaves` holds, for each shard, those of its chunks in C order.
+    """The digest of a tensor, computed from those of its chunks.
 
-    XXH3-128 over a JSON line of dtype, shape and chunk, then over all chunks' digests in C order of the chunk grid, so
-    that neither the writer nor the shards matter (docs/spec.md, "Digests").
+    It is the XXH3-128 of a JSON line with dtype, shape and chunk, followed by the digests of all chunks in C order of
+    the chunk grid, so it depends neither on the writer nor on the shards (docs/spec.md, "Digests").
+
+    Args:
+        dtype: the tensor's dtype.
+        grid: its chunk and shard grids.
+        leaves: for each shard, by its coordinates, the concatenated digests of its chunks in C order.
     """
-    import numpy as np  # not for the digest of a document, which is all that many commands need
+    import numpy as np  # here, because many commands only digest documents
 
     head = json.dumps({"dtype": dtype, "shape": grid.shape, "chunk": grid.chunk}, separators=(",", ":"))
     ordered: NDArray[np.uint8] = np.empty((*grid.chunks, LEAF_BYTES) if all(grid.shape) else 0, np.uint8)
     per_shard = grid.chunks_in_shard
     for shard in grid.shards():
-        held = grid.tiles(shard, "").grid
-        where = tuple(slice(i * n, i * n + h) for i, n, h in zip(shard, per_shard, held, strict=True))
-        ordered[where] = np.frombuffer(leaves[shard], np.uint8).reshape(*held, LEAF_BYTES)
+        counts = grid.tiles(shard, "").grid
+        where = tuple(slice(i * n, i * n + c) for i, n, c in zip(shard, per_shard, counts, strict=True))
+        ordered[where] = np.frombuffer(leaves[shard], np.uint8).reshape(*counts, LEAF_BYTES)
     return "xxh3:" + xxh3_128_hexdigest(head.encode() + b"\n" + ordered.tobytes())
 
 
@@ -111,15 +144,15 @@ _Tables = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ..
 
 
 class CrcShift:
-    """Shifts the CRCs of one polynomial, given with its lowest coefficient as the highest bit."""
+    """Shifts CRCs of a polynomial, which is given with its lowest coefficient as the highest bit."""
 
     def __init__(self, polynomial: int) -> None:
         self._polynomial = polynomial
         self._lock = threading.Lock()
-        self._doubled: list[_Tables] = []  # by 1, 2, 4, … bytes, made when they are first needed
+        self._doubled: list[_Tables] = []  # for 1, 2, 4, … bytes, computed when first needed
 
     def __call__(self, crc: int, nbytes: int) -> int:
-        """The CRC as it counts with so many bytes behind."""
+        """The contribution of a CRC to that of its bytes followed by `nbytes` others."""
         power = 0
         while nbytes:
             if nbytes & 1:
@@ -133,7 +166,7 @@ class CrcShift:
         return crc
 
     def _make(self, power: int) -> None:
-        """What each byte of a CRC becomes, up to 2 ** power bytes."""
+        """Compute the tables for 1, 2, 4, … `2 ** power` bytes."""
         while len(self._doubled) <= power:
             if self._doubled:
                 half = self._doubled[-1]

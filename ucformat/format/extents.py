@@ -1,6 +1,6 @@
-"""Checks of a sidecar's extents, as columns, so that a million cost little; and the blocks that have checksums.
+"""Checks the extents of a sidecar, as columns, so that millions are fast; and enumerates blocks with checksums.
 
-Apart from `structure` because reading a manifest needs no NumPy.
+Separate from `structure`, because reading a manifest does not need NumPy.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 __all__ = ["ALIGNMENT", "blocks_of", "consistency_problems", "coverage_problem", "extent_problems", "is_whole"]
 
-_MAX_OFFSET = 1 << 60  # byte: sums of two stay in 64 bits
-_AT_ONCE = 1 << 20  # extents that are looked at together
+_MAX_OFFSET = 1 << 60  # bytes: the sum of two fits in 64 bits
+_BATCH = 1 << 20  # extents that are checked at once
 
 
 def consistency_problems(manifest: Manifest, sidecar: Sidecar | None) -> Iterator[Problem]:
-    """All that is wrong with what a manifest and its sidecar say: what no reader may accept.
+    """Find every inconsistency of a manifest and its sidecar that readers must refuse.
 
     Args:
         manifest: the manifest.
-        sidecar: its sidecar; None where it has none.
+        sidecar: its sidecar; None if it has none.
     """
     found = list(manifest_problems(manifest))
     yield from found
@@ -57,7 +57,15 @@ def consistency_problems(manifest: Manifest, sidecar: Sidecar | None) -> Iterato
 
 
 def coverage_problem(info: TensorInfo, extents: Iterable[Extent | Tiles]) -> str | None:
-    """What keeps extents from covering a tensor exactly, replicas counting once; None where they do."""
+    """Describe why extents do not cover a tensor exactly, replicas counting once.
+
+    Args:
+        info: the tensor.
+        extents: its extents.
+
+    Returns:
+        The reason; None if they cover it.
+    """
     try:
         prove(info, [(e.file, e.box) for e in extents])
     except CoverageError as error:
@@ -66,9 +74,14 @@ def coverage_problem(info: TensorInfo, extents: Iterable[Extent | Tiles]) -> str
 
 
 def extent_problems(manifest: Manifest, sidecar: Sidecar) -> Iterator[Problem]:
-    """The first extent of each tensor that cannot be, in the order of the manifest; whether they cover it is not asked.
+    """Find the first impossible extent of each tensor, in the order of the manifest; coverage is not checked.
 
-    That is: it leaves its tensor, its bytes leave its block or the file that they lie in, or that file is not listed.
+    An extent is impossible if it exceeds its tensor, its bytes exceed its block or its file, or that file is not
+    listed.
+
+    Args:
+        manifest: the manifest, which has a sidecar.
+        sidecar: its sidecar.
     """
     doc = manifest.sidecar
     assert doc is not None  # noqa: S101
@@ -84,8 +97,8 @@ def extent_problems(manifest: Manifest, sidecar: Sidecar) -> Iterator[Problem]:
     c = sidecar.columns
     ends = np.cumsum(ndims[c.tensor])
     wrong: dict[int, str] = {}
-    for begin in range(0, len(c), _AT_ONCE):
-        rows = slice(begin, min(begin + _AT_ONCE, len(c)))
+    for begin in range(0, len(c), _BATCH):
+        rows = slice(begin, min(begin + _BATCH, len(c)))
         n = ndims[c.tensor[rows]]
         dims = slice(int(ends[rows.start] - n[0]), int(ends[rows.stop - 1]))
         at = np.arange(dims.start, dims.stop) - np.repeat(ends[rows] - n - first[c.tensor[rows]], n)
@@ -111,7 +124,7 @@ def _impossible(
     items: NDArray[np.int64],
     sizes: NDArray[np.int64],
 ) -> Iterator[tuple[str, NDArray[np.bool_]]]:
-    """For each kind of fault which of these extents have it; no number here exceeds 64 bits."""
+    """For each kind of fault, the extents of these rows that have it; no number here exceeds 64 bits."""
     owner = np.repeat(np.arange(len(ndims)), ndims)
     start, shape, strides = c.start[dims], c.shape[dims], c.strides[dims]
 
@@ -121,7 +134,7 @@ def _impossible(
         return out
 
     beyond = of((start > edges) | (shape > edges - start))
-    yield "an extent leaves the tensor", beyond
+    yield "an extent exceeds the tensor", beyond
     empty = of(shape == 0)
     steps = np.where(shape > 1, strides, 0)
     span = np.bincount(owner, np.maximum(shape - 1, 0).astype(np.float64) * steps, len(ndims))
@@ -132,7 +145,7 @@ def _impossible(
     size_about = np.exp2(np.bincount(owner, np.log2(np.maximum(shape, 1)), len(ndims)))
     huge = (span > _MAX_OFFSET) | (offset > _MAX_OFFSET) | (has & ((block > _MAX_OFFSET) | (nbytes > _MAX_OFFSET)))
     huge |= tiled & (size_about * items > _MAX_OFFSET)
-    yield "an extent lies at an impossible offset", huge & ~empty & ~beyond
+    yield "an extent has an impossible offset", huge & ~empty & ~beyond
     good = ~(huge | empty | beyond)
     exact = np.zeros(len(ndims), np.int64)
     kept = (good & ~tiled)[owner]
@@ -148,23 +161,28 @@ def _impossible(
         np.multiply.at(tiles, owner[kept], (first + n - 1) // edge - first // edge + 1)  # at most 2^20: see the sidecar
         end = np.where(good & tiled, offset + size * items + CHECKSUM_BYTES * tiles, end)
     yield (
-        "the bytes of an extent leave the block that has their checksum",
+        "the bytes of an extent exceed the block of their checksum",
         good & has & ((offset < block) | (end > block + nbytes)),
     )
     until = np.where(has, block + nbytes + np.where(c.crc32c[rows] < 0, CHECKSUM_BYTES, 0), end)
     size = sizes[c.file[rows]]
-    yield "an extent lies in {file}, which the manifest does not list", ~empty & (size < 0)
-    yield "an extent reaches past the end of {file}", good & (size >= 0) & (np.maximum(until, end) > size)
+    yield "an extent is in {file}, which the manifest does not list", ~empty & (size < 0)
+    yield "an extent exceeds {file}", good & (size >= 0) & (np.maximum(until, end) > size)
 
 
-#: Bytes: each piece of a packed file begins at a multiple, for those who map the file; zeros fill up to it.
+#: Bytes: each piece of a packed file begins at a multiple of it, so that the file can be mapped; zeros fill the gaps.
 ALIGNMENT = 64
 
 _READ_BYTES = 4 << 20  # bytes
 
 
 def is_whole(store: Store, file: str, block: Block) -> bool:
-    """Whether a block is what its checksum says; read at most 4 MiB at once.
+    """Whether a block matches its checksum; reads at most 4 MiB at once.
+
+    Args:
+        store: the store that holds the file.
+        file: the file's key.
+        block: the block.
 
     Raises:
         MissingData: the file ends before the block does.
@@ -182,7 +200,14 @@ def is_whole(store: Store, file: str, block: Block) -> bool:
 
 
 def blocks_of(sidecar: Sidecar) -> Iterator[tuple[str, int, Block]]:
-    """Every block once, in the order of files and offsets: its file, the number of a tensor in it, and the block."""
+    """Enumerate blocks, each once, in the order of files and offsets.
+
+    Args:
+        sidecar: the sidecar.
+
+    Yields:
+        The key of the file, the number in the manifest of a tensor in the block, and the block.
+    """
     c = sidecar.columns
     rows = np.flatnonzero(c.block_offset != NO_BLOCK)
     tiled = np.flatnonzero(sidecar.tiled)

@@ -1,4 +1,4 @@
-"""Callbacks of commits, apart from these so that subscribing loads nothing."""
+"""Callbacks of commits, in a module of their own so that subscribing imports nothing else."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 __all__ = ["may_replace", "on_abandon"]
 
-#: Called with a place, the manifest there and the id of what is to take its place, when that is begun and when it is
-#: committed; whoever objects raises. `ucformat` itself subscribes who asks the catalog, so that no way leads past it.
+#: Called with a place, its manifest and the id of the checkpoint that is to replace it, at the beginning and at commit;
+#: a subscriber objects by raising. The package subscribes a function that asks the catalog, so no code can bypass it.
 may_replace: list[Callable[[Store, Manifest, str | None], None]] = []
 
-#: Called with a place and the record of an attempt that needed files elsewhere, when its own files are gone from there.
+#: Called with a place and the record of an attempt that needed files elsewhere, after its own files were removed.
 on_abandon: list[Callable[[Store, AttemptDoc], None]] = []

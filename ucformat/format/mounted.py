@@ -1,7 +1,7 @@
-"""The files of a virtual checkpoint: those of other checkpoints, read where they lie, below `roots/<n>/`.
+"""The files of a virtual checkpoint: those of other checkpoints, read in place under the keys `roots/<n>/…`.
 
-A file is read only if its root lies in a place that the opener allows, and only as long as it is the file that was
-registered: of the same size and time.
+A file is read only if its root is in a place that the opener allows, and only while it is the file that was registered:
+of the same size and time.
 """
 
 from __future__ import annotations
@@ -27,16 +27,26 @@ if TYPE_CHECKING:
 
 __all__ = ["MOUNT", "MountedStore", "is_below", "mounted_key"]
 
-_DIGITS = 10  # of the number of a root
+_DIGITS = 10  # the number of a root has fewer
 
 
 def mounted_key(number: int, key: str) -> str:
-    """What the file `key` of root number `number` is called in the checkpoint."""
+    """The key in a virtual checkpoint of a file below a root.
+
+    Args:
+        number: the number of the root.
+        key: the file's key in the root.
+    """
     return f"{MOUNT}{number}/{key}"
 
 
 def is_below(url: str, roots: Sequence[str]) -> bool:
-    """Whether a place is one of these, or lies below one; links in paths are followed."""
+    """Whether a place is one of some roots, or below one; symbolic links in paths are followed.
+
+    Args:
+        url: the path or url of the place.
+        roots: the paths or urls of the roots.
+    """
     if not url or "\0" in url or ("://" in url and ".." in unquote(url).split("/")):  # some stores resolve `..`
         return False
     here = _plain(url)
@@ -49,7 +59,7 @@ def _plain(url: str) -> str:
 
 
 class MountedStore(WrappedStore):
-    """The store of a virtual checkpoint; `allowed` gives the places in which its files may lie."""
+    """The store of a virtual checkpoint; `allowed` returns the places in which its files may be."""
 
     def __init__(self, inner: Store, sidecar: SidecarDoc, allowed: Callable[[], Sequence[str]]) -> None:
         super().__init__(inner)
@@ -60,7 +70,7 @@ class MountedStore(WrappedStore):
 
     @property
     def costs(self) -> Costs:
-        """Those of the first root, where the tensors lie."""
+        """The costs of the first root, which has the tensors."""
         return self._first.costs
 
     @cached_property
@@ -68,29 +78,36 @@ class MountedStore(WrappedStore):
         return open_store(self.roots[0]) if self.roots else self.inner
 
     def place(self, key: str) -> tuple[Store, str] | None:
-        """The store and the key in it of a file below a root; None of the checkpoint's own.
+        """Find a file below a root.
+
+        Args:
+            key: the file's key in the checkpoint.
+
+        Returns:
+            The root's store and the file's key in it; None for a file of the checkpoint itself.
 
         Raises:
-            UnsafeError: the root is in no place that the opener allows.
+            UnsafeError: the root is not in a place that the opener allows.
+            IntegrityError: the manifest does not list the file.
         """
         if not key.startswith(MOUNT):
             return None
         number, _, name = key.removeprefix(MOUNT).partition("/")
         root = int(number) if number.isdecimal() and len(number) < _DIGITS else len(self.roots)
         if root >= len(self.roots) or key not in self._sources:
-            raise IntegrityError(f"{self.url}: {reprlib.repr(key)} is no file that the manifest lists")
+            raise IntegrityError(f"{self.url}: the manifest does not list the file {reprlib.repr(key)}")
         if root not in self._open:
             url = self.roots[root]
             if not is_below(url, self._allowed()):
                 raise UnsafeError(
-                    f"{self.url} has its files in {url}, where nothing says that they may be read",
+                    f"{self.url} has its files in {url}, and reading files there is not allowed",
                     hint=roots_hint(url),
                 )
             self._open[root] = open_store(url)
         return self._open[root], name
 
     def _checked(self, key: str) -> tuple[Store, str]:
-        """Where to read a file; IntegrityError where it is not the one that was registered."""
+        """Find a file, and check that it is the one that was registered."""
         found = self.place(key)
         if found is None:
             return self.inner, key

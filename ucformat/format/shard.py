@@ -1,4 +1,4 @@
-"""Writes and reads back one shard: chunks, each with its crc32c, and a Zarr index at the end (`sharding_indexed`)."""
+"""Writes and checks a shard: chunks, each with its crc32c, and a Zarr index at the end (`sharding_indexed`)."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 
 __all__ = ["BAND_BYTES", "bands", "check_shard", "index_of", "write_shard"]
 
-#: Bytes that are gathered, encoded and written at once.
+#: Bytes of chunks that are gathered, encoded and written at once.
 BAND_BYTES = 4 << 20
 
 _ABSENT = (1 << 64) - 1
 
 
 def bands(grid: Grid, shard: tuple[int, ...], most: int = BAND_BYTES) -> Iterator[tuple[Piece, tuple[int, ...]]]:
-    """Consecutive chunks of a shard that together are one box of the tensor, in order.
+    """Divide a shard into bands: consecutive chunks, in order, that together are a box of the tensor.
 
     Args:
-        grid: the array's.
+        grid: the array's grid.
         shard: the shard's coordinates.
-        most: bytes of one band, unless a single chunk has more (default 4 MiB).
+        most: the most bytes of a band, unless a single chunk has more (default 4 MiB).
 
     Yields:
-        The box in a buffer that holds its chunks whole, for the last may reach past the tensor; and the number of
-        chunks along each dim.
+        The box, placed in a buffer of whole chunks (the last of which may exceed the tensor), and the number of chunks
+        along each dim.
     """
     whole = grid.box(shard)
     held = grid.tiles(shard, "").grid
@@ -68,9 +68,17 @@ def write_shard(
     shard: tuple[int, ...],
     fill: Callable[[Piece, NDArray[np.uint8]], None],
 ) -> bytes:
-    """Write a shard's file front to back; the digests of its chunks, one after another.
+    """Write a shard's file from beginning to end, with at most two bands in memory.
 
-    `fill` puts the elements of a piece in the buffer that it is given. No more than two bands are held.
+    Args:
+        store: the store to write to.
+        key: the file's key.
+        grid: the array's grid.
+        shard: the shard's coordinates.
+        fill: copies the elements of a piece into a buffer of uint8.
+
+    Returns:
+        The digests of the chunks in C order, concatenated.
     """
     leaves = []
     with store.create(key, grid.chunk_nbytes + 4) as out:
@@ -91,18 +99,18 @@ _own = threading.local()
 
 
 def _memory(use: str, nbytes: int) -> NDArray[np.uint8]:
-    """Memory of this thread, the same for every band: fresh pages would cost more than the copies into them."""
-    held: NDArray[np.uint8] = getattr(_own, use, np.empty(0, np.uint8))
-    if held.size < nbytes:
-        held = np.empty(nbytes, np.uint8)
-        setattr(_own, use, held)
-    return held[:nbytes]
+    """Memory of this thread, reused for every band: fresh pages would cost more than the copies into them."""
+    memory: NDArray[np.uint8] = getattr(_own, use, np.empty(0, np.uint8))
+    if memory.size < nbytes:
+        memory = np.empty(nbytes, np.uint8)
+        setattr(_own, use, memory)
+    return memory[:nbytes]
 
 
 def _encode(
     grid: Grid, counts: tuple[int, ...], raw: NDArray[np.uint8], out: NDArray[np.uint8]
 ) -> tuple[memoryview, list[bytes]]:
-    """A band's chunks as they are stored, each followed by its checksum, and their digests; `out` is memory for it."""
+    """Encode a band into `out`, each chunk followed by its checksum; returns it with the digests of the chunks."""
     nbytes, pitch = grid.chunk_nbytes, grid.chunk_nbytes + 4
     count = math.prod(counts)
     chunk = (*grid.chunk[:-1], grid.chunk[-1] * grid.itemsize) if grid.chunk else (grid.itemsize,)
@@ -121,9 +129,14 @@ def _encode(
 
 
 def index_of(grid: Grid, shard: tuple[int, ...]) -> bytes:
-    """The index at the end of a shard's file: offset and length of each chunk, all ones where there is none, crc32c."""
+    """The index at the end of a shard's file: the offset and length of each chunk, all ones for none, and a crc32c.
+
+    Args:
+        grid: the array's grid.
+        shard: the shard's coordinates.
+    """
     held = grid.tiles(shard, "").grid
-    nbytes = grid.chunk_nbytes + 4  # Zarr counts the checksum, which a codec of the chunk appends
+    nbytes = grid.chunk_nbytes + 4  # with the checksum, which a codec of the chunk appends
     index = np.full((*grid.chunks_in_shard, 2), _ABSENT, "<u8")
     entries = index[tuple(map(slice, held))]
     entries[..., 0] = np.arange(math.prod(held), dtype="<u8").reshape(held) * nbytes

@@ -1,6 +1,6 @@
-"""The sidecar: extents of a packed checkpoint as columns of one safetensors file (docs/spec.md, "Sidecar").
+"""The sidecar: the extents of a packed checkpoint as columns of a safetensors file (docs/spec.md, "Sidecar").
 
-All columns are checked at once when a sidecar is decoded; `Extent` objects are made for the tensors that are asked for.
+Decoding a sidecar checks all columns; `Extent` objects are created only for the tensors that are read.
 """
 
 from __future__ import annotations
@@ -35,30 +35,38 @@ __all__ = ["NO_BLOCK", "PLACED", "Columns", "Sidecar", "block_of", "decode", "en
 
 #: In `block_offset`: no checksum covers the extent.
 NO_BLOCK = -1
-#: In `crc32c`: the checksum is stored behind the block; PLACED: and covers the place where the block lies, too.
+#: In `crc32c`: the checksum is stored after the block; PLACED: it also covers the block's file and offset.
 FOLLOWS, PLACED = -1, -2
 
 _ROWS = ("tensor", "file", "offset", "block_offset", "block_nbytes", "crc32c")  # one for each extent
 _DIMS = ("start", "shape", "strides")  # one for each dim of each extent
-_TILE = "tile"  # likewise, where some extent is tiled
-_STEPS = {"tensor", "file", "offset", "block_offset"}  # what grows from row to row: packed as differences
+_TILE = "tile"  # likewise, if any extent is tiled
+_STEPS = {"tensor", "file", "offset", "block_offset"}  # columns that grow from row to row, packed as differences
 
-_MAX_ROWS = 1 << 27  # rows of a column: what a reader has to hold is bounded
-_MAX_TILES = 1 << 20  # of one extent, likewise
-_INFLATION = 1032  # no byte of a deflate stream makes more
+_MAX_ROWS = 1 << 27  # rows of a column: bounds the memory of a reader
+_MAX_TILES = 1 << 20  # tiles of one extent, likewise
+_INFLATION = 1032  # the most bytes that one byte of a deflate stream can produce
 _LEVEL = 6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """Extents as columns of int64, a row for each extent, in any order.
+    """Extents as columns of int64, with a row for each extent, in any order.
 
-    `tensor` is its number in the manifest and `file` in the list of files. `offset` is the byte of its first element.
-    A checksum covers `block_nbytes` bytes from `block_offset` on (NO_BLOCK: none does): `crc32c`, or what FOLLOWS them,
-    where it may be PLACED.
-    `start` and `shape`, in elements, and `strides`, in bytes, have a row for each dim of each extent, one extent after
-    another. So has `tile`, in elements: 0, or the edges of the tiles (see `Tiling`) that lie there one after another,
-    each with its checksum; its strides are then 0, but the last, which is the size of an element.
+    `start`, `shape`, `strides` and `tile` have a row for each dim of each extent, one extent after another.
+
+    Attributes:
+        tensor: the number of the tensor in the manifest.
+        file: the number of the file in the list of files.
+        offset: the byte of the file at which the first element begins.
+        block_offset: the first byte under the checksum; NO_BLOCK if there is none.
+        block_nbytes: the number of bytes under the checksum.
+        crc32c: the checksum; FOLLOWS or PLACED if it is stored after these bytes.
+        start: the first index of the box, in elements.
+        shape: the shape of the box, in elements.
+        strides: bytes from an element to the next; of a tiled extent 0, except for the last dim, which has the
+            itemsize.
+        tile: the edges of the tiles (see `Tiling`) in elements, each stored with its checksum; 0 if it is not tiled.
     """
 
     tensor: Column
@@ -81,7 +89,7 @@ class Columns:
 
 
 class Sidecar:
-    """The extents of all tensors of a checkpoint, checked, as columns; those of one tensor as objects."""
+    """The checked extents of all tensors of a checkpoint: columns of all, and objects for one tensor at a time."""
 
     def __init__(self, columns: Columns, files: Sequence[str], ndims: Column) -> None:
         self.columns, self.files = columns, tuple(files)
@@ -89,11 +97,15 @@ class Sidecar:
         self._order = np.argsort(columns.tensor, kind="stable")
         self._bounds = np.searchsorted(columns.tensor[self._order], np.arange(len(ndims) + 1))
         self._ends = np.cumsum(ndims[columns.tensor])
-        #: Which extents are tiles, each with a checksum.
+        #: For each row, whether the extent is stored as tiles, each with a checksum.
         self.tiled = _any(columns.tile > 0, columns.tensor, ndims)
 
     def tile_sizes(self, row: int) -> Iterator[int]:
-        """Bytes of each tile of a row's extent, which is `tiled`, in the order of the file and without checksums."""
+        """Bytes of each tile of a tiled extent, without checksums, in the order of the file.
+
+        Args:
+            row: the row of the extent.
+        """
         c, end = self.columns, int(self._ends[row])
         dims = slice(end - int(self._ndims[c.tensor[row]]), end)
         start, shape, tile = (tuple(a[dims].tolist()) for a in (c.start, c.shape, c.tile))
@@ -101,7 +113,12 @@ class Sidecar:
         return (box.size * itemsize for box in Tiling(tile, itemsize).boxes(Box(start, shape)))
 
     def extents(self, number: int, within: Box | None = None) -> tuple[Extent | Tiles, ...]:
-        """The extents of a tensor, by its number in the manifest, that meet a box (None: all)."""
+        """The extents of a tensor.
+
+        Args:
+            number: the tensor's number in the manifest.
+            within: only extents that intersect this box of the tensor (default: all).
+        """
         c = self.columns
         rows = self._order[self._bounds[number] : self._bounds[number + 1]]
         ndim = self._ndims[number]
@@ -126,18 +143,25 @@ class Sidecar:
 
 
 def block_of(offset: int, nbytes: int, crc32c: int) -> Block:
-    """The block of a row, which has one.
+    """The block of a row that has one.
 
     Args:
-        offset: the byte at which it begins.
-        nbytes: how many bytes it has.
+        offset: the byte of the file at which it begins.
+        nbytes: its size in bytes.
         crc32c: the checksum, FOLLOWS or PLACED.
     """
     return Block(offset, nbytes, None if crc32c < 0 else crc32c, placed=crc32c == PLACED)
 
 
 def encode(extents: Sequence[Iterable[Extent]]) -> bytes:
-    """The sidecar of these extents; the first index is the tensor's number in the manifest."""
+    """Encode extents as the file of a sidecar.
+
+    Args:
+        extents: the extents of each tensor, in the order of the manifest.
+
+    Raises:
+        UnsupportedError: there are too many extents for one sidecar.
+    """
     listed = [(number, e) for number, of_tensor in enumerate(extents) for e in of_tensor]
     files: dict[str, int] = {}
     blocks = [
@@ -161,10 +185,14 @@ def encode(extents: Sequence[Iterable[Extent]]) -> bytes:
 
 
 def encode_columns(columns: Columns, files: Sequence[str]) -> bytes:
-    """The sidecar of these extents, in files below the checkpoint's root.
+    """Encode columns as the file of a sidecar.
+
+    Args:
+        columns: the extents.
+        files: the keys of the files, which `columns.file` numbers.
 
     Raises:
-        UsageError: the columns do not fit each other.
+        UsageError: the columns have different lengths.
         UnsupportedError: there are too many extents for one sidecar.
     """
     n, dims = len(columns), len(columns.start)
@@ -182,12 +210,17 @@ def encode_columns(columns: Columns, files: Sequence[str]) -> bytes:
 
 
 def decode(data: bytes, ndims: Sequence[int], where: str) -> Sidecar:
-    """The extents of all tensors, whose numbers of dims are `ndims`; `where` names the sidecar in errors.
+    """Decode and check the file of a sidecar.
+
+    Args:
+        data: the file's content.
+        ndims: the number of dims of each tensor, in the order of the manifest.
+        where: the file's url, for error messages.
 
     Raises:
-        IntegrityError: the columns do not fit each other or the tensors.
-        UnsafeError: an extent lies outside the checkpoint's folder.
-        UpgradeNeeded: a newer version of ucformat wrote it: an unknown column or kind of checksum.
+        IntegrityError: the columns do not match each other or the tensors.
+        UnsafeError: an extent is outside the checkpoint's folder.
+        UpgradeNeeded: a newer ucformat wrote it, with an unknown column or kind of checksum.
     """
     arrays, meta = _parse(data, where)
     files, of_tensor = _files(meta, where), np.array(ndims, np.int64)
@@ -197,7 +230,7 @@ def decode(data: bytes, ndims: Sequence[int], where: str) -> Sidecar:
 
 
 def _parse(data: bytes, where: str) -> tuple[dict[str, NDArray[np.uint8]], dict[str, str]]:
-    """What the safetensors file holds: packed columns under their names, and the metadata."""
+    """The packed columns of the safetensors file by name, and its metadata."""
     try:
         arrays = load(data)
         size = int.from_bytes(data[:8], "little")
@@ -210,16 +243,16 @@ def _parse(data: bytes, where: str) -> tuple[dict[str, NDArray[np.uint8]], dict[
     if more := set(arrays) - {*_ROWS, *_DIMS, _TILE}:
         raise UpgradeNeeded(f"{where} has the column {min(more)[:100]!r}, which this ucformat does not know")
     if not {*_ROWS, *_DIMS} <= set(arrays) or any(a.ndim != 1 or a.dtype != np.uint8 for a in arrays.values()):
-        raise IntegrityError(f"{where} is not a ucformat sidecar: columns are missing, or of another form")
+        raise IntegrityError(f"{where} is not a ucformat sidecar: columns are missing or have a wrong dtype or shape")
     return arrays, meta
 
 
 def _packed(arrays: Mapping[str, NDArray[np.uint8]], meta: Mapping[str, str], ndims: Column, where: str) -> Columns:
-    """The columns. Nothing is inflated before it is known how long it is to be, and that this is possible."""
+    """The columns; nothing is inflated before its size is known and found to be possible."""
     try:
         n = int(meta["extents"])
     except (KeyError, ValueError):
-        raise IntegrityError(f"{where} does not say how many extents it has") from None
+        raise IntegrityError(f"{where} does not contain the number of its extents") from None
     columns = {name: _unpack(arrays[name], name, n, where) for name in _ROWS}
     dims = int(_ndim(columns["tensor"], ndims, where).sum())
     columns |= {name: _unpack(arrays[name], name, dims, where) for name in (*_DIMS, _TILE) if name in arrays}
@@ -227,7 +260,7 @@ def _packed(arrays: Mapping[str, NDArray[np.uint8]], meta: Mapping[str, str], nd
 
 
 def _safetensors(packed: Mapping[str, bytes], meta: Mapping[str, str]) -> bytes:
-    """A safetensors file of U8 tensors, the same every time, which the library's own writer does not promise."""
+    """A safetensors file of U8 tensors, always the same bytes, which the library's own writer does not guarantee."""
     header: dict[str, Any] = {"__metadata__": meta}
     end = 0
     for name, data in packed.items():
@@ -239,7 +272,7 @@ def _safetensors(packed: Mapping[str, bytes], meta: Mapping[str, str]) -> bytes:
 
 
 def _pack(column: Column, name: str) -> bytes:
-    """First bytes of all rows, then second bytes, …, compressed; of differences where the column grows."""
+    """The first bytes of all rows, then the second bytes, …, compressed; of differences if the column grows."""
     column = np.ascontiguousarray(column, "<i8")
     if name in _STEPS:
         column = np.diff(column, prepend=np.int64(0))
@@ -256,7 +289,7 @@ def _unpack(packed: NDArray[np.uint8], name: str, rows: int, where: str) -> Colu
     except zlib.error as error:
         raise IntegrityError(f"{where}: its column {name} is damaged: {error}") from None
     if len(data) != nbytes or not stream.eof or stream.unused_data:
-        raise IntegrityError(f"{where}: its column {name} has not the {rows} rows that it must have")
+        raise IntegrityError(f"{where}: its column {name} does not have {rows} rows")
     column = np.ascontiguousarray(np.frombuffer(data, np.uint8).reshape(8, rows).T).view("<i8").reshape(rows)
     return np.cumsum(column) if name in _STEPS else column
 
@@ -273,7 +306,7 @@ def _ndim(tensor: Column, ndims: Column, where: str) -> Column:
 
 
 def _any(by_dim: NDArray[np.bool_], tensor: Column, ndims: Column) -> NDArray[np.bool_]:
-    """Of which extents some dim has it."""
+    """For each extent, whether the condition holds for any of its dims."""
     out = np.zeros(len(tensor), np.bool_)
     if by_dim.any():
         out[np.repeat(np.arange(len(tensor)), ndims[tensor])[by_dim]] = True
@@ -281,7 +314,7 @@ def _any(by_dim: NDArray[np.bool_], tensor: Column, ndims: Column) -> NDArray[np
 
 
 def _tile_counts(c: Columns, ndims: Column) -> NDArray[np.float64]:
-    """How many tiles each extent has, if it is tiled; as floating-point numbers, which do not overflow."""
+    """The number of tiles of each tiled extent; as floating-point numbers, which do not overflow."""
     start, edge = c.start.astype(np.float64), np.maximum(c.tile, 1)
     counts = np.ceil((start + c.shape) / edge) - np.floor(start / edge)
     owner = np.repeat(np.arange(len(c)), ndims[c.tensor])
@@ -289,7 +322,7 @@ def _tile_counts(c: Columns, ndims: Column) -> NDArray[np.float64]:
 
 
 def _unfit(where: str) -> IntegrityError:
-    return IntegrityError(f"{where}: its columns do not fit the manifest", hint="restore it from another copy")
+    return IntegrityError(f"{where}: its columns do not match the manifest", hint="restore it from another copy")
 
 
 def _files(meta: Mapping[str, str], where: str) -> list[str]:
@@ -298,7 +331,7 @@ def _files(meta: Mapping[str, str], where: str) -> list[str]:
     except (ValueError, TypeError, RecursionError):
         files = None
     if not isinstance(files, list):
-        raise IntegrityError(f"{where} does not say in which files its extents lie")
+        raise IntegrityError(f"{where} does not list the files of its extents")
     for file in files:
         if not isinstance(file, str) or "://" in file or file.startswith("/"):
             raise UnsafeError(
@@ -309,7 +342,7 @@ def _files(meta: Mapping[str, str], where: str) -> list[str]:
 
 
 def _check(c: Columns, ndims: Column, files: int, where: str) -> None:
-    """IntegrityError where columns do not fit, and for the first extent that cannot be."""
+    """Raise IntegrityError if columns do not match, or for the first impossible extent."""
     if any(len(getattr(c, name)) != len(c) for name in _ROWS):
         raise _unfit(where)
     ends = np.cumsum(_ndim(c.tensor, ndims, where))

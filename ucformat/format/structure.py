@@ -1,7 +1,7 @@
-"""What a manifest must not say, and with `format.extents` a sidecar: by this readers refuse, and `verify` names.
+"""Reads the manifest of a place, and finds inconsistencies of manifests; `format.extents` finds those of sidecars.
 
-No file is read here. Readers refuse a manifest when they open it, and extents when they first need them; whether
-extents cover a tensor they prove for what they read, and `verify` for all.
+Readers refuse an inconsistent manifest when they open it, and inconsistent extents when they first need them; `verify`
+reports both. Readers check that extents cover a tensor for the tensors that they read, `verify` for all.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ __all__ = [
     "refuse",
 ]
 
-#: How the paths of files begin that lie in other checkpoints.
+#: Prefix of the keys of files that are in other checkpoints.
 MOUNT = "roots/"
 
-#: The longest edge of a tensor: what offsets can say.
+#: The longest edge of a tensor for which offsets fit in 64 bits.
 MAX_EDGE = 1 << 62
 
 _MAX_DIMS = 64  # torch's own limit
-_NAMED = 5  # problems of one kind of thing that an error names
+_NAMED = 5  # problems that an error names
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,27 +79,33 @@ class Problem:
 
 
 class _Head(BaseModel):
-    """What every version of the manifest begins with."""
+    """The fields of every version of the manifest."""
 
     format: Literal["ucformat"]
     version: int
-    requires: object = ()  # of a later version it may be anything
+    requires: object = ()  # in a later version it may have any type
 
 
 def read_manifest(store: Store) -> tuple[Manifest, str]:
-    """The manifest of a place, and the version of the file.
+    """Read the manifest of the checkpoint that is committed in a place.
+
+    Args:
+        store: the place.
+
+    Returns:
+        The manifest, and the version of its file.
 
     Raises:
-        NotACheckpoint: there is none, or one that is being removed.
+        NotACheckpoint: there is none, or the checkpoint is being removed.
         UpgradeNeeded: it was written by a newer version of the format.
-        IntegrityError: it is not what its digest says, or cannot be parsed.
+        IntegrityError: it does not match its digest, or cannot be parsed.
     """
     try:
         data, version = store.read_versioned(MANIFEST)
     except NotFound:
         raise NotACheckpoint(
             f"{store.url} holds no committed checkpoint (no {MANIFEST})",
-            hint="a save or conversion that was interrupted leaves none; run it again, it continues",
+            hint="an interrupted save or conversion leaves none; run it again to continue",
         ) from None
     try:
         return parse_manifest(data, f"{store.url}/{MANIFEST}"), version
@@ -107,47 +113,60 @@ def read_manifest(store: Store) -> tuple[Manifest, str]:
         if not is_tombstone(data):
             raise
     raise NotACheckpoint(
-        f"the checkpoint at {store.url} was deleted, and is being removed", hint="`ucp gc --apply` ends that"
+        f"the checkpoint at {store.url} was deleted, and is being removed", hint="`ucp gc --apply` completes that"
     )
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
-    """The manifest in these bytes; `where` names them in errors."""
+    """Parse a manifest.
+
+    Args:
+        data: the file's content.
+        where: its url, for error messages.
+
+    Raises:
+        UpgradeNeeded: it was written by a newer version of the format.
+        IntegrityError: it does not match its digest, or cannot be parsed.
+    """
     try:
         head = _Head.model_validate_json(data)
-        if b"NaN" in data or b"Infinity" in data:  # pydantic takes them as numbers, JSON does not
+        if b"NaN" in data or b"Infinity" in data:  # pydantic accepts them as numbers, JSON does not
             loads(data)
     except ValidationError as error:
         raise IntegrityError(f"{where} is not a ucformat manifest: {error.errors()[0]['msg']}") from None
     except ValueError as error:
         raise IntegrityError(f"{where} is not a ucformat manifest: {error}") from None
-    if own_digest(data) is None:  # of every version: a newer one is not told from a damaged one without it
+    if own_digest(data) is None:  # in every version: without it a newer one cannot be distinguished from a damaged one
         raise IntegrityError(
-            f"{where} is damaged: it is not what the digest at its end says", hint="restore it from another copy"
+            f"{where} is damaged: it does not match the digest at its end", hint="restore it from another copy"
         )
     if head.version > FORMAT_VERSION:
-        said = f"has format version {head.version}; this ucformat {__version__} reads up to {FORMAT_VERSION}"
-        raise UpgradeNeeded(f"{where} {said}")
+        reason = f"has format version {head.version}; this ucformat {__version__} reads up to {FORMAT_VERSION}"
+        raise UpgradeNeeded(f"{where} {reason}")
     if isinstance(head.requires, list) and head.requires:
-        said = f"requires {str(head.requires)[:200]}, which this ucformat {__version__} does not implement"
-        raise UpgradeNeeded(f"{where} {said}")
+        reason = f"requires {str(head.requires)[:200]}, which this ucformat {__version__} does not implement"
+        raise UpgradeNeeded(f"{where} {reason}")
     try:
         manifest = Manifest.model_validate_json(data)
     except ValidationError as error:
         found = error.errors()
         place = ".".join(map(str, found[0]["loc"]))
         if all(is_of_unknown_kind(fault["type"], fault["loc"], fault["input"]) for fault in found):
-            said = f"is of a kind that this ucformat {__version__} does not know: {str(found[0]['input'])[:100]!r}"
-            raise UpgradeNeeded(f"{where}: {place} {said}") from None
+            reason = f"is of a kind that this ucformat {__version__} does not know: {str(found[0]['input'])[:100]!r}"
+            raise UpgradeNeeded(f"{where}: {place} {reason}") from None
         raise IntegrityError(f"{where} is damaged: {place}: {found[0]['msg']}") from None
     if unknown := {doc.dtype for doc in manifest.tensors} - set(ITEMSIZE):
-        said = f"has tensors of the unknown dtype {min(unknown)[:100]!r}, which this ucformat {__version__} cannot read"
-        raise UpgradeNeeded(f"{where} {said}")
+        reason = f"has tensors of the dtype {min(unknown)[:100]!r}, which this ucformat {__version__} does not know"
+        raise UpgradeNeeded(f"{where} {reason}")
     return manifest
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """The file of a manifest, which ends with its digest."""
+    """Serialize a manifest as its file: JSON that ends with its digest.
+
+    Args:
+        manifest: the manifest; its field `digest` is ignored.
+    """
     return with_own_digest(manifest.model_dump_json(indent=1, exclude={"digest"}).encode())
 
 
@@ -165,14 +184,14 @@ def find_manifest(store: Store, absent: type[UcformatError] = NotACheckpoint) ->
 
 
 def refuse(where: str, found: Iterable[Problem]) -> None:
-    """Raise what is wrong, if anything is.
+    """Raise an error if there are problems.
 
     Args:
         where: the url of the checkpoint.
         found: the problems.
 
     Raises:
-        Inconsistent: there is a problem; it has all of them, and names the first.
+        Inconsistent: there are problems; it has all of them, and its message the first five.
     """
     wrong = tuple(found)
     if wrong:
@@ -181,7 +200,11 @@ def refuse(where: str, found: Iterable[Problem]) -> None:
 
 
 def manifest_problems(manifest: Manifest) -> Iterator[Problem]:
-    """What is wrong with a manifest, apart from the files that it names."""
+    """Find the inconsistencies of a manifest; no other file is read.
+
+    Args:
+        manifest: the manifest.
+    """
     seen: set[Key] = set()
     for doc in manifest.tensors:
         key = Key(doc.name, doc.state)
@@ -194,8 +217,8 @@ def manifest_problems(manifest: Manifest) -> Iterator[Problem]:
         if name in stored:
             yield Problem(MANIFEST, f"{name!r} is stored, and an alias of {of!r} too")
         elif of not in stored:
-            chain = "another alias" if of in manifest.aliases else "stored under no such name"
-            yield Problem(MANIFEST, f"{name!r} is an alias of {of!r}, which is {chain}")
+            target = "another alias" if of in manifest.aliases else "not stored"
+            yield Problem(MANIFEST, f"{name!r} is an alias of {of!r}, which is {target}")
     if manifest.sidecar is not None:
         yield from _sources(manifest.sidecar)
 
@@ -205,7 +228,7 @@ def _tensor(doc: TensorDoc, manifest: Manifest) -> str | None:
         return "the manifest gives it an impossible shape"
     nbytes = math.prod(doc.shape) * ITEMSIZE[doc.dtype]
     if nbytes != doc.nbytes:
-        return f"the manifest says {doc.nbytes} bytes, its shape has {nbytes}"
+        return f"the manifest gives it {doc.nbytes} bytes, but its shape has {nbytes}"
     if doc.path is None:
         return None if manifest.sidecar is not None else "the manifest gives it no path, and there is no sidecar"
     if len(doc.shape) > MAX_DIMS:
@@ -225,9 +248,9 @@ def _sources(doc: SidecarDoc) -> Iterator[Problem]:
     seen = set()
     for source in doc.sources:
         number, _, key = source.path.removeprefix(MOUNT).partition("/")
-        below = source.path.startswith(MOUNT) and number.isdecimal() and len(number) < 10 and bool(key)
-        if not below or int(number) >= len(doc.roots):
-            yield Problem(MANIFEST, f"the source {source.path[:200]!r} lies below no root that the manifest lists")
+        valid = source.path.startswith(MOUNT) and number.isdecimal() and len(number) < 10 and bool(key)
+        if not valid or int(number) >= len(doc.roots):
+            yield Problem(MANIFEST, f"the source {source.path[:200]!r} is not below a root that the manifest lists")
         elif source.path in seen:
             yield Problem(MANIFEST, f"the source {source.path[:200]!r} is listed twice")
         seen.add(source.path)

@@ -1,4 +1,4 @@
-"""Reads a universal checkpoint: its manifest gives metadata and extents; no other file is read."""
+"""Reads a universal checkpoint: opening it reads its manifest and no other file."""
 
 from __future__ import annotations
 
@@ -31,12 +31,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Universal", "describe", "grid_of", "group_doc", "group_docs", "paths_of"]
 
-_LARGE = 256 << 20  # bytes
-_MANY = 10_000  # shards
+_LARGE_BYTES = 256 << 20  # a manifest must not claim more for small files
+_LARGE_SHARDS = 10_000
 
 
 def grid_of(doc: TensorDoc) -> Grid:
-    """The grid of an array of a manifest that was opened."""
+    """The grid of a tensor that is stored as an array.
+
+    Args:
+        doc: its entry in the manifest.
+    """
     return Grid(doc.shape, doc.chunk or (), doc.shard or (), ITEMSIZE[doc.dtype])
 
 
@@ -48,9 +52,12 @@ class Universal:
     def __init__(
         self, store: Store, roots: Callable[[], Sequence[str]] = tuple, manifest: Manifest | None = None
     ) -> None:
-        """Open what is committed in a store, by this manifest if it is known.
+        """Open the checkpoint that is committed in a store.
 
-        `roots` are the places in which files of others may be read.
+        Args:
+            store: the store.
+            roots: returns the places in which files of other checkpoints may be read (default: none).
+            manifest: the manifest, if it is known (default: it is read).
         """
         watching = store if isinstance(store, WatchedStore) else WatchedStore(store)
         self.store: Store = watching
@@ -81,28 +88,36 @@ class Universal:
         self._missing: dict[str, int] = {}
 
     def objects(self) -> dict[str, Any]:
-        """The non-tensor values."""
+        """Read the non-tensor values, by name."""
         doc = self.manifest.objects
         if doc is None:
             return {}
         try:
             found = loads(self.read_file(doc))
         except (ValueError, RecursionError) as error:
-            raise IntegrityError(f"{self.store.url}/{doc.path} is no JSON document: {str(error)[:200]}") from error
+            raise IntegrityError(f"{self.store.url}/{doc.path} is not JSON: {str(error)[:200]}") from error
         if not isinstance(found, dict):
-            raise IntegrityError(f"{self.store.url}/{doc.path} holds no objects by name")
+            raise IntegrityError(f"{self.store.url}/{doc.path} is not a JSON object")
         return found
 
     def read_file(self, doc: FileDoc) -> bytes:
-        """A file that the manifest lists; IntegrityError where it is not what was committed."""
+        """Read a file that the manifest lists, and check its digest.
+
+        Args:
+            doc: the file's entry in the manifest.
+
+        Raises:
+            MissingData: the file is missing.
+            IntegrityError: it differs from the committed file.
+        """
         try:
             data = self.store.read(doc.path)
         except NotFound as error:
             raise MissingData(error.message) from error
         if len(data) != doc.nbytes or bytes_digest(data) != doc.digest:
-            what = "its digest differs" if len(data) == doc.nbytes else f"{len(data)} bytes instead of {doc.nbytes}"
+            reason = "its digest differs" if len(data) == doc.nbytes else f"{len(data)} bytes instead of {doc.nbytes}"
             raise IntegrityError(
-                f"{self.store.url}/{doc.path} is not what was committed ({what})",
+                f"{self.store.url}/{doc.path} differs from the committed file ({reason})",
                 hint="restore it from another copy of the checkpoint",
             )
         return data
@@ -121,20 +136,26 @@ class Universal:
             yield grid.tiles(shard, shard_key(doc.path, shard))
 
     def missing_shards(self, doc: TensorDoc) -> int:
-        """How many files an array of very many shards lacks at least; they are counted once, and not looked at."""
+        """The least number of missing files of an array with at least 10,000 shards (0 for others).
+
+        Files are counted once, by listing the array's folder; their content is not read.
+
+        Args:
+            doc: the array's entry in the manifest.
+        """
         path, count = str(doc.path), grid_of(doc).count
-        if count < _MANY:
+        if count < _LARGE_SHARDS:
             return 0
         if path not in self._missing:
             self._missing[path] = max(0, count - sum(1 for _ in self.store.list(f"{path}/c")))
         return self._missing[path]
 
     def _check_large(self, doc: TensorDoc, grid: Grid) -> None:
-        """IntegrityError where a manifest gives a large size to small files: before anything is planned for it."""
-        if doc.nbytes < _LARGE and grid.count < _MANY:
+        """Before planning, raise IntegrityError if a manifest claims a large size for small files."""
+        if doc.nbytes < _LARGE_BYTES and grid.count < _LARGE_SHARDS:
             return
-        if (missing := self.missing_shards(doc)) > grid.count // 2:  # the work is no more than what is there justifies
-            raise MissingData(f"{doc.name} ({doc.state}): {missing:,} of its {grid.count:,} shards are not there")
+        if (missing := self.missing_shards(doc)) > grid.count // 2:  # bounds the work by the files that exist
+            raise MissingData(f"{doc.name} ({doc.state}): {missing:,} of its {grid.count:,} shards are missing")
         last = tuple((n - 1) // s for n, s in zip(doc.shape, grid.shard, strict=True))
         for shard in (last, (0,) * len(last)):
             key = shard_key(str(doc.path), shard)
@@ -149,7 +170,7 @@ class Universal:
                 )
 
     def sidecar(self) -> Sidecar:
-        """The extents of the tensors that are not arrays; read and checked once, when they are first needed."""
+        """The extents of the tensors that are not arrays; read and checked when first needed, and then kept."""
         if self._sidecar is None:
             from ucformat.format.extents import extent_problems
 
@@ -159,7 +180,7 @@ class Universal:
         return self._sidecar
 
     def read_sidecar(self) -> Sidecar:
-        """The extents as they are listed: only that the columns fit each other is checked."""
+        """Read the sidecar, and check that its columns match each other, but not whether the extents are possible."""
         doc = self.manifest.sidecar
         if doc is None:
             raise IntegrityError(f"{self.store.url}: the manifest has no sidecar")
@@ -178,16 +199,16 @@ def _place(group: GroupDoc) -> Place | None:
 def describe(
     metadata: CheckpointMetadata, run: str | None, metrics: Mapping[str, float], config: Mapping[str, Any]
 ) -> Manifest:
-    """A manifest that describes a checkpoint of any format, without id, attempt, places in files, or digests.
+    """Describe a checkpoint of any format as a manifest without id, attempt, locations in files, or digests.
 
     Args:
-        metadata: of the checkpoint.
-        run: the name of its run, if known.
+        metadata: the checkpoint's metadata.
+        run: the name of its run; None if unknown.
         metrics: its metrics by name.
         config: the configuration of its training, as JSON values.
 
     Returns:
-        The manifest, created now.
+        The manifest, with the present time as the time of creation.
     """
     tensors = (
         TensorDoc(**i.key._asdict(), dtype=i.dtype, shape=i.shape, nbytes=i.nbytes, at=paths_of(metadata, i.key))
@@ -210,12 +231,21 @@ def describe(
 
 
 def paths_of(metadata: CheckpointMetadata, key: Key) -> tuple[tuple[str | int, ...], ...]:
-    """The paths of a tensor as the manifest holds them."""
+    """The paths of a tensor in the training state, in the form of the manifest.
+
+    Args:
+        metadata: the checkpoint's metadata.
+        key: the tensor.
+    """
     return tuple(tuple(path_to_json(p)) for p in metadata.paths.get(key, ()))
 
 
 def group_docs(metadata: CheckpointMetadata) -> tuple[GroupDoc, ...]:
-    """The optimizer groups as the manifest holds them."""
+    """The optimizer groups in the form of the manifest.
+
+    Args:
+        metadata: the checkpoint's metadata.
+    """
     places = metadata.places or (None,) * len(metadata.groups)
     return tuple(
         group_doc(tuple(g["params"]), {k: v for k, v in g.items() if k != "params"}, place)
@@ -224,7 +254,13 @@ def group_docs(metadata: CheckpointMetadata) -> tuple[GroupDoc, ...]:
 
 
 def group_doc(params: tuple[str, ...], options: dict[str, Any], place: Place | None) -> GroupDoc:
-    """An optimizer group as the manifest holds it."""
+    """An optimizer group in the form of the manifest.
+
+    Args:
+        params: the names of its parameters, in order.
+        options: its options, such as `lr`, as JSON values.
+        place: the group's place in the training state; None if unknown.
+    """
     if place is None:
         return GroupDoc(params=params, options=options)
     names = place.names if place.names != params else None

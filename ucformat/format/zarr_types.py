@@ -1,6 +1,6 @@
-"""bfloat16 and float8 for zarr-python, which has none: data types under the names that TensorStore uses.
+"""The dtypes bfloat16 and float8 for zarr-python, which lacks them, under the names that TensorStore uses.
 
-zarr-python 3.4 and later finds them by their entry point; older ones after `register_zarr_dtypes()`.
+zarr-python 3.4 and later finds them through an entry point, earlier versions after `register_zarr_dtypes()`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _MlFloat(ZDType[Any, Any], HasItemSize):
 
     def cast_scalar(self, data: object) -> Any:
         if not self._check_scalar(data):
-            raise TypeError(f"{data!r} is no {self._zarr_v3_name}")
+            raise TypeError(f"{data!r} is not a {self._zarr_v3_name}")
         return self.scalar(data)
 
     def default_scalar(self) -> Any:
@@ -95,7 +95,7 @@ class BFloat16(_MlFloat, HasEndianness):
 
 @dataclass(frozen=True, kw_only=True)
 class Float8E4M3FN(_MlFloat):
-    """`float8_e4m3fn`: the one of PyTorch and safetensors' `F8_E4M3`; it has no infinity."""
+    """`float8_e4m3fn`, as in PyTorch, and `F8_E4M3` in safetensors; it has no infinity."""
 
     dtype_cls = type(np.dtype(ml_dtypes.float8_e4m3fn))
     scalar = ml_dtypes.float8_e4m3fn
@@ -119,7 +119,7 @@ _TYPES: Mapping[str, type[_MlFloat]] = {
 
 
 def register_zarr_dtypes() -> None:
-    """Teach zarr-python to read and write bfloat16 and float8; calling it again does no harm.
+    """Register bfloat16 and float8 with zarr-python; calling it again has no effect.
 
     Needs the extra `zarr`: `pip install 'ucformat[zarr]'`.
     """

@@ -28,7 +28,7 @@ from ucformat.storage.watched import check_unchanged
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ucformat.format.audit import Item
+    from ucformat.format.audit import AuditItem
     from ucformat.format.universal import Universal
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
@@ -205,7 +205,7 @@ def _has_equal_files(one: Manifest, other: Manifest) -> bool:
 def _transfer_all(
     source: Universal,
     store: Store,
-    files: Sequence[Item],
+    files: Sequence[AuditItem],
     workers: int | None,
     progress: Callable[[int, int], None] | None,
 ) -> Copied:
@@ -213,7 +213,7 @@ def _transfer_all(
     there = _sizes(store, source.manifest)
     total, done = sum(i.nbytes for i in files), 0
     leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
-    kept: list[Item] = []
+    kept: list[AuditItem] = []
     jobs = run(lambda i: transfer(i, source.store, store, there), files, workers or workers_for(source.store, store))
     for item, (found, was_there) in jobs:
         if isinstance(item, ShardFile):
@@ -241,7 +241,7 @@ def _sizes(store: Store, manifest: Manifest) -> dict[str, int]:
     return {i.key: i.size for folder in folders_of(manifest.attempt) for i in store.list(folder)}
 
 
-def _must_be_there(store: Store, manifest: Manifest, files: Sequence[Item]) -> None:
+def _must_be_there(store: Store, manifest: Manifest, files: Sequence[AuditItem]) -> None:
     """Conflict where somebody removed files meanwhile: one who copied it too, and lost to a third."""
     there = _sizes(store, manifest)
     inside = tuple(f"{folder}/" for folder in folders_of(manifest.attempt))

@@ -24,7 +24,7 @@ from ucformat.storage.upload import unit_for
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ucformat.format.audit import Item
+    from ucformat.format.audit import AuditItem
     from ucformat.format.universal import Universal
     from ucformat.geometry.tensor import Block
     from ucformat.storage.base import Store, Writer
@@ -81,7 +81,7 @@ class _BlockSum:
         return self._crc == (int.from_bytes(self._stored, "little") if crc is None else crc)
 
 
-def transfer(item: Item, src: Store, dst: Store, there: Mapping[str, int]) -> tuple[bytes, bool]:
+def transfer(item: AuditItem, src: Store, dst: Store, there: Mapping[str, int]) -> tuple[bytes, bool]:
     """Have a file at the destination, where files of these sizes lie.
 
     Returns:
@@ -101,7 +101,7 @@ def transfer(item: Item, src: Store, dst: Store, there: Mapping[str, int]) -> tu
     return copy_file(item, src, dst), False
 
 
-def copy_file(item: Item, src: Store, dst: Store) -> bytes:
+def copy_file(item: AuditItem, src: Store, dst: Store) -> bytes:
     """Write at `dst` what `src` has; the digests of a shard's chunks. IntegrityError where the source is damaged."""
     unit = item.grid.chunk_nbytes + 4 if isinstance(item, ShardFile) else unit_for(item.nbytes)
     with dst.create(item.file, unit) as out:
@@ -111,7 +111,7 @@ def copy_file(item: Item, src: Store, dst: Store) -> bytes:
     return found
 
 
-def listed(source: Universal) -> list[Item]:
+def listed(source: Universal) -> list[AuditItem]:
     """All files that a manifest names but itself, the large ones first.
 
     Raises:
@@ -154,7 +154,7 @@ class PackedFile:
     key: Key | None = None
 
     def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:
-        """See Item."""
+        """See AuditItem."""
         sums = BlockChecker(self.file, self.blocks)
         read_through(store, self.file, self.nbytes, sums.take, out)
         reason = "crc32c differs (block at byte {})"

@@ -1,8 +1,8 @@
 """The documents that may be beside a manifest.
 
-The tombstone: what is still to be removed of a checkpoint whose purge was begun. The document beside files that a
-virtual checkpoint elsewhere needs, which keeps them from being removed. The catalog's document: what people recorded
-about a checkpoint, from which a catalog can be rebuilt.
+The tombstone names the files of a checkpoint whose purge has begun. A dependent's document keeps files that a virtual
+checkpoint elsewhere needs from being removed. The catalog's document has what people recorded about a checkpoint, so
+that a catalog can be rebuilt from it.
 """
 
 from __future__ import annotations
@@ -53,13 +53,17 @@ class TombstoneDoc(BaseModel):
 
 
 class _Head(BaseModel):
-    """What every version of the tombstone begins with."""
+    """The field of every version of the tombstone."""
 
     format: Literal["ucformat-tombstone"]
 
 
 def is_tombstone(data: bytes) -> bool:
-    """Whether a document is a tombstone, of whatever version."""
+    """Whether a document is a tombstone of any version.
+
+    Args:
+        data: the file's content.
+    """
     try:
         _Head.model_validate_json(data)
     except ValidationError:
@@ -67,7 +71,7 @@ def is_tombstone(data: bytes) -> bool:
     return True
 
 
-#: The folder of these documents, beside the files. Each is called by the id of the checkpoint that needs them.
+#: The folder of these documents, beside the files. Each is named after the id of the checkpoint that needs them.
 NEEDED_BY = "needed-by"
 
 

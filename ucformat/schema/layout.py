@@ -16,7 +16,7 @@ Model = TypeVar("Model", bound=BaseModel)
 T = TypeVar("T")
 
 VERSION = 1
-_MAX_FAULTS = 100  # so many are told
+_MAX_FAULTS = 100  # the most that an error lists
 
 
 class Shard(Written):
@@ -170,16 +170,32 @@ class LayoutDocument(Written):
 
 
 class Faults(ValueError):
-    """What is wrong with a document, each fault on a line: `rules[3].place[0].shard.over: Field required`."""
+    """The faults of a document, one on each line: `rules[3].place[0].shard.over: Field required`."""
 
 
 def checked(model: type[Model], document: Any) -> Model:
-    """The document as a model; Faults where it is none."""
+    """Validate a document as a model.
+
+    Args:
+        model: the class of the model.
+        document: the values of the YAML or JSON file.
+
+    Raises:
+        Faults: the document is not valid.
+    """
     return checked_as(TypeAdapter(model), document)
 
 
 def checked_as(kind: TypeAdapter[T], document: Any) -> T:
-    """The document as a value of this type; Faults where it is none."""
+    """Validate a document as a value of a type.
+
+    Args:
+        kind: the adapter of the type.
+        document: the values of the YAML or JSON file.
+
+    Raises:
+        Faults: the document is not valid.
+    """
     try:
         return kind.validate_python(document)
     except ValidationError as e:

@@ -35,7 +35,7 @@ MANIFEST = "manifest.json"
 #: The names of attempts, as a regular expression: no folder that somebody else made is called so by chance.
 ATTEMPT = "[0-9a-f]{20}"
 
-#: What a count of commits stays at: no database and no reader of JSON counts wrong up to here.
+#: The greatest count of commits: every database and every JSON reader is exact up to it.
 MOST_COMMITS = 2**53 - 1
 
 Size = Annotated[int, Field(ge=0)]
@@ -189,11 +189,11 @@ class Manifest(_Document):
 
     @property
     def known_commits(self) -> int | None:
-        """The greatest count of commits that this tells of: its own, else that of what it was made from."""
+        """The manifest's own count of commits, else the greatest of the checkpoints that it was made from."""
         return self.commits or max((edge.commits for edge in self.lineage if edge.commits is not None), default=None)
 
     def as_read(self) -> Manifest:
-        """This manifest as it comes back from its file."""
+        """This manifest after a round trip through its file."""
         return Manifest.model_validate_json(self.model_dump_json())
 
 
@@ -221,12 +221,12 @@ _DIGESTS = ("sha256", "xxh3")
 
 
 def is_of_unknown_kind(fault: str, place: tuple[str | int, ...], value: object) -> bool:
-    """Whether what is wrong with a member is that a later ucformat may have written it: nothing of it is damaged.
+    """Whether an invalid member may have been written by a later ucformat, so that it is not damaged.
 
     Args:
         fault: the type of pydantic's error.
-        place: where the member is.
-        value: what it holds.
+        place: the path of the member in the document.
+        value: its value.
     """
     if not isinstance(value, str) or not place:
         return False

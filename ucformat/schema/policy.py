@@ -23,11 +23,18 @@ VERSION = 1
 
 _UNITS = {"w": 604800, "d": 86400, "h": 3600, "m": 60, "s": 1}
 _DURATION = "^[0-9]{1,10}[smhdw]$"
-_LONGEST = timedelta(days=36500)  # added to any date of our time, it is still a date
+_LONGEST = timedelta(days=36500)  # can be added to any present date
 
 
 def parse_duration(text: Any) -> timedelta:
-    """`90s`, `15m`, `48h`, `7d`, `2w` as a time; ValueError for anything else."""
+    """Parse a duration such as `90s`, `15m`, `48h`, `7d` or `2w`.
+
+    Args:
+        text: the text; a timedelta is returned as it is.
+
+    Raises:
+        ValueError: the text is not a duration, or is longer than a hundred years.
+    """
     if isinstance(text, timedelta):
         return text
     if not isinstance(text, str) or not re.fullmatch(_DURATION, text):
@@ -39,7 +46,11 @@ def parse_duration(text: Any) -> timedelta:
 
 
 def duration_text(duration: timedelta) -> str:
-    """A time as a policy file has it, in the largest unit of which it is a multiple: `2d` for 48 hours."""
+    """Format a duration for a policy file, in the largest unit of which it is a multiple: `2d` for 48 hours.
+
+    Args:
+        duration: the duration; fractions of a second are dropped.
+    """
     seconds = int(duration.total_seconds())
     unit = next(u for u, n in _UNITS.items() if seconds % n == 0) if seconds else "s"
     return f"{seconds // _UNITS[unit]}{unit}"
@@ -60,7 +71,7 @@ def _counted(value: Any) -> Any:
 
 
 class _OneOrMore:
-    """Of a tuple: what is no list stands for a list of one."""
+    """Marks a tuple for which a single value that is not a list is accepted too."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self._listed, handler(source))

@@ -15,7 +15,11 @@ _WORDS = ("nan", "inf", "-inf")
 
 
 def finite(value: Any) -> Any:
-    """The same value, with each float that is not finite as a JSON object."""
+    """Replace each float that is not finite by a JSON object such as `{"$float": "nan"}`.
+
+    Args:
+        value: a value of dicts, lists, tuples and scalars.
+    """
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -24,11 +28,11 @@ def finite(value: Any) -> Any:
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """A value as JSON, which has no bare NaN.
+    """Serialize a value as JSON without bare NaN.
 
     Args:
         value: the value.
-        indent: blanks for each level; None: all on one line.
+        indent: spaces for each level (default: everything on one line).
     """
     try:
         return json.dumps(value, indent=indent, allow_nan=False)
@@ -37,24 +41,24 @@ def dumps(value: Any, indent: int | None = None) -> str:
 
 
 def loads(text: str | bytes) -> Any:
-    """The value of a JSON text.
+    """Parse a JSON text; unlike Python's own parser this refuses bare NaN and infinities.
 
     Args:
-        text: the text; Python's own reader takes bare NaN and infinities, which this does not.
+        text: the text.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: it is not JSON.
         RecursionError: it is nested too deeply.
     """
     return json.loads(text, parse_constant=_refuse)
 
 
 def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 def _number(value: Any) -> Any:
-    """The float that such an object stands for; anything else as it is."""
+    """The float that an object such as `{"$float": "nan"}` represents; other values unchanged."""
     if isinstance(value, dict) and len(value) == 1 and value.get("$float") in _WORDS:
         return float(value["$float"])
     return value
@@ -83,21 +87,21 @@ Number = Annotated[
 #: A float that is a finite number.
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
-#: JSON values by name. Those that were read hold such objects, those that are to be written may hold any float.
+#: JSON values by name. After reading they contain such objects; for writing they may contain any float.
 Values = Annotated[dict[str, Any], PlainSerializer(finite, when_used="json")]
 
 
 def _countable(value: datetime) -> datetime:
-    """A time that is one in UTC as well: the first and last days that there are, are not in every zone.
+    """Check that a time can be expressed in UTC: the first and last representable days may not be.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it cannot.
     """
     aware = value if value.tzinfo is not None else value.replace(tzinfo=UTC)
     try:
         aware.astimezone(UTC)
     except OverflowError:
-        raise ValueError("the time is beyond all that can be counted with") from None
+        raise ValueError("the time is out of range") from None
     return value
 
 

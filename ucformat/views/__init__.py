@@ -1,1 +1,1 @@
-"""A checkpoint under other names, shapes and dtypes: steps, what they compute, and presets between families."""
+"""Views of a checkpoint under other names, shapes and dtypes: steps, computed tensors, and presets."""

@@ -23,7 +23,7 @@ __all__ = ["PRESETS", "Steps", "expand", "load", "preset_steps", "read_steps"]
 
 _PresetSteps = list[dict[str, Any]]
 
-#: Name -> the options that it takes, and what makes the steps.
+#: Name -> the options of the preset, and the function that returns its steps.
 PRESETS: dict[str, tuple[frozenset[str], Callable[[ModelConfig], _PresetSteps]]] = {
     "megatron-to-llama": (llama.LLAMA_FROM_OPTIONS, llama.megatron_to_llama),
     "llama-to-megatron": (llama.LLAMA_TO_OPTIONS, llama.llama_to_megatron),
@@ -47,10 +47,19 @@ def preset_steps(
     assets: Mapping[str, bytes],
     names: Sequence[str],
 ) -> Sequence[Mapping[str, Any]]:
-    """The steps of a preset, as a layout file spells them.
+    """The steps of a preset, in the form of a layout file.
 
-    `objects`, `assets` and `names` are the checkpoint's: Megatron's `args` and Hugging Face's `config.json` tell what
-    the options do not. LayoutError where there is no such preset or option, or it needs a number that nobody tells.
+    Numbers that are not given as options come from Megatron's `args` or Hugging Face's `config.json`.
+
+    Args:
+        name: the preset's name, a key of `PRESETS`.
+        options: its options by name.
+        objects: the checkpoint's non-tensor values, by name.
+        assets: the checkpoint's assets, by name.
+        names: the names of the checkpoint's tensors.
+
+    Raises:
+        LayoutError: there is no such preset or option, or a number that it needs is unknown.
     """
     if name not in PRESETS:
         raise LayoutError(f"there is no preset {name!r}", hint=f"there are: {', '.join(PRESETS)}")
@@ -62,14 +71,24 @@ def preset_steps(
 
 
 #: A checkpoint's objects, assets and names.
-Told = tuple[Mapping[str, Any], Mapping[str, bytes], Sequence[str]]
+ModelFacts = tuple[Mapping[str, Any], Mapping[str, bytes], Sequence[str]]
 
-#: A layout (its view is meant), the name of a preset, a path of a layout file, or steps as such a file spells them.
+#: A layout (for its view), the name of a preset, the path of a layout file, or steps in the form of such a file.
 Steps = Layout | str | PathLike[str] | Sequence[Mapping[str, Any] | Step]
 
 
 def read_steps(steps: Steps) -> tuple[Labelled, ...]:
-    """The steps, each with the label that errors give it; LayoutError names the line or the step of a fault."""
+    """Read the steps of a view.
+
+    Args:
+        steps: a layout, the name of a preset, the path of a layout file, or steps in the form of such a file.
+
+    Returns:
+        The steps, each with its label for error messages.
+
+    Raises:
+        LayoutError: a step is not valid, or the file has no view; the message names the line or the step.
+    """
     if isinstance(steps, Layout):
         return steps.view
     if isinstance(steps, str) and steps in PRESETS:
@@ -86,20 +105,32 @@ def read_steps(steps: Steps) -> tuple[Labelled, ...]:
 
 
 def load(path: str | PathLike[str]) -> Layout | None:
-    """The layout of a file; None where it is a view alone. LayoutError where it is neither."""
+    """Load the layout of a file.
+
+    Args:
+        path: the path of a layout file.
+
+    Returns:
+        The layout; None if the file has only a view.
+
+    Raises:
+        LayoutError: the file is not a valid layout.
+    """
     model = read_document(Path(path))
     return Layout(**lower(model, Path(path))) if model.rules else None
 
 
-def expand(steps: Sequence[Labelled], told: Callable[[], Told]) -> tuple[Labelled, ...]:
-    """The steps, with those of presets in their place.
+def expand(steps: Sequence[Labelled], facts: Callable[[], ModelFacts]) -> tuple[Labelled, ...]:
+    """Replace each preset by its steps.
 
-    What numbers a preset needs, the checkpoint may tell: `told` gives its objects, assets and names, if they are asked.
+    Args:
+        steps: the steps with their labels.
+        facts: returns the checkpoint's objects, assets and names of tensors; called only if there is a preset.
     """
     out: list[Labelled] = []
     for label, step in steps:
         if isinstance(step, Preset):
-            found = preset_steps(step.preset, step.options, *told())
+            found = preset_steps(step.preset, step.options, *facts())
             out += [(f"{label} ({step.preset}) [{i}]", lower_step(s, label)) for i, s in enumerate(found)]
         else:
             out.append((label, step))

@@ -1,4 +1,4 @@
-"""Megatron's GPT, and Hugging Face's GPT-2, whose `Conv1D` has its weights transposed.
+"""Presets between Megatron's GPT and Hugging Face's GPT-2, whose `Conv1D` has transposed weights.
 
 `c_attn` has all queries, then all keys, then all values; Megatron's `linear_qkv` has these for each head in turn.
 """
@@ -33,11 +33,15 @@ _LAYER = (
 _TURNED = r"/(?:transformer\.)?h\.\d+\.(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight/"
 
 
-def megatron_to_gpt2(n: ModelConfig) -> Steps:
-    """From Megatron's names and shapes to Hugging Face's."""
-    n.check_megatron()
+def megatron_to_gpt2(config: ModelConfig) -> Steps:
+    """The steps from Megatron's names and shapes to Hugging Face's.
+
+    Args:
+        config: the model's configuration.
+    """
+    config.check_megatron()
     steps: Steps = [{"drop": ["*._extra_state"]}]
-    if (vocab := n.given("vocab")) is not None:
+    if (vocab := config.given("vocab")) is not None:
         steps.append({"trim": ["embedding.word_embeddings.weight", "output_layer.weight"], "size": vocab})
     part = r"transformer.h.\1.attn.%s.\2"
     return [
@@ -55,7 +59,7 @@ def megatron_to_gpt2(n: ModelConfig) -> Steps:
         {
             "split": f"/{_M}self_attention\\.linear_qkv\\.(weight|bias)/",
             "into": [part % x for x in ("query", "key", "value")],
-            "repeat": n.heads,
+            "repeat": config.heads,
         },
         {
             "fuse": r"/(transformer\.h\.\d+\.attn\.)query\.(weight|bias)/",
@@ -67,9 +71,13 @@ def megatron_to_gpt2(n: ModelConfig) -> Steps:
     ]
 
 
-def gpt2_to_megatron(n: ModelConfig) -> Steps:
-    """From Hugging Face's names and shapes to Megatron's."""
-    local = n.flag("local")
+def gpt2_to_megatron(config: ModelConfig) -> Steps:
+    """The steps from Hugging Face's names and shapes to Megatron's.
+
+    Args:
+        config: the model's configuration.
+    """
+    local = config.flag("local")
     first = "input_layernorm." if local else "self_attention.linear_qkv.layer_norm_"
     second = "pre_mlp_layernorm." if local else "mlp.linear_fc1.layer_norm_"
     part = r"\1%s.\2"
@@ -88,7 +96,7 @@ def gpt2_to_megatron(n: ModelConfig) -> Steps:
             "fuse": f"/({_H}attn\\.)query\\.(weight|bias)/",
             "and": [r"\1key.\3", r"\1value.\3"],
             "into": r"decoder.layers.\2.self_attention.linear_qkv.\3",
-            "repeat": n.heads,
+            "repeat": config.heads,
         },
         *({"rename": f"/{_H}{_plain(b)}(weight|bias)/", "to": rf"decoder.layers.\1.{a}\2"} for a, b in _LAYER),
     ]

@@ -48,10 +48,15 @@ _RENAMES = (
 )
 
 
-def attention_from_megatron(n: ModelConfig, second_norm: str) -> Steps:
-    """All but the MLP; `second_norm` is what the preset calls the norm before that."""
-    n.check_megatron()
-    vocab, group = n.given("vocab"), n.heads // n.groups
+def attention_from_megatron(config: ModelConfig, second_norm: str) -> Steps:
+    """The steps from Megatron for everything except the MLP.
+
+    Args:
+        config: the model's configuration.
+        second_norm: the target's name of the norm before the MLP.
+    """
+    config.check_megatron()
+    vocab, group = config.given("vocab"), config.heads // config.groups
     steps: Steps = [{"drop": _DROP_M}]
     if vocab is not None:
         steps.append({"trim": ["embedding.word_embeddings.weight", "output_layer.weight"], "size": vocab})
@@ -70,7 +75,7 @@ def attention_from_megatron(n: ModelConfig, second_norm: str) -> Steps:
             "split": f"/{_M}self_attention\\.linear_qkv\\.(weight|bias)/",
             "into": [rf"model.layers.\1.self_attn.{x}_proj.\2" for x in "qkv"],
             "sizes": [group, 1, 1],
-            "repeat": n.groups,
+            "repeat": config.groups,
         },
         {
             "rename": f"/{_M}self_attention\\.([qk])_layernorm\\.(weight)/",
@@ -83,10 +88,14 @@ def attention_from_megatron(n: ModelConfig, second_norm: str) -> Steps:
     ]
 
 
-def megatron_to_llama(n: ModelConfig) -> Steps:
-    """From Megatron's names and shapes to Hugging Face's."""
+def megatron_to_llama(config: ModelConfig) -> Steps:
+    """The steps from Megatron's names and shapes to Hugging Face's.
+
+    Args:
+        config: the model's configuration.
+    """
     return [
-        *attention_from_megatron(n, "post_attention_layernorm"),
+        *attention_from_megatron(config, "post_attention_layernorm"),
         {
             "split": f"/{_M}mlp\\.linear_fc1\\.(weight|bias)/",
             "into": [rf"model.layers.\1.mlp.{x}_proj.\2" for x in ("gate", "up")],
@@ -95,9 +104,15 @@ def megatron_to_llama(n: ModelConfig) -> Steps:
     ]
 
 
-def attention_to_megatron(n: ModelConfig, second_norm: str, *, own_norm: bool) -> Steps:
-    """All but the MLP; `own_norm`: the norm before that is a module of its own even in Transformer Engine."""
-    local = n.flag("local")
+def attention_to_megatron(config: ModelConfig, second_norm: str, *, own_norm: bool) -> Steps:
+    """The steps to Megatron for everything except the MLP.
+
+    Args:
+        config: the model's configuration.
+        second_norm: the source's name of the norm before the MLP.
+        own_norm: whether the norm before the MLP is a separate module even in Transformer Engine.
+    """
+    local = config.flag("local")
     first = "input_layernorm." if local else "self_attention.linear_qkv.layer_norm_"
     second = "pre_mlp_layernorm." if local or own_norm else "mlp.linear_fc1.layer_norm_"
     return [
@@ -109,7 +124,7 @@ def attention_to_megatron(n: ModelConfig, second_norm: str, *, own_norm: bool) -
             "fuse": f"/({_H}self_attn\\.)q_proj\\.(weight|bias)/",
             "and": [r"\1k_proj.\3", r"\1v_proj.\3"],
             "into": r"decoder.layers.\2.self_attention.linear_qkv.\3",
-            "repeat": n.groups,
+            "repeat": config.groups,
         },
         {
             "rename": f"/{_H}self_attn\\.([qk])_norm\\.(weight)/",
@@ -122,10 +137,14 @@ def attention_to_megatron(n: ModelConfig, second_norm: str, *, own_norm: bool) -
     ]
 
 
-def llama_to_megatron(n: ModelConfig) -> Steps:
-    """From Hugging Face's names and shapes to Megatron's."""
+def llama_to_megatron(config: ModelConfig) -> Steps:
+    """The steps from Hugging Face's names and shapes to Megatron's.
+
+    Args:
+        config: the model's configuration.
+    """
     return [
-        *attention_to_megatron(n, "post_attention_layernorm", own_norm=False),
+        *attention_to_megatron(config, "post_attention_layernorm", own_norm=False),
         {
             "fuse": f"/({_H}mlp\\.)gate_proj\\.(weight|bias)/",
             "and": [r"\1up_proj.\3"],
@@ -150,10 +169,14 @@ _GROUPED = {
 }
 
 
-def megatron_to_mixtral(n: ModelConfig) -> Steps:
-    """From Megatron's names and shapes to those of Mixtral's files; with `fused` to those of its module."""
-    steps = [*attention_from_megatron(n, "post_attention_layernorm"), _GROUPED]
-    if n.flag("fused"):
+def megatron_to_mixtral(config: ModelConfig) -> Steps:
+    """The steps from Megatron's names and shapes to Mixtral's files, or with the option `fused` to its module.
+
+    Args:
+        config: the model's configuration.
+    """
+    steps = [*attention_from_megatron(config, "post_attention_layernorm"), _GROUPED]
+    if config.flag("fused"):
         stack = f"/{_MOE_M}experts\\.local_experts\\.(?P<i>\\d+)\\.linear_fc%d\\.weight/"
         return [
             *steps,
@@ -173,11 +196,15 @@ def megatron_to_mixtral(n: ModelConfig) -> Steps:
     ]
 
 
-def mixtral_to_megatron(n: ModelConfig) -> Steps:
-    """From Mixtral's names and shapes, of its files or of its module, to Megatron's."""
+def mixtral_to_megatron(config: ModelConfig) -> Steps:
+    """The steps from Mixtral's names and shapes, of its files or of its module, to Megatron's.
+
+    Args:
+        config: the model's configuration.
+    """
     local = r"decoder.layers.\%d.mlp.experts.local_experts.%s.linear_fc%d.weight"
     steps: Steps = [
-        *attention_to_megatron(n, "post_attention_layernorm", own_norm=True),
+        *attention_to_megatron(config, "post_attention_layernorm", own_norm=True),
         {"rename": f"/{_MOE}gate\\.weight/", "to": r"decoder.layers.\1.mlp.router.weight"},
         {"unstack": f"/{_MOE}experts\\.gate_up_proj/", "into": local % (1, "{i}", 1)},
         {"unstack": f"/{_MOE}experts\\.down_proj/", "into": local % (1, "{i}", 2)},
@@ -188,14 +215,14 @@ def mixtral_to_megatron(n: ModelConfig) -> Steps:
         },
         {"rename": f"/{_MOE}experts\\.(\\d+)\\.w2\\.weight/", "to": local % (1, r"\2", 2)},
     ]
-    if n.flag("grouped"):
+    if config.flag("grouped"):
         grouped = f"/({_MOE_M}experts\\.)local_experts\\.(\\d+)\\.(linear_fc[12])\\.weight/"
         steps.append({"rename": grouped, "to": r"decoder.layers.\2.mlp.experts.\4.weight\3"})
     return steps
 
 
 def stack_layers(_: ModelConfig) -> Steps:
-    """One tensor for all experts, and all layers."""
+    """The steps that stack all experts, and then all layers, into one tensor."""
     return [
         {"stack": r"/(.*\.experts)\.local_experts\.(?P<i>\d+)\.(.*)/", "into": r"\1.experts.\3"},
         {"stack": r"/((?:.*\.)?layers)\.(?P<i>\d+)\.(.*)/", "into": r"\1.\3"},
@@ -203,7 +230,7 @@ def stack_layers(_: ModelConfig) -> Steps:
 
 
 def unstack_layers(_: ModelConfig) -> Steps:
-    """The reverse."""
+    """The steps that reverse `stack_layers`."""
     return [
         {"unstack": r"/((?:.*\.)?layers)\.(?!\d+\.)(.*)/", "into": r"\1.{i}.\2"},
         {"unstack": r"/(.*\.experts)\.experts\.(?!\d+\.)(.*)/", "into": r"\1.local_experts.{i}.\2"},

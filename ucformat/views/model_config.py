@@ -1,4 +1,4 @@
-"""What a preset must know of a model besides its names: as the options say, else the checkpoint."""
+"""The numbers that a preset needs about a model, from its options or else from the checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ _GATED = "gates the output of attention (attention_output_gate), for which the p
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Options of a preset, and the checkpoint that tells the others."""
+    """The options of a preset, and the data of the checkpoint from which the others are taken.
+
+    Attributes:
+        preset: the preset's name.
+        options: the options that are given.
+        objects: the checkpoint's non-tensor values, by name.
+        assets: the checkpoint's assets, by name.
+        names: the names of the checkpoint's tensors.
+    """
 
     preset: str
     options: Mapping[str, int | bool | None]
@@ -27,49 +35,60 @@ class ModelConfig:
     names: tuple[str, ...]
 
     def flag(self, name: str) -> bool:
-        """A switch; off unless it is given."""
+        """The value of a Boolean option; False if it is not given.
+
+        Args:
+            name: the option's name.
+        """
         return bool(self.options.get(name))
 
     def given(self, name: str) -> int | None:
-        """A number that only an option tells."""
+        """The value of a numeric option; None if it is not given.
+
+        Args:
+            name: the option's name.
+
+        Raises:
+            LayoutError: the value is not a positive integer.
+        """
         value = self.options.get(name)
         if value is not None and (isinstance(value, bool) or value < 1):
-            raise LayoutError(f"the preset {self.preset} has the option {name}: {value}, which is no number of them")
+            raise LayoutError(f"the preset {self.preset}: its option {name} must be at least 1, not {value}")
         return value
 
     @property
     def heads(self) -> int:
-        """Attention heads."""
-        found = self.given("heads") or self._told("num_attention_heads", ("num_attention_heads", "n_head"))
+        """Number of attention heads."""
+        found = self.given("heads") or self._recorded("num_attention_heads", ("num_attention_heads", "n_head"))
         if found is None:
             raise self._unknown("heads", "num_attention_heads")
         return found
 
     @property
     def groups(self) -> int:
-        """Groups of heads that share a key and a value: as many as there are heads, unless it is said."""
+        """Number of groups of heads that share a key and a value (default: the number of heads)."""
         heads, found = self.heads, self.given("groups")
         if found is None:
             if self.args.get("group_query_attention") is False:
                 found = heads
             else:
-                found = self._told("num_query_groups", ("num_key_value_heads",))
+                found = self._recorded("num_query_groups", ("num_key_value_heads",))
         if found is None and "heads" in self.options:
             raise self._unknown("groups", "num_query_groups")
         found = heads if found is None else found
         if heads % found:
-            raise LayoutError(f"the preset {self.preset}: {heads} heads do not come apart into {found} groups")
+            raise LayoutError(f"the preset {self.preset}: {heads} heads cannot be split into {found} groups")
         return found
 
     @property
     def args(self) -> Mapping[str, Any]:
-        """Megatron's own arguments."""
+        """Megatron's arguments; empty if the checkpoint has none."""
         found = self.objects.get("args")
         return found if isinstance(found, Mapping) else {}
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Hugging Face's configuration."""
+        """Hugging Face's configuration; empty if the checkpoint has none."""
         for key, data in self.assets.items():
             if key.rpartition("/")[2] == "config.json":
                 try:
@@ -82,13 +101,13 @@ class ModelConfig:
         return {}
 
     def check_megatron(self) -> None:
-        """LayoutError where the arguments say that the model computes something else than the family."""
+        """Raise LayoutError if Megatron's arguments describe a model that differs from the family."""
         flags = {"apply_layernorm_1p": _NORMS, "rotary_interleaved": _ROTARY, "attention_output_gate": _GATED}
         for name, why in flags.items():
             if self.args.get(name) is True:
                 raise LayoutError(f"the preset {self.preset} does not fit: the model {why}")
 
-    def _told(self, argument: str, keys: tuple[str, ...]) -> int | None:
+    def _recorded(self, argument: str, keys: tuple[str, ...]) -> int | None:
         for found in (self.args.get(argument), *(self.config.get(k) for k in keys)):
             if type(found) is int and found > 0:
                 return found
@@ -96,7 +115,7 @@ class ModelConfig:
 
     def _unknown(self, option: str, argument: str) -> LayoutError:
         return LayoutError(
-            f"the preset {self.preset} must know the number of {option}, and the checkpoint does not tell it: it has "
-            f"neither Megatron's arguments ({argument}) nor a config.json that says so",
-            hint=f"give it: {{preset: {self.preset}, with: {{heads: 32, groups: 8}}}}",
+            f"the preset {self.preset} needs the number of {option}, which the checkpoint does not contain: it has "
+            f"neither Megatron's arguments ({argument}) nor a config.json with it",
+            hint=f"pass it: {{preset: {self.preset}, with: {{heads: 32, groups: 8}}}}",
         )

@@ -1,4 +1,4 @@
-"""What a view's steps do to one tensor and its states: cut, join, transpose, stack, cast, average. Pure."""
+"""The operations of a view's steps on tensors and their states: cut, join, transpose, stack, cast, average."""
 
 from __future__ import annotations
 
@@ -26,7 +26,16 @@ Named = Sequence[tuple[str, Entry]]
 
 
 def transposed(name: str, entry: Entry, axes: Sequence[int] | None) -> Entry:
-    """The dims in another order, by default the reverse."""
+    """Permute the dims of a tensor.
+
+    Args:
+        name: the tensor's name.
+        entry: the tensor.
+        axes: for each new dim the old one (None: reverse the dims).
+
+    Raises:
+        LayoutError: the axes are not a permutation of the dims.
+    """
     order = tuple(reversed(range(len(entry.shape)))) if axes is None else tuple(axes)
     if sorted(order) != list(range(len(entry.shape))):
         raise LayoutError(f"{name} has the shape {entry.shape}: the axes {order} are not its dims")
@@ -40,17 +49,42 @@ def transposed(name: str, entry: Entry, axes: Sequence[int] | None) -> Entry:
 
 
 def trimmed(name: str, entry: Entry, dim: int, size: int) -> Entry:
-    """The first `size` indices along `dim`."""
+    """Keep the first indices along a dim.
+
+    Args:
+        name: the tensor's name.
+        entry: the tensor.
+        dim: the dim.
+        size: the number of indices that are kept.
+
+    Raises:
+        LayoutError: the tensor has no such dim, or fewer indices.
+    """
     _check_dim(name, entry, dim)
     if size > entry.shape[dim]:
-        raise LayoutError(f"{name} has the shape {entry.shape}: dim {dim} has not {size} indices")
+        raise LayoutError(f"{name} has the shape {entry.shape}: dim {dim} has fewer than {size} indices")
     return _each(name, entry, lambda view: _taken(view, name, dim, [(0, size)]))
 
 
 def split(
     name: str, entry: Entry, into: Sequence[str], dim: int, sizes: Sequence[int] | None, repeat: int
 ) -> list[tuple[str, Entry]]:
-    """Several tensors: along `dim`, `repeat` times, lie the parts of each one after another."""
+    """Split a tensor along a dim, which consists of `repeat` blocks, each with a part of every new tensor.
+
+    Args:
+        name: the tensor's name.
+        entry: the tensor.
+        into: the names of the new tensors.
+        dim: the dim.
+        sizes: the widths or proportions of the new tensors (None: equal parts).
+        repeat: the number of blocks.
+
+    Returns:
+        The new tensors with their names.
+
+    Raises:
+        LayoutError: the tensor has no such dim, or it cannot be split so.
+    """
     _check_dim(name, entry, dim)
     length, parts = entry.shape[dim], sizes or [1] * len(into)
     total = repeat * sum(parts)
@@ -58,7 +92,7 @@ def split(
         raise LayoutError(f"{len(parts)} sizes are given for {len(into)} names")
     if not length or length % total:
         raise LayoutError(
-            f"{name} has the shape {entry.shape}: dim {dim} does not come apart into {repeat} x {list(parts)}"
+            f"{name} has the shape {entry.shape}: dim {dim} cannot be split into {repeat} x {list(parts)}"
         )
     unit = length // total
     out, skip = [], 0
@@ -70,7 +104,7 @@ def split(
 
 
 def _taken(view: View, name: str, dim: int, runs: Iterable[tuple[int, int]]) -> View:
-    """These runs of indices along a dim, joined."""
+    """Concatenate runs of indices (first index, length) along a dim."""
     shape = view.info.shape
     parts, at = [], 0
     for begin, length in runs:
@@ -81,11 +115,21 @@ def _taken(view: View, name: str, dim: int, runs: Iterable[tuple[int, int]]) -> 
 
 
 def fused(name: str, members: Named, dim: int, repeat: int) -> Entry:
-    """One tensor of several: each is cut in `repeat` blocks along `dim`, and these take turns."""
+    """Concatenate tensors along a dim; each is cut into blocks, which are interleaved.
+
+    Args:
+        name: the name of the new tensor.
+        members: the tensors with their names.
+        dim: the dim.
+        repeat: the number of blocks of each tensor.
+
+    Raises:
+        LayoutError: a tensor has no such dim, or it cannot be cut so, or shapes, states or dtypes differ.
+    """
     for member, entry in members:
         _check_dim(member, entry, dim)
         if entry.shape[dim] % repeat:
-            raise LayoutError(f"{member} has the shape {entry.shape}: dim {dim} does not come apart into {repeat}")
+            raise LayoutError(f"{member} has the shape {entry.shape}: dim {dim} cannot be split into {repeat}")
         if _without(entry.shape, dim) != _without(members[0][1].shape, dim):
             raise LayoutError(
                 f"{member} of the shape {entry.shape} does not fit {members[0][0]}: {members[0][1].shape}"
@@ -110,7 +154,16 @@ def fused(name: str, members: Named, dim: int, repeat: int) -> Entry:
 
 
 def stacked(name: str, members: Named, dim: int) -> Entry:
-    """One tensor with a new dim, along which the members lie."""
+    """Stack tensors along a new dim.
+
+    Args:
+        name: the name of the new tensor.
+        members: the tensors with their names, in order.
+        dim: the new dim.
+
+    Raises:
+        LayoutError: there can be no such dim, or shapes, states or dtypes differ.
+    """
     first = members[0][1].shape
     if dim > len(first):
         raise LayoutError(f"{members[0][0]} has the shape {first}: there is no place for a new dim {dim}")
@@ -128,7 +181,21 @@ def stacked(name: str, members: Named, dim: int) -> Entry:
 
 
 def unstacked(name: str, entry: Entry, into: str, dim: int, start: int) -> list[tuple[str, Entry]]:
-    """A tensor for each index of a dim, without that dim; `{i}` in `into` is the number."""
+    """Make a tensor of each index of a dim, without that dim.
+
+    Args:
+        name: the tensor's name.
+        entry: the tensor.
+        into: the names of the new tensors, in which `{i}` is replaced by the number.
+        dim: the dim.
+        start: the first number.
+
+    Returns:
+        The new tensors with their names.
+
+    Raises:
+        LayoutError: the tensor has no such dim.
+    """
     _check_dim(name, entry, dim)
 
     def take(view: View, *, i: int, to: str) -> View:
@@ -143,7 +210,18 @@ def unstacked(name: str, entry: Entry, into: str, dim: int, start: int) -> list[
 
 
 def cast(table: Table, name: str, entry: Entry, states: set[str], dtype: str) -> Entry:
-    """These states rounded to another floating-point dtype."""
+    """Round states of a tensor to another floating-point dtype.
+
+    Args:
+        table: the table that gets the formulas.
+        name: the tensor's name.
+        entry: the tensor.
+        states: the states that are cast.
+        dtype: the new dtype.
+
+    Raises:
+        LayoutError: the old or the new dtype is not floating-point.
+    """
 
     def change(view: View) -> View:
         if view.info.dtype == dtype:
@@ -160,7 +238,16 @@ def cast(table: Table, name: str, entry: Entry, states: set[str], dtype: str) ->
 
 
 def meaned(table: Table, name: str, members: Named) -> Entry:
-    """The mean of the members, in each state."""
+    """Average tensors, state by state.
+
+    Args:
+        table: the table that gets the formulas.
+        name: the name of the new tensor.
+        members: the tensors with their names.
+
+    Raises:
+        LayoutError: shapes, states or dtypes differ, or a dtype is not floating-point.
+    """
     for member, entry in members:
         if entry.shape != members[0][1].shape:
             raise LayoutError(f"{member} has the shape {entry.shape}, {members[0][0]} {members[0][1].shape}")
@@ -177,7 +264,7 @@ def meaned(table: Table, name: str, members: Named) -> Entry:
 
 
 def _each(name: str, entry: Entry, change: Callable[[View], View], to: str | None = None) -> Entry:
-    """The entry with its parameter and the states of its shape changed; states of one element stay as they are."""
+    """Change all states that have the shape of the parameter; states of one element stay as they are."""
     new, states = to or name, {}
     for state, view in entry.states.items():
         if view.info.shape == entry.shape:
@@ -190,7 +277,7 @@ def _each(name: str, entry: Entry, change: Callable[[View], View], to: str | Non
 
 
 def _together(name: str, members: Named, join: Callable[[Sequence[View]], View]) -> Entry:
-    """One entry of several: their states joined; of states of one element the first's, which all must have."""
+    """Join tensors state by state; for states of one element the first tensor's is taken."""
     first_name, first = members[0]
     states = {}
     for member, entry in members:

@@ -29,7 +29,7 @@ __all__ = ["Taken", "apply"]
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a step took and what it made, as names."""
+    """The names of the tensors that a step took and made."""
 
     step: str
     took: tuple[str, ...]
@@ -37,28 +37,35 @@ class Taken:
 
 
 def apply(table: Table, steps: Sequence[Labelled]) -> list[Taken]:
-    """Do the steps, each with the label that errors give it; what each took.
+    """Apply steps in order.
+
+    Args:
+        table: the tensors, which are changed in place.
+        steps: the steps with their labels for error messages.
+
+    Returns:
+        For each step the tensors that it took and made.
 
     Raises:
-        LayoutError: a step cannot be done; it names the step and the tensor.
+        LayoutError: a step cannot be applied; the message names the step and the tensor.
     """
     return [_apply(table, label, step) for label, step in steps]
 
 
 def _apply(table: Table, label: str, step: Any) -> Taken:
     verb = next(iter(type(step).model_fields))
-    what = getattr(step, verb)
-    told = f"{label} ({verb} {what if isinstance(what, str) else ', '.join(what)})"
+    names = getattr(step, verb)
+    where = f"{label} ({verb} {names if isinstance(names, str) else ', '.join(names)})"
     before = dict(table.entries)
     try:
-        _DO[type(step)](table, step, told)
+        _DO[type(step)](table, step, where)
     except LayoutError as e:
-        if e.message.startswith(told):
+        if e.message.startswith(where):
             raise
-        raise LayoutError(f"{told}: {e.message}", hint=e.hint) from e
+        raise LayoutError(f"{where}: {e.message}", hint=e.hint) from e
     took = tuple(n for n, e in before.items() if table.entries.get(n) is not e)
     made = tuple(n for n, e in table.entries.items() if before.get(n) is not e)
-    return Taken(told, took, made)
+    return Taken(where, took, made)
 
 
 class _Names:
@@ -77,39 +84,39 @@ class _Names:
                 yield name, entry, found
 
     def states(self, entry: Entry) -> set[str]:
-        """The states that match; all where there are no patterns."""
+        """The states that match; all if there are no patterns."""
         return {s for s in entry.states if not self._patterns or self.find(s)}
 
 
-def _keep(table: Table, step: schema.Keep, told: str) -> None:
-    _select(table, _Names(step.keep), _Names(step.states), told, keep=True)
+def _keep(table: Table, step: schema.Keep, where: str) -> None:
+    _select(table, _Names(step.keep), _Names(step.states), where, keep=True)
 
 
-def _drop(table: Table, step: schema.Drop, told: str) -> None:
-    _select(table, _Names(step.drop), _Names(step.states), told, keep=False)
+def _drop(table: Table, step: schema.Drop, where: str) -> None:
+    _select(table, _Names(step.drop), _Names(step.states), where, keep=False)
 
 
-def _select(table: Table, names: _Names, states: _Names, told: str, *, keep: bool) -> None:
+def _select(table: Table, names: _Names, states: _Names, where: str, *, keep: bool) -> None:
     out: dict[str, list[tuple[str, Entry]]] = {}
     for name, entry in table.entries.items():
         chosen = states.states(entry) if names.find(name) else set()
         left = {s: v for s, v in entry.states.items() if (s in chosen) is keep}
         if len(left) < len(entry.states):
             out[name] = [(name, Entry(left, entry.param, entry.alias))] if left else []
-    table.put(out, told)
+    table.put(out, where)
 
 
-def _rename(table: Table, step: schema.Rename, told: str) -> None:
+def _rename(table: Table, step: schema.Rename, where: str) -> None:
     def changed(name: str, entry: Entry, match: re.Match[str]) -> list[tuple[str, Entry]]:
         to = expand(match, step.to)
         if to == name:
             return [(name, entry)]
         return [(to, Entry({s: renamed(v, to, s) for s, v in entry.states.items()}, entry.param, entry.alias))]
 
-    table.put({n: changed(n, e, m) for n, e, m in _Names(step.rename).among(table)}, told)
+    table.put({n: changed(n, e, m) for n, e, m in _Names(step.rename).among(table)}, where)
 
 
-def _rename_states(table: Table, step: schema.RenameStates, told: str) -> None:
+def _rename_states(table: Table, step: schema.RenameStates, where: str) -> None:
     out = {}
     for name, entry, _ in _Names(step.match).among(table):
         new = [step.rename_states.get(s, s) for s in entry.states]
@@ -118,52 +125,52 @@ def _rename_states(table: Table, step: schema.RenameStates, told: str) -> None:
         if new != list(entry.states):
             states = {to: renamed(v, name, to) for to, v in zip(new, entry.states.values(), strict=True)}
             out[name] = [(name, Entry(states, entry.param, entry.alias))]
-    table.put(out, told)
+    table.put(out, where)
 
 
-def _each(table: Table, told: str, patterns: str | list[str], change: Callable[[str, Entry], Entry]) -> None:
-    table.put({n: [(n, change(n, e))] for n, e, _ in _Names(patterns).among(table)}, told)
+def _each(table: Table, where: str, patterns: str | list[str], change: Callable[[str, Entry], Entry]) -> None:
+    table.put({n: [(n, change(n, e))] for n, e, _ in _Names(patterns).among(table)}, where)
 
 
-def _transpose(table: Table, step: schema.Transpose, told: str) -> None:
-    _each(table, told, step.transpose, lambda n, e: transposed(n, e, step.axes))
+def _transpose(table: Table, step: schema.Transpose, where: str) -> None:
+    _each(table, where, step.transpose, lambda n, e: transposed(n, e, step.axes))
 
 
-def _trim(table: Table, step: schema.Trim, told: str) -> None:
-    _each(table, told, step.trim, lambda n, e: trimmed(n, e, step.dim, step.size))
+def _trim(table: Table, step: schema.Trim, where: str) -> None:
+    _each(table, where, step.trim, lambda n, e: trimmed(n, e, step.dim, step.size))
 
 
-def _split(table: Table, step: schema.Split, told: str) -> None:
+def _split(table: Table, step: schema.Split, where: str) -> None:
     out = {}
     for name, entry, match in _Names(step.split).among(table):
         into = [expand(match, t) for t in step.into]
         out[name] = split(name, entry, into, step.dim, step.sizes, step.repeat)
-    table.put(out, told)
+    table.put(out, where)
 
 
-def _fuse(table: Table, step: schema.Fuse, told: str) -> None:
+def _fuse(table: Table, step: schema.Fuse, where: str) -> None:
     out: dict[str, list[tuple[str, Entry]]] = {}
     for name, _, match in _Names(step.fuse).among(table):
         members = [name, *(expand(match, t) for t in step.and_)]
-        _must_be_there(table, members, told)
+        _must_be_there(table, members, where)
         into = expand(match, step.into)
         entry = fused(into, [(m, table.entries[m]) for m in members], step.dim, step.repeat)
         out |= {m: [] for m in members} | {name: [(into, entry)]}
-    table.put(out, told)
+    table.put(out, where)
 
 
-def _stack(table: Table, step: schema.Stack, told: str) -> None:
-    _gather(table, step.stack, step.into, told, lambda into, members: stacked(into, members, step.dim))
+def _stack(table: Table, step: schema.Stack, where: str) -> None:
+    _gather(table, step.stack, step.into, where, lambda into, members: stacked(into, members, step.dim))
 
 
-def _mean(table: Table, step: schema.Mean, told: str) -> None:
-    _gather(table, step.mean, step.into, told, lambda into, members: meaned(table, into, members))
+def _mean(table: Table, step: schema.Mean, where: str) -> None:
+    _gather(table, step.mean, step.into, where, lambda into, members: meaned(table, into, members))
 
 
 def _gather(
-    table: Table, pattern: str, into: str, told: str, make: Callable[[str, list[tuple[str, Entry]]], Entry]
+    table: Table, pattern: str, into: str, where: str, make: Callable[[str, list[tuple[str, Entry]]], Entry]
 ) -> None:
-    """Numbered tensors become one, at the place of the first."""
+    """Replace numbered tensors by one, in the position of the first."""
     groups: dict[str, dict[int, str]] = {}
     for name, _, match in _Names(pattern).among(table):
         text = match["i"] if "i" in match.re.groupindex else match[1] if match.re.groups else ""
@@ -181,43 +188,43 @@ def _gather(
         members = [(numbers[i], table.entries[numbers[i]]) for i in range(len(numbers))]
         out |= {name: [] for name, _ in members}
         out[next(n for n in table.entries if n in numbers.values())] = [(to, make(to, members))]
-    table.put(out, told)
+    table.put(out, where)
 
 
-def _unstack(table: Table, step: schema.Unstack, told: str) -> None:
+def _unstack(table: Table, step: schema.Unstack, where: str) -> None:
     if "{i}" not in step.into:
-        raise LayoutError(f"{told}: `into` must have {{i}}, which is the number")
+        raise LayoutError(f"{where}: `into` must have {{i}}, which is the number")
     out = {}
     for name, entry, match in _Names(step.unstack).among(table):
         template = expand(match, step.into)
         out[name] = unstacked(name, entry, template, step.dim, step.start)
-    table.put(out, told)
+    table.put(out, where)
 
 
-def _alias(table: Table, step: schema.Alias, told: str) -> None:
+def _alias(table: Table, step: schema.Alias, where: str) -> None:
     for alias, name in step.alias.items():
         if alias in table.entries:
-            raise LayoutError(f"{told}: {alias} is stored itself", hint="drop it first, if its values are the same")
-        _must_be_there(table, [name], told)
+            raise LayoutError(f"{where}: {alias} is stored itself", hint="drop it first, if its values are the same")
+        _must_be_there(table, [name], where)
         entry = table.entries[name]
         table.entries[alias] = Entry(
             {s: renamed(v, alias, s) for s, v in entry.states.items()}, entry.param, alias=True
         )
 
 
-def _untie(table: Table, step: schema.Untie, told: str) -> None:
-    _each(table, told, step.untie, lambda _, e: Entry(e.states, e.param))
+def _untie(table: Table, step: schema.Untie, where: str) -> None:
+    _each(table, where, step.untie, lambda _, e: Entry(e.states, e.param))
 
 
-def _cast(table: Table, step: schema.Cast, told: str) -> None:
+def _cast(table: Table, step: schema.Cast, where: str) -> None:
     states = _Names(step.states)
-    _each(table, told, step.cast, lambda n, e: cast(table, n, e, states.states(e), step.dtype))
+    _each(table, where, step.cast, lambda n, e: cast(table, n, e, states.states(e), step.dtype))
 
 
-def _must_be_there(table: Table, names: Sequence[str], told: str) -> None:
+def _must_be_there(table: Table, names: Sequence[str], where: str) -> None:
     missing = [n for n in names if n not in table.entries]
     if missing:
-        raise LayoutError(f"{told} needs {', '.join(missing)}, which the checkpoint does not have")
+        raise LayoutError(f"{where} needs {', '.join(missing)}, which the checkpoint does not have")
 
 
 _DO: dict[type, Callable[[Table, Any, str], None]] = {

@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint while a view's steps work on them: names, states, and what each is made of.
+"""The table of tensors on which the steps of a view operate: names, states, and the sources of each.
 
-Every state of every tensor is a `View` of source tensors. A formula (a cast, a mean) makes a source tensor of a key of
-its own, so that the steps after it see no difference. An alias is an entry like any other while steps work, so that it
-is renamed and split as what it stands for; in the end those that still have another's very parts are aliases again.
+Every state of every tensor is a `View` of source tensors. The result of a formula (a cast or mean) is a source tensor
+with a key of its own, so later steps need not distinguish it. During the steps an alias is an entry like any other, so
+that it is renamed and split like its target; at the end, entries with the same parts as another become aliases again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Formula:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor under one name; `param` is the source's parameter it comes from, `alias` that it is a further name."""
+    """A tensor under a name; `param` is the source's parameter it comes from, `alias` whether it is a further name."""
 
     states: Mapping[str, View]
     param: str
@@ -40,31 +40,42 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the parameter itself, which those of its states follow."""
+        """The shape of the parameter."""
         first = next((s for s in ("weight", "master") if s in self.states), next(iter(self.states)))
         return self.states[first].info.shape
 
 
 def identity(info: TensorInfo) -> View:
-    """A source tensor as it is."""
+    """The view that is a source tensor itself.
+
+    Args:
+        info: the source tensor.
+    """
     whole = Box.whole(info.shape)
     return View(info, ((info.key, Part.aligned(whole, whole)),))
 
 
 def part_of(view: View, target: Box, box: Box, axes: tuple[int | None, ...] | None = None) -> tuple[View, Part]:
-    """A box of a new tensor that is a box of a view, by default with its dims in the same order."""
+    """A part of a new tensor: a box that is taken from a view.
+
+    Args:
+        view: the view.
+        target: the box of the new tensor.
+        box: the box of the view.
+        axes: for each dim of the new tensor the view's dim, None for a new one (default: the same dims).
+    """
     return view, Part.aligned(target, box) if axes is None else Part(target, box, axes)
 
 
 def compose(info: TensorInfo, parts: Iterable[tuple[View, Part]]) -> View:
-    """Make a tensor of boxes of views.
+    """Compose a tensor of boxes of views.
 
     Args:
         info: the new tensor.
-        parts: each with the view that is its source.
+        parts: its parts, each with the view that it is taken from.
 
     Returns:
-        A view of the sources that these views are made of.
+        A view of the sources of these views.
 
     Raises:
         CoverageError: the parts do not cover the tensor.
@@ -74,7 +85,7 @@ def compose(info: TensorInfo, parts: Iterable[tuple[View, Part]]) -> View:
 
 
 def _through(part: Part, inner: Part) -> Part | None:
-    """What a part of a view takes of one of the view's own parts."""
+    """The intersection of a part taken from a view with one of the view's own parts; None if it is empty."""
     clip = inner.target.intersect(part.box)
     if clip is None:
         return None
@@ -101,7 +112,13 @@ class Table:
 
     @classmethod
     def of(cls, tensor_list: TensorList, aliases: Mapping[str, str], means: Mapping[Key, Sequence[Key]]) -> Table:
-        """The tensors of a source; those that it stores as several contributions are the mean of these."""
+        """The table of a source.
+
+        Args:
+            tensor_list: the source's tensors.
+            aliases: further name -> name of a tied tensor.
+            means: the tensors that the source stores as several contributions, whose mean they are.
+        """
         table = cls({})
         states: dict[str, dict[str, View]] = {}
         for info in tensor_list.tensors:
@@ -120,7 +137,14 @@ class Table:
         return table
 
     def computed(self, formula: Formula) -> View:
-        """The view of a computed tensor, which from now on is a source like any other."""
+        """Add a computed tensor, which becomes a source like any other.
+
+        Args:
+            formula: its formula.
+
+        Returns:
+            A view of it.
+        """
         info = formula.info
         key = Key(info.name, f"{info.state}={formula.operation}{len(self.formulas)}")
         self.formulas[key] = formula
@@ -128,20 +152,28 @@ class Table:
         return renamed(source, info.name, info.state)
 
     def put(self, old: Mapping[str, Sequence[tuple[str, Entry]]], step: str) -> None:
-        """Replace entries, each by others in its place; LayoutError where two get one name."""
+        """Replace entries in place.
+
+        Args:
+            old: for each entry that is replaced, by name, the new entries with their names.
+            step: the label of the step, for error messages.
+
+        Raises:
+            LayoutError: two entries would have the same name.
+        """
         found: dict[str, Entry] = {}
         for name, entry in self.entries.items():
             for to, new in old.get(name, ((name, entry),)):
                 if to in found:
                     raise LayoutError(
                         f"{step}: {name} would be called {to}, and so is {_origin(found[to], entry)}",
-                        hint="drop one of them first, or tell them apart",
+                        hint="drop one of them first, or choose different names",
                     )
                 found[to] = new
         self.entries = found
 
     def tied(self) -> tuple[dict[str, Entry], dict[str, str]]:
-        """The stored tensors, and the names that are only further names: those that still have another's very parts."""
+        """The stored tensors, and the aliases: further names whose parts are still those of a stored tensor."""
         first: dict[object, str] = {}
         ordered = sorted(self.entries.items(), key=lambda item: item[1].alias)
         aliases: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""A checkpoint seen through the steps of a view: other names, shapes and dtypes, and not a byte moved."""
+"""A checkpoint under the names, shapes and dtypes of a view; no byte is copied."""
 
 from __future__ import annotations
 
@@ -33,29 +33,47 @@ if TYPE_CHECKING:
 
 __all__ = ["ComputedFile", "ComputedStore", "Viewed", "computed_extent", "file_name", "inputs_of"]
 
-_PREFIX = f"{HIDDEN}computed/"  # no file of a checkpoint can be called so
+_PREFIX = f"{HIDDEN}computed/"  # no file of a checkpoint can have such a key
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedFile:
-    """A computed tensor, and how the extents of its inputs are found."""
+    """A computed tensor, and functions that return the extents of its inputs."""
 
     formula: Formula
     inputs: tuple[Callable[[], Iterable[Extent | Tiles]], ...]
 
 
 def file_name(level: int, number: int) -> str:
-    """The key of a computed tensor's file; views of views, which share a store, are of different levels."""
+    """The key of a computed tensor's file.
+
+    Args:
+        level: the number of views below this one: views of views share a store.
+        number: the tensor's number among those that the view computes.
+    """
     return f"{_PREFIX}{level}/{number}"
 
 
 def computed_extent(info: TensorInfo, file: str) -> Extent:
-    """Where a computed tensor lies."""
+    """The extent of a computed tensor.
+
+    Args:
+        info: the tensor.
+        file: the key of its file.
+    """
     return Extent(Box.whole(info.shape), file, 0, row_major(info.shape, info.itemsize))
 
 
 def inputs_of(store: Store, key: str) -> Iterator[tuple[TensorInfo, Iterable[Extent | Tiles]]] | None:
-    """What a file is computed from: tensors and their extents; None if it is not computed."""
+    """The inputs of a computed file.
+
+    Args:
+        store: the store of a view, perhaps wrapped.
+        key: the file's key.
+
+    Returns:
+        The tensors that it is computed from with their extents; None if it is not computed.
+    """
     while isinstance(store, WrappedStore):
         found = store.computed(key) if isinstance(store, ComputedStore) else None
         if found is not None:
@@ -65,14 +83,21 @@ def inputs_of(store: Store, key: str) -> Iterator[tuple[TensorInfo, Iterable[Ext
 
 
 class ComputedStore(SyntheticStore):
-    """A store with computed files besides its own."""
+    """A store with additional, computed files."""
 
     def __init__(self, inner: Store, files: Mapping[str, ComputedFile]) -> None:
         super().__init__(inner)
         self._files = dict(files)
 
     def computed(self, key: str) -> ComputedFile | None:
-        """The file of this key, if it is one of these."""
+        """Look up a computed file.
+
+        Args:
+            key: its key.
+
+        Returns:
+            The file; None if it is not one of these.
+        """
         return self._files.get(key)
 
     def _holds(self, key: str) -> bool:
@@ -95,7 +120,7 @@ class ComputedStore(SyntheticStore):
 
 
 def _cast(arrays: Sequence[NDArray[Any]], info: TensorInfo) -> NDArray[Any]:
-    """Rounded to nearest, ties to even; UsageError where a finite value would become infinite or no number."""
+    """Round to nearest, ties to even; raise UsageError if a finite value would become infinite or NaN."""
     (array,) = arrays
     with np.errstate(over="ignore", invalid="ignore"):
         out = array.astype(numpy_dtype(info.dtype))
@@ -109,7 +134,7 @@ def _cast(arrays: Sequence[NDArray[Any]], info: TensorInfo) -> NDArray[Any]:
 
 
 def _mean(arrays: Sequence[NDArray[Any]], info: TensorInfo) -> NDArray[Any]:
-    """Added up in order, in float32 (float64 where the tensors are), and divided by their number."""
+    """Sum in order, in float32 (float64 for float64 tensors), and divide by the number of tensors."""
     wide = np.result_type(np.float32, arrays[0].dtype) if arrays[0].dtype == np.float64 else np.dtype(np.float32)
     total = arrays[0].astype(wide)
     for array in arrays[1:]:
@@ -121,12 +146,12 @@ _OPERATIONS = {"cast": _cast, "mean": _mean}
 
 
 class Viewed:
-    """The tensors of a source after some steps; all else is the source's.
+    """The tensors of a source after the steps of a view; everything else is the source's.
 
-    `taken` says of each step which tensors it took and made.
+    `taken` lists the tensors that each step took and made.
     """
 
-    is_view = True  # what `Checkpoint` knows it by
+    is_view = True  # by which `Checkpoint` recognises it
 
     def __init__(self, base: Readable, steps: Sequence[Labelled]) -> None:
         self.base, self.kind, self.steps = base, base.kind, tuple(steps)
@@ -150,7 +175,12 @@ class Viewed:
         return self.of_view(self._views[key], within)
 
     def of_view(self, view: View, within: Box | None = None) -> Iterator[Extent | Tiles]:
-        """The extents of a view; those of its source as they are, where the view is all of it."""
+        """The extents of a view of the source's tensors.
+
+        Args:
+            view: the view.
+            within: only extents that intersect this box of it (default: all).
+        """
         if len(view.parts) == 1:
             source, part = view.parts[0]
             whole = view.info.shape == part.box.shape and part.axes == tuple(range(len(view.info.shape)))
@@ -160,11 +190,22 @@ class Viewed:
         yield from view.extents(self._single_extents, within)
 
     def means(self, key: Key) -> Iterator[ComputedFile]:
-        """The means that a tensor is made of, wholly or in part."""
+        """The means of which a tensor consists, wholly or in part.
+
+        Args:
+            key: the tensor.
+        """
         return (file for file, _ in self.computed(key) if file.formula.operation == "mean")
 
     def computed(self, key: Key) -> Iterator[tuple[ComputedFile, bool]]:
-        """The casts and means that a tensor is made of, wholly or in part; whether a step says so, not the source."""
+        """The casts and means of which a tensor consists, wholly or in part.
+
+        Args:
+            key: the tensor.
+
+        Yields:
+            The computed tensor, and whether a step (rather than the source) asks for it.
+        """
         views = [self._views[key]]
         while views:
             for source, _ in views.pop().parts:
@@ -188,18 +229,18 @@ class Viewed:
         return single_extents(self._source_extents(key, within))
 
     def records(self) -> Iterator[FileRecord]:
-        """None: the steps say nothing of the files; ask the source."""
+        """Nothing: a view has no files of its own."""
         return iter(())
 
 
 def _view_metadata(
     metadata: CheckpointMetadata, stored: dict[str, Entry], aliases: dict[str, str]
 ) -> CheckpointMetadata:
-    """What the source says of itself, with the names as the steps left them."""
-    born: dict[str, list[str]] = {}
+    """The metadata of the source, with the names after the steps."""
+    names: dict[str, list[str]] = {}  # of the tensors that come from each parameter
     for name, entry in stored.items():
-        born.setdefault(entry.param, []).append(name)
-    groups = tuple({**g, "params": [n for p in g["params"] for n in born.get(p, ())]} for g in metadata.groups)
+        names.setdefault(entry.param, []).append(name)
+    groups = tuple({**g, "params": [n for p in g["params"] for n in names.get(p, ())]} for g in metadata.groups)
     numbers = {n: i for i, g in enumerate(groups) for n in g["params"]}
     if not groups:
         numbers = {
