@@ -257,7 +257,7 @@ class TestErrors:
             ({"alias": {"c": "zz"}}, "needs zz"),
             ({"preset": "nothing"}, "there is no preset"),
             ({"cast": "a", "dtype": "float3"}, "float3"),
-            ({"turn": "a"}, "not a step"),
+            ({"turn": "a"}, "not a valid step"),
             ({"drop": "/(/"}, "not a regular expression"),
             ({"keep": "a", "statez": ["x"]}, "statez"),
         ],
