@@ -125,7 +125,7 @@ arrays = {n: np.full(ck[n].shape, 1, np.float32) for n in ("w", "v")}
 before = peak()
 for name, out in arrays.items():
     ck[name].read(out=out)
-told = {"peak": peak() - before, "most": BUDGET.most}
+told = {"peak": peak() - before, "most": BUDGET.peak}
 print(json.dumps({**told, "sums": [float(a.sum(dtype="f8")) for a in arrays.values()]}))
 """
 

@@ -281,13 +281,13 @@ def test_a_folder_removed_under_a_stream_is_said_so(store: LocalStore) -> None:
 
 def test_files_and_folders_in_each_others_place(store: LocalStore) -> None:
     put(store, "d/f", b"x")
-    with pytest.raises(PermissionDenied, match="folder stands where"):
+    with pytest.raises(PermissionDenied, match="a folder is where"):
         put(store, "d")
-    with pytest.raises(PermissionDenied, match="folder stands where"):
+    with pytest.raises(PermissionDenied, match="a folder is where"):
         store.delete("d")
-    with pytest.raises(PermissionDenied, match="file stands where"):
+    with pytest.raises(PermissionDenied, match="a file is where"):
         put(store, "d/f/g")
-    with pytest.raises(PermissionDenied, match="file stands where"):
+    with pytest.raises(PermissionDenied, match="a file is where"):
         store.put_if_absent("d/f/g", b"")
     with pytest.raises(Conflict):
         store.put_if_absent("d", b"x")
@@ -388,7 +388,7 @@ def test_what_bears_the_name_of_a_lock_is_neither_followed_nor_waited_for(tmp_pa
     store = LocalStore(tmp_path / "root")
     version = store.put_if_absent("f", b"one")
     (tmp_path / "root" / ".ucf-lock").symlink_to(tmp_path / "made")
-    with pytest.raises(UnsafeError, match=r"(?s)cannot lock .*ucf-lock.*a symbolic link stands there"):
+    with pytest.raises(UnsafeError, match=r"(?s)cannot lock .*ucf-lock.*it is a symbolic link"):
         store.replace("f", b"two", version)
     assert not (tmp_path / "made").exists()
     assert store.read("f") == b"one"
@@ -410,7 +410,7 @@ def test_many_closed_streams_do_not_run_out_of_descriptors(store: LocalStore, mo
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", slow)
-    store._durability._most = 32
+    store._durability._max_open = 32
     most = 0
     for i in range(200):
         put(store, f"{i}")

@@ -112,7 +112,7 @@ def test_a_local_save_whose_commit_may_not_last_drops_nothing(tmp_path: Path, mo
             raise UcformatError("Input/output error")
 
     monkeypatch.setattr("ucformat.storage.folders.sync_open_folder", failing)
-    with pytest.raises(Uncertain, match=r"was committed: .*manifest.json was written, but may not last: Input"):
+    with pytest.raises(Uncertain, match=r"was committed: .*manifest.json was written, but may not be durable: Input"):
         save(state(), tmp_path / "ck")
     monkeypatch.undo()
     assert is_whole(str(tmp_path / "ck"), ARRAYS)

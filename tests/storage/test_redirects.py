@@ -17,7 +17,7 @@ import pytest
 from tests.s3 import CANARY
 from tests.storage.seen import TOKEN
 from ucformat.errors import UcformatError, UnsafeError
-from ucformat.storage.clouds import Options, _only_to, connect, parse
+from ucformat.storage.clouds import Options, _restrict_hosts, connect, parse
 from ucformat.storage.fsspec_store import FsspecStore
 from ucformat.storage.url import open_store
 
@@ -166,7 +166,7 @@ def test_a_proxy_of_the_user_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
     monkeypatch.setenv("no_proxy", "inside.example")
     urls = ["http://inside.example:9000", "https://outside.example", "http://outside.example"]
-    assert [sorted(_only_to([url])) for url in urls] == [["proxy_excludes", "proxy_url"]] * 2 + [[]]
+    assert [sorted(_restrict_hosts([url])) for url in urls] == [["proxy_excludes", "proxy_url"]] * 2 + [[]]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ucformat.errors import PermissionDenied, UcformatError, UnsupportedError
 from ucformat.format.commit import MANIFEST
 from ucformat.jobs import probes
 from ucformat.settings import load_settings, using
-from ucformat.storage.clouds import SCHEMES, Options, keys_in_environment, s3_terms
+from ucformat.storage.clouds import SCHEMES, Options, keys_in_environment, s3_settings
 from ucformat.storage.local import LocalStore
 from ucformat.storage.url import open_store, split_url
 
@@ -59,7 +59,7 @@ def access_to(url: str) -> Access:
 
 def _of_s3() -> Access:
     settings = load_settings()
-    endpoint, region, session = s3_terms(Options(settings.endpoint, settings.region))
+    endpoint, region, session = s3_settings(Options(settings.endpoint, settings.region))
     return Access(_shown(endpoint) if endpoint else "Amazon's", region, _credentials(session))
 
 

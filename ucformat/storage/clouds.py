@@ -1,7 +1,7 @@
-"""From a url to a client of its cloud: S3, Google, Azure or plain HTTP, through obstore.
+"""Clients for the clouds: S3, Google, Azure or plain HTTP, through obstore.
 
-Credentials come from each cloud's standard chain and from nowhere else: environment, profile files, workload identity,
-instance metadata. A url that holds a password or a signature is refused, because urls end up in manifests and logs.
+Credentials come only from each cloud's standard chain: environment, profile files, workload identity, instance
+metadata. A URL that contains a password or a signature is rejected, because URLs are stored in manifests and logs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
 
 __all__ = [
-    "NOWHERE",
+    "BLOCKING_PROXY",
     "SCHEMES",
     "Options",
     "Place",
@@ -33,54 +33,61 @@ __all__ = [
     "connect",
     "keys_in_environment",
     "parse",
-    "refuse_secrets",
-    "s3_terms",
+    "reject_secrets",
+    "s3_settings",
 ]
 
-#: Scheme -> the cloud that it is of.
+#: Cloud of each URL scheme.
 SCHEMES = {
     **dict.fromkeys(("s3", "s3a"), "s3"),
     **dict.fromkeys(("gs", "gcs"), "gs"),
     **dict.fromkeys(("az", "azure", "abfs", "abfss"), "az"),
     **dict.fromkeys(("http", "https"), "http"),
 }
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:]*)(:\d*)?")  # else what follows the colon is a password with a slash in it
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:]*)(:\d*)?")  # otherwise a password with a slash follows the colon
 _SIGNED = re.compile(
     r"[?&;#](x-[a-z]+-|awsaccesskeyid=|googleaccessid=|[\w.-]*(token|secret|passw(or)?d|pwd|credential|signature|sig|key)=)",
     re.IGNORECASE,
 )
-#: The proxy of what is not to be reached; nothing ever listens at port 0.
-NOWHERE = "http://127.0.0.1:0"
+#: The proxy for hosts that must not be reached; nothing ever listens at port 0.
+BLOCKING_PROXY = "http://127.0.0.1:0"
 _AMAZON = ("amazonaws.com", "amazonaws.com.cn", "api.aws")
-_METADATA = ("169.254.0.0/16", "fd00:ec2::/32")  # of Amazon's machines; no proxy leads there
+_METADATA = ("169.254.0.0/16", "fd00:ec2::/32")  # of EC2 instances; not reached through proxies
 _AWS_URLS = ("AWS_ENDPOINT_URL_STS", "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_METADATA_ENDPOINT")
 _SAS = ("AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN")
-_CONNECT, _STALL, _WHOLE = "10s", "30s", "300s"  # to connect; between two parts of a body; for all of a request
+_CONNECT, _READ, _TOTAL = "10s", "30s", "300s"  # time-outs: to connect; between parts of a body; of a request
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a place is reached, besides its url; nothing secret."""
+    """Settings of a storage besides its URL; none of them is secret."""
 
-    endpoint: str = ""  # of a service that speaks S3; also AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL
-    region: str = ""  # also AWS_REGION and AWS_DEFAULT_REGION
-    deadline: float = 180.0  # seconds after which a request that keeps failing is given up
-    retries: int = 10  # of one request
+    endpoint: str = ""  # URL of an S3-compatible service; default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL
+    region: str = ""  # default: AWS_REGION, AWS_DEFAULT_REGION
+    deadline: float = 180.0  # seconds after which a failing request is no longer retried
+    retries: int = 10  # per request
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A url taken apart: `root` is its normal spelling, `bucket` the bucket, container or server, `prefix` the rest."""
+    """The parts of a URL: `root` is its normal form, `bucket` the bucket, container or server, `prefix` the rest."""
 
     cloud: str
     root: str
     bucket: str
     prefix: str
-    account: str = ""  # of Azure
+    account: str = ""  # Azure storage account
 
 
-def refuse_secrets(url: str) -> None:
-    """UsageError where a url of any scheme holds what may be secret, which is not repeated."""
+def reject_secrets(url: str) -> None:
+    """Reject a URL that may contain a secret, without repeating it.
+
+    Args:
+        url: a URL of any scheme, or a chain of fsspec.
+
+    Raises:
+        UsageError: the URL contains a password or a signature.
+    """
     learn_url(url)
     for part in url.split("::"):  # fsspec's chains
         scheme, _, rest = part.rpartition("://")
@@ -92,21 +99,24 @@ def refuse_secrets(url: str) -> None:
 def _secret(scheme: str) -> UsageError:
     return UsageError(
         f"a {scheme}:// url holds a password or a signature",
-        hint="leave it out, and let the cloud's standard chain find the credentials; urls are kept in manifests",
+        hint="omit it: credentials come from the cloud's standard chain, and URLs are stored in manifests",
     )
 
 
 def parse(url: str) -> Place:
-    """Take a url apart.
+    """Parse the URL of an object store.
+
+    Args:
+        url: a URL with one of `SCHEMES`.
 
     Raises:
-        UsageError: it names no bucket, or holds what may be secret; that is not repeated in the message.
-        UnsafeError: its path leads out of the bucket.
+        UsageError: the URL names no bucket, or contains a secret, which the message does not repeat.
+        UnsafeError: its path leaves the bucket.
     """
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
     cloud = SCHEMES[scheme]
-    refuse_secrets(url)
+    reject_secrets(url)
     bucket, _, path = rest.partition("/")
     account = ""
     if cloud == "az" and "@" in bucket and ":" not in bucket:
@@ -124,11 +134,19 @@ def parse(url: str) -> Place:
 
 
 def connect(place: Place, options: Options) -> Client:
-    """The client; nothing is sent yet. Each process makes its own: none lives through a fork."""
+    """Create a client, without sending anything; each process needs its own, because clients do not survive a fork.
+
+    Args:
+        place: the parsed URL.
+        options: endpoint, region, and limits of retries.
+
+    Raises:
+        UsageError: the endpoint contains a password.
+    """
     from obstore import store
 
     common: dict[str, Any] = {
-        "client_options": {"connect_timeout": _CONNECT, "read_timeout": _STALL, "timeout": _WHOLE},
+        "client_options": {"connect_timeout": _CONNECT, "read_timeout": _READ, "timeout": _TOTAL},
         "retry_config": {"max_retries": options.retries, "retry_timeout": timedelta(seconds=options.deadline)},
     }
     prefix = place.prefix or None
@@ -138,62 +156,67 @@ def connect(place: Place, options: Options) -> Client:
         account: dict[str, Any] = {"account_name": place.account} if place.account else {}
         if any(os.environ.get(name) for name in _SAS):
             endpoint = os.environ.get("AZURE_STORAGE_ENDPOINT", "")
-            common["client_options"] |= _only_to([endpoint or "https://core.windows.net"], "core.windows.net")
+            common["client_options"] |= _restrict_hosts([endpoint or "https://core.windows.net"], "core.windows.net")
         return store.AzureStore(place.bucket, prefix=prefix, **account, **common)
     if place.cloud == "http":
         common["client_options"]["allow_http"] = place.root.startswith("http://")
         return store.HTTPStore.from_url(place.root, **common)
-    endpoint, region, session = s3_terms(options)
+    endpoint, region, session = s3_settings(options)
     if endpoint:
         if "@" in endpoint:
-            raise UsageError("the endpoint of S3 holds a password", hint="let the standard chain find credentials")
+            raise UsageError("the endpoint of S3 holds a password", hint="credentials come from the standard chain")
         common["endpoint"] = endpoint
         common["client_options"]["allow_http"] = endpoint.startswith("http://")
     if region:
         common["region"] = region
-    reached = [endpoint or _service("s3", region)]
+    endpoints = [endpoint or _service("s3", region)]
     hosts: list[str] = [] if endpoint else [*_AMAZON]
     if session is not None and session.get_credentials() is not None:
         from obstore.auth.boto3 import Boto3CredentialProvider
 
         common["credential_provider"] = Boto3CredentialProvider(session)
-    elif not keys_in_environment():  # obstore itself asks for credentials, and elsewhere
+    elif not keys_in_environment():  # obstore requests credentials itself, from other hosts
         hosts += [*_AMAZON, *_METADATA]
-        reached += [_service("sts", region), *filter(None, map(os.environ.get, _AWS_URLS))]
-    common["client_options"] |= _only_to(reached, *hosts)
+        endpoints += [_service("sts", region), *filter(None, map(os.environ.get, _AWS_URLS))]
+    common["client_options"] |= _restrict_hosts(endpoints, *hosts)
     return store.S3Store(place.bucket, prefix=prefix, **common)
 
 
 def _service(name: str, region: str | None) -> str:
-    """Where a service of Amazon's is."""
+    """The endpoint of an AWS service in a region."""
     china = ".cn" if region and region.startswith("cn-") else ""
     return f"https://{name}.{region or 'us-east-1'}.amazonaws.com{china}"
 
 
-def _only_to(reached: Sequence[str], *hosts: str) -> dict[str, Any]:
-    """Options by which a client is led to no other host by a redirect, with a token or a signature.
+def _restrict_hosts(endpoints: Sequence[str], *hosts: str) -> dict[str, Any]:
+    """Options that prevent a client from following a redirect to another host with a token or a signature.
 
-    obstore follows redirects, and takes only the header `Authorization` off on the way: not S3's session token, nor the
-    signature in a url of Azure, which the next request names as its referrer. It cannot be told not to, and knows one
-    proxy for all hosts. So all else is behind one that is not there; where one of the user's has to be used, that one.
+    obstore follows redirects and removes only the header `Authorization`: not S3's session token, nor the signature in
+    an Azure URL, which the next request sends as its referrer. Redirects cannot be disabled, and only one proxy can be
+    set for all hosts. So all other hosts are behind a proxy that does not exist; but a proxy that the user's
+    environment requires takes precedence.
 
     Args:
-        reached: the urls that it has to reach.
-        hosts: what else it may, with all that is below these.
+        endpoints: the URLs that the client has to reach.
+        hosts: other hosts that it may reach, with their subdomains.
     """
     proxies = getproxies()
-    places = [(url.scheme, url.hostname) for url in map(urlsplit, reached) if url.hostname]
+    places = [(url.scheme, url.hostname) for url in map(urlsplit, endpoints) if url.hostname]
     if any((scheme in proxies or "all" in proxies) and not proxy_bypass(host) for scheme, host in places):
         return {}
-    return {"proxy_url": NOWHERE, "proxy_excludes": ",".join([*hosts, *(host for _, host in places)])}
+    return {"proxy_url": BLOCKING_PROXY, "proxy_excludes": ",".join([*hosts, *(host for _, host in places)])}
 
 
-def s3_terms(options: Options) -> tuple[str, str | None, Any]:
-    """The endpoint of S3 (nothing: Amazon's), the region, and boto3's session where the environment has no keys."""
-    seen = os.environ.get
-    endpoint = options.endpoint or seen("AWS_ENDPOINT_URL_S3") or seen("AWS_ENDPOINT_URL") or ""
+def s3_settings(options: Options) -> tuple[str, str | None, Any]:
+    """The S3 endpoint (empty: Amazon's), the region, and a boto3 session if the environment contains no keys.
+
+    Args:
+        options: endpoint and region, which take precedence over the environment.
+    """
+    env = os.environ.get
+    endpoint = options.endpoint or env("AWS_ENDPOINT_URL_S3") or env("AWS_ENDPOINT_URL") or ""
     session = None if keys_in_environment() else boto_session()
-    region = options.region or seen("AWS_REGION") or seen("AWS_DEFAULT_REGION")
+    region = options.region or env("AWS_REGION") or env("AWS_DEFAULT_REGION")
     return (
         endpoint,
         region or (session.region_name if session else None) or ("us-east-1" if endpoint else None),
@@ -202,15 +225,18 @@ def s3_terms(options: Options) -> tuple[str, str | None, Any]:
 
 
 def keys_in_environment() -> bool:
-    """Whether the environment has a key of Amazon's."""
+    """Whether the environment contains AWS access keys."""
     return bool(os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"))
 
 
 @cache
 def boto_session() -> Any:
-    """What boto3 finds in profile files, single sign-on and the rest of the chain; None where it is not installed.
+    """A boto3 session with credentials from profile files, single sign-on and so on; None without boto3.
 
-    obstore itself knows the environment, web identities, containers and instances.
+    obstore itself supports the environment, web identities, containers and instances.
+
+    Raises:
+        PermissionDenied: boto3 rejects the configuration.
     """
     try:
         import boto3
@@ -221,11 +247,11 @@ def boto_session() -> Any:
         session.get_credentials()
     except MemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - botocore has many, and some repeat lines of the file
+    except Exception as error:  # noqa: BLE001 - botocore raises many, some with lines of the file
         name = type(error).__name__
     else:
         return session
     raise PermissionDenied(
-        f"boto3 cannot make sense of what configures AWS here ({name})",
-        hint="look at AWS_PROFILE and at the files of ~/.aws; `aws sts get-caller-identity` says more",
+        f"boto3 cannot load the AWS configuration ({name})",
+        hint="check AWS_PROFILE and the files in ~/.aws; `aws sts get-caller-identity` shows details",
     )

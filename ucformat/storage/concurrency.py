@@ -1,4 +1,4 @@
-"""Requests in flight at once: a budget for all threads and stores of this process, and small requests in threads."""
+"""Limits of concurrent requests for all threads and stores of this process, and threads for small requests."""
 
 from __future__ import annotations
 
@@ -15,28 +15,43 @@ __all__ = ["RequestBudget", "map_io"]
 
 
 class RequestBudget:
-    """At most so many requests and bytes at once; a larger request waits until it is the only one."""
+    """Limits the requests and bytes in flight; a request larger than the budget waits until it is the only one.
+
+    Args:
+        requests: maximum number of concurrent requests.
+        nbytes: maximum bytes in flight.
+    """
 
     def __init__(self, requests: int, nbytes: int) -> None:
         self.requests, self.nbytes = requests, nbytes
         self._free = threading.Condition()
         self._requests = self._nbytes = 0
-        self.most = 0  # bytes that were in flight at once
+        self.peak = 0  # maximum of bytes that were in flight at once
 
     def set(self, requests: int, nbytes: int) -> None:
-        """Allow other numbers from now on."""
+        """Change the limits.
+
+        Args:
+            requests: maximum number of concurrent requests.
+            nbytes: maximum bytes in flight.
+        """
         with self._free:
             self.requests, self.nbytes = requests, nbytes
             self._free.notify_all()
 
     @contextmanager
     def take(self, requests: int, nbytes: int) -> Iterator[None]:
-        """Wait for room, and keep it for the block."""
+        """Wait until a number of requests fits into the budget, and reserve it for the block.
+
+        Args:
+            requests: number of requests.
+            nbytes: bytes of all of them.
+        """
         with self._free:
             self._free.wait_for(lambda: self._fits(requests, nbytes))
             self._requests += requests
             self._nbytes += nbytes
-            self.most = max(self.most, self._nbytes)
+            self.peak = max(self.peak, self._nbytes)
         try:
             yield
         finally:
@@ -55,27 +70,32 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _THREADS = 32
-_PAYS = 1e-3  # seconds of waiting for each item from which on a thread of its own is quicker
+_MIN_WAIT = 1e-3  # mean seconds of waiting for each item above which threads are faster
 
 
 def map_io(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """Call a function that makes a small request for each item, in threads where the requests wait.
+    """Call a function that makes a small request for each item, in threads if the requests wait.
 
-    Returns the results in order, and raises the first error.
+    It starts with one call after another. Small files in the page cache cost only CPU time, and the GIL lets one thread
+    run: eight threads took four times as long to open 100,000 files. Once calls turn out to wait, the rest runs in
+    threads.
 
-    It begins one after another. Small files that the page cache holds cost the processor alone, and Python's lock lets
-    one thread use it: with eight of them opening 100,000 took four times as long. Once they turn out to wait instead,
-    the rest are done in threads.
+    Args:
+        call: the function.
+        items: its arguments.
+
+    Returns:
+        the results in the order of the items; the first error is raised.
     """
-    todo = iter(items)
+    remaining = iter(items)
     out: list[R] = []
     wall, busy = time.perf_counter(), time.thread_time()
-    for item in todo:
+    for item in remaining:
         out.append(call(item))
-        if time.perf_counter() - wall - (time.thread_time() - busy) > _PAYS * len(out):
+        if time.perf_counter() - wall - (time.thread_time() - busy) > _MIN_WAIT * len(out):
             break
-    left = list(todo)
-    if left:
-        with ThreadPoolExecutor(min(_THREADS, len(left)), "ucformat-wait") as pool:
-            out += pool.map(call, left)
+    rest = list(remaining)
+    if rest:
+        with ThreadPoolExecutor(min(_THREADS, len(rest)), "ucformat-wait") as pool:
+            out += pool.map(call, rest)
     return out

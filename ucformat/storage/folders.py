@@ -1,7 +1,7 @@
-"""The folders below a local root, each opened by its name in the one above it, so that no link leads anywhere else.
+"""The folders below a local root, each opened by name relative to its parent, so that no symbolic link is followed.
 
-What is done to names in a folder that is open is done in that folder, whatever stands in its place by then. So whoever
-exchanges folders for symbolic links, at whatever moment, has nothing written, renamed or removed elsewhere.
+Operations on names in an open folder affect that folder, even if its path leads elsewhere by then. So nobody who
+exchanges folders for symbolic links, at any moment, can cause a file elsewhere to be written, renamed or removed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from ucformat.settings import roots_with
 from ucformat.storage.error_mapping import mapping_os_errors
 from ucformat.storage.local_files import Descriptor
 
-__all__ = ["Folders", "is_folder", "link_target", "refuse_broken_link", "remove", "roots_hint", "upwards"]
+__all__ = ["Folders", "is_folder", "link_target", "reject_broken_link", "remove", "roots_hint", "with_parents"]
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class Folders:
-    """Opens, makes and syncs folders below `root`, known by their keys; `""` is the root, whose path may hold links."""
+    """Opens, creates and syncs folders below a root, by their keys; `""` is the root, whose own path may contain links.
+
+    Args:
+        root: absolute path of the root.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = str(root)
@@ -33,84 +37,102 @@ class Folders:
     def open(self, folder: str) -> Descriptor:
         """Open a folder.
 
+        Args:
+            folder: key of the folder.
+
         Raises:
-            UnsafeError: a symbolic link stands on the way to it.
+            UnsafeError: its path contains a symbolic link.
         """
-        return Descriptor(self._opened(folder))
+        return Descriptor(self._open_path(folder))
 
     def make(self, folder: str) -> Descriptor:
-        """Open a folder, after it and those above it were made where they are missing; UnsafeError as `open`."""
+        """Open a folder after creating it and its parents, if they are missing.
+
+        Args:
+            folder: key of the folder.
+
+        Raises:
+            UnsafeError: its path contains a symbolic link.
+        """
         with mapping_os_errors("write", self._path(folder)):
             while True:
                 if not self._made:
                     make_folder(Path(self._root))
                     self._made = True
                 try:
-                    return Descriptor(self._opened(folder, make=True))
+                    return Descriptor(self._open_path(folder, make=True))
                 except FileNotFoundError:  # one of them was removed meanwhile
                     self._made = False
 
-    def must_be(self, folder: str, opened: Descriptor) -> None:
-        """Raise an error if something else, a symbolic link for one, stands where the folder stood that was opened.
+    def check_same(self, folder: str, opened: Descriptor) -> None:
+        """Check that the path of a folder still leads to the folder that was opened.
 
         Args:
-            folder: its key.
-            opened: what was opened by that.
+            folder: key of the folder.
+            opened: the folder as it was opened.
 
         Raises:
-            UnsafeError: a symbolic link stands on the way to it.
-            OSError: it is gone, or another folder stands there.
+            UnsafeError: its path contains a symbolic link.
+            OSError: the folder is gone, or another one has its name.
         """
         with suppress(OSError):
             if os.path.samestat(os.stat(self._path(folder)), os.fstat(opened.fd)):  # noqa: PTH116
                 return
-        self.open(folder)  # which says what it is
-        raise FileNotFoundError(errno.ENOENT, "another folder stands there by now")
+        self.open(folder)  # raises the specific error
+        raise FileNotFoundError(errno.ENOENT, "another folder has its name by now")
 
     def sync(self, folder: str) -> None:
-        """Make the names in a folder durable; a folder that is gone has none."""
+        """Make the names in a folder durable; a missing folder has none.
+
+        Args:
+            folder: key of the folder.
+        """
         with mapping_os_errors("make durable", self._path(folder)), suppress(FileNotFoundError):
             opened = self.open(folder)
             sync_open_folder(opened.fd)
 
-    def settle(self, folder: str, opened: Descriptor) -> None:
-        """Make durable the names in a folder that is open, and its own and those above it, if it still stands there.
+    def sync_upwards(self, folder: str, opened: Descriptor) -> None:
+        """Make durable the names in an open folder and in its parents, and check that its path is unchanged.
 
         Args:
-            folder: its key.
-            opened: what was opened by that.
+            folder: key of the folder.
+            opened: the folder as it was opened.
 
         Raises:
-            UcformatError: they may not last, or something else stands there by now.
+            UcformatError: they may not be durable, or the path leads to another folder by now.
         """
         with mapping_os_errors("make durable", self._path(folder)):
             sync_open_folder(opened.fd)
-        for above in upwards(folder)[1:]:
+        for above in with_parents(folder)[1:]:
             self.sync(above)
         with mapping_os_errors("make durable", self._path(folder)):
-            self.must_be(folder, opened)
+            self.check_same(folder, opened)
 
     def _path(self, folder: str) -> str:
         return f"{self._root}/{folder}" if folder else self._root
 
-    def _opened(self, folder: str, *, make: bool = False) -> int:
-        """Open the root, and each folder in the one above it; with `make`, make those that are missing."""
+    def _open_path(self, folder: str, *, make: bool = False) -> int:
+        """Open the root, then each folder relative to its parent; with `make`, create missing ones."""
         fd = os.open(self._root, _FLAGS)
         names = folder.split("/") if folder else []
         for number, name in enumerate(names, 1):
             above = fd
             try:
                 fd = _made(name, above) if make else os.open(name, _FLAGS | os.O_NOFOLLOW, dir_fd=above)
-            except NotADirectoryError:  # so it is said of a link, too
-                _refuse_link("/".join((self._root, *names[:number])), name, above)
+            except NotADirectoryError:  # also raised for a link
+                _reject_link("/".join((self._root, *names[:number])), name, above)
                 raise
             finally:
                 os.close(above)
         return fd
 
 
-def upwards(folder: str) -> list[str]:
-    """A folder and those above it, up to the root."""
+def with_parents(folder: str) -> list[str]:
+    """A folder and its parents, up to the root.
+
+    Args:
+        folder: key of the folder.
+    """
     found = [folder]
     while folder:
         folder = folder.rpartition("/")[0]
@@ -119,12 +141,12 @@ def upwards(folder: str) -> list[str]:
 
 
 def is_folder(name: str, above: Descriptor, *, follow: bool = True) -> bool:
-    """Whether a folder has this name.
+    """Whether a name in an open folder is a folder.
 
     Args:
-        name: what is looked for.
-        above: where, which is open.
-        follow: a link to a folder is one, too (default: yes).
+        name: the name.
+        above: the open folder.
+        follow: whether a link to a folder counts as one (default: yes).
     """
     try:
         return stat.S_ISDIR(os.stat(name, dir_fd=above.fd, follow_symlinks=follow).st_mode)
@@ -133,30 +155,30 @@ def is_folder(name: str, above: Descriptor, *, follow: bool = True) -> bool:
 
 
 def remove(name: str, folder: Descriptor) -> None:
-    """Remove a file, if it is there.
+    """Delete a file in an open folder, if it exists.
 
     Args:
-        name: the file's.
-        folder: where it is, which is open.
+        name: name of the file.
+        folder: the open folder.
     """
     with suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder.fd)
 
 
-def refuse_broken_link(path: Path, folder: Descriptor) -> None:
-    """See that no link that leads nowhere has a file's name, so that there is none and none can be put there.
+def reject_broken_link(path: Path, folder: Descriptor) -> None:
+    """Check that the name of a file is not a dangling symbolic link, through which nothing can be put.
 
     Args:
-        path: the file's.
-        folder: where it is, which is open.
+        path: path of the file.
+        folder: its folder, which is open.
 
     Raises:
-        UnsafeError: it names the link.
+        UnsafeError: it is; the message names the link.
     """
     try:
         os.stat(path.name, dir_fd=folder.fd)
     except FileNotFoundError:
-        _refuse_link(str(path), path.name, folder.fd)
+        _reject_link(str(path), path.name, folder.fd)
 
 
 def _made(name: str, above: int) -> int:
@@ -167,33 +189,37 @@ def _made(name: str, above: int) -> int:
             os.mkdir(name, dir_fd=above)
 
 
-def _refuse_link(path: str, name: str, above: int) -> None:
+def _reject_link(path: str, name: str, above: int) -> None:
     try:
-        leads = os.readlink(name, dir_fd=above)
-    except OSError:  # it is none
+        target = os.readlink(name, dir_fd=above)
+    except OSError:  # it is not a link
         return
     raise UnsafeError(
-        f"{path} is a symbolic link, to {leads}",
-        hint="ucformat reads through such links and never writes or deletes through them: put what they lead to in "
-        "their place, or give the place where that is",
+        f"{path} is a symbolic link, to {target}",
+        hint="ucformat reads through such links and never writes or deletes through them: replace the link by its "
+        "target, or use the path of the target",
     ) from None
 
 
 def roots_hint(folder: str) -> str:
-    """How to say that files in this folder, or place, may be read."""
+    """A hint how to allow reading files in a folder.
+
+    Args:
+        folder: path or URL of the folder.
+    """
     return f"if files may be read there: {roots_with(folder)}, `roots` in config.toml, or open(place, roots=[…])"
 
 
 def link_target(root: str | os.PathLike[str], key: str) -> str:
-    """The folder that the last link on the way from a root to a file leads to, or in which the file is that it is.
+    """The target of the last symbolic link on the path of a file, or its folder if the target is the file.
 
     Args:
-        root: a local place.
-        key: the file's.
+        root: path of a local root.
+        key: key of the file.
     """
-    at = led = os.path.realpath(root)
+    at = target = os.path.realpath(root)
     for name in key.split("/"):
         at = os.path.realpath(f"{at}/{name}")
-        if not at.startswith(f"{led}/"):
-            led = at
-    return led if os.path.isdir(led) else os.path.dirname(led)  # noqa: PTH112, PTH120 - texts, as they are shown
+        if not at.startswith(f"{target}/"):
+            target = at
+    return target if os.path.isdir(target) else os.path.dirname(target)  # noqa: PTH112, PTH120 - strings, to be shown

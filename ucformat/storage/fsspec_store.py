@@ -1,4 +1,4 @@
-"""Any place that fsspec reaches and obstore does not: remote file systems, hubs, archives; to read from."""
+"""Read-only access to any storage that fsspec supports and obstore does not: remote file systems, hubs, archives."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 __all__ = ["FsspecStore"]
 
-_NAME = "\ue000"  # stands for the file's own name, which the user gave and no secret is in
+_NAME = "\ue000"  # replaces the file's own name, which contains no secret, while secrets are removed
 
-#: Headers that hold no secret.
+#: Headers that contain no secret.
 _PLAIN = frozenset({"accept", "accept-encoding", "if-match", "if-none-match", "range", "user-agent"})
 
-_MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")  # as each library calls it
+_MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")  # names used by the libraries
 _VERSION = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime", "created", "ino", "size")
 
 
 class FsspecStore(Store):
-    """Files under a root that fsspec reaches, to read from. They are copied once, because fsspec returns bytes.
+    """Files under a root that fsspec supports, read-only. They are copied once, because fsspec returns bytes.
 
-    Writing is UnsupportedError: to put a file only if there is none, fsspec can but look and then write.
+    Writing is UnsupportedError: fsspec cannot put a file atomically only if it is absent.
     """
 
     costs = Costs(gap=256 << 10, short=32 << 10, request=8 << 20, join=8 << 20, parallel=16)
@@ -51,13 +51,13 @@ class FsspecStore(Store):
 
     @property
     def url(self) -> str:
-        """The url, as it was given."""
+        """The URL, as it was given."""
         return self._url
 
     def info(self, key: str) -> Info:
         """Size and version of a file."""
         path = self._path(key)
-        found = self._ask("read", key, lambda: _info_of(self._fs, path))
+        found = self._call("read", key, lambda: _info_of(self._fs, path))
         if found["type"] == "directory":
             raise NotFound(f"{self._url}/{key} is a folder, not a file")
         return _info(key, found)
@@ -67,7 +67,7 @@ class FsspecStore(Store):
         if nbytes is None:
             if not offset:
                 path = self._path(key)
-                return bytes(self._ask("read", key, lambda: self._fs.cat_file(path)))
+                return bytes(self._call("read", key, lambda: self._fs.cat_file(path)))
             size = self.info(key).size
             nbytes = size - offset
             check_range(f"{self._url}/{key}", offset, nbytes, size)
@@ -86,10 +86,10 @@ class FsspecStore(Store):
         raise self._read_only(key)
 
     def flush(self) -> None:
-        """Do nothing: nothing is written here."""
+        """Do nothing: nothing is written."""
 
     def adopt(self, key: str) -> None:
-        """See that the file is there."""
+        """Check that the file exists."""
         self.info(key)
 
     def put_if_absent(self, key: str, data: bytes) -> NoReturn:  # noqa: ARG002 - see Store
@@ -101,9 +101,9 @@ class FsspecStore(Store):
         raise self._read_only(key)
 
     def list(self, prefix: str = "") -> Iterator[Info]:
-        """All files below a folder, in the order of their keys; they are all asked for before the first comes."""
+        """All files below a folder, in the order of their keys; all are requested before the first is returned."""
         folder = self._path(prefix) if prefix else self._root
-        found = self._ask("list", prefix, lambda: _find(self._fs, folder))
+        found = self._call("list", prefix, lambda: _find(self._fs, folder))
         start = len(self._root) + 1
         shown = (
             (path[start:], file)
@@ -121,24 +121,24 @@ class FsspecStore(Store):
         raise self._read_only(prefix)
 
     def sweep(self) -> None:
-        """Nothing: nothing is written here."""
+        """Do nothing: nothing is written."""
 
     def prune(self, folder: str) -> None:
-        """Nothing: nothing is written here."""
+        """Do nothing: nothing is written."""
 
     def _read_only(self, key: str) -> UnsupportedError:
         check_key(key)
         return UnsupportedError(
-            f"{self._url} can be read, but not written to: it cannot put a file only if it is absent, so that two who "
-            "commit there at once could not be told apart",
+            f"{self._url} can be read, but not written to: it cannot put a file only if it is absent, so "
+            "concurrent commits would not be detected",
             hint="write to a local folder, or to S3, Google or Azure storage",
         )
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
 
-    def _ask(self, action: str, key: str, call: Callable[[], Any]) -> Any:
-        """What `call` gives; its error is not chained to ours: what a library says may hold secrets."""
+    def _call(self, action: str, key: str, call: Callable[[], Any]) -> Any:
+        """The result of `call`; its error is not chained, because messages of libraries may contain secrets."""
         name = f"{self._url}/{key}"
         try:
             with mapping_os_errors(action, name):
@@ -147,10 +147,10 @@ class FsspecStore(Store):
             kind, message, hint = type(error), error.message, error.hint
         except MemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 - each library behind fsspec has its own
+        except Exception as error:  # noqa: BLE001 - each library behind fsspec raises its own
             kind, message, hint = UcformatError, f"cannot {action} {name}: {type(error).__name__}: {error}", None
-        said = redacted(message.replace(name, _NAME), secrets_in(getattr(self._fs, "storage_options", {})))
-        raise kind(said.replace(_NAME, name), hint=hint) from None
+        text = redacted(message.replace(name, _NAME), secrets_in(getattr(self._fs, "storage_options", {})))
+        raise kind(text.replace(_NAME, name), hint=hint) from None
 
     def _fetch(self, key: str, offset: int, nbytes: int) -> bytes:
         path, name = self._path(key), f"{self._url}/{key}"
@@ -158,43 +158,43 @@ class FsspecStore(Store):
         if nbytes == 0:
             return b""
         try:
-            data: bytes = self._ask("read", key, lambda: self._fs.cat_file(path, start=offset, end=offset + nbytes))
+            data: bytes = self._call("read", key, lambda: self._fs.cat_file(path, start=offset, end=offset + nbytes))
         except NotFound:
             raise
-        except (UcformatError, MemoryError):  # some places fail for a range past the end, others send less
+        except (UcformatError, MemoryError):  # some libraries fail for a range past the end, others return less
             check_range(name, offset, nbytes, self.info(key).size)
             raise
         if len(data) < nbytes:
             check_range(name, offset, nbytes, self.info(key).size)
         if len(data) != nbytes:
-            raise IntegrityError(f"{name}: {nbytes} bytes were asked for and {len(data)} came")
+            raise IntegrityError(f"{name}: {nbytes} bytes were requested, but {len(data)} were received")
         return data
 
 
 def _over_http(url: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options with which what fsspec reaches over HTTP, in a chain too, has clients of ours."""
+    """Options with which fsspec uses our HTTP clients, also in a chain."""
     schemes = {scheme for part in url.split("::") if (scheme := part.partition("://")[0].lower()) in ("http", "https")}
     return {**options, **{s: {"get_client": _client, **options.get(s, {})} for s in schemes}}
 
 
 async def _client(**options: Any) -> Any:
-    """A client of HTTP that, when it is led to another host, takes all headers off that may be secret.
+    """An HTTP client that removes all headers that may be secret when it is redirected to another host.
 
-    aiohttp does so with `Authorization` and cookies, not with others that a user's configuration of fsspec names.
+    aiohttp does so for `Authorization` and cookies, not for others that a user's fsspec configuration sets.
     """
     import aiohttp
 
-    async def leave(_session: object, _context: object, led: aiohttp.TraceRequestRedirectParams) -> None:
-        answer, here = led.response.headers, str(led.url)
+    async def remove_headers(_session: object, _context: object, params: aiohttp.TraceRequestRedirectParams) -> None:
+        answer, here = params.response.headers, str(params.url)
         there = urljoin(here, answer.get("Location") or answer.get("URI") or "")
         if urlsplit(there).hostname != urlsplit(here).hostname:
-            for name in {*led.headers.keys()}:
+            for name in {*params.headers.keys()}:
                 if name.lower() not in _PLAIN:
-                    led.headers.popall(name)
+                    params.headers.popall(name)
 
-    watch = aiohttp.TraceConfig()
-    watch.on_request_redirect.append(leave)
-    return aiohttp.ClientSession(**options, trace_configs=[watch])
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(remove_headers)
+    return aiohttp.ClientSession(**options, trace_configs=[trace])
 
 
 def _info_of(fs: Any, path: str) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def _info_of(fs: Any, path: str) -> dict[str, Any]:
 
 
 def _find(fs: Any, folder: str) -> dict[str, Any]:
-    """All files below a folder, by path. fsspec's own `find` leaves out folders that it fails to list."""
+    """All files below a folder, by path. fsspec's own `find` omits folders that it fails to list."""
     fs.invalidate_cache()
     found, folders = {}, [folder]
     while folders:

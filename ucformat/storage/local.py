@@ -22,7 +22,15 @@ from ucformat.errors import (
 from ucformat.settings import local_path
 from ucformat.storage.base import HIDDEN, Costs, Info, Store, Writer, check_key, check_range, content_version
 from ucformat.storage.error_mapping import mapping_os_errors
-from ucformat.storage.folders import Folders, is_folder, link_target, refuse_broken_link, remove, roots_hint, upwards
+from ucformat.storage.folders import (
+    Folders,
+    is_folder,
+    link_target,
+    reject_broken_link,
+    remove,
+    roots_hint,
+    with_parents,
+)
 from ucformat.storage.local_files import (
     Descriptor,
     OpenFile,
@@ -43,17 +51,17 @@ if TYPE_CHECKING:
 __all__ = ["LocalStore"]
 
 _LOCK = f"{HIDDEN}lock"
-_WRITE = 256 << 10  # bytes of one write(2): ext4 was measured up to nine times slower with 8 MiB than with this
-_BEHIND = 32 << 20  # bytes after which a file that is being written begins to go to its disk
+_WRITE = 256 << 10  # bytes of one write(2): ext4 was up to nine times slower with 8 MiB in measurements
+_WRITEBACK = 32 << 20  # bytes after which write-back of a file that is being written starts
 
 
 class LocalStore(Store):
-    """Files under a local folder, which need not exist before the first is written.
+    """Files under a local folder, which is created with the first file.
 
-    Symbolic links are followed when reading, also out of the root, because foreign checkpoints are made of them
-    (Hugging Face's cache), unless the store is `confined`; `list` shows linked files, not what is in linked folders.
-    Nothing is written or deleted through a link below the root, even if it comes there meanwhile: that is UnsafeError.
-    What a killed writer leaves are hidden files, which `sweep` and `delete_prefix` remove. Open files are closed when
+    Symbolic links are followed when reading, also out of the root, because foreign checkpoints contain them (Hugging
+    Face's cache), unless the store is `confined`; `list` returns linked files, but not the contents of linked folders.
+    Nothing is written or deleted through a link below the root, even if it is created concurrently: that is
+    UnsafeError. Killed writers leave hidden files, which `sweep` and `delete_prefix` remove. Open files are closed when
     the store is garbage-collected.
     """
 
@@ -67,32 +75,36 @@ class LocalStore(Store):
         self._durability = PendingSyncs(self._folders.sync)
 
     def __reduce__(self) -> tuple[type[LocalStore], tuple[Path, Callable[[str], bool] | None]]:
-        return LocalStore, (self._root, self._allows and _nowhere)  # what another process allows is its own to say
+        return LocalStore, (self._root, self._allows and _nowhere)  # another process has to grant its own exceptions
 
     def __repr__(self) -> str:
         return f"LocalStore({self.url!r})"
 
     @property
     def url(self) -> str:
-        """The path of the root, absolute."""
+        """The absolute path of the root."""
         return str(self._root)
 
     def confined(self, allows: Callable[[str], bool]) -> LocalStore:
-        """This folder, of which no file is read that a link makes one elsewhere, but where `allows(path)` is true."""
+        """A store of this folder that rejects files that a link places outside of it.
+
+        Args:
+            allows: whether a file at a path outside may be read all the same.
+        """
         return LocalStore(self._root, allows)
 
     def info(self, key: str) -> Info:
-        """Size and version of the file that stands there now; it is also the one that is read from then on."""
+        """Size and version of the file that now has this key; later reads use this file."""
         path = self._path(key)
         with mapping_os_errors("read", str(path)):
             found = path.stat()
         if not stat.S_ISREG(found.st_mode):
             raise NotFound(f"{path} is not a file")
-        self._handles.drop_others(key, found)
+        self._handles.drop_if_replaced(key, found)
         return file_info(key, found)
 
     def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        """Bytes of a file, always of the one that stands there now."""
+        """Bytes of the file that now has this key."""
         path = self._path(key)
         with mapping_os_errors("read", str(path)):
             file = self._open(key)
@@ -105,7 +117,7 @@ class LocalStore(Store):
             return bytes(data)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers by `preadv`, with no copy between."""
+        """Fill buffers by `preadv`, without intermediate copies."""
         name = f"{self._root}/{key}"
         wanted = sum(b.nbytes for b in buffers)
         if offset < 0:
@@ -117,7 +129,7 @@ class LocalStore(Store):
                 check_range(name, offset, wanted, min(offset + got, os.fstat(file.fd).st_size))
 
     def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
-        """Fill rows by a `preadv` each, with nothing else done for each."""
+        """Fill rows with one `preadv` each, and nothing else for each row."""
         name = f"{self._root}/{key}"
         if offset < 0 or step < 0:
             check_range(name, min(offset, step), 1, 0)
@@ -131,26 +143,26 @@ class LocalStore(Store):
                     check_range(name, at, row.nbytes, at + got)
                 at += step
 
-    def create(self, key: str, unit: int = 1) -> LocalWriter:  # noqa: ARG002 - it is sent nowhere
+    def create(self, key: str, unit: int = 1) -> LocalWriter:  # noqa: ARG002 - nothing is uploaded
         """Write a file as a stream, under a hidden name until it is closed."""
         return LocalWriter(self, key)
 
     def flush(self) -> None:
-        """Make every closed file durable, and the folders above it, and what was deleted."""
+        """Make every closed file, its parent folders and all deletions durable."""
         self._durability.flush()
 
     def adopt(self, key: str) -> None:
-        """Let the next `flush` cover this file too."""
+        """Include this file in the next `flush`."""
         path = self._path(key)
         self.info(key)
-        if not self._durability.knows(path):
+        if not self._durability.covers(path):
             folder = _folder(key)
             opened = self._folders.make(folder)
             with mapping_os_errors("read", str(path)):
-                self._durability.add(path, self._open(key, opened), upwards(folder))
+                self._durability.add(path, self._open(key, opened), with_parents(folder))
 
     def put_if_absent(self, key: str, data: bytes) -> str:
-        """Write a whole file by a hard link to a hidden one, which fails where a file is."""
+        """Write a whole file by a hard link to a hidden one, which fails if the file exists."""
         path = self._path(key)
         folder = self._folders.make(_folder(key))
         with _hidden(folder, path, data) as temporary:
@@ -158,17 +170,17 @@ class LocalStore(Store):
                 with mapping_os_errors("create", str(path)):
                     os.link(temporary, path.name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd, follow_symlinks=False)
             except Conflict:
-                if os.stat(temporary, dir_fd=folder.fd).st_nlink != 2:  # else it was made, and NFS lost its answer
-                    refuse_broken_link(path, folder)
+                if os.stat(temporary, dir_fd=folder.fd).st_nlink != 2:  # otherwise it was made, but NFS lost the answer
+                    reject_broken_link(path, folder)
                     raise
             except (PermissionDenied, UnsupportedError) as error:
-                hint = "commit to a place with hard links, or to an object store"
+                hint = "commit to a file system with hard links, or to an object store"
                 raise UnsupportedError(f"{path} cannot be put if absent: {error.message}", hint=hint) from error
-        self._settled(key, folder)
+        self._finish(key, folder)
         return content_version(data)
 
     def replace(self, key: str, data: bytes, version: str) -> str:
-        """Write a whole file in place of one with this content version, under a lock on its folder."""
+        """Replace a whole file if it still has this content version, under a lock on its folder."""
         path = self._path(key)
         folder = self._folders.make(_folder(key))
         lock = str(path.with_name(_LOCK))
@@ -185,12 +197,12 @@ class LocalStore(Store):
                 found = "gone"
             if found != version:
                 raise Conflict(
-                    f"{path} was changed by somebody else since it was read",
-                    hint="read it again, and decide anew what to write",
+                    f"{path} was changed by another writer since it was read",
+                    hint="read it again and retry",
                 )
             with _hidden(folder, path, data) as temporary, mapping_os_errors("write", str(path)):
                 os.rename(temporary, path.name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
-            self._settled(key, folder)
+            self._finish(key, folder)
         finally:
             held.close()
         return content_version(data)
@@ -206,30 +218,30 @@ class LocalStore(Store):
         with suppress(NotFound), mapping_os_errors("delete", str(path)):
             folder = self._folders.open(above)
             if is_folder(path.name, folder, follow=False):
-                raise IsADirectoryError  # unlink would say EISDIR or EPERM, as the system likes
+                raise IsADirectoryError  # unlink fails with EISDIR or EPERM, depending on the system
             os.unlink(path.name, dir_fd=folder.fd)
-            self._folders.must_be(above, folder)
-        self._durability.changed(above)  # also where it was gone: whoever removed it may not have synced that
+            self._folders.check_same(above, folder)
+        self._durability.add_folder(above)  # even if it was gone: its removal may not have been synced
         self._handles.drop(key)
         self._durability.forget(path.__eq__)
 
     def delete_prefix(self, prefix: str) -> None:
-        """Remove a folder and all in it, hidden files too; a linked folder loses only its link."""
+        """Remove a folder and all in it, including hidden files; of a linked folder only the link is removed."""
         path, above = self._path(prefix), _folder(prefix)
         with suppress(NotFound), mapping_os_errors("delete", str(path)):
             folder = self._folders.open(above)
             if is_folder(path.name, folder) and not is_folder(path.name, folder, follow=False):
                 os.unlink(path.name, dir_fd=folder.fd)
             while is_folder(path.name, folder, follow=False):
-                with suppress(FileNotFoundError):  # somebody else deletes here too
+                with suppress(FileNotFoundError):  # deleted concurrently
                     shutil.rmtree(path.name, dir_fd=folder.fd)
-            self._folders.must_be(above, folder)
-        self._durability.changed(above)
+            self._folders.check_same(above, folder)
+        self._durability.add_folder(above)
         self._handles.clear()
         self._durability.forget(lambda file: path in file.parents)
 
     def sweep(self) -> None:
-        """Remove hidden files on which nobody holds the lock that a writer holds as long as it lives."""
+        """Remove hidden files whose lock is free; a live writer holds it."""
         try:
             root = self._folders.open("")
         except OSError:
@@ -238,7 +250,7 @@ class LocalStore(Store):
             for name in names:
                 if not (name.startswith(HIDDEN) and name.endswith(".tmp")):
                     continue
-                with suppress(OSError):  # gone, or its writer lives
+                with suppress(OSError):  # gone, or its writer is alive
                     fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=folder)
                     try:
                         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -247,15 +259,15 @@ class LocalStore(Store):
                         os.close(fd)
 
     def prune(self, folder: str) -> None:
-        """Remove a folder that holds nothing, or nothing but the lock of `replace`, which goes with the last file."""
+        """Remove a folder that is empty, or contains only the lock of `replace`."""
         path = self._path(folder) if folder else self._root
         try:
             opened = self._folders.open(folder)
         except (PermissionDenied, UnsupportedError):
             raise
-        except OSError:  # it is not there, or not ours to look into
+        except OSError:  # it does not exist, or may not be opened
             return
-        with suppress(OSError):  # it holds something
+        with suppress(OSError):  # it is not empty
             with os.scandir(opened.fd) as found:
                 files = [e.name for e in found if not e.is_dir(follow_symlinks=False)]
             if files == [_LOCK]:
@@ -270,12 +282,12 @@ class LocalStore(Store):
         return self._root / check_key(key)
 
     def _open(self, key: str, folder: Descriptor | None = None) -> OpenFile:
-        """Open a file to read from it, in its folder, if that is open; what was opened is what is checked."""
+        """Open a file to read, in its folder if that is open; the file that was opened is the one checked."""
         path = self._path(key)
         file = OpenFile(path, folder)
         if self._allows is not None:
             place = file.place(path)
-            root = os.path.realpath(self._root).rstrip("/")  # a string: pathlib takes three times as long
+            root = os.path.realpath(self._root).rstrip("/")  # a string: pathlib is three times slower
             if not place.startswith(f"{root}/") and not self._allows(place):
                 raise UnsafeError(
                     f"{path} is {place}, by a symbolic link that leads out of {self._root}",
@@ -283,56 +295,56 @@ class LocalStore(Store):
                 )
         return file
 
-    def _settled(self, key: str, folder: Descriptor) -> None:
-        """What is done when a whole file has its name; where that fails the file stays, perhaps not durable."""
+    def _finish(self, key: str, folder: Descriptor) -> None:
+        """Finish writing a whole file that has its name; on failure it remains, but may not be durable."""
         self._handles.drop(key)
         try:
-            self._folders.settle(_folder(key), folder)
+            self._folders.sync_upwards(_folder(key), folder)
         except UcformatError as error:
-            raise Uncertain(f"{self._path(key)} was written, but may not last: {error.message}") from error
+            raise Uncertain(f"{self._path(key)} was written, but may not be durable: {error.message}") from error
 
 
 class LocalWriter(Writer):
-    """A file being written under a hidden name beside its own."""
+    """A file that is being written under a hidden name in its folder."""
 
-    _file = Descriptor(-1)  # of all that have none (yet)
+    _file = Descriptor(-1)  # until one is open
 
     def __init__(self, store: LocalStore, key: str) -> None:
-        self._store, self._key, self._path = store, key, store._path(key)  # noqa: SLF001 - one thing in two classes
+        self._store, self._key, self._path = store, key, store._path(key)  # noqa: SLF001 - the two classes are one unit
         self._folder = store._folders.make(_folder(key))  # noqa: SLF001
         self._temporary, self._file = _open_hidden(self._folder, self._path)
-        self._behind = 0  # bytes whose write-back was not begun
+        self._unsynced = 0  # bytes whose write-back has not started
 
     def write(self, data: Bytes) -> None:
         """Append bytes."""
         view = memoryview(data)
         with mapping_os_errors("write", str(self._path)):
             _write_all(self._file.fd, view)
-        self._behind += view.nbytes
-        if self._behind >= _BEHIND:
+        self._unsynced += view.nbytes
+        if self._unsynced >= _WRITEBACK:
             start_writeback(self._file.fd)
-            self._behind = 0
+            self._unsynced = 0
 
     def close(self) -> None:
-        """Give the file its name, and have it synced in the background."""
+        """Rename the file to its final name; it is synced in the background."""
         if self._file.fd < 0:
             return
         try:
             with mapping_os_errors("write", str(self._path)):
                 here = self._folder.fd
                 os.rename(self._temporary, self._path.name, src_dir_fd=here, dst_dir_fd=here)
-                self._store._folders.must_be(_folder(self._key), self._folder)  # noqa: SLF001
+                self._store._folders.check_same(_folder(self._key), self._folder)  # noqa: SLF001
         except BaseException:
             self.abort()
             raise
         written = self._file
         del self._file
         self._store._handles.drop(self._key)  # noqa: SLF001
-        self._store._durability.add(self._path, written, upwards(_folder(self._key)))  # noqa: SLF001
+        self._store._durability.add(self._path, written, with_parents(_folder(self._key)))  # noqa: SLF001
         self._folder.close()
 
     def abort(self) -> None:
-        """Remove what was written."""
+        """Delete what was written."""
         if self._file.fd >= 0:
             remove(self._temporary, self._folder)
             self._file.close()
@@ -343,7 +355,7 @@ class LocalWriter(Writer):
 
 
 def _nowhere(_path: str) -> bool:
-    """Allows nothing."""
+    """Allows no path."""
     return False
 
 
@@ -353,7 +365,7 @@ def _folder(key: str) -> str:
 
 @contextmanager
 def _hidden(folder: Descriptor, path: Path, data: bytes) -> Iterator[str]:
-    """A durable hidden file with this content beside `path`, there and locked until the block ends."""
+    """A durable hidden file with this content beside `path`, which exists and is locked until the block ends."""
     temporary, file = _open_hidden(folder, path)
     try:
         with mapping_os_errors("write", str(path)):
@@ -366,14 +378,14 @@ def _hidden(folder: Descriptor, path: Path, data: bytes) -> Iterator[str]:
 
 
 def _open_hidden(folder: Descriptor, path: Path) -> tuple[str, Descriptor]:
-    """A hidden file beside `path`, in its folder, which is open; locked as long as it is open."""
+    """A new hidden file beside `path`, in its open folder; locked while it is open."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     while True:
         temporary = f"{HIDDEN}{secrets.token_hex(8)}.tmp"
         with mapping_os_errors("write", str(path)):
             file = Descriptor(os.open(temporary, flags, 0o666, dir_fd=folder.fd))
             fcntl.flock(file.fd, fcntl.LOCK_EX)
-            if os.fstat(file.fd).st_nlink:  # else somebody swept it before it was locked
+            if os.fstat(file.fd).st_nlink:  # otherwise a sweep removed it before it was locked
                 return temporary, file
             file.close()
 

@@ -1,9 +1,9 @@
-"""The open files of a local store: those to read from, and those that are to be made durable.
+"""The open files of a local store: those to read from, and those to make durable.
 
-Write-back starts at `close`, and fsync comes for many files at once. Measured converting 228 tensors of 1 GB in all on
-ext4, in shuffled order (medians of 5, in seconds): `cp -r` and `sync -f` 1.0; fsync in the background from `close` on
-1.6, for each of them commits the journal; early write-back and fsync at the end 1.4; without early write-back 2.1.
-`syncfs` would be as fast, and wait for what everybody else wrote.
+Write-back starts at `close`, and many files are synced at once. Measured when converting 228 tensors of 1 GB in total
+on ext4, in shuffled order (median of 5, in seconds): `cp -r` and `sync -f` 1.0; fsync in the background from `close` on
+1.6, because each commits the journal; early write-back and fsync at the end 1.4; without early write-back 2.1. `syncfs`
+would be as fast, but wait for the writes of all other processes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _IOV_MAX = 1024
 
 
 class Descriptor:
-    """A file descriptor that is closed once: by `close`, or when nobody holds this object any more."""
+    """A file descriptor that is closed once: by `close`, or when this object is garbage-collected."""
 
     __slots__ = ("fd",)
 
@@ -50,8 +50,8 @@ class Descriptor:
         self.fd = fd
 
     def close(self) -> None:
-        """Close it, if it is not closed yet: its number may by then be another file's."""
-        fd, self.fd = getattr(self, "fd", -1), -1  # an interrupt may have come before it had one
+        """Close it, unless it is closed: its number may belong to another file by then."""
+        fd, self.fd = getattr(self, "fd", -1), -1  # an interrupt may have come before it was set
         if fd >= 0:
             os.close(fd)
 
@@ -60,9 +60,9 @@ class Descriptor:
 
 
 class OpenFile(Descriptor):
-    """A descriptor for reading; a pipe or a device is no file, and not waited for.
+    """A descriptor for reading a regular file; opening a pipe or a device fails without blocking.
 
-    With `folder`, which is open, the file is that of its name there, whatever stands in the folder's place by then.
+    With `folder`, an open folder, the name is resolved in that folder, even if its path leads elsewhere by then.
     """
 
     __slots__ = ()
@@ -76,21 +76,29 @@ class OpenFile(Descriptor):
             raise IsADirectoryError if stat.S_ISDIR(mode) else NotFound(f"{path} is not a file")
 
     def whole(self) -> bytes:
-        """All that it holds."""
+        """The whole content."""
         data = bytearray(os.fstat(self.fd).st_size)
         read_scattered(self.fd, 0, [memoryview(data)])
         return bytes(data)
 
     def place(self, path: Path) -> str:
-        """Where it lies, whatever links led there; `path` is what was opened."""
+        """Its actual path, after following all links.
+
+        Args:
+            path: the path that was opened.
+        """
         try:
-            return os.readlink(f"/proc/self/fd/{self.fd}")  # noqa: PTH115 - the file that is open, even if renamed since
+            return os.readlink(f"/proc/self/fd/{self.fd}")  # noqa: PTH115 - of the open file, even if it was renamed
         except OSError:  # not on Linux
             return os.path.realpath(path)
 
 
 class OpenFiles:
-    """The files read last, kept open: at most `limit`, besides those in the hands of a reading thread."""
+    """The most recently read files, kept open.
+
+    Args:
+        limit: number of files kept open, besides those that a thread is reading.
+    """
 
     def __init__(self, limit: int = 128) -> None:
         self._limit = limit
@@ -99,7 +107,11 @@ class OpenFiles:
         self._changes = 0
 
     def get(self, key: str) -> OpenFile | None:
-        """The file, if it is open; hold it while reading."""
+        """The file if it is open; keep a reference while reading.
+
+        Args:
+            key: key of the file.
+        """
         with self._lock:
             file = self._files.get(key)
             if file is not None:
@@ -107,64 +119,91 @@ class OpenFiles:
             return file
 
     def open(self, key: str, make: Callable[[str], OpenFile]) -> OpenFile:
-        """Open the file, and keep it open."""
+        """Open a file and keep it open.
+
+        Args:
+            key: key of the file.
+            make: opens the file of a key.
+        """
         changes = self._changes
         file = make(key)
         with self._lock:
-            if changes == self._changes:  # else it may have been replaced since it was opened: use it once
+            if changes == self._changes:  # otherwise it may have been replaced since: use it once
                 self._files[key] = file
                 if len(self._files) > self._limit:
                     self._files.popitem(last=False)
         return file
 
-    def drop_others(self, key: str, found: os.stat_result) -> None:
-        """Forget the file, if somebody put another one, which was `found`, in its place."""
+    def drop_if_replaced(self, key: str, found: os.stat_result) -> None:
+        """Close a file if its key now names another file.
+
+        Args:
+            key: key of the file.
+            found: the result of `stat` for the key.
+        """
         file = self._files.get(key)
         if file is not None and not os.path.samestat(os.fstat(file.fd), found):
             self.drop(key)
 
     def drop(self, key: str) -> None:
-        """Forget a file that was replaced or removed."""
+        """Close a file that was replaced or removed.
+
+        Args:
+            key: key of the file.
+        """
         with self._lock:
             self._changes += 1
             self._files.pop(key, None)
 
     def clear(self) -> None:
-        """Forget every file."""
+        """Close every file."""
         with self._lock:
             self._changes += 1
             self._files.clear()
 
 
 def read_scattered(fd: int, offset: int, buffers: Sequence[memoryview]) -> int:
-    """Fill buffers one after another from `offset` on; the number of bytes read, less only at the end of the file."""
-    todo = [b.cast("B") for b in buffers if b.nbytes]
-    todo.reverse()
+    """Read a contiguous range of a file into buffers, one after another.
+
+    Args:
+        fd: file descriptor.
+        offset: first byte.
+        buffers: writable, C-contiguous buffers.
+
+    Returns:
+        the number of bytes read, which is less than the size of the buffers only at the end of the file.
+    """
+    remaining = [b.cast("B") for b in buffers if b.nbytes]
+    remaining.reverse()
     done = 0
-    while todo:
-        got = os.preadv(fd, todo[: -_IOV_MAX - 1 : -1], offset + done)
+    while remaining:
+        got = os.preadv(fd, remaining[: -_IOV_MAX - 1 : -1], offset + done)
         if got == 0:
             break
         done += got
-        while todo and got >= todo[-1].nbytes:
-            got -= todo.pop().nbytes
+        while remaining and got >= remaining[-1].nbytes:
+            got -= remaining.pop().nbytes
         if got:
-            todo[-1] = todo[-1][got:]
+            remaining[-1] = remaining[-1][got:]
     return done
 
 
 _THREADS = 4
-_SMALL = 64 << 10  # bytes; smaller files are better written all at once, by their fsync
+_SMALL = 64 << 10  # bytes; smaller files are written at once by fsync, without early write-back
 
 
 class PendingSyncs:
-    """The files and folders one store has written and not yet made durable; `sync` is given a folder to sync."""
+    """The files and folders that a store has written and not yet made durable.
+
+    Args:
+        sync: syncs a folder, given its key.
+    """
 
     def __init__(self, sync: Callable[[str], None]) -> None:
         self._sync = sync
         self._lock = threading.Lock()
         self._flushing = threading.Lock()
-        self._most = max(
+        self._max_open = max(
             16, min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         )  # files kept open before some are synced
         self._pool: ThreadPoolExecutor | None = None
@@ -173,44 +212,62 @@ class PendingSyncs:
         self._folders: set[str] = set()
 
     def add(self, file: Path, open_file: Descriptor, folders: Iterable[str]) -> None:
-        """Begin to write back a file; `flush` syncs it and `folders`, and closes it."""
+        """Start writing back a file; `flush` syncs it and its folders, and closes it.
+
+        Args:
+            file: path of the file.
+            open_file: its descriptor, which this object closes.
+            folders: keys of the folders to sync after the file.
+        """
         small = os.fstat(open_file.fd).st_size < _SMALL
         with self._lock:
             self._pool = self._pool or ThreadPoolExecutor(_THREADS, "ucformat-fsync")
             self._open.append((file, open_file, [] if small else [self._pool.submit(_start, open_file)]))
             self._folders.update(folders)
-            if len(self._open) >= self._most:
-                wait(self._files.values())  # no more than twice as many are ever open
+            if len(self._open) >= self._max_open:
+                wait(self._files.values())  # so at most twice as many are open
                 self._sync_open()
 
-    def changed(self, folder: str) -> None:
-        """Have `flush` sync this folder, too."""
+    def add_folder(self, folder: str) -> None:
+        """Include a folder in the next `flush`.
+
+        Args:
+            folder: key of the folder.
+        """
         with self._lock:
             self._folders.add(folder)
 
     def _sync_open(self) -> None:
-        """Begin to sync all open files; the lock is held."""
+        """Start syncing all open files; the caller holds the lock."""
         for file, open_file, started in self._open:
             assert self._pool is not None  # noqa: S101
             self._files[file] = self._pool.submit(_sync_and_close, open_file, started)
         self._open = []
 
-    def knows(self, file: Path) -> bool:
-        """Whether the next `flush` speaks for this file."""
+    def covers(self, file: Path) -> bool:
+        """Whether the next `flush` includes a file.
+
+        Args:
+            file: path of the file.
+        """
         with self._lock:
             return file in self._files or any(file == o[0] for o in self._open)
 
-    def forget(self, gone: Callable[[Path], bool]) -> None:
-        """Let `flush` say nothing of files that were deleted, those for which `gone` is true."""
+    def forget(self, deleted: Callable[[Path], bool]) -> None:
+        """Exclude deleted files from the next `flush`.
+
+        Args:
+            deleted: whether the file of a path was deleted.
+        """
         with self._lock:
-            for _, open_file, started in (o for o in self._open if gone(o[0])):
+            for _, open_file, started in (o for o in self._open if deleted(o[0])):
                 wait(started)
                 open_file.close()
-            self._open = [o for o in self._open if not gone(o[0])]
-            self._files = {file: done for file, done in self._files.items() if not gone(file)}
+            self._open = [o for o in self._open if not deleted(o[0])]
+            self._files = {file: done for file, done in self._files.items() if not deleted(file)}
 
     def flush(self) -> None:
-        """Sync the files, then their folders; raises for the first that cannot be made durable."""
+        """Sync the files, then their folders; raises the first error."""
         with self._flushing:
             with self._lock:
                 self._sync_open()
@@ -222,7 +279,7 @@ class PendingSyncs:
                     with mapping_os_errors("make durable", str(file)):
                         done.result()
                 list((map if self._pool is None else self._pool.map)(self._sync, folders))
-            except BaseException:  # a file that failed stays, so that no later flush says all is well
+            except BaseException:  # a failed file remains, so that no later flush succeeds
                 with self._lock:
                     self._files = files | self._files
                     self._folders |= folders
@@ -230,7 +287,11 @@ class PendingSyncs:
 
 
 def start_writeback(fd: int) -> None:
-    """Ask the kernel to begin writing a file to its disk; a hint, and only on Linux. Waits for room in its queue."""
+    """Ask the kernel to start writing a file to disk; a hint, only on Linux. May block while its queue is full.
+
+    Args:
+        fd: file descriptor.
+    """
     start = _sync_file_range()
     if start is not None:
         start(fd, 0, 0, 2)  # SYNC_FILE_RANGE_WRITE, to the end of the file
@@ -259,12 +320,22 @@ def _sync_and_close(file: Descriptor, started: list[Future[None]]) -> None:
 
 
 def file_info(key: str, s: os.stat_result) -> Info:
-    """What a stat tells of the file of this key."""
+    """The `Info` of a file.
+
+    Args:
+        key: key of the file.
+        s: its `stat`.
+    """
     return Info(key, s.st_size, f"{s.st_size}-{s.st_mtime_ns}-{s.st_ino}", s.st_mtime, changed=s.st_ctime_ns)
 
 
 def walk(folder: Path, prefix: str) -> Iterator[Info]:
-    """All files below a folder, in the order of their keys, which begin with `prefix`; not what links lead into."""
+    """All files below a folder, in the order of their keys; linked folders are not entered.
+
+    Args:
+        folder: path of the folder.
+        prefix: key of the folder with a trailing slash, or empty; the keys begin with it.
+    """
     entries: list[os.DirEntry[str]] = []
     folders: set[str] = set()
     with suppress(NotFound), mapping_os_errors("list", str(folder)), os.scandir(folder) as scan:
@@ -277,9 +348,9 @@ def walk(folder: Path, prefix: str) -> Iterator[Info]:
         try:
             found = e.stat()
         except OSError as error:
-            if e.is_symlink() or isinstance(error, FileNotFoundError):  # a link to nowhere, or deleted meanwhile
+            if e.is_symlink() or isinstance(error, FileNotFoundError):  # a dangling link, or deleted meanwhile
                 continue
-            with mapping_os_errors("list", str(folder / e.name)):  # left out, it would seem not to be there
+            with mapping_os_errors("list", str(folder / e.name)):  # an omitted file would appear to be missing
                 raise
         if stat.S_ISREG(found.st_mode):
             yield file_info(prefix + e.name, found)

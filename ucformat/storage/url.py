@@ -9,7 +9,7 @@ from urllib.parse import unquote
 from ucformat.errors import UcformatError, UnsupportedError, UsageError
 from ucformat.redacted import redacted
 from ucformat.settings import load_settings
-from ucformat.storage.clouds import SCHEMES, Options, refuse_secrets
+from ucformat.storage.clouds import SCHEMES, Options, reject_secrets
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.objects import BUDGET, ObjectStore
@@ -52,7 +52,7 @@ def open_store(place: str | os.PathLike[str]) -> Store:
         settings = load_settings()
         BUDGET.set(settings.requests, settings.in_flight)
         return ObjectStore(str(place), Options(settings.endpoint, settings.region, settings.deadline))
-    refuse_secrets(str(place))
+    reject_secrets(str(place))
     return _open_fsspec(str(place), scheme)
 
 
