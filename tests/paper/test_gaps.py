@@ -299,7 +299,7 @@ class TestH12WhatEachRankHasForItself:
         source = FakeSource.write(MemoryStore("h12-two"), {("w", "weight"): np.ones(2, np.float32)}, objects=objects)
         ucformat.convert(Checkpoint(source), tmp_path / "two")
         state: dict[str, Any] = {"loader": PerRank({"at": 0})}
-        with pytest.raises(StateMismatch, match="saved by 2 ranks, each its own, and is wanted by 1"):
+        with pytest.raises(StateMismatch, match="has a value of each of 2 ranks, and is loaded by 1"):
             load(state, tmp_path / "two")
 
         def merge(values: list[dict[str, int]], rank: int, ranks: int) -> dict[str, int]:

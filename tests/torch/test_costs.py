@@ -90,7 +90,7 @@ def test_what_each_rank_has_for_itself(ranks: Ranks, tmp_path: Path, now: int) -
             assert value == {"rank": rank, "t": [rank, rank]}
         else:
             assert seen["kind"] == "StateMismatch"
-            assert f"at (dict) was saved by 2 ranks, each its own, and is wanted by {now}" in seen["message"]
+            assert f"at (dict) has a value of each of 2 ranks, and is loaded by {now}" in seen["message"]
             assert untouched == (-1, 0)
             assert value == {"rank": [0, 1], "t": [1, 1], "new": (rank, now)}
         if rank < 2:

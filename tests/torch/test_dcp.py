@@ -309,7 +309,7 @@ def test_pickled_objects_need_trust(tmp_path: Path) -> None:
 def test_a_value_does_not_silently_take_the_place_of_a_tensor(tmp_path: Path) -> None:
     save({"x": 3, "y": (torch.ones(2),)}, tmp_path / "ck")
     error = failure_of(tmp_path / "ck", {"x": torch.zeros(())})
-    assert "the object x: a int cannot take the place of a Tensor" in str(error)
+    assert "the object x: a int cannot replace a Tensor" in str(error)
     state = {"y": (torch.zeros(2),)}
     load(state, tmp_path / "ck")
     assert torch.equal(state["y"][0], torch.ones(2))

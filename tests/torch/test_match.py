@@ -71,8 +71,8 @@ def test_all_problems_are_found_at_once() -> None:
     for line in (
         "missing: same (exp_avg_sq)",
         "missing: absent (weight)",
-        "another shape: shape",
-        "another dtype: dtype",
+        "different shape: shape",
+        "different dtype: dtype",
     ):
         assert line in caught.value.message
     assert "unexpected" not in caught.value.message
@@ -105,7 +105,7 @@ def test_a_long_list_is_cut() -> None:
 def test_problems_of_several_are_told_once() -> None:
     both = Problems(missing=("a",), others=("x",)) | Problems(missing=("a", "b"), dtypes=("d",))
     assert both == Problems(missing=("a", "b"), dtypes=("d",), others=("x",))
-    assert both.lines(unexpected=True) == ["missing: a", "missing: b", "another dtype: d", "x"]
+    assert both.lines(unexpected=True) == ["missing: a", "missing: b", "different dtype: d", "x"]
 
 
 BOTH = [("w", "weight", "bfloat16"), ("w", "master", "float32")]
@@ -197,7 +197,7 @@ def test_renamed_by_regular_expressions_of_whole_names() -> None:
 def test_a_rename_that_makes_two_names_one_is_an_error() -> None:
     ck = stored(("a", "weight", "float32"), ("b", "weight", "float32"))
     for rename in ({".": "x"}, lambda _: "x", {"a": "b"}):
-        with pytest.raises(UsageError, match=r"`rename` makes '[bx]' of 'a' and of 'b'"):
+        with pytest.raises(UsageError, match=r"`rename` maps both 'a' and 'b' to '[bx]'"):
             stored_names(ck, rename)
 
 
@@ -227,7 +227,7 @@ def test_tied_here_and_stored_apart(tmp_path: Path) -> None:
     found, problems = matched([wanted("embed")], differ, tied)
     assert Key("embed", "weight") in found
     assert problems.others == (
-        "tied here: head is embed, but the checkpoint has a tensor for each, which differ",
+        "tied here: head is embed, but the checkpoint has two tensors, which differ",
     )  # fmt: skip
     assert problems.unexpected == ()
     for values, lines in (((1, 1), 0), ((1, 2), 1)):  # packed: without digests

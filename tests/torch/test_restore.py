@@ -59,7 +59,7 @@ def test_values_under_keys_of_all_kinds(tmp_path: Path, keys: list[Any], depth: 
 
 @pytest.mark.parametrize("state", [{None: 1}, {"in": {1.5: torch.ones(1)}}, {"in": [{True: torch.ones(1)}]}], ids=str)
 def test_what_has_a_name_of_its_own_has_a_key_that_can_name_it(tmp_path: Path, state: dict[Any, Any]) -> None:
-    with pytest.raises(UsageError, match=r"has the key (None|1\.5|True): what is saved has a name"):
+    with pytest.raises(UsageError, match=r"has the key (None|1\.5|True), but keys must be"):
         save(state, tmp_path / "ck")
 
 
@@ -76,13 +76,13 @@ def test_missing_values_are_told_with_all_else(tmp_path: Path) -> None:
     state = {"a": 5, "b": {"c": 2}, "w": torch.zeros(3), "rank": PerRank(0), "mine": PerRank(0), "v": torch.zeros(1)}
     with pytest.raises(StateMismatch) as caught:
         load(state, ck)
-    for line in ("missing: v (weight)", "missing: the object b.c", "missing: what each rank has of mine", "shape: w"):
+    for line in ("missing: v (weight)", "missing: the object b.c", "missing: the per-rank value mine", "shape: w"):
         assert line in caught.value.message
     assert (state["a"], state["b"]) == (5, {"c": 2})
     report = load(state, ck, strict=False)
     assert not report
     assert (state["a"], state["b"]) == (1, {"c": 2})
-    assert report.missing == ("v (weight)", "the object b.c", "what each rank has of mine")
+    assert report.missing == ("v (weight)", "the object b.c", "the per-rank value mine")
 
 
 def test_values_take_the_types_that_the_state_has(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_pickles_are_opened_where_that_is_asked_for(tmp_path: Path) -> None:
     assert (state["a"], state["n"]) == (None, 1)
     assert len(report.problems.others) == 1
     state["each"] = PerRank({"x": None})
-    with pytest.raises(StateMismatch, match="what each rank has of each: the value is a pickle"):
+    with pytest.raises(StateMismatch, match="the per-rank value each: the value is a pickle"):
         load(state, ck)
     assert load({"each": PerRank({"x": None})}, ck, strict=False).problems.others
     assert load(state, ck, trust=True)
@@ -162,7 +162,7 @@ def test_another_number_of_ranks_needs_a_merge(tmp_path: Path, ranks: int) -> No
     put()
     assert box.value is None
     (line,) = problems.others
-    assert f"data (Box) was saved by 3 ranks, each its own, and is wanted by {ranks}" in line
+    assert f"data (Box) has a value of each of 3 ranks, and is loaded by {ranks}" in line
     assert "merge" in line
 
     def merge(values: list[Any], rank: int, of_ranks: int) -> Any:

@@ -1,1 +1,1 @@
-"""`Writer` and `Reader`: PyTorch's `torch.distributed.checkpoint` over universal checkpoints."""
+"""`Writer` and `Reader`: universal checkpoints as a storage of PyTorch's `torch.distributed.checkpoint`."""

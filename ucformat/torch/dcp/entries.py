@@ -1,4 +1,4 @@
-"""A checkpoint as PyTorch DCP sees it: what each entry of a program's state dict means in it, and its new value."""
+"""A checkpoint as PyTorch DCP sees it: resolves the entries of a program's state dict, and fits their values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = ["Entries", "Hyperparameter", "PlainValue", "SplitValue", "StoredWeigh
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A tensor in one state, under the program's name for it; `weight` also stands for `master`."""
+    """A tensor in one state, under the program's name; `weight` may be stored as `master`."""
 
     key: Key
 
@@ -52,14 +52,14 @@ class PlainValue:
 
 @dataclass(frozen=True, slots=True)
 class SplitValue:
-    """A value, such as a tuple, out of which tensors were saved."""
+    """A value, such as a tuple, whose tensors were stored separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameter:
-    """A hyper-parameter of an optimizer: of group number `which`, or of the group of the parameter of that name.
+    """A hyper-parameter of an optimizer group, or without `name` all groups of the optimizer at `root`.
 
-    Without `name` all groups of the optimizer at `root` are meant.
+    `which` is the number of the group, or the name of a parameter in it.
     """
 
     root: str
@@ -68,13 +68,17 @@ class Hyperparameter:
 
 
 class Entries(Mapping[str, Any]):
-    """The entries of a checkpoint by the dotted paths of any program's state dict.
+    """The entries of a checkpoint, by the dotted paths of any program's state dict.
 
-    What the checkpoint records of the state that was saved counts first: those paths mean what they meant there.
-    Other weights are found with or without what the program keeps its model under (`model.`, `app.model.`), the states
-    of an optimizer below any `….state.`, its hyper-parameters below any `….param_groups.`, nested or flattened, and
-    plain values by their paths. Iteration lists each once: as it was saved, or where that is not known as a state
-    `{"model": …, "optim": …, …}` has it.
+    Paths of the state that was saved, if the checkpoint records them, have precedence. Other weights are found with or
+    without the prefix under which the program keeps its model (`model.`, `app.model.`), optimizer states below any
+    `….state.`, hyper-parameters below any `….param_groups.`, nested or flattened, and plain values by their paths.
+    Iteration lists each entry once: as it was saved, or if that is not recorded as in a state
+    `{"model": …, "optim": …, …}`.
+
+    Args:
+        ck: the checkpoint.
+        names: the stored names, from `stored_names`.
     """
 
     def __init__(self, ck: Checkpoint, names: Mapping[str, str]) -> None:
@@ -84,7 +88,14 @@ class Entries(Mapping[str, Any]):
         self._found: dict[str, StoredWeight | PlainValue | SplitValue | Hyperparameter | None] = {}
 
     def find(self, fqn: str) -> StoredWeight | PlainValue | SplitValue | Hyperparameter | None:
-        """What an entry means; None where the checkpoint does not have it."""
+        """Resolve an entry.
+
+        Args:
+            fqn: its dotted path in the program's state dict.
+
+        Returns:
+            None if the checkpoint does not have it.
+        """
         if fqn not in self._found:
             self._found[fqn] = self._find(fqn)
         return self._found[fqn]
@@ -126,7 +137,11 @@ class Entries(Mapping[str, Any]):
         return Hyperparameter(root, param, last) if param and last else None
 
     def shape(self, key: Key) -> tuple[int, ...] | None:
-        """The shape of a tensor; None where it is not stored."""
+        """Return the shape of a tensor; None if it is not stored.
+
+        Args:
+            key: the program's name, and the state.
+        """
         states = ("weight", "master") if key.state == "weight" else (key.state,)
         stored = (self.ck.tensors.get(Key(self.names[key.name], s)) for s in states)
         return next((info.shape for info in stored if info is not None), None)
@@ -138,7 +153,7 @@ class Entries(Mapping[str, Any]):
         return self._tensor(found.key) if isinstance(found, StoredWeight) else BytesStorageMetadata()
 
     def _tensor(self, key: Key) -> TensorStorageMetadata:
-        """One chunk stands for the whole tensor, however it is stored: a rank asks for the box that it holds."""
+        """The metadata of a tensor, as one chunk, however it is stored; DCP requests the box that a rank holds."""
         stored, shape = self.names[key.name], torch.Size(self.shape(key) or ())
         state = "master" if key.state == "weight" and "weight" not in self.states[key.name] else key.state
         dtype = torch_dtype(self.ck.tensors[Key(stored, state)].dtype)
@@ -147,23 +162,23 @@ class Entries(Mapping[str, Any]):
 
     @cached_property
     def paths(self) -> Mapping[str, Path]:
-        """The path of each entry in a state that holds them all."""
+        """The path of each entry in a state that contains all of them."""
         out = {dotted(p): tuple(str(x) if isinstance(x, IntKey) else x for x in p) for p in self.recorded.entries()}
         known = set(self.recorded.tensors.values())
 
         def add(*path: str | int) -> None:
             out.setdefault(dotted(path), path)
 
-        own: set[str] = set()
+        listed: set[str] = set()
         for name, stored in self.names.items():
             for state in self.states[name]:
-                if Key(stored, state) in known or (stored in own and state not in _PARAMETER):
+                if Key(stored, state) in known or (stored in listed and state not in _PARAMETER):
                     continue  # tied names have no optimizer states of their own
                 if state in _PARAMETER:
                     add("model", name)
                 else:
                     add("optim", "state", name, state)
-            own.add(stored)
+            listed.add(stored)
         if not known and not self.recorded.optimizers:
             for i, group in enumerate(self.ck.manifest.groups):
                 for option in ("params", *group.options):
@@ -181,13 +196,24 @@ _PARAMETER = ("weight", "master")
 
 
 _log = logging.getLogger("ucformat")
-_SHOWN = 10
+_MAX_NAMES = 10
 
 
 def fit_values(
     entries: Entries, fqns: Sequence[str], current: Mapping[str, Any], *, trust: bool, cast: bool
 ) -> tuple[dict[str, Any], Problems]:
-    """The new value of each entry, in the types of the program's `current` one, and what does not fit."""
+    """Fit the values of entries other than tensors.
+
+    Args:
+        entries: of the checkpoint.
+        fqns: the dotted paths of the wanted entries.
+        current: the values of the program, which determine types that JSON does not record.
+        trust: unpickle opaque objects, which may run code.
+        cast: accept tensors of other dtypes.
+
+    Returns:
+        the new values by dotted path, and what does not fit.
+    """
     values: dict[str, Any] = {}
     options: dict[str, Hyperparameter] = {}
     others: list[str] = []
@@ -217,7 +243,7 @@ def fit_values(
 
 
 def _joined(entries: Entries, fqn: str, current: Any, *, trust: bool) -> Any:
-    """What DCP takes for one value, such as a tuple, of the tensors and values that were saved out of it."""
+    """The value of an entry, such as a tuple, whose tensors were stored separately."""
 
     def inner(key: Any, value: Any) -> Any:
         return _joined(entries, f"{fqn}.{key}", value, trust=trust)
@@ -234,17 +260,17 @@ def _joined(entries: Entries, fqn: str, current: Any, *, trust: bool) -> Any:
     if isinstance(found, PlainValue):
         return decode(found.data, current, trust=trust)
     raise UnsupportedError(
-        f"tensors were saved out of it, and {fqn} is none of them", hint="give a state of its structure"
+        f"its tensors were stored separately, and {fqn} is not one of them", hint="use a state of the same structure"
     )
 
 
 def _fit_options(
     entries: Entries, options: Mapping[str, Hyperparameter], current: Mapping[str, Any], *, trust: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """The hyper-parameters that are wanted, and what does not fit.
+    """The values of hyper-parameters, and what does not fit.
 
-    A group of the program's gets those of its own parameters; where the program does not name them, those of the group
-    of its number. What the checkpoint does not have keeps the program's value, and is logged.
+    A group of the program gets the hyper-parameters of its parameters, or if these have no names, those of the group
+    with its number. A hyper-parameter that is not stored keeps the program's value, which is logged.
     """
     values: dict[str, Any] = {}
     others: list[str] = []
@@ -263,7 +289,7 @@ def _fit_options(
         found = [_option(group_of(p), option.name) for p in params]
         stored = [f for f in found if f is not ABSENT]
         if any(f != stored[0] for f in stored[1:]):
-            others.append(f"{fqn}: its parameters were in groups with different values of it")
+            others.append(f"{fqn}: its parameters were in groups with different values")
         elif stored:
             values[fqn] = _like_number(decode(stored[0], current.get(fqn), trust=trust), current.get(fqn))
         else:
@@ -271,9 +297,9 @@ def _fit_options(
         kept |= {f"{p}: {option.name}": None for p, f in zip(params, found, strict=True) if f is ABSENT}
     if kept:
         _log.warning(
-            "%s does not have all hyper-parameters; these keep the values of the program: %s",
+            "%s lacks some hyper-parameters, which keep the values of the program: %s",
             entries.ck.url,
-            ", ".join([*kept][:_SHOWN]) + (f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else ""),
+            ", ".join([*kept][:_MAX_NAMES]) + (f" and {len(kept) - _MAX_NAMES} more" if len(kept) > _MAX_NAMES else ""),
         )
     return values, others
 
@@ -311,7 +337,7 @@ def _option(group: GroupDoc | None, name: str) -> Any:
 
 
 def _like_number(value: Any, current: Any) -> Any:
-    """A learning rate as a tensor where the program has one, and as a number where it has that."""
+    """A number as a tensor, or a tensor as a number, as the program has it (a learning rate)."""
     if isinstance(current, torch.Tensor) and isinstance(value, int | float):
         return torch.full_like(current, value)
     if isinstance(value, torch.Tensor) and isinstance(current, int | float):
@@ -320,7 +346,7 @@ def _like_number(value: Any, current: Any) -> Any:
 
 
 def _params(entries: Entries, option: Hyperparameter, current: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of a group's parameters: the program's, or where it has none the checkpoint's."""
+    """The names of a group's parameters in the program, or if it has none in the checkpoint."""
     if isinstance(option.which, str):
         return (option.which,)
     root = f"{option.root}.{GROUPS}" if option.root else GROUPS
@@ -332,7 +358,7 @@ def _params(entries: Entries, option: Hyperparameter, current: Mapping[str, Any]
 
 
 def _groups(entries: Entries, root: str) -> list[tuple[GroupDoc, tuple[str, ...]]]:
-    """The stored groups of an optimizer, and its names of their parameters; of one that is not known all groups."""
+    """The stored groups of an optimizer, with its names of their parameters; all groups if it is not recorded."""
     mine = entries.recorded.optimizers.get(root)
     if mine is not None:
         return [(group, place.names) for group, place in mine]

@@ -1,4 +1,4 @@
-"""From the write items of a PyTorch DCP plan to what this rank saves, named as `ucformat.torch.save` names it."""
+"""Converts the write items of a PyTorch DCP plan to what this rank saves, named as by `ucformat.torch.save`."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ _BYTES = WriteItemType.BYTE_IO
 
 @dataclass(frozen=True, slots=True)
 class LocalItems:
-    """All that a rank has, before DCP leaves to other ranks what several have; `ranks` plan together (0: not known).
+    """All items of a rank, before DCP removes duplicates between ranks.
 
-    `tensors` are those of each shard, and `shapes` of the whole tensors.
+    `tensors` has an index for each shard, `shapes` the global shapes. `ranks` plan together (0: unknown).
     """
 
     tensors: tuple[MetadataIndex, ...]
@@ -56,7 +56,7 @@ class LocalItems:
 
 @message
 class PlainValues:
-    """The plain values that DCP had one rank write, in JSON form by path, and which lists of the state hold tensors."""
+    """The plain values that DCP assigned to one rank, in JSON form by path, and the paths of lists with tensors."""
 
     by_path: Mapping[Path, Any]
     lists: frozenset[Path]
@@ -64,7 +64,7 @@ class PlainValues:
 
 @dataclass(frozen=True, slots=True)
 class RankItems:
-    """What one rank saves of a plan; `memories` are those of the tensors."""
+    """What one rank saves of a plan; `memories` are the host memories of the tensors."""
 
     tensors: tuple[tuple[TensorInfo, tuple[Piece, ...]], ...]
     memories: tuple[Memory, ...]
@@ -77,7 +77,11 @@ class RankItems:
 
 
 def local_items(plan: SavePlan) -> LocalItems:
-    """What a plan lists that no other rank's plan was compared with yet."""
+    """Return the items of a local plan, before DCP has compared it with those of other ranks.
+
+    Args:
+        plan: the local plan.
+    """
     values = [i.index for i in plan.items if i.type == _BYTES]
     tensors = [i for i in plan.items if i.type != _BYTES]
     shapes = {i.index.fqn: tuple(i.tensor_data.size) for i in tensors}
@@ -85,14 +89,16 @@ def local_items(plan: SavePlan) -> LocalItems:
 
 
 def collect_items(plan: SavePlan, planner: SavePlanner, local: LocalItems) -> RankItems:
-    """What this rank saves of its plan.
+    """Collect what this rank saves.
 
-    Names, optimizer groups and ties are found in all that the rank has (`local`), for a plan without what other ranks
-    write too does not show them.
+    Args:
+        plan: the final plan, without duplicates that other ranks write.
+        planner: of DCP.
+        local: all items of the rank, in which names, optimizer groups and ties are found.
 
     Raises:
-        LayoutError: DCP takes a shard for another shape than the one that it has.
-        UsageError: two entries are the same tensor, or one is a PerRank value.
+        LayoutError: DCP has a wrong shape for a shard.
+        UsageError: two entries are the same tensor, or an entry is a PerRank value.
     """
     mappings = plan.planner_data if isinstance(plan.planner_data, dict) else getattr(planner, "mappings", {})
     state = _State(planner, mappings, local)
@@ -105,8 +111,8 @@ def collect_items(plan: SavePlan, planner: SavePlanner, local: LocalItems) -> Ra
             value = state.look_up(item.index, _BYTES)
             if isinstance(value, PerRank):
                 raise UsageError(
-                    f"{dotted(path)} is a PerRank value, of which torch.distributed.checkpoint keeps one rank's",
-                    hint="save with ucformat.torch.save, or keep it under a key with the rank's number",
+                    f"{dotted(path)} is a PerRank value, but torch.distributed.checkpoint saves that of one rank only",
+                    hint="save with ucformat.torch.save, or use a key that contains the rank",
                 )
             values[path] = encode(value, dotted(path))
     held = getattr(planner, "state_dict", {})
@@ -123,24 +129,24 @@ def collect_items(plan: SavePlan, planner: SavePlanner, local: LocalItems) -> Ra
 
 
 def _encodes(planner: SavePlanner) -> bool:
-    """Whether values are to be taken as a planner of the program's own encodes them."""
+    """Whether a planner of the program encodes values itself."""
     kind, stock = type(planner), DefaultSavePlanner
     return any(getattr(kind, f, None) is not getattr(stock, f) for f in ("resolve_data", "transform_object"))
 
 
 def _encoded(data: bytes) -> Any:
-    """The value in bytes that a planner made: what torch.save wrote is opened where it is plain; others stay bytes."""
+    """The value that a planner encoded: plain values that torch.save wrote are loaded; other bytes stay bytes."""
     if not data.startswith(b"PK"):
         return io.BytesIO(data)
     try:
         with torch.serialization.safe_globals([io.BytesIO, bytes]):
             return torch.load(io.BytesIO(data), weights_only=True)
-    except pickle.UnpicklingError:  # it names other classes; who knows where the planner had it from
+    except pickle.UnpicklingError:  # it contains other classes, whose origin is unknown
         return opaque_file(data)
 
 
 class _Value:
-    """Stands for a plain value whose kind does not matter to names."""
+    """A placeholder for a plain value, whose type does not matter to names."""
 
 
 class _State:
@@ -158,26 +164,26 @@ class _State:
             set_element(nested, path, self.look_up(index, _BYTES) if _below_groups(path) else _Value())
         self.found = collect(nested)
         by_path = self.found.keys
-        #: Name and state of each tensor; those of optimizer options have none.
+        #: Name and state of each tensor, except hyper-parameters.
         self.keys = {i.fqn: by_path[p] for i in local.tensors if (p := self.path(i)) in by_path}
 
     def path(self, index: MetadataIndex) -> Path:
-        """Where an entry lies in the state as the program has it."""
+        """The path of an entry in the program's state."""
         return self.mappings.get(index.fqn, (index.fqn,))
 
     def look_up(self, index: MetadataIndex, kind: WriteItemType = WriteItemType.SHARD) -> Any:
-        """The live value of an entry of this rank; of a planner that encodes values itself, what it made of it."""
+        """The value of an entry of this rank, or as the planner encoded it."""
         if (kind != _BYTES or not _encodes(self.planner)) and hasattr(self.planner, "lookup_object"):
             return self.planner.lookup_object(index)
         data = self.planner.resolve_data(WriteItem(index, kind))
         return _encoded(data.getvalue()) if isinstance(data, io.BytesIO) else data
 
     def is_option(self, path: Path) -> bool:
-        """Whether the entry is part of an optimizer group that is kept by names."""
+        """Whether an entry is part of an optimizer group."""
         return any(path[:i] in self.found.apart for i in range(1, len(path) + 1))
 
     def aliases(self) -> dict[str, str]:
-        """Weights of this rank that are one memory under several names: further names by the first."""
+        """The first name of tied weights of this rank, by each further name."""
         keys = ((i, self.keys.get(i.fqn)) for i in self.local.tensors)
         weights = ((i, k.name, self.look_up(i)) for i, k in keys if k is not None and k.state == "weight")
         return tied_names(
@@ -187,7 +193,7 @@ class _State:
         )
 
     def lists_of_tensors(self) -> frozenset[Path]:
-        """The lists of the state that hold tensors somewhere below."""
+        """The paths of lists that contain tensors at any depth."""
         paths = self.found.tensors
         return frozenset(p[:i] for p in paths for i, part in enumerate(p) if isinstance(part, int))
 
@@ -199,7 +205,7 @@ def _below_groups(path: Path) -> bool:
 def _tensors(
     plan: SavePlan, planner: SavePlanner, keys: Mapping[str, Key], aliases: Mapping[str, str]
 ) -> tuple[tuple[tuple[TensorInfo, tuple[Piece, ...]], ...], tuple[Memory, ...]]:
-    """The tensors that this rank is to write, each once, and their memory."""
+    """The tensors that this rank writes, each once, and their host memory."""
     shards: dict[str, list[LocalShard]] = {}
     for item in plan.items:
         key = keys.get(item.index.fqn)
@@ -221,16 +227,16 @@ def _tensors(
 
 
 def _shard(item: WriteItem, planner: SavePlanner, key: Key) -> LocalShard:
-    """What a write item holds, as pieces of the global tensor."""
+    """The shard of a write item, as pieces of the global tensor."""
     local = local_of(key.name, key.state, planner.resolve_data(item))
-    told, chunk = item.tensor_data, item.tensor_data.chunk
+    data, chunk = item.tensor_data, item.tensor_data.chunk
     if local.info.shape != tuple(chunk.sizes):
         raise LayoutError(
-            f"{item.index.fqn}: torch.distributed.checkpoint takes the local shard for {list(chunk.sizes)} at "
-            f"{list(chunk.offsets)}, but it is {list(local.info.shape)}",
-            hint="it misjudges some uneven cuts of one dim over two mesh axes; ucformat.torch.save does not",
+            f"{item.index.fqn}: torch.distributed.checkpoint computes {list(chunk.sizes)} at {list(chunk.offsets)} for "
+            f"the local shard, but its shape is {list(local.info.shape)}",
+            hint="it is wrong for some uneven shards of one dim over two mesh axes; ucformat.torch.save is not",
         )
-    info = TensorInfo(key.name, key.state, local.info.dtype, tuple(told.size))
+    info = TensorInfo(key.name, key.state, local.info.dtype, tuple(data.size))
     pieces = tuple(
         Piece(Box(tuple(map(int.__add__, p.box.start, chunk.offsets)), p.box.shape), p.offset, p.strides)
         for p in local.pieces
@@ -240,7 +246,7 @@ def _shard(item: WriteItem, planner: SavePlanner, key: Key) -> LocalShard:
 
 
 def _joined(shards: Sequence[LocalShard]) -> tuple[tuple[Piece, ...], Memory]:
-    """The pieces of all shards of one tensor in one memory: of several shards, a copy of them."""
+    """The pieces of all shards of a tensor in one memory; several shards are copied."""
     if len(shards) == 1:
         tensor = shards[0].tensor
         return shards[0].pieces, host_memory(copied_to_host(tensor))
@@ -256,7 +262,14 @@ def _joined(shards: Sequence[LocalShard]) -> tuple[tuple[Piece, ...], Memory]:
 
 
 def join_values(parts: Sequence[PlainValues]) -> dict[str, Any]:
-    """The objects of all ranks, nested as the program has them; UsageError where two ranks wrote different values."""
+    """Join the objects of all ranks, nested as in the program's state.
+
+    Args:
+        parts: of each rank.
+
+    Raises:
+        UsageError: two ranks saved different values of an entry.
+    """
     tree: dict[str | int, Any] = {}
     lists = frozenset(p for part in parts for p in part.lists)
     for rank, part in enumerate(parts):
@@ -268,7 +281,7 @@ def join_values(parts: Sequence[PlainValues]) -> dict[str, Any]:
             if not isinstance(found, _JsonLeaf) or found.data != data:
                 raise UsageError(
                     f"the object {dotted(path)} has a different value on rank {rank} than on a rank before it",
-                    hint="keep what each rank has for itself under a key with its number",
+                    hint="keep values that differ between ranks under keys that contain the rank",
                 )
     objects: dict[str, Any] = _plain(tree, (), lists)
     return objects
@@ -280,7 +293,7 @@ class _JsonLeaf:
 
 
 def _plain(node: Any, path: Path, lists: frozenset[Path]) -> Any:
-    """The JSON form of a tree of leaves: what was a list without tensors is one again."""
+    """The JSON form of a tree of leaves; a flattened list without tensors becomes a list again."""
     if isinstance(node, _JsonLeaf):
         return node.data
     inner = {k: _plain(v, (*path, k), lists) for k, v in node.items()}

@@ -1,4 +1,4 @@
-"""`Reader`: `torch.distributed.checkpoint` loads any checkpoint that ucformat opens, foreign ones too."""
+"""`Reader`: `torch.distributed.checkpoint` loads any checkpoint that ucformat can open, including foreign ones."""
 
 from __future__ import annotations
 
@@ -39,23 +39,25 @@ __all__ = ["Reader"]
 
 
 class Reader(StorageReader):
-    """From where `dcp.load(state, storage_reader=Reader(url))` reads: a checkpoint of any kind and any layout.
+    """A `StorageReader` of torch.distributed.checkpoint that reads checkpoints of any kind and layout.
 
-    Each rank reads the boxes that it holds, and nothing else, straight into its tensors. The names of the state are
-    understood with or without what the program keeps model and optimizer under, nested or flattened. Hyper-parameters
-    that the checkpoint does not have keep the program's values. DCP itself tells of the first entry that is missing or
-    of another shape; what else does not fit is found before a rank reads, and told at once.
+        dcp.load(state, storage_reader=Reader(path))
+
+    Replaces `FileSystemReader`. Each rank reads only the boxes that it holds, straight into its tensors. Names of the
+    state are found with or without the prefixes under which the program keeps model and optimizer, nested or flattened.
+    Hyper-parameters that are not stored keep the program's values. DCP raises for the first entry that is missing or
+    has another shape; all other mismatches are raised in one error before a rank reads.
 
     Args:
-        path: a checkpoint of any kind that `ucformat.open` opens, or a reference to one, or one that is open. A
-            `checkpoint_id` given to DCP takes its place.
-        _extension_registry: of no effect, as in `FileSystemReader` where a checkpoint was written without extensions;
-            one that was written with some is refused.
-        rename: makes the state's name of the checkpoint's: a function, or `{regex of the whole name: replacement}`.
+        path: a checkpoint of any kind that `ucformat.open` opens, a reference to one, or an open checkpoint. A
+            `checkpoint_id` passed to DCP replaces it.
+        _extension_registry: has no effect; checkpoints that were written with stream extensions are not supported.
+        rename: maps names of the checkpoint to names of the state: a function, or `{regex: replacement}`, where the
+            regex matches the whole name.
         cast: cast tensors to the dtypes of the state.
-        trust: open pickled objects, which may run code.
-        verify: which checksums to check: of chunks that are read `whole`, `always` (reads whole chunks), `never`.
-        threads: how many read on this rank.
+        trust: unpickle opaque objects, which may run code.
+        verify: which checksums to check, as for `ucformat.torch.load`.
+        threads: how many threads read on this rank (default: as many as the storage can use).
     """
 
     def __init__(
@@ -69,20 +71,24 @@ class Reader(StorageReader):
         verify: Verify = "whole",
         threads: int | None = None,
     ) -> None:
-        self.nbytes = 0  #: bytes that this rank read from storage for the last load
-        self.bytes_unverified = 0  #: those of them in tensors for which no checksum was checked
+        self.nbytes = 0  #: bytes that this rank read from storage in the last load
+        self.bytes_unverified = 0  #: those of tensors whose checksums were not checked
         self._url = path
         self._rename, self._cast, self._trust, self._verify, self._threads = rename, cast, trust, verify, threads
         self._entries: Entries | None = None
 
     @property
     def checkpoint_id(self) -> str | None:
-        """The url, as DCP names it."""
+        """The url of the checkpoint."""
         return self._url.url if isinstance(self._url, Checkpoint) else None if self._url is None else str(self._url)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
-        """Whether there is a checkpoint that ucformat can open."""
+        """Check whether ucformat can open a checkpoint.
+
+        Args:
+            checkpoint_id: its path, URL or reference.
+        """
         try:
             open_reference(checkpoint_id)
         except (LookupError, ValueError, OSError):
@@ -90,13 +96,25 @@ class Reader(StorageReader):
         return True
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
-        """Begin anew, with another checkpoint where one is given."""
+        """Prepare for another load.
+
+        Args:
+            checkpoint_id: replaces the path, unless None.
+        """
         if checkpoint_id is not None:
             self._url = checkpoint_id
         self._entries = None
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:  # noqa: ARG002 - `kwargs` would mean metadata by rank
-        """What the checkpoint holds, made from its manifest; entries are looked up as DCP asks for them."""
+        """Open the checkpoint, and return its metadata; entries are resolved when DCP looks them up.
+
+        Args:
+            args: ignored.
+            options: ignored.
+
+        Raises:
+            UsageError: there is no path.
+        """
         if self._url is None:
             raise UsageError("the Reader has no path", hint="Reader(path), or give DCP a checkpoint_id")
         ck = self._url if isinstance(self._url, Checkpoint) else open_reference(self._url)
@@ -108,28 +126,47 @@ class Reader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
-        """Nothing to do: the checkpoint is open."""
+        """Do nothing, since the checkpoint is open.
+
+        Args:
+            metadata: ignored.
+            is_coordinator: ignored.
+            args: ignored.
+            kwargs: ignored.
+        """
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Return the plan unchanged.
+
+        Args:
+            plan: of this rank.
+        """
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans unchanged.
+
+        Args:
+            plans: of all ranks.
+        """
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all that the plan lists, together.
+        """Read all items of the plan.
+
+        Args:
+            plan: of this rank.
+            planner: of DCP, whose tensors are filled.
 
         Raises:
-            StateMismatch: dtypes or values do not fit; all that do not are listed, and nothing of this rank is changed.
+            StateMismatch: dtypes or values do not fit; the message lists all mismatches, and this rank has not read.
             ChecksumError: a chunk does not match its checksum.
-            Conflict: a file of the checkpoint was changed since it was opened.
-            UnsafeError: an object is a pickle, and `trust` is false.
+            Conflict: a file of the checkpoint has changed since it was opened.
+            UsageError: `read_metadata` was not called.
         """
         entries = self._entries
         if entries is None:
-            raise UsageError("nothing is open", hint="read_metadata() comes before read_data()")
+            raise UsageError("the checkpoint is not open", hint="call read_metadata() before read_data()")
         wanted = [(i, planner.resolve_tensor(i)) for i in plan.items if i.type != LoadItemType.BYTE_IO]
         aliases, targets = without_ties([_target(entries, i, t.detach()) for i, t in wanted])
         matched, tensor_problems = match(targets, aliases, entries.ck, entries.names, cast=self._cast)
@@ -153,7 +190,7 @@ class Reader(StorageReader):
 
 
 class _Paths(Mapping[str, tuple[str | int, ...]]):
-    """Where each entry lies in a state that holds them all, made when it is asked for."""
+    """The path of each entry in a state that contains all of them, computed on first use."""
 
     def __init__(self, entries: Entries) -> None:
         self._entries = entries
@@ -169,9 +206,9 @@ class _Paths(Mapping[str, tuple[str | int, ...]]):
 
 
 def _target(entries: Entries, item: ReadItem, tensor: torch.Tensor) -> LocalShard:
-    """Where a read item goes, as a piece of the stored tensor."""
+    """The target of a read item, as a piece of the stored tensor."""
     found = entries.find(item.storage_index.fqn)
-    assert isinstance(found, StoredWeight)  # noqa: S101 - as a tensor it was planned
+    assert isinstance(found, StoredWeight)  # noqa: S101 - it was planned as a tensor
     shape = entries.shape(found.key)
     assert shape is not None  # noqa: S101
     info = TensorInfo(found.key.name, found.key.state, dtype_name(tensor.dtype), shape)
@@ -181,7 +218,7 @@ def _target(entries: Entries, item: ReadItem, tensor: torch.Tensor) -> LocalShar
 
 
 def _saved(value: Any) -> io.BytesIO:
-    """A value as DCP's planner takes it."""
+    """A value in the form that DCP's planner loads."""
     out = io.BytesIO()
     torch.save(value, out)
     out.seek(0)
@@ -189,8 +226,8 @@ def _saved(value: Any) -> io.BytesIO:
 
 
 def _raise_for(problems: Problems, url: str, *, partial: bool) -> None:
-    """StateMismatch with all problems of this rank; with `partial` what is missing is none."""
-    hints = ["ucformat.torch.load(state, url) tells of all ranks and tensors together"]
+    """StateMismatch with all problems of this rank; with `partial`, missing entries are ignored."""
+    hints = ["ucformat.torch.load(state, url) reports the mismatches of all ranks at once"]
     if problems.dtypes:
         hints.insert(0, "Reader(path, cast=True) casts")
     try:

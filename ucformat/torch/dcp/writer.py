@@ -1,4 +1,4 @@
-"""`Writer`: what `torch.distributed.checkpoint` saves becomes a universal checkpoint."""
+"""`Writer`: `torch.distributed.checkpoint` saves universal checkpoints."""
 
 from __future__ import annotations
 
@@ -40,39 +40,41 @@ __all__ = ["Writer"]
 
 
 class Writer(StorageWriter, BlockingAsyncStager):
-    """Where `dcp.save(state, storage_writer=Writer(path))` and `dcp.async_save` write: a universal checkpoint.
+    """A `StorageWriter` of torch.distributed.checkpoint that saves universal checkpoints.
 
-    It takes the place of `FileSystemWriter`, whose arguments come first, in its order and with its defaults. The
-    checkpoint is named, planned, written and committed as by `ucformat.torch.save`: all or nothing. DCP's planner says
-    what each rank holds; of what several hold as plain tensors or values, DCP keeps one rank's without comparing them.
+        dcp.save(state, storage_writer=Writer(path))
+
+    Replaces `FileSystemWriter`, whose arguments come first, in the same order and with the same defaults; also for
+    `dcp.async_save`. The checkpoint is named, planned, written and committed as by `ucformat.torch.save`, all or
+    nothing. DCP's planner removes replicas without comparing them.
 
     Args:
-        path: where to write the checkpoint, a path or URL; the same on all ranks. A `checkpoint_id` given to DCP takes
-            its place.
-        single_file_per_rank: of no effect: `form` says which files are written.
-        sync_files: of no effect: what is committed is durable before.
+        path: where to write the checkpoint, a path or URL; the same on all ranks. A `checkpoint_id` passed to DCP
+            replaces it.
+        single_file_per_rank: has no effect; `form` determines the files.
+        sync_files: has no effect; a committed checkpoint is always durable.
         thread_count: how many threads of this rank write files of the Zarr form.
-        per_thread_copy_ahead: of no effect: all tensors are on the host before the first is written.
-        cache_staged_state_dict: keep the host memory that `dcp.async_save` copies the state to, for its next call with
-            this writer, which has to come after the first is done.
-        overwrite: replace a checkpoint that is committed there, which stays whole until this one is; one that is held,
-            tagged, has an alias, or is needed by others is never replaced.
-        _extensions: refused: the files are of an open format, and what transforms them would have to be a part of it.
-        serialization_format: refused, but for the default.
-        form: `zarr` writes arrays, for which ranks send each other parts of shards; `packed` writes one file for each
-            rank without any sending, which opens the same, and which `ucp materialize` makes arrays of.
+        per_thread_copy_ahead: has no effect; all tensors are copied to the host before the first is written.
+        cache_staged_state_dict: keep the host memory to which `dcp.async_save` copies the state for its next call with
+            this writer, which must begin after the first has ended.
+        overwrite: replace an existing checkpoint, which stays intact until the new one is committed. A checkpoint that
+            is held, tagged, aliased, or needed by others is never replaced.
+        _extensions: not supported.
+        serialization_format: only the default is supported.
+        form: `zarr` writes arrays, for which ranks send each other parts of shards; `packed` writes one file per rank
+            without communication, which can be opened alike, and which `ucp materialize` converts to arrays.
         step: the training step.
-        run: the name of the training run, for the catalog.
-        metrics: numbers to note, for the catalog.
-        config: the configuration of the training, plain JSON values.
-        lineage: what this checkpoint comes from.
-        chunk_bytes: the most bytes of a chunk of the Zarr form (default 1 MiB).
-        shard_bytes: the most bytes of a shard of the Zarr form (default 128 MiB).
+        run: name of the training run, for the catalog.
+        metrics: numbers to record in the catalog.
+        config: configuration of the training, JSON values.
+        lineage: the checkpoints that this one was derived from.
+        chunk_bytes: the maximum size of a chunk of the Zarr form (default 1 MiB).
+        shard_bytes: the maximum size of a shard of the Zarr form (default 128 MiB).
         group: the ranks that save, the same as DCP's `process_group` (default: all).
         timeout: seconds after which an unresponsive rank is considered dead.
 
     Raises:
-        UsageError: an argument is refused.
+        UsageError: an argument is invalid or not supported.
     """
 
     state_dict_cache: dict[str, Any] | None
@@ -103,29 +105,33 @@ class Writer(StorageWriter, BlockingAsyncStager):
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
         if _extensions:
             raise UsageError(
-                f"the Writer applies no stream extensions: {', '.join(_called(e) for e in _extensions)}",
-                hint="leave `_extensions` out, or save with torch's own FileSystemWriter",
+                f"the Writer does not support stream extensions: {', '.join(_name_of(e) for e in _extensions)}",
+                hint="leave `_extensions` out, or save with FileSystemWriter",
             )
         if serialization_format is not SerializationFormat.TORCH_SAVE:
             raise UsageError(
-                f"the Writer has no serialization_format {serialization_format}",
-                hint="leave it out, and make safetensors of the checkpoint with `ucp export SRC DST --to safetensors`",
+                f"the Writer does not support serialization_format {serialization_format}",
+                hint="leave it out, and export the checkpoint with `ucp export SRC DST --to safetensors`",
             )
         if thread_count < 1:
             raise UsageError(f"thread_count must be at least 1, not {thread_count}")
         self.checkpoint_id = None if path is None else str(path)
         self.metadata = SaveMetadata.of(step, run, metrics, config, lineage)
-        self.saved: Saved | None = None  #: what was committed last, in the process that wrote it
+        self.saved: Saved | None = None  #: the last committed checkpoint, in the process that wrote it
         self._options = SaveOptions("", form, overwrite, "equal", chunk_bytes, shard_bytes)
         self._group, self._timeout, self._threads = group, timeout, thread_count
         self._collectives = self._coordinates = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process needs: that of `async_save` has the ranks of `process_group` as its default group."""
+        """The state for the process of `dcp.async_save`, whose default group are the ranks of `process_group`."""
         return {**self.__dict__, "_group": None, "saved": None, "state_dict_cache": None}
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of the state in host memory, for `dcp.async_save`; pinned where there is a device to copy from."""
+        """Copy a state to host memory, pinned if there is an accelerator, for `dcp.async_save`.
+
+        Args:
+            state_dict: the state.
+        """
         if self.cache_staged_state_dict and self.state_dict_cache is None and not torch.accelerator.is_available():
             self.state_dict_cache = _create_cpu_state_dict(state_dict)
         staged: dict[str, Any] = super().stage(state_dict)
@@ -133,7 +139,11 @@ class Writer(StorageWriter, BlockingAsyncStager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
-        """Whether this is a place that ucformat can write to."""
+        """Check whether ucformat supports a location.
+
+        Args:
+            checkpoint_id: its path or URL.
+        """
         try:
             open_store(checkpoint_id)
         except UcformatError:
@@ -141,36 +151,56 @@ class Writer(StorageWriter, BlockingAsyncStager):
         return True
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
-        """Begin anew, at another place where one is given."""
+        """Prepare for another save.
+
+        Args:
+            checkpoint_id: replaces the path, unless None.
+        """
         if checkpoint_id is not None:
             self.checkpoint_id = str(checkpoint_id)
         self.saved = None
 
     def storage_meta(self) -> StorageMeta:
-        """What DCP tells its planner of the place."""
+        """Return the metadata of the storage, for DCP's planner."""
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001
-        """Learn whether DCP plans over all ranks together."""
+        """Record whether DCP plans with all ranks together.
+
+        Args:
+            is_coordinator: whether this rank coordinates the save.
+            args: ignored.
+            kwargs: `use_collectives` (default True); others are ignored.
+
+        Raises:
+            UsageError: there is no path.
+        """
         self._collectives, self._coordinates = bool(kwargs.get("use_collectives", True)), is_coordinator
         if self.checkpoint_id is None:
             raise UsageError("the Writer has no path", hint="Writer(path), or give DCP a checkpoint_id")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Note all that this rank has: where replicas go, DCP will have forgotten it.
+        """Record all items of this rank, before DCP removes replicas from the plan.
+
+        Args:
+            plan: of this rank.
 
         Raises:
-            Conflict: there lies a checkpoint that DCP wrote itself, which is not ours to replace.
+            Conflict: `FileSystemWriter` has written a checkpoint at this location, which is never replaced.
         """
         if self._coordinates and Dcp().find(open_store(str(self.checkpoint_id))):
             raise Conflict(
-                f"Checkpoint already exists: {self.checkpoint_id} holds one that torch.distributed.checkpoint wrote",
-                hint="choose another place, or remove that one: it would be left beside ours",
+                f"Checkpoint already exists: {self.checkpoint_id} contains one that torch.distributed.checkpoint wrote",
+                hint="choose another location, or remove its files: they would stay beside the new checkpoint",
             )
         return replace(plan, storage_data=local_items(plan)) if plan.usable else plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Note how many ranks plan together."""
+        """Record how many ranks plan together.
+
+        Args:
+            plans: of all ranks.
+        """
         return [
             replace(p, storage_data=replace(p.storage_data, ranks=len(plans)))
             if isinstance(p.storage_data, LocalItems)
@@ -179,24 +209,31 @@ class Writer(StorageWriter, BlockingAsyncStager):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write and commit, together with all ranks; one result tells what this rank wrote.
+        """Write and commit the checkpoint, together with all ranks.
+
+        Args:
+            plan: of this rank.
+            planner: of DCP.
+
+        Returns:
+            one result, with the bytes that this rank wrote and the id of the checkpoint.
 
         Raises:
-            Conflict: a checkpoint is committed there already, and is not to be replaced, or protected.
-            UsageError: ranks disagree on what should be the same.
+            Conflict: a checkpoint exists at the location, and `overwrite` is false or it is protected.
+            UsageError: arguments differ between ranks.
             UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
         """
         local = plan.storage_data if isinstance(plan.storage_data, LocalItems) else local_items(plan)
         with self._ranks(local) as group:
             part: RankItems | None = None
-            told: PlainValues | Exception
+            values: PlainValues | Exception
             try:
                 part = collect_items(plan, planner, local)
-                told = part.values
-            except Exception as error:  # noqa: BLE001 - told to all ranks
-                told = error
+                values = part.values
+            except Exception as error:  # noqa: BLE001 - raised on all ranks
+                values = error
             objects = group.gather_scatter(
-                told, lambda vs: [join_values(vs), *[{}] * (group.size - 1)], PlainValues, Any
+                values, lambda vs: [join_values(vs), *[{}] * (group.size - 1)], PlainValues, Any
             )
             assert part is not None  # noqa: S101 - `gather_scatter` has raised otherwise
             info = StateInfo(
@@ -213,7 +250,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
             options = replace(self._options, url=str(self.checkpoint_id))
             try:
                 self.saved = write_checkpoint(info, part.memories, options, self.metadata, group, threads=self._threads)
-            except Conflict as error:  # in the words by which programs know it of FileSystemWriter
+            except Conflict as error:  # with the message of FileSystemWriter, which programs may check
                 already = f"Checkpoint already exists and overwrite={options.overwrite}"
                 raise Conflict(f"{already}: {error.message}", hint=error.hint) from error
         done: Future[list[WriteResult]] = Future()
@@ -221,13 +258,21 @@ class Writer(StorageWriter, BlockingAsyncStager):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002 - as DCP calls it
-        """Check that all ranks committed the same checkpoint, which they did in `write_data`."""
+        """Check that all ranks have committed the same checkpoint in `write_data`.
+
+        Args:
+            metadata: ignored; the manifest replaces it.
+            results: of all ranks.
+
+        Raises:
+            UcformatError: ranks have committed different checkpoints.
+        """
         ids = {r.storage_data for of_rank in results for r in of_rank}
         if len(ids) != 1:
-            raise UcformatError(f"the ranks wrote {len(ids)} checkpoints", hint="give all ranks the same group")
+            raise UcformatError(f"the ranks wrote {len(ids)} checkpoints", hint="pass the same group on all ranks")
 
     def _ranks(self, local: LocalItems) -> AbstractContextManager[Group]:
-        """The ranks that save together: those that DCP planned for."""
+        """The group of the ranks for which DCP has planned."""
         if not (dist.is_available() and dist.is_initialized()):
             return nullcontext(single_process_group())
         size = dist.get_world_size(self._group)
@@ -236,11 +281,11 @@ class Writer(StorageWriter, BlockingAsyncStager):
                 return nullcontext(single_process_group())
             raise UsageError(
                 f"DCP saves with {local.ranks} ranks, the Writer with {size}",
-                hint="give dcp.save(process_group=…) and Writer(group=…) the same group",
+                hint="pass the same group to dcp.save(process_group=…) and Writer(group=…)",
             )
         return group_for_call(self._group, self._timeout, "Writer", self.checkpoint_id)
 
 
-def _called(extension: Any) -> str:
-    """The name of an extension of DCP's."""
+def _name_of(extension: Any) -> str:
+    """The name of a stream extension of DCP."""
     return str(extension.registry_name()) if hasattr(extension, "registry_name") else type(extension).__name__

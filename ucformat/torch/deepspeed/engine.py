@@ -1,4 +1,4 @@
-"""Which DeepSpeed engines can be saved and loaded, the names of their parameters, and bringing them up to date."""
+"""Inspects DeepSpeed engines: checks that they are supported, names their parameters, and updates their modules."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineParts", "inspect_engine", "update_module"]
 
-#: Optimizers that keep on each rank what the compression of its own gradients left over.
+#: Optimizers that keep the residual of gradient compression on each rank.
 _ONE_BIT = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
 
 
 @dataclass(frozen=True)
 class EngineParts:
-    """A DeepSpeed engine that can be saved and loaded, and its parts by name.
+    """The parts of a DeepSpeed engine that is supported.
 
-    `optimizer` is DeepSpeed's, `inner` the torch optimizer inside it, which may be the same; both are None where the
-    engine only evaluates. Tied parameters are listed once; `aliases` leads from their further names to the listed one.
+    `optimizer` is DeepSpeed's, `inner` the torch optimizer inside it, which may be the same; both are None if the
+    engine only evaluates. Tied parameters are listed once; `aliases` maps their further names to that name.
     """
 
     engine: Any
@@ -41,29 +41,44 @@ class EngineParts:
 
     @property
     def layout(self) -> dict[str, int]:
-        """The stage, and the number of data-parallel ranks, as manifests have them."""
+        """The ZeRO stage and the number of data-parallel ranks, in the form of manifests."""
         return {"zero": self.stage, "dp": int(self.engine.seq_dp_world_size)}
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """The name of a parameter that the optimizer has; UnsupportedError for a tensor that is not the module's."""
+        """Return the name of a parameter.
+
+        Args:
+            parameter: of the optimizer.
+
+        Raises:
+            UnsupportedError: it is not a parameter of the module.
+        """
         found = self.engine.param_names.get(parameter)
         if found not in self.parameters:
             raise UnsupportedError(
-                f"the optimizer has a tensor of shape {list(parameter.shape)} that is no parameter of the module",
-                hint="register it in the module that deepspeed.initialize is given, so that it has a name",
+                f"the optimizer has a tensor of shape {list(parameter.shape)} that is not a parameter of the module",
+                hint="register it in the module that is passed to deepspeed.initialize, so that it has a name",
             )
         return str(found)
 
 
 def inspect_engine(engine: Any) -> EngineParts:
-    """What a DeepSpeed engine is made of; UnsupportedError where it holds state that cannot be saved or loaded yet."""
+    """Return the parts of a DeepSpeed engine.
+
+    Args:
+        engine: as returned by `deepspeed.initialize`.
+
+    Raises:
+        UsageError: it is not a DeepSpeed engine.
+        UnsupportedError: it has state that cannot be saved or loaded yet.
+    """
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.utils import DummyOptim
 
     if not isinstance(engine, DeepSpeedEngine):
         raise UsageError(
             f"a {type(engine).__name__} is not a DeepSpeed engine",
-            hint="pass the first of what deepspeed.initialize returns; for others use ucformat.torch.save and load",
+            hint="pass the first result of deepspeed.initialize; for other models use ucformat.torch.save and load",
         )
     _refuse_engine(engine)
     module = engine.module
@@ -85,7 +100,7 @@ def inspect_engine(engine: Any) -> EngineParts:
 
 
 def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that are saved, in the order of the module; a shared one under its first name."""
+    """The persistent buffers, in the order of the module; a shared buffer under its first name."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for path, part in module.named_modules():
@@ -103,11 +118,11 @@ def _refuse_engine(engine: Any) -> None:
         "tensor parallelism": engine.mp_world_size > 1 or engine.autotp_size() > 1,
         "ZenFlow": engine.zenflow,
     }
-    for what, found in unsupported.items():
+    for feature, found in unsupported.items():
         if found:
             raise UnsupportedError(
-                f"a DeepSpeed engine with {what} cannot be saved or loaded yet",
-                hint="use engine.save_checkpoint, or an engine of data parallelism with ZeRO 0 to 3",
+                f"a DeepSpeed engine with {feature} cannot be saved or loaded yet",
+                hint="use engine.save_checkpoint, or an engine with data parallelism and ZeRO 0 to 3",
             )
 
 
@@ -120,21 +135,21 @@ def _refuse_optimizer(optimizer: Any) -> None:
     if getattr(optimizer, "offloaded_states", None):
         names = ", ".join(sorted(str(getattr(s, "value", s)) for s in optimizer.offloaded_states))
         raise UnsupportedError(
-            f"the engine has offloaded its states ({names}) for now", hint="call engine.reload_states() before"
+            f"the engine has offloaded its states ({names})", hint="call engine.reload_states() first"
         )
     if hasattr(optimizer, "backup_optimizer"):
         raise UnsupportedError(
-            "an engine that offloads a part of its optimizer (`ratio` below 1) cannot be saved or loaded yet",
-            hint="offload all of it or none",
+            "an engine that offloads its optimizer partially (`ratio` below 1) cannot be saved or loaded yet",
+            hint="offload all of it, or nothing",
         )
     if type(optimizer).__name__ == "MiCS_Optimizer":
         raise UnsupportedError(
-            "MiCS cannot be saved or loaded yet", hint="use ZeRO 3, with zero_hpz_partition_size perhaps"
+            "MiCS cannot be saved or loaded yet", hint="use ZeRO 3, perhaps with zero_hpz_partition_size"
         )
     inner = type(getattr(optimizer, "optimizer", optimizer)).__name__
     if inner in _ONE_BIT:
         raise UnsupportedError(
-            f"{inner} keeps the rest of its gradient compression on each rank, which no other layout could use",
+            f"{inner} keeps the residual of gradient compression on each rank, which no other layout could use",
             hint="use engine.save_checkpoint and the same world size, or another optimizer",
         )
 
@@ -150,28 +165,29 @@ def _refuse_parameter(name: str, parameter: Any) -> None:
             hint="switch that option off",
         )
     if getattr(partition.status, "name", "AVAILABLE") != "AVAILABLE":
-        raise UnsupportedError(
-            f"the partition of {name} is not in memory but swapped out", hint='offload parameters to "cpu" instead'
-        )
+        raise UnsupportedError(f"the partition of {name} is swapped out", hint='offload parameters to "cpu" instead')
 
 
 @torch.no_grad()
 def update_module(trainer: EngineParts) -> None:
-    """Round the masters into the module's parameters, and gather those that every rank keeps whole.
+    """Round the master weights into the module's parameters, and gather parameters that every rank keeps whole.
 
-    All ranks must call it: ZeRO 1 to 3 gather.
+    All ranks must call this, since ZeRO 1 to 3 gather.
+
+    Args:
+        trainer: the parts of the engine.
     """
     optimizer: Any = trainer.optimizer
     zero3 = trainer.engine.optimizer if hasattr(trainer.engine.optimizer, "checkpoint_event_prologue") else None
     if zero3 is not None:
-        zero3.checkpoint_event_prologue()  # lets go of what is gathered: the partitions were read
+        zero3.checkpoint_event_prologue()  # releases gathered parameters, since the partitions have changed
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         for number in range(len(optimizer.fp16_groups)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(number)  # noqa: SLF001 - what its step does
+            optimizer._reassign_or_swap_out_partitioned_parameters(number)  # noqa: SLF001 - as in its step
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
-        # DeepSpeed 0.19.8 links the states of each group to its parameters after the first group's first step alone
-        optimizer._hp_optimizer_states_linked = False  # noqa: SLF001 - links all of them at the next step
+        # DeepSpeed 0.19.8 links states to parameters only after the first step of the first group
+        optimizer._hp_optimizer_states_linked = False  # noqa: SLF001 - links all of them in the next step
     elif hasattr(optimizer, "fp32_groups_flat"):
         for parameters, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
             for parameter, master in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):

@@ -1,4 +1,4 @@
-"""`load`: a DeepSpeed engine goes on from any checkpoint, whatever engine, stage and world size saved it."""
+"""`load`: restores a DeepSpeed engine from a checkpoint of any engine, ZeRO stage and world size."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ __all__ = ["EngineReport", "load"]
 
 @dataclass(frozen=True, slots=True)
 class EngineReport(LoadReport):
-    """What was loaded into an engine.
+    """The result of loading an engine; see `LoadReport`.
 
-    `client_state` is what `save` was given. What each rank had for itself is in it where as many ranks load as saved,
-    and in `client_ranks`, all ranks' in order, in any case.
+    `client_state` is the one passed to `save`; it includes per-rank values if the number of ranks is the same.
+    `client_ranks` always has the per-rank values of all ranks that saved, in order.
     """
 
     client_state: dict[str, Any] = field(default_factory=dict)
@@ -54,30 +54,33 @@ def load(
     threads: int | None = None,
     timeout: float = TIMEOUT,
 ) -> EngineReport:
-    """Fill a DeepSpeed engine of ZeRO 0, 1, 2 or 3 from any checkpoint, to go on training; all ranks call it together.
+    """Load a checkpoint into a DeepSpeed engine of ZeRO 0, 1, 2 or 3; all ranks call this together.
 
-    Each rank reads what its partitions hold, straight into them. The optimizer's fp32 copies are read from `master`
-    where there is one, else from an fp32 `weight`, and rounded into the module as a training step does. Whatever does
-    not fit is found before any parameter is changed, and told at once, on all ranks.
+    Each rank reads its partitions straight into their memory. The optimizer's fp32 copies are read from `master` if it
+    is stored, else from an fp32 `weight`, and rounded into the module as in a training step. All mismatches are found
+    before any parameter is changed, and raised in one error on all ranks.
 
     Args:
-        engine: what `deepspeed.initialize` returned, fresh or not.
-        url: a checkpoint of any kind that `ucformat.open` opens, or a reference to one, or one that is open.
-        strict: "report": what is missing or of another shape or dtype is an error that lists all of it; True: so is
-            what is only in the checkpoint; False: what fits is loaded, and the report says what did not.
-        optimizer: load optimizer states, hyper-parameters, counters and the loss scaler too, not weights alone.
+        engine: as returned by `deepspeed.initialize`, new or trained.
+        url: a checkpoint of any kind that `ucformat.open` opens, a reference to one, or an open checkpoint.
+        strict: `"report"`: missing entries and different shapes or dtypes are errors, and entries that only the
+            checkpoint has are listed in the report; True: these are errors too; False: what fits is loaded, and the
+            report lists the rest.
+        optimizer: load optimizer states, hyper-parameters, counters and the loss scaler too, not only weights.
         scheduler: load the learning rate scheduler.
-        rename: makes the engine's name of the checkpoint's: a function, or `{regex of the whole name: replacement}`.
-        cast: cast tensors to the dtypes of the engine: an fp32 checkpoint's frozen weights to bf16, say.
-        trust: open pickled objects, which may run code.
-        verify: which checksums to check: of chunks that are read `whole`, `always` (reads whole chunks), `never`.
-        threads: how many read on this rank.
+        rename: maps names of the checkpoint to names of the engine: a function, or `{regex: replacement}`, where the
+            regex matches the whole name.
+        cast: cast tensors to the dtypes of the engine, such as frozen fp32 weights to bf16.
+        trust: unpickle opaque objects, which may run code.
+        verify: which checksums to check, as for `ucformat.torch.load`.
+        threads: how many threads read on this rank (default: as many as the storage can use).
         timeout: seconds after which an unresponsive rank is considered dead.
 
     Raises:
-        StateMismatch: the checkpoint does not fit the engine; all that does not is listed.
+        StateMismatch: the checkpoint does not fit the engine; the message lists all mismatches.
         UnsupportedError: the engine has state that cannot be loaded yet.
-        UnsafeError: an object is a pickle, and `trust` is false.
+        ChecksumError: a chunk does not match its checksum.
+        UcformatError: a rank failed or died. Every rank gets the same error.
     """
     with group_for_call(None, timeout, "load", url.url if isinstance(url, Checkpoint) else url) as group:
         plan = _EnginePlan(_LoadChoice(rename, optimizer=optimizer, scheduler=scheduler, trust=trust))
@@ -117,7 +120,7 @@ class _LoadChoice:
 
 
 class _EnginePlan:
-    """What this rank reads, and what it does then; nothing of the engine is changed but that states are made."""
+    """What this rank reads, and how it is applied; until then the engine only gets states that it does not have."""
 
     trainer: EngineParts
     client: ClientState
@@ -130,7 +133,7 @@ class _EnginePlan:
         self._puts = [self.wanted.put]
 
     def make(self, engine: Any, ck: Checkpoint, group: Group) -> None:
-        """Look at the engine and the checkpoint."""
+        """Inspect the engine and match it with the checkpoint."""
         choice = self.choice
         self.trainer = trainer = inspect_engine(engine)
         held = optimizer_tensors(trainer)
@@ -149,13 +152,13 @@ class _EnginePlan:
         self.targets = [*self.wanted.targets, *_weights(trainer, optimized), *buffers, *self.client.targets]
 
     def put(self) -> None:
-        """Finish what reading began."""
+        """Apply what was read."""
         for put in self._puts:
             put()
 
 
 def _weights(trainer: EngineParts, optimized: set[str]) -> list[LocalShard]:
-    """The parameters that no optimizer has: frozen ones, empty ones, all of an engine that only evaluates."""
+    """The parameters that are not in an optimizer: frozen ones, empty ones, all of an engine that only evaluates."""
     out = []
     for name in trainer.parameters:
         if name not in optimized:

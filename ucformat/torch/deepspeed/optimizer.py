@@ -1,4 +1,4 @@
-"""What this rank's optimizer reads of a checkpoint: tensors into its memory, counters by value."""
+"""What the optimizer of this rank reads from a checkpoint: tensors into its memory, counters by value."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ __all__ = ["OptimizerTargets", "StoredStates", "forget_states", "make_states", "
 
 
 def make_states(held: OptimizerTensor) -> None:
-    """Have the optimizer make its states of one tensor, as its first step would.
+    """Create the optimizer's states of one tensor, as its first step would.
 
-    It is the optimizer itself that knows which there are, so it takes a step on that tensor alone, as ZeRO's own step
-    does, with a gradient, a learning rate and a weight decay of zero: the tensor stays as it is. What the step counted
-    is put right when the checkpoint's counters are read.
+    Only the optimizer knows its states, so it makes a step on this tensor alone, as in ZeRO's own step, with a
+    gradient, a learning rate and a weight decay of zero, which leaves the tensor unchanged. The counters that the step
+    has increased are set when those of the checkpoint are read.
+
+    Args:
+        held: the tensor.
     """
     optimizer = held.optimizer
     real = optimizer.param_groups
@@ -40,25 +43,29 @@ def make_states(held: OptimizerTensor) -> None:
     for option in ("lr", "weight_decay"):
         if option in trial:
             trial[option] = torch.zeros_like(trial[option]) if torch.is_tensor(trial[option]) else 0.0
-    lent = held.tensor.grad  # an offloaded optimizer keeps its gradient's memory
+    gradient = held.tensor.grad  # its memory is kept by an offloaded optimizer
     held.tensor.grad = torch.zeros_like(held.tensor)
     optimizer.param_groups = [trial]
     try:
         optimizer.step()
     finally:
         optimizer.param_groups = real
-        held.tensor.grad = lent
+        held.tensor.grad = gradient
     group.update({k: v for k, v in trial.items() if k not in group})
 
 
 def forget_states(held: OptimizerTensor) -> None:
-    """Take a tensor's states away, so that the optimizer's next step is its first one on it."""
+    """Delete the optimizer's states of a tensor, so that its next step on it is the first.
+
+    Args:
+        held: the tensor.
+    """
     held.optimizer.state.pop(held.tensor, None)
 
 
 @dataclass(frozen=True)
 class StoredStates:
-    """The optimizer states of a checkpoint by the engine's names of parameters; `names` leads to the stored ones."""
+    """The optimizer states of a checkpoint, by the engine's names of parameters; `names` maps these to stored names."""
 
     ck: Checkpoint
     names: Mapping[str, str]
@@ -76,55 +83,72 @@ class StoredStates:
 
     @cached_property
     def trained(self) -> bool:
-        """Whether the checkpoint is of a training at all, which has groups even where it made no step yet."""
+        """Whether the checkpoint contains optimizer states, or groups, which exist before the first step."""
         return holds_training(self.ck)
 
     def stepped(self, name: str) -> bool:
-        """Whether an optimizer has made a step on this parameter."""
+        """Check whether the checkpoint has optimizer states of a parameter.
+
+        Args:
+            name: of the parameter in the engine.
+        """
         stored = self.names.get(name)
         if stored is None:
             return False
         return bool(self.plain.get(stored)) or any(s not in PARAMETER for s in self.ck.states(stored))
 
     def number(self, name: str, state: str) -> Any:
-        """A state that is stored as a plain number, or None."""
+        """Return a state that is stored as a plain number, or None.
+
+        Args:
+            name: of the parameter in the engine.
+            state: its name.
+        """
         return self.plain.get(self.names.get(name, ""), {}).get(state)
 
-    def room(self, name: str, state: str) -> torch.Tensor:
-        """Memory for a 0-d state, in the dtype in which it is stored."""
+    def scalar(self, name: str, state: str) -> torch.Tensor:
+        """Return a tensor for a 0-d state, in its stored dtype.
+
+        Args:
+            name: of the parameter in the engine.
+            state: its name.
+        """
         info = self.ck.tensors.get(Key(self.names.get(name, name), state))
         return torch.zeros((), dtype=torch_dtype(info.dtype) if info is not None else torch.float32)
 
 
 @dataclass(slots=True)
 class Counter:
-    """A state that has one value for all that the optimizer updates together (`step`), and where it is read from."""
+    """A state with one value for all parameters that share a tensor (`step`).
+
+    `read` are the tensors to read by name of the parameter, `recorded` the values that are stored as plain numbers.
+    """
 
     held: OptimizerTensor
     state: str
     read: dict[str, torch.Tensor] = field(default_factory=dict)
-    told: dict[str, Any] = field(default_factory=dict)
+    recorded: dict[str, Any] = field(default_factory=dict)
 
     @property
     def values(self) -> dict[str, Any]:
-        """What the checkpoint has, by name."""
-        return {name: t.item() for name, t in self.read.items()} | self.told
+        """The values in the checkpoint, by name of the parameter."""
+        return {name: t.item() for name, t in self.read.items()} | self.recorded
 
     @property
     def problem(self) -> str | None:
-        """What to say where the parameters that share it have different values in the checkpoint."""
+        """The problem if parameters that share the counter have different values in the checkpoint."""
         values = self.values
         first = next(iter(values))
         other = next((n for n, v in values.items() if v != values[first]), None)
         if other is None:
             return None
         return (
-            f"{self.state} is {values[first]} of {first} and {values[other]} of {other}, but this engine keeps one "
-            "for both: put them in groups of their own, or use ZeRO 0 in fp32"
+            f"{self.state} is {values[first]} for {first} and {values[other]} for {other}, but this engine keeps one "
+            "value for both: put them in separate groups, or use ZeRO 0 in fp32"
         )
 
     def put(self) -> None:
-        """Set it."""
+        """Set the counter."""
         value = next(iter(self.values.values()))
         old = self.held.states[self.state]
         if torch.is_tensor(old):
@@ -135,7 +159,11 @@ class Counter:
 
 @dataclass(slots=True)
 class OptimizerTargets:
-    """Targets to be read; and what is to be done then: what to set to zero or to forget, as before a first step."""
+    """What the optimizer of this rank reads, and what is done then.
+
+    `targets` are filled and `counters` set; `zeros` are set to zero and the states of `forgotten` are deleted, as
+    before a first step. `made` are the tensors whose states were created for this.
+    """
 
     targets: list[LocalShard] = field(default_factory=list)
     counters: list[Counter] = field(default_factory=list)
@@ -145,16 +173,20 @@ class OptimizerTargets:
     problems: Problems = field(default_factory=Problems)
 
     def count(self, stored: StoredStates) -> None:
-        """Read the counters, which are few bytes, to know whether they fit before anything else is read."""
-        rooms = [local_of(name, c.state, room) for c in self.counters for name, room in c.read.items()]
-        matched, lacking = match(rooms, {}, stored.ck, stored.names, cast=True)
+        """Read the counters, which are few bytes, to check them before anything else is read.
+
+        Args:
+            stored: the optimizer states of the checkpoint.
+        """
+        scalars = [local_of(name, c.state, scalar) for c in self.counters for name, scalar in c.read.items()]
+        matched, lacking = match(scalars, {}, stored.ck, stored.names, cast=True)
         read(stored.ck, matched)
-        self.targets += [LocalShard(room.info, (), room.tensor) for room in rooms]  # so that they count as expected
-        unlike = [c.problem for c in self.counters]
-        self.problems |= Problems(missing=lacking.missing, others=tuple(u for u in unlike if u is not None))
+        self.targets += [LocalShard(s.info, (), s.tensor) for s in scalars]  # so that they are not unexpected
+        differing = [c.problem for c in self.counters]
+        self.problems |= Problems(missing=lacking.missing, others=tuple(d for d in differing if d is not None))
 
     def put(self) -> None:
-        """Finish what reading began."""
+        """Apply what was read."""
         for held in self.forgotten:
             forget_states(held)
         for tensor in self.zeros:
@@ -163,7 +195,7 @@ class OptimizerTargets:
             counter.put()
 
     def undo(self) -> None:
-        """Forget the states that were made."""
+        """Delete the states that were created."""
         for held in self.made:
             forget_states(held)
 
@@ -176,14 +208,21 @@ def want_optimizer(
     *,
     states: bool,
 ) -> None:
-    """Want all that the optimizer has of a checkpoint: its copies of parameters, and if `states` says so its states.
+    """Add what an optimizer reads from a checkpoint: its copies of parameters, and its states.
 
-    States that are not there yet are made. A parameter that has no state in a checkpoint that has states of others was
-    never stepped on, and is made so.
+    Missing states of the optimizer are created. If the checkpoint has states of some parameters only, the others are
+    reset to their condition before the first step.
+
+    Args:
+        wanted: extended by this.
+        trainer: the parts of the engine.
+        held: the tensors of the optimizer.
+        stored: the optimizer states of the checkpoint.
+        states: load states too, not only copies of parameters.
     """
     if states and held and not stored.trained:
         wanted.problems |= Problems(
-            missing=("all optimizer states: it holds weights alone (optimizer=False loads them)",)
+            missing=("all optimizer states: the checkpoint contains only weights (optimizer=False loads these)",)
         )
         states = False
     for one in held:
@@ -215,15 +254,15 @@ def _want_states(wanted: OptimizerTargets, held: OptimizerTensor, stored: Stored
 
 
 def _counter(held: OptimizerTensor, state: str, stored: StoredStates) -> Counter:
-    """A counter is read for each parameter of which this rank holds a part; where it holds none, for any of them."""
+    """A counter, read for each parameter of which this rank holds a part; if it holds none, for one of the others."""
     counter = Counter(held, state)
     names = [n for n in held.parts if stored.stepped(n)] or [n for n in held.shapes if stored.stepped(n)][:1]
     for name in names:
         number = stored.number(name, state)
         if number is not None:
-            counter.told[name] = number
+            counter.recorded[name] = number
         else:
-            counter.read[name] = stored.room(name, state)
+            counter.read[name] = stored.scalar(name, state)
     return counter
 
 

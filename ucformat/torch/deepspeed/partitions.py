@@ -1,13 +1,13 @@
-"""Where DeepSpeed's optimizers keep what they hold of each parameter: the flat buffers of all stages as one form.
+"""The parts of parameters in DeepSpeed's optimizers: the flat buffers of all ZeRO stages in one form.
 
-What the classes of DeepSpeed 0.19.8 hold:
+Classes of DeepSpeed 0.19.8:
 
 - ZeRO 0 in fp32: the torch optimizer, with the module's own parameters.
 - ZeRO 0 in bf16 or fp16: `fp32_groups`, one fp32 tensor for each parameter (FP16_UnfusedOptimizer); with a fused Adam
   `fp32_groups_flat`, one flat tensor for each group, its parameters one after another (FP16_Optimizer).
-- ZeRO 1 and 2: this rank's partition of each group's flat buffer, in which parameter `p` lies at
-  `round_robin_bit16_offsets`. (The `_hp_mapping` of a parameter says the same, but not under `round_robin_gradients`,
-  where DeepSpeed 0.19.8 computes it for another order.)
+- ZeRO 1 and 2: this rank's partition of each group's flat buffer, in which `round_robin_bit16_offsets` are the offsets
+  of parameters. (`_hp_mapping` of a parameter is the same, except under `round_robin_gradients`, where DeepSpeed 0.19.8
+  computes it for another order.)
 - BF16_Optimizer (ZeRO 1, bf16, gradients in fp32): the same without alignment.
 - ZeRO 3: a flat buffer for each sub-group, this rank's part of each of its parameters one after another.
 """
@@ -35,8 +35,8 @@ __all__ = ["OptimizerTensor", "optimizer_tensors", "partition_of", "shape_of"]
 class OptimizerTensor:
     """A tensor that the torch optimizer updates on this rank: one `whole` parameter in its own shape, or a flat buffer.
 
-    `shapes` has all parameters that share it, and its plain state, over all ranks, in the order in which they are
-    joined. `parts` has those of which this rank holds elements `[start, stop)`, and the offset of these in the tensor.
+    `shapes` has all parameters in the tensor, over all ranks, in order; they share its plain states. `parts` has those
+    of which this rank holds any elements: `[start, stop)` of the flattened parameter, and their offset in the tensor.
     """
 
     optimizer: torch.optim.Optimizer
@@ -48,24 +48,33 @@ class OptimizerTensor:
 
     @property
     def states(self) -> dict[str, Any]:
-        """The optimizer's states of it by name, tensors and plain numbers; empty before its first step."""
+        """The optimizer's states of the tensor by name, tensors and plain numbers; empty before the first step."""
         found: dict[str, Any] = self.optimizer.state.get(self.tensor) or {}
         return found
 
 
 def shape_of(parameter: Any) -> tuple[int, ...]:
-    """The global shape of a parameter, which under ZeRO 3 holds nothing but a part of itself."""
+    """Return the global shape of a parameter, which ZeRO 3 may have partitioned.
+
+    Args:
+        parameter: of the module.
+    """
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def partition_of(optimizer: Any, parameter: Any) -> tuple[int, int]:
-    """The range of the flattened parameter that ZeRO 3 leaves to this rank."""
+    """Return the range of elements of a flattened parameter in this rank's partition under ZeRO 3.
+
+    Args:
+        optimizer: DeepSpeed's, or None.
+        parameter: of the module.
+    """
     part = parameter.partition_numel()
     return part_range(math.prod(parameter.ds_shape), part, _rank_of(optimizer, parameter))
 
 
 def _rank_of(optimizer: Any, parameter: Any) -> int:
-    """This rank among those that a parameter is partitioned over under ZeRO 3."""
+    """This rank among those over which ZeRO 3 has partitioned a parameter."""
     import torch.distributed as dist
 
     if optimizer is not None:
@@ -74,7 +83,11 @@ def _rank_of(optimizer: Any, parameter: Any) -> int:
 
 
 def optimizer_tensors(trainer: EngineParts) -> tuple[OptimizerTensor, ...]:
-    """All that this rank's torch optimizer updates, by group; empty for an engine that has none."""
+    """Return the tensors that the torch optimizer of this rank updates, by group; empty without an optimizer.
+
+    Args:
+        trainer: the parts of the engine.
+    """
     optimizer, inner = trainer.optimizer, trainer.inner
     if optimizer is None or inner is None:
         return ()

@@ -33,19 +33,23 @@ __all__ = ["boxes_of", "collect", "locals_of_buffers", "master_state", "part_of"
 
 
 def collect(engine: Any, client_state: Mapping[str, Any] | None = None) -> LocalState:
-    """What this rank saves of an engine; nothing is copied.
+    """Collect the local state of this rank from a DeepSpeed engine, without copying.
 
-    A tensor whose master has the dtype of the step, as all have in fp32, is stored once, as `weight`; else both are.
-    Buffers, extra states of modules, and tensors above 64 KiB in the client state are rank 0's, as in DeepSpeed's own
-    files of ZeRO 0 to 2.
+    A parameter whose master weight has the same dtype, as in fp32, is stored once, as `weight`; otherwise both are
+    stored. Buffers, extra states of modules, and tensors above 64 KiB in the client state are those of rank 0, as in
+    DeepSpeed's own files of ZeRO 0 to 2.
 
     Args:
-        engine: what `deepspeed.initialize` returned.
-        client_state: values of your own, as `engine.save_checkpoint` takes them, the same on all ranks; what each rank
-            has for itself as `ucformat.torch.PerRank(value)`. Tensors among them are kept too.
+        engine: as returned by `deepspeed.initialize`.
+        client_state: values of the program, as for `engine.save_checkpoint`, the same on all ranks; those that differ
+            as `ucformat.torch.PerRank(value)`. May contain tensors.
+
+    Returns:
+        what `ucformat.torch.saving.save.save_local` saves.
 
     Raises:
-        UnsupportedError: the engine has state that cannot be saved yet, or is in the middle of a gradient accumulation.
+        UsageError: it is not a DeepSpeed engine.
+        UnsupportedError: the engine has state that cannot be saved yet, or is in the middle of gradient accumulation.
     """
     import deepspeed
 
@@ -72,14 +76,14 @@ def collect(engine: Any, client_state: Mapping[str, Any] | None = None) -> Local
 
 
 def _refuse_half_a_step(engine: Any) -> None:
-    """Gradients that wait for the rest of their accumulation are not saved, and would be lost."""
+    """Refuse to save in the middle of gradient accumulation, since gradients are not saved."""
     if engine.managed_gradient_accumulation():
         done = engine.micro_steps % engine.gradient_accumulation_steps()
     else:
-        done = engine._unmanaged_backward_count  # noqa: SLF001 - it is told nowhere else
+        done = engine._unmanaged_backward_count  # noqa: SLF001 - there is no public attribute
     if done:
         raise UnsupportedError(
-            f"the engine has accumulated the gradients of {done} micro-batches, which no checkpoint keeps",
+            f"the engine has accumulated the gradients of {done} micro-batches, which a checkpoint does not contain",
             hint="save after the engine.step() that applies them",
         )
 
@@ -103,24 +107,39 @@ def _tensors(trainer: EngineParts, held: Sequence[OptimizerTensor]) -> Iterator[
 
 
 def master_state(trainer: EngineParts, name: str, held: OptimizerTensor) -> str:
-    """The state as which the optimizer's copy of a parameter is stored: `weight` where it has the step's dtype."""
+    """Return the state under which the optimizer's copy of a parameter is stored.
+
+    Args:
+        trainer: the parts of the engine.
+        name: of the parameter.
+        held: the optimizer's tensor.
+
+    Returns:
+        `weight` if the copy has the dtype of the parameter, else `master`.
+    """
     return "weight" if held.tensor.dtype == trainer.parameters[name].dtype else "master"
 
 
 def part_of(held: OptimizerTensor, name: str, memory: torch.Tensor, state: str) -> LocalShard:
-    """What this rank has of a parameter in one state, in the optimizer's tensor of that state.
+    """Return the part of a parameter's state that this rank holds in the optimizer.
+
+    Args:
+        held: the optimizer's tensor that contains the parameter.
+        name: of the parameter.
+        memory: the optimizer's tensor of the state.
+        state: its name.
 
     Raises:
-        UnsupportedError: it is neither as long as the flat buffer nor one value for all of it.
+        UnsupportedError: `memory` has neither the shape of the flat buffer nor a single value.
     """
     memory = memory.detach()
     if memory.dim() == 0 or held.whole:
         return local_of(name, state, memory)
     if memory.shape != held.tensor.shape:
         raise UnsupportedError(
-            f"the optimizer state {state!r} of {name} has shape {list(memory.shape)}, which is not laid along the "
-            f"{held.tensor.numel()} elements that the optimizer updates together",
-            hint="such optimizers can be saved and loaded with ZeRO 0 alone",
+            f"the optimizer state {state!r} of {name} has shape {list(memory.shape)}, which differs from that of the "
+            f"flat buffer of {held.tensor.numel()} elements",
+            hint="such optimizers can be saved and loaded with ZeRO 0 only",
         )
     start, stop, offset = held.parts[name]
     info = TensorInfo(name, state, dtype_name(memory.dtype), held.shapes[name])
@@ -128,13 +147,17 @@ def part_of(held: OptimizerTensor, name: str, memory: torch.Tensor, state: str) 
 
 
 def flat_local(info: TensorInfo, memory: torch.Tensor, start: int, stop: int) -> LocalShard:
-    """Elements `[start, stop)` of a flattened tensor that lie one after another in memory."""
+    """Elements `[start, stop)` of a flattened tensor, contiguous in memory."""
     dims = tuple(Dim.whole(n) for n in info.shape)
     return LocalShard(info, pieces_of(dims, flat=(start, stop))[0], memory)
 
 
 def boxes_of(local: LocalShard) -> Iterator[LocalShard]:
-    """A flat range box by box: each is a run of its memory, and so a tensor of the box's shape."""
+    """Split a flat range into boxes, each as a view of the box's shape.
+
+    Args:
+        local: a flat range of a tensor.
+    """
     if not local.pieces:
         yield local
     for piece in local.pieces:
@@ -143,7 +166,12 @@ def boxes_of(local: LocalShard) -> Iterator[LocalShard]:
 
 
 def weight_of(trainer: EngineParts, name: str) -> LocalShard:
-    """What this rank has of a parameter as the module holds it: all, or under ZeRO 3 its partition."""
+    """Return the part of a module's parameter that this rank holds: all, or under ZeRO 3 its partition.
+
+    Args:
+        trainer: the parts of the engine.
+        name: of the parameter.
+    """
     parameter: Any = trainer.parameters[name]
     if not hasattr(parameter, "ds_tensor"):
         return local_of(name, "weight", parameter)
@@ -154,12 +182,16 @@ def weight_of(trainer: EngineParts, name: str) -> LocalShard:
 
 
 def locals_of_buffers(trainer: EngineParts) -> list[LocalShard]:
-    """The module's buffers, whole."""
+    """Return the persistent buffers of the module.
+
+    Args:
+        trainer: the parts of the engine.
+    """
     return [local_of(name, "weight", buffer) for name, buffer in trainer.buffers.items()]
 
 
 def groups_of(trainer: EngineParts, held: Sequence[OptimizerTensor]) -> tuple[dict[str, Any], ...]:
-    """The optimizer groups: `params` by name, hyper-parameters, and in `state` those of its states that are plain."""
+    """The optimizer groups: `params` by name, hyper-parameters, and in `state` the states that are plain numbers."""
     if trainer.inner is None:
         return ()
     found = []
@@ -173,16 +205,16 @@ def groups_of(trainer: EngineParts, held: Sequence[OptimizerTensor]) -> tuple[di
 
 
 def _number(value: Any) -> Any:
-    """A hyper-parameter that is a tensor (a learning rate on the device) as a number."""
+    """A hyper-parameter as a number, also if it is a tensor (a learning rate on the device)."""
     if torch.is_tensor(value):
         if value.dim():
-            raise UsageError(f"an optimizer group holds a tensor of shape {list(value.shape)} among its options")
+            raise UsageError(f"an optimizer group has a tensor of shape {list(value.shape)} as hyper-parameter")
         return value.item()
     return value
 
 
 def _plain_state(held: Sequence[OptimizerTensor]) -> dict[str, Any]:
-    """States that are plain numbers: one value where all parameters that have state agree, else one for each name."""
+    """States that are plain numbers: one value if all parameters with states have the same, else one for each name."""
     by_name: dict[str, dict[str, Any]] = {}
     stateful = 0
     for one in held:
@@ -213,16 +245,17 @@ def save(
     lineage: Sequence[LineageDoc] = (),
     timeout: float = TIMEOUT,
 ) -> Saved:
-    """Save a DeepSpeed engine of ZeRO 0, 1, 2 or 3 as it is between two steps; all ranks call it together.
+    """Save a DeepSpeed engine of ZeRO 0, 1, 2 or 3 between two steps; all ranks call this together.
 
-    Kept are weights, masters, all optimizer states, optimizer groups by name, frozen parameters, buffers, the learning
-    rate scheduler, the loss scaler, the step counters and the client state. Random generators are not the engine's.
+    Saves weights, master weights, all optimizer states, optimizer groups by name, frozen parameters, buffers, the
+    learning rate scheduler, the loss scaler, the step counters and the client state. Random generators are not part of
+    an engine.
 
     Args:
-        engine: what `deepspeed.initialize` returned.
-        url: where to write the checkpoint; the same on all ranks.
+        engine: as returned by `deepspeed.initialize`.
+        url: where to write the checkpoint, a path or URL; the same on all ranks.
         step: the training step (default: the engine's).
-        run: the name of the training run, for the catalog.
+        run: name of the training run, for the catalog.
         metrics: numbers to note, for the catalog: `{"val_loss": 2.1}`.
         config: the configuration of the training, plain JSON values (default: DeepSpeed's, without secrets).
             DeepSpeed's is always kept as the object `ds_config`, too.

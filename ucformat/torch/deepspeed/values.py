@@ -1,4 +1,4 @@
-"""The values of a DeepSpeed engine besides tensors, saved and restored: counters, scheduler, loss scaler, groups."""
+"""Saves and restores the non-tensor values of a DeepSpeed engine: counters, scheduler, loss scaler, groups."""
 
 from __future__ import annotations
 
@@ -41,12 +41,16 @@ __all__ = [
 
 CLIENT = "client_state"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
-#: What changes in a loss scaler while it works; its settings are the configuration's.
+#: The state of a loss scaler; its settings belong to the configuration.
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def plain_values(trainer: EngineParts) -> dict[str, Any]:
-    """The objects of a checkpoint as JSON, under the names that they have in DeepSpeed's own."""
+    """Return the objects of a checkpoint as JSON, under the names of DeepSpeed's own checkpoints.
+
+    Args:
+        trainer: the parts of the engine.
+    """
     engine = trainer.engine
     found: dict[str, Any] = {name: int(getattr(engine, name)) for name in _COUNTERS}
     found["ds_config"] = engine._config._param_dict  # noqa: SLF001 - engine.config may be the name of a file
@@ -60,7 +64,11 @@ def plain_values(trainer: EngineParts) -> dict[str, Any]:
 
 
 def stateful(engine: Any) -> dict[str, Any]:
-    """The parts of an engine that have a state dict of their own, as DeepSpeed's checkpoints call them."""
+    """Return the parts of an engine with a state dict, by their names in DeepSpeed's checkpoints.
+
+    Args:
+        engine: the DeepSpeed engine.
+    """
     found = {"lr_scheduler": engine.lr_scheduler}
     if engine.training_dataloader is not None and engine.curriculum_learning_enabled():
         found["data_sampler"] = engine.training_dataloader.data_sampler
@@ -70,7 +78,11 @@ def stateful(engine: Any) -> dict[str, Any]:
 
 
 def with_extra_state(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Modules that keep more than parameters and buffers (`get_extra_state`), and the keys of that in a state dict."""
+    """Yield the submodules that define `get_extra_state`, with the key of this state in a state dict.
+
+    Args:
+        module: of the engine.
+    """
     own = torch.nn.Module.get_extra_state
     for path, part in module.named_modules():
         if type(part).get_extra_state is not own:
@@ -78,12 +90,16 @@ def with_extra_state(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mo
 
 
 def extra_states(module: torch.nn.Module) -> dict[str, Any]:
-    """What such modules keep, as JSON."""
+    """Return the extra states of submodules as JSON, by their keys in a state dict.
+
+    Args:
+        module: of the engine.
+    """
     return {key: encode(part.get_extra_state(), key) for key, part in with_extra_state(module)}
 
 
 def _scaler(optimizer: Any) -> Any:
-    """What holds the loss scale: under ZeRO an object that scales, else a configuration that changes."""
+    """The object with the loss scale: under ZeRO the scaler, else a configuration that changes."""
     return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
 
 
@@ -92,9 +108,12 @@ def _is_dynamic(scaler: Any) -> bool:
 
 
 def scaler_in(objects: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the objects of a checkpoint say of a dynamic loss scaler; None where there was none.
+    """Return the state of the dynamic loss scaler in a checkpoint; None if there is none.
 
-    Three spellings: ours; under ZeRO 1 to 3 DeepSpeed pickles its scaler; under ZeRO 0 it lists the scaler's fields.
+    There are three forms: that of `plain_values`; DeepSpeed's pickled scaler of ZeRO 1 to 3; its fields of ZeRO 0.
+
+    Args:
+        objects: of the checkpoint.
     """
     optimizer = objects.get("optimizer")
     if not isinstance(optimizer, dict):
@@ -108,7 +127,12 @@ def scaler_in(objects: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def set_scaler(trainer: EngineParts, found: Mapping[str, Any] | None) -> None:
-    """Give a dynamic loss scaler what the checkpoint's had; one that is static stays as it is configured."""
+    """Set the state of the engine's loss scaler; a static one is left as configured.
+
+    Args:
+        trainer: the parts of the engine.
+        found: the stored state, or None.
+    """
     scaler = _scaler(trainer.optimizer)
     if scaler is None or not _is_dynamic(scaler) or found is None:
         return
@@ -118,7 +142,13 @@ def set_scaler(trainer: EngineParts, found: Mapping[str, Any] | None) -> None:
 
 
 def set_counters(trainer: EngineParts, objects: Mapping[str, Any], step: int | None) -> None:
-    """The engine's counters; micro-steps go on from a whole accumulation, whose length may be another now."""
+    """Set the engine's counters; micro-steps are rounded up to a whole accumulation, whose length may have changed.
+
+    Args:
+        trainer: the parts of the engine.
+        objects: of the checkpoint.
+        step: of the checkpoint, for one without counters.
+    """
     engine = trainer.engine
     steps = objects.get("global_steps", step)
     if steps is None:
@@ -133,16 +163,26 @@ def set_counters(trainer: EngineParts, objects: Mapping[str, Any], step: int | N
 def client_values(
     client: Mapping[str, Any], taken: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor]]:
-    """The client state as JSON, that of its values that each rank has for itself, and its large tensors by name.
+    """Split a client state into objects and tensors.
 
     A tensor above 64 KiB becomes a tensor of the checkpoint, named by its path: `client_state.ema.weight`.
+
+    Args:
+        client: the client state.
+        taken: the names of other tensors.
+
+    Returns:
+        shared values as JSON, per-rank values as JSON, and large tensors by name.
+
+    Raises:
+        UsageError: a large tensor has the name of another tensor.
     """
     large: dict[str, torch.Tensor] = {}
 
     def walk(value: Any, path: str) -> Any:
         if isinstance(value, torch.Tensor) and value.numel() * value.element_size() > SMALL:
             if path in taken or path in large:
-                raise UsageError(f"two tensors would be called {path}", hint="use another key in the client state")
+                raise UsageError(f"two tensors would be named {path}", hint="use another key in the client state")
             large[path] = value.detach()
             return {"$ref": path}
         if isinstance(value, dict) and all(type(k) in (str, int) for k in value):
@@ -151,41 +191,51 @@ def client_values(
             return [walk(v, f"{path}.{i}") for i, v in enumerate(value)]
         return encode(value, path)
 
-    own = {k: v.value for k, v in client.items() if isinstance(v, PerRank)}
-    shared = walk({k: v for k, v in client.items() if k not in own}, CLIENT)
-    return shared, {f"{CLIENT}.{k}": encode(v, k) for k, v in own.items()}, large
+    per_rank = {k: v.value for k, v in client.items() if isinstance(v, PerRank)}
+    shared = walk({k: v for k, v in client.items() if k not in per_rank}, CLIENT)
+    return shared, {f"{CLIENT}.{k}": encode(v, k) for k, v in per_rank.items()}, large
 
 
-#: Options that say how an optimizer computes, which is the new engine's to say, or that are none.
+#: Options that select an implementation, which the new engine does, or that are not hyper-parameters.
 _NOT_HYPER = frozenset(("state", "param_names", "foreach", "fused", "capturable", "differentiable"))
-#: Options that come with training, and so may be the checkpoint's alone.
+#: Options that are added during training, and so may exist only in the checkpoint.
 _ADDED = frozenset(("initial_lr", "step"))
 
 
 def fit_groups(
     held: Sequence[OptimizerTensor], trainer: EngineParts, ck: Checkpoint, names: Mapping[str, str]
 ) -> tuple[Problems, Put]:
-    """Which stored hyper-parameters each optimizer group gets, by the names of its parameters, and how to put them.
+    """Match optimizer groups with stored hyper-parameters, by the names of their parameters.
 
-    A parameter that was in no group, because it was frozen or is empty, follows the others of its group.
+    A parameter that was in no group, because it was frozen or is empty, gets those of the others in its group.
+
+    Args:
+        held: the tensors of the optimizer.
+        trainer: the parts of the engine.
+        ck: the checkpoint.
+        names: the stored names of parameters.
+
+    Returns:
+        what is missing or does not fit, and a function that sets the hyper-parameters.
     """
     stored = {name: group.options for group in ck.manifest.groups for name in group.params}
     missing, others = [], []
-    todo: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    fitting: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for number, group in enumerate(trainer.inner.param_groups if trainer.inner is not None else ()):
         members = [names.get(n, n) for one in held if one.group == number for n in one.shapes]
         found = [_hyper(stored[n], group) for n in members if n in stored]
         if members and not found:
             missing.append(f"optimizer group {number}: the hyper-parameters of {', '.join(members[:3])}")
             continue
-        unlike = sorted({k for options in found for k in options if options[k] != found[0].get(k)})
-        if unlike:
-            others.append(f"optimizer group {number}: its parameters were in groups of different {', '.join(unlike)}")
+        differing = sorted({k for options in found for k in options if options[k] != found[0].get(k)})
+        if differing:
+            names_of = ", ".join(differing)
+            others.append(f"optimizer group {number}: its parameters were in groups with different {names_of}")
         elif found:
-            todo.append((group, found[0]))
+            fitting.append((group, found[0]))
 
     def put() -> None:
-        for group, options in todo:
+        for group, options in fitting:
             for key, value in options.items():
                 if torch.is_tensor(group.get(key)):
                     group[key].fill_(value)
@@ -200,49 +250,64 @@ def _hyper(options: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, An
 
 
 def fit_parts(trainer: EngineParts, ck: Checkpoint, *, scheduler: bool, trust: bool) -> tuple[Problems, Put]:
-    """Whether the checkpoint has the states of the scheduler and its like, and of modules; and how to put them."""
+    """Match the states of the scheduler, of similar parts, and of submodules with the checkpoint.
+
+    Args:
+        trainer: the parts of the engine.
+        ck: the checkpoint.
+        scheduler: load the learning rate scheduler.
+        trust: unpickle opaque objects, which may run code.
+
+    Returns:
+        what is missing or does not fit, and a function that sets the states.
+    """
     parts = {k: v for k, v in stateful(trainer.engine).items() if scheduler or k != "lr_scheduler"}
     problems = Problems()
-    todo: list[tuple[Any, Any]] = []
+    fitting: list[tuple[Any, Any]] = []
     for name, part in parts.items():
         try:
-            todo.append((part.load_state_dict, _fitting(ck.objects.get(name), part.state_dict(), trust=trust)))
+            fitting.append((part.load_state_dict, _fitting(ck.objects.get(name), part.state_dict(), trust=trust)))
         except KeyError:
-            problems |= Problems(missing=(f"the object {name}{_LEAVE.get(name, '')}",))
+            problems |= Problems(missing=(f"the object {name}{_HINTS.get(name, '')}",))
         except UcformatError as error:
-            problems |= Problems(others=(f"the object {name}: {error.message}{_LEAVE.get(name, '')}",))
+            problems |= Problems(others=(f"the object {name}: {error.message}{_HINTS.get(name, '')}",))
     kept = ck.objects.get("module") or {}
     for key, module in with_extra_state(trainer.engine.module):
         if key not in kept:
             problems |= Problems(missing=(f"the extra state {key}",))
             continue
         try:
-            todo.append((module.set_extra_state, decode(kept[key], trust=trust)))
+            fitting.append((module.set_extra_state, decode(kept[key], trust=trust)))
         except UcformatError as error:
             problems |= Problems(others=(f"the extra state {key}: {error.message}",))
 
     def put() -> None:
-        for setter, value in todo:
+        for setter, value in fitting:
             setter(value)
 
     return problems, put
 
 
-_LEAVE = {"lr_scheduler": " (scheduler=False leaves the engine's as it is)"}
+_HINTS = {"lr_scheduler": " (scheduler=False keeps that of the engine)"}
 
 
 def _fitting(data: Any, template: Any, *, trust: bool) -> Any:
-    """A stored state dict; KeyError where there is none, UsageError for that of another class."""
+    """A stored state dict; KeyError if there is none, UsageError if it is of another class."""
     if data is None:
         raise KeyError
     lacking = sorted(set(template) - set(data)) if isinstance(data, dict) else sorted(template)
     if lacking:
-        raise UsageError(f"it is another one's state, without {', '.join(lacking)}")
+        raise UsageError(f"it is the state of another class, without {', '.join(lacking)}")
     return decode(data, template, trust=trust)
 
 
 def fit_values(trainer: EngineParts, ck: Checkpoint) -> Put:
-    """How to put the counters and the loss scaler; an engine whose scale is not dynamic keeps its own."""
+    """Return a function that sets the counters and a dynamic loss scaler.
+
+    Args:
+        trainer: the parts of the engine.
+        ck: the checkpoint.
+    """
     scaler = scaler_in(ck.objects)
 
     def put() -> None:
@@ -253,11 +318,11 @@ def fit_values(trainer: EngineParts, ck: Checkpoint) -> Put:
 
 
 class ClientState:
-    """The client state: its large tensors are targets like others, and its value is complete when these are read."""
+    """The client state of a checkpoint; its large tensors are targets, and its value is complete when they are read."""
 
     def __init__(self, ck: Checkpoint, names: Mapping[str, str], rank: int, ranks: int, *, trust: bool) -> None:
         self._data: dict[str, Any] = dict(ck.objects.get(CLIENT) or {})
-        if ck.metadata.layout.get("dp") == ranks:  # what this rank of DeepSpeed's own ZeRO 3 checkpoint saved otherwise
+        if ck.metadata.layout.get("dp") == ranks:  # values of this rank that differ in DeepSpeed's ZeRO 3 checkpoint
             self._data |= ck.objects.get("rank", {}).get(str(rank), {}).get(CLIENT) or {}
         self._trust = trust
         self._called = {stored: name for name, stored in names.items()}
@@ -276,13 +341,13 @@ class ClientState:
 
     @property
     def targets(self) -> list[LocalShard]:
-        """The large tensors."""
+        """The large tensors, to be read."""
         return [local_of(self._called[name], "weight", tensor) for name, tensor in self._room.items()]
 
     def value(self) -> dict[str, Any]:
-        """The client state as `save` was given it, that of each rank where as many ranks load as saved.
+        """Return the client state that was passed to `save`, with per-rank values if the number of ranks is the same.
 
-        Tuples come back as lists, and NumPy's arrays as tensors.
+        Tuples are lists, and NumPy arrays are tensors.
         """
         shared: dict[str, Any] = self._filled(decode(self._data, trust=self._trust))
         return shared | self._own

@@ -1,4 +1,4 @@
-"""`load` fills a training state under any layout; `state_dict` reads plain weights for evaluation and serving."""
+"""`load` fills a training state of any layout; `state_dict` reads plain weights for evaluation and serving."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ __all__ = ["LoadReport", "load", "load_local", "state_dict"]
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What was loaded: bytes that this rank read from storage, seconds, and what did not fit.
+    """The result of a load; true unless something was missing or did not fit.
 
-    `bytes_unverified` are those of them in tensors for which no checksum was checked: the file has none, or `verify`
-    did not ask for it.
-    `layout` is the layout of the state that was filled: the number of ranks as `world`, and the sizes of mesh axes.
-    `lineage` is what the checkpoint is to those that are saved from now on, for `save(lineage=[report.lineage])`, the
-    same on all ranks: `finetune` where no optimizer state was loaded, else `reshard` where it was saved under another
-    layout, else `resume`.
+    `url`, `id` and `step` are those of the checkpoint, and `tensors` is the number of tensors that were filled.
+    `nbytes` are the bytes that this rank read from storage; `bytes_unverified` are those of tensors whose checksums
+    were not checked, because the file has none or by `verify`. `seconds` is the duration on this rank.
+    `layout` is that of the state: the number of ranks as `world`, and the sizes of mesh axes.
+    `lineage` describes how later checkpoints derive from this one, the same on all ranks, for
+    `save(lineage=[report.lineage])`: `finetune` if no optimizer state was loaded, else `reshard` if it was saved under
+    another layout, else `resume`.
     """
 
     url: str
@@ -67,12 +68,12 @@ class LoadReport:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """What was wanted, and is not in the checkpoint."""
+        """What the state has and the checkpoint does not."""
         return self.problems.missing
 
     @property
     def unexpected(self) -> tuple[str, ...]:
-        """What is in the checkpoint, and was not wanted."""
+        """What the checkpoint has and the state does not."""
         return self.problems.unexpected
 
     def __bool__(self) -> bool:
@@ -94,34 +95,35 @@ def load(
     timeout: float = TIMEOUT,
     progress: Callable[[int], None] | None = None,
 ) -> LoadReport:
-    """Fill a training state in place from any checkpoint; all ranks call it together.
+    """Fill a training state in place from a checkpoint of any layout; all ranks call this together.
 
-    Each rank reads the boxes that it holds, and nothing else, straight into its tensors. Give the model alone to load
-    weights alone. Whatever does not fit is found before anything is changed, and told at once, on all ranks.
+    Each rank reads only the boxes that it holds, straight into its tensors. Pass the model alone to load weights only.
+    All mismatches are found before anything is changed, and raised in one error on all ranks.
 
     Args:
-        state: as given to `save`; plain values in mappings are replaced.
-        url: a checkpoint of any kind that `ucformat.open` opens, or a reference to one, or one that is open.
-        strict: "report": what is missing or of another shape or dtype is an error that lists all of it, and what is
-            only in the checkpoint is in the report; True: that is an error too; False: what fits is loaded, and the
-            report says what did not.
-        rename: makes the state's name of the checkpoint's: a function, or `{regex of the whole name: replacement}`.
+        state: as for `save`; tensors are filled, and plain values in mappings are replaced.
+        url: a checkpoint of any kind that `ucformat.open` opens, a reference to one, or an open checkpoint.
+        strict: `"report"`: missing entries and different shapes or dtypes are errors, and entries that only the
+            checkpoint has are listed in the report; True: these are errors too; False: what fits is loaded, and the
+            report lists the rest.
+        rename: maps names of the checkpoint to names of the state: a function, or `{regex: replacement}`, where the
+            regex matches the whole name.
         cast: cast tensors to the dtypes of the state.
-        trust: open pickled objects, which may run code.
-        verify: which checksums to check. `whole`: of blocks of packed files, all of them, and of chunks of arrays that
-            are wanted whole; `always`: of all, reading whole chunks for it; `never`.
-        threads: how many read on this rank.
-        group: the ranks that take part (default: all). Threads that load one checkpoint at once need one each.
-        broadcast_group: ranks that hold the same (data-parallel replicas): each byte is read by one of them, and handed
-            on over this group, which must carry tensors of the state's devices.
+        trust: unpickle opaque objects, which may run code.
+        verify: which checksums to check: `whole` those of packed files, and of chunks of arrays that are read whole
+            anyway; `always` all, by reading whole chunks; `never` none.
+        threads: how many threads read on this rank (default: as many as the storage can use).
+        group: the ranks that take part (default: all). Threads that load one checkpoint at once need different ones.
+        broadcast_group: data-parallel replicas: each byte is read by one of these ranks, and broadcast over this
+            group, whose backend must support the devices of the state.
         timeout: seconds after which an unresponsive rank is considered dead.
         progress: called with the bytes of each read that is done.
 
     Raises:
-        StateMismatch: the checkpoint does not fit the state; all that does not is listed.
+        StateMismatch: the checkpoint does not fit the state; the message lists all mismatches.
         ChecksumError: a chunk does not match its checksum.
-        Conflict: a file of the checkpoint was changed since it was opened.
-        UnsafeError: an object is a pickle, and `trust` is false.
+        Conflict: a file of the checkpoint has changed since it was opened.
+        UcformatError: a rank failed or died. Every rank gets the same error.
     """
     with group_for_call(group, timeout, "load", url.url if isinstance(url, Checkpoint) else url) as ranks:
         with ranks.sharing_errors():
@@ -180,38 +182,51 @@ def load_local(
     layout: Mapping[str, Any] | None = None,
     stateful: bool = False,
 ) -> LoadReport:
-    """Fill what this rank holds, whatever engine it belongs to; see `load`.
+    """Fill the tensors of this rank, of any engine; see `load`.
 
-    `names` are those of `stored_names`, and `problems` those that were found besides tensors; `then` is called when all
-    tensors are filled. `layout` is what a save would note of this rank, and `stateful` says that hyper-parameters of an
-    optimizer are loaded.
+    Args:
+        targets: the tensors of this rank.
+        ck: the checkpoint.
+        strict: as for `load`.
+        aliases: further names of tied tensors, and the names in `targets`.
+        names: the stored names, from `stored_names` (None: not renamed).
+        cast: as for `load`.
+        verify: as for `load`.
+        threads: as for `load`.
+        group: the ranks that take part (None: all).
+        broadcast_group: as for `load`.
+        progress: as for `load`.
+        problems: mismatches of values other than tensors.
+        then: called when all tensors are filled.
+        layout: of the state of this rank, as a save records it.
+        stateful: whether hyper-parameters of an optimizer are loaded, too.
     """
     begun = time.monotonic()
     ranks = group or group_of()
     with ranks.sharing_errors():
         matched, found = match(targets, aliases or {}, ck, names or stored_names(ck, None), cast=cast)
         stateful = stateful or any(m.target.info.state not in PARAMETER for m in matched)
-    told: list[_RankReport] = ranks.all_gather(
+    reports: list[_RankReport] = ranks.all_gather(
         _RankReport(found | (problems or Problems()), layout or {}, stateful), _RankReport
     )
-    found = _join_problems([t.problems for t in told])
+    found = _join_problems([r.problems for r in reports])
     raise_for(found, strict, ck.url)
     amount, failure = ReadAmount(), None
     try:
         amount = _read(ck, matched, verify, threads, broadcast_group, ranks.timeout, progress)
         then()
-    except Exception as error:  # noqa: BLE001 - told to all ranks
+    except Exception as error:  # noqa: BLE001 - raised on all ranks
         failure = error
     ranks.all_gather(failure, None)
-    now = {"world": ranks.size} | {k: v for t in told for k, v in t.layout.items()}
-    lineage = edge_of(ck, now, continues=any(t.stateful for t in told))
+    now = {"world": ranks.size} | {k: v for r in reports for k, v in r.layout.items()}
+    lineage = edge_of(ck, now, continues=any(r.stateful for r in reports))
     seconds = time.monotonic() - begun
     return LoadReport(ck.url, ck.id, ck.metadata.step, len(matched), *amount, seconds, now, lineage, found)
 
 
 @message
 class _RankReport:
-    """What does not fit on a rank, its layout, and whether it loads hyper-parameters of an optimizer."""
+    """The mismatches of a rank, its layout, and whether it loads state of an optimizer."""
 
     problems: Problems
     layout: Mapping[str, Any]
@@ -235,17 +250,17 @@ def _read(
     return amount
 
 
-def _join_problems(everybody: Sequence[Problems]) -> Problems:
-    """The problems of all ranks; what is unexpected is what no rank expects."""
+def _join_problems(of_ranks: Sequence[Problems]) -> Problems:
+    """The problems of all ranks; a tensor is unexpected if it is on all ranks."""
     out = Problems()
-    for found in everybody:
+    for found in of_ranks:
         out |= found
-    common = [u for u in out.unexpected if all(u in found.unexpected for found in everybody)]
+    common = [u for u in out.unexpected if all(u in found.unexpected for found in of_ranks)]
     return Problems(out.missing, tuple(common), out.shapes, out.dtypes, out.others)
 
 
-_FEW = 5  # names that an error offers
-_PRECISE = (torch.float32, torch.float64)
+_SUGGESTIONS = 5  # names that an error lists
+_MASTER_DTYPES = (torch.float32, torch.float64)
 
 
 def state_dict(
@@ -257,28 +272,34 @@ def state_dict(
     rename: Rename | None = None,
     threads: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint by name, whole, each read straight into its tensor; no optimizer state is read.
+    """Read the full weights of a checkpoint, without ranks and without optimizer states.
 
-    Tied names share one tensor. On the CPU and without a cast nothing but the result is allocated; what is cast, or
-    goes to another device, passes through two buffers of 32 MiB.
+    Tied names share one tensor. Each weight is read straight into its tensor; only weights that are cast, or are not on
+    the CPU, pass through two buffers of 32 MiB.
 
     Args:
-        ck: a checkpoint of any kind that `ucformat.open` opens, or a reference to one, or one that is open.
-        names: which to read (default: all): a name, the beginning of names up to a dot (`model.layers.3`), a glob
-            (`*.norm.weight`), or several of these; they are the names of the result.
-        dtype: None: as stored in the state `weight`, or `master` if there is only that. Else floating-point tensors
-            are of this dtype, cast where they have another: float32 (and 64) is made of `master` where there is one.
-        device: where the tensors are to be.
-        rename: makes the result's names of the checkpoint's: a function, or `{regex of the whole name: replacement}`.
-        threads: how many read.
+        ck: a checkpoint of any kind that `ucformat.open` opens, a reference to one, or an open checkpoint.
+        names: which weights to read (default: all): a name, a prefix of names that ends at a dot (`model.layers.3`), a
+            glob (`*.norm.weight`), or several of these; all refer to names of the result.
+        dtype: of floating-point weights in the result, cast if necessary; float32 and float64 are read from `master`
+            if it is stored (default: as stored in `weight`, or in `master` if only that is stored).
+        device: of the tensors in the result.
+        rename: maps names of the checkpoint to names of the result: a function, or `{regex: replacement}`, where the
+            regex matches the whole name.
+        threads: how many threads read (default: as many as the storage can use).
+
+    Returns:
+        the weights by name, in the order of the checkpoint.
 
     Raises:
-        TensorNotFound: one of `names` fits no weight.
-        UsageError: `dtype` is no floating-point dtype, or `rename` makes one name of two tensors.
+        TensorNotFound: one of `names` matches no weight.
+        UsageError: `dtype` is not a floating-point dtype, or `rename` maps two tensors to one name.
         ChecksumError: a chunk does not match its checksum.
     """
     if dtype is not None and not dtype.is_floating_point:
-        raise UsageError(f"weights cannot be cast to {dtype}", hint="give a floating-point dtype, as torch.bfloat16")
+        raise UsageError(
+            f"weights cannot be cast to {dtype}", hint="pass a floating-point dtype, such as torch.bfloat16"
+        )
     opened = ck if isinstance(ck, Checkpoint) else open_reference(ck)
     wanted = _chosen(_weights(opened, rename), names, opened.url)
     matched = {stored: _target(opened, stored, dtype, device) for stored in dict.fromkeys(wanted.values())}
@@ -293,7 +314,7 @@ def _weights(ck: Checkpoint, rename: Rename | None) -> dict[str, str]:
 
 
 def _chosen(weights: Mapping[str, str], names: str | Iterable[str] | None, url: str) -> dict[str, str]:
-    """Those that are asked for, in the order of the checkpoint."""
+    """The weights that `names` selects, in the order of the checkpoint."""
     if names is None:
         return dict(weights)
     patterns = [names] if isinstance(names, str) else list(names)
@@ -314,14 +335,14 @@ def _nearest(pattern: str, weights: Iterable[str]) -> str:
     from difflib import get_close_matches
 
     known = list(weights)
-    near = get_close_matches(pattern, known, _FEW, 0.5) or known[:_FEW]
-    return f"there are, among others: {', '.join(near)}" if near else "the checkpoint holds no weights at all"
+    near = get_close_matches(pattern, known, _SUGGESTIONS, 0.5) or known[:_SUGGESTIONS]
+    return f"there are, among others: {', '.join(near)}" if near else "the checkpoint contains no weights"
 
 
 def _target(ck: Checkpoint, name: str, dtype: torch.dtype | None, device: str | torch.device) -> Matched:
     """An empty tensor for a weight, and the stored tensor that fills it."""
     have = {s: ck.tensors[Key(name, s)] for s in ("weight", "master") if s in ck.states(name)}
-    stored = have["master" if dtype in _PRECISE and "master" in have else next(iter(have))]
+    stored = have["master" if dtype in _MASTER_DTYPES and "master" in have else next(iter(have))]
     as_stored = torch_dtype(stored.dtype)
     wanted = as_stored if dtype is None or not as_stored.is_floating_point else dtype
     info = TensorInfo(name, "weight", dtype_name(wanted), stored.shape)

@@ -1,4 +1,4 @@
-"""Which stored tensor each tensor of a training state is read from, and all that does not fit; lineage of a load."""
+"""Matches the tensors of a training state with stored tensors, and collects all mismatches; the lineage of a load."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 __all__ = ["PARAMETER", "Matched", "Problems", "edge_of", "holds_training", "match", "raise_for", "stored_names"]
 
 
-PARAMETER = ("weight", "master")  # the states that a parameter has without any state of an optimizer
+PARAMETER = ("weight", "master")  # the states of a parameter itself, not of an optimizer
 
 
 @dataclass(frozen=True, slots=True)
 class Problems:
-    """What of a state and a checkpoint does not fit; each line names a tensor, an object or a group, and says why.
+    """The mismatches of a state and a checkpoint, as lines that name a tensor, an object or a group.
 
-    `missing` is wanted and not stored, `unexpected` stored and not wanted; `shapes` and `dtypes` differ; `others` could
-    not be restored for the reason that is said.
+    `missing` are in the state only, `unexpected` in the checkpoint only. `shapes` and `dtypes` differ. `others` cannot
+    be restored for the given reason.
     """
 
     missing: tuple[str, ...] = ()
@@ -47,29 +47,35 @@ class Problems:
         return Problems(**{k: tuple(dict.fromkeys(v)) for k, v in mine.items()})
 
     def lines(self, *, unexpected: bool) -> list[str]:
-        """One line for each problem."""
+        """Return one line for each problem.
+
+        Args:
+            unexpected: include what only the checkpoint has.
+        """
         out = [f"missing: {m}" for m in self.missing]
-        out += [f"another shape: {m}" for m in self.shapes] + [f"another dtype: {m}" for m in self.dtypes]
+        out += [f"different shape: {m}" for m in self.shapes] + [f"different dtype: {m}" for m in self.dtypes]
         out += list(self.others)
         return out + [f"unexpected: {m}" for m in self.unexpected] if unexpected else out
 
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """A tensor of the state, and the stored one that it is read from; of another dtype where it is to be cast."""
+    """A tensor of the state, and the stored tensor from which it is read, cast if the dtypes differ."""
 
     target: LocalShard
     stored: TensorInfo
 
 
 def stored_names(ck: Checkpoint, rename: Rename | None) -> dict[str, str]:
-    """The name under which each tensor is stored, by the state's name for it; tied names too.
+    """Return the name under which each tensor is stored, by its name in the state; includes tied names.
 
-    `rename` makes the state's name of the checkpoint's: a function, or regular expressions of whole names and what to
-    put in their place, the first that matches.
+    Args:
+        ck: the checkpoint.
+        rename: maps names of the checkpoint to names of the state: a function, or `{regex: replacement}`, of which the
+            first that matches a whole name applies.
 
     Raises:
-        UsageError: two names become one, or an expression is none that is taken (`docs/layout.md`).
+        UsageError: two tensors get one name, or a regular expression is not supported (`docs/layout.md`).
     """
     all_names = {n: n for n in ck.names()} | dict(ck.aliases)
     if rename is None:
@@ -79,7 +85,7 @@ def stored_names(ck: Checkpoint, rename: Rename | None) -> dict[str, str]:
     for name, stored in all_names.items():
         new = to(name)
         if out.setdefault(new, stored) != stored:
-            raise UsageError(f"`rename` makes {new!r} of {out[new]!r} and of {name!r}", hint="make it tell them apart")
+            raise UsageError(f"`rename` maps both {out[new]!r} and {name!r} to {new!r}", hint="map them to two names")
     return out
 
 
@@ -96,21 +102,32 @@ def _by_regex(rules: Mapping[str, str]) -> Callable[[str], str]:
 def match(
     targets: Sequence[LocalShard], aliases: Mapping[str, str], ck: Checkpoint, names: Mapping[str, str], *, cast: bool
 ) -> tuple[list[Matched], Problems]:
-    """What each target is read from; `aliases` are further names of the state for the same memory.
+    """Match each target with the stored tensor from which it is read.
 
-    What is not stored under its name is read under one of those. A float32 weight is read from `master` where there is
-    one, else from `weight`; a `master` likewise. What has another dtype is cast if `cast` says so.
+    A float32 weight or a `master` is read from `master` if that is stored, else from `weight`.
+
+    Args:
+        targets: tensors of the state.
+        aliases: further names of tied targets, and the names in `targets`; a target that is not stored under its name
+            is read under one of these.
+        ck: the checkpoint.
+        names: the stored names, from `stored_names`.
+        cast: match tensors of different dtypes too.
+
+    Returns:
+        the matches, and all mismatches.
     """
     found: list[Matched] = []
     missing, shapes, dtypes, others = [], [], [], []
     wanted: set[Key] = set()
-    also: dict[str, list[str]] = {}
+    aliases_of: dict[str, list[str]] = {}
     for alias, name in aliases.items():
-        also.setdefault(name, []).append(alias)
+        aliases_of.setdefault(name, []).append(alias)
     for target in targets:
         info = target.info
-        called = (_stored(replace(info, name=n), ck, names) for n in (info.name, *also.get(info.name, ())))
-        stored = next((s for s in called if s is not None), None)
+        known_as = (info.name, *aliases_of.get(info.name, ()))
+        candidates = (_stored(replace(info, name=n), ck, names) for n in known_as)
+        stored = next((s for s in candidates if s is not None), None)
         if stored is None:
             missing.append(str(info.key))
             continue
@@ -126,7 +143,7 @@ def match(
         if mine is not None and first is not None and mine != first:
             held = [p.box for t in targets if t.info.name == name and t.info.state in PARAMETER for p in t.pieces]
             if not _equal(ck, mine, first, held):
-                others.append(f"tied here: {alias} is {name}, but the checkpoint has a tensor for each, which differ")
+                others.append(f"tied here: {alias} is {name}, but the checkpoint has two tensors, which differ")
         if mine is not None:
             wanted |= {Key(mine, s) for s in PARAMETER}
     unexpected = _unexpected(wanted, {t.info.state for t in targets}, ck, names)
@@ -146,7 +163,7 @@ def _stored(info: TensorInfo, ck: Checkpoint, names: Mapping[str, str]) -> Tenso
 
 
 def _equal(ck: Checkpoint, a: str, b: str, held: Iterable[Box]) -> bool:
-    """Whether two stored weights are equal: by their digests, or where they have none in the boxes that are held."""
+    """Whether two stored weights are equal: by their digests, or without these in the boxes that this rank holds."""
     docs = [{t.state: t for t in ck.manifest.tensors if t.name == n and t.state in PARAMETER} for n in (a, b)]
     if docs[0].keys() != docs[1].keys():
         return False
@@ -168,7 +185,7 @@ def _equal(ck: Checkpoint, a: str, b: str, held: Iterable[Box]) -> bool:
 
 
 def _unexpected(wanted: set[Key], states: set[str], ck: Checkpoint, names: Mapping[str, str]) -> Iterable[str]:
-    """Stored tensors that nobody wants, of the kinds that are wanted at all: weights, an optimizer's states."""
+    """Stored tensors that are not in the state, only of kinds that it has: weights, states of an optimizer."""
     weights = bool(states & set(PARAMETER))
     optimizer = bool(states - set(PARAMETER))
     renamed = {stored: name for name, stored in reversed(list(names.items()))}
@@ -177,18 +194,26 @@ def _unexpected(wanted: set[Key], states: set[str], ck: Checkpoint, names: Mappi
             yield str(Key(renamed[key.name], key.state))
 
 
-_SHOWN = 40
+_MAX_LINES = 40
 
 
 def raise_for(problems: Problems, strict: Strict, url: str) -> None:
-    """StateMismatch with all problems at once, before anything is read.
+    """Raise one error with all problems, before anything is read.
 
-    With `strict` "report" what is only in the checkpoint is no error, with False nothing is.
+    Args:
+        problems: of all ranks.
+        strict: `"report"` ignores what only the checkpoint has; False ignores all problems.
+        url: of the checkpoint.
+
+    Raises:
+        StateMismatch: there are problems that are not ignored.
     """
     lines = problems.lines(unexpected=strict is True)
     if strict is False or not lines:
         return
-    shown = "\n  ".join(lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []))
+    shown = "\n  ".join(
+        lines[:_MAX_LINES] + ([f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else [])
+    )
     hints = ["strict=False loads what fits"]
     if problems.dtypes:
         hints.append("cast=True casts")
@@ -199,30 +224,34 @@ def raise_for(problems: Problems, strict: Strict, url: str) -> None:
     )
 
 
-_DEGREES = {"zero": 0, "tp": 1, "pp": 1, "ep": 1}  # what engines note in their own files, and what it is if unsaid
+_DEFAULT_DEGREES = {"zero": 0, "tp": 1, "pp": 1, "ep": 1}  # that engines record in their own files
 
 
 def holds_training(ck: Checkpoint) -> bool:
-    """Whether a checkpoint is of a training at all, which has groups even where it made no step yet."""
+    """Check whether a checkpoint contains optimizer states, or groups, which exist before the first step.
+
+    Args:
+        ck: the checkpoint.
+    """
     return bool(ck.manifest.groups) or any(key.state not in PARAMETER for key in ck.tensors)
 
 
 def edge_of(ck: Checkpoint, now: Mapping[str, Any], *, continues: bool) -> LineageDoc:
-    """A `finetune` unless the training goes on, then a `resume`, or a `reshard` if it was saved under another layout.
+    """Return the lineage of a load: `finetune`, or if the training continues `resume`, or `reshard` to another layout.
 
     Args:
-        ck: what was loaded.
-        now: the layout under which it was loaded, as a save notes it, with the number of ranks as `world`.
-        continues: whether the training goes on: some rank loaded state of an optimizer.
+        ck: the checkpoint.
+        now: the layout under which it was loaded, as a save records it, with the number of ranks as `world`.
+        continues: whether the training continues: some rank loaded state of an optimizer.
     """
     before = ck.metadata.layout
-    if "world" in before:  # noted by a save in a training loop, which says all
+    if "world" in before:  # saved by ucformat.torch, which records the whole layout
         other = dict(before) != dict(now)
-    else:  # by an engine's own files
-        other = any(before[k] != now.get(k, _unsaid(k, now)) for k in before.keys() & {*_DEGREES, "dp"})
+    else:  # files of an engine
+        other = any(before[k] != now.get(k, _default(k, now)) for k in before.keys() & {*_DEFAULT_DEGREES, "dp"})
     kind = ("reshard" if other else "resume") if continues else "finetune"
     return lineage_to(ck, kind)
 
 
-def _unsaid(degree: str, now: Mapping[str, Any]) -> int:
-    return _DEGREES[degree] if degree in _DEGREES else int(now["world"])
+def _default(degree: str, now: Mapping[str, Any]) -> int:
+    return _DEFAULT_DEGREES[degree] if degree in _DEFAULT_DEGREES else int(now["world"])

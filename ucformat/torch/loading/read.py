@@ -1,6 +1,6 @@
-"""Reads matched tensors straight into their memory; what is cast or on a device passes through two host buffers.
+"""Reads matched tensors straight into their memory; tensors that are cast or on a device pass through host buffers.
 
-What several ranks hold alike can be read by one of them, which broadcasts it over their process group.
+A tensor that several ranks hold can be read by one of them, which broadcasts it over their process group.
 """
 
 from __future__ import annotations
@@ -49,13 +49,17 @@ STAGED_BYTES = 32 << 20
 
 
 class ReadAmount(NamedTuple):
-    """Bytes that were read from storage, and those of tensors that no checksum was checked for."""
+    """Bytes that were read from storage, and how many of them are of tensors whose checksums were not checked."""
 
     nbytes: int = 0
     unverified: int = 0
 
     def plus(self, other: ReadAmount) -> ReadAmount:
-        """Both together."""
+        """Return the sum.
+
+        Args:
+            other: another amount.
+        """
         return ReadAmount(self.nbytes + other.nbytes, self.unverified + other.unverified)
 
 
@@ -66,7 +70,17 @@ def read(
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> ReadAmount:
-    """Fill the targets, and say how much was read.
+    """Fill targets from a checkpoint.
+
+    Args:
+        ck: the checkpoint.
+        matched: the targets, and the stored tensors from which they are read.
+        verify: which checksums to check, as for `load`.
+        threads: how many threads read (default: as many as the storage can use).
+        progress: called with the bytes of each read that is done.
+
+    Returns:
+        how much was read from storage.
 
     Raises:
         UsageError: elements of a target share memory.
@@ -79,8 +93,8 @@ def read(
             check_fillable(str(m.target.key), tensor)
         if m.target.pieces and not is_non_overlapping(tuple(tensor.shape), tensor.stride()):
             raise UsageError(
-                f"{m.target.key} is expanded: elements of it are one memory, and can hold but one value",
-                hint="give a tensor with memory of its own: tensor.clone()",
+                f"{m.target.key} is expanded: several of its elements share memory",
+                hint="use a tensor with its own memory: tensor.clone()",
             )
     direct = [m for m in matched if _is_direct(m)]
     synchronize(m.target.tensor for m in direct)
@@ -108,10 +122,10 @@ def _staged(
     threads: int | None,
     progress: Callable[[int], None] | None,
 ) -> ReadAmount:
-    """Read batch by batch into two host buffers in turn, so that one is copied to the device while the other fills."""
+    """Read batches alternately into two host buffers: one is copied to the device while the other is filled."""
     targets = [m.target.tensor for m in matched]
     devices = devices_of(targets)
-    synchronize(targets)  # training may still read or write them
+    synchronize(targets)  # kernels of the training may still use them
     total = ReadAmount()
     buffers: list[torch.Tensor | None] = [None, None]
     copied: list[list[torch.Event]] = [[], []]
@@ -126,13 +140,13 @@ def _staged(
                 buffers[turn] = held = _host_buffer(max(need, STAGED_BYTES), devices)
             total = total.plus(_fill(ck, batch, held, devices, verify, threads, progress))
             copied[turn] = record_events(d for d in devices if any(m.target.tensor.device == d for m, _ in batch))
-    finally:  # where one failed too: the buffers go
+    finally:  # also after an error: the buffers are freed
         synchronize(targets)
     return total
 
 
 def _host_buffer(nbytes: int, devices: Sequence[torch.device]) -> torch.Tensor:
-    """Memory from which devices copy, pinned where there are any and the system lets it."""
+    """Host memory, pinned if there are devices and the system allows it."""
     if devices:
         with device_of_first(devices), suppress(RuntimeError):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -145,12 +159,12 @@ def _box(wanted: ReadItem) -> Box:
 
 
 def _room(m: Matched, box: Box) -> int:
-    """Bytes of a box in a buffer, so that the next box begins where every dtype may."""
+    """Bytes of a box in a buffer, rounded up so that the next box is aligned for any dtype."""
     return -(-box.size * m.stored.itemsize // 16) * 16
 
 
 def _batches(ck: Checkpoint, matched: Sequence[Matched]) -> Iterator[list[tuple[Matched, ReadItem]]]:
-    """The targets' boxes, cut where they are large, as many at once as a buffer holds."""
+    """Batches of the targets' boxes that fit in a buffer; large boxes are split."""
     batch: list[tuple[Matched, ReadItem]] = []
     total = 0
     for m in matched:
@@ -169,9 +183,9 @@ def _batches(ck: Checkpoint, matched: Sequence[Matched]) -> Iterator[list[tuple[
 
 
 def _cut(box: Box, itemsize: int, extents: Sequence[Extent | Tiles]) -> Iterator[Box]:
-    """A box cut along its first dims in boxes that a buffer holds, where chunks end as far as that can be.
+    """Split a box along its first dims into boxes that fit in a buffer, if possible at the ends of chunks.
 
-    A chunk that is cut would be read, and checked, for both sides.
+    A chunk that is split is read, and checked, twice.
     """
     if box.size * itemsize <= STAGED_BYTES or not box.shape:
         yield from blocks_of(box, itemsize, STAGED_BYTES)
@@ -226,7 +240,7 @@ def _region(m: Matched, box: Box) -> torch.Tensor:
 
 
 def _index(offset: int, shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """The index of an element from its offset in memory, whatever the order of the dims."""
+    """The index of an element from its offset in memory, for any order of strides."""
     out = [0] * len(shape)
     for d in sorted(range(len(shape)), key=lambda d: -strides[d]):
         if shape[d] > 1:
@@ -234,9 +248,9 @@ def _index(offset: int, shape: Sequence[int], strides: Sequence[int]) -> list[in
     return out
 
 
-#: Bytes that each rank reads before these are handed on, while it reads the next.
-_ROUND = 64 << 20
-#: What a rank wants: of each tensor its boxes.
+#: Bytes that each rank reads in a round; they are broadcast while it reads those of the next round.
+_ROUND_BYTES = 64 << 20
+#: The boxes of each tensor that a rank wants.
 _Wants = list[tuple[str, tuple[Box, ...]]]
 
 
@@ -249,47 +263,56 @@ def read_and_broadcast(
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> ReadAmount:
-    """Fill the targets; what all ranks of `replicas` want alike is read by one of them, balanced by bytes.
+    """Fill targets; a tensor of which all replicas want the same boxes is read by one of them, balanced by bytes.
 
-    Returns how much this rank read itself. The group must carry tensors of the targets' devices;
-    what the ranks tell each other goes over connections of our own.
+    Args:
+        ck: the checkpoint.
+        matched: the targets of this rank, and the stored tensors from which they are read.
+        replicas: over which tensors are broadcast; its backend must support the devices of the targets.
+        timeout: seconds after which an unresponsive rank is considered dead.
+        verify: which checksums to check, as for `load`.
+        threads: how many threads read (default: as many as the storage can use).
+        progress: called with the bytes of each read that is done.
+
+    Returns:
+        how much this rank read from storage.
     """
     ranks = group_of(replicas, timeout, f"share {ck.url}")
     rank, size = ranks.rank, ranks.size
     wants = [(str(m.stored.key), tuple(p.box for p in m.target.pieces)) for m in matched]
-    everybody: list[_Wants] = ranks.all_gather(wants, _Wants)
-    common = set(everybody[0]).intersection(*map(set, everybody[1:]))
+    of_ranks: list[_Wants] = ranks.all_gather(wants, _Wants)
+    common = set(of_ranks[0]).intersection(*map(set, of_ranks[1:]))
     alone = [m for m, want in zip(matched, wants, strict=True) if want not in common]
-    order = {want: i for i, want in enumerate(everybody[0])}
+    order = {want: i for i, want in enumerate(of_ranks[0])}
     shared = sorted(
         ((m, order[want]) for m, want in zip(matched, wants, strict=True) if want in common and m.target.pieces),
         key=lambda found: found[1],
     )
     load = [0] * size
-    dealt: list[tuple[Matched, int]] = []
+    assigned: list[tuple[Matched, int]] = []
     for m, _ in sorted(shared, key=lambda found: -found[0].target.nbytes):
         reader = min(range(size), key=lambda r: load[r])
         load[reader] += m.target.nbytes
-        dealt.append((m, reader))
-    rounds = list(_rounds(dealt, size))
+        assigned.append((m, reader))
+    rounds = list(_rounds(assigned, size))
     total = ReadAmount()
     with ThreadPoolExecutor(1, "ucformat-share", keep_current_device()) as pool:
 
         def begin(units: Sequence[tuple[Matched, int]]) -> Future[ReadAmount]:
             return pool.submit(read, ck, [m for m, reader in units if reader == rank], verify, threads, progress)
 
-        coming = [begin(rounds[0])] if rounds else []
+        reading = [begin(rounds[0])] if rounds else []
         for number, units in enumerate(rounds):
-            total = total.plus(_all_have_read(coming.pop(), ranks))
-            coming += [begin(following) for following in rounds[number + 1 : number + 2]]
+            total = total.plus(_all_have_read(reading.pop(), ranks))
+            reading += [begin(following) for following in rounds[number + 1 : number + 2]]
             for m, reader in units:
                 _broadcast(m.target.tensor, reader, replicas)
-    synchronize(m.target.tensor for m, _ in dealt)  # a broadcast of a device's tensor goes on after its call
+    synchronize(m.target.tensor for m, _ in assigned)  # a broadcast on a device is asynchronous
     return total.plus(read(ck, alone, verify, threads, progress))
 
 
 def _all_have_read(reading: Future[ReadAmount], ranks: Group) -> ReadAmount:
-    """Wait until all ranks have read what they hand on next; what one of them failed of is raised on all."""
+    """Wait until all ranks have read their part of a round; an error of one of them is raised on all."""
     error = reading.exception()
     errors = ranks.all_gather([] if error is None else [error], list[BaseException])
     first = next(((r, e[0]) for r, e in enumerate(errors) if e), None)
@@ -298,11 +321,11 @@ def _all_have_read(reading: Future[ReadAmount], ranks: Group) -> ReadAmount:
     return reading.result()
 
 
-def _rounds(dealt: Sequence[tuple[Matched, int]], size: int) -> Iterator[list[tuple[Matched, int]]]:
+def _rounds(assigned: Sequence[tuple[Matched, int]], size: int) -> Iterator[list[tuple[Matched, int]]]:
     units: list[tuple[Matched, int]] = []
     total = 0
-    for m, reader in dealt:
-        if units and total + m.target.nbytes > _ROUND * size:
+    for m, reader in assigned:
+        if units and total + m.target.nbytes > _ROUND_BYTES * size:
             yield units
             units, total = [], 0
         units.append((m, reader))
@@ -312,9 +335,9 @@ def _rounds(dealt: Sequence[tuple[Matched, int]], size: int) -> Iterator[list[tu
 
 
 def _broadcast(tensor: torch.Tensor, reader: int, replicas: dist.ProcessGroup) -> None:
-    """Broadcast one local tensor, as bytes, for not every group carries every dtype."""
+    """Broadcast one local tensor as bytes, since not every backend supports every dtype."""
     dense = tensor if tensor.is_contiguous() else tensor.contiguous()
-    flat = dense.as_strided((dense.numel(),), (1,))  # a lone element may have any stride, of which no view is made
+    flat = dense.as_strided((dense.numel(),), (1,))  # a single element may have any stride, which `view` refuses
     dist.broadcast(flat.view(torch.uint8), group=replicas, group_src=reader)
     if dense is not tensor:
         tensor.copy_(dense)

@@ -1,4 +1,4 @@
-"""Finds a checkpoint's objects and optimizer groups by the paths of a training state, and puts them back there."""
+"""Finds the objects and optimizer groups of a checkpoint by the paths of a training state, and restores them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ ABSENT = object()
 
 
 class SavedState:
-    """What a checkpoint says of its program's state, where it says it; `tensors` go by their paths, joined by dots.
+    """What a checkpoint records of the state that was saved; `tensors` are keyed by their dotted paths.
 
-    What `names`, those of `stored_names`, call otherwise than the checkpoint does is left out.
+    Args:
+        ck: the checkpoint.
+        names: the stored names, from `stored_names`; tensors that are renamed are left out.
     """
 
     def __init__(self, ck: Checkpoint, names: Mapping[str, str]) -> None:
@@ -49,7 +51,7 @@ class SavedState:
 
     @property
     def optimizers(self) -> dict[str, list[tuple[GroupDoc, Place]]]:
-        """The groups of each optimizer by its path, joined by dots."""
+        """The groups of each optimizer, by its dotted path."""
         groups = self.ck.manifest.groups
         out: dict[str, list[tuple[GroupDoc, Place]]] = {}
         for group, place in zip(groups, self.ck.metadata.places or (None,) * len(groups), strict=True):
@@ -58,7 +60,12 @@ class SavedState:
         return out
 
     def find_group(self, root: str, prefix: str = "") -> Callable[[str], GroupDoc | None]:
-        """Finds the stored group of a parameter, as the optimizer at `root` calls it, or with `prefix` the state."""
+        """Return a function that finds the stored group of a parameter.
+
+        Args:
+            root: the dotted path of the optimizer that names the parameter.
+            prefix: joined with that name, gives the name of the parameter in the state.
+        """
         mine = {
             name: group
             for group, place in self.optimizers.get(root, ())
@@ -69,12 +76,16 @@ class SavedState:
         return lambda name: mine.get(name) or stored.get(self.names.get(prefix + name, prefix + name))
 
     def value(self, path: Path) -> Any:
-        """The JSON form of the value at a path, or at one that is equal when it is joined by dots; else `ABSENT`."""
+        """Return the JSON form of a value, or of hyper-parameters; `ABSENT` if there is none.
+
+        Args:
+            path: of the value in the state; keys may be joined by dots differently in the checkpoint.
+        """
         found = find_object(self.ck.objects, path)
         return found if found is not ABSENT else self._of_groups(dotted(path))
 
     def _of_groups(self, text: str) -> Any:
-        """The groups of an optimizer, or what is in them, as they stood in the state."""
+        """The groups of an optimizer, or a part of them, as in the state that was saved."""
         for root, groups in self.optimizers.items():
             below = text.removeprefix(f"{root}.") if root else text
             if not below.startswith(GROUPS) or (root and below == text):
@@ -91,11 +102,15 @@ class SavedState:
         return ABSENT
 
     def holds_tensors(self, text: str) -> bool:
-        """Whether tensors were saved out of the value at a dotted path."""
+        """Check whether tensors were stored separately from the value that contained them.
+
+        Args:
+            text: the dotted path of the value.
+        """
         return any(name.startswith(f"{text}.") for name in self.tensors)
 
     def entries(self) -> Iterator[Path]:
-        """The paths of all that DCP would have made an entry of."""
+        """Yield the paths of all values that DCP would save as separate entries."""
         yield from self.paths.values()
         for groups in self.optimizers.values():
             for number, (group, place) in enumerate(groups):
@@ -111,7 +126,12 @@ class SavedState:
 
 
 def find_object(objects: Mapping[str, Any], path: Path) -> Any:
-    """The JSON form of the value at a path, or at one that is equal when it is joined by dots; else `ABSENT`."""
+    """Return the JSON form of an object; `ABSENT` if there is none.
+
+    Args:
+        objects: of a checkpoint.
+        path: of the object; keys may be joined by dots differently in the checkpoint.
+    """
     data: Any = objects
     for part in path:
         key = json_key(part)
@@ -122,7 +142,12 @@ def find_object(objects: Mapping[str, Any], path: Path) -> Any:
 
 
 def value_at(node: Any, text: str) -> Any:
-    """The JSON form of the value at a dotted path, whose parts may hold dots themselves; else `ABSENT`."""
+    """Return the JSON form of the value at a dotted path; `ABSENT` if there is none.
+
+    Args:
+        node: the JSON form in which to search.
+        text: the path; its keys may contain dots themselves.
+    """
     at = -1
     while at < len(text):
         at = text.find(".", at + 1)
@@ -151,14 +176,18 @@ def _item(node: Any, part: str) -> Any:
 
 
 def is_special(node: Mapping[str, Any]) -> bool:
-    """Whether this stands for something that is no dictionary."""
+    """Check whether a JSON object encodes a value other than a dictionary.
+
+    Args:
+        node: the JSON object.
+    """
     return any(k.startswith("$") and not k.startswith(("$$", "$int:")) for k in node)
 
 
 def _leaves(node: Any, path: Path, lists: set[str]) -> Iterator[Path]:
-    """The paths of plain values, where DCP cuts a state: lists are cut where they hold dictionaries.
+    """The paths of plain values as DCP flattens a state: lists are flattened only if they contain dictionaries.
 
-    `lists` are those of which tensors were taken out.
+    `lists` are the paths of lists from which tensors were stored separately.
     """
     if isinstance(node, Mapping) and set(node) == {"$dict"}:
         for key, inner in node["$dict"]:
@@ -169,25 +198,36 @@ def _leaves(node: Any, path: Path, lists: set[str]) -> Iterator[Path]:
             in_list = number != key and dotted(path) in lists
             part = int(number) if in_list else str(IntKey(number)) if number != key else key.removeprefix("$")
             yield from _leaves(inner, (*path, part), lists)
-    elif isinstance(node, list) and _is_cut(node):
+    elif isinstance(node, list) and _is_flattened(node):
         for i, inner in enumerate(node):
             yield from _leaves(inner, (*path, i), lists)
     else:
         yield path
 
 
-def _is_cut(node: Sequence[Any]) -> bool:
-    return any((isinstance(v, dict) and not is_special(v)) or (isinstance(v, list) and _is_cut(v)) for v in node)
+def _is_flattened(node: Sequence[Any]) -> bool:
+    return any((isinstance(v, dict) and not is_special(v)) or (isinstance(v, list) and _is_flattened(v)) for v in node)
 
 
 def fit_objects(
     found: CollectedState, recorded: SavedState, ranks: Ranks, *, trust: bool, cast: bool = False
 ) -> tuple[Problems, Callable[[], None]]:
-    """What of the state's plain values is missing or does not fit, and how to put the rest."""
+    """Match the plain values of a state with stored objects.
+
+    Args:
+        found: the state.
+        recorded: the state that was saved.
+        ranks: the group of ranks.
+        trust: unpickle opaque objects, which may run code.
+        cast: accept tensors of other dtypes.
+
+    Returns:
+        what is missing or does not fit, and a function that sets all other values.
+    """
     others: list[str] = []
     dtypes: list[str] = []
     missing: list[str] = []
-    todo: list[tuple[ValueSlot, Any]] = []
+    fitting: list[tuple[ValueSlot, Any]] = []
     for path, leaf in found.leaves.items():
         data = with_empty(recorded.value(path), leaf.value)
         if data is ABSENT:
@@ -202,11 +242,11 @@ def fit_objects(
         others += [f"the object {dotted(path)}: {w}" for w in wrong]
         dtypes += [f"the object {dotted(path)} is {d}" for d in dtype]
         if not wrong and not dtype:
-            todo.append((leaf, value))
+            fitting.append((leaf, value))
     problems, put_ranks = _fit_ranks(found, recorded.ck.objects.get("per_rank", {}), ranks, trust=trust)
 
     def put() -> None:
-        for leaf, value in todo:
+        for leaf, value in fitting:
             leaf.put(value)
         put_ranks()
 
@@ -216,19 +256,19 @@ def fit_objects(
 def _fit_ranks(
     found: CollectedState, per_rank: Mapping[str, Any], ranks: Ranks, *, trust: bool
 ) -> tuple[Problems, Callable[[], None]]:
-    """The same of what each rank has for itself."""
+    """The same for per-rank values."""
     others: list[str] = []
     missing: list[str] = []
-    todo: list[tuple[ValueSlot, Any]] = []
+    fitting: list[tuple[ValueSlot, Any]] = []
     for path, (wanted, leaf) in found.ranks.items():
         saved = per_rank.get(dotted(path))
         if saved is None:
-            missing.append(f"what each rank has of {dotted(path)}")
+            missing.append(f"the per-rank value {dotted(path)}")
             continue
         try:
             values = [decode(v, leaf.value, trust=trust) for v in saved]
         except (PermissionDenied, UnsupportedError) as error:
-            others.append(f"what each rank has of {dotted(path)}: {error.message}")
+            others.append(f"the per-rank value {dotted(path)}: {error.message}")
             continue
         if len(values) != ranks.size and wanted.merge is None:
             others.append(_no_merge(path, wanted, len(values), ranks.size))
@@ -240,31 +280,36 @@ def _fit_ranks(
             except UsageError as error:
                 others.append(f"{dotted(path)}: {error.message}; {error.hint}")
                 continue
-            todo.append((leaf, mine))
+            fitting.append((leaf, mine))
 
     def put() -> None:
-        for leaf, value in todo:
+        for leaf, value in fitting:
             leaf.put(value)
 
     return Problems(missing=tuple(missing), others=tuple(others)), put
 
 
 def _merged(wanted: PerRank, values: list[Any], ranks: Ranks) -> Any:
-    assert wanted.merge is not None  # noqa: S101 - asked before
+    assert wanted.merge is not None  # noqa: S101 - checked by the caller
     return wanted.merge(values, ranks.rank, ranks.size)
 
 
 def _no_merge(path: Path, wanted: PerRank, saved: int, now: int) -> str:
     kind = type(wanted.value).__name__
     return (
-        f"{dotted(path)} ({kind}) was saved by {saved} ranks, each its own, and is wanted by {now}: give "
+        f"{dotted(path)} ({kind}) has a value of each of {saved} ranks, and is loaded by {now}: pass "
         "PerRank(value, merge=function of all values, the rank and the number of ranks), or leave it out of the state "
         'and read ckpt.objects["per_rank"]'
     )
 
 
 def take_values(found: CollectedState, recorded: SavedState) -> None:
-    """Take tensors that the checkpoint holds inside a value, as DCP saves tuples, for values that are copied."""
+    """Treat tensors that the checkpoint stores inside a value, as DCP does in tuples, as plain values of the state.
+
+    Args:
+        found: the state, which is changed.
+        recorded: the state that was saved.
+    """
     for path, tensor in list(found.tensors.items()):
         if dotted(path) in recorded.tensors or found.keys[path].name in recorded.names:
             continue
@@ -275,8 +320,8 @@ def take_values(found: CollectedState, recorded: SavedState) -> None:
 
 
 def with_empty(data: Any, template: Any) -> Any:
-    """The JSON form of a value with the empty dictionaries that the template has, of which DCP saves nothing."""
-    if _vanishes(template) and data is ABSENT:
+    """The JSON form of a value, with the empty dictionaries of the template, which DCP does not save."""
+    if _is_empty(template) and data is ABSENT:
         return encode(template)
     if isinstance(template, dict) and isinstance(data, dict) and not is_special(data):
         more = {json_key(k): v for k, v in template.items() if isinstance(k, str | int)}
@@ -289,21 +334,28 @@ def with_empty(data: Any, template: Any) -> Any:
     return data
 
 
-def _vanishes(value: Any) -> bool:
-    """Whether DCP finds nothing to save in a value."""
+def _is_empty(value: Any) -> bool:
+    """Whether DCP saves nothing of a value."""
     if isinstance(value, list):
-        return bool(value) and all(isinstance(v, dict | list) and _vanishes(v) for v in value)
-    return isinstance(value, dict) and all(map(_vanishes, value.values()))
+        return bool(value) and all(isinstance(v, dict | list) and _is_empty(v) for v in value)
+    return isinstance(value, dict) and all(map(_is_empty, value.values()))
 
 
 def fit_groups(found: CollectedState, recorded: SavedState) -> tuple[Problems, Callable[[], None]]:
-    """Which stored hyper-parameters each optimizer group gets, by the names of its parameters, and how to put them.
+    """Match the optimizer groups of a state with stored hyper-parameters, by the names of the parameters.
 
-    A group some of whose parameters are not known gets those of the others.
+    If some parameters of a group are not stored, the hyper-parameters of the others apply.
+
+    Args:
+        found: the state.
+        recorded: the state that was saved.
+
+    Returns:
+        what is missing or does not fit, and a function that sets the hyper-parameters.
     """
     missing: list[str] = []
     others: list[str] = []
-    todo: list[tuple[OptimizerGroup, dict[str, Any]]] = []
+    fitting: list[tuple[OptimizerGroup, dict[str, Any]]] = []
     for path, groups in found.groups.items():
         group_of = recorded.find_group(dotted(path), found.prefixes.get(path, ""))
         for number, group in enumerate(groups):
@@ -316,10 +368,10 @@ def fit_groups(found: CollectedState, recorded: SavedState) -> tuple[Problems, C
                 if any(o != options[0] for o in options[1:]):
                     others.append(f"{label}: its parameters were in groups with different hyper-parameters")
                 elif options:
-                    todo.append((part, options[0]))
+                    fitting.append((part, options[0]))
 
     def put() -> None:
-        for group, options in todo:
+        for group, options in fitting:
             for key, value in options.items():
                 if (key in group.options or key == "initial_lr") and key != "param_names":
                     group.options[key] = decode(value, group.options.get(key))

@@ -1,4 +1,4 @@
-"""Walks a training state, nested as the program has it, and finds its tensors, values, optimizer groups and ties."""
+"""Walks the nested training state of a program, and collects its tensors, values and optimizer groups by path."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["CollectedState", "OptimizerGroup", "ValueSlot", "are_names", "collec
 
 @dataclass(frozen=True, slots=True)
 class ValueSlot:
-    """A non-tensor value of a state, and how to put another in its place."""
+    """A non-tensor value of a state, and a function that replaces it."""
 
     value: Any
     put: Callable[[Any], None]
@@ -43,18 +43,18 @@ class ValueSlot:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerGroup:
-    """An optimizer group: its parameters as the optimizer names them, and its hyper-parameters, to be set in place."""
+    """An optimizer group: the optimizer's names of its parameters, and its hyper-parameters, to be set in place."""
 
     params: tuple[str, ...]
     options: MutableMapping[str, Any]
 
     @property
     def flattened(self) -> bool:
-        """Whether each parameter's hyper-parameters stand in the state dict for themselves."""
+        """Whether the state dict has separate hyper-parameters for each parameter."""
         return isinstance(self.options, _FlatOptions)
 
     def parts(self) -> list[OptimizerGroup]:
-        """What may have its own hyper-parameters: each parameter of a flattened state dict, else the group itself."""
+        """Return what can have its own hyper-parameters: each parameter of a flattened group, else the group itself."""
         if not isinstance(self.options, _FlatOptions):
             return [self]
         flat = self.options
@@ -66,28 +66,30 @@ class OptimizerGroup:
 
 @dataclass(slots=True)
 class CollectedState:
-    """All that was found in a state, by its path; `finish` is to be called when all is loaded."""
+    """The parts of a state, by path; the functions `finish` are called when all of them are loaded."""
 
     tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
     leaves: dict[Path, ValueSlot] = field(default_factory=dict)
     ranks: dict[Path, tuple[PerRank, ValueSlot]] = field(default_factory=dict)
     groups: dict[Path, list[OptimizerGroup]] = field(default_factory=dict)
-    apart: set[Path] = field(default_factory=set)  # entries that are groups, or hyper-parameters of such
+    apart: set[Path] = field(default_factory=set)  # entries that are optimizer groups or hyper-parameters
     finish: list[Callable[[], None]] = field(default_factory=list)
-    owners: dict[Path, Path] = field(default_factory=dict)  # of an optimizer, the module whose parameters it has
+    owners: dict[Path, Path] = field(default_factory=dict)  # of each optimizer, the module with its parameters
     keys: dict[Path, Key] = field(default_factory=dict)  # the name and state of each tensor
-    prefixes: dict[Path, str] = field(default_factory=dict)  # what names of an optimizer's parameters begin with
+    prefixes: dict[Path, str] = field(default_factory=dict)  # of the names of each optimizer's parameters
 
 
 def collect(state: Mapping[str, Any]) -> CollectedState:
-    """What a training state holds.
+    """Collect the parts of a training state.
 
-    It may be nested mappings (and lists that hold tensors) of tensors and plain values, modules, optimizers, objects
-    with `state_dict` and `load_state_dict`, and PerRank values. Optimizers are those of the modules beside them; their
-    states are made where there are none yet.
+    Args:
+        state: nested mappings (and lists that contain tensors) of tensors, plain values, modules, optimizers of these
+            modules, objects with `state_dict` and `load_state_dict`, and PerRank values. Missing optimizer states are
+            created.
 
     Raises:
         UsageError: an optimizer's parameters are not those of one module of the state, or two entries have one name.
+        UnsupportedError: a module is wrapped in FSDP1.
     """
     if not isinstance(state, Mapping):
         raise UsageError(f"a training state is a mapping, not a {type(state).__name__}", hint='{"model": model, …}')
@@ -105,13 +107,13 @@ def collect(state: Mapping[str, Any]) -> CollectedState:
 
 
 def _check_names(found: CollectedState) -> None:
-    """UsageError where two entries have one name once it is written with dots."""
+    """UsageError if two entries have the same dotted path."""
     seen: dict[str, Path] = {}
     for path in (*found.tensors, *found.leaves, *found.ranks):
         if seen.setdefault(name := dotted(path), path) is not path:
             raise UsageError(
-                f"two entries of the state are called {name}: {list(seen[name])} and {list(path)}",
-                hint="rename one: the entries of a state go by their keys, joined by dots",
+                f"two entries of the state are named {name}: {list(seen[name])} and {list(path)}",
+                hint="rename one: an entry is named by its keys, joined by dots",
             )
 
 
@@ -149,8 +151,8 @@ def _mapping(found: CollectedState, path: Path, value: Mapping[Any, Any], module
     odd = [k for k in value if type(k) not in (str, int)]
     if odd and (_holds_tensors(value) or put is None):
         raise UsageError(
-            f"{dotted(path) or 'the state'} has the key {odd[0]!r}: what is saved has a name of text and integers",
-            hint="give it a text as its key, or keep it in a dictionary of plain values, which may have any keys",
+            f"{dotted(path) or 'the state'} has the key {odd[0]!r}, but keys must be strings or integers",
+            hint="use a string as key, or a dictionary of plain values without tensors, which may have any keys",
         )
     if odd:  # one value as a whole
         found.leaves[path] = ValueSlot(value, put)
@@ -172,18 +174,26 @@ def _mapping(found: CollectedState, path: Path, value: Mapping[Any, Any], module
 
 
 def is_group(group: Any) -> bool:
-    """Whether this is a group of an optimizer whose parameters have names."""
+    """Check whether a value is an optimizer group with named parameters.
+
+    Args:
+        group: any value.
+    """
     names = group.get("params") if isinstance(group, dict) else None
     return isinstance(names, list) and are_names(names) and all(type(k) is str for k in group)
 
 
 def are_names(params: Any) -> bool:
-    """Whether these name parameters."""
+    """Check whether a value is a sequence of names.
+
+    Args:
+        params: any value.
+    """
     return isinstance(params, list | tuple) and all(isinstance(p, str) for p in params)
 
 
 class _Options(dict[str, Any]):
-    """The hyper-parameters of a group in a state dict; what is set is set there too."""
+    """The hyper-parameters of a group in a state dict; an item that is set is also set there."""
 
     def __init__(self, group: MutableMapping[str, Any], without: tuple[str, ...] = ("params",)) -> None:
         super().__init__({k: v for k, v in group.items() if k not in without})
@@ -195,7 +205,7 @@ class _Options(dict[str, Any]):
 
 
 def _flattened_groups(value: Any, keys: set[str]) -> list[OptimizerGroup]:
-    """The groups of a flattened optimizer state dict: parameters with equal hyper-parameters are one."""
+    """The groups of a flattened optimizer state dict: parameters with equal hyper-parameters form a group."""
     options: dict[str, dict[str, str]] = {}  # name -> option -> key
     for key in (k for k in value if k in keys):
         name, option = split_option(key)
@@ -212,7 +222,7 @@ def _flattened_groups(value: Any, keys: set[str]) -> list[OptimizerGroup]:
 
 
 class _FlatOptions(dict[str, Any]):
-    """The hyper-parameters that several parameters of a flattened optimizer state dict share."""
+    """The hyper-parameters that parameters of a flattened optimizer state dict share; set for all of them."""
 
     def __init__(self, state: MutableMapping[str, Any], keys: Mapping[str, str]) -> None:
         super().__init__({o: state[k] for o, k in keys.items()})
@@ -235,12 +245,12 @@ def _sequence(found: CollectedState, path: Path, value: Any, modules: Modules, p
     if items is value:
         return
 
-    def renew() -> None:
-        """A tuple is made anew, of what was put in the place of its items."""
+    def rebuild() -> None:
+        """Replace the tuple, if items were replaced."""
         if any(new is not old for new, old in zip(items, value, strict=True)):
             (put or _no_place(path))(type(value)(*items) if hasattr(value, "_fields") else type(value)(items))
 
-    found.finish.append(renew)
+    found.finish.append(rebuild)
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -260,13 +270,13 @@ def _setter(holder: Any, key: Any) -> Callable[[Any], None]:
 
 def _no_place(path: Path) -> Callable[[Any], None]:
     def put(_: Any) -> None:
-        raise UsageError(f"{dotted(path)} is in a place where no value can be set", hint="use a list or a mapping")
+        raise UsageError(f"{dotted(path)} cannot be replaced where it is", hint="use a list or a mapping")
 
     return put
 
 
 def _leaf(value: Any, put: Any) -> ValueSlot:
-    """The state of a value that each rank has for itself."""
+    """The slot of a per-rank value."""
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         return ValueSlot(value.state_dict(), value.load_state_dict)
 
@@ -280,7 +290,7 @@ def _leaf(value: Any, put: Any) -> ValueSlot:
 
 
 def _stateful(found: CollectedState, path: Path, value: Any, modules: Modules) -> None:
-    """An object with a state dict: one value where that holds no tensors, else what is in it, loaded in the end."""
+    """An object with a state dict: one value if that contains no tensors, else its entries, loaded at the end."""
     held = value.state_dict()
     if not _holds_tensors(held):
         found.leaves[path] = ValueSlot(held, value.load_state_dict)
@@ -293,7 +303,7 @@ def _module(found: CollectedState, path: Path, module: torch.nn.Module) -> None:
     if any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
         raise UnsupportedError(
             f"{dotted(path)} is wrapped in FSDP1, whose parameters are flat",
-            hint="use fully_shard (FSDP2), or give what torch.distributed.checkpoint.state_dict.get_state_dict gives",
+            hint="use fully_shard (FSDP2), or the state dicts of torch.distributed.checkpoint.state_dict",
         )
     extra: dict[str, Any] = {}
     for name, value in get_model_state_dict(module).items():
@@ -313,10 +323,10 @@ def _optimizer(found: CollectedState, path: Path, optimizer: torch.optim.Optimiz
     if not owners:
         raise UsageError(
             f"the parameters of the optimizer {dotted(path)} are not those of a module of the state",
-            hint='give the model too: {"model": model, "optimizer": optimizer}',
+            hint='pass the model too: {"model": model, "optimizer": optimizer}',
         )
     found.owners[path], owner = owners[0]
-    named = get_optimizer_state_dict(owner, optimizer)  # makes the states where there are none
+    named = get_optimizer_state_dict(owner, optimizer)  # creates missing states
     found.groups[path] = []
     for live, group in zip(optimizer.param_groups, named[GROUPS], strict=True):
         names = tuple(str(n) for n in group["params"])

@@ -1,4 +1,4 @@
-"""What one rank holds of a training state: of each tensor, DTensor or ShardedTensor its pieces, and plain values."""
+"""The local state of a rank: the pieces that it holds of each tensor, DTensor or ShardedTensor, and plain values."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ __all__ = [
 class LocalShard:
     """The pieces of one tensor that this rank holds, in the memory of `tensor`.
 
-    A piece's offset and strides are in elements of that memory, from the first element of `tensor` on: they are those
-    of its strides on the host, and row-major on any other device, whose tensors are copied to and from the host.
+    A piece's offset and strides are in elements, from the first element of `tensor`. On the host they follow the
+    strides of `tensor`; on any other device they are row-major, since such tensors are copied to and from the host.
     """
 
     info: TensorInfo
@@ -69,11 +69,11 @@ class LocalShard:
 
 @dataclass(frozen=True, slots=True)
 class LocalState:
-    """All that one rank saves. Each tensor appears once; ranks that hold equal boxes of one are its replicas.
+    """All that one rank saves. Each tensor appears once; ranks that hold equal boxes of a tensor are replicas.
 
-    `objects` are plain values by name, the same on all ranks that have them; `ranks` are those of each rank alone.
-    `groups` are optimizer groups: `params`, names in order, and hyper-parameters. `layout` is what the manifest says.
-    `paths` and `places` are those of `CheckpointMetadata`; `places` are none, or as many as groups.
+    `objects` are plain values by name, the same on all ranks that have them; `ranks` are per-rank values of this rank.
+    `groups` are optimizer groups: `params`, names in order, and hyper-parameters. `layout` is that of the manifest.
+    `paths` and `places` are those of `CheckpointMetadata`; `places` is empty, or has an item for each group.
     """
 
     tensors: tuple[LocalShard, ...]
@@ -88,7 +88,12 @@ class LocalState:
 
 
 def pieces_in(tensor: torch.Tensor, dims: Sequence[Dim]) -> tuple[Piece, ...]:
-    """The pieces of a local tensor whose dims hold these runs of the global ones."""
+    """Return the pieces of a local tensor.
+
+    Args:
+        tensor: the local tensor.
+        dims: the parts of the global dims that each of its dims holds.
+    """
     pieces, _ = pieces_of(tuple(dims))
     shape = tuple(d.size for d in dims)
     dense = row_major(shape)
@@ -107,10 +112,16 @@ def _strided(offset: int, dense: Sequence[int], shape: Sequence[int], strides: S
 
 
 def local_of(name: str, state: str, tensor: torch.Tensor) -> LocalShard:
-    """What this rank holds of a tensor in a training state: of a DTensor its shard, of a plain tensor all.
+    """Return the part of a tensor that this rank holds: the local shard of a DTensor, all of a plain tensor.
+
+    Args:
+        name: of the tensor.
+        state: of the tensor (`weight`, `exp_avg`, …).
+        tensor: a plain tensor, DTensor or ShardedTensor.
 
     Raises:
-        LayoutError: the local shape is not what the placements say, or a placement is one that nobody can store.
+        LayoutError: the local shape does not follow from the placements, or a placement is partial.
+        UsageError: the memory or the dtype of the tensor cannot be stored, or there are several local shards.
     """
     if isinstance(tensor, DTensor):
         return _of_dtensor(name, state, tensor)
@@ -122,7 +133,11 @@ def local_of(name: str, state: str, tensor: torch.Tensor) -> LocalShard:
 
 
 def mesh_of(tensors: Sequence[torch.Tensor]) -> dict[str, int]:
-    """The axes of the meshes that these tensors are laid over, and their sizes."""
+    """Return the sizes of the device mesh axes over which tensors are distributed, by name.
+
+    Args:
+        tensors: DTensors and others.
+    """
     axes: dict[str, int] = {}
     for tensor in tensors:
         if isinstance(tensor, DTensor):
@@ -133,11 +148,11 @@ def mesh_of(tensors: Sequence[torch.Tensor]) -> dict[str, int]:
 
 
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its gradient; UsageError for one whose memory is not plain rows of elements."""
+    """The detached tensor; UsageError if its memory is not strided elements."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        what = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+        kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
         raise UsageError(
-            f"{name} is a {what} tensor, which has no plain memory",
+            f"{name} is a {kind} tensor, which has no plain memory",
             hint="make it a dense tensor first (a meta tensor: model.to_empty(device=…))",
         )
     tensor = tensor.detach()
@@ -159,7 +174,7 @@ def _of_dtensor(name: str, state: str, tensor: DTensor) -> LocalShard:
         return LocalShard(info, (), local)
     if any(isinstance(p, Partial) for p in tensor.placements):
         raise LayoutError(
-            f"{name} ({state}) is partial over its mesh: each rank holds a summand of it",
+            f"{name} ({state}) is partial over its mesh: each rank holds one summand",
             hint="reduce it first: tensor.redistribute(placements=[Replicate() …])",
         )
     for dims in _readings(shape, tensor.placements, mesh.shape, at):
@@ -176,10 +191,10 @@ def _of_dtensor(name: str, state: str, tensor: DTensor) -> LocalShard:
 def _readings(
     shape: tuple[int, ...], placements: Sequence[Any], degrees: Sequence[int], at: Sequence[int]
 ) -> Iterator[list[Dim]]:
-    """The dims of the local tensor: cut in the order that strided shards stand for, else from left to right.
+    """The candidates for the dims of the local tensor: split in the order of strided shards, or from left to right.
 
-    `_StridedShard(d, k)` says that the dim was cut in `k` by mesh axes further to the right before (FSDP2 over TP: TP
-    cuts first). Cut from left to right it takes its share of each of `k` parts, which is the same where all is even.
+    `_StridedShard(d, k)` means that mesh axes further to the right have split the dim into `k` parts before (FSDP2 over
+    TP: TP splits first). From left to right, it takes its share of each of `k` parts, which is equal for even splits.
     """
     cuts: dict[int, list[tuple[int, int, int]]] = {}  # dim -> (degree, coordinate, split factor), from left to right
     for placement, degree, index in zip(placements, degrees, at, strict=True):
@@ -194,7 +209,7 @@ def _readings(
 
 
 def _order(cuts: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]] | None:
-    """The cuts of one dim in the order in which they were made, all plain; None where no order gives the factors."""
+    """The splits of a dim in the order in which they were made, as plain ones; None if no order fits the factors."""
     made: list[tuple[int, int, int]] = []
     for degree, index, factor in reversed(cuts):
         for position in range(len(made) + 1):
@@ -215,13 +230,13 @@ def _cut(n: int, cuts: Sequence[tuple[int, int, int]]) -> Dim:
 
 
 def _chunk(begin: int, end: int, count: int, index: int) -> tuple[int, int]:
-    """Part `index` of `begin:end` as `torch.chunk` cuts it in `count`."""
+    """Part `index` of `begin:end` as `torch.chunk` splits it into `count` parts."""
     step = -(-(end - begin) // count)
     return min(end, begin + index * step), min(end, begin + (index + 1) * step)
 
 
 def _of_sharded(name: str, state: str, tensor: ShardedTensor) -> LocalShard:
-    """FSDP1's shards; a rank has one, or none."""
+    """The local shard of FSDP1's ShardedTensor; a rank has at most one."""
     shards = tensor.local_shards()
     info = TensorInfo(name, state, dtype_name(tensor.dtype), tuple(tensor.size()))
     if not shards:
@@ -229,7 +244,7 @@ def _of_sharded(name: str, state: str, tensor: ShardedTensor) -> LocalShard:
     if len(shards) > 1:
         raise UsageError(
             f"{name} ({state}): this rank holds {len(shards)} shards of one ShardedTensor",
-            hint="save it through torch.distributed.checkpoint, with ucformat.torch.Writer",
+            hint="save it with torch.distributed.checkpoint and ucformat.torch.Writer",
         )
     local, where = _plain(name, shards[0].tensor), shards[0].metadata
     starts_and_sizes = zip(where.shard_offsets, where.shard_sizes, strict=True)
@@ -237,7 +252,11 @@ def _of_sharded(name: str, state: str, tensor: ShardedTensor) -> LocalShard:
 
 
 def local_state(state: Mapping[str, Any]) -> LocalState:
-    """What this rank holds of a training state, under the names and states of the catalog."""
+    """Collect the local state of this rank from a training state.
+
+    Args:
+        state: as for `ucformat.torch.save`.
+    """
     found = collect(state)
     aliases, tensors = without_ties(locals_of(found))
     synchronize(t.tensor for t in tensors)  # before values are copied from devices
@@ -258,7 +277,12 @@ def local_state(state: Mapping[str, Any]) -> LocalState:
 
 
 def paths_of(found: CollectedState, aliases: Mapping[str, str]) -> dict[Key, tuple[Path, ...]]:
-    """The paths of each tensor, by the name under which it is stored."""
+    """Return the paths of each tensor, by its stored name and state.
+
+    Args:
+        found: the state.
+        aliases: further names of tied tensors, and their stored names.
+    """
     out: dict[Key, tuple[Path, ...]] = {}
     for path, key in found.keys.items():
         stored = Key(aliases.get(key.name, key.name), key.state)
@@ -267,17 +291,30 @@ def paths_of(found: CollectedState, aliases: Mapping[str, str]) -> dict[Key, tup
 
 
 def places_of(found: CollectedState) -> tuple[Place, ...]:
-    """The place of each optimizer group, in the order of `groups_of`."""
+    """Return the place of each optimizer group in the state, in the order of `groups_of`.
+
+    Args:
+        found: the state.
+    """
     return tuple(Place(root, g.params, g.flattened) for root, groups in found.groups.items() for g in groups)
 
 
 def locals_of(found: CollectedState) -> list[LocalShard]:
-    """What this rank has of each tensor that was found."""
+    """Return the part of each tensor of a state that this rank holds.
+
+    Args:
+        found: the state.
+    """
     return [local_of(*found.keys[path], t) for path, t in found.tensors.items()]
 
 
 def groups_of(found: CollectedState, aliases: Mapping[str, str]) -> tuple[dict[str, Any], ...]:
-    """The optimizer groups: parameters by the names under which they are stored, and hyper-parameters as JSON."""
+    """Return the optimizer groups: `params` by stored name, and hyper-parameters as JSON.
+
+    Args:
+        found: the state.
+        aliases: further names of tied tensors, and their stored names.
+    """
     return tuple(
         {"params": [aliases.get(p, p) for n in g.params for p in [found.prefixes[root] + n]], **encode(dict(g.options))}
         for root, groups in found.groups.items()
@@ -286,7 +323,7 @@ def groups_of(found: CollectedState, aliases: Mapping[str, str]) -> tuple[dict[s
 
 
 def _place(objects: dict[Any, Any], path: Sequence[str | int], value: Any) -> None:
-    """Put a value at its path in nested dictionaries."""
+    """Set a value at its path in nested dictionaries."""
     *before, last = (int(p) if isinstance(p, int) else p for p in path)
     for part in before:
         objects = objects.setdefault(part, {})
@@ -294,10 +331,13 @@ def _place(objects: dict[Any, Any], path: Sequence[str | int], value: Any) -> No
 
 
 def tied_names(weights: Iterable[tuple[str, torch.Tensor, tuple[object, ...]]]) -> dict[str, str]:
-    """Weights that are one memory under several names: further names by the first.
+    """Find weights that share their memory under several names.
 
     Args:
-        weights: the name and the memory of each, and what else must be equal: the global shape, an offset.
+        weights: the name and the tensor of each, and what else must be equal: the global shape, an offset.
+
+    Returns:
+        the first name, by each further name.
     """
     first: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
@@ -309,7 +349,14 @@ def tied_names(weights: Iterable[tuple[str, torch.Tensor, tuple[object, ...]]]) 
 
 
 def without_ties(tensors: Sequence[LocalShard]) -> tuple[dict[str, str], list[LocalShard]]:
-    """Weights that are one memory under several names: further names by the first, and each memory once."""
+    """Remove tied weights, whose memory is in the list under an earlier name.
+
+    Args:
+        tensors: of this rank.
+
+    Returns:
+        the first name by each further name, and the remaining tensors.
+    """
     weights = [t for t in tensors if t.info.state == "weight" and t.tensor.numel() and t.pieces]
     aliases = tied_names((t.info.name, t.tensor, (t.info.shape,)) for t in weights)
     kept = [t for t in tensors if t.info.state != "weight" or t.info.name not in aliases]

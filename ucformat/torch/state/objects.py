@@ -1,4 +1,4 @@
-"""Non-tensor values of a training state: as JSON in a checkpoint, per rank, and the states of random generators."""
+"""Non-tensor values of a training state: their JSON form, per-rank values, and the states of random generators."""
 
 from __future__ import annotations
 
@@ -27,11 +27,15 @@ __all__ = ["PerRank", "Rng", "decode", "encode", "like", "tensor_of", "unfit"]
 
 
 class PerRank:
-    """A value of a training state that each rank has for itself: a random generator's state, a data loader's.
+    """A value of a training state that differs between ranks, such as the state of a data loader.
 
-    `value` is a plain value, or an object with `state_dict` and `load_state_dict`. All ranks' are kept. Where as many
-    ranks load as saved, each gets its own back. Where they are more or fewer, `merge(values, rank, ranks)` makes of all
-    saved values the one for a rank; without `merge` that is an error, for nothing is dropped silently.
+    The values of all ranks are saved. If the same number of ranks loads, each gets its own value back; otherwise
+    `merge` computes it, and without `merge` the load fails, since nothing is dropped silently.
+
+    Args:
+        value: a plain value, or an object with `state_dict` and `load_state_dict`.
+        merge: `merge(values, rank, ranks)` returns the value of a rank, given all saved values in order and the number
+            of ranks that load.
     """
 
     def __init__(self, value: Any, merge: Callable[[list[Any], int, int], Any] | None = None) -> None:
@@ -39,18 +43,26 @@ class PerRank:
 
 
 def encode(value: Any, path: str = "") -> Any:
-    """The JSON form of a value; what has none is kept as an opaque pickle, which only `trust=True` opens again."""
+    """Return the JSON form of a value; a part without one becomes an opaque pickle, which only `trust=True` loads.
+
+    Args:
+        value: any value.
+        path: of the value in the state, for errors.
+
+    Raises:
+        UnsupportedError: the value contains itself, is nested too deeply, or cannot be pickled.
+    """
     try:
         return to_json(_stand_in(value), path=path, tuples=True)
     except RecursionError:
         raise UnsupportedError(
-            f"{path or 'a value'} holds itself, or is nested too deeply to be an object",
-            hint="save what its `state_dict()` gives, or leave it out",
+            f"{path or 'a value'} contains itself, or is nested too deeply",
+            hint="save its `state_dict()`, or leave it out",
         ) from None
 
 
 def _stand_in(value: Any) -> Any:
-    """The value with stand-ins for what `to_json` does not know."""
+    """The value with stand-ins for types that `to_json` does not support."""
     if value is None or isinstance(value, bool | int | float | str | bytes | bytearray | complex | slice | Opaque):
         return value
     if isinstance(value, dict) and all(isinstance(k, str | int | float | tuple | bytes | None) for k in value):
@@ -78,7 +90,7 @@ def _stand_in(value: Any) -> Any:
     except Exception as error:
         raise UnsupportedError(
             f"a {type(value).__name__} has no JSON form and cannot be pickled: {error}",
-            hint="save what its `state_dict()` gives, or leave it out",
+            hint="save its `state_dict()`, or leave it out",
         ) from error
 
 
@@ -90,36 +102,43 @@ def _is_plain(value: Any) -> bool:
 
 
 def decode(data: Any, template: Any = None, *, trust: bool = False) -> Any:
-    """The value that a JSON form stands for, in the types of `template` where that has the same structure.
+    """Return the value that a JSON form encodes.
+
+    Args:
+        data: the JSON form.
+        template: determines types that JSON does not record, where it has the same structure.
+        trust: unpickle opaque parts, which may run code.
 
     Raises:
-        UnsafeError: part of it is an opaque pickle, and `trust` is false.
-        UnsupportedError: that pickle cannot be opened here.
+        UnsafeError: a part is an opaque pickle, and `trust` is false.
+        UnsupportedError: a pickle cannot be loaded here.
     """
     return like(from_json(data, _trusted if trust else _distrusted), template)
 
 
 def _distrusted(_: bytes) -> Any:
     raise UnsafeError(
-        "the value is a pickle, which could run code when it is opened; trust=True opens it",
+        "the value is a pickle, which could run code when it is loaded",
         hint="pass trust=True if you trust the author of the checkpoint",
     )
 
 
 def _trusted(data: bytes) -> Any:
     try:
-        return pickle.loads(data)  # noqa: S301 - asked for by `trust`
+        return pickle.loads(data)  # noqa: S301 - requested by `trust`
     except Exception as error:
         raise UnsupportedError(
-            f"the value is a pickle that cannot be opened: {type(error).__name__}: {error}",
-            hint="the program that loads needs the classes that the one which saved had",
+            f"the value is a pickle that cannot be loaded: {type(error).__name__}: {error}",
+            hint="make the classes importable that the saving program had",
         ) from error
 
 
 def like(value: Any, template: Any) -> Any:
-    """The value with named tuples, dtypes, NumPy's arrays and scalars, and kinds of mappings, as the template has them.
+    """Return a value with the named tuples, dtypes, NumPy arrays and scalars, and mapping types of a template.
 
-    Arrays are tensors where it has none.
+    Args:
+        value: the value.
+        template: of the same structure; where it is not, types stay, and arrays become tensors.
     """
     if isinstance(value, dict):
         return _mapping_like(value, template if isinstance(template, dict) else {})
@@ -152,7 +171,7 @@ def _mapping_like(value: dict[Any, Any], template: dict[Any, Any]) -> dict[Any, 
 def _sequence_like(
     value: list[Any] | tuple[Any, ...], template: list[Any] | tuple[Any, ...]
 ) -> list[Any] | tuple[Any, ...]:
-    """Elements past the template's are like its last."""
+    """Elements beyond the template's length are like its last one."""
     padded = [*template, *[template[-1] if template else None] * len(value)]
     items = [like(v, t) for v, t in zip(value, padded, strict=False)]
     if isinstance(template, list) and isinstance(value, list):
@@ -163,13 +182,17 @@ def _sequence_like(
 
 
 def _array_like(value: np.ndarray, template: np.ndarray) -> np.ndarray:
-    """The array, writable, and in the template's order of bytes."""
+    """The array, writable, and in the template's byte order."""
     same = value.dtype == template.dtype.newbyteorder("<")
     return value.astype(template.dtype if same else value.dtype)
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:
-    """A tensor with an array's elements; NumPy's bfloat16 and float8 are torch's."""
+    """Return a tensor with a copy of an array's elements.
+
+    Args:
+        array: of any dtype that can be stored, including bfloat16 and float8 of `ml_dtypes`.
+    """
     name = array.dtype.name
     out = torch.empty(array.shape, dtype=getattr(torch, name))
     host_memory(out)[...] = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
@@ -177,11 +200,20 @@ def tensor_of(array: np.ndarray) -> torch.Tensor:
 
 
 def unfit(value: Any, current: Any, *, cast: bool) -> tuple[list[str], list[str]]:
-    """Why a value cannot take the place of a tensor of the program; and of another dtype it is."""
+    """Check whether a value can replace a value of the program that may be a tensor.
+
+    Args:
+        value: the new value.
+        current: the value of the program.
+        cast: accept another dtype.
+
+    Returns:
+        problems of type or shape, and problems of dtype.
+    """
     if not isinstance(current, torch.Tensor):
         return [], []
     if isinstance(current, DTensor) or not isinstance(value, torch.Tensor):
-        return [f"a {type(value).__name__} cannot take the place of a {type(current).__name__}"], []
+        return [f"a {type(value).__name__} cannot replace a {type(current).__name__}"], []
     if value.shape != current.shape:
         return [f"it is {list(current.shape)}, in the checkpoint {list(value.shape)}"], []
     if value.dtype != current.dtype and not cast:
@@ -189,22 +221,23 @@ def unfit(value: Any, current: Any, *, cast: bool) -> tuple[list[str], list[str]
     return [], []
 
 
-_SEED_AND_OFFSET = 16  # bytes of the state of a CUDA generator
+_CUDA_STATE_BYTES = 16  # a seed and an offset, of 8 bytes each
 
 
 class Rng:
-    """The generators of this rank, to be part of a training state: Python's, NumPy's, torch's of CPU and devices.
+    """The random generators of this rank, as an entry of a training state: Python's, NumPy's, torch's, and of devices.
 
-    Each rank has its own. Where the number of ranks changed, rank `r` takes what rank `r` had; ranks that are new are
-    seeded from what rank 0 had and their own number, so that no two draw the same numbers, and every restart alike.
+    Each rank saves and restores its own. If the number of ranks changes, rank `r` takes the state of rank `r`, and
+    additional ranks are seeded from the state of rank 0 and their own number, so that no two ranks draw the same
+    numbers, and every restart draws the same.
 
-    Devices go by their numbers. Where a process drew on one device alone, its current device takes that generator,
-    whatever the numbers are now.
+    Devices are identified by index. If only one device of a process was used, its generator is restored on the current
+    device, whatever its index.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all generators."""
-        kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - the generator that programs use unasked
+        """Return the states of all generators."""
+        kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - the global generator
         version, words, gauss = random.getstate()
         return {
             "python": [version, list(words), gauss],
@@ -214,18 +247,24 @@ class Rng:
         }
 
     def check(self, state: dict[str, Any]) -> None:
-        """Find out whether a state can be set here, and change nothing.
+        """Check whether a state can be set on this machine; changes nothing.
+
+        Args:
+            state: as from `state_dict` or `merge`.
 
         Raises:
-            UsageError: generators of several devices were drawn from, and there are fewer devices here.
+            UsageError: the generators of several devices were used, and there are fewer devices here.
         """
         _by_device(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set all generators, or none; what `merge` answers to a new rank seeds them.
+        """Set all generators, or seed them with the result of `merge` for an additional rank.
+
+        Args:
+            state: as from `state_dict` or `merge`.
 
         Raises:
-            UsageError: generators of several devices were drawn from, and there are fewer devices here.
+            UsageError: the generators of several devices were used, and there are fewer devices here; nothing changed.
         """
         by_device = _by_device(state)
         if "seed" in state:
@@ -242,7 +281,13 @@ class Rng:
             _devices().set_rng_state(found, device)
 
     def merge(self, values: list[Any], rank: int, ranks: int) -> Any:  # noqa: ARG002 - the signature of PerRank's
-        """What a rank takes where the number of ranks changed."""
+        """Return the state of a rank after the number of ranks has changed.
+
+        Args:
+            values: the saved states of all ranks.
+            rank: the rank.
+            ranks: how many there are now.
+        """
         if rank < len(values):
             return values[rank]
         basis = json.dumps([np.asarray(values[0]["torch"]).tolist(), rank]).encode()
@@ -250,25 +295,25 @@ class Rng:
 
 
 def _devices() -> Any:
-    """PyTorch's module of the accelerator, where there is one whose devices have generators."""
+    """PyTorch's module of the accelerator, if there is one whose devices have generators."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     module = None if accelerator is None else torch.get_device_module(accelerator)
     return module if hasattr(module, "get_rng_state_all") else None
 
 
 def _by_device(state: dict[str, Any]) -> dict[int, torch.Tensor]:
-    """What the generator of each device here is set to."""
+    """The state for the generator of each device here."""
     saved = [torch.as_tensor(s) for s in state.get("devices", ())]
     module = _devices()
     here = module.device_count() if module is not None and saved else 0
     if not here:
         return {}
-    drawn = [i for i, s in enumerate(saved) if _is_drawn(s)]
+    drawn = [i for i, s in enumerate(saved) if _is_used(s)]
     if len(drawn) > 1 and drawn[-1] >= here:
         raise UsageError(
-            f"the generators of the devices {', '.join(map(str, drawn))} were drawn from when it was saved, and here "
-            f"are {here} devices",
-            hint="make as many visible, or leave Rng out of the state and seed anew",
+            f"the generators of the devices {', '.join(map(str, drawn))} were used when the state was saved, but only "
+            f"{here} devices are visible now",
+            hint="make as many devices visible, or leave Rng out of the state and set new seeds",
         )
     out = dict(enumerate(saved[:here]))
     if len(drawn) == 1:
@@ -276,6 +321,6 @@ def _by_device(state: dict[str, Any]) -> dict[int, torch.Tensor]:
     return out
 
 
-def _is_drawn(state: torch.Tensor) -> bool:
-    """Whether numbers were drawn since it was seeded: CUDA's is a seed and an offset, of 8 bytes each."""
-    return state.numel() != _SEED_AND_OFFSET or bool(state[_SEED_AND_OFFSET // 2 :].any())
+def _is_used(state: torch.Tensor) -> bool:
+    """Whether numbers were drawn since the generator was seeded; of CUDA, whether the offset is not zero."""
+    return state.numel() != _CUDA_STATE_BYTES or bool(state[_CUDA_STATE_BYTES // 2 :].any())
