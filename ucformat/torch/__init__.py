@@ -1,4 +1,4 @@
-"""In the training loop: save universal checkpoints from any layout, load them into any other (extra `torch`)."""
+"""Universal checkpoints in training loops: save from any layout, load into any other (extra `torch`)."""
 
 from __future__ import annotations
 
@@ -34,4 +34,4 @@ __all__ = [
     "state_dict",
 ]
 
-record_commits()  # the rooms below know nothing of the catalog
+record_commits()  # saves are recorded in the catalog

@@ -53,6 +53,6 @@ def what_is_saved(found: dict[str, Any]) -> None:
 
 def what_is_wrong_is_said(found: dict[str, Any]) -> None:
     unknown, parts, missing = found["errors"]
-    assert unknown.startswith("nothing in the state is called optimiser")
+    assert unknown.startswith("the state has no optimiser")
     assert parts.startswith("the parameters of a AdamW are not those of one of the 1 model parts")
     assert missing == "NotFound"

@@ -88,8 +88,8 @@ def connect(
                 connection = _connect_to(rank, other, use, addresses[other], secret, end)
                 found[other, use] = on_failure.enter_context(connection)
         missing = {(other, use) for other in range(rank + 1, len(addresses)) for use in (_LINE, _BELL)}
-        for who, connection in _accept_all(listener, rank, missing, secret, end):
-            found[who] = on_failure.enter_context(connection)
+        for connected, connection in _accept_all(listener, rank, missing, secret, end):
+            found[connected] = on_failure.enter_context(connection)
         if late := sorted({other for other, _ in missing - found.keys()}):
             raise UcformatError(
                 f"rank {late[0]} did not connect to rank {rank} within {timeout:g} s"
@@ -191,10 +191,10 @@ def _accept_all(
                         continue
                     ready.unregister(connection)
                     del pending[connection]
-                    who = _identify(hello, rank)
-                    if who in missing and _send_welcome(connection):
-                        missing.discard(who)
-                        yield who, connection
+                    connected = _identify(hello, rank)
+                    if connected in missing and _send_welcome(connection):
+                        missing.discard(connected)
+                        yield connected, connection
                     else:
                         connection.close()
                 for connection in [c for c, h in pending.items() if h.end <= time.monotonic()]:

@@ -283,9 +283,9 @@ class Links:
         if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
             raise _Lost("timed out", other)
         self._read_bells()
-        for who, cause in list(self._rung.items()):
+        for ringing, cause in list(self._rung.items()):
             if cause is not None:  # if it names this rank, then the rank for which this one waits is the cause
-                raise _Lost(f"rank {who} gave up", other if cause == self.rank else who)
+                raise _Lost(f"rank {ringing} gave up", other if cause == self.rank else ringing)
 
     def _read_bells(self) -> None:
         """Read the bells that have rung."""

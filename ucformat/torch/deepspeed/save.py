@@ -1,4 +1,4 @@
-"""`save`: what each rank of a DeepSpeed engine holds becomes one universal checkpoint."""
+"""`save`: saves what each rank of a DeepSpeed engine holds as one universal checkpoint."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Adapters for training frameworks; each module needs its framework, and is imported by name (docs/guides)."""
+"""Adapters for training frameworks; each module requires its framework, and is imported by name (docs/guides)."""

@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: what an Accelerator holds, as a training state (docs/guides/huggingface.md)."""
+"""Hugging Face Accelerate: the state of an Accelerator as a training state (docs/guides/huggingface.md)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ __all__ = ["accelerator_state"]
 
 
 def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
-    """What `accelerator.save_state` saves, as a training state for `save`, `async_save` and `load`.
+    """Return what `accelerator.save_state` saves, as a training state for `save`, `async_save` and `load`.
 
-    These are the models, optimizers and schedulers that were prepared, the data loaders that keep a state, the objects
-    registered for checkpointing, the gradient scaler, the random generators, and the accelerator's own step.
+    These are the prepared models, optimizers and schedulers, data loaders with a state, objects registered for
+    checkpointing, the gradient scaler, the random generators, and the accelerator's step.
+
+    Args:
+        accelerator: after `prepare`.
 
     Raises:
-        UnsupportedError: DeepSpeed or Megatron-LM holds the state.
+        UnsupportedError: the state is that of DeepSpeed or Megatron-LM.
     """
     kind = str(accelerator.distributed_type.value)
     if kind in ("DEEPSPEED", "MEGATRON_LM"):
         hint = "ucformat.torch.deepspeed saves an engine" if kind == "DEEPSPEED" else "save from Megatron-LM itself"
-        raise UnsupportedError(f"{kind} holds the state of this Accelerator, and not torch", hint=hint)
+        raise UnsupportedError(f"the state of this Accelerator is managed by {kind}", hint=hint)
     loaders = [d for d in accelerator._dataloaders if getattr(d, "use_stateful_dataloader", False)]  # noqa: SLF001
     parts: dict[str, list[Any]] = {
-        "model": list(accelerator._models),  # noqa: SLF001 - the accelerator has no public list of what it prepared
+        "model": list(accelerator._models),  # noqa: SLF001 - there is no public list of prepared objects
         "optimizer": [unwrapped(o) for o in accelerator._optimizers],  # noqa: SLF001
         "scheduler": list(accelerator._schedulers),  # noqa: SLF001
         "dataloader": [PerRank(d) for d in loaders],
@@ -42,7 +45,7 @@ def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
 
 
 class _Step:
-    """The step that an accelerator counts for itself."""
+    """The step counter of an accelerator."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -55,5 +58,5 @@ class _Step:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer in an AcceleratedOptimizer, whose `step` may do nothing."""
+    """The optimizer inside an AcceleratedOptimizer, whose `step` may do nothing."""
     return getattr(optimizer, "optimizer", optimizer)

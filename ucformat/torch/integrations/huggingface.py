@@ -35,14 +35,18 @@ if TYPE_CHECKING:
 
 __all__ = ["SaveCallback", "UniversalTrainer"]
 
-_STATE = "trainer"  # the object that holds the TrainerState
+_STATE = "trainer"  # the object that contains the TrainerState
 
 
 class SaveCallback(TrainerCallback):
-    """Saves a universal checkpoint, `<url>/step-<n>`, whenever the Trainer saves, besides what the Trainer saves.
+    """A callback that saves a universal checkpoint, `<url>/step-<n>`, in addition to each checkpoint of the Trainer.
 
-    With `background` training waits for a copy to host memory alone. `options` are those of `save`. A callback is
-    given neither the gradient scaler nor the other callbacks: `UniversalTrainer` saves these too.
+    A callback has no access to the gradient scaler and to other callbacks; `UniversalTrainer` saves these too.
+
+    Args:
+        url: the folder of the checkpoints, a path or URL.
+        background: save in the background, with `async_save`.
+        options: other arguments of `save`.
     """
 
     def __init__(self, url: str, *, background: bool = False, **options: Any) -> None:
@@ -50,16 +54,22 @@ class SaveCallback(TrainerCallback):
         self.handle: SaveHandle | None = None
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **live: Any) -> None:
-        """Save, as the Trainer has just done."""
+        """Save a checkpoint after the Trainer has saved one.
+
+        Args:
+            args: of the Trainer.
+            state: of the Trainer.
+            live: the model, the optimizer and the scheduler, as `model`, `optimizer`, `lr_scheduler`.
+        """
         parts = _training(live["model"], live["optimizer"], live["lr_scheduler"])
         if state.is_world_process_zero:
             parts[_STATE] = asdict(state)
-        place = f"{self.url}/step-{state.global_step}"
-        note = {**_note(args, state, live["model"]), **self.options}
+        url = f"{self.url}/step-{state.global_step}"
+        options = {**_description(args, state, live["model"]), **self.options}
         if self.background:
-            self.handle = async_save(parts, place, **note)
+            self.handle = async_save(parts, url, **options)
         else:
-            save(parts, place, **note)
+            save(parts, url, **options)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Wait for the last save."""
@@ -68,27 +78,32 @@ class SaveCallback(TrainerCallback):
 
 
 class UniversalTrainer(Trainer):
-    """A Trainer whose checkpoints are universal ones; put it before another subclass of Trainer to change that one.
+    """A Trainer that saves universal checkpoints; as the first base class, it changes another subclass of Trainer.
 
-    `train(resume_from_checkpoint=…)` takes True (the last that is committed in `output_dir`), or any checkpoint of
-    ucformat or reference to one, saved by any number of ranks. `save_options` are those of `save`; with
-    `save_in_background` training waits for a copy to host memory alone. Set both as class attributes.
+    `save_options` are arguments of `save`; `save_in_background` saves with `async_save`. Set both as class attributes.
     """
 
     save_options: Mapping[str, Any] = MappingProxyType({})
     save_in_background = False
     _resumed: Checkpoint | None = None
     _handle: SaveHandle | None = None
-    _lineage: tuple[LineageDoc, ...] = ()  # what the training was resumed from
+    _lineage: tuple[LineageDoc, ...] = ()  # the checkpoint from which the training was resumed
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, from a universal checkpoint on if one is given."""
+        """Train, optionally from a universal checkpoint.
+
+        Args:
+            resume_from_checkpoint: True for the last committed checkpoint in `output_dir`, or a checkpoint that
+                ucformat can open or a reference to one, saved by any number of ranks.
+            args: passed to `Trainer.train`.
+            kwargs: passed to `Trainer.train`.
+        """
         if not resume_from_checkpoint:
             self._lineage = ()
             return self._finished(super().train(None, *args, **kwargs))
         url = _last(Path(str(self.args.output_dir))) if resume_from_checkpoint is True else resume_from_checkpoint
         self._resumed = open_reference(url)
-        with TemporaryDirectory() as folder:  # the Trainer reads its own state from a file alone
+        with TemporaryDirectory() as folder:  # the Trainer reads its state only from a file
             held = decode(self._resumed.objects[_STATE])
             (Path(folder) / "trainer_state.json").write_text(json.dumps(held))
             try:
@@ -109,7 +124,7 @@ class UniversalTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
             state = self._live()
-            del state["rng"]  # batches are skipped first
+            del state["rng"]  # restored later, after batches were skipped
             self._lineage = (load(state, self._resumed).lineage,)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -127,7 +142,7 @@ class UniversalTrainer(Trainer):
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         run = Path(self._get_output_dir(trial=trial))
-        place, best = run / f"checkpoint-{self.state.global_step}", self.state.best_global_step
+        url, best = run / f"checkpoint-{self.state.global_step}", self.state.best_global_step
         if best:
             self.state.best_model_checkpoint = str(run / f"checkpoint-{best}")
         state = self._live()
@@ -136,23 +151,23 @@ class UniversalTrainer(Trainer):
             state[_STATE] = asdict(self.state)
         if self.args.save_only_model and not self.is_distributed_loading_by_transformers:
             state = {"model": state["model"], **{k: v for k, v in state.items() if k == _STATE}}
-        note = {"overwrite": True, "lineage": self._lineage, **_note(self.args, self.state, self.model)}
-        note |= self.save_options
+        options = {"overwrite": True, "lineage": self._lineage, **_description(self.args, self.state, self.model)}
+        options |= self.save_options
         if self.save_in_background:
-            self._handle = async_save(state, place, **note)
+            self._handle = async_save(state, url, **options)
         else:
-            save(state, place, **note)
+            save(state, url, **options)
             self._rotate(run)
 
     def _settle(self) -> None:
-        """Wait for the save in flight."""
+        """Wait for the save in the background."""
         if self._handle is not None:
-            place, self._handle = self._handle, None
-            place.wait()
-            self._rotate(Path(place.url).parent)
+            handle, self._handle = self._handle, None
+            handle.wait()
+            self._rotate(Path(handle.url).parent)
 
     def _rotate(self, run: Path) -> None:
-        """Delete what `save_total_limit` allows; all that lies there is committed."""
+        """Delete checkpoints beyond `save_total_limit`; all of them are committed."""
         if self.args.should_save:
             limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
             rotate_checkpoints(str(run), save_total_limit=limit, best_model_checkpoint=best)
@@ -160,17 +175,17 @@ class UniversalTrainer(Trainer):
             dist.barrier()
 
     def _live(self) -> dict[str, Any]:
-        """The state of the training as it is."""
+        """The live state of the training."""
         if self.is_deepspeed_enabled:
             raise UnsupportedError(
-                "DeepSpeed holds the state of this Trainer", hint="ucformat.torch.deepspeed saves an engine"
+                "the state of this Trainer is managed by DeepSpeed", hint="ucformat.torch.deepspeed saves an engine"
             )
         state = _training(self.model, self.optimizer, self.lr_scheduler)
         scaler = getattr(self.accelerator, "scaler", None)
         return state if scaler is None else {**state, "scaler": scaler}
 
     def _callback_states(self) -> dict[str, Any]:
-        """The states of the callbacks that have one, as TrainerState keeps them."""
+        """The states of callbacks, in the form of TrainerState."""
         found: dict[str, list[Any]] = {}
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
@@ -182,8 +197,8 @@ def _training(model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
     return {"model": model, "optimizer": unwrapped(optimizer), "scheduler": scheduler, "rng": Rng()}
 
 
-def _note(args: TrainingArguments, state: TrainerState, model: Any) -> dict[str, Any]:
-    """What the manifest says besides the state."""
+def _description(args: TrainingArguments, state: TrainerState, model: Any) -> dict[str, Any]:
+    """The arguments of `save` that describe the checkpoint."""
     logged = {k: v for entry in state.log_history if entry.get("step") == state.global_step for k, v in entry.items()}
     metrics = {k: float(v) for k, v in logged.items() if isinstance(v, int | float) and k not in ("step", "epoch")}
     of_model = json.loads(model.config.to_json_string())
@@ -192,7 +207,7 @@ def _note(args: TrainingArguments, state: TrainerState, model: Any) -> dict[str,
 
 
 def _last(folder: Path) -> str:
-    """The last committed checkpoint of a Trainer's folder."""
+    """The last committed checkpoint in a Trainer's folder."""
     steps = {p: p.name.rpartition("-")[2] for p in folder.glob("checkpoint-*") if (p / MANIFEST).exists()}
     numbers = {p: int(n) for p, n in steps.items() if n.isdecimal()}
     if not numbers:

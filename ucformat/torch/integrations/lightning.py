@@ -1,4 +1,4 @@
-"""Lightning: strategies that save from every rank, and a CheckpointIO for one rank (docs/guides/lightning.md)."""
+"""Lightning: strategies that save from all ranks, and a CheckpointIO for one rank (docs/guides/lightning.md)."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 
 __all__ = ["UniversalCheckpointIO", "UniversalDDPStrategy", "UniversalModelParallelStrategy"]
 
-_REST = "lightning"  # the object that holds what is no tensor of the model or of an optimizer
+_REST = "lightning"  # the object with everything except tensors of the model and of optimizers
 _HYPER = ("hyper_parameters", "datamodule_hyper_parameters")
 _TENSORS = ("state_dict", "optimizer_states")
 
 
 class _Universal:
-    """Before a strategy: all ranks save what they hold, and load it, from the live model and optimizers.
+    """A base class for strategies: all ranks save and load the live model and optimizers.
 
     Args:
-        form: as in `save`.
-        background: training waits for a copy to host memory alone.
-        trust: open pickled objects of a checkpoint (hyper-parameters, callbacks), which may run code.
+        form: as for `save`.
+        background: save in the background, with `async_save`.
+        trust: unpickle opaque objects of a checkpoint (hyper-parameters, callbacks), which may run code.
         options: of the strategy.
     """
 
@@ -59,36 +59,36 @@ class _Universal:
         super().__init__(**options)
         self._form, self._background, self._trust = form, background, trust
         self._handle: SaveHandle | None = None
-        self._lineage: tuple[LineageDoc, ...] = ()  # what was loaded last
+        self._lineage: tuple[LineageDoc, ...] = ()  # the checkpoint that was loaded last
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Checkpoints are loaded in place, when the optimizers stand."""
+        """True: checkpoints are loaded in place, after the optimizers are created."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Optimizers are loaded with the model."""
+        """False: optimizers are loaded with the model."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: the model is saved as it is."""
+        """Return nothing: the live model is saved."""
         return {}
 
     def optimizer_state(self, _optimizer: Any) -> dict[str, Any]:
-        """Nothing: optimizers are saved as they are."""
+        """Return nothing: live optimizers are saved."""
         return {}
 
     def load_model_state_dict(self, _checkpoint: Mapping[str, Any], **_: Any) -> None:
-        """Nothing: `load_checkpoint` has done it."""
+        """Do nothing: `load_checkpoint` has loaded it."""
 
     def load_optimizer_state_dict(self, _checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: `load_checkpoint` has done it."""
+        """Do nothing: `load_checkpoint` has loaded it."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save; all ranks call it. What lies at the path already is replaced."""
+        """Save the live model and optimizers; all ranks call this. An existing checkpoint is replaced."""
         if storage_options is not None:
-            raise UsageError("storage_options are not used here", hint="the url alone locates the checkpoint")
+            raise UsageError("storage_options are not supported", hint="leave them out: the url locates the checkpoint")
         url = str(self.broadcast(str(filepath)))  # type: ignore[attr-defined] # of the strategy
         state = local_state(self._live(optimizers="optimizer_states" in checkpoint))
         if self.is_global_zero:  # type: ignore[attr-defined]
@@ -101,13 +101,13 @@ class _Universal:
             save_local(state, options, metadata)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
-        """Load the live model and optimizers; what Lightning restores itself is given back."""
+        """Load the live model and optimizers, and return what Lightning restores itself."""
         self.wait()
         ck = open_reference(str(self.broadcast(str(checkpoint_path))))  # type: ignore[attr-defined]
         rest = decode(ck.objects.get(_REST, {}), trust=self._trust or weights_only is False)
         strict = "report" if self.lightning_module.strict_loading else False
         state = self._live(optimizers=bool(self.optimizers))
-        if "rng" not in ck.objects.get("per_rank", {}):  # a CheckpointIO saves from one rank, and no generators
+        if "rng" not in ck.objects.get("per_rank", {}):  # a CheckpointIO does not save random generators
             state.pop("rng", None)
         self._lineage = (load(state, ck, strict).lineage,)  # type: ignore[arg-type]
         return {"state_dict": {}, **dict(rest)}
@@ -119,13 +119,13 @@ class _Universal:
             _remove(str(filepath))
 
     def wait(self) -> None:
-        """Wait for the save in flight; raises what it failed of."""
+        """Wait for the save in the background, and raise its error."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
 
     def teardown(self) -> None:
-        """Wait for the save in flight, and end."""
+        """Wait for the save in the background, and tear the strategy down."""
         self.wait()
         super().teardown()  # type: ignore[misc]
 
@@ -137,32 +137,55 @@ class _Universal:
 
 
 class UniversalDDPStrategy(_Universal, DDPStrategy):
-    """Lightning's DDPStrategy, with universal checkpoints; takes its arguments too."""
+    """Lightning's DDPStrategy with universal checkpoints.
+
+    Args:
+        form: as for `ucformat.torch.save`.
+        background: save in the background, with `async_save`.
+        trust: unpickle opaque objects of a checkpoint (hyper-parameters, callbacks), which may run code.
+        options: arguments of DDPStrategy.
+    """
 
 
 class UniversalModelParallelStrategy(_Universal, ModelParallelStrategy):
-    """Lightning's ModelParallelStrategy (FSDP2, tensor parallelism, both), with universal checkpoints."""
+    """Lightning's ModelParallelStrategy (FSDP2, tensor parallelism, or both) with universal checkpoints.
+
+    Args:
+        form: as for `ucformat.torch.save`.
+        background: save in the background, with `async_save`.
+        trust: unpickle opaque objects of a checkpoint (hyper-parameters, callbacks), which may run code.
+        options: arguments of ModelParallelStrategy.
+    """
 
 
 class UniversalCheckpointIO(CheckpointIO):
-    """Universal checkpoints for strategies that save from one rank: DDP, a single device.
+    """A CheckpointIO for strategies that save from one rank: DDP, a single device.
 
-    Lightning hands a CheckpointIO the states of optimizers by number. Only an optimizer that knows its parameters'
-    names, `AdamW(self.named_parameters())`, can be saved by it.
+    Lightning passes optimizer states by the numbers of parameters, so only optimizers that know the names of their
+    parameters, as `AdamW(self.named_parameters())`, can be saved.
+
+    Args:
+        form: as for `ucformat.torch.save`.
     """
 
     def __init__(self, form: Any = "zarr") -> None:
         self._form = form
-        self._lineage: tuple[LineageDoc, ...] = ()  # what was loaded last
+        self._lineage: tuple[LineageDoc, ...] = ()  # the checkpoint that was loaded last
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Save from this rank alone. What lies at the path already is replaced.
+        """Save from this rank alone; an existing checkpoint is replaced.
+
+        Args:
+            checkpoint: the checkpoint of Lightning.
+            path: where to write it, a path or URL.
+            storage_options: not supported.
 
         Raises:
+            UsageError: there are `storage_options`.
             UnsupportedError: an optimizer does not know the names of its parameters.
         """
         if storage_options is not None:
-            raise UsageError("storage_options are not used here", hint="the url alone locates the checkpoint")
+            raise UsageError("storage_options are not supported", hint="leave them out: the url locates the checkpoint")
         named: dict[str, Any] = {"model": checkpoint["state_dict"]}
         numbered = checkpoint.get("optimizer_states", [])
         named |= {f"optimizer_{i}": _named(i, state) for i, state in enumerate(numbered)}
@@ -175,9 +198,15 @@ class UniversalCheckpointIO(CheckpointIO):
         save_in_group(state, options, _metadata(checkpoint, self._lineage), single_process_group())
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
-        """The checkpoint as Lightning has it; each rank that calls this reads all of it.
+        """Load a checkpoint in Lightning's form; each rank that calls this reads all of it.
+
+        Args:
+            path: a path, URL or reference.
+            map_location: the device of the tensors (default: the CPU).
+            weights_only: False to unpickle opaque values, which may run code.
 
         Raises:
+            UsageError: `map_location` is not a device.
             UnsafeError: a value is a pickle, and `weights_only` is not False.
             UnsupportedError: the optimizers were saved by a strategy.
         """
@@ -188,8 +217,8 @@ class UniversalCheckpointIO(CheckpointIO):
         numbered = rest.get("optimizer_states", [])
         if not numbered and ck.manifest.groups:
             raise UnsupportedError(
-                f"{ck.url} holds optimizers, but not their parameters' numbers, by which a CheckpointIO gives them",
-                hint="load it by UniversalDDPStrategy or UniversalModelParallelStrategy",
+                f"{ck.url} contains optimizers without the numbers of their parameters, which a CheckpointIO needs",
+                hint="load it with UniversalDDPStrategy or UniversalModelParallelStrategy",
             )
         tensors, report = _read(ck, torch.device(map_location or "cpu"), optimizers=bool(numbered))
         self._lineage = (report.lineage,)
@@ -202,12 +231,16 @@ class UniversalCheckpointIO(CheckpointIO):
         return rest
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint."""
+        """Remove a checkpoint.
+
+        Args:
+            path: of the checkpoint, a path or URL.
+        """
         _remove(str(path))
 
 
 def _metadata(checkpoint: Mapping[str, Any], lineage: tuple[LineageDoc, ...]) -> SaveMetadata:
-    """What the manifest says besides the state: the step, hyper-parameters, and what callbacks monitor."""
+    """The metadata of a checkpoint: the step, hyper-parameters as config, and the metrics that callbacks monitor."""
     config = program_config(*((kind, dict(checkpoint[kind])) for kind in _HYPER if checkpoint.get(kind)))
     watched = [c for c in checkpoint.get("callbacks", {}).values() if isinstance(c, dict) and c.get("monitor")]
     metrics = {c["monitor"]: float(c["current_score"]) for c in watched if c.get("current_score") is not None}
@@ -219,11 +252,11 @@ def _without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(index: int, state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict by the names of its parameters, as `get_optimizer_state_dict` gives it."""
+    """An optimizer's state dict by the names of its parameters, in the form of `get_optimizer_state_dict`."""
     if any("param_names" not in group for group in state["param_groups"]):
         raise UnsupportedError(
             f"optimizer {index} does not know the names of its parameters, only their numbers",
-            hint="make it of names too, AdamW(self.named_parameters()), or save by UniversalDDPStrategy",
+            hint="create it with names, AdamW(self.named_parameters()), or save with UniversalDDPStrategy",
         )
     names = {number: name for name, number in _numbers(state).items()}
     groups = [{**g, "params": [names[n] for n in g["params"]]} for g in state["param_groups"]]
@@ -256,5 +289,5 @@ def _remove(url: str) -> None:
     try:
         manifest, _ = read_manifest(store)
     except NotACheckpoint:
-        return  # removed already
+        return  # already removed
     remove(store, manifest.id)

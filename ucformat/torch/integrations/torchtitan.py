@@ -1,4 +1,4 @@
-"""torchtitan: a checkpoint manager with the methods that its training loop calls (docs/guides/torchtitan.md)."""
+"""torchtitan: a checkpoint manager for its training loop (docs/guides/torchtitan.md)."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ _MODEL, _OPTIMIZER, _SCHEDULER, _DATALOADER = "model", "optimizer", "lr_schedule
 
 
 class CheckpointManager:
-    """Saves and loads what a torchtitan-style loop trains, from any layout into any other.
+    """Saves and loads the state of a torchtitan training loop, across layouts.
 
-    Each checkpoint holds everything, the last one too: who wants weights alone reads weights alone.
+    All checkpoints contain the full state, including the last one; weights alone can be loaded from any of them.
 
     Args:
-        folder: where the run's checkpoints lie, each as `step-00000500`: a path or url.
+        folder: of the run's checkpoints, each as `step-00000500`: a path or URL.
         model_parts: the model, or the pipeline stages of this rank.
-        optimizers: one optimizer, several, or an object with a list `optimizers`; each of one part's parameters.
+        optimizers: one optimizer, several, or an object with a list `optimizers`; each for the parameters of one part.
         lr_schedulers: one scheduler, an object with a state dict, or several schedulers in the same state.
-        dataloader: an object with a state dict, which each rank has for itself.
-        states: what else is to be saved: objects with a state dict, and plain values.
-        interval: a checkpoint is due at steps divisible by this, and at the last one.
-        enable_first_step_checkpoint: at step 1 too.
-        keep_latest_k: how many stay; 0 for all.
-        async_mode: `disabled` saves while training waits; `async` (or `async_with_pinned_mem`, which is the same here)
-            while training goes on.
-        load_only: save nothing.
+        dataloader: an object with a state dict, which differs between ranks.
+        states: further entries of the state: objects with a state dict, and plain values.
+        interval: save at steps divisible by this number, and at the last step.
+        enable_first_step_checkpoint: save at step 1 too.
+        keep_latest_k: the number of checkpoints to keep; 0 for all.
+        async_mode: `disabled` blocks until the checkpoint is committed; `async` and `async_with_pinned_mem` save in the
+            background.
+        load_only: never save.
         exclude_from_loading: keys of the state that are not loaded.
-        initial_load_path: any checkpoint that ucformat opens, or a reference, to begin with where the folder has none.
-        initial_load_model_only: of that one, load the model alone.
-        merge_dataloader: what `PerRank` calls `merge`, for another number of ranks.
-        options: those of `ucformat.torch.Manager`: run, config, form, …
+        initial_load_path: a checkpoint that ucformat can open, or a reference, to load if the folder has none.
+        initial_load_model_only: load only the model from `initial_load_path`.
+        merge_dataloader: `merge` of `PerRank` for the data loader.
+        options: other arguments of `ucformat.torch.Manager`: run, config, form, …
 
     Raises:
-        UsageError: an optimizer's parameters are not those of one part; there is no key of that name.
+        UsageError: an optimizer's parameters are not those of one part, or `exclude_from_loading` has an unknown key.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class CheckpointManager:
             self.states[_DATALOADER] = PerRank(dataloader, merge_dataloader)
         if unknown := set(exclude_from_loading) - self.states.keys():
             known = ", ".join(self.states)
-            raise UsageError(f"nothing in the state is called {', '.join(sorted(unknown))}", hint=f"there are {known}")
+            raise UsageError(f"the state has no {', '.join(sorted(unknown))}", hint=f"there are {known}")
         self._excluded = frozenset(exclude_from_loading)
         self._initial, self._initial_model_only = initial_load_path, initial_load_model_only
         self._interval, self._first, self._load_only = interval, enable_first_step_checkpoint, load_only
@@ -101,10 +101,17 @@ class CheckpointManager:
         )
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 - as the loop calls it
-        """Save this step if it is due; whether it was. The last step is committed when this returns.
+        """Save a checkpoint if it is due; the one of the last step is committed when this returns.
+
+        Args:
+            curr_step: the training step.
+            last_step: whether it is the last one, at which a checkpoint is always due.
+
+        Returns:
+            whether a checkpoint was due.
 
         Raises:
-            UcformatError: a rank failed, or the save before this one; nothing of it is committed.
+            UcformatError: a rank failed, or the previous save failed; that checkpoint is not committed.
         """
         first = curr_step == 1 and self._first
         if self._load_only or not (last_step or first or curr_step % self._interval == 0):
@@ -115,14 +122,19 @@ class CheckpointManager:
         return True
 
     def load(self, step: int = -1) -> bool:
-        """Load this step, the newest that is whole (-1), or else what `initial_load_path` names; whether there was any.
+        """Load a checkpoint of the run, or `initial_load_path` if it has none.
 
-        Of step 0, which others make to begin with, the model is loaded alone.
+        Args:
+            step: the training step, or -1 for the newest intact checkpoint. From step 0, an initial checkpoint, only
+                the model is loaded.
+
+        Returns:
+            whether there was a checkpoint.
 
         Raises:
-            NotFound: there is no such step.
-            IntegrityError: there are checkpoints, but each is damaged.
-            StateMismatch: the checkpoint does not fit.
+            NotFound: there is no checkpoint of this step.
+            IntegrityError: all checkpoints are damaged.
+            StateMismatch: the checkpoint does not fit the state.
         """
         wanted = {k: v for k, v in self.states.items() if k not in self._excluded}
         if step >= 0:
@@ -140,18 +152,18 @@ class CheckpointManager:
         return found is not None
 
     def maybe_wait_for_staging(self) -> None:
-        """Nothing: when `save` returns, the state is copied, and training may change it."""
+        """Do nothing: when `save` returns, the state is copied, and training may change it."""
 
     def maybe_wait_for_saving(self) -> None:
         """Wait for the save in the background.
 
         Raises:
-            UcformatError: it failed.
+            UcformatError: the save failed.
         """
         self._manager.wait()
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the save in the background."""
         self._manager.close()
 
 
@@ -160,7 +172,7 @@ def _listed(values: Any) -> list[Any]:
 
 
 class _Parts:
-    """Several parts of one model, as one: their names do not collide."""
+    """Several parts of a model as one; their names do not collide."""
 
     def __init__(self, parts: Sequence[torch.nn.Module]) -> None:
         self.parts = parts
@@ -169,14 +181,14 @@ class _Parts:
         return {name: value for part in self.parts for name, value in get_model_state_dict(part).items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Tensors are loaded in place already; the rest is each part's own."""
+        """Load everything except tensors, which are already loaded in place."""
         extra = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
         for part in self.parts:
             part.load_state_dict(extra, strict=False)
 
 
 class _Optimizers:
-    """Several optimizers, each of one part, as one whose parameters go by name."""
+    """Several optimizers, each for one part, as one with named parameters."""
 
     def __init__(self, parts: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.pairs = [(_owner(parts, o), o) for o in optimizers]
@@ -201,13 +213,13 @@ def _owner(parts: Sequence[torch.nn.Module], optimizer: torch.optim.Optimizer) -
     if not found:
         raise UsageError(
             f"the parameters of a {type(optimizer).__name__} are not those of one of the {len(parts)} model parts",
-            hint="give all parts, and make an optimizer for each",
+            hint="pass all parts, and create an optimizer for each",
         )
     return found[0]
 
 
 class _Alike:
-    """Schedulers that are all in the same state."""
+    """Schedulers in the same state."""
 
     def __init__(self, schedulers: Sequence[Any]) -> None:
         self.schedulers = schedulers

@@ -93,7 +93,7 @@ def verify_on_all_ranks(
 def _open(step: RunStep) -> Checkpoint:
     ck = open_checkpoint(step.url)
     if ck.id != step.id:
-        raise MissingData(f"{step.url} now holds another checkpoint")
+        raise MissingData(f"{step.url} now contains another checkpoint")
     return ck
 
 

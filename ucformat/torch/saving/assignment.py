@@ -129,7 +129,7 @@ def merge_items(items: Sequence[Sequence[WriteItem]]) -> list[GlobalTensor]:
         if len(held.holders) == 1 and whole is not None and whole.shape == held.info.shape and not any(whole.start):
             continue
         try:
-            prove(held.info, ((who[0][0], box) for box, who in held.holders.items()))
+            prove(held.info, ((holders[0][0], box) for box, holders in held.holders.items()))
         except CoverageError as error:
             raise CoverageError(error.message, hint="check that all ranks of the mesh take part in this save") from None
     return list(found.values())
@@ -147,9 +147,9 @@ def assign_pieces(tensors: Sequence[GlobalTensor], ranks: int) -> list[list[tupl
     """
     load = [0] * ranks
     out: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-    boxes = [(box.size * t.info.itemsize, who) for t in tensors for box, who in t.holders.items()]
-    for nbytes, who in sorted(boxes, key=lambda b: -b[0]):
-        rank, item, piece = min(who, key=lambda w: load[w[0]])
+    boxes = [(box.size * t.info.itemsize, holders) for t in tensors for box, holders in t.holders.items()]
+    for nbytes, holders in sorted(boxes, key=lambda b: -b[0]):
+        rank, item, piece = min(holders, key=lambda w: load[w[0]])
         load[rank] += nbytes
         out[rank].append((item, piece))
     return [sorted(mine) for mine in out]
@@ -179,16 +179,18 @@ def assign_shards(
     size = [t.info.itemsize for t in tensors]
     for whole, number, at in sorted(shards, key=lambda s: -s[0].size * size[s[1]]):
         itemsize = size[number]
-        met = [(box, who) for b, who in tensors[number].holders.items() if (box := b.intersect(whole)) is not None]
+        met = [
+            (box, holders) for b, holders in tensors[number].holders.items() if (box := b.intersect(whole)) is not None
+        ]
         missing = np.full(ranks, float(whole.size * itemsize))
-        for box, who in met:
-            missing[[w[0] for w in who]] -= box.size * itemsize
+        for box, holders in met:
+            missing[[w[0] for w in holders]] -= box.size * itemsize
         owner = int(np.argmin(work + whole.size * itemsize + missing))
         work[owner] += whole.size * itemsize + missing[owner]
         fragments = []
-        for box, who in met:
-            own = next((w for w in who if w[0] == owner), None)
-            rank, item, piece = own or min(who, key=lambda w: float(sent[w[0]]))
+        for box, holders in met:
+            own = next((w for w in holders if w[0] == owner), None)
+            rank, item, piece = own or min(holders, key=lambda w: float(sent[w[0]]))
             sent[rank] += 0 if own else box.size * itemsize
             fragments.append(Fragment(rank, number, item, piece, box))
         owned[owner].append((whole.size * itemsize, ShardTask(number, at, tuple(fragments))))

@@ -304,14 +304,14 @@ def _check_replicas(plan: GlobalPlan, offers: Sequence[_LocalPlan]) -> None:
     """UsageError if the checksums of replicas of a box differ."""
     starts = [np.cumsum([0, *(len(c.boxes) for c in items)]) for items in plan.items]
     for tensor in plan.tensors:
-        for who in tensor.holders.values():
-            if len(who) < 2:
+        for holders in tensor.holders.values():
+            if len(holders) < 2:
                 continue
-            sums = [offers[r].sums[starts[r][item] + piece] for r, item, piece in who]
+            sums = [offers[r].sums[starts[r][item] + piece] for r, item, piece in holders]
             other = next((i for i, s in enumerate(sums) if s != sums[0]), None)
             if other is not None:
                 raise UsageError(
-                    f"{tensor.info.key} has a different value on rank {who[other][0]} than on rank {who[0][0]}",
+                    f"{tensor.info.key} has a different value on rank {holders[other][0]} than on rank {holders[0][0]}",
                     hint='save per-rank values as ucformat.torch.PerRank(value), or pass replicas="first" '
                     "to save that of the first rank",
                 )
