@@ -544,7 +544,7 @@ class _Store(MemoryStore):
             raise
         except UcformatError as error:
             if version:
-                raise Uncertain(f"nothing told whether {self.url}/{key} was written: {error.message}") from None
+                raise Uncertain(f"it is unknown whether {self.url}/{key} was written: {error.message}") from None
             raise
         return version
 

@@ -88,7 +88,7 @@ def test_an_object_of_somebody_else_is_a_conflict(fault: Fault, faulty: Faulty, 
         store.put_if_absent("f", b"same")  # of equal content, and yet not ours
     version = content_version(b"same")
     other.replace("f", b"theirs", version)
-    with pytest.raises(Conflict, match="changed by somebody else"):
+    with pytest.raises(Conflict, match="changed by another writer"):
         store.replace("f", b"mine", version)
     assert store.read("f") == b"theirs"
 
@@ -132,7 +132,7 @@ def test_no_answer_at_all_to_a_commit_is_uncertain(faulty: Faulty, place: str, m
         return "reset" if was else "lost" if dead else None
 
     faulty.proxy.choose = dies
-    with pytest.raises(Uncertain, match=r"nothing told whether .*/f was written"):
+    with pytest.raises(Uncertain, match=r"it is unknown whether .*/f was written"):
         store.put_if_absent("f", b"x")
     faulty.proxy.choose = first("busy", is_conditional, 0)
     assert store.read("f") == b"x"

@@ -307,7 +307,7 @@ def verifying(
         yield None
         return
     verifier = StreamVerifier(source, compared)
-    with watching.tapped(verifier.see):
+    with watching.observed(verifier.see):
         yield verifier
         for _ in run(verifier.finish, verifier.unfinished(), workers or workers_for(source.store)):
             pass

@@ -1,4 +1,4 @@
-"""Files in an object store: S3, Google, Azure, or whatever answers plain HTTP, which can only be read from."""
+"""Files in an object store: S3, Google or Azure, or read-only any server of plain HTTP."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 __all__ = ["BUDGET", "ObjectStore"]
 
-#: What the reads of all object stores of this process share.
+#: The budget that the reads of all object stores of this process share.
 BUDGET = RequestBudget(requests=128, nbytes=256 << 20)
 
 _COSTS = Costs(gap=256 << 10, short=32 << 10, request=8 << 20, join=8 << 20, together=10)
-_THREADS = 32  # that wait for answers: more cost more than they bring
+_THREADS = 32  # that wait for answers; more do not pay off
 _PAGE = 1000  # keys that one request lists or deletes
 
 
 class ObjectStore(Store):
     """The objects below a prefix of a bucket.
 
-    An object is seen whole or not at all, and is durable when its upload is closed. Each put carries a write id, so
-    that whoever finds his object there already can tell that only the answer to his own request was lost.
+    An object becomes visible as a whole and durable when its upload is closed. Each put carries a write id, so that a
+    writer that finds its object already there knows that only the answer to its own request was lost.
     """
 
-    def __init__(self, url: str, options: Options = Options()) -> None:  # noqa: B008 - it cannot be changed
+    def __init__(self, url: str, options: Options = Options()) -> None:  # noqa: B008 - it is immutable
         self._place, self._options = parse(url), options
         self._connected: Client | None = None
         self._lock = threading.Lock()
@@ -49,12 +49,12 @@ class ObjectStore(Store):
 
     @property
     def url(self) -> str:
-        """The url, without a slash at its end."""
+        """The URL, without a trailing slash."""
         return self._place.root
 
     @property
     def costs(self) -> Costs:
-        """What the budget allows at the moment."""
+        """The costs with the current limits of the budget."""
         return replace(_COSTS, parallel=min(_THREADS, BUDGET.requests), in_flight=BUDGET.nbytes)
 
     @property
@@ -65,10 +65,10 @@ class ObjectStore(Store):
                     self._connected = connect(self._place, self._options)
                 except MemoryError:
                     raise
-                except Exception as error:  # noqa: BLE001 - a configuration that obstore does not take
+                except Exception as error:  # noqa: BLE001 - a configuration that obstore rejects
                     failure = error if isinstance(error, UcformatError) else map_object_error(error, "open", self.url)
                 if self._connected is None:
-                    raise failure from None  # here, for above it would have the library's error with it
+                    raise failure from None  # outside, or the library's error would be its context
             return self._connected
 
     # --- reading
@@ -78,16 +78,16 @@ class ObjectStore(Store):
         import obstore
 
         check_key(key)
-        return _info(self._ask("read", key, lambda client: obstore.head(client, key)))
+        return _info(self._request("read", key, lambda client: obstore.head(client, key)))
 
     def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        """Bytes of an object; a small one in one request."""
+        """Bytes of an object; small ranges take one request."""
         import obstore
 
         check_key(key)
         if nbytes is None and offset == 0:
-            return bytes(self._ask("read", key, lambda client: obstore.get(client, key).bytes()))
-        if nbytes is None or nbytes > _COSTS.request:  # nothing is allocated before it is known to be there
+            return bytes(self._request("read", key, lambda client: obstore.get(client, key).bytes()))
+        if nbytes is None or nbytes > _COSTS.request:  # check the size before allocating memory
             size = self.info(key).size
             nbytes = size - offset if nbytes is None else nbytes
             check_range(self._name(key), offset, nbytes, size)
@@ -97,19 +97,19 @@ class ObjectStore(Store):
         return bytes(out)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers, by requests of at most `costs.request` bytes; each is copied once, for obstore has its own."""
+        """Fill buffers with requests of at most `costs.request` bytes; obstore's own buffers are copied once."""
         check_key(key)
-        todo = [b.cast("B") for b in reversed(buffers) if b.nbytes]
-        end = offset + sum(b.nbytes for b in todo)
+        remaining = [b.cast("B") for b in reversed(buffers) if b.nbytes]
+        end = offset + sum(b.nbytes for b in remaining)
         check_range(self._name(key), offset, end - offset, end)
         while offset < end:
             nbytes = min(_COSTS.request, end - offset)
-            with self.read_ranges(key, [(offset, nbytes)]) as (found,):
-                _scatter(found, todo)
+            with self.read_ranges(key, [(offset, nbytes)]) as (data,):
+                _scatter(data, remaining)
             offset += nbytes
 
     def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
-        """Fill rows, several at once."""
+        """Fill rows, several with each request."""
         check_key(key)
         wanted = [(offset + k * step, row.cast("B")) for k, row in enumerate(rows) if row.nbytes]
         for group in _groups(wanted, _COSTS.request):
@@ -119,32 +119,32 @@ class ObjectStore(Store):
 
     @contextmanager
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Iterator[Sequence[memoryview]]:
-        """See RangeReader; as many bytes as ranges have are in flight until the block ends."""
+        """See RangeReader; the bytes of the ranges count as in flight until the block ends."""
         import obstore
 
         check_key(key)
         for begin, nbytes in ranges:
             check_range(self._name(key), begin, nbytes, begin + nbytes)
-        most = min(_COSTS.together, BUDGET.requests)  # obstore asks for no more at once
+        per_call = min(_COSTS.together, BUDGET.requests)  # as many as obstore requests at once
 
-        def ask(client: Client) -> list[Any]:
+        def fetch(client: Client) -> list[Any]:
             if len(ranges) == 1:
                 return [obstore.get_range(client, key, start=ranges[0][0], length=ranges[0][1])]
             found: list[Any] = []
-            for i in range(0, len(ranges), most):
-                starts, lengths = zip(*ranges[i : i + most], strict=True)
+            for i in range(0, len(ranges), per_call):
+                starts, lengths = zip(*ranges[i : i + per_call], strict=True)
                 found += obstore.get_ranges(client, key, starts=starts, lengths=lengths, coalesce=0)
             return found
 
-        with BUDGET.take(min(most, len(ranges)), sum(n for _, n in ranges)):
+        with BUDGET.take(min(per_call, len(ranges)), sum(n for _, n in ranges)):
             with self._checking(key, ranges):
-                found = self._ask("read", key, ask)
+                found = self._request("read", key, fetch)
                 views = [_of_size(data, n) for data, (_, n) in zip(found, ranges, strict=True)]
             yield views
 
     @contextmanager
     def _checking(self, key: str, ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """MissingData in place of what else fails where the object is too short: stores answer that in many ways."""
+        """Raise MissingData if the object is too short, for which stores return various errors."""
         try:
             yield
         except NotFound:
@@ -156,39 +156,39 @@ class ObjectStore(Store):
             raise
 
     def list(self, prefix: str = "") -> Iterator[Info]:
-        """All objects below a prefix, in the order of their keys; a thousand are asked for at a time."""
+        """All objects below a prefix, in the order of their keys; one request returns a thousand."""
         found = (_info(meta) for page in self._pages(prefix) for meta in page)
         return (i for i in found if not i.key.rpartition("/")[2].startswith(HIDDEN))
 
     def _pages(self, prefix: str) -> Iterator[Sequence[Any]]:
-        below = check_key(prefix) if prefix else None
+        folder = check_key(prefix) if prefix else None
         if self._place.cloud == "http":
             raise UnsupportedError(
                 f"{self._name(prefix)} cannot be listed: plain HTTP has no folders",
                 hint="open a universal checkpoint, or a single file by its name",
             )
-        return self._each_page(prefix, below)
+        return self._each_page(prefix, folder)
 
-    def _each_page(self, prefix: str, below: str | None) -> Iterator[Sequence[Any]]:
+    def _each_page(self, prefix: str, folder: str | None) -> Iterator[Sequence[Any]]:
         import obstore
 
         stream: Any = None
         last = None
 
-        def ask(client: Client) -> Any:
+        def next_page(client: Client) -> Any:
             nonlocal stream
-            stream = stream or obstore.list(client, below, offset=last, chunk_size=_PAGE)
+            stream = stream or obstore.list(client, folder, offset=last, chunk_size=_PAGE)
             try:
                 return next(stream, None)
             except Exception:
-                stream = None  # and on from the last key
+                stream = None  # a retry continues after the last key
                 raise
 
-        while (page := self._ask("list", prefix, ask)) is not None:
+        while (page := self._request("list", prefix, next_page)) is not None:
             keys = [meta["path"] for meta in page]
             if keys != sorted(keys) or (last is not None and keys and keys[0] <= last):
                 raise UnsupportedError(
-                    f"{self._name(prefix)} is not listed in the order of keys", hint="use a bucket of the usual kind"
+                    f"{self._name(prefix)} is not listed in the order of keys", hint="use a general-purpose bucket"
                 )
             last = keys[-1] if keys else last
             yield page
@@ -197,7 +197,7 @@ class ObjectStore(Store):
 
     def create(self, key: str, unit: int = 1) -> ObjectWriter:
         """Write an object as a stream, in parts of whole units."""
-        self._must_write()
+        self._check_writable()
         check_key(key)
         return ObjectWriter(self._client, key, self._name(key), unit, self._options.deadline)
 
@@ -205,29 +205,29 @@ class ObjectStore(Store):
         """Do nothing: an object is durable when its upload is closed."""
 
     def adopt(self, key: str) -> None:
-        """See that the object is there."""
+        """Check that the object exists."""
         self.info(key)
 
     def put_if_absent(self, key: str, data: bytes) -> str:
-        """Write a whole object by one conditional request."""
-        self._must_write()
+        """Write a whole object with one conditional request."""
+        self._check_writable()
         check_key(key)
         self._put(key, data, "create", Conflict(f"{self._name(key)} exists already"))
         return content_version(data)
 
     def replace(self, key: str, data: bytes, version: str) -> str:
-        """Write a whole object, on condition that the one with this content still stands there."""
+        """Replace a whole object with a conditional request, if it still has this content version."""
         import obstore
 
-        self._must_write()
+        self._check_writable()
         check_key(key)
         changed = Conflict(
-            f"{self._name(key)} was changed by somebody else since it was read",
-            hint="read it again, and decide anew what to write",
+            f"{self._name(key)} was changed by another writer since it was read",
+            hint="read it again and retry",
         )
         try:
-            found = self._ask("read", key, lambda client: obstore.get(client, key))
-            content = self._ask("read", key, lambda _: bytes(found.bytes()))
+            found = self._request("read", key, lambda client: obstore.get(client, key))
+            content = self._request("read", key, lambda _: bytes(found.bytes()))
         except NotFound:
             raise changed from None
         if content_version(content) != version:
@@ -242,65 +242,65 @@ class ObjectStore(Store):
         """Remove an object."""
         import obstore
 
-        self._must_write()
+        self._check_writable()
         check_key(key)
         with suppress(NotFound):
-            self._ask("delete", key, lambda client: obstore.delete(client, key))
+            self._request("delete", key, lambda client: obstore.delete(client, key))
 
     def delete_prefix(self, prefix: str) -> None:
-        """Remove all objects below a prefix, a thousand with each request."""
+        """Remove all objects below a prefix; one request deletes a thousand."""
         import obstore
 
-        self._must_write()
+        self._check_writable()
         check_key(prefix)
         for page in self._pages(prefix):
             paths = [meta["path"] for meta in page]
 
-            def ask(client: Client, paths: Any = paths) -> None:
+            def delete(client: Client, paths: Any = paths) -> None:
                 obstore.delete(client, paths)
 
             with suppress(NotFound):
-                self._ask("delete", prefix, ask)
+                self._request("delete", prefix, delete)
 
     def sweep(self) -> None:
-        """Nothing: what a killed writer leaves is an upload that was never completed, which no listing shows."""
+        """Do nothing: a killed writer leaves an incomplete upload, which listings do not contain."""
 
     def prune(self, folder: str) -> None:
-        """Nothing: there are no folders."""
+        """Do nothing: there are no folders."""
 
-    # --- both
+    # --- reading and writing
 
     def _name(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url
 
-    def _must_write(self) -> None:
+    def _check_writable(self) -> None:
         if self._place.cloud == "http":
             raise UnsupportedError(
                 f"{self.url} can be read, but not written to", hint="write to S3, Google or Azure storage"
             )
 
-    def _ask(self, action: str, key: str, call: Callable[[Client], Any]) -> Any:
-        """What a request gives that may be repeated."""
+    def _request(self, action: str, key: str, call: Callable[[Client], Any]) -> Any:
+        """The result of an idempotent request, which is retried."""
         client = self._client
         return retry(action, self._name(key), lambda: call(client), self._options.deadline)
 
 
 def _info(meta: Any) -> Info:
-    modified = float(int(meta["last_modified"].timestamp()))  # as HTTP tells it; lists of S3 tell more
+    modified = float(int(meta["last_modified"].timestamp()))  # the resolution of HTTP; listings of S3 have a finer one
     version = meta.get("version") or meta.get("e_tag") or modified
     return Info(meta["path"], int(meta["size"]), f"{version}-{meta['size']}", modified, meta.get("e_tag"))
 
 
 def _of_size(data: Any, nbytes: int) -> memoryview:
-    """What came; IntegrityError where it is not what was asked for, as of a range that ends past the object's end."""
+    """A view of received bytes; IntegrityError if their number differs, as for a range past the object's end."""
     view = memoryview(data)
     if view.nbytes != nbytes:
-        raise IntegrityError(f"{nbytes} bytes were asked for and {view.nbytes} came")
+        raise IntegrityError(f"{nbytes} bytes were requested, but {view.nbytes} were received")
     return view
 
 
 def _scatter(data: memoryview, buffers: list[memoryview]) -> None:
-    """Fill buffers with all of some bytes, the last buffer first; what is not filled stays in the list."""
+    """Copy all of `data` into buffers, beginning with the last; buffers that are not full remain in the list."""
     while data:
         room = buffers[-1]
         take = min(room.nbytes, data.nbytes)
@@ -312,15 +312,15 @@ def _scatter(data: memoryview, buffers: list[memoryview]) -> None:
             buffers[-1] = room[take:]
 
 
-def _groups(rows: Sequence[tuple[int, memoryview]], most: int) -> Iterator[list[tuple[int, memoryview]]]:
-    """Rows in groups of so many bytes."""
+def _groups(rows: Sequence[tuple[int, memoryview]], limit: int) -> Iterator[list[tuple[int, memoryview]]]:
+    """Rows in groups of at most `limit` bytes."""
     group: list[tuple[int, memoryview]] = []
-    held = 0
+    size = 0
     for begin, row in rows:
-        if group and held + row.nbytes > most:
+        if group and size + row.nbytes > limit:
             yield group
-            group, held = [], 0
+            group, size = [], 0
         group.append((begin, row))
-        held += row.nbytes
+        size += row.nbytes
     if group:
         yield group

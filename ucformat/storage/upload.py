@@ -1,6 +1,6 @@
-"""Writing objects: conditional puts, one request for a small object, and an upload in parts for a large one.
+"""Writing objects: conditional puts, a single request for a small object, and a multipart upload for a large one.
 
-The write id in an object's metadata tells whether a put was carried out whose answer was lost.
+If the answer to a put is lost, the write id in the object's metadata shows whether it was executed.
 """
 
 from __future__ import annotations
@@ -24,20 +24,27 @@ if TYPE_CHECKING:
 
 __all__ = ["WRITE_ID", "ObjectWriter", "part_size", "put_on_condition", "unit_for", "write_id"]
 
-WRITE_ID = "ucfwriteid"  # metadata of an object: which request wrote it; Azure wants the name of an identifier
+WRITE_ID = "ucfwriteid"  # metadata of an object: the request that wrote it; Azure requires an identifier as name
 
-_TRIES = 5  # at a put that others disturb
+_ATTEMPTS = 5  # at a put that concurrent writers disturb
 
 
 def write_id(client: Client, key: str, name: str, deadline: float) -> str | None:
-    """The write id of an object; nothing for one without, None where there is no object."""
+    """The write id of an object: empty if it has none, None if there is no object.
+
+    Args:
+        client: client of the bucket.
+        key: key of the object.
+        name: URL of the object in error messages.
+        deadline: seconds after which a transient error is final.
+    """
     import obstore
 
-    def ask() -> Any:
+    def head() -> Any:
         return obstore.get(client, key, options={"head": True}).attributes
 
     try:
-        return str(retry("read", name, ask, deadline).get(WRITE_ID, ""))
+        return str(retry("read", name, head, deadline).get(WRITE_ID, ""))
     except NotFound:
         return None
 
@@ -45,77 +52,97 @@ def write_id(client: Client, key: str, name: str, deadline: float) -> str | None
 def put_on_condition(
     client: Client, key: str, name: str, data: bytes, mode: Any, conflict: Conflict, deadline: float
 ) -> None:
-    """Put an object; `conflict` where the condition does not hold, unless our own object stands there.
+    """Put an object on a condition, and find out whether the put was executed if its answer is lost.
 
-    An answer may be lost, and the request is then repeated, by obstore or here: what stands there tells whether it was
-    carried out. Uncertain where that cannot be learnt either.
+    obstore and this function repeat a request whose answer was lost; the write id of the existing object then shows
+    whether an earlier attempt succeeded.
+
+    Args:
+        client: client of the bucket.
+        key: key of the object.
+        name: URL of the object in error messages.
+        data: its content.
+        mode: the condition, as obstore takes it: `create`, or the expected ETag and version.
+        conflict: the error to raise if the condition is not met and the existing object is not ours.
+        deadline: seconds after which a transient error is final.
+
+    Raises:
+        Uncertain: it is unknown whether the object was written.
     """
     import obstore
 
-    own, tries, doubt = uuid.uuid4().hex, 0, False
+    own_id, attempts, uncertain = uuid.uuid4().hex, 0, False
 
     def put() -> None:
-        nonlocal tries, doubt
+        nonlocal attempts, uncertain
         try:
-            obstore.put(client, key, data, mode=mode, attributes={WRITE_ID: own}, use_multipart=False)
+            obstore.put(client, key, data, mode=mode, attributes={WRITE_ID: own_id}, use_multipart=False)
         except Exception as error:
             if not is_failed_precondition(error) and not is_transient(error):
                 raise
-            doubt = doubt or not is_failed_precondition(error)
-            stands = write_id(client, key, name, deadline)
-            if stands == own:
+            uncertain = uncertain or not is_failed_precondition(error)
+            existing = write_id(client, key, name, deadline)
+            if existing == own_id:
                 return
-            if mode == "create" and stands is not None:
+            if mode == "create" and existing is not None:
                 raise conflict from None
             if not is_failed_precondition(error):
                 raise
-            tries += 1
-            if mode != "create" or tries == _TRIES:
+            attempts += 1
+            if mode != "create" or attempts == _ATTEMPTS:
                 raise conflict from None
-            raise TimeoutError("somebody else puts and deletes it meanwhile") from None
+            raise TimeoutError("another writer puts and deletes it meanwhile") from None
 
     try:
         retry("write", name, put, deadline)
     except (Conflict, NotFound, PermissionDenied, UnsupportedError):
         raise
     except UcformatError as error:
-        if doubt:
-            raise Uncertain(f"nothing told whether {name} was written: {error.message}", hint=error.hint) from None
+        if uncertain:
+            raise Uncertain(f"it is unknown whether {name} was written: {error.message}", hint=error.hint) from None
         raise
 
 
-_PART = 8 << 20  # bytes, at least; S3 takes no part below 5 MiB but the last
-_AT_ONCE = 3  # parts on their way
-_PARTS = 10_000  # of one object, at most
-_WAIT = 0.1  # seconds between two tries to begin, at first
-_AHEAD = 1  # parts that wait for their turn
+_PART = 8 << 20  # bytes, at least; S3 requires 5 MiB of all parts but the last
+_IN_FLIGHT = 3  # parts that are sent concurrently
+_MAX_PARTS = 10_000  # of one object
+_WAIT = 0.1  # seconds before the first retry of starting an upload
+_QUEUED = 1  # parts that wait to be sent
 
 
 class _Aborted(Exception):
-    """Ends an upload that is given up."""
+    """Ends an upload that is aborted."""
 
 
 def unit_for(nbytes: int) -> int:
-    """The unit in which to write a file of so many bytes, so that it has no more parts than it may."""
-    return max(1, -(-nbytes // _PARTS))
+    """The unit in which to write a file, so that it has no more parts than an upload may have.
+
+    Args:
+        nbytes: size of the file.
+    """
+    return max(1, -(-nbytes // _MAX_PARTS))
 
 
 def part_size(unit: int) -> int:
-    """Bytes of a part: the smallest multiple of `unit` that is large enough."""
+    """Bytes of a part: the smallest multiple of a unit that is large enough.
+
+    Args:
+        unit: the unit in bytes.
+    """
     return -(-_PART // unit) * unit
 
 
 class ObjectWriter(Writer):
-    """Holds at most `2 + _AT_ONCE` parts in memory; nothing is seen before `close`, or after `abort`.
+    """Holds at most `2 + _IN_FLIGHT` parts in memory; nothing is visible before `close`, or after `abort`.
 
-    The answer to the last request may be lost: whether the object stands there, its write id tells.
+    If the answer to the last request is lost, the write id shows whether the object was written.
     """
 
     def __init__(self, client: Client, key: str, name: str, unit: int, deadline: float) -> None:
         self._client, self._key, self._name, self._deadline = client, key, name, deadline
         self._part = part_size(unit)
         self._id = uuid.uuid4().hex
-        self._held = bytearray()
+        self._pending = bytearray()
         self._upload: _Upload | None = None
         self._open = True
 
@@ -125,20 +152,20 @@ class ObjectWriter(Writer):
             raise ValueError("the writer is closed")
         view = memoryview(data).cast("B")
         while view:
-            take = view[: self._part - len(self._held)]
-            self._held += take
+            take = view[: self._part - len(self._pending)]
+            self._pending += take
             view = view[take.nbytes :]
-            if len(self._held) == self._part:
+            if len(self._pending) == self._part:
                 self._send()
 
     def _send(self) -> None:
         if self._upload is None:
             self._upload = _Upload(self._client, self._key, self._part, self._id, self._deadline)
         try:
-            self._upload.put(bytes(self._held))
-        except Exception as error:  # noqa: BLE001 - whatever ended the upload
+            self._upload.put(bytes(self._pending))
+        except Exception as error:  # noqa: BLE001 - any error that ended the upload
             raise self._failed(error) from None
-        self._held.clear()
+        self._pending.clear()
 
     def close(self) -> None:
         """Finish the upload."""
@@ -150,29 +177,29 @@ class ObjectWriter(Writer):
                 import obstore
 
                 attributes = {WRITE_ID: self._id}
-                obstore.put(self._client, self._key, bytes(self._held), attributes=attributes, use_multipart=False)
+                obstore.put(self._client, self._key, bytes(self._pending), attributes=attributes, use_multipart=False)
             else:
-                self._upload.put(bytes(self._held))
+                self._upload.put(bytes(self._pending))
                 self._upload.finish()
         except Exception as error:  # noqa: BLE001 - see above
-            if not self._is_there(error):
+            if not self._was_written(error):
                 raise self._failed(error) from None
         finally:
-            self._held = bytearray()
+            self._pending = bytearray()
 
-    def _is_there(self, error: Exception) -> bool:
-        """Whether this error means only that the last answer was lost."""
+    def _was_written(self, error: Exception) -> bool:
+        """Whether the object was written despite this error, which only lost the answer."""
         if not (is_transient(error) or isinstance(error, FileNotFoundError)):
             return False
         try:
             return write_id(self._client, self._key, self._name, self._deadline) == self._id
-        except UcformatError:  # it cannot be told; whoever writes it anew does no harm
+        except UcformatError:  # unknown; writing it again does no harm
             return False
 
     def abort(self) -> None:
-        """Give up the upload; the store forgets its parts."""
+        """Abort the upload; the store discards its parts."""
         self._open = False
-        self._held = bytearray()
+        self._pending = bytearray()
         if self._upload is not None:
             self._upload.abort()
             self._upload = None
@@ -187,40 +214,40 @@ class ObjectWriter(Writer):
 
 
 class _Upload:
-    """An upload in parts: obstore takes them in a thread of its own, sends several at once, and aborts on an error."""
+    """A multipart upload: obstore takes parts in its own thread, sends several at once, and aborts on an error."""
 
-    def __init__(self, client: Client, key: str, part: int, own: str, deadline: float) -> None:
-        self._parts: queue.Queue[bytes | None] = queue.Queue(_AHEAD)
-        self._given_up = threading.Event()
+    def __init__(self, client: Client, key: str, part: int, own_id: str, deadline: float) -> None:
+        self._parts: queue.Queue[bytes | None] = queue.Queue(_QUEUED)
+        self._aborted = threading.Event()
         self._error: BaseException | None = None
         self._ended = threading.Event()
-        self._begun = False  # parts were asked for
+        self._started = False  # obstore has requested parts
         self._thread = threading.Thread(
-            target=self._run, args=(client, key, part, own, deadline), name="ucformat-upload"
+            target=self._run, args=(client, key, part, own_id, deadline), name="ucformat-upload"
         )
-        self._thread.daemon = True  # whoever ends without closing has given up
+        self._thread.daemon = True  # a process that ends without closing aborts
         self._thread.start()
 
-    def _run(self, client: Client, key: str, part: int, own: str, deadline: float) -> None:
+    def _run(self, client: Client, key: str, part: int, own_id: str, deadline: float) -> None:
         import obstore
 
         try:
-            until, wait = time.monotonic() + deadline, _WAIT
+            end, wait = time.monotonic() + deadline, _WAIT
             while True:
                 try:
                     obstore.put(
                         client,
                         key,
-                        self._each(),
-                        attributes={WRITE_ID: own},
+                        self._sent_parts(),
+                        attributes={WRITE_ID: own_id},
                         use_multipart=True,
                         chunk_size=part,
-                        max_concurrency=_AT_ONCE,
+                        max_concurrency=_IN_FLIGHT,
                     )
                 except Exception as error:
-                    if self._begun or time.monotonic() + wait > until or not is_transient(error):
+                    if self._started or time.monotonic() + wait > end or not is_transient(error):
                         raise
-                    time.sleep(wait)  # the answer that names the upload broke off: obstore does not ask again
+                    time.sleep(wait)  # the answer with the upload's id broke off, which obstore does not retry
                     wait *= 2
                 else:
                     break
@@ -229,21 +256,21 @@ class _Upload:
         finally:
             self._ended.set()
 
-    def _each(self) -> Iterator[bytes]:
-        self._begun = True
+    def _sent_parts(self) -> Iterator[bytes]:
+        self._started = True
         while (part := self._parts.get()) is not None:
             if part:
                 yield part
-        if self._given_up.is_set():
+        if self._aborted.is_set():
             raise _Aborted
 
     def put(self, part: bytes | None) -> None:
-        """Hand over a part, once there is room for it; raises what ended the upload, if something did."""
-        if not self._take(part):
+        """Hand over a part once there is room for it; raises the error that ended the upload, if any."""
+        if not self._enqueue(part):
             raise self._error or RuntimeError("the upload has ended")
 
-    def _take(self, part: bytes | None) -> bool:
-        """Whether a part was handed over before the upload ended."""
+    def _enqueue(self, part: bytes | None) -> bool:
+        """Whether the part was handed over before the upload ended."""
         while not self._ended.is_set():
             try:
                 self._parts.put(part, timeout=0.1)
@@ -253,14 +280,14 @@ class _Upload:
         return False
 
     def finish(self) -> None:
-        """Wait until the object is there."""
+        """Wait until the object is written."""
         self.put(None)
         self._thread.join()
         if self._error is not None:
             raise self._error
 
     def abort(self) -> None:
-        """Wait until the upload is given up, unless it was complete."""
-        self._given_up.set()
-        self._take(None)
+        """Wait until the upload is aborted, unless it was complete."""
+        self._aborted.set()
+        self._enqueue(None)
         self._thread.join()

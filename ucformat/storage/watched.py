@@ -1,8 +1,8 @@
-"""Sees whether the files of a checkpoint stay what they were while it is read.
+"""Detects files of a checkpoint that change while it is read.
 
-Bytes that are read before and after a file is written anew belong to no checkpoint, and nothing else shows it: what is
-made of them has valid checksums. So the version of each file is noted before the first byte of it is read, and compared
-when all is read: before a commit, or before what was loaded is used.
+Bytes that are read before and after a file is rewritten belong to no checkpoint, and nothing else detects this: the
+results have valid checksums. So the version of each file is recorded before its first byte is read, and compared after
+all is read: before a commit, or before loaded values are used.
 """
 
 from __future__ import annotations
@@ -24,60 +24,66 @@ if TYPE_CHECKING:
 
 __all__ = ["WatchedStore", "check_unchanged", "find_watched"]
 
-Tap = Callable[[str, int, memoryview], None]
+Observer = Callable[[str, int, memoryview], None]
 
-_NAMED = 5  # of the files that changed, so many are named
+_MAX_NAMED = 5  # changed files that an error names
 
 
 class WatchedStore(WrappedStore):
-    """A store that remembers which files were read through it, and what they were before.
+    """A store that records which files were read through it, and their versions before the first read.
 
-    On a disk a file's version is asked for before it is first read. In a place that answers over a network that would
-    be a request for each file: there the version is what the place was listed with, or what was asked for anyway.
+    On a disk the version is requested before the first read. In a store that is accessed over a network that would be a
+    request for each file: there it is taken from listings, and from calls of `info` that are made anyway.
     """
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
         self._seen: dict[str, Info] = {}
         self._read: dict[str, None] = {}
-        self._asks = inner.costs.parallel is None
-        self._taps: tuple[Tap, ...] = ()
+        self._uses_info = inner.costs.parallel is None
+        self._observers: tuple[Observer, ...] = ()
 
     @contextmanager
-    def tapped(self, see: Tap) -> Iterator[None]:
-        """Have all bytes that are read inside the block seen: the file, where they lie in it, and they themselves.
+    def observed(self, callback: Observer) -> Iterator[None]:
+        """Report all bytes that are read inside the block, except those of files that are read whole by `read`.
 
-        Small things, which are read as a whole, are not shown.
+        Args:
+            callback: called with the key of the file, the offset in it, and the bytes.
         """
-        self._taps = (*self._taps, see)
+        self._observers = (*self._observers, callback)
         try:
             yield
         finally:
-            self._taps = tuple(tap for tap in self._taps if tap is not see)
+            self._observers = tuple(observe for observe in self._observers if observe is not callback)
 
-    def _show(self, key: str, found: Iterable[tuple[int, memoryview]]) -> None:
-        for tap in self._taps:
+    def _notify(self, key: str, found: Iterable[tuple[int, memoryview]]) -> None:
+        for observe in self._observers:
             for at, data in found:
-                tap(key, at, data.cast("B"))
+                observe(key, at, data.cast("B"))
 
     def note(self, key: str) -> None:
-        """Compare this file, too, in the end; whatever is read of it after this is of the version noted, or later."""
+        """Record a file's version to compare it in the end; bytes read from now on are of this or a later version.
+
+        Args:
+            key: key of the file.
+        """
         if key not in self._read:
-            if self._asks and key not in self._seen:
+            if self._uses_info and key not in self._seen:
                 try:
                     found = self.inner.info(key)
                 except NotFound:
-                    return  # the read says what is missing
+                    return  # the read raises the error
                 self._seen.setdefault(key, found)
             self._read[key] = None
 
-    def changed(self, but: Collection[str]) -> list[str]:
-        """The files that were read and are other ones now, or gone; asks for each of them once.
+    def changed(self, ignore: Collection[str]) -> list[str]:
+        """The files that were read and have changed or are gone; requests the version of each once.
 
-        `but` are names of files that may change.
+        Args:
+            ignore: file names that may change.
         """
-        marked = (key for key in list(self._read) if key.rpartition("/")[2] not in but)
-        known = [key for key in marked if key in self._seen]
+        recorded = (key for key in list(self._read) if key.rpartition("/")[2] not in ignore)
+        known = [key for key in recorded if key in self._seen]
         return [key for key, same in zip(known, map_io(self._is_same, known), strict=True) if not same]
 
     def _is_same(self, key: str) -> bool:
@@ -107,27 +113,27 @@ class WatchedStore(WrappedStore):
         """See Store."""
         self.note(key)
         self.inner.read_into(key, offset, buffers)
-        if self._taps:
+        if self._observers:
             at = [offset, *accumulate((b.nbytes for b in buffers), initial=offset)][1:]
-            self._show(key, [(a, b) for a, b in zip(at, buffers, strict=False) if b.nbytes])
+            self._notify(key, [(a, b) for a, b in zip(at, buffers, strict=False) if b.nbytes])
 
     def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
         """See Store."""
         self.note(key)
         self.inner.read_rows(key, offset, step, rows)
-        if self._taps:
-            self._show(key, [(offset + k * step, row) for k, row in enumerate(rows) if row.nbytes])
+        if self._observers:
+            self._notify(key, [(offset + k * step, row) for k, row in enumerate(rows) if row.nbytes])
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Ranges | None:
         """See RangeReader."""
         self.note(key)
-        lent = read_ranges(self.inner, key, ranges)
-        return lent if lent is None or not self._taps else self._lent(key, ranges, lent)
+        loan = read_ranges(self.inner, key, ranges)
+        return loan if loan is None or not self._observers else self._observe(key, ranges, loan)
 
     @contextmanager
-    def _lent(self, key: str, ranges: Sequence[tuple[int, int]], lent: Ranges) -> Iterator[Sequence[memoryview]]:
-        with lent as found:
-            self._show(key, [(at, data) for (at, _), data in zip(ranges, found, strict=True) if data.nbytes])
+    def _observe(self, key: str, ranges: Sequence[tuple[int, int]], loan: Ranges) -> Iterator[Sequence[memoryview]]:
+        with loan as found:
+            self._notify(key, [(at, data) for (at, _), data in zip(ranges, found, strict=True) if data.nbytes])
             yield found
 
     def read_versioned(self, key: str) -> tuple[bytes, str]:
@@ -137,7 +143,11 @@ class WatchedStore(WrappedStore):
 
 
 def find_watched(store: Store) -> WatchedStore | None:
-    """What watches the files of a store, at the bottom of all that is around it; None where nothing does."""
+    """The WatchedStore inside a store's wrappers; None if there is none.
+
+    Args:
+        store: the store.
+    """
     while isinstance(store, WrappedStore):
         if isinstance(store, WatchedStore):
             return store
@@ -145,23 +155,23 @@ def find_watched(store: Store) -> WatchedStore | None:
     return None
 
 
-def check_unchanged(store: Store, outcome: str, but: Collection[str] = ()) -> None:
-    """Compare every file that was read through a store with what it was before the first of its bytes was read.
+def check_unchanged(store: Store, outcome: str, ignore: Collection[str] = ()) -> None:
+    """Compare the version of every file that was read through a store with the one before its first byte was read.
 
     Args:
-        store: the store, or one around it.
-        outcome: what the error says of what was made of the bytes.
-        but: names of files that may change.
+        store: the store, or a wrapper of it.
+        outcome: the consequence for the caller's result, for the error message.
+        ignore: file names that may change.
 
     Raises:
-        Conflict: files were changed; the message names them.
+        Conflict: files have changed; the message names them.
     """
     found = find_watched(store)
-    names = sorted(found.changed(but)) if found else []
+    names = sorted(found.changed(ignore)) if found else []
     if names:
-        more = f" and {len(names) - _NAMED} more files" if len(names) > _NAMED else ""
+        more = f" and {len(names) - _MAX_NAMED} more files" if len(names) > _MAX_NAMED else ""
         raise Conflict(
-            f"{', '.join(f'{store.url}/{name}' for name in names[:_NAMED])}{more} changed since the checkpoint was "
-            f"opened, so that what was read may be of two versions; {outcome}",
-            hint="run it again when nobody writes there any more; a checkpoint that is held open must be opened anew",
+            f"{', '.join(f'{store.url}/{name}' for name in names[:_MAX_NAMED])}{more} changed since the checkpoint was "
+            f"opened, so the data may mix two versions; {outcome}",
+            hint="retry when nothing writes there any more; a checkpoint that was kept open has to be reopened",
         )
