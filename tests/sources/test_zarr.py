@@ -290,7 +290,7 @@ def test_parts_that_were_lost_are_missed(group: zarr.Group, tmp_path: Path) -> N
         warnings.simplefilter("ignore")
         zarr.consolidate_metadata(tmp_path / "g")
     (tmp_path / "g/empty/zarr.json").unlink()
-    with pytest.raises(MissingData, match="name the array empty, which is not there"):
+    with pytest.raises(MissingData, match="name the array empty, which does not exist"):
         open_checkpoint(tmp_path / "g")
 
 
@@ -301,7 +301,7 @@ def test_contradictions_are_refused(group: zarr.Group, tmp_path: Path) -> None:
         zarr.consolidate_metadata(tmp_path / "g")
     doc = json.loads((tmp_path / "g/a/zarr.json").read_text())
     (tmp_path / "g/a/zarr.json").write_text(json.dumps(doc | {"shape": [13, 8]}))
-    with pytest.raises(IntegrityError, match="describe a otherwise"):
+    with pytest.raises(IntegrityError, match="consolidated metadata of a differ"):
         open_checkpoint(tmp_path / "g")
     (tmp_path / "g/a/zarr.json").write_text(json.dumps(doc))
     (tmp_path / "g/a/.zarray").write_text("{}")
@@ -309,7 +309,7 @@ def test_contradictions_are_refused(group: zarr.Group, tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "g")
     (tmp_path / "g/a/.zarray").unlink()
     shutil.copytree(tmp_path / "g/a", tmp_path / "g/a/inner")
-    with pytest.raises(IntegrityError, match="lies inside the array 'a'"):
+    with pytest.raises(IntegrityError, match="is inside the array 'a'"):
         open_checkpoint(tmp_path / "g")
 
 
@@ -353,10 +353,10 @@ def sharded(**change: Any) -> list[Any]:
         ({"shape": [-1]}, IntegrityError, "shape"),
         ({"shape": [True]}, IntegrityError, "shape"),
         ({"shape": [1 << 70]}, IntegrityError, "shape"),
-        ({"shape": [1 << 61]}, IntegrityError, "cannot be"),
+        ({"shape": [1 << 61]}, IntegrityError, "is too large"),
         ({"shape": [1] * 40, "chunks": [1] * 40}, IntegrityError, "shape"),
-        ({"chunks": [0]}, IntegrityError, "cannot be cut"),
-        ({"chunks": [2, 2]}, IntegrityError, "cannot be cut"),
+        ({"chunks": [0]}, IntegrityError, "cannot be split"),
+        ({"chunks": [2, 2]}, IntegrityError, "cannot be split"),
         ({"dimension_separator": "//"}, IntegrityError, "separated"),
         ({"zarr_format": 1}, IntegrityError, "not the metadata"),
     ],
@@ -376,13 +376,13 @@ def test_what_v2_metadata_may_not_say(
         ({"data_type": "int4"}, UnsupportedError, "data type 'int4' is not read"),
         ({"data_type": {"name": "numpy.datetime64", "configuration": {"unit": "s"}}}, UnsupportedError, "is not read"),
         ({"codecs": [*BYTES, {"name": "numcodecs.lz4"}]}, UnsupportedError, r"'numcodecs\.lz4' are not read"),
-        ({"codecs": [{"name": "bytes"}]}, UnsupportedError, "which byte comes first"),
-        ({"codecs": []}, IntegrityError, "no bytes"),
-        ({"codecs": [*BYTES, "transpose"]}, IntegrityError, "does not stand"),
+        ({"codecs": [{"name": "bytes"}]}, UnsupportedError, "the order of bytes is unknown"),
+        ({"codecs": []}, IntegrityError, "none of its codecs converts"),
+        ({"codecs": [*BYTES, "transpose"]}, IntegrityError, "in the wrong place"),
         ({"codecs": [{"name": "transpose", "configuration": {"order": [1]}}]}, IntegrityError, "order"),
-        ({"codecs": sharded(chunk_shape=[3])}, IntegrityError, "cut"),
+        ({"codecs": sharded(chunk_shape=[3])}, IntegrityError, "split"),
         ({"codecs": sharded(index_location=3)}, IntegrityError, "index at"),
-        ({"codecs": sharded(index_codecs=[])}, IntegrityError, "no bytes"),
+        ({"codecs": sharded(index_codecs=[])}, IntegrityError, "none of its codecs converts"),
         ({"chunk_grid": {"name": "rectilinear", "configuration": {}}}, UnsupportedError, "rectilinear"),
         ({"chunk_key_encoding": {"name": "odd"}}, UnsupportedError, "odd"),
         ({"storage_transformers": [{"name": "x"}]}, UnsupportedError, "transformers"),
@@ -490,7 +490,7 @@ def test_threads_decode_a_chunk_once(samples: dict[str, Sample], monkeypatch: py
 
 
 def test_the_cache_is_bounded_and_keeps_no_errors() -> None:
-    cache, made = Cache(limit=100, least=2), []
+    cache, made = Cache(limit=100, min_entries=2), []
 
     def make(key: str) -> memoryview:
         made.append(key)

@@ -1,4 +1,4 @@
-"""How Orbax's checkpoints are recognised."""
+"""The source for Orbax checkpoints."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class OrbaxOptions(SourceOptions):
     """The options of `Orbax`."""
 
     fill_missing: bool | None = option(
-        None, "flag", "whether chunks that are not stored hold the fill value, whatever the checkpoint says of it"
+        None, "flag", "whether chunks that are not stored hold the fill value, overriding what the checkpoint records"
     )
 
 
 class Orbax(Source):
-    """How Orbax checkpoints are recognised and opened."""
+    """Recognises and opens Orbax checkpoints."""
 
     kind = "orbax"
     title = "Orbax"
@@ -34,15 +34,15 @@ class Orbax(Source):
     options: OrbaxOptions
 
     def is_marker(self, name: str) -> bool:
-        """Whether a folder with a file of this name is a step or an item."""
+        """Whether only a step or an item of Orbax has a file of this name."""
         return name in (TREE, CHECKPOINT)
 
     def find(self, store: Store) -> bool:
-        """Whether this folder is one of Orbax's: of an item, of a step, or of steps."""
+        """Whether Orbax wrote this folder: an item, a step, or a folder of steps."""
         return looks_like_orbax(store)
 
     def open(self, store: Store) -> OpenOrbax:
-        """Open a step or an item; reads its metadata, its numbers, and in OCDBT the nodes of the B+tree."""
+        """Open a step or an item: reads metadata, numbers and, in OCDBT, the nodes of the B+tree."""
         from ucformat.sources.orbax.opened import OpenOrbax
 
         return OpenOrbax(store, find_step(store), fill_missing=self.options.fill_missing)

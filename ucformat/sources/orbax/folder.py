@@ -1,8 +1,8 @@
-"""Where an Orbax checkpoint lies in a folder: which step, and which of its items are trees of arrays.
+"""Find the Orbax checkpoint in a folder: its step, and those of its items that are trees of arrays.
 
 A `CheckpointManager` has a folder for each step (`100`, `step_100`), in which each item has a folder (`default`,
-`state`, `params`, …); a `Checkpointer` writes one item without these. A tree's folder has `_METADATA`. Until a save has
-ended, its folders have `.orbax-checkpoint-tmp` in their names.
+`state`, `params`, …); a `Checkpointer` writes a single item without these. The folder of a tree contains `_METADATA`.
+Until a save is finished, the names of its folders contain `.orbax-checkpoint-tmp`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,22 @@ _ARRAYS = (MANIFEST, ".zarray", "zarr.json")
 _AGGREGATE = "checkpoint"  # msgpack, of Orbax before 0.3 or so
 _TEMPORARY = ".orbax-checkpoint-tmp"
 
-_LOOK = 10_000  # files that are looked at
-_DEEP = 4  # <step>/<item>/<part of the item>/_METADATA
+_MAX_LISTED = 10_000  # files that are listed to recognise a folder
+_MAX_DEPTH = 4  # <step>/<item>/<part of the item>/_METADATA
 _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})")
-_NAMED = 10  # of several steps, so many are named in the error
+_MAX_NAMED = 10  # of several steps, so many are named in the error
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One checkpoint: its folder in the store, the folders of its trees by the items' names, its files and their sizes.
+    """One checkpoint.
 
-    `others` are the files that belong to no tree.
+    Attributes:
+        folder: its key in the store; empty if it is the root.
+        trees: the folder of each tree, by the name of the item.
+        sizes: the bytes of each file, by key.
+        others: the files that belong to no tree.
+        number: the training step in the folder's name, if it has one.
     """
 
     folder: str
@@ -49,39 +54,47 @@ class Step:
 
 
 def looks_like_orbax(store: Store) -> bool:
-    """Whether Orbax wrote this folder, or a step or item in it; reads a folder listing."""
-    return any(_is_marker(info.key) for info in islice(store.list(), _LOOK))
+    """Whether Orbax wrote this folder, or a step or item in it; reads a listing only.
+
+    Args:
+        store: a store whose root is the folder.
+    """
+    return any(_is_marker(info.key) for info in islice(store.list(), _MAX_LISTED))
 
 
 def _is_marker(key: str) -> bool:
     *folders, name = key.split("/")
-    if len(folders) >= _DEEP:
+    if len(folders) >= _MAX_DEPTH:
         return False
     return name in (TREE, CHECKPOINT, MANIFEST) or any(_TEMPORARY in f for f in folders)
 
 
 def find_step(store: Store) -> Step:
-    """The checkpoint in a folder of an item, of a step, or of steps of which there is one.
+    """Find the checkpoint in the folder of an item, of a step, or of steps of which there is only one.
+
+    Args:
+        store: a store whose root is the folder.
 
     Raises:
-        UsageError: there are several.
-        UnsupportedError: its save did not end, or it is of an Orbax too old.
+        UsageError: there are several steps.
+        UnsupportedError: the save did not finish, or an old version of Orbax wrote it.
+        MissingData: there is no tree, or the metadata of an item is missing.
     """
     sizes = {info.key: info.size for info in store.list()}
     keys = list(sizes)
     if _TEMPORARY in store.url.rstrip("/").rpartition("/")[2]:
-        _unfinished(store, store.url)
-    trees = sorted({_parent(k) for k in keys if k.rpartition("/")[2] == TREE and k.count("/") < _DEEP})
+        _raise_unfinished(store, store.url)
+    trees = sorted({_parent(k) for k in keys if k.rpartition("/")[2] == TREE and k.count("/") < _MAX_DEPTH})
     finished = [t for t in trees if _TEMPORARY not in t]
     if not finished:
-        _nothing(store, keys)
+        _raise_no_tree(store, keys)
     steps = sorted({t.split("/")[0] for t in finished}, key=_order)
     folder = ""
     if "" not in finished and CHECKPOINT not in keys and all(_STEP.fullmatch(s) for s in steps):
         if len(steps) > 1:
-            more = f" and {len(steps) - _NAMED} more" if len(steps) > _NAMED else ""
+            more = f" and {len(steps) - _MAX_NAMED} more" if len(steps) > _MAX_NAMED else ""
             raise UsageError(
-                f"{store.url} holds the Orbax checkpoints of several steps: {', '.join(steps[:_NAMED])}{more}",
+                f"{store.url} holds the Orbax checkpoints of several steps: {', '.join(steps[:_MAX_NAMED])}{more}",
                 hint=f"open the folder of one of them: {store.url}/{steps[-1]}",
             )
         folder = steps[0]
@@ -89,9 +102,9 @@ def find_step(store: Store) -> Step:
     sizes = {key: n for key, n in sizes.items() if key.startswith(below)}
     for key in sizes:
         if _TEMPORARY in key:
-            _unfinished(store, key)
+            _raise_unfinished(store, key)
     inside = [t for t in finished if t == folder or t.startswith(below)]
-    if folder in inside:  # an item that was saved by itself
+    if folder in inside:  # a single item without a step
         inside = [folder]
     names = {t[len(below) :].replace("/", "."): t for t in inside}
     within = tuple(f"{t}/" if t else "" for t in inside)
@@ -99,14 +112,14 @@ def find_step(store: Store) -> Step:
     for key in others:
         if key.rpartition("/")[2] in _ARRAYS:
             raise MissingData(
-                f"{store.url}: {key} is of an item whose {TREE} is missing",
+                f"{store.url}: {key} belongs to an item whose {TREE} is missing",
                 hint="the file was lost: restore it from another copy; or open the folder of another item",
             )
     return Step(folder, names, sizes, others, _number(store, folder, alone=folder in inside))
 
 
 def _number(store: Store, folder: str, *, alone: bool) -> int | None:
-    """The step that the folder's name tells: of an item, its own or that of the folder above."""
+    """The step in the name of the folder or, for an item, of its own or its parent's."""
     names = [part for part in f"{store.url}/{folder}".split("/") if part]
     for name in names[-1:] if not alone else names[-1:-3:-1]:
         m = _STEP.fullmatch(name)
@@ -124,25 +137,25 @@ def _parent(key: str) -> str:
     return key.rpartition("/")[0]
 
 
-def _unfinished(store: Store, what: str) -> NoReturn:
+def _raise_unfinished(store: Store, label: str) -> NoReturn:
     raise UnsupportedError(
-        f"{what} is of a save by Orbax that did not end" + ("" if what == store.url else f" (in {store.url})"),
-        hint="wait until it has, or open another step; Orbax itself deletes what a killed run leaves behind",
+        f"{label} is of a save by Orbax that did not finish" + ("" if label == store.url else f" (in {store.url})"),
+        hint="wait until it has, or open another step; Orbax itself deletes the remains of a killed run",
     )
 
 
-def _nothing(store: Store, keys: Iterable[str]) -> NoReturn:
-    """Why there is no tree in a folder that looks like Orbax's."""
+def _raise_no_tree(store: Store, keys: Iterable[str]) -> NoReturn:
+    """Raise the reason why a folder that looks like Orbax's has no tree."""
     keys = list(keys)
     for key in keys:
         if _TEMPORARY in key:
-            _unfinished(store, key)
+            _raise_unfinished(store, key)
     if any(_parent(k) == "" and k.rpartition("/")[2] == _AGGREGATE for k in keys):
         raise UnsupportedError(
             f"{store.url} was written by an old version of Orbax, whose tree is the msgpack file {_AGGREGATE!r}",
             hint="restore it with Orbax, and save it again with a version of 2024 or later",
         )
     raise MissingData(
-        f"{store.url} has no {TREE}, which tells the tree of an Orbax checkpoint",
-        hint="the save did not end, files were lost, or this is one process's part: open the folder above it",
+        f"{store.url} has no {TREE}, which describes the tree of an Orbax checkpoint",
+        hint="the save did not finish, files were lost, or this is one process's part: open the folder above it",
     )

@@ -1,13 +1,13 @@
-"""OCDBT, TensorStore's key-value store: where in its files each value lies.
+"""OCDBT, TensorStore's key-value store: find the location of each value in its files.
 
-`manifest.ocdbt` names the root of a B+tree whose nodes lie in data files; a leaf holds small values itself, and says of
-others in which file and where they are, as they were written. TensorStore decodes nodes out of memory, each after its
-bytes were read through our own store: so any store serves, and values are read in place.
+`manifest.ocdbt` names the root of a B+tree whose nodes are in data files. A leaf contains small values itself, and the
+file and byte range of others, which are stored unchanged. TensorStore decodes nodes in memory, after our own store has
+read their bytes: so every kind of store works, and values are read in place.
 
-A manifest and a node are each a magic number, their length, a version, and a body that zstd may have compressed. The
-body of a node has its height, the paths of data files, and the keys of its entries, where each says how much of it is
-like the one before. So a few kilobytes may stand for gigabytes: of zeros that were compressed, or of long keys that
-differ in one byte. How much they stand for is computed before TensorStore unpacks them.
+A manifest or node consists of a magic number, its length, a version, and a body, which may be compressed with zstd. The
+body of a node has its height, the paths of data files, and the keys of its entries, each as the length of the prefix
+that it shares with the one before and the rest. So a few kilobytes can expand to gigabytes: of compressed zeros, or of
+long keys that differ in one byte. The expanded size is computed before TensorStore decodes them.
 """
 
 from __future__ import annotations
@@ -33,43 +33,43 @@ if TYPE_CHECKING:
 
 __all__ = ["read_ocdbt"]
 
-_FLOOR = 32 << 20  # bytes that any node may become
-_RATIO = 400  # and for each of its bytes: real entries take ten of them, offsets that do not shrink
-_MANIFEST = 32 << 10  # bytes of a manifest once inflated: it has a path of 50 bytes for each of 16 versions or so
-_ENTRY = 1 << 10  # bytes that an entry takes in Python, besides its key and path
-_MANY = 1 << 20  # entries of a node, by TensorStore's limit; no more files either
-_LONG = 0xFFFF  # bytes of a key or path
-_HEADER, _TRAILER = 12, 4  # bytes of the mark and the length; those of a checksum
+_MIN_LIMIT = 32 << 20  # bytes of memory that any node may take
+_LIMIT_RATIO = 400  # and more per byte of the node: a real entry has ten bytes or more, of offsets that do not compress
+_MAX_INFLATED_MANIFEST = 32 << 10  # bytes: a manifest has a path of 50 bytes for each of about 16 versions
+_ENTRY_BYTES = 1 << 10  # memory that Python takes for an entry, besides its key and path
+_MAX_ENTRIES = 1 << 20  # entries of a node, TensorStore's limit; also of files
+_MAX_KEY = 0xFFFF  # bytes of a key or path
+_HEADER, _TRAILER = 12, 4  # bytes of the magic number and length; of the checksum
 _ZSTD = 1
 _BLOCK = 128 << 10  # bytes that a block of zstd inflates to at most
 
 
 def _check_manifest(data: bytes, where: str) -> None:
-    """IntegrityError where a manifest would be far larger, inflated, than any is; `where` names it in messages."""
-    _body(data, _MANIFEST, where)
+    """IntegrityError if a manifest would inflate to far more than any real one."""
+    _body(data, _MAX_INFLATED_MANIFEST, where)
 
 
 def _check_node(data: bytes, stem: int, where: str) -> None:
-    """IntegrityError where the entries of a node would take far more memory than its bytes can stand for.
+    """IntegrityError if the entries of a node would take far more memory than its size justifies.
 
-    `stem` is how many bytes come before each of its keys, as the nodes above it say.
+    `stem` is the number of bytes that the nodes above put in front of each of its keys.
     """
-    most = _FLOOR + _RATIO * len(data)
-    body = _body(data, most, where)
+    limit = _MIN_LIMIT + _LIMIT_RATIO * len(data)
+    body = _body(data, limit, where)
     body.at += 1  # the height
     paths, own = body.names()
-    body.lengths(len(paths))  # of the parts of them that are base paths
+    body.lengths(len(paths))  # of the base paths at their beginnings
     body.at += own
     keys, _ = body.names()
-    nbytes = int(keys.sum() + paths.sum()) + len(keys) * (int(paths.max(initial=0)) + stem + _ENTRY)
-    if nbytes > most:
+    nbytes = int(keys.sum() + paths.sum()) + len(keys) * (int(paths.max(initial=0)) + stem + _ENTRY_BYTES)
+    if nbytes > limit:
         raise IntegrityError(
             f"{where} has {len(data):,} bytes, and would take {nbytes:,} in memory: no save writes that"
         )
 
 
 class _Body:
-    """What is in a manifest or a node, read from its beginning on."""
+    """The decompressed body of a manifest or a node, parsed from its beginning."""
 
     def __init__(self, data: bytes, where: str) -> None:
         self.data, self.where, self.at = data, where, 0
@@ -77,16 +77,16 @@ class _Body:
     def count(self) -> int:
         """A number in groups of seven bits, the lowest first."""
         value = shift = 0
-        while self.at < len(self.data) and value <= _MANY:
+        while self.at < len(self.data) and value <= _MAX_ENTRIES:
             byte = self.data[self.at]
             value |= (byte & 127) << shift
             self.at, shift = self.at + 1, shift + 7
-            if byte < 128 and value <= _MANY:
+            if byte < 128 and value <= _MAX_ENTRIES:
                 return value
         raise self.damaged()
 
     def lengths(self, count: int) -> NDArray[np.int64]:
-        """So many lengths, written as numbers are."""
+        """As many lengths, encoded like numbers."""
         if count <= 0:
             return np.zeros(0, np.int64)
         part = np.frombuffer(self.data, np.uint8)[self.at : self.at + 4 * count].astype(np.int64)
@@ -96,7 +96,7 @@ class _Body:
         starts = np.concatenate(([0], ends[:-1] + 1))
         widths = ends + 1 - starts
         shifts = 7 * (np.arange(ends[-1] + 1) - np.repeat(starts, widths))
-        if widths.max() > 4 or (out := np.add.reduceat((part[: len(shifts)] & 127) << shifts, starts)).max() > _LONG:
+        if widths.max() > 4 or (out := np.add.reduceat((part[: len(shifts)] & 127) << shifts, starts)).max() > _MAX_KEY:
             raise self.damaged()
         self.at += int(ends[-1]) + 1
         return out
@@ -110,51 +110,51 @@ class _Body:
         return lengths, int(own.sum())
 
     def damaged(self) -> IntegrityError:
-        return IntegrityError(f"{self.where} is damaged: at byte {self.at:,} of its content is no number that may be")
+        return IntegrityError(f"{self.where} is damaged: there is no valid number at byte {self.at:,} of its content")
 
 
-def _body(data: bytes, most: int, where: str) -> _Body:
-    """What is in it; IntegrityError where that is more than `most` bytes."""
+def _body(data: bytes, limit: int, where: str) -> _Body:
+    """The body; IntegrityError if it has more than `limit` bytes."""
     head = _Body(data, where)
     head.at = _HEADER
     _version, packed = head.count(), head.count()
     content = data[head.at : -_TRAILER]
     if packed == _ZSTD:
-        _check_zstd(content, most + _BLOCK, where)  # the last block is told no better than that
+        _check_zstd(content, limit + _BLOCK, where)  # the size of the last block is only known to be within a block
         content = _inflate(content, where)
-    if len(content) > most:
-        raise _too_large(len(data), most, where)
+    if len(content) > limit:
+        raise _too_large(len(data), limit, where)
     return _Body(content, where)
 
 
-def _check_zstd(data: bytes, most: int, where: str) -> None:
-    """IntegrityError where this is not one frame of zstd, or is one that may inflate to more than `most` bytes.
+def _check_zstd(data: bytes, limit: int, where: str) -> None:
+    """IntegrityError if this is not exactly one frame of zstd, or may inflate to more than `limit` bytes.
 
-    Its header need not tell how many those are, but what each of its blocks may become is bounded.
+    The frame need not declare its size, but the size of each of its blocks is bounded.
     """
     if len(data) < 6 or data[:4] != b"\x28\xb5\x2f\xfd":
-        raise IntegrityError(f"{where} is damaged: it does not hold a frame of zstd")
-    told, whole, summed, named = data[4] >> 6, data[4] >> 5 & 1, data[4] >> 2 & 1, data[4] & 3
-    begin = 5 + (not whole) + (0, 1, 2, 4)[named]
-    at = begin + (whole, 2, 4, 8)[told]
-    says = int.from_bytes(data[begin:at], "little")
+        raise IntegrityError(f"{where} is damaged: it does not contain a frame of zstd")
+    size_flag, single, checksum, dict_flag = data[4] >> 6, data[4] >> 5 & 1, data[4] >> 2 & 1, data[4] & 3
+    begin = 5 + (not single) + (0, 1, 2, 4)[dict_flag]
+    at = begin + (single, 2, 4, 8)[size_flag]
+    declared = int.from_bytes(data[begin:at], "little")
     nbytes, last = 0, 0
-    while not last and max(nbytes, says) <= most:
+    while not last and max(nbytes, declared) <= limit:
         block = int.from_bytes(data[at : at + 3], "little")
         last, kind, size = block & 1, block >> 1 & 3, block >> 3
         nbytes += _BLOCK if kind == 2 else size
         at += 3 + (1 if kind == 1 else size)
         if kind == 3 or at > len(data):
             raise IntegrityError(f"{where} is damaged: its content is a broken frame of zstd")
-    if max(nbytes, says) > most:
-        raise _too_large(len(data), most, where)
-    if at + 4 * summed != len(data):
+    if max(nbytes, declared) > limit:
+        raise _too_large(len(data), limit, where)
+    if at + 4 * checksum != len(data):
         raise IntegrityError(f"{where} is damaged: its content is more than a frame of zstd")
 
 
-def _too_large(nbytes: int, most: int, where: str) -> IntegrityError:
+def _too_large(nbytes: int, limit: int, where: str) -> IntegrityError:
     return IntegrityError(
-        f"{where} has {nbytes:,} bytes, and would be inflated to more than {most:,}: no save writes that"
+        f"{where} has {nbytes:,} bytes, and would be inflated to more than {limit:,}: no save writes that"
     )
 
 
@@ -173,17 +173,26 @@ def _inflate(data: bytes, where: str) -> bytes:
 
 
 _MAX_MANIFEST = 64 << 20  # bytes
-_MAX_NODE = 256 << 20  # bytes; Orbax lets nodes of 100 MB be
+_MAX_NODE = 256 << 20  # bytes; Orbax allows nodes of 100 MB
 _MAX_NODES = 1 << 20
 _FAILURES = (ValueError, TypeError, RuntimeError, OverflowError, KeyError, NotImplementedError)
 
 
 def read_ocdbt(store: Store, folder: str, sizes: Mapping[str, int]) -> dict[str, Value]:
-    """Every value of the newest version, by its key; `sizes` are those of the store's files.
+    """Find every value of the newest version.
+
+    Args:
+        store: the store of the checkpoint.
+        folder: the folder of the manifest in the store; empty for the root.
+        sizes: the bytes of each file of the store, by key.
+
+    Returns:
+        the location of each value by its key, or the value itself if it is in a node.
 
     Raises:
-        IntegrityError: a node is damaged, or speaks of bytes that are not there.
-        MissingData: a data file is not there.
+        IntegrityError: a node is damaged, or refers to bytes that do not exist.
+        MissingData: a data file is missing or truncated.
+        UnsupportedError: the manifest or a node is too large, or the database has numbered manifests.
     """
     prefix = f"{folder}/" if folder else ""
     key = prefix + MANIFEST
@@ -193,10 +202,10 @@ def read_ocdbt(store: Store, folder: str, sizes: Mapping[str, int]) -> dict[str,
     _check_manifest(data, f"{store.url}/{key}")
     manifest = _dump(store, key, MANIFEST, data, None)
     if manifest.get("config", {}).get("manifest_kind", "single") != "single":
-        raise UnsupportedError(f"{store.url}/{key} is one of numbered manifests, which are not read")
+        raise UnsupportedError(f"{store.url}/{key} is one of several numbered manifests, which are not supported")
     versions = manifest.get("versions") or []
     if not versions:
-        raise IntegrityError(f"{store.url}/{key} holds no version")
+        raise IntegrityError(f"{store.url}/{key} contains no version")
     newest = max(versions, key=lambda v: v["generation_number"])
     return _walk(store, prefix, newest, sizes)
 
@@ -209,15 +218,15 @@ def _walk(store: Store, prefix: str, version: dict[str, Any], sizes: Mapping[str
         location, height, stem = todo.popleft()
         if location is None:  # of an empty tree
             continue
-        held = _locate(store, prefix, location, "btreenode", sizes)
-        if (held.file, held.offset) in seen or len(seen) >= _MAX_NODES:
+        place = _locate(store, prefix, location, "btreenode", sizes)
+        if (place.file, place.offset) in seen or len(seen) >= _MAX_NODES:
             raise IntegrityError(f"{store.url}: its OCDBT tree comes back to the node {location}, or does not end")
-        seen.add((held.file, held.offset))
-        if held.nbytes > _MAX_NODE:
-            raise UnsupportedError(f"{store.url}: the OCDBT node {location} has {held.nbytes} bytes, too many")
-        data = store.read(*held)
+        seen.add((place.file, place.offset))
+        if place.nbytes > _MAX_NODE:
+            raise UnsupportedError(f"{store.url}: the OCDBT node {location} has {place.nbytes} bytes, too many")
+        data = store.read(*place)
         _check_node(data, len(stem), f"{store.url}: the OCDBT node {location[:200]}")
-        node = _dump(store, held.file, "node", data, f"btreenode::node:0:{held.nbytes}")
+        node = _dump(store, place.file, "node", data, f"btreenode::node:0:{place.nbytes}")
         if node["height"] != height:
             raise IntegrityError(f"{store.url}: the OCDBT node {location} is not of the height {height}")
         for entry in node["entries"]:
@@ -236,14 +245,14 @@ def _text(name: bytes) -> str:
 
 
 def _locate(store: Store, prefix: str, location: str, kind: str, sizes: Mapping[str, int]) -> ByteRange:
-    """The range of a file that `<kind>:<base>:<path>:<offset>:<length>` means."""
+    """Parse a location, `<kind>:<base>:<path>:<offset>:<length>`, and check that its file has that range."""
     parts = location.split(":")
     if len(parts) != 5 or parts[0] != kind or not parts[3].isdecimal() or not parts[4].isdecimal():
-        raise IntegrityError(f"{store.url}: {location[:200]!r} is no place of a {kind} in OCDBT")
+        raise IntegrityError(f"{store.url}: {location[:200]!r} is not the location of a {kind} in OCDBT")
     file = check_key(prefix + unquote(parts[1]) + unquote(parts[2]))
     offset, nbytes = int(parts[3]), int(parts[4])
     if file not in sizes:
-        raise MissingData(f"{store.url}/{file} is missing: values of the checkpoint lie in it")
+        raise MissingData(f"{store.url}/{file} is missing: it contains values of the checkpoint")
     if offset + nbytes > sizes[file]:
         raise MissingData(
             f"{store.url}/{file} has {sizes[file]} bytes, but values of the checkpoint reach to byte {offset + nbytes}",
@@ -253,7 +262,7 @@ def _locate(store: Store, prefix: str, location: str, kind: str, sizes: Mapping[
 
 
 def _dump(store: Store, file: str, name: str, data: bytes, node: str | None) -> dict[str, Any]:
-    """What a manifest or a node says, decoded from its bytes."""
+    """Decode a manifest or a node with TensorStore."""
     ts = tensorstore()
     context = ts.Context()
     try:

@@ -1,4 +1,4 @@
-"""Orbax checkpoints, in OCDBT or in files, of Zarr v2 or v3, read in place."""
+"""Orbax checkpoints, read in place: in OCDBT or in files, of Zarr v2 or v3."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenOrbax"]
 
-_HINT = "files were lost, or the save was not whole: restore them from another copy"
+_MISSING_HINT = "files were lost, or the save was incomplete: restore them from another copy"
 _JSON = ("metadata", "metrics")  # the files of items that are JSON
-_OWN = (CHECKPOINT, "commit_success.txt", "orbax.checkpoint")  # Orbax's own, of no use elsewhere
+_OWN = (CHECKPOINT, "commit_success.txt", "orbax.checkpoint")  # bookkeeping of Orbax: no assets
 
 
 class OpenOrbax:
-    """One opened Orbax checkpoint."""
+    """An opened Orbax checkpoint."""
 
     kind = "orbax"
 
@@ -53,7 +53,7 @@ class OpenOrbax:
             {key: value for item in items for key, value in item.values.items()},
             {array.path: array for array in (*arrays.values(), *scalars.values())},
             filled,
-            _HINT,
+            _MISSING_HINT,
         )
         self.store: Store = DecodedStore(store, self._chunks)
         keys = tensor_keys({path: array.shape for path, array in arrays.items()})
@@ -62,7 +62,7 @@ class OpenOrbax:
         numbers = {".".join(p): scalar_json(".".join(p), a, self._read(a)) for p, a in scalars.items()}
         texts = {".".join(p): text for item in items for p, text in item.strings().items()}
         objects: dict[str, Any] = {**numbers, **texts}
-        if more := self._more(step, items):
+        if more := self._other_objects(step, items):
             objects["orbax"] = more
         self.metadata = CheckpointMetadata(
             tensor_list=TensorList(
@@ -78,21 +78,21 @@ class OpenOrbax:
         )
 
     def _order(self) -> list[Key]:
-        """All states of a tensor together, the tensors as the tree lists those that are weights."""
+        """All states of a tensor together, and tensors in the order of their weights in the tree."""
         order: dict[str, int] = {}
         for key in sorted(self._arrays, key=lambda k: k.state != "weight"):
             order.setdefault(key.name, len(order))
         return sorted(self._arrays, key=lambda k: (order[k.name], k.state != "weight"))
 
     def _read(self, array: Array) -> bytes:
-        """A small array's bytes."""
+        """The bytes of a 0-d array."""
         if array.shape:
             return b""
         extent = next(iter(self._chunks.extents(array)))
         return self.store.read(extent.file, extent.offset, array.itemsize)
 
     def _step(self, numbers: dict[str, Any], step: Step) -> int | None:
-        """The leaf `step` at the root of the only tree or of one of several; else what the folder's name says."""
+        """The leaf `step` at the root of the only tree or of one of several; otherwise the step in the folder name."""
         for name in ("step", *(f"{tree}.step" for tree in step.trees)):
             if type(numbers.get(name)) is int:
                 return int(numbers[name])
@@ -101,16 +101,16 @@ class OpenOrbax:
                     return int.from_bytes(self._read(array), "little", signed=array.dtype.startswith("int"))
         return step.number
 
-    def _more(self, step: Step, items: list[Item]) -> dict[str, Any]:
-        """What is said of the checkpoint and of its trees, and the items that are JSON."""
+    def _other_objects(self, step: Step, items: list[Item]) -> dict[str, Any]:
+        """The metadata of the checkpoint and of its trees, and the items that are JSON."""
         out: dict[str, Any] = {}
         below = f"{step.folder}/" if step.folder else ""
         files = {key: ByteRange(key, 0, n) for key, n in step.sizes.items()}
         if below + CHECKPOINT in files:
-            said = read_json(self.store, files, below + CHECKPOINT)
-            if isinstance(said, dict):
-                self._check_items(below, said.get("item_handlers"), files)
-                out |= {k: to_json(said[k]) for k in ("metrics", "custom_metadata") if said.get(k)}
+            document = read_json(self.store, files, below + CHECKPOINT)
+            if isinstance(document, dict):
+                self._check_items(below, document.get("item_handlers"), files)
+                out |= {k: to_json(document[k]) for k in ("metrics", "custom_metadata") if document.get(k)}
         custom = {name: i.tree.custom for name, i in zip(step.trees, items, strict=True) if i.tree.custom}
         if custom:
             out["trees"] = to_json(custom)
@@ -123,7 +123,7 @@ class OpenOrbax:
         return out
 
     def _check_items(self, below: str, handlers: Any, files: Collection[str]) -> None:
-        """MissingData where an item that was saved has no file left."""
+        """MissingData if no file of a saved item is left."""
         for name in handlers if isinstance(handlers, dict) else ():
             if not any(key.startswith(f"{below}{name}/") for key in files):
                 raise MissingData(
@@ -132,13 +132,13 @@ class OpenOrbax:
                 )
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Where the chunks of an array lie."""
+        """Find where the chunks of an array are stored."""
         if key not in self._arrays:
             raise unknown_tensor(key, self._arrays, self.store.url)
         return self._chunks.extents(self._arrays[key], within)
 
     def records(self) -> Iterator[FileRecord]:
-        """None: Orbax keeps no checksums of data."""
+        """None: Orbax has no checksums of data."""
         yield from ()
 
 

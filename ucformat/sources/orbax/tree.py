@@ -1,7 +1,7 @@
-"""The trees of an Orbax checkpoint: the leaves that `_METADATA` lists, their arrays, and which tensor each array is.
+"""The trees of an Orbax checkpoint: the leaves that `_METADATA` lists, their arrays, and the tensor that each array is.
 
-Names are paths joined by dots. Optax keeps what it knows of the parameters in trees of their shape: `opt_state.0.mu` is
-such a mirror of `params` beside it, so `opt_state.0.mu.layers.0.w` is the state `mu` of `params.layers.0.w`.
+Names are paths joined by dots. Optax stores its moments in trees of the parameters' structure: `opt_state.0.mu` mirrors
+`params` next to it, so `opt_state.0.mu.layers.0.w` is the state `mu` of `params.layers.0.w`.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Item", "Leaf", "Tree", "scalar_json", "tensor_keys"]
 
-#: Kinds of leaves without data: they are the empty parts of the tree.
+#: Kinds of leaves without data: empty parts of the tree.
 _EMPTY = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple"})
 _ARRAYS = frozenset({"jax.Array", "np.ndarray"})
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A leaf: its path from the root, and what it was: an array, a `scalar`, a `string`."""
+    """A leaf: its path from the root, and its type (an array, `scalar` or `string`)."""
 
     path: tuple[str, ...]
     kind: str
 
     @property
     def name(self) -> str:
-        """Its name, which is the name of its array in the storage."""
+        """Its name, which is also the name of its array in the storage."""
         return ".".join(self.path)
 
 
@@ -54,13 +54,13 @@ class Tree:
     arrays: tuple[Leaf, ...]
     scalars: tuple[Leaf, ...]
     strings: tuple[Leaf, ...]
-    zarr3: bool | None  # None: it does not say
-    stores_fill: bool  # chunks that hold nothing but the fill value are stored like all others
+    zarr3: bool | None  # None: not recorded
+    stores_fill: bool  # whether chunks with nothing but the fill value are stored like all others
     custom: Any
 
 
 def _parse_tree(where: str, doc: Any) -> Tree:
-    """The tree that a `_METADATA` describes; `where` names it in messages."""
+    """Parse a `_METADATA` document, whose name in messages is `where`."""
     entries = doc.get("tree_metadata") if isinstance(doc, dict) else None
     if not isinstance(entries, dict):
         raise IntegrityError(f"{where} does not describe a tree")
@@ -73,7 +73,7 @@ def _parse_tree(where: str, doc: Any) -> Tree:
         leaf = Leaf(path, kind)
         if skipped:
             raise UnsupportedError(
-                f"{where}: {leaf.name} ({kind}) is not an array of its own: an old version of Orbax put it in the "
+                f"{where}: {leaf.name} ({kind}) is not an array of its own: an old version of Orbax put it into the "
                 "msgpack file 'checkpoint'",
                 hint="restore the checkpoint with Orbax, and save it again",
             )
@@ -90,7 +90,7 @@ def _parse_tree(where: str, doc: Any) -> Tree:
         else:
             raise UnsupportedError(
                 f"{where}: {leaf.name} is a {kind!r}, which is not read",
-                hint="arrays, numbers and text are; save it as one of these, or in an item of its own",
+                hint="arrays, numbers and text are: save it as one of these, or in an item of its own",
             )
     zarr3 = doc.get("use_zarr3")
     return Tree(
@@ -104,7 +104,7 @@ def _parse_tree(where: str, doc: Any) -> Tree:
 
 
 def _leaf(where: str, entry: Any) -> tuple[tuple[str, ...], str, bool]:
-    """Path, kind, and whether its value is stored elsewhere."""
+    """Path, type, and whether the value is stored elsewhere."""
     keys = entry.get("key_metadata") if isinstance(entry, dict) else None
     value = entry.get("value_metadata") if isinstance(entry, dict) else None
     if (
@@ -117,16 +117,21 @@ def _leaf(where: str, entry: Any) -> tuple[tuple[str, ...], str, bool]:
     return tuple(str(k["key"]) for k in keys), value["value_type"], value.get("skip_deserialize") is True
 
 
-_ALONE = ("checkpoint",)  # the path of an array that is an item of its own, which it gives the name
+_UNNAMED = ("checkpoint",)  # the path of an array that is an item of its own: it gets the name of the item
 _STRINGS = "_strings.json"
 _METADATA = {".zarray": parse_v2, "zarr.json": parse_v3}
-_PLAIN = {"bool": "?", "int64": "<q", "float64": "<d"}  # what Python's own numbers are stored as
+_PLAIN = {"bool": "?", "int64": "<q", "float64": "<d"}  # dtypes of Python's own numbers
 
 
 class Item:
-    """An item's leaves by their path in the checkpoint, which begins with the item's name where there are several.
+    """The leaves of an item, by their paths in the checkpoint, which begin with the item's name if there are several.
 
-    `arrays` and `values` are by the paths and keys of the folder that the item lies in.
+    Attributes:
+        tree: the leaves.
+        arrays: the array of each leaf that is one.
+        scalars: the array of each leaf that is a number.
+        values: the location of each value in the item's folder, by its key in the store.
+        ocdbt: whether the item is stored in OCDBT.
     """
 
     def __init__(self, store: Store, name: str, folder: str, sizes: Mapping[str, int]) -> None:
@@ -140,13 +145,13 @@ class Item:
         if doc.get("use_ocdbt") is True and not self.ocdbt:
             raise MissingData(
                 f"{store.url}/{self._below}{MANIFEST} is missing, and the arrays of the checkpoint are in OCDBT",
-                hint="the save did not end, or the file was lost: restore it from another copy",
+                hint="the save did not finish, or the file was lost: restore it from another copy",
             )
         self.values: Mapping[str, Value] = self._files
         if self.ocdbt:
             self.values = {self._below + k: v for k, v in read_ocdbt(store, folder, sizes).items()}
         first = tuple(part for part in name.split(".") if part)
-        self._paths = {leaf: first if first and leaf.path == _ALONE else first + leaf.path for leaf in self._leaves()}
+        self._paths = {leaf: first if first and leaf.path == _UNNAMED else first + leaf.path for leaf in self._leaves()}
         self.arrays = {self._paths[leaf]: self._array(leaf) for leaf in self.tree.arrays}
         self.scalars = {self._paths[leaf]: self._array(leaf) for leaf in self.tree.scalars}
 
@@ -174,42 +179,51 @@ class Item:
             return {}
         key = self._below + _STRINGS
         if key not in self._files:
-            raise MissingData(f"{self._store.url}/{key} is missing: it holds {self.tree.strings[0].name}")
-        held = read_json(self._store, self._files, key)
+            raise MissingData(f"{self._store.url}/{key} is missing: it contains {self.tree.strings[0].name}")
+        texts = read_json(self._store, self._files, key)
         out = {}
         for leaf in self.tree.strings:
-            value: Any = held
+            value: Any = texts
             for part in leaf.name.split("/"):  # the name is a JSON pointer
                 value = value.get(part) if isinstance(value, dict) else None
             if not isinstance(value, str):
-                raise MissingData(f"{self._store.url}/{key} does not hold the text {leaf.name}")
+                raise MissingData(f"{self._store.url}/{key} does not contain the text {leaf.name}")
             out[self._paths[leaf]] = value
         return out
 
     def random_keys(self) -> dict[str, str]:
-        """The arrays that are JAX's typed random keys, and of which implementation."""
+        """The arrays that are JAX's typed random keys, with the name of the implementation."""
         folder = f"{self._below}array_metadatas/"
         keys = sorted(k for k in self._files if k.startswith(folder))
         if not keys:
             return {}
-        doc = read_json(self._store, self._files, keys[0])  # each process says the same of each array
+        doc = read_json(self._store, self._files, keys[0])  # every process writes the same
         entries = doc.get("array_metadatas") if isinstance(doc, dict) else None
         by_name = {leaf.name: path for leaf, path in self._paths.items()}
         out = {}
         for entry in entries if isinstance(entries, list) else []:
-            said = entry.get("array_metadata") if isinstance(entry, dict) else None
-            more = said.get("ext_metadata") if isinstance(said, dict) else None
-            if isinstance(said, dict) and isinstance(more, dict) and "random_key_impl" in more:
-                name = str(said.get("param_name"))
+            metadata = entry.get("array_metadata") if isinstance(entry, dict) else None
+            extensions = metadata.get("ext_metadata") if isinstance(metadata, dict) else None
+            if isinstance(metadata, dict) and isinstance(extensions, dict) and "random_key_impl" in extensions:
+                name = str(metadata.get("param_name"))
                 if name in by_name:
-                    out[".".join(by_name[name])] = str(more["random_key_impl"])
+                    out[".".join(by_name[name])] = str(extensions["random_key_impl"])
         return out
 
 
 def scalar_json(name: str, array: Array, data: bytes) -> Any:
-    """A number that was a leaf of the tree, as an object: those of Python plainly, of other types with their type."""
+    """The JSON form of a leaf that is a number: plain if it is of one of Python's types, otherwise with its dtype.
+
+    Args:
+        name: the name of the leaf.
+        array: its array.
+        data: the bytes of the number.
+
+    Raises:
+        IntegrityError: the array is not 0-d.
+    """
     if array.shape:
-        raise IntegrityError(f"{name} is said to be a number, but is an array of {list(array.shape)}")
+        raise IntegrityError(f"{name} should be a number, but is an array of {list(array.shape)}")
     if array.dtype in _PLAIN:
         return to_json(struct.unpack(_PLAIN[array.dtype], data)[0])
     return to_json(NdArray(array.dtype, (), data, fortran=False))
@@ -219,19 +233,22 @@ Path = tuple[str, ...]
 Shapes = dict[Path, tuple[int, ...]]
 
 _PARAMS = "params"
-#: What optax calls its trees of moments. These may leave out parameters (frozen, or another optimizer's), and hold
-#: tensors of other shapes (factored).
+#: Optax's names of trees of moments. These may leave out parameters (frozen, or another optimizer's), and have tensors
+#: of other shapes (factored).
 _MOMENTS = frozenset(
     ["mu", "nu", "nu_max", "trace", "v", "v_row", "v_col", "sum_of_squares", "e_g", "e_x", "acc_grads", "ema", "z"]
 )
 
 
 def tensor_keys(shapes: Mapping[Path, tuple[int, ...]]) -> dict[Path, Key]:
-    """The tensor that each array is, by its path.
+    """Decide which tensor each array is.
 
-    A tree beside `params` mirrors it where it has the same paths and shapes; one of optax's moments, where it has some
-    of the paths. Its name is the state. What would give two arrays one tensor is not done: like all others, they are
-    weights of their own name.
+    A tree next to `params` mirrors it if it has the same paths and shapes; one of optax's moments, if it has some of
+    the paths. The name of the tree is the state. If two arrays would be the same tensor, neither is treated so: like
+    all other arrays, they are weights with names of their own.
+
+    Args:
+        shapes: the shape of each array, by path.
     """
     plain = {path: Key(".".join(path), "weight") for path in shapes}
     nodes = _nodes(shapes)
@@ -248,7 +265,7 @@ def tensor_keys(shapes: Mapping[Path, tuple[int, ...]]) -> dict[Path, Key]:
 
 
 def _nodes(shapes: Mapping[Path, tuple[int, ...]]) -> dict[Path, Shapes]:
-    """The inner nodes, the outer ones first, and what is below each, as seen from it."""
+    """The inner nodes, outer ones first, and the leaves below each by their paths from it."""
     out: dict[Path, Shapes] = {}
     for path, shape in shapes.items():
         for node in _above(path):

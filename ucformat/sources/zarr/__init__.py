@@ -1,4 +1,4 @@
-"""How Zarr groups and arrays are recognised."""
+"""The source for Zarr groups and arrays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ZarrOptions(SourceOptions):
 
 
 class Zarr(Source):
-    """How Zarr groups and arrays are recognised and opened."""
+    """Recognises and opens Zarr groups and arrays."""
 
     kind = "zarr"
     title = "Zarr v2 and v3"
@@ -38,17 +38,17 @@ class Zarr(Source):
     def is_marker(self, name: str) -> bool:
         """Whether a folder with a file of this name is a group of Zarr v2.
 
-        The groups of v3 are not found in a tree of folders: their `zarr.json` stands in every array too, and in a
-        universal checkpoint that was never committed.
+        Searching a tree of folders does not find groups of v3: `zarr.json` is in every array, too, and in a universal
+        checkpoint that was never committed.
         """
         return name in (".zgroup", ".zmetadata")
 
     def find(self, store: Store) -> bool:
-        """Whether this folder is a group or an array."""
+        """Whether the folder is a group or an array."""
         return any(exists(store, name) for name in _NODES)
 
     def open(self, store: Store) -> OpenZarr:
-        """List the folder, and read the metadata of every node in it."""
+        """Open it: lists the folder, and reads the metadata of every node in it."""
         from ucformat.sources.zarr.opened import OpenZarr
 
         return OpenZarr(store, fill_missing=self.options.fill_missing)

@@ -1,7 +1,8 @@
-"""The metadata of a Zarr array, version 2 or 3, checked and in one form, and its codecs.
+"""The metadata of a Zarr array, version 2 or 3, checked and in a common form, and its codecs.
 
-A chain of codecs is some `transpose`, then `bytes` or `sharding_indexed`, then codecs from bytes to bytes. Where these
-leave the elements as they are in memory, chunks are *raw*, and are read in place; all others are decoded whole.
+A chain of codecs consists of any number of `transpose`, then `bytes` or `sharding_indexed`, then codecs from bytes to
+bytes. If these leave the elements as they are in memory, chunks are *raw*, and are read in place; all others are
+decoded whole.
 """
 
 from __future__ import annotations
@@ -20,28 +21,27 @@ __all__ = [
     "Codec",
     "Raw",
     "Sharding",
-    "has_crc32c",
     "parse_v2",
     "parse_v3",
 ]
 
 Codec = dict[str, Any]
 
-#: Codecs from bytes to bytes that are decoded. How strongly they compressed does not matter for that.
-PACKING: dict[str, Codec] = {
+#: The supported codecs from bytes to bytes. Their compression levels do not matter for decoding.
+_CODECS: dict[str, Codec] = {
     "crc32c": {},
     "gzip": {"level": 5},
     "zstd": {"level": 3, "checksum": False},
     "blosc": {"cname": "lz4", "clevel": 5, "shuffle": "noshuffle", "typesize": 1, "blocksize": 0},
 }
 
-_NESTED = 4  # shards within shards
-_MAX_CODECS = 8  # codecs one after another: each may blow up what the next one made of a few bytes
+_MAX_DEPTH = 4  # shards within shards
+_MAX_CODECS = 8  # codecs in a chain: each may expand the output of the one before
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """A chunk whose bytes are its elements; `order` gives its axes, slowest first; a CRC-32C may follow."""
+    """A chunk whose bytes are its elements: `order` gives its axes, slowest first; if `checked`, a CRC-32C follows."""
 
     order: tuple[int, ...]
     checked: bool
@@ -49,7 +49,7 @@ class Raw:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a stored value holds many chunks, and an index of them."""
+    """How a stored value contains many chunks, and an index of them."""
 
     chunk: tuple[int, ...]
     codecs: tuple[Codec, ...]
@@ -59,13 +59,13 @@ class Sharding:
 
 
 def _check_chain(where: str, codecs: Any, shape: tuple[int, ...], itemsize: int, depth: int = 0) -> tuple[Codec, ...]:
-    """The chain of an array's `codecs`, in one spelling; `shape` is that of the chunk that it encodes.
+    """Normalise an array's `codecs`; `shape` is that of the chunk that they encode.
 
     Raises:
-        IntegrityError: it is no chain.
-        UnsupportedError: it has a codec that is not decoded.
+        IntegrityError: it is not a chain of codecs.
+        UnsupportedError: a codec is not supported.
     """
-    if not isinstance(codecs, list) or depth > _NESTED:
+    if not isinstance(codecs, list) or depth > _MAX_DEPTH:
         raise IntegrityError(f"{where}: its codecs are not a list, or are nested too deeply")
     if len(codecs) > _MAX_CODECS:
         raise IntegrityError(f"{where}: {len(codecs)} codecs one after another are too many")
@@ -82,18 +82,18 @@ def _check_chain(where: str, codecs: Any, shape: tuple[int, ...], itemsize: int,
         elif name == "sharding_indexed" and stage == 0:
             out.append({"name": name, "configuration": _shards(where, config, shape, itemsize, depth)})
             stage = 1
-        elif name in PACKING and stage == 1:
-            out.append({"name": name, "configuration": PACKING[name]} if PACKING[name] else {"name": name})
-        elif name in (*PACKING, "transpose", "bytes", "sharding_indexed"):
-            raise IntegrityError(f"{where}: its codec {name!r} does not stand where it may")
+        elif name in _CODECS and stage == 1:
+            out.append({"name": name, "configuration": _CODECS[name]} if _CODECS[name] else {"name": name})
+        elif name in (*_CODECS, "transpose", "bytes", "sharding_indexed"):
+            raise IntegrityError(f"{where}: its codec {name!r} is in the wrong place of the chain")
         else:
             raise UnsupportedError(
                 f"{where}: chunks encoded with {name!r} are not read",
-                hint=f"those are: {', '.join(['bytes', 'transpose', 'sharding_indexed', *PACKING])}; write the array "
+                hint=f"those are: {', '.join(['bytes', 'transpose', 'sharding_indexed', *_CODECS])}; write the array "
                 "anew with one of them",
             )
     if stage == 0:
-        raise IntegrityError(f"{where}: its codecs make no bytes of an array")
+        raise IntegrityError(f"{where}: none of its codecs converts an array to bytes")
     return tuple(out)
 
 
@@ -104,7 +104,7 @@ def _named(where: str, codec: Any) -> tuple[str, dict[str, Any]]:
         config = codec.get("configuration", {})
         if isinstance(config, dict):
             return name, config
-    raise IntegrityError(f"{where}: {str(codec)[:80]!r} is no codec")
+    raise IntegrityError(f"{where}: {str(codec)[:80]!r} is not a codec")
 
 
 def _order(where: str, config: dict[str, Any], ndim: int) -> list[int]:
@@ -120,8 +120,8 @@ def _endian(where: str, config: dict[str, Any], itemsize: int) -> str:
     endian = config.get("endian", "little" if itemsize == 1 else None)
     if endian is None:
         raise UnsupportedError(
-            f"{where}: its codec 'bytes' does not say which byte comes first",
-            hint="give it `endian` in the array's zarr.json, as whoever wrote it knows",
+            f"{where}: its codec 'bytes' has no `endian`, so the order of bytes is unknown",
+            hint="add the `endian` of the machine that wrote the array to its zarr.json",
         )
     if endian not in ("little", "big"):
         raise IntegrityError(f"{where}: its codec 'bytes' has the unknown endian {str(endian)[:80]!r}")
@@ -135,20 +135,20 @@ def _shards(where: str, config: dict[str, Any], shape: tuple[int, ...], itemsize
         or len(inner) != len(shape)
         or any(type(c) is not int or c < 1 or n % c for c, n in zip(inner, shape, strict=True))
     ):
-        raise IntegrityError(f"{where}: shards of {list(shape)} cannot be cut into chunks of {str(inner)[:80]}")
+        raise IntegrityError(f"{where}: shards of {list(shape)} cannot be split into chunks of {str(inner)[:80]}")
     location = config.get("index_location", "end")
     if location not in ("start", "end"):
         raise IntegrityError(f"{where}: its shards have an index at {str(location)[:80]!r}")
     return {
         "chunk_shape": inner,
         "codecs": list(_check_chain(where, config.get("codecs"), tuple(inner), itemsize, depth + 1)),
-        "index_codecs": list(_check_chain(where, config.get("index_codecs"), (*(1 for _ in inner), 2), 8, _NESTED)),
+        "index_codecs": list(_check_chain(where, config.get("index_codecs"), (*(1 for _ in inner), 2), 8, _MAX_DEPTH)),
         "index_location": location,
     }
 
 
 def _raw_layout(codecs: tuple[Codec, ...], ndim: int, itemsize: int) -> Raw | None:
-    """How a chunk lies that is stored as it is; None where it must be decoded."""
+    """The layout of a chunk that is stored raw; None if it must be decoded."""
     order = tuple(range(ndim))
     names = [c["name"] for c in codecs]
     first = names.index("bytes") if "bytes" in names else -1
@@ -161,13 +161,8 @@ def _raw_layout(codecs: tuple[Codec, ...], ndim: int, itemsize: int) -> Raw | No
     return Raw(order, checked=len(names) > first + 1)
 
 
-def has_crc32c(codecs: tuple[Codec, ...]) -> bool:
-    """Whether a CRC-32C is over all that a chunk holds; those inside a shard that is decoded as one do not count."""
-    return any(codec["name"] == "crc32c" for codec in codecs)
-
-
 def _sharding_of(codecs: tuple[Codec, ...]) -> Sharding | None:
-    """How a stored value holds many chunks; None where it is one chunk, or must be decoded as one."""
+    """How a stored value contains many chunks; None if it is one chunk, or must be decoded as one."""
     if [c["name"] for c in codecs] != ["sharding_indexed"]:
         return None
     config = codecs[0]["configuration"]
@@ -184,9 +179,9 @@ def _sharding_of(codecs: tuple[Codec, ...]) -> Sharding | None:
 
 
 _MAX_DIMS = 32  # TensorStore's
-_MAX_BYTES = 1 << 62  # of an array or a chunk: what strides and offsets can say
+_MAX_BYTES = 1 << 62  # of an array or a chunk: what strides and offsets can represent
 _V2_DTYPE = re.compile(r"([<>|])([biufc]\d{1,2})")
-_V2_KINDS = {
+_V2_DTYPES = {
     "b1": "bool", "i1": "int8", "i2": "int16", "i4": "int32", "i8": "int64", "u1": "uint8", "u2": "uint16",
     "u4": "uint32", "u8": "uint64", "f2": "float16", "f4": "float32", "f8": "float64", "c8": "complex64",
     "c16": "complex128",
@@ -199,13 +194,13 @@ _V3_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class Array:
-    """One array: its tensor, its chunks, and where these are stored.
+    """One array: its tensor, its chunks, and how the keys of stored values are made.
 
-    `stored` is the shape of what one stored value holds: a chunk, or a shard of many. `packed` names what compressed
-    it after all `codecs`, where Zarr v3 has no codec of that name.
+    `stored` is the shape of one stored value: a chunk, or a shard of many. `stream` is the compression (`zlib` or
+    `bz2`) of Zarr v2 after all `codecs`, for which Zarr v3 has no codec.
     """
 
-    path: str  # in the group; "" where the array is the root
+    path: str  # in the group; "" if the array is the root
     dtype: str
     shape: tuple[int, ...]
     stored: tuple[int, ...]
@@ -213,7 +208,7 @@ class Array:
     prefix: str
     separator: str
     fill_value: Any
-    packed: str | None = None
+    stream: str | None = None
 
     @cached_property
     def itemsize(self) -> int:
@@ -222,23 +217,23 @@ class Array:
 
     @cached_property
     def sharding(self) -> Sharding | None:
-        """How a stored value holds many chunks; None where it is one."""
-        return None if self.packed else _sharding_of(self.codecs)
+        """How a stored value contains many chunks; None if it is one."""
+        return None if self.stream else _sharding_of(self.codecs)
 
     @cached_property
     def chunk(self) -> tuple[int, ...]:
-        """The shape of a chunk: what is decoded at once."""
+        """The shape of a chunk: the unit of decoding."""
         return self.sharding.chunk if self.sharding else self.stored
 
     @cached_property
     def chunk_codecs(self) -> tuple[Codec, ...]:
-        """How a chunk is encoded."""
+        """The codecs of a chunk."""
         return self.sharding.codecs if self.sharding else self.codecs
 
     @cached_property
     def raw(self) -> Raw | None:
-        """How a chunk lies that is stored as it is; None where it must be decoded."""
-        return None if self.packed else _raw_layout(self.chunk_codecs, len(self.shape), self.itemsize)
+        """The layout of a chunk that is stored raw; None if it must be decoded."""
+        return None if self.stream else _raw_layout(self.chunk_codecs, len(self.shape), self.itemsize)
 
     @cached_property
     def chunk_nbytes(self) -> int:
@@ -246,18 +241,28 @@ class Array:
         return math.prod(self.chunk) * self.itemsize
 
     def key(self, at: tuple[int, ...]) -> str:
-        """The key of a stored value."""
+        """The key of a stored value.
+
+        Args:
+            at: its index in the grid of stored values.
+        """
         parts = [self.prefix] if self.prefix else []
         name = self.separator.join([*parts, *map(str, at)]) or "0"
         return f"{self.path}/{name}" if self.path else name
 
-    def same_bytes(self, other: Array) -> bool:
-        """Whether both give the same tensor, if read from the same files."""
-        return repr(self) == repr(other)
-
 
 def parse_v2(path: str, where: str, doc: Any) -> Array:
-    """The array that a `.zarray` describes; `where` names the document in messages."""
+    """Parse a `.zarray` document.
+
+    Args:
+        path: the path of the array in the group.
+        where: the name of the document, for messages.
+        doc: the document.
+
+    Raises:
+        IntegrityError: the document is damaged.
+        UnsupportedError: the data type, compressor or a filter is not supported.
+    """
     if not isinstance(doc, dict) or doc.get("zarr_format") != 2:
         raise IntegrityError(f"{where} is not the metadata of a Zarr v2 array")
     dtype, endian = _v2_dtype(where, doc.get("dtype"))
@@ -277,14 +282,14 @@ def parse_v2(path: str, where: str, doc: Any) -> Array:
     if order == "F" and len(shape) > 1:
         codecs.append({"name": "transpose", "configuration": {"order": "F"}})
     codecs.append({"name": "bytes", "configuration": {"endian": endian}})
-    packed = None
+    stream = None
     compressor = doc.get("compressor")
     if compressor is not None:
         name = compressor.get("id") if isinstance(compressor, dict) else None
         if name in ("zstd", "gzip", "blosc"):
             codecs.append({"name": name})
         elif name in ("zlib", "bz2"):
-            packed = str(name)
+            stream = str(name)
         else:
             raise UnsupportedError(
                 f"{where}: chunks compressed with {str(name or compressor)[:80]!r} are not read",
@@ -292,12 +297,22 @@ def parse_v2(path: str, where: str, doc: Any) -> Array:
             )
     fill = doc.get("fill_value")
     return _array(
-        where, path, dtype, shape, chunks, codecs, "", doc.get("dimension_separator", "."), fill, packed=packed
+        where, path, dtype, shape, chunks, codecs, "", doc.get("dimension_separator", "."), fill, stream=stream
     )
 
 
 def parse_v3(path: str, where: str, doc: Any) -> Array:
-    """The array that a `zarr.json` describes."""
+    """Parse the `zarr.json` document of an array.
+
+    Args:
+        path: the path of the array in the group.
+        where: the name of the document, for messages.
+        doc: the document.
+
+    Raises:
+        IntegrityError: the document is damaged.
+        UnsupportedError: the data type, chunk grid, chunk keys, a codec or an extension is not supported.
+    """
     if not isinstance(doc, dict) or doc.get("zarr_format") != 3 or doc.get("node_type") != "array":
         raise IntegrityError(f"{where} is not the metadata of a Zarr v3 array")
     for key, value in doc.items():
@@ -319,9 +334,9 @@ def parse_v3(path: str, where: str, doc: Any) -> Array:
     config = encoding.get("configuration") or {}
     if encoding.get("name") not in ("default", "v2") or not isinstance(config, dict):
         raise UnsupportedError(f"{where}: the chunk keys {str(encoding.get('name'))[:80]!r} are not known")
-    prefix, usual = ("c", "/") if encoding["name"] == "default" else ("", ".")
+    prefix, default = ("c", "/") if encoding["name"] == "default" else ("", ".")
     shape = _sizes(where, "shape", doc.get("shape"), 0)
-    separator = config.get("separator", usual)
+    separator = config.get("separator", default)
     return _array(where, path, dtype, shape, chunks, doc.get("codecs"), prefix, separator, doc.get("fill_value"))
 
 
@@ -336,19 +351,19 @@ def _array(
     separator: Any,
     fill: Any,
     *,
-    packed: str | None = None,
+    stream: str | None = None,
 ) -> Array:
     """The checks that both versions share."""
     if separator not in (".", "/"):
         raise IntegrityError(f"{where}: its chunk keys are separated by {str(separator)[:80]!r}, not by '.' or '/'")
     if len(chunks) != len(shape) or any(c < 1 for c, n in zip(chunks, shape, strict=True) if n):
-        raise IntegrityError(f"{where}: an array of {list(shape)} cannot be cut into chunks of {list(chunks)}")
+        raise IntegrityError(f"{where}: an array of {list(shape)} cannot be split into chunks of {list(chunks)}")
     chunks = tuple(max(c, 1) for c in chunks)
     itemsize = ITEMSIZE[dtype]
     if math.prod(shape) * itemsize > _MAX_BYTES or math.prod(chunks) * itemsize > _MAX_BYTES:
-        raise IntegrityError(f"{where}: an array of {list(shape)} in chunks of {list(chunks)} cannot be")
+        raise IntegrityError(f"{where}: an array of {list(shape)} in chunks of {list(chunks)} is too large")
     chain = _check_chain(where, codecs, chunks, itemsize)
-    return Array(path, dtype, shape, chunks, chain, prefix, separator, fill, packed)
+    return Array(path, dtype, shape, chunks, chain, prefix, separator, fill, stream)
 
 
 def _sizes(where: str, what: str, sizes: Any, least: int) -> tuple[int, ...]:
@@ -362,12 +377,12 @@ def _sizes(where: str, what: str, sizes: Any, least: int) -> tuple[int, ...]:
 
 
 def _v2_dtype(where: str, dtype: Any) -> tuple[str, str]:
-    """Its name, and which byte comes first."""
+    """The name of the data type, and its byte order."""
     if isinstance(dtype, str):
         if dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):  # as TensorStore spells them
             return dtype, "little"
         m = _V2_DTYPE.fullmatch(dtype)
-        name = _V2_KINDS.get(m[2]) if m else None
+        name = _V2_DTYPES.get(m[2]) if m else None
         if m and name and (m[1] != "|" or ITEMSIZE[name] == 1):
             return name, "big" if m[1] == ">" else "little"
     raise _unknown_dtype(where, dtype)
@@ -375,7 +390,7 @@ def _v2_dtype(where: str, dtype: Any) -> tuple[str, str]:
 
 def _unknown_dtype(where: str, dtype: Any) -> UnsupportedError:
     void = isinstance(dtype, str) and re.fullmatch(r"[<>|]V\d+", dtype)
-    hint = "it may be bfloat16 or float8, but does not say: give the name in the metadata" if void else None
+    hint = "it may be bfloat16 or float8: if so, write that name into the metadata" if void else None
     return UnsupportedError(
         f"{where}: the data type {str(dtype)[:80]!r} is not read",
         hint=hint or f"those are: {', '.join(ITEMSIZE)}",

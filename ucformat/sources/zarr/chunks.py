@@ -1,6 +1,6 @@
-"""From arrays to extents: where each chunk is stored, and the bytes of those that must be decoded first.
+"""The extents of arrays: where each chunk is stored, and the bytes of chunks that must be decoded first.
 
-TensorStore decodes each chunk out of memory, so that every store serves, and no more is read than the chunk.
+TensorStore decodes each chunk in memory, so every kind of store works, and only the chunk is read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from crc32c import crc32c
 from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound, UnsupportedError
 from ucformat.geometry.box import Box, each_index, row_major
 from ucformat.geometry.tensor import Block, Extent
-from ucformat.sources.zarr.array import has_crc32c
 from ucformat.sources.zarr.values import DECODED, Cache, read_value, size_of, slice_value
 from ucformat.storage.base import ByteRange, Info, content_version
 
@@ -30,13 +29,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Chunks", "tensorstore"]
 
-_FLOOR = 64 << 20  # bytes that any chunk may decode to
-_RATIO = 1 << 17  # and how much larger than its stored bytes: zstd shrinks zeros to a 32,000th
-_EXTRA = {n: np.dtype(getattr(ml_dtypes, n)) for n in ("bfloat16", "float8_e4m3fn", "float8_e5m2")}
+_MIN_LIMIT = 64 << 20  # bytes that any chunk may decode to
+_MAX_RATIO = 1 << 17  # or, for a large chunk, times its stored bytes: zstd compresses zeros to a 32,000th
+_ML_DTYPES = {n: np.dtype(getattr(ml_dtypes, n)) for n in ("bfloat16", "float8_e4m3fn", "float8_e5m2")}
 
 
 def tensorstore() -> Any:
-    """The package, imported when first needed: it must not be loaded before a process forks."""
+    """Import the package tensorstore when first needed: it must not be loaded before a process forks.
+
+    Raises:
+        UnsupportedError: the package is not installed.
+    """
     try:
         import tensorstore as package
     except ImportError:
@@ -48,51 +51,50 @@ def tensorstore() -> Any:
 
 
 def _decode_chunk(array: Array, at: tuple[int, ...], data: bytes, where: str) -> memoryview:
-    """The elements of a chunk, row-major and little-endian; `where` names it in messages.
+    """Decode a chunk to row-major little-endian elements; `where` is its name in messages.
 
-    Of a chunk that reaches past the array, what is outside is zero: it need not be stored.
+    The elements of a chunk outside the array are zero, as they need not be stored.
 
     Raises:
         IntegrityError: the bytes are not such a chunk.
     """
     nbytes = array.chunk_nbytes
-    if nbytes > max(_FLOOR, len(data) * _RATIO):
+    if nbytes > max(_MIN_LIMIT, len(data) * _MAX_RATIO):
         raise IntegrityError(f"{where}: {len(data)} bytes are too few for a chunk of {list(array.chunk)} elements")
-    if array.packed:
-        data = _unpack(array.packed, data, nbytes, where)
+    if array.stream:
+        data = _unpack(array.stream, data, nbytes, where)
     codecs, data = _before_blosc(array.chunk_codecs, data, nbytes, where)
     inside = (min(c, n - a * c) for a, c, n in zip(at, array.chunk, array.shape, strict=True))
     return _read(array, codecs, tuple(inside), data, where)
 
 
 def _fill_chunk(array: Array, where: str) -> memoryview:
-    """A chunk that is not stored: all of it the array's fill value."""
-    if array.chunk_nbytes > _FLOOR:
-        raise UnsupportedError(
-            f"{where} is not stored, and too large to be made of the fill value: {array.chunk_nbytes} bytes"
-        )
+    """The content of a chunk that is not stored: the array's fill value."""
+    if array.chunk_nbytes > _MIN_LIMIT:
+        raise UnsupportedError(f"{where} is not stored, and with {array.chunk_nbytes} bytes too large to be filled")
     return _read(array, array.chunk_codecs, array.chunk, None, where)
 
 
 def _unpack(codec: str, data: bytes, nbytes: int, where: str) -> bytes:
-    """The bytes out of a compressed stream, never more than are expected."""
+    """Decompress a stream, to no more bytes than are expected."""
     try:
         if codec == "zlib":
             out = zlib.decompressobj().decompress(data, nbytes + 1)
         else:
             out = bz2.BZ2Decompressor().decompress(data, nbytes + 1)
     except (zlib.error, OSError, ValueError, EOFError) as error:
-        raise IntegrityError(f"{where}: it is no {codec} stream: {error}") from None
+        raise IntegrityError(f"{where}: it is not a {codec} stream: {error}") from None
     if len(out) != nbytes:
         raise IntegrityError(f"{where}: it does not decode to the {nbytes} bytes of a chunk")
     return out
 
 
 def _before_blosc(codecs: tuple[Codec, ...], data: bytes, nbytes: int, where: str) -> tuple[tuple[Codec, ...], bytes]:
-    """The codecs and bytes that are left once the checksums around blosc are checked.
+    """The codecs and bytes that remain once the checksums around blosc are checked.
 
-    TensorStore inflates other codecs as far as it needs, but blosc as far as its first bytes say: so these are looked
-    at, which takes that they are the first bytes that are stored, and that blosc holds nothing but the elements.
+    TensorStore inflates with other codecs only as far as necessary, but with blosc to the size in its header. So that
+    is checked here, which is possible only if the header is at the beginning of the stored bytes and blosc contains
+    nothing but the elements.
     """
     if not _has_blosc(codecs):
         return codecs, data
@@ -103,8 +105,8 @@ def _before_blosc(codecs: tuple[Codec, ...], data: bytes, nbytes: int, where: st
         codecs = codecs[:-1]
     if [c["name"] for c in codecs if c["name"] != "transpose"] != ["bytes", "blosc"]:
         raise UnsupportedError(
-            f"{where}: it is encoded with blosc and something else, so that nothing tells how large it becomes",
-            hint="write the array anew with one codec that compresses, and shards without blosc in others",
+            f"{where}: it is encoded with blosc and another codec, so its decoded size is unknown",
+            hint="write the array anew with a single compression codec, or with shards that use blosc only for chunks",
         )
     if len(data) < 16 or int.from_bytes(data[4:8], "little") != nbytes:
         raise IntegrityError(f"{where}: it does not decode to the {nbytes} bytes of a chunk")
@@ -139,12 +141,12 @@ def _read(
         spec: dict[str, Any] = {"driver": "zarr3", "kvstore": "memory://", "metadata": metadata}
         spec["fill_missing_data_reads"] = data is None  # within shards, too
         stored = ts.open(spec, open=True, assume_metadata=True, context=context).result()
-        out = np.zeros(math.prod(array.chunk), _EXTRA.get(array.dtype, array.dtype))
+        out = np.zeros(math.prod(array.chunk), _ML_DTYPES.get(array.dtype, array.dtype))
         index: tuple[Any, ...] = (*map(slice, inside), ...)
         part = out.reshape(array.chunk)[index]
         ts.array(part, copy=False, write=True).write(stored).result()
     except MemoryError:
-        raise MemoryError(f"{where}: there is no memory for its {array.chunk_nbytes} bytes") from None
+        raise MemoryError(f"{where}: not enough memory for its {array.chunk_nbytes} bytes") from None
     except (ValueError, TypeError, RuntimeError, OverflowError, KeyError, NotImplementedError) as error:
         reason = str(error).partition(" [")[0][:300]
         raise IntegrityError(f"{where} cannot be decoded: {reason}") from None
@@ -157,17 +159,18 @@ def _zero(dtype: str) -> object:
     return [0, 0] if dtype.startswith("complex") else 0
 
 
-_MAX_CHUNKS = 1 << 22  # chunks, read at once, of an array of which some may be missing
-_FEW, _EACH = 1 << 14, 16  # so many anyhow, and one for so many stored bytes: that is an entry in the index of a shard
-_INDEXES = 64 << 20  # bytes of the indexes of shards that are kept
-_MAX_INDEX = 256 << 20  # and of one: of 16 million chunks
+_MAX_CHUNKS = 1 << 22  # chunks in one read of an array that may lack some
+#: Lower limits if little is stored: so many chunks, and one per so many bytes (an entry in the index of a shard).
+_MIN_CHUNKS, _BYTES_PER_CHUNK = 1 << 14, 16
+_INDEX_CACHE = 64 << 20  # bytes of the indexes of shards that are kept
+_MAX_INDEX = 256 << 20  # bytes of one index: of 16 million chunks
 
 
 class Chunks:
-    """The chunks of many arrays; also what decodes them.
+    """The chunks of many arrays, and their decoder.
 
-    A chunk that is not stored is an error: in a checkpoint it is far likelier to have been lost than to hold nothing
-    but the fill value, which is what Zarr says of it. Of the arrays whose paths are in `filled` it does.
+    A chunk that is not stored is an error: in a checkpoint, it is far more likely to be lost than to contain only the
+    fill value, which it means according to Zarr. It has that meaning for the arrays whose paths are in `filled`.
     """
 
     def __init__(
@@ -180,21 +183,32 @@ class Chunks:
     ) -> None:
         self._store, self._values, self._arrays = store, values, arrays
         self._filled, self._hint = frozenset(filled), hint
-        self._most = min(_MAX_CHUNKS, _FEW + sum(map(size_of, values.values())) // _EACH)
-        self._indexes = Cache(_INDEXES)
+        self._max_chunks = min(_MAX_CHUNKS, _MIN_CHUNKS + sum(map(size_of, values.values())) // _BYTES_PER_CHUNK)
+        self._indexes = Cache(_INDEX_CACHE)
 
     def extents(self, array: Array, within: Box | None = None) -> Iterator[Extent]:
-        """The chunks of an array that meet a box; MissingData at the first that is missing and must not be."""
+        """Find the extents of an array's chunks.
+
+        Args:
+            array: the array.
+            within: a box of it: only chunks that overlap it. None: all chunks.
+
+        Raises:
+            MissingData: a chunk is not stored, and the array is not in `filled`.
+            IntegrityError: a chunk has the wrong size, or the index of a shard is damaged.
+            UnsupportedError: far more chunks would be filled than are stored, or the index of a shard is too large.
+        """
         if 0 in array.shape:
             return
         whole = Box.whole(array.shape)
-        near = within or whole
-        firsts = tuple(a // c for a, c in zip(near.start, array.chunk, strict=True))
-        grid = [range(f, -(-b // c)) for b, c, f in zip(near.stop, array.chunk, firsts, strict=True)]
+        region = within or whole
+        firsts = tuple(a // c for a, c in zip(region.start, array.chunk, strict=True))
+        grid = [range(f, -(-b // c)) for b, c, f in zip(region.stop, array.chunk, firsts, strict=True)]
         count = math.prod(map(len, grid))
-        if array.path in self._filled and count > self._most:
+        if array.path in self._filled and count > self._max_chunks:
             raise UnsupportedError(
-                f"{self._label(array)} would have {count:,} chunks here, and what is stored may hold {self._most:,}",
+                f"{self._label(array)} would have {count:,} chunks here, but the limit for its size is "
+                f"{self._max_chunks:,}",
                 hint="read less of it at once; or, if most of its chunks are missing, write it anew",
             )
         for at in each_index(grid):
@@ -224,7 +238,7 @@ class Chunks:
         return f"{self._store.url}: array {array.path or 'at the root'}"
 
     def _find(self, array: Array, at: tuple[int, ...]) -> Value | None:
-        """A stored chunk; None where it is not stored."""
+        """The location of a chunk; None if it is not stored."""
         if array.sharding is None:
             return self._values.get(array.key(at))
         ratio = tuple(s // c for s, c in zip(array.stored, array.chunk, strict=True))
@@ -239,17 +253,17 @@ class Chunks:
             return None
         if offset + nbytes > size_of(shard):
             raise IntegrityError(
-                f"{self._label(array)}: its chunk {list(at)} should lie at bytes {offset}:{offset + nbytes} of "
+                f"{self._label(array)}: its chunk {list(at)} should be at bytes {offset}:{offset + nbytes} of "
                 f"the shard {key}, which has {size_of(shard)}"
             )
         return slice_value(shard, offset, nbytes)
 
     def _index(self, array: Array, shard: Value, key: str, ratio: tuple[int, ...]) -> memoryview:
-        """The index of a shard: offset and size of each of its chunks."""
-        form = array.sharding
-        assert form is not None  # noqa: S101
+        """Read the index of a shard: offset and size of each of its chunks."""
+        sharding = array.sharding
+        assert sharding is not None  # noqa: S101
         entries = 16 * math.prod(ratio)
-        nbytes = entries + 4 * form.index_checked
+        nbytes = entries + 4 * sharding.index_checked
         if size_of(shard) < nbytes:
             raise IntegrityError(f"{self._label(array)}: {key} is too short for the index of a shard")
         if nbytes > _MAX_INDEX:
@@ -257,15 +271,15 @@ class Chunks:
                 f"{self._label(array)}: the shard {key} has an index of {nbytes:,} bytes, more than {_MAX_INDEX:,}",
                 hint="write the array anew with larger chunks, or smaller shards",
             )
-        offset = 0 if form.index_first else size_of(shard) - nbytes
+        offset = 0 if sharding.index_first else size_of(shard) - nbytes
         data = read_value(self._store, slice_value(shard, offset, nbytes))
-        if form.index_checked and crc32c(data[:entries]) != int.from_bytes(data[entries:], "little"):
+        if sharding.index_checked and crc32c(data[:entries]) != int.from_bytes(data[entries:], "little"):
             raise IntegrityError(f"{self._label(array)}: the index of the shard {key} is damaged")
-        found = np.frombuffer(data[:entries], "<u8" if form.index_endian == "little" else ">u8")
+        found = np.frombuffer(data[:entries], "<u8" if sharding.index_endian == "little" else ">u8")
         return found.astype(np.uint64).view(np.uint8).data
 
     def info(self, name: str) -> Info:
-        """See Decoder."""
+        """See `Decoder.info`."""
         array, at = self._parse(name)
         stored = self._find(array, at)
         if stored is None:
@@ -278,7 +292,7 @@ class Chunks:
         return Info(DECODED + name, array.chunk_nbytes, f"{of.version} at {stored.offset}", of.modified)
 
     def decode(self, name: str) -> memoryview:
-        """See Decoder."""
+        """See `Decoder.decode`."""
         array, at = self._parse(name)
         where = f"{self._label(array)}: its chunk {list(at)}"
         stored = self._find(array, at)
@@ -289,9 +303,10 @@ class Chunks:
         return _decode_chunk(array, at, read_value(self._store, stored), where)
 
     def is_checked(self, name: str) -> bool:
-        """See Decoder."""
+        """See `Decoder.is_checked`."""
         array, at = self._parse(name)
-        return has_crc32c(array.chunk_codecs) and self._find(array, at) is not None
+        crc = any(c["name"] == "crc32c" for c in array.chunk_codecs)  # not those of shards inside a chunk
+        return crc and self._find(array, at) is not None
 
     def _parse(self, name: str) -> tuple[Array, tuple[int, ...]]:
         path, _, last = name.rpartition("/")

@@ -30,12 +30,12 @@ __all__ = ["OpenZarr"]
 
 _V3 = "zarr.json"
 _V2 = (".zgroup", ".zarray", ".zmetadata")
-_CHUNK = re.compile(r"c|(c\.)?\d+(\.\d+)*")  # how the files of chunks are named
+_CHUNK = re.compile(r"c|(c\.)?\d+(\.\d+)*")  # the names of chunks' files
 
 
 @dataclass(frozen=True, slots=True)
 class _Hierarchy:
-    """Arrays by their path, in the order of paths, and what attributes the nodes have."""
+    """The arrays by path, in the order of paths, and the attributes of nodes."""
 
     version: int
     arrays: dict[str, Array] = field(default_factory=dict)
@@ -45,12 +45,12 @@ class _Hierarchy:
 def _read_hierarchy(store: Store, values: Mapping[str, Value]) -> _Hierarchy:
     """Read every metadata document.
 
-    Consolidated metadata are not believed, because others may be newer; but what they name must be there.
+    Consolidated metadata are not used, because an array's own may be newer; but every array that they name must exist.
 
     Raises:
         IntegrityError: a document is damaged, or documents contradict each other.
-        MissingData: consolidated metadata name an array that is not there.
-        UnsupportedError: an array's data type or codecs are not known.
+        MissingData: consolidated metadata name an array that does not exist.
+        UnsupportedError: an array's data type or codecs are not supported.
     """
     names = {".zarray", ".zattrs", ".zgroup", ".zmetadata", _V3}
     keys = [key for key in values if key.rpartition("/")[2] in names]
@@ -58,7 +58,7 @@ def _read_hierarchy(store: Store, values: Mapping[str, Value]) -> _Hierarchy:
     out = _Hierarchy(3 if _V3 in documents else 2)
     for key in documents:
         if key.rpartition("/")[2] == _V3:
-            _check_alone(store, documents, key.rpartition("/")[0])
+            _check_version(store, documents, key.rpartition("/")[0])
     for key, doc in documents.items():
         path, _, name = key.rpartition("/")
         if name == _V3:
@@ -67,41 +67,41 @@ def _read_hierarchy(store: Store, values: Mapping[str, Value]) -> _Hierarchy:
             out.arrays[path] = parse_v2(path, f"{store.url}: {key}", doc)
         elif name == ".zattrs" and doc:
             out.attributes[path] = _attributes(f"{store.url}: {key}", doc)
-    _check_places(store, values, out)
+    _check_nesting(store, values, out)
     _check_consolidated(store, documents, out)
     return out
 
 
-def _check_places(store: Store, values: Mapping[str, Value], out: _Hierarchy) -> None:
-    """Whether no array lies in another one, and every chunk in one."""
+def _check_nesting(store: Store, values: Mapping[str, Value], out: _Hierarchy) -> None:
+    """Check that no array is inside another, and that every chunk is in an array."""
     for path in out.arrays:
-        if path and (outer := _within(out, path.rpartition("/")[0])) is not None:
-            raise IntegrityError(f"{store.url}: the array {path} lies inside the array {outer!r}")
+        if path and (outer := _outer_array(out, path.rpartition("/")[0])) is not None:
+            raise IntegrityError(f"{store.url}: the array {path} is inside the array {outer!r}")
     for key in values:
-        if _CHUNK.fullmatch(key.rpartition("/")[2]) and _within(out, key.rpartition("/")[0]) is None:
+        if _CHUNK.fullmatch(key.rpartition("/")[2]) and _outer_array(out, key.rpartition("/")[0]) is None:
             raise MissingData(
                 f"{store.url}: {key} seems to be a chunk, but of an array whose metadata are missing",
-                hint="restore the array's metadata from another copy; or move the file, if it is none",
+                hint="restore the array's metadata from another copy; or move the file, if it is not a chunk",
             )
 
 
 def _check_consolidated(store: Store, documents: dict[str, Any], out: _Hierarchy) -> None:
-    """Whether the consolidated metadata, if there are any, say the same."""
+    """Check that the consolidated metadata, if there are any, agree with the arrays' own."""
     for path, array in _consolidated(store, documents):
         if path not in out.arrays:
             raise MissingData(
-                f"{store.url}: the consolidated metadata name the array {path}, which is not there",
+                f"{store.url}: the consolidated metadata name the array {path}, which does not exist",
                 hint="copy all of the folder; or, if the array was deleted on purpose, consolidate the metadata anew",
             )
-        if not array.same_bytes(out.arrays[path]):
+        if repr(array) != repr(out.arrays[path]):  # a fill value of NaN does not equal itself
             raise IntegrityError(
-                f"{store.url}: the consolidated metadata describe {path} otherwise than its own do",
+                f"{store.url}: the consolidated metadata of {path} differ from its own",
                 hint="consolidate the metadata anew, if the array's own are right",
             )
 
 
-def _within(out: _Hierarchy, folder: str) -> str | None:
-    """The array that this folder is or lies in."""
+def _outer_array(out: _Hierarchy, folder: str) -> str | None:
+    """The array that this folder is, or is in."""
     if "" in out.arrays:
         return ""
     while folder:
@@ -126,7 +126,7 @@ def _attributes(where: str, found: Any) -> dict[str, Any]:
     return found
 
 
-def _check_alone(store: Store, documents: dict[str, Any], path: str) -> None:
+def _check_version(store: Store, documents: dict[str, Any], path: str) -> None:
     for name in _V2:
         other = f"{path}/{name}" if path else name
         if other in documents:
@@ -137,7 +137,7 @@ def _check_alone(store: Store, documents: dict[str, Any], path: str) -> None:
 
 
 def _consolidated(store: Store, documents: dict[str, Any]) -> Iterator[tuple[str, Array]]:
-    """The arrays that the root's consolidated metadata describe."""
+    """The arrays in the root's consolidated metadata."""
     v2, v3 = documents.get(".zmetadata"), documents.get(_V3)
     where = f"{store.url}: the consolidated metadata"
     if v2 is not None:
@@ -158,13 +158,13 @@ def _consolidated(store: Store, documents: dict[str, Any]) -> Iterator[tuple[str
 
 def _hint() -> str:
     return (
-        "a file was lost; or it holds nothing but the fill value, which zarr-python by default does not write: if you "
-        f"know that, say so: {option_text('fill_missing')}, or write anew with `write_empty_chunks`"
+        "a file was lost; or the chunk contains only the fill value, and zarr-python by default does not write it: if "
+        f"you know that, use {option_text('fill_missing')}, or write anew with `write_empty_chunks`"
     )
 
 
 class OpenZarr:
-    """One opened Zarr group, or array."""
+    """An opened Zarr group, or array."""
 
     kind = "zarr"
 
@@ -184,38 +184,38 @@ class OpenZarr:
         )
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """Where the chunks of an array lie; reads the indexes of its shards."""
+        """Find where the chunks of an array are stored; reads the indexes of its shards."""
         if key not in self._arrays:
             raise unknown_tensor(key, self._arrays, self.store.url)
         return self._chunks.extents(self._arrays[key], within)
 
     def records(self) -> Iterator[FileRecord]:
-        """None: the checksums of Zarr stand beside its chunks."""
+        """None: Zarr's checksums are next to its chunks."""
         yield from ()
 
 
 def _keys(found: _Hierarchy, url: str) -> dict[str, Key]:
-    """The tensor that each array is.
+    """Decide which tensor each array is.
 
-    The arrays of a universal checkpoint say it. Others are weights, named by their path, with dots for slashes unless
-    that gives two arrays one name; an array that is opened by itself is named as its folder.
+    The arrays of a universal checkpoint record it. Others are weights, named by their path, with dots for slashes
+    unless that would give two arrays the same name; a single array is named like its folder.
     """
-    said = {path: _said(found.attributes.get(path, {}).get("ucformat")) for path in found.arrays}
-    keys = {path: key for path, key in said.items() if key is not None}
-    if len(keys) < len(said):
+    recorded = {path: _recorded_key(found.attributes.get(path, {}).get("ucformat")) for path in found.arrays}
+    keys = {path: key for path, key in recorded.items() if key is not None}
+    if len(keys) < len(recorded):
         if set(found.arrays) == {""}:
             name = url.rstrip("/").rpartition("/")[2].removesuffix(".zarr")
             return {"": Key(name or "array", "weight")}
         dotted = {path.replace("/", ".") for path in found.arrays}
-        plain = len(dotted) < len(found.arrays)
-        keys = {path: Key(path if plain else path.replace("/", "."), "weight") for path in found.arrays}
+        with_slashes = len(dotted) < len(found.arrays)
+        keys = {path: Key(path if with_slashes else path.replace("/", "."), "weight") for path in found.arrays}
     twice = [key for key, n in Counter(keys.values()).items() if n > 1]
     if twice:
-        raise UsageError(f"{url}: two arrays say in their attributes that they are {twice[0]}", hint="remove one")
+        raise UsageError(f"{url}: two arrays are {twice[0]} according to their attributes", hint="remove one")
     return keys
 
 
-def _said(attribute: Any) -> Key | None:
+def _recorded_key(attribute: Any) -> Key | None:
     if isinstance(attribute, dict):
         name, state = attribute.get("name"), attribute.get("state")
         if isinstance(name, str) and isinstance(state, str):

@@ -1,7 +1,7 @@
-"""The values of a Zarr hierarchy: where each is stored, and virtual files of those that must be decoded.
+"""The values of a Zarr hierarchy: where each is stored, and virtual files for those that must be decoded.
 
-A value is a file, or a part of a file of a key-value store. Extents point into a virtual file as into any other file,
-and planning and reading know nothing of codecs.
+A value is a file, or a part of a file of a key-value store. Extents refer to a virtual file like to any other file, so
+planning and reading know nothing of codecs.
 """
 
 from __future__ import annotations
@@ -35,119 +35,173 @@ __all__ = [
     "slice_value",
 ]
 
-_MAX_METADATA = 256 << 20  # bytes of a metadata document: consolidated ones hold those of every array
+_MAX_METADATA = 256 << 20  # bytes of a metadata document: a consolidated one contains those of all arrays
 
 
-#: A value: a range of a file, or the bytes themselves where they were inside something that was decoded.
+#: A value: a range of a file, or the bytes themselves if they were part of something that was decoded.
 Value = ByteRange | bytes
 
 
 def read_value(store: Store, value: Value) -> bytes:
-    """All of a value."""
+    """Read a value.
+
+    Args:
+        store: the store of its file.
+        value: the value.
+    """
     return value if isinstance(value, bytes) else store.read(*value)
 
 
 def slice_value(value: Value, offset: int, nbytes: int) -> Value:
-    """The `nbytes` bytes of a value from `offset` on."""
+    """A part of a value.
+
+    Args:
+        value: the value.
+        offset: the first byte.
+        nbytes: the number of bytes.
+    """
     if isinstance(value, bytes):
         return value[offset : offset + nbytes]
     return ByteRange(value.file, value.offset + offset, nbytes)
 
 
 def size_of(value: Value) -> int:
-    """Bytes of a value."""
+    """Bytes of a value.
+
+    Args:
+        value: the value.
+    """
     return len(value) if isinstance(value, bytes) else value.nbytes
 
 
 def list_values(store: Store, folder: str = "") -> dict[str, ByteRange]:
-    """The files below a folder as values, by their path in it."""
+    """List the files of a folder as values, by their path in it.
+
+    Args:
+        store: the store.
+        folder: the key of the folder; empty for the root.
+    """
     cut = len(folder) + 1 if folder else 0
     return {info.key[cut:]: ByteRange(info.key, 0, info.size) for info in store.list(folder)}
 
 
 def read_json(store: Store, values: Mapping[str, Value], key: str) -> Any:
-    """A document of JSON.
+    """Read a JSON document of at most 256 MiB.
+
+    Args:
+        store: the store.
+        values: the values by key.
+        key: the key of the document.
 
     Raises:
-        IntegrityError: it is none.
+        IntegrityError: it is not JSON.
+        UnsupportedError: it is larger.
     """
     if (nbytes := size_of(values[key])) > _MAX_METADATA:
         raise UnsupportedError(f"{store.url}: {key} has {nbytes} bytes, too many for metadata")
     try:
         return json.loads(read_value(store, values[key]))
     except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{store.url}: {key} is no JSON document: {str(error)[:200]}") from None
+        raise IntegrityError(f"{store.url}: {key} is not a JSON document: {str(error)[:200]}") from None
 
 
-#: How the keys of virtual files begin. No stored file can be named so: `check_key` refuses it.
+#: The prefix of the keys of virtual files, which `check_key` refuses for stored files.
 DECODED = f"{HIDDEN}decoded/"
 
-_HELD = 256 << 20  # bytes of decoded chunks that are kept
-_LEAST = 4  # chunks that are kept, however large: a chunk is read in many requests, each of which would decode it anew
+_CACHE_BYTES = 256 << 20  # of decoded chunks
+_MIN_CACHED = 4  # chunks that are kept, however large: each is read in many requests
 
 
 class Decoder(Protocol):
-    """Knows the virtual files, by their names below `DECODED`. Pickles, and is safe to use from several threads."""
+    """Decodes virtual files, by their names below `DECODED`. It can be pickled, and used from several threads."""
 
     def info(self, name: str) -> Info:
-        """The size once decoded, and a version that changes when the stored bytes do; NotFound where there is none."""
+        """Describe a virtual file: its decoded size, and a version that changes when the stored bytes do.
+
+        Args:
+            name: its name below `DECODED`.
+
+        Raises:
+            NotFound: there is no such file.
+        """
 
     def decode(self, name: str) -> memoryview:
-        """The bytes, decoded; IntegrityError where they cannot be."""
+        """Decode a virtual file.
+
+        Args:
+            name: its name below `DECODED`.
+
+        Raises:
+            IntegrityError: the stored bytes are damaged.
+            MissingData: the stored bytes are missing.
+        """
 
     def is_checked(self, name: str) -> bool:
-        """Whether decoding compares all that is decoded with a CRC-32C that is stored with it."""
+        """Whether decoding compares all decoded bytes with a stored CRC-32C.
+
+        Args:
+            name: its name below `DECODED`.
+        """
 
 
 class Cache:
-    """Byte strings by key, the last used ones kept; each is made once, whoever asks meanwhile waits for it."""
+    """The byte strings that were used last, by key. Each is made once: threads that need it meanwhile wait for it."""
 
-    def __init__(self, limit: int = _HELD, least: int = _LEAST) -> None:
-        self._limit, self._least = limit, least
+    def __init__(self, limit: int = _CACHE_BYTES, min_entries: int = _MIN_CACHED) -> None:
+        self._limit, self._min_entries = limit, min_entries
         self._lock = threading.Lock()
         self._held: OrderedDict[str, memoryview] = OrderedDict()
         self._making: dict[str, Future[memoryview]] = {}
         self._nbytes = 0
 
     def __reduce__(self) -> tuple[type[Cache], tuple[int, int]]:
-        return Cache, (self._limit, self._least)
+        return Cache, (self._limit, self._min_entries)
 
     def get(self, key: str, make: Callable[[str], memoryview]) -> memoryview:
-        """What is kept under this key, or else what `make` makes; an error is not kept."""
+        """Look up a byte string, or make it; errors are not kept.
+
+        Args:
+            key: its key.
+            make: makes it, called with the key.
+        """
         with self._lock:
             if (held := self._held.get(key)) is not None:
                 self._held.move_to_end(key)
                 return held
-            theirs = self._making.get(key)
-            mine = self._making.setdefault(key, Future())
-        if theirs is not None:
-            return theirs.result()
+            running = self._making.get(key)
+            own = self._making.setdefault(key, Future())
+        if running is not None:
+            return running.result()
         try:
             value = make(key)
         except BaseException as error:
             with self._lock:
                 del self._making[key]
-            mine.set_exception(error)
+            own.set_exception(error)
             raise
         with self._lock:
             del self._making[key]
             self._held[key] = value
             self._nbytes += value.nbytes
-            while self._nbytes > self._limit and len(self._held) > self._least:
+            while self._nbytes > self._limit and len(self._held) > self._min_entries:
                 self._nbytes -= self._held.popitem(last=False)[1].nbytes
-        mine.set_result(value)
+        own.set_result(value)
         return value
 
 
 class DecodedStore(SyntheticStore):
-    """A store in which the keys below `DECODED` are virtual files; all else is in the store inside."""
+    """A store in which the keys below `DECODED` are virtual files; all others are those of the inner store."""
 
     def __init__(self, inner: Store, decoder: Decoder) -> None:
         super().__init__(inner)
         self._decoder, self._cache = decoder, Cache()
 
     def is_checked(self, key: str) -> bool:
-        """Whether this is a virtual file, and all of it is compared with a checksum when it is decoded."""
+        """Whether this is a virtual file that is compared with a checksum when it is decoded.
+
+        Args:
+            key: the key of a file.
+        """
         return self._holds(key) and self._decoder.is_checked(key[len(DECODED) :])
 
     def _holds(self, key: str) -> bool:
@@ -163,7 +217,12 @@ class DecodedStore(SyntheticStore):
 
 
 def is_checked(store: Store, key: str) -> bool:
-    """Whether a file is a virtual one of a store, or of one inside, that is compared with checksums when decoded."""
+    """Whether a file is a virtual one, of this store or a store that it wraps, that is checked when it is decoded.
+
+    Args:
+        store: the store.
+        key: the key of the file.
+    """
     while isinstance(store, WrappedStore):
         if isinstance(store, DecodedStore) and store.is_checked(key):
             return True
