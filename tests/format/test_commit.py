@@ -84,7 +84,7 @@ def test_the_loser_of_a_race_is_told_and_leaves_nothing() -> None:
     with store.create(f"data/{two.id}/x") as out:
         out.write(b"x")
     commit(store, one, manifest(one.id))
-    with pytest.raises(Conflict, match="committed by somebody else"):
+    with pytest.raises(Conflict, match="committed by another writer"):
         commit(store, two, manifest(two.id))
     assert {i.key for i in store.list()} == {"manifest.json", f"attempts/{one.id}.json"}
 

@@ -10,7 +10,7 @@ import ucformat
 from tests.fakes import FakeSource, same
 from tests.sources.megatron_deepspeed import FLAT, gpt, write
 from ucformat.checkpoint import Checkpoint
-from ucformat.jobs import convert_checks
+from ucformat.jobs import compare
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def averaged(values: list[Any]) -> Checkpoint:
 
 
 def test_a_conversion_records_how_far_the_values_of_a_mean_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert_checks, "_ELEMENTS", 7)
+    monkeypatch.setattr(compare, "_INPUT_ELEMENTS", 7)
     made = ucformat.convert(averaged(VALUES), MemoryStore("spread-out"))
     assert made.objects["spread"] == {"a": {"weight": {"values": 3, "max_abs_difference": APART}}}
     again = ucformat.convert(made, MemoryStore("spread-again"))

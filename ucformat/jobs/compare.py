@@ -1,4 +1,4 @@
-"""Compares the values of two checkpoints, element by element, in memory that does not grow with their tensors."""
+"""Compares the values of two checkpoints or the inputs of means, element by element, in bounded memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from ucformat.geometry.tensor import Key, Piece
 from ucformat.jobs.run import default_workers, run
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.plan import ReadItem
-from ucformat.reading.read import read_items
+from ucformat.reading.read import read_flat, read_items
 from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -29,19 +30,20 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.schema.manifest import TensorDoc
     from ucformat.storage.base import Store
+    from ucformat.views.viewed import ComputedFile, Viewed
 
     Floats = NDArray[np.float64]
     Progress = Callable[[int, int], None]
     _Reader = Callable[[Box, NDArray[np.uint8]], NDArray[Any]]
 
-__all__ = ["Counts", "TensorDifference", "compare", "compare_values"]
+__all__ = ["Counts", "TensorDifference", "compare", "compare_values", "spread_of"]
 
-_SLICE = 1 << 17  # elements that are compared at once, as float64
+_SLICE = 1 << 17  # elements that are compared at once as float64
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What was found of some elements; parts of a tensor add up. The fields are those of `TensorDifference`."""
+    """The differences of some elements, which can be added up; the fields are those of `TensorDifference`."""
 
     differing: int = 0
     nan_mismatches: int = 0
@@ -58,10 +60,15 @@ class Counts:
 
 
 def compare_values(a: NDArray[Any], b: NDArray[Any]) -> Counts:
-    """Compare two flat arrays of one length: of one dtype by their bits, else by their values, in which NaN is NaN."""
+    """Compare two flat arrays of equal length: of equal dtypes by their bits, else by their values, where NaN is NaN.
+
+    Args:
+        a: one array.
+        b: the other one.
+    """
     compare = _bits if a.dtype == b.dtype else _values
     found = Counts()
-    with np.errstate(all="ignore"):  # what overflows, or is not a number, is what is looked for
+    with np.errstate(all="ignore"):  # infinities and NaNs are among the differences
         for i in range(0, a.size, _SLICE):
             found += compare(a[i : i + _SLICE], b[i : i + _SLICE])
     return found
@@ -129,7 +136,7 @@ def _modulus(parts: Floats) -> Floats:
     return found
 
 
-_BLOCK = 16 << 20  # bytes of a tensor that a worker holds at once
+_BLOCK = 16 << 20  # bytes of a tensor in a worker's memory at once
 _LARGEST = max(ITEMSIZE.values())
 _WORKERS = 4
 
@@ -148,7 +155,7 @@ class TensorDifference:
         nan_mismatches: elements of which one is NaN and the other is not.
         max_abs: the largest |a - b| of the others, as float64; of integers the exact one, rounded once.
         max_rel: the largest |a - b| / max(|a|, |b|) of the others; 0 where both are 0, infinite where |a - b| is.
-        by_digest: whether their digests said that they are equal, and neither was read.
+        by_digest: whether their digests are equal, so that neither was read.
     """
 
     name: str
@@ -178,11 +185,11 @@ def compare(
 ) -> Iterator[TensorDifference]:
     """Compare every tensor that both checkpoints hold in the same state and shape, in the order of the first.
 
-    Tied tensors are found under all their names. What digests show to be equal is not read. Memory: less than 64 MiB
-    for each worker, whatever the sizes of the tensors.
+    Tied tensors are found under all their names. Tensors with equal digests are not read. Memory: less than 64 MiB for
+    each worker, whatever the sizes of the tensors.
 
     Args:
-        a: a checkpoint, or where one lies.
+        a: a checkpoint, or its path, url or store.
         b: the other one.
         workers: blocks compared at once (default: one for each core, at most 4).
         progress: called with the bytes done and the bytes in all, of both checkpoints.
@@ -236,7 +243,7 @@ def _common(a: Sequence[str], b: Sequence[str]) -> list[str]:
 
 
 def _same_digest(a: TensorDoc, b: TensorDoc) -> bool:
-    """A digest says dtype, shape and chunks too: where two are equal, so are the tensors."""
+    """Whether two tensors have equal digests, which cover dtype, shape and chunks too."""
     return a.digest is not None and a.digest == b.digest
 
 
@@ -257,7 +264,7 @@ def _boxes(shape: tuple[int, ...], itemsize: int, chunk: tuple[int, ...] | None)
 
 
 def _reader(info: TensorInfo, ck: Checkpoint) -> _Reader:
-    """What reads a box of a tensor, its elements one after another, into memory that it is given."""
+    """A function that reads a box of a tensor, row-major, into given memory."""
     extents = list(ck.source.extents(info.key))
 
     def read(box: Box, memory: NDArray[np.uint8]) -> NDArray[Any]:
@@ -319,3 +326,51 @@ def _difference(p: _Pair, found: Counts) -> TensorDifference:
         found.max_rel,
         p.same_digest,
     )
+
+
+_INPUT_ELEMENTS = 1 << 18  # elements of each contribution in memory at once
+
+
+def spread_of(view: Viewed | None, keys: Iterable[Key]) -> dict[str, dict[str, Any]]:
+    """Measure how far the inputs of means differ; reads each input once, in bounded memory.
+
+    Args:
+        view: the view that computes the means; None if there is none.
+        keys: the tensors.
+
+    Returns:
+        For each of these tensors that is a mean, by name and state, the number of `values` and `max_abs_difference`,
+        the largest difference of any two values of an element. For a tensor made of several means, or parts of them,
+        it is the largest of these means as wholes.
+    """
+    out: dict[str, dict[str, Any]] = {}
+    if view is None:
+        return out
+    known: dict[int, float] = {}  # several tensors may be made of one mean
+    for key in keys:
+        files = {id(file): file for file in view.means(key)}
+        for number, file in files.items():
+            if number not in known:
+                known[number] = _input_difference(view.store, file)
+        if files:
+            largest = float(np.max([known[number] for number in files]))  # NaN where one is
+            values = max(len(file.inputs) for file in files.values())
+            found = {"values": values, "max_abs_difference": to_json(largest)}
+            out.setdefault(key.name, {})[key.state] = found
+    return out
+
+
+def _input_difference(store: Store, file: ComputedFile) -> float:
+    info, largest = file.formula.info, 0.0
+    for first in range(0, info.size, _INPUT_ELEMENTS):
+        last = min(first + _INPUT_ELEMENTS, info.size)
+        least = most = None
+        for view, extents in zip(file.formula.inputs, file.inputs, strict=True):
+            values = read_flat(store, view.info, extents(), first, last).astype(np.float64)
+            least = values if least is None else np.minimum(least, values)
+            most = values if most is None else np.maximum(most, values)
+        if least is not None and most is not None:
+            with np.errstate(invalid="ignore"):  # infinities
+                apart = np.where(least == most, 0.0, most - least)
+            largest = float(np.maximum(largest, apart.max()))
+    return largest

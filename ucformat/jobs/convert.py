@@ -1,4 +1,4 @@
-"""Materialises any checkpoint as a universal one: a task for each shard, each idempotent, then one commit."""
+"""Converts any checkpoint to a universal one: an idempotent task for each shard, then one commit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from ucformat.format.commit import begin, commit, give_up, new_id
 from ucformat.format.shard import check_shard, write_shard
 from ucformat.format.universal import Universal, group_docs, paths_of
 from ucformat.geometry.tensor import Key, Piece
-from ucformat.jobs.convert_checks import spread_of, verifying
+from ucformat.jobs.compare import spread_of
+from ucformat.jobs.convert_checks import verifying
 from ucformat.jobs.record import lineage_from, record_commits
 from ucformat.jobs.run import run as run_tasks
 from ucformat.jobs.run import workers_for
@@ -60,15 +61,12 @@ if TYPE_CHECKING:
 
 __all__ = ["How", "convert", "plan_document", "write"]
 
-record_commits()  # whoever imports this: the rooms below know nothing of the catalog
+record_commits()  # here, because the packages below do not know the catalog
 
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """How arrays are written: the most bytes of a chunk and of a shard (None: the defaults), and how many at once.
-
-    With `verify` the bytes that come in are compared with the checksums of the source's files.
-    """
+    """Options for writing arrays, with the meaning and the defaults of the parameters of `convert`."""
 
     chunk_bytes: int | None = None
     shard_bytes: int | None = None
@@ -77,10 +75,10 @@ class How:
     verify: bool = True
 
     def __post_init__(self) -> None:
-        for what in ("chunk_bytes", "shard_bytes", "workers"):
-            given = getattr(self, what)
+        for option in ("chunk_bytes", "shard_bytes", "workers"):
+            given = getattr(self, option)
             if given is not None and given < 1:
-                raise UsageError(f"{what} must be at least 1, not {given}")
+                raise UsageError(f"{option} must be at least 1, not {given}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,37 +111,36 @@ def convert(
     verify: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
-    """Write a universal checkpoint of what another holds, and commit it.
+    """Write the content of a checkpoint as a universal checkpoint, and commit it.
 
-    Interrupted at any instant it leaves nothing that opens; called again with the same arguments it continues, and
-    reuses the shards that are whole. Memory: less than 64 MiB for each worker, whatever the sizes of the tensors.
+    An interrupted conversion leaves nothing that opens; called again with the same arguments it continues, and reuses
+    intact shards. Memory: less than 64 MiB for each worker, whatever the sizes of the tensors.
 
     Args:
-        src: a checkpoint, or where one lies.
-        dst: where the new one is to lie.
-        states: which state, or states, to take; None for all.
+        src: a checkpoint, or its path, url or reference.
+        dst: the path, url or store of the new checkpoint.
+        states: the state, or states, to convert (default: all).
         chunk_bytes: the most bytes of a chunk, the unit of reading (default 1 MiB).
         shard_bytes: the most bytes of a shard, the unit of writing (default 128 MiB).
         overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one is.
         workers: shards written at once (default: one for each core; for object stores eight at least).
-        run: the name of the training run, for the catalog; by default the source's, if it says.
-        config: the configuration of the training, plain JSON values, besides what the source tells.
-        metrics: measured numbers by name, besides those that the source tells; these win.
-        virtual: write only where the bytes of the tensors lie in the source's files, which must stay as they are. That
-            they are needed is said beside them, in `needed-by/`, so that nobody's catalog removes them.
-        checksums: with `virtual`, read these files once and keep their checksums, for `verify`.
-        unprotected: with `virtual`, go on where nothing can be written beside the source's files.
-        verify: compare the bytes that are read with the checksums that the source's files carry (CRC-32 of zip records,
-            CRC-32C of chunks), as they pass. The manifest's `verified` says of which tensors all bytes were compared.
+        run: the name of the training run, for the catalog (default: the source's, if known).
+        config: the configuration of the training, plain JSON values, in addition to the source's.
+        metrics: measured numbers by name, in addition to the source's; these win.
+        virtual: write only the locations of the tensors' bytes in the source's files, which must stay as they are. A
+            document beside them, in `needed-by/`, keeps every catalog from removing them.
+        checksums: with `virtual`, read these files once and record their checksums, for `verify`.
+        unprotected: with `virtual`, continue if nothing can be written beside the source's files.
+        verify: compare the bytes that are read with the checksums in the source's files (CRC-32 of zip records, CRC-32C
+            of chunks). The manifest's `verified` lists the tensors of which all bytes were compared.
         progress: called with the bytes done and the bytes in all.
 
     Raises:
         ChecksumError: the source is damaged; the message names file, record and tensors.
-        Conflict: a checkpoint is committed at `dst` already, or somebody else committed one meanwhile; or a file of
-            the source was changed since it was opened; or with `virtual`, the source is being removed or replaced.
+        Conflict: a checkpoint is committed at `dst` already, or another writer committed one in the meantime; or a file
+            of the source was changed since it was opened; or with `virtual`, the source is being removed or replaced.
         UnsupportedError: with `virtual`, a tensor has no bytes of its own in a file: it is compressed, or computed.
-        PermissionDenied: with `virtual`, nothing can be written beside the source's files, and they are not to be
-            `unprotected`.
+        PermissionDenied: with `virtual` and without `unprotected`, nothing can be written beside the source's files.
         UsageError: `checksums` or `unprotected` without `virtual`, or `virtual` with a size of chunks or shards.
     """
     source = src if isinstance(src, Checkpoint) else open_reference(src)
@@ -159,14 +156,14 @@ def convert(
             manifest = write(source, store, attempt, infos, how)
         else:
             manifest = _write_virtual(source, store, attempt, placed, how, checksums=checksums, unprotected=unprotected)
-        said = {"run": run or manifest.run, "config": with_config(manifest.config, config)}
+        about = {"run": run or manifest.run, "config": with_config(manifest.config, config)}
         done = commit(
-            store, attempt, manifest.model_copy(update={**said, "metrics": {**manifest.metrics, **(metrics or {})}})
+            store, attempt, manifest.model_copy(update={**about, "metrics": {**manifest.metrics, **(metrics or {})}})
         )
     except Uncertain:
         raise
     except UcformatError:
-        if placed is not None:  # nothing that took time is lost, and the source's files are needed no more
+        if placed is not None:  # little work is lost, and the source's files are no longer needed
             give_up(store, attempt)
         raise
     return Checkpoint(Universal(store, allowed_roots, done.as_read()))
@@ -182,7 +179,7 @@ def _write_virtual(
     checksums: bool,
     unprotected: bool,
 ) -> Manifest:
-    """Write the extents; where the files are read for their checksums, these are compared with what they carry."""
+    """Write the extents; files that are read to record checksums are compared with those that they contain."""
     with verifying(source, on=checksums and how.verify, workers=how.workers) as verifier:
         if verifier is not None:
             for info in placed.infos:
@@ -211,13 +208,19 @@ def _chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo
         known = ", ".join(sorted({k.state for k in source.tensors}))
         raise UsageError(f"{source.url} stores no tensor in state {min(unknown)!r}", hint=f"there are: {known}")
     if not infos and (states is not None or source.steps):
-        what = "no state is chosen" if source.tensors else "the view leaves no tensor"
-        raise UsageError(f"{source.url}: {what}, so that nothing would be written", hint="leave out `states` for all")
+        reason = "no state is chosen" if source.tensors else "the view leaves no tensor"
+        raise UsageError(f"{source.url}: {reason}, so nothing would be written", hint="leave out `states` for all")
     return infos
 
 
 def plan_document(source: Checkpoint, infos: Sequence[TensorInfo], how: How) -> dict[str, Any]:
-    """All that tells this conversion apart from another: the source's files as they are now, tensors and grids."""
+    """The plan of a conversion, which identifies it: the source's files as they are now, the tensors and the grids.
+
+    Args:
+        source: the checkpoint that is converted.
+        infos: the tensors that are written.
+        how: the options.
+    """
     files = map_io(source.store.info, source.metadata.files)
     return {
         "convert": source.store.url,
@@ -237,11 +240,21 @@ def write(
     how: How,
     compared: Collection[str] = (),
 ) -> Manifest:
-    """Write these tensors as arrays, and all that a checkpoint holds besides; the manifest that is to be committed.
+    """Write tensors as arrays, and everything else of a checkpoint.
 
-    The files in `compared` are known to be whole. Shards that an interrupted run of the same attempt left whole are
-    kept. Where their bytes are under checksums of the source, these are read and compared again, for a checksum covers
-    more than a shard has.
+    Intact shards of an interrupted run of the same attempt are kept. If the source has checksums for their bytes, these
+    are read and compared again, because a checksum covers more bytes than those of a shard.
+
+    Args:
+        source: the checkpoint that is converted.
+        store: the place of the new checkpoint.
+        attempt: the attempt.
+        infos: the tensors.
+        how: the options.
+        compared: the keys of source files that were compared as a whole before (default: none).
+
+    Returns:
+        The manifest, which the caller commits.
     """
     _list_files(source)
     arrays = lay_out(infos, attempt.folder("data"), how.chunk_bytes, how.shard_bytes)
@@ -253,16 +266,16 @@ def write(
 
 
 def _list_files(source: Checkpoint) -> None:
-    """Have the versions of a universal checkpoint's files known, where each would be a request of its own."""
+    """Fetch the versions of a universal checkpoint's files at once, if each would otherwise be a request."""
     if source.universal and source.store.costs.parallel is not None:
         for _ in source.universal.store.list(f"data/{source.universal.manifest.attempt}"):
             pass
 
 
 def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tuple[TensorDoc, ...]) -> Manifest:
-    """Write what a checkpoint holds besides its tensors; the manifest of all.
+    """Write everything except the tensors, and return the manifest.
 
-    It is the last that is read of the source, whose files must still be what they were when it was opened.
+    These are the last reads of the source; its files must still be the ones that were opened.
     """
     objects, assets = attempt.folder("objects"), attempt.folder("assets")
     names = {t.name for t in tensors}
@@ -273,7 +286,8 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
         id=new_id(),
         attempt=attempt.id,
         created=datetime.now(UTC),
-        producer=_producer(source),
+        producer={"ucformat": __version__, "python": platform.python_version()}
+        | {f"engine.{k}": v for k, v in source.metadata.engine.items()},
         run=source.manifest.run,
         metrics=source.manifest.metrics,
         config=source.manifest.config,
@@ -300,7 +314,7 @@ def _write_all(
     how: How,
     verifier: StreamVerifier | None,
 ) -> dict[Key, dict[tuple[int, ...], bytes]]:
-    """Write all metadata, as one task, and every shard, large ones first; the digests of the shards' chunks."""
+    """Write all metadata, as one task, and every shard, large ones first; return the digests of the shards' chunks."""
     large = sorted(arrays, key=lambda a: -_ShardTask(a, (0,) * len(a.grid.shape)).nbytes)
     shards = (_ShardTask(a, s) for a in large for s in a.grid.shards())  # lazily: a file may claim any number
     tasks = chain(islice(shards, 1), [None], shards)
@@ -328,11 +342,11 @@ def _write_shard(
 ) -> bytes:
     info, grid = task.array.info, task.array.grid
     key = shard_key(task.array.path, task.shard)
-    whole = grid.box(task.shard)  # of many extents few meet a shard, and each band looks at all of them
+    whole = grid.box(task.shard)  # few extents intersect a shard, and every band iterates over them
     extents = [e for e in source.source.extents(info.key, whole) if e.box.intersect(whole)]
     planned = extents if verifier is None else [verifier.planned(info, e) for e in extents]
     costs = source.store.costs
-    if verifier is not None:  # puts the checksums of blocks that are read in parts together
+    if verifier is not None:  # it combines the checksums of blocks that are read in parts
         costs = replace(costs, block=0)
 
     def fill(piece: Piece, raw: NDArray[np.uint8]) -> None:
@@ -353,7 +367,7 @@ def _write_shard(
 
 
 class _NullWriter(Writer):
-    """A store whose files are dropped as they are written."""
+    """A store that discards what is written."""
 
     def create(self, key: str, unit: int = 1) -> Writer:  # noqa: ARG002 - see Store
         return self
@@ -369,22 +383,17 @@ class _NullWriter(Writer):
 
 
 def _kept(store: Store, key: str, task: _ShardTask) -> bytes | None:
-    """The digests of a shard's chunks, if its file is there and whole."""
+    """The digests of a shard's chunks if its file exists and is intact."""
     try:
         if store.info(key).size != task.array.grid.file_nbytes(task.shard):
             return None
-        leaves, damages = check_shard(store, key, task.array.grid, task.shard)
+        leaves, problems = check_shard(store, key, task.array.grid, task.shard)
     except NotFound:
         return None
-    return None if damages else leaves
+    return None if problems else leaves
 
 
 def _write_metadata(store: Store, arrays: Sequence[Array]) -> None:
-    """Put every `zarr.json`: of the group, of each state, of each array."""
+    """Write every `zarr.json`: of the group, of each state, of each array."""
     put_groups(store, arrays)
     map_io(lambda array: put_array(store, array), arrays)
-
-
-def _producer(source: Checkpoint) -> dict[str, str]:
-    engine = {f"engine.{k}": v for k, v in source.metadata.engine.items()}
-    return {"ucformat": __version__, "python": platform.python_version(), **engine}

@@ -1,9 +1,9 @@
-"""Compares the bytes of a source with the checksums that its files carry, while they are read; and replicas of means.
+"""Compares the bytes of a source with the checksums in its files while they are read.
 
-A record is read piece by piece, in any order, by several threads. The CRC of each piece is made when it passes, counted
-once, and put together with the others'; a record is equal only when every byte of it has passed. What is left in the
-end of a record that was begun is read for that alone, and counted. Chunks that are read whole are compared as they are
-read, or decoded; those that are read in parts, and blocks of which an extent has a part, here.
+Several threads read a record piece by piece, in any order. The CRC of each piece is computed when it is read, and
+combined with those of the others; a record is verified when all of its bytes have been read. At the end, the remaining
+bytes of partly read records are read only for this purpose, and counted. Chunks that are read whole are compared when
+they are read or decoded; chunks and blocks of which only parts are read, here.
 """
 
 from __future__ import annotations
@@ -13,21 +13,17 @@ import zlib
 from bisect import bisect_right, insort
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ucformat.errors import ChecksumError
 from ucformat.format.digest import CRC32_SHIFT, CRC32C_SHIFT
 from ucformat.geometry.tensor import Extent, Tiles, single_extents
 from ucformat.jobs.run import run, workers_for
 from ucformat.reading.execute import checksum, place_checksum
-from ucformat.reading.read import read_flat
 from ucformat.schema.manifest import VerifiedDoc
-from ucformat.sources.values import to_json
 from ucformat.sources.zarr.values import is_checked
 from ucformat.storage.watched import find_watched
-from ucformat.views.viewed import Viewed, inputs_of
+from ucformat.views.viewed import inputs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -36,18 +32,16 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Block, Key, TensorInfo
     from ucformat.reading.readable import FileRecord
-    from ucformat.storage.base import Store
-    from ucformat.views.viewed import ComputedFile
 
-__all__ = ["StreamVerifier", "spread_of", "verifying"]
+__all__ = ["StreamVerifier", "verifying"]
 
-_READ = 4 << 20  # bytes that are read at once of what is left
-_NAMED = 5  # of the tensors in a damaged record, so many are named
+_READ = 4 << 20  # bytes that are read at once of remaining bytes
+_NAMED = 5  # tensors of a damaged record that an error names
 _RESIDUE = checksum(bytes(4))  # the CRC-32C of any bytes followed by their own
 
 
 class _StreamSum:
-    """What has passed of the bytes under one checksum."""
+    """The progress of one checksum: which of its bytes have been read, and their combined CRC."""
 
     __slots__ = ("crc", "expected", "file", "left", "shift", "start", "stop", "value", "waits", "what")
 
@@ -55,7 +49,7 @@ class _StreamSum:
         self.file, self.what, self.start, self.stop, self.expected = file, what, start, start + nbytes, expected
         self.crc: Callable[[memoryview], int] = checksum if castagnoli else zlib.crc32
         self.shift = CRC32C_SHIFT if castagnoli else CRC32_SHIFT
-        self.left = [(self.start, self.stop)]  # what has not passed yet, in order
+        self.left = [(self.start, self.stop)]  # ranges that have not been read yet, in order
         self.value, self.waits = 0, nbytes
 
     @property
@@ -63,7 +57,7 @@ class _StreamSum:
         return self.waits < self.stop - self.start
 
     def claim(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """What of these bytes has not passed before; from now on it has."""
+        """Mark bytes as read; returns the ranges of them that had not been read before."""
         first = max(0, bisect_right(self.left, (start, start)) - 1)
         last, mine, rest = first, [], []
         for a, b in self.left[first:]:
@@ -81,9 +75,9 @@ class _StreamSum:
 
 
 class StreamVerifier:
-    """The checksums of one source's files; `see` is told of all bytes that are read of them.
+    """Verifies the checksums in the files of a source; `see` must get all bytes that are read of them.
 
-    The files in `compared` were compared as wholes before.
+    The files in `compared` were compared as a whole before.
     """
 
     def __init__(self, source: Checkpoint, compared: Collection[str] = ()) -> None:
@@ -93,8 +87,8 @@ class StreamVerifier:
         self._of_records: dict[tuple[str, int], _StreamSum] = {}
         self._blocks: dict[str, list[tuple[int, int, _StreamSum]]] = {}
         self._longest: dict[str, int] = {}
-        self._computed: dict[str, bool] = {}  # file -> whether all it is made of carries checksums
-        self._bare: set[Key] = set()  # tensors of which some bytes are under no checksum
+        self._computed: dict[str, bool] = {}  # file -> whether checksums cover all of its inputs
+        self._bare: set[Key] = set()  # tensors with bytes that no checksum covers
         self._besides = 0
         if source.foreign:
             by_file: dict[str, list[FileRecord]] = {}
@@ -105,12 +99,18 @@ class StreamVerifier:
                 records.sort(key=lambda r: r.near)
                 self._records[file] = ([r.near for r in records], records)
 
-    # --- what is to be compared
+    # --- what to verify
 
     def expect(self, info: TensorInfo, extents: Iterable[Extent | Tiles], box: Box | None) -> bool:
-        """Compare what carries checksums of these extents, of which a box is read (None: parts that are not known).
+        """Verify the checksums that cover the extents of a tensor.
 
-        Returns whether all of them do; a tensor of which some do not is remembered.
+        Args:
+            info: the tensor.
+            extents: its extents.
+            box: the box of the tensor that is read; None if unknown parts are.
+
+        Returns:
+            Whether checksums cover all of these bytes; if not, the tensor does not count as verified.
         """
         whole = True
         for extent in extents:
@@ -145,16 +145,25 @@ class StreamVerifier:
         return self._computed[extent.file]
 
     def planned(self, info: TensorInfo, extent: Extent | Tiles) -> Extent | Tiles:
-        """An extent as it is to be read: one that has a part of a block, without the rest of the block.
+        """An extent for planning: if it is only a part of its block, the block is left out.
 
-        Extents that share a block would each have all of it read.
+        Otherwise each of the extents that share a block would read all of it.
+
+        Args:
+            info: the tensor.
+            extent: its extent.
         """
         if isinstance(extent, Tiles) or extent.block is None or _fills(extent, info.itemsize):
             return extent
         return replace(extent, block=None)
 
     def carries(self, info: TensorInfo, extents: Iterable[Extent | Tiles]) -> bool:
-        """Whether any of these extents has bytes under a checksum."""
+        """Whether a checksum covers any bytes of these extents.
+
+        Args:
+            info: the tensor.
+            extents: its extents.
+        """
         for e in extents:
             if isinstance(e, Tiles) or e.block is not None or is_checked(self._source.store, e.file):
                 return True
@@ -190,13 +199,18 @@ class StreamVerifier:
         sums = self._in_records(extent.file, extent.offset, stop)
         return any(s.start <= extent.offset and stop <= s.stop for s in sums)
 
-    # --- what passes
+    # --- what is read
 
     def see(self, file: str, at: int, data: memoryview) -> None:
-        """These bytes of a file were read.
+        """Take note of bytes that were read.
+
+        Args:
+            file: the key of the file.
+            at: the offset of the first byte.
+            data: the bytes.
 
         Raises:
-            ChecksumError: they are the last of a record that is not what its checksum says.
+            ChecksumError: a checksum is complete now, and differs.
         """
         stop = at + data.nbytes
         for one in (*self._in_records(file, at, stop), *self._in_blocks(file, at, stop)):
@@ -246,12 +260,16 @@ class StreamVerifier:
     # --- the end
 
     def unfinished(self) -> list[_StreamSum]:
-        """What was begun, and of which bytes have not passed."""
+        """The checksums of which some bytes have been read, but not all."""
         sums = [*self._of_records.values(), *(one for known in self._blocks.values() for *_, one in known)]
         return [one for one in sums if one.begun and one.waits]
 
     def finish(self, one: _StreamSum) -> None:
-        """Read what is left of it."""
+        """Read the remaining bytes of a checksum.
+
+        Args:
+            one: the checksum.
+        """
         buffer = memoryview(bytearray(min(_READ, one.waits)))
         for a, b in list(one.left):
             for at in range(a, b, _READ):
@@ -261,7 +279,11 @@ class StreamVerifier:
                     self._besides += part.nbytes
 
     def described(self, infos: Sequence[TensorInfo]) -> VerifiedDoc:
-        """Which of these tensors came in verified; what was not begun, no tensor has bytes in."""
+        """Which tensors were verified, for the manifest.
+
+        Args:
+            infos: the tensors.
+        """
         bare = [i.key for i in infos if i.key in self._bare]
         default = 2 * len(bare) <= len(infos)
         but = bare if default else [i.key for i in infos if i.key not in self._bare]
@@ -291,13 +313,13 @@ class StreamVerifier:
 def verifying(
     source: Checkpoint, compared: Collection[str] = (), *, on: bool, workers: int | None
 ) -> Iterator[StreamVerifier | None]:
-    """Compare what is read of a checkpoint inside the block with the checksums that its files carry.
+    """Compare everything that is read of a checkpoint inside the block with the checksums in its files.
 
     Args:
         source: the checkpoint.
-        compared: files that were compared as wholes before.
-        on: whether to compare; without, and where nothing watches the files, there is no verifier.
-        workers: checksums completed at once in the end (default: as `workers_for`).
+        compared: the keys of files that were compared as a whole before.
+        on: whether to compare; if not, or if the store is not watched, the verifier is None.
+        workers: checksums completed at once at the end (default: as `workers_for`).
 
     Raises:
         ChecksumError: a file is damaged.
@@ -314,12 +336,12 @@ def verifying(
 
 
 def _fills(extent: Extent, itemsize: int) -> bool:
-    """Whether an extent has all of its block."""
+    """Whether an extent is all of its block."""
     return extent.block is not None and extent.box.size * itemsize == extent.block.nbytes
 
 
 def _is_aligned(tiles: Tiles, box: Box) -> bool:
-    """Whether all chunks that a box meets lie in it as far as they are the tensor's."""
+    """Whether a box contains all chunks that it intersects, as far as they are inside the tensor."""
     common = tiles.box.intersect(box)
     if common is None:
         return True
@@ -330,45 +352,3 @@ def _is_aligned(tiles: Tiles, box: Box) -> bool:
         if (start - first) % chunk or (end % chunk and end != size):
             return False
     return True
-
-
-_ELEMENTS = 1 << 18  # of each contribution, held at once
-
-
-def spread_of(view: Viewed | None, keys: Iterable[Key]) -> dict[str, dict[str, Any]]:
-    """For each of these tensors that is a mean, by name and state: of how many values, and how far they lie apart.
-
-    `max_abs_difference` is the largest that any element has between two of the values. Of a tensor made of several
-    means, or of parts of them, it is the largest of these as wholes. Reads each contribution once, in bounded memory.
-    """
-    out: dict[str, dict[str, Any]] = {}
-    if view is None:
-        return out
-    known: dict[int, float] = {}  # several tensors may be made of one mean
-    for key in keys:
-        files = {id(file): file for file in view.means(key)}
-        for number, file in files.items():
-            if number not in known:
-                known[number] = _difference(view.store, file)
-        if files:
-            largest = float(np.max([known[number] for number in files]))  # NaN where one is
-            values = max(len(file.inputs) for file in files.values())
-            found = {"values": values, "max_abs_difference": to_json(largest)}
-            out.setdefault(key.name, {})[key.state] = found
-    return out
-
-
-def _difference(store: Store, file: ComputedFile) -> float:
-    info, largest = file.formula.info, 0.0
-    for first in range(0, info.size, _ELEMENTS):
-        last = min(first + _ELEMENTS, info.size)
-        least = most = None
-        for view, extents in zip(file.formula.inputs, file.inputs, strict=True):
-            values = read_flat(store, view.info, extents(), first, last).astype(np.float64)
-            least = values if least is None else np.minimum(least, values)
-            most = values if most is None else np.maximum(most, values)
-        if least is not None and most is not None:
-            with np.errstate(invalid="ignore"):  # infinities
-                apart = np.where(least == most, 0.0, most - least)
-            largest = float(np.maximum(largest, apart.max()))
-    return largest

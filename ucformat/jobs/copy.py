@@ -1,7 +1,7 @@
 """Copies a universal checkpoint to another place: the same bytes under the same id.
 
-Its attempt keeps its name, because the manifest names it, and the manifest is copied to the byte. So two who copy one
-checkpoint to one place at once write the same files, and whoever comes second finds his work done.
+The manifest is copied byte by byte, so the attempt that it names keeps its name. Two processes that copy a checkpoint
+to the same place at once write the same files, and the second one finds the work done.
 """
 
 from __future__ import annotations
@@ -35,14 +35,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Copied", "copy"]
 
-record_commits()  # whoever imports this: the rooms below know nothing of the catalog
+record_commits()  # here, because the packages below do not know the catalog
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What a copy did: of `files`, which have `nbytes`, `kept` were there already.
+    """The result of a copy.
 
-    The manifest is not counted. If `already`, the checkpoint was committed there before, and nothing was done.
+    Attributes:
+        url: the place of the copy.
+        id: the checkpoint's id.
+        files: the number of files, without the manifest.
+        nbytes: their size in bytes.
+        kept: the number of files that were there already.
+        kept_nbytes: their size in bytes.
+        already: whether the checkpoint was committed there before, so that nothing was done.
     """
 
     url: str
@@ -64,24 +71,23 @@ def copy(
 ) -> Copied:
     """Copy a universal checkpoint, arrays or packed, to another place, and commit it there under the same id.
 
-    Every byte is compared with its checksum on the way. Interrupted at any instant it leaves nothing that opens; called
-    again it continues, and keeps the files that are whole. If the same checkpoint is committed there already, nothing
-    is done. The catalog, if it knows the checkpoint, knows one more place where it lies. Memory: less than 64 MiB for
-    each worker, whatever the sizes of the files.
+    Every byte is compared with its checksum. An interrupted copy leaves nothing that opens; called again it continues,
+    and keeps intact files. If the same checkpoint is committed there already, nothing is done. A catalog that knows the
+    checkpoint records the new location. Memory: less than 64 MiB for each worker, whatever the sizes of the files.
 
     Args:
-        src: a checkpoint, or where one lies.
-        dst: where the copy is to lie.
+        src: a checkpoint, or its path, url or reference.
+        dst: the path, url or store of the copy.
         overwrite: replace another checkpoint that is committed at `dst`; it stays whole until the copy is. If the same
-            one is there, its files are compared with their checksums, and those that are damaged are copied again.
+            one is there, its files are compared with their checksums, and damaged ones are copied again.
         workers: files copied at once (default: one for each core; for object stores eight at least).
         progress: called with the bytes done and the bytes in all.
 
     Raises:
         IntegrityError: the source is damaged; nothing is committed.
-        Conflict: another checkpoint is committed at `dst`, or the source was replaced meanwhile.
-        UnsupportedError: it is of another kind, or virtual.
-        UsageError: it is a view.
+        Conflict: another checkpoint is committed at `dst`, or the source was replaced in the meantime.
+        UnsupportedError: the source is not a universal checkpoint, or is virtual.
+        UsageError: the source is a view.
     """
     if workers is not None and workers < 1:
         raise UsageError(f"workers must be at least 1, not {workers}")
@@ -95,18 +101,18 @@ def copy(
         return _already(source, store)
     if here is not None and not overwrite and here.id == source.manifest.id:
         raise Conflict(
-            f"{store.url} already holds the checkpoint {here.id} in another form: of one, arrays were made since",
-            hint="say overwrite=True (--overwrite) to replace it",
+            f"{store.url} already holds the checkpoint {here.id} in another form: one of the two was materialized",
+            hint="pass overwrite=True (--overwrite) to replace it",
         )
     try:
         return _copy(source, store, data, overwrite=overwrite, workers=workers, progress=progress)
     except Conflict:
         here = None if overwrite else find_manifest(store, UcformatError)
-        if here is not None and _is_same(here, source.manifest):  # somebody else copied it at the same time
+        if here is not None and _is_same(here, source.manifest):  # another process copied it at the same time
             return _already(source, store)
         raise
     except UcformatError as error:
-        if _is_gone(source):  # who replaced it took away what we read
+        if _is_gone(source):  # the replacement removed the files that are read here
             raise _replaced(source) from error
         raise
 
@@ -120,42 +126,42 @@ def _universal(ck: Checkpoint) -> Universal:
         )
     if ck.viewed:
         raise UsageError(
-            f"{ck.url} is seen through a view, of which there are no files to copy",
-            hint="copy the checkpoint itself, or make one of the view: `ucp convert SRC DST --view …`",
+            f"{ck.url} is opened through a view, which has no files to copy",
+            hint="copy the checkpoint itself, or convert the view: `ucp convert SRC DST --view …`",
         )
     sidecar = source.manifest.sidecar
     if sidecar is not None and (sidecar.roots or sidecar.sources):
         raise UnsupportedError(
-            f"{ck.url} is virtual: the bytes of its tensors lie in files of another checkpoint",
-            hint="`ucp materialize SRC DST` makes arrays of it at another place",
+            f"{ck.url} is virtual: the bytes of its tensors are in files of another checkpoint",
+            hint="`ucp materialize SRC DST` writes it as arrays at another place",
         )
     return source
 
 
 def _is_same(one: Manifest, other: Manifest) -> bool:
-    """Whether they are of one checkpoint in one form: no id is used twice, and no attempt of an id."""
+    """Whether two manifests are of the same checkpoint in the same form."""
     return (one.id, one.attempt) == (other.id, other.attempt)
 
 
 def _is_gone(source: Universal) -> bool:
-    """Whether another checkpoint lies there by now, or none."""
+    """Whether the place of the source holds another checkpoint now, or none."""
     try:
         return not _is_same(read_manifest(source.store)[0], source.manifest)
     except NotACheckpoint:
         return True
-    except UcformatError:  # who can tell
+    except UcformatError:  # unknown
         return False
 
 
 def _replaced(source: Universal) -> Conflict:
     return Conflict(
         f"the checkpoint {source.manifest.id} at {source.store.url} was replaced or deleted since it was opened",
-        hint="run it again, and what lies there now is copied",
+        hint="run it again to copy the checkpoint that is there now",
     )
 
 
 def _already(source: Universal, store: Store) -> Copied:
-    """Do what one who was killed after his commit may not have done."""
+    """Do what a process that was killed after its commit may have left undone."""
     settle(store)
     copy_document(source.store, store, source.manifest.id)
     announce(store.url, source.manifest)
@@ -177,7 +183,7 @@ def _copy(
     before = None if attempt.replaces is None else attempt.replaces[0]
     if before is not None and before.attempt == manifest.attempt and not _has_equal_files(before, manifest):
         raise Conflict(
-            f"{store.url} holds the checkpoint {before.id}, whose files have the names of this one's and are others",
+            f"{store.url} holds the checkpoint {before.id}, which has different files with the same names",
             hint="choose another place, or delete that checkpoint first",
         )
     files = listed(source)
@@ -187,11 +193,11 @@ def _copy(
     if before is not None and _is_same(before, manifest):
         _already(source, store)
     else:
-        stands = commit(store, attempt, manifest, data)
-        if stands.id != manifest.id:  # of another id, and made by the plan that made this one
+        committed = commit(store, attempt, manifest, data)
+        if committed.id != manifest.id:  # written by the plan of this checkpoint, under another id
             raise Conflict(
-                f"{store.url} was committed by somebody else (checkpoint {stands.id}) while this one was copied",
-                hint="their checkpoint is whole, and has the same tensors; choose another place",
+                f"{store.url} was committed by another writer (checkpoint {committed.id}) in the meantime",
+                hint="that checkpoint is complete, and has the same tensors; choose another place",
             )
         copy_document(source.store, store, manifest.id)
     return found
@@ -209,7 +215,7 @@ def _transfer_all(
     workers: int | None,
     progress: Callable[[int, int], None] | None,
 ) -> Copied:
-    """Have every file at the destination, and see that the shards are together what was committed."""
+    """Transfer every file, and check that the shards together match the digests of the arrays."""
     there = _sizes(store, source.manifest)
     total, done = sum(i.nbytes for i in files), 0
     leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
@@ -224,7 +230,7 @@ def _transfer_all(
         if progress is not None:
             progress(done, total)
     for key in [Key(str(p.name), str(p.state)) for p in wrong_digests(source, leaves)]:
-        for item in [i for i in kept if isinstance(i, ShardFile) and i.key == key]:  # whole, but of another content
+        for item in [i for i in kept if isinstance(i, ShardFile) and i.key == key]:  # intact, but with other content
             leaves[key][item.shard] = copy_file(item, source.store, store)
             kept.remove(item)
     for problem in wrong_digests(source, leaves):
@@ -237,17 +243,17 @@ def _transfer_all(
 
 
 def _sizes(store: Store, manifest: Manifest) -> dict[str, int]:
-    """What lies at a place in the folders of an attempt."""
+    """The sizes of the files in the folders of an attempt."""
     return {i.key: i.size for folder in folders_of(manifest.attempt) for i in store.list(folder)}
 
 
 def _must_be_there(store: Store, manifest: Manifest, files: Sequence[AuditItem]) -> None:
-    """Conflict where somebody removed files meanwhile: one who copied it too, and lost to a third."""
+    """Raise Conflict if files were removed: by another copy of the checkpoint that lost to a third one."""
     there = _sizes(store, manifest)
     inside = tuple(f"{folder}/" for folder in folders_of(manifest.attempt))
     for item in files:
         if item.file.startswith(inside) and there.get(item.file) != item.nbytes:
             raise Conflict(
-                f"{store.url}/{item.file} was removed by somebody else while the checkpoint was copied",
+                f"{store.url}/{item.file} was removed while the checkpoint was copied",
                 hint="run it again",
             )

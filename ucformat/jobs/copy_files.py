@@ -1,7 +1,7 @@
-"""The files of a checkpoint one by one: each is read once, compared with its checksums, and written as it is read.
+"""Copies the files of a checkpoint: each is read once, compared with its checksums, and written while it is read.
 
-A file that is not what was committed is never seen at its destination. One that is there whole, from a copy that was
-interrupted, is read back there instead and kept.
+A file that differs from the committed one never appears at the destination. Intact files of an interrupted copy are
+read back there and kept.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HINT = "restore it from another copy of the checkpoint; nothing is committed at
 
 
 class BlockChecker:
-    """Compares the blocks of a file, which may overlap, with their checksums while the file goes by."""
+    """Compares the blocks of a file, which may overlap, with their checksums while the file is read."""
 
     def __init__(self, file: str, blocks: Sequence[tuple[Key, Block]]) -> None:
         self._todo = deque(_BlockSum(file, key, block) for key, block in blocks)  # in the order of their offsets
@@ -45,7 +45,12 @@ class BlockChecker:
         self._bad: list[_BlockSum] = []
 
     def take(self, at: int, data: memoryview) -> None:
-        """The next bytes of the file, from `at` on."""
+        """Take the next bytes of the file.
+
+        Args:
+            at: the offset of the first byte.
+            data: the bytes.
+        """
         stop = at + len(data)
         while self._todo and self._todo[0].block.offset < stop:
             self._begun.append(self._todo.popleft())
@@ -55,12 +60,12 @@ class BlockChecker:
         self._begun = [s for s in self._begun if s.end > stop]
 
     def damaged(self) -> list[tuple[Key, Block]]:
-        """The blocks that are not what their checksums say, and those that the file ends before."""
+        """The blocks that differ from their checksums, or end after the file."""
         return [(s.key, s.block) for s in (*self._bad, *self._begun, *self._todo) if s.block.nbytes]
 
 
 class _BlockSum:
-    """The checksum of one block so far, and the one stored behind it."""
+    """The checksum of a block so far, and the one that is stored after it."""
 
     __slots__ = ("_crc", "_stored", "block", "end", "key")
 
@@ -82,10 +87,16 @@ class _BlockSum:
 
 
 def transfer(item: AuditItem, src: Store, dst: Store, there: Mapping[str, int]) -> tuple[bytes, bool]:
-    """Have a file at the destination, where files of these sizes lie.
+    """Copy a file, unless the destination has it already.
+
+    Args:
+        item: the file.
+        src: the source.
+        dst: the destination.
+        there: the keys and sizes in bytes of the files at the destination.
 
     Returns:
-        The digests of a shard's chunks, and whether the file was there.
+        The digests of a shard's chunks, and whether the file was there already.
 
     Raises:
         IntegrityError: the source is damaged; the message names the file, and the tensor.
@@ -93,7 +104,7 @@ def transfer(item: AuditItem, src: Store, dst: Store, there: Mapping[str, int]) 
     if there.get(item.file) == item.nbytes and not (isinstance(item, PackedFile) and item.bare):
         try:
             found, wrong = item.check(dst)
-        except NotFound:  # somebody removed it just now
+        except NotFound:  # removed at this instant
             return copy_file(item, src, dst), False
         if not wrong:
             dst.adopt(item.file)
@@ -102,7 +113,19 @@ def transfer(item: AuditItem, src: Store, dst: Store, there: Mapping[str, int]) 
 
 
 def copy_file(item: AuditItem, src: Store, dst: Store) -> bytes:
-    """Write at `dst` what `src` has; the digests of a shard's chunks. IntegrityError where the source is damaged."""
+    """Copy a file.
+
+    Args:
+        item: the file.
+        src: the source.
+        dst: the destination.
+
+    Returns:
+        The digests of a shard's chunks.
+
+    Raises:
+        IntegrityError: the source is damaged; the message names the file, and the tensor.
+    """
     unit = item.grid.chunk_nbytes + 4 if isinstance(item, ShardFile) else unit_for(item.nbytes)
     with dst.create(item.file, unit) as out:
         found, wrong = item.check(src, out)
@@ -112,10 +135,13 @@ def copy_file(item: AuditItem, src: Store, dst: Store) -> bytes:
 
 
 def listed(source: Universal) -> list[AuditItem]:
-    """All files that a manifest names but itself, the large ones first.
+    """All files that a manifest names, the large ones first.
+
+    Args:
+        source: the checkpoint.
 
     Raises:
-        MissingData: a packed file is not there, or many shards are not.
+        MissingData: a packed file or many shards are missing.
     """
     for key, doc in source.docs.items():
         if doc.path is not None and (missing := source.missing_shards(doc)):
@@ -145,7 +171,7 @@ def _packed(source: Universal) -> list[PackedFile]:
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """A file of extents, which has checksums for blocks; `bare` says whether some extents have none."""
+    """A packed file with checksums of blocks; `bare` if some extents have none."""
 
     file: str
     nbytes: int
@@ -154,7 +180,12 @@ class PackedFile:
     key: Key | None = None
 
     def check(self, store: Store, out: Writer | None = None) -> tuple[bytes, list[Problem]]:
-        """See AuditItem."""
+        """See AuditItem.
+
+        Args:
+            store: the store of the checkpoint.
+            out: a writer that gets a copy of every byte (default: none).
+        """
         sums = BlockChecker(self.file, self.blocks)
         read_through(store, self.file, self.nbytes, sums.take, out)
         reason = "crc32c differs (block at byte {})"
