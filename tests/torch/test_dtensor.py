@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ucformat.errors import LayoutError, UsageError
 from ucformat.torch.saving.assignment import WriteItem, merge_items
-from ucformat.torch.state.local import LocalShard, _readings, local_of, mesh_of, pieces_in
+from ucformat.torch.state.local import LocalShard, _dims_candidates, local_of, mesh_of, pieces_in
 from ucformat.torch.state.memory import elements_of, host_memory, row_major_bytes
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def test_cuts_in_any_order_of_the_axes(
     shape, placements, degrees, order = case
     for at in product(*map(range, degrees)):
         tensor = local_by_hand(shape, placements, degrees, order, at)
-        dims = next(iter(_readings(shape, placements, degrees, at)))
+        dims = next(iter(_dims_candidates(shape, placements, degrees, at)))
         info = local_of("t", "weight", numbered(shape)).info
         assert tuple(d.size for d in dims) == tuple(tensor.shape)
         assert held(LocalShard(info, pieces_in(tensor, dims), tensor)) == expected(tensor, shape)

@@ -125,7 +125,7 @@ class Group:
                 self._contested = self._contested and self._users > 0
 
     def send(self, data: NDArray[np.uint8], to: int, *, bulk: bool = False) -> None:
-        """Send bytes to a rank; they are received in the order in which they are sent, bulk data and messages apart.
+        """Send bytes to a rank; messages, and separately bulk data, are received in the order in which they are sent.
 
         Args:
             data: the bytes, contiguous; may be changed when this returns.

@@ -180,7 +180,7 @@ class _State:
 
     def is_option(self, path: Path) -> bool:
         """Whether an entry is part of an optimizer group."""
-        return any(path[:i] in self.found.apart for i in range(1, len(path) + 1))
+        return any(path[:i] in self.found.group_entries for i in range(1, len(path) + 1))
 
     def aliases(self) -> dict[str, str]:
         """The first name of tied weights of this rank, by each further name."""

@@ -256,20 +256,22 @@ def save(
         url: where to write the checkpoint, a path or URL; the same on all ranks.
         step: the training step (default: the engine's).
         run: name of the training run, for the catalog.
-        metrics: numbers to note, for the catalog: `{"val_loss": 2.1}`.
-        config: the configuration of the training, plain JSON values (default: DeepSpeed's, without secrets).
-            DeepSpeed's is always kept as the object `ds_config`, too.
-        client_state: values of your own, the same on all ranks; what each rank has for itself as
-            `ucformat.torch.PerRank(value)`.
-        form: `zarr` writes arrays, `packed` one file for each rank; see `ucformat.torch.save`.
-        overwrite: replace a checkpoint that is committed there; it stays whole until this one is.
-        lineage: what this checkpoint comes from.
+        metrics: numbers to record in the catalog: `{"val_loss": 2.1}`.
+        config: configuration of the training, JSON values (default: DeepSpeed's, without secrets). DeepSpeed's is
+            always saved as the object `ds_config`, too.
+        client_state: as for `collect`.
+        form: `zarr` writes arrays, `packed` one file per rank; see `ucformat.torch.save`.
+        overwrite: replace an existing checkpoint, which stays intact until the new one is committed.
+        lineage: the checkpoints that this one was derived from.
         timeout: seconds after which an unresponsive rank is considered dead.
+
+    Returns:
+        the committed checkpoint.
 
     Raises:
         UnsupportedError: the engine has state that cannot be saved yet (pipeline, tensor or expert parallelism, NVMe),
-            or is in the middle of a gradient accumulation.
-        Conflict: a checkpoint is committed there already.
+            or is in the middle of gradient accumulation.
+        Conflict: a checkpoint exists at `url`.
         UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
     """
     with group_for_call(None, timeout, "save", url) as ranks:

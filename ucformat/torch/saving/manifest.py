@@ -36,9 +36,9 @@ __all__ = ["SaveMetadata", "StateInfo", "WriteReport", "manifest_of", "state_inf
 
 @message
 class SaveMetadata:
-    """What the manifest records about a checkpoint besides its state, the same on all ranks.
+    """What the manifest records about a checkpoint in addition to its state, the same on all ranks.
 
-    `after` is the greatest known commit count of the run, besides those in `lineage`.
+    `after` is the greatest known commit count of the run, in addition to those in `lineage`.
     """
 
     step: int | None = None

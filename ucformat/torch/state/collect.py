@@ -72,7 +72,7 @@ class CollectedState:
     leaves: dict[Path, ValueSlot] = field(default_factory=dict)
     ranks: dict[Path, tuple[PerRank, ValueSlot]] = field(default_factory=dict)
     groups: dict[Path, list[OptimizerGroup]] = field(default_factory=dict)
-    apart: set[Path] = field(default_factory=set)  # entries that are optimizer groups or hyper-parameters
+    group_entries: set[Path] = field(default_factory=set)  # entries that are optimizer groups or hyper-parameters
     finish: list[Callable[[], None]] = field(default_factory=list)
     owners: dict[Path, Path] = field(default_factory=dict)  # of each optimizer, the module with its parameters
     keys: dict[Path, Key] = field(default_factory=dict)  # the name and state of each tensor
@@ -160,16 +160,16 @@ def _mapping(found: CollectedState, path: Path, value: Mapping[Any, Any], module
     groups = value.get(GROUPS)
     if isinstance(groups, list) and groups and all(map(is_group, groups)):
         found.groups[path] = [OptimizerGroup(tuple(g["params"]), _Options(g)) for g in groups]
-        apart = {GROUPS}
+        group_keys = {GROUPS}
     else:
-        apart = {k for k in value if isinstance(k, str) and all(split_option(k))}
-        if apart:
-            found.groups[path] = _flattened_groups(value, apart)
-    found.apart |= {(*path, k) for k in apart}
+        group_keys = {k for k in value if isinstance(k, str) and all(split_option(k))}
+        if group_keys:
+            found.groups[path] = _flattened_groups(value, group_keys)
+    found.group_entries |= {(*path, k) for k in group_keys}
     if not value and put is not None:
         found.leaves[path] = ValueSlot({}, put)
     for key, inner in value.items():
-        if key not in apart:
+        if key not in group_keys:
             _walk(found, (*path, IntKey(key) if isinstance(key, int) else key), inner, modules, _setter(value, key))
 
 

@@ -177,18 +177,18 @@ def _of_dtensor(name: str, state: str, tensor: DTensor) -> LocalShard:
             f"{name} ({state}) is partial over its mesh: each rank holds one summand",
             hint="reduce it first: tensor.redistribute(placements=[Replicate() …])",
         )
-    for dims in _readings(shape, tensor.placements, mesh.shape, at):
+    for dims in _dims_candidates(shape, tensor.placements, mesh.shape, at):
         sizes = tuple(d.size for d in dims)
         if sizes == tuple(local.shape) or (0 in sizes and not local.numel()):  # FSDP2 makes (0, 0) of an empty (0, n)
             return LocalShard(info, pieces_in(local, dims), local)
     raise LayoutError(
-        f"{name} ({state}): its local shape {tuple(local.shape)} is not what its placements {tensor.placements} make "
-        f"of {shape} at coordinate {tuple(at)} of the mesh {tuple(mesh.shape)}",
-        hint="ucformat knows Shard, _StridedShard and Replicate as torch.chunk cuts them",
+        f"{name} ({state}): its local shape {tuple(local.shape)} does not follow from the placements "
+        f"{tensor.placements} of {shape} at coordinate {tuple(at)} of the mesh {tuple(mesh.shape)}",
+        hint="ucformat supports Shard, _StridedShard and Replicate with shards as from torch.chunk",
     )
 
 
-def _readings(
+def _dims_candidates(
     shape: tuple[int, ...], placements: Sequence[Any], degrees: Sequence[int], at: Sequence[int]
 ) -> Iterator[list[Dim]]:
     """The candidates for the dims of the local tensor: split in the order of strided shards, or from left to right.
