@@ -24,7 +24,7 @@ class DcpOptions(PickleOptions):
     """The options of `Dcp`."""
 
     groups: Sequence[Sequence[str]] | None = option(
-        None, "document", "the parameters of each optimizer group, in order, where the states are numbered"
+        None, "document", "the parameters of each optimizer group, in order, if the states are numbered"
     )
     owners: Mapping[str, str] | None = option(
         None, "document", "the path of the model that each optimizer trains, by the optimizer's, both joined by dots"

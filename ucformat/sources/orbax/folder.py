@@ -31,7 +31,7 @@ _TEMPORARY = ".orbax-checkpoint-tmp"
 _MAX_LISTED = 10_000  # files that are listed to recognise a folder
 _MAX_DEPTH = 4  # <step>/<item>/<part of the item>/_METADATA
 _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})")
-_MAX_NAMED = 10  # of several steps, so many are named in the error
+_MAX_NAMED = 10  # steps in an error message
 
 
 @dataclass(frozen=True, slots=True)

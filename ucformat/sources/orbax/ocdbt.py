@@ -213,7 +213,7 @@ def read_ocdbt(store: Store, folder: str, sizes: Mapping[str, int]) -> dict[str,
 def _walk(store: Store, prefix: str, version: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Value]:
     values: dict[str, Value] = {}
     todo = deque([(version["root"].get("location"), version["root_height"], b"")])
-    seen: set[tuple[str, int]] = set()  # places in files: what is said of them has many spellings
+    seen: set[tuple[str, int]] = set()  # files and offsets, as a location can be spelled in many ways
     while todo:
         location, height, stem = todo.popleft()
         if location is None:  # of an empty tree

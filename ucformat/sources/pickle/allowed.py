@@ -1,7 +1,7 @@
 """The globals that a pickle may name, and their meanings.
 
-A global is one of three things: a function or type of plain values, containers or tensors, for which a function below
-stands in; a class of a training framework, which becomes an `Inert` that keeps its arguments and state and does
+A global is one of three things: a function or type of plain values, containers or tensors, which a function below
+replaces; a class of a training framework, which becomes an `Inert` that keeps its arguments and state and does
 nothing; or an error. Nothing is ever imported for a pickle, and nothing is called but the functions below.
 """
 

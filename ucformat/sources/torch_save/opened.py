@@ -80,7 +80,7 @@ def _find_parts(value: Any) -> Parts:
     walk = _Walk(parts)
     rest = walk.prune(value, "", 0)
     parts.rest = {} if rest is _REMOVED else rest
-    if not parts.modules and isinstance(value, dict):  # tensors mixed with so many values that it is no state dict
+    if not parts.modules and isinstance(value, dict):  # tensors among too many values to be recognised as a state dict
         own = {k: v for k, v in value.items() if isinstance(k, str) and isinstance(v, StoredTensor)}
         if _is_module(own):
             parts.modules[""] = own

@@ -160,7 +160,7 @@ def _zero(dtype: str) -> object:
 
 
 _MAX_CHUNKS = 1 << 22  # chunks in one read of an array that may lack some
-#: Lower limits if little is stored: so many chunks, and one per so many bytes (an entry in the index of a shard).
+#: The limit is lower if little is stored: this many chunks, and one for each entry in the index of a shard.
 _MIN_CHUNKS, _BYTES_PER_CHUNK = 1 << 14, 16
 _INDEX_CACHE = 64 << 20  # bytes of the indexes of shards that are kept
 _MAX_INDEX = 256 << 20  # bytes of one index: of 16 million chunks
