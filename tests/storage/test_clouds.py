@@ -83,7 +83,7 @@ def test_a_path_that_climbs(url: str) -> None:
     ],
 )
 def test_a_url_with_a_secret_is_refused_and_not_repeated(url: str) -> None:
-    with pytest.raises(UsageError, match="holds a password") as caught:
+    with pytest.raises(UsageError, match="contains a password") as caught:
         open_store(url)
     assert "hidden" not in str(caught.value) + repr(caught.value.__cause__) + str(caught.value.hint)
 

@@ -55,7 +55,7 @@ def test_urls_that_hold_a_secret_are_refused(
         with pytest.raises(UcformatError) as failure:
             act()
         seen.error(failure.value)
-    with pytest.raises(UsageError, match="holds a password or a signature"):
+    with pytest.raises(UsageError, match="contains a password or a signature"):
         open_store(url)
     for words in (("show", url), ("verify", url), ("convert", url, tmp_path / "x"), ("register", url)):
         assert seen.run(*words) == 2, seen.texts[-1]
@@ -65,7 +65,7 @@ def test_urls_that_hold_a_secret_are_refused(
 def test_an_endpoint_that_holds_a_password_is_refused(seen: Seen) -> None:
     store = ObjectStore("s3://bucket/run", Options(endpoint=f"https://user:{CANARY}@host"))
     seen.fails(lambda: store.read("f"))
-    assert "the endpoint of S3 holds a password" in seen.texts[0]
+    assert "the endpoint of S3 contains a password" in seen.texts[0]
     seen.check()
 
 

@@ -48,9 +48,9 @@ def prove(info: TensorInfo, boxes: Iterable[tuple[Owner, Box]], *, partial: bool
     owners = _owners(info, whole, boxes)
     if any(a == b for a, b in whole):
         return
-    todo = [(whole, list(owners))]
-    while todo:
-        region, inside = todo.pop()
+    pending = [(whole, list(owners))]
+    while pending:
+        region, inside = pending.pop()
         if not inside:
             raise _hole_error(info, region, owners)
         if len(inside) == 1 and inside[0] == region:
@@ -59,7 +59,7 @@ def prove(info: TensorInfo, boxes: Iterable[tuple[Owner, Box]], *, partial: bool
         if slabs is None:
             _sweep(info, region, inside, owners)
         else:
-            todo += slabs
+            pending += slabs
 
 
 def _owners(info: TensorInfo, whole: _Bounds, boxes: Iterable[tuple[Owner, Box]]) -> dict[_Bounds, Owner]:

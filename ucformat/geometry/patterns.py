@@ -327,7 +327,7 @@ def _chars(node: Any, flags: int) -> int:
             low, high = arg
             chars |= (1 << min(high + 1, 128)) - (1 << min(low, 128)) | (_OTHER if high > 127 else 0)
         elif kind is op.CATEGORY:
-            chars |= _category(arg, least=negated)
+            chars |= _category(arg, both=negated)
         elif kind is not op.NEGATE:
             return _ALL
     if negated:
@@ -345,12 +345,12 @@ def _bit(char: int) -> int:
 
 
 @lru_cache(32)
-def _category(category: Any, *, least: bool) -> int:
-    """The characters of a class: those with or without the flag ASCII, or `least`: those with both."""
+def _category(category: Any, *, both: bool) -> int:
+    """The characters of a class with or without the flag ASCII: those in either, or only those in `both`."""
     found = [
         sum(1 << i for i in range(128) if re.match(_CLASSES[category], chr(i), flag)) for flag in (re.UNICODE, re.ASCII)
     ]
-    return found[0] & found[1] if least else found[0] | found[1] | _OTHER
+    return found[0] & found[1] if both else found[0] | found[1] | _OTHER
 
 
 def _spelled(nodes: Any) -> str:

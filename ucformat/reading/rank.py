@@ -177,6 +177,7 @@ def _check_given(
 
 
 def _array(b: RankBuffer, given: NDArray[np.generic] | None) -> NDArray[np.generic]:
+    """The array to fill for a buffer: the given one, zeroed if padded, or a new one."""
     dtype = numpy_dtype(b.dtype)
     if given is None:
         return np.zeros(b.shape, dtype) if b.padded else np.empty(b.shape, dtype)

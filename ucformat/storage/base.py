@@ -226,7 +226,7 @@ class Store(Protocol):
         """Wait until every file that this store object has closed is durable, with the folders that contain it.
 
         Deletions are durable then too: a deleted file does not reappear after a power failure. A file that could not be
-        made durable raises here, again on every call until it is written anew or deleted.
+        made durable raises here, again on every call until it is rewritten or deleted.
         """
 
     def adopt(self, key: str) -> None:

@@ -60,7 +60,7 @@ _CONNECT, _READ, _TOTAL = "10s", "30s", "300s"  # time-outs: to connect; between
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Settings of a storage besides its URL; none of them is secret."""
+    """Settings of a store besides its URL; they contain no secrets."""
 
     endpoint: str = ""  # URL of an S3-compatible service; default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL
     region: str = ""  # default: AWS_REGION, AWS_DEFAULT_REGION
@@ -98,7 +98,7 @@ def reject_secrets(url: str) -> None:
 
 def _secret(scheme: str) -> UsageError:
     return UsageError(
-        f"a {scheme}:// url holds a password or a signature",
+        f"a {scheme}:// URL contains a password or a signature",
         hint="omit it: credentials come from the cloud's standard chain, and URLs are stored in manifests",
     )
 
@@ -164,7 +164,7 @@ def connect(place: Place, options: Options) -> Client:
     endpoint, region, session = s3_settings(options)
     if endpoint:
         if "@" in endpoint:
-            raise UsageError("the endpoint of S3 holds a password", hint="credentials come from the standard chain")
+            raise UsageError("the endpoint of S3 contains a password", hint="credentials come from the standard chain")
         common["endpoint"] = endpoint
         common["client_options"]["allow_http"] = endpoint.startswith("http://")
     if region:

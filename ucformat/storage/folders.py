@@ -1,7 +1,7 @@
 """The folders below a local root, each opened by name relative to its parent, so that no symbolic link is followed.
 
-Operations on names in an open folder affect that folder, even if its path leads elsewhere by then. So nobody who
-exchanges folders for symbolic links, at any moment, can cause a file elsewhere to be written, renamed or removed.
+Operations on names in an open folder affect that folder, even if its path leads elsewhere by then. So an attacker who
+exchanges folders for symbolic links, at any moment, cannot cause a file elsewhere to be written, renamed or removed.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class OpenFiles:
     """The most recently read files, kept open.
 
     Args:
-        limit: number of files kept open, besides those that a thread is reading.
+        limit: number of files kept open, not counting those that a thread is reading.
     """
 
     def __init__(self, limit: int = 128) -> None:
