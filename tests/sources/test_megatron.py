@@ -326,7 +326,7 @@ def test_flat_buckets_of_another_order_are_refused(copied: Any) -> None:
     for key in ("param", "exp_avg", "exp_avg_sq"):
         tensors[key] = tensors[key].flip(0)
     torch.save(state, path)
-    with pytest.raises(AmbiguousLayout, match="cannot be told apart"):
+    with pytest.raises(AmbiguousLayout, match="cannot be named"):
         open_checkpoint(folder)
 
 

@@ -42,7 +42,7 @@ from ucformat.sources.pickle.stand_ins import Dtype, Inert, InertClass, Maker, N
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["SMALL", "from_json", "json_key", "to_json"]
+__all__ = ["SMALL", "all_equal", "from_json", "json_key", "to_json"]
 
 SMALL = 64 << 10  # bytes of a tensor up to which it is stored inside the JSON
 _MAX_DEPTH = 200
@@ -290,3 +290,13 @@ def _hashable(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(map(_hashable, value))
     return frozenset(value) if isinstance(value, set) else value
+
+
+def all_equal(values: dict[str, Any]) -> bool:
+    """Whether all values are the same.
+
+    Args:
+        values: at least one value, by name.
+    """
+    first = next(iter(values.values()))
+    return all(type(v) is type(first) and v == first for v in values.values())

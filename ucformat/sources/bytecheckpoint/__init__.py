@@ -24,15 +24,15 @@ class ByteCheckpoint(Dcp):
     before = ("dcp", "megatron")  # the files of both are there
 
     def is_marker(self, name: str) -> bool:
-        """Whether a folder with a file of this name is a checkpoint: `extra_state_rank_0.pt` lies one further down."""
+        """Whether a folder with such a file is a checkpoint; `extra_state_rank_0.pt` is one level further down."""
         return name == LATEST
 
     def find(self, store: Store) -> bool:
-        """Whether there is a `.metadata` of ByteCheckpoint's in the place where it would be."""
+        """Whether there is a `.metadata` of ByteCheckpoint's at one of its usual paths."""
         return looks_like_bytecheckpoint(store)
 
     def open(self, store: Store) -> OpenByteCheckpoint:
-        """Open the newest step of a save folder, or the one that the store is rooted at, reading `.metadata`."""
+        """Open the newest step of a save folder, or the step at the store's root, reading `.metadata`."""
         from ucformat.sources.bytecheckpoint.opened import OpenByteCheckpoint
 
         allow = (*_ALLOW, *self.options.allow)

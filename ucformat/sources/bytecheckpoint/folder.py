@@ -30,7 +30,7 @@ _NAMED = 10
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """What there is of one step, as keys of the store; `below` is its folder, with a `/` where it is not the root."""
+    """The files of one step, as keys of the store; `below` is its folder with a trailing `/`, or "" for the root."""
 
     below: str
     parts: dict[str, str]  # model, optimizer: the folder of each, with a `/` where it is not the root
@@ -40,7 +40,11 @@ class Folder:
 
 
 def looks_like_bytecheckpoint(store: Store) -> bool:
-    """Whether this is a save folder, the folder of a step, or that of a model or optimizer."""
+    """Whether this is a save folder, the folder of a step, or that of a model or optimizer.
+
+    Args:
+        store: a store whose root is the folder.
+    """
     if _is_ours(store, ""):
         return True
     if any(_is_ours(store, f"{part}/") for part in _PARTS):
@@ -50,7 +54,15 @@ def looks_like_bytecheckpoint(store: Store) -> bool:
 
 
 def find_folder(store: Store) -> Folder:
-    """The newest step of a save folder, or the step or part that the store is rooted at."""
+    """Find the newest step of a save folder, or the step or part at the store's root.
+
+    Args:
+        store: a store whose root is the folder.
+
+    Raises:
+        NotFound: the newest step, or a rank's extra state, is missing.
+        MissingData: a `.metadata` is missing or damaged.
+    """
     if _is_ours(store, ""):
         name = "optimizer" if store.url.rstrip("/").endswith("/optimizer") else "model"
         return Folder("", {name: ""}, (), (), _step(store.url.rstrip("/").rpartition("/")[0]))

@@ -78,7 +78,7 @@ def _check(meta: Metadata) -> None:
 
 
 def _joined(metas: Mapping[str, Metadata]) -> Metadata:
-    """Model and optimizer as one state; what DDP's wrapper puts in front of every name is left out."""
+    """Model and optimizer as one state, without the prefix of DDP's wrapper."""
     out = Metadata(next(iter(metas.values())).file, next(iter(metas.values())).root)
     wrapped = "model" in metas and all(f.startswith(_DDP) for f in metas["model"].tensors)
     if wrapped and "optimizer" in metas:
@@ -96,7 +96,7 @@ def _joined(metas: Mapping[str, Metadata]) -> Metadata:
 
 
 class _RawItems(Items):
-    """Items whose tensors are raw bytes; how they are laid out is in the metadata, as a pickle for each chunk."""
+    """Items whose tensors are raw bytes; the metadata has a pickle with the layout of each chunk."""
 
     def __init__(self, store: Store, meta: Metadata, allow: tuple[str, ...], metas: Mapping[str, Metadata]) -> None:
         super().__init__(store, meta, allow)
@@ -122,12 +122,12 @@ class _RawItems(Items):
         return [Extent(box, stored.file, stored.offset + found.offset * unit, tuple(s * unit for s in found.strides))]
 
     def records(self) -> Iterator[FileRecord]:
-        """None: there are no checksums."""
+        """Empty: there are no checksums."""
         return iter(())
 
 
 def _extra_states(store: Store, folder: Folder) -> dict[str, Any]:
-    """`extra_state` as rank 0 has it, and under `rank` where those of others differ."""
+    """`extra_state` of rank 0, and under `rank` the differences of the others."""
     out: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for rank, key in enumerate(folder.extra):

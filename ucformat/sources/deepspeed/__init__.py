@@ -33,7 +33,7 @@ class DeepSpeed(Source):
     options: DeepSpeedOptions
 
     def is_marker(self, name: str) -> bool:
-        """Whether a folder with a file of this name is a tag folder."""
+        """Whether a folder with such a file is a tag folder."""
         return is_model_or_optimizer(name)
 
     def find(self, store: Store) -> bool:
@@ -56,7 +56,7 @@ class DeepSpeed(Source):
         return OpenDeepSpeed(store, list_files(store, tag), self.options)
 
     def find_file(self, store: Store, key: str) -> bool:  # noqa: ARG002 - its name says all
-        """Whether it is a file of a rank, by its name."""
+        """Whether the name is that of a rank's file."""
         return is_model_or_optimizer(key)
 
     def open_file(self, store: Store, key: str) -> NoReturn:

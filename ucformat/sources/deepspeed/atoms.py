@@ -62,7 +62,18 @@ class Atom:
 
 
 def atom_names(prefix: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Parameter -> state in the file's name -> key; MissingData where a conversion left off in the middle."""
+    """Find the atoms of each parameter.
+
+    Args:
+        prefix: the tag folder with a trailing `/`, or "".
+        names: the names of all files, relative to the tag folder.
+
+    Returns:
+        the key of each atom, by parameter and by the state in the file's name.
+
+    Raises:
+        MissingData: a conversion was interrupted, or a parameter has no `fp32.pt`.
+    """
     names = list(names)
     found: dict[str, dict[str, str]] = {}
     for match in filter(None, map(_ATOM.fullmatch, names)):
@@ -84,9 +95,16 @@ def atom_names(prefix: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
 def read_atoms(
     store: Store, keys: Mapping[str, Mapping[str, str]], shapes: Mapping[str, Shape], allow: tuple[str, ...]
 ) -> dict[str, list[Atom]]:
-    """Every atom, opened: a few kilobytes of each, many at a time.
+    """Open all atoms concurrently, reading a few kilobytes of each.
 
-    `shapes`: those of the parameters, as far as the model states tell; an atom of another is an error.
+    Args:
+        store: the store of the checkpoint.
+        keys: the key of each atom, by parameter and state (see `atom_names`).
+        shapes: the shapes of parameters that the model states record; an atom of another shape is an error.
+        allow: further packages whose classes become inert stand-ins.
+
+    Returns:
+        the atoms of each parameter, the master first.
     """
 
     def read(item: tuple[str, str, str]) -> Atom:
@@ -155,7 +173,18 @@ def take_apart(
     keys: Mapping[str, Mapping[str, str]],
     allow: tuple[str, ...],
 ) -> dict[str, list[Atom]]:
-    """Give each rank its parts of the atoms that were joined for want of a pattern; returns these atoms by name."""
+    """Give each rank its parts of the atoms that were joined because no pattern matched.
+
+    Args:
+        store: the store of the checkpoint.
+        stages: the slices, by pipeline stage and tensor-parallel rank; the parts are added to their contents.
+        info: the checkpoint's patterns.
+        keys: the key of each atom, by parameter and state.
+        allow: further packages whose classes become inert stand-ins.
+
+    Returns:
+        the atoms that were split, by parameter.
+    """
     parts: dict[str, tuple[Sequence[Slice], Shapes]] = {}
     for slices in stages if len(stages[0]) > 1 else ():
         for name in slices[0].model.described:

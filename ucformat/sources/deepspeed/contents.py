@@ -1,4 +1,4 @@
-"""What the readers of the ZeRO stages share: the ranks' files, opened when needed, and checked values of them."""
+"""Shared by the readers of the ZeRO stages: the ranks' files, opened on demand, and checked values from them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ __all__ = [
     "hyper_parameters",
     "load_all",
     "need",
+    "read_scalars",
     "scalars",
     "stage_of",
     "state_of",
@@ -34,10 +35,11 @@ T = TypeVar("T")
 
 
 class Ranks(Generic[T]):
-    """The files of all ranks, opened and parsed when they are needed.
+    """The files of all ranks, opened and parsed on demand.
 
-    Opening the checkpoint takes the first rank's, and a request what it needs. One that goes on where those before it
-    ended opens as many more ahead as are open already, eight at a time: the caller then walks the whole checkpoint.
+    Opening the checkpoint opens the first rank's file, and a request those that it needs. A request that continues
+    where earlier ones ended also opens as many further files as are open already, because the caller then walks the
+    whole checkpoint.
     """
 
     def __init__(
@@ -54,7 +56,11 @@ class Ranks(Generic[T]):
         return self.get((rank,))[rank]
 
     def get(self, wanted: Iterable[int]) -> Mapping[int, T]:
-        """These ranks' files."""
+        """The parsed files of these ranks (and of others that are open), by rank.
+
+        Args:
+            wanted: the ranks.
+        """
         with self._lock:
             missing = [rank for rank in wanted if rank not in self._open]
             if missing:
@@ -77,7 +83,15 @@ class Ranks(Generic[T]):
 
 
 def load_all(load: Callable[[str], TorchFile], rows: Iterable[Sequence[str]]) -> list[list[TorchFile]]:
-    """The files of a grid of keys, opened several at a time."""
+    """Open the files of a grid of keys concurrently.
+
+    Args:
+        load: opens one file.
+        rows: the keys; rows may differ in length.
+
+    Returns:
+        the files in rows as `rows`.
+    """
     rows = list(rows)
     keys = [key for row in rows for key in row]
     opened = iter(map_io(load, keys))
@@ -85,7 +99,17 @@ def load_all(load: Callable[[str], TorchFile], rows: Iterable[Sequence[str]]) ->
 
 
 def need(mapping: Any, key: str, kind: type | tuple[type, ...], file: str) -> Any:
-    """A value that must be there and of this kind."""
+    """A required entry of a dictionary.
+
+    Args:
+        mapping: the dictionary; any other value has no entries.
+        key: the key of the entry.
+        kind: the type or types that are accepted.
+        file: the file's key, for messages.
+
+    Raises:
+        IntegrityError: the entry is missing or of another type.
+    """
     value = mapping.get(key) if isinstance(mapping, dict) else None
     if not isinstance(value, kind):
         raise IntegrityError(
@@ -96,7 +120,16 @@ def need(mapping: Any, key: str, kind: type | tuple[type, ...], file: str) -> An
 
 
 def state_of(found: dict[Any, Any], index: Any, file: str) -> dict[str, Any]:
-    """The states of one entry of an optimizer; an entry that never had a gradient has none."""
+    """The optimizer states of one entry, by name; empty if the entry has none.
+
+    Args:
+        found: the states of all entries.
+        index: the entry's number or name.
+        file: the file's key, for messages.
+
+    Raises:
+        IntegrityError: the states are not a dictionary by names.
+    """
     value = found.get(index, {}) if isinstance(index, int | str) else None
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise IntegrityError(
@@ -107,21 +140,38 @@ def state_of(found: dict[Any, Any], index: Any, file: str) -> dict[str, Any]:
 
 
 def stored(value: Any, what: str, file: str) -> StoredTensor:
-    """A value that must be a tensor."""
+    """A value that must be a tensor.
+
+    Args:
+        value: an unpickled value.
+        what: names the value in messages.
+        file: the file's key, for messages.
+
+    Raises:
+        IntegrityError: it is not a tensor.
+    """
     if not isinstance(value, StoredTensor):
         raise IntegrityError(f"{what} in {file} is a {type(value).__name__} where a tensor should be")
     return value
 
 
 def zero_options(value: dict[str, Any]) -> dict[str, Any]:
-    """`zero_optimization` of the DeepSpeed configuration in a file, or nothing."""
+    """`zero_optimization` of the DeepSpeed configuration in a file; empty if there is none.
+
+    Args:
+        value: the file's value.
+    """
     config = value.get("ds_config")
     options = config.get("zero_optimization") if isinstance(config, dict) else None
     return options if isinstance(options, dict) else {}
 
 
 def stage_of(value: Any) -> int | None:
-    """The ZeRO stage that an optimizer's `zero_stage` names: a number, or a member of DeepSpeed's enumeration."""
+    """The ZeRO stage, from 0 to 3, that an optimizer's `zero_stage` names; None if unknown.
+
+    Args:
+        value: a number, or a member of DeepSpeed's enumeration.
+    """
     if isinstance(value, Inert) and value.args:
         value = value.args[0]
     names = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
@@ -130,7 +180,15 @@ def stage_of(value: Any) -> int | None:
 
 
 def hyper_parameters(group: Any, file: TorchFile) -> dict[str, Any]:
-    """The hyper-parameters of an optimizer group, as JSON."""
+    """The hyper-parameters of an optimizer group, as JSON.
+
+    Args:
+        group: the entry of `param_groups`.
+        file: the file that contains it.
+
+    Raises:
+        IntegrityError: the group is not a dictionary.
+    """
     if not isinstance(group, dict):
         raise IntegrityError(f"an optimizer group in {file.key} is a {type(group).__name__}")
     plain: dict[str, Any] = to_json(
@@ -140,14 +198,39 @@ def hyper_parameters(group: Any, file: TorchFile) -> dict[str, Any]:
 
 
 def scalars(file: TorchFile, state: dict[str, Any], dropped: frozenset[str]) -> dict[str, Any]:
-    """All values of an optimizer file but its parameters' tensors and the `dropped` ones."""
+    """All values of an optimizer file except its parameters' tensors and the dropped keys.
+
+    Args:
+        file: the optimizer file.
+        state: its `optimizer_state_dict`.
+        dropped: the keys of `state` to omit.
+    """
     known = ("optimizer_state_dict", "ds_config", "ds_version")  # the last two are in the model states too
     around = {k: v for k, v in file.value.items() if k not in known}
     return {**around, **{k: v for k, v in state.items() if k not in dropped}}
 
 
+def read_scalars(file: TorchFile, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, bytes]]:
+    """Read the 0-d tensors among an optimizer's states, as bytes by state.
+
+    Args:
+        file: the optimizer file.
+        groups: the states of each flat group.
+    """
+    return [
+        {n: file.read(v) for n, v in states.items() if isinstance(v, StoredTensor) and not v.shape} for states in groups
+    ]
+
+
 def refuse_flat_state(state: str, tensor: StoredTensor, group: int, file: str) -> UnsupportedError:
-    """The error for an optimizer state that is neither as long as the flat group nor a scalar."""
+    """The error for an optimizer state that is neither as long as the flat group nor a scalar.
+
+    Args:
+        state: the state's name.
+        tensor: the state.
+        group: number of the flat group.
+        file: the file's key.
+    """
     return UnsupportedError(
         f"{file}: the optimizer state {state!r} of group {group} has shape {tensor.shape}, which is not laid along the "
         "group's parameters; such optimizers are not yet read"

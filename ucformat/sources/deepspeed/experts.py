@@ -1,12 +1,12 @@
-"""Expert parallelism (`deepspeed.moe`): which experts there are, which ranks hold them, and under which names.
+"""Expert parallelism (`deepspeed.moe`): the experts of a checkpoint, the ranks that hold them, and their names.
 
-An expert-parallel rank K of E holds n/E of a layer's n experts, as `….deepspeed_moe.experts.deepspeed_experts.J.…`, J
-counting from 0 on each: such is the name in `param_shapes` and the optimizer, and it means expert K·n/E + J. The files
-of the weights, one for each expert, name it by that number. Of data-parallel rank R of D, K is R mod E; under
-`use_data_before_expert_parallelism` it is R div (D/E). Layers may be of different E.
+Expert-parallel rank K of E holds n/E of a layer's n experts, as `….deepspeed_moe.experts.deepspeed_experts.J.…`, where
+J counts from 0 on each rank: `param_shapes` and the optimizer use this local name for expert K·n/E + J. The files of
+the weights, one for each expert, use the global number. For data-parallel rank R of D, K is R mod E; under
+`use_data_before_expert_parallelism` it is R div (D/E). E may differ between layers.
 
-Under ZeRO 1 and 2 the groups of experts' parameters are cut over the D/E ranks of the same K. Under ZeRO 0 the first
-rank of each K writes its optimizer, that of all other parameters with it.
+Under ZeRO 1 and 2 the groups of experts' parameters are partitioned across the D/E ranks of the same K. Under ZeRO 0
+the first rank of each K writes its optimizer, which includes the states of all other parameters.
 """
 
 from __future__ import annotations
@@ -34,43 +34,77 @@ _LISTED = 10
 
 
 def is_expert(name: str) -> bool:
-    """Whether a tensor of this name is an expert's."""
+    """Whether a tensor belongs to an expert.
+
+    Args:
+        name: the tensor's name.
+    """
     return _NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of a checkpoint: `counts` has for each layer of them the prefix of their names and how many."""
+    """The experts of a checkpoint: `counts` has the number of experts of each layer, by the prefix of their names."""
 
     dp: int
     data_first: bool = False
     counts: Mapping[str, int] = field(default_factory=dict)
 
     def holders(self, degree: int, rank: int) -> range:
-        """The data-parallel ranks of an expert-parallel rank, in the order of their partitions."""
+        """The data-parallel ranks of an expert-parallel rank, in the order of their partitions.
+
+        Args:
+            degree: number of expert-parallel ranks.
+            rank: the expert-parallel rank.
+        """
         wide = self.dp // degree
         return range(rank * wide, (rank + 1) * wide) if self.data_first else range(rank, self.dp, degree)
 
     def place(self, degree: int, rank: int) -> int:
-        """The place of a data-parallel rank among those of its expert-parallel rank."""
+        """The index of a data-parallel rank among those of its expert-parallel rank.
+
+        Args:
+            degree: number of expert-parallel ranks.
+            rank: the data-parallel rank.
+        """
         return rank % (self.dp // degree) if self.data_first else rank // degree
 
     def globally(self, name: str, degree: int, rank: int) -> str:
-        """What a parameter that an expert-parallel rank calls so is called in the whole checkpoint."""
+        """The global name of a parameter.
+
+        Args:
+            name: its name on the expert-parallel rank.
+            degree: number of expert-parallel ranks.
+            rank: the expert-parallel rank.
+        """
         match = _NAME.fullmatch(name)
         if match is None or degree == 1:
             return name
         return f"{match[1]}{rank * self.counts[match[1]] // degree + int(match[2])}{match[3]}"
 
     def locally(self, name: str, degree: int, rank: int) -> bool:
-        """Whether an expert-parallel rank holds this parameter: an expert's of its own, or no expert's."""
+        """Whether an expert-parallel rank holds a parameter: one of its own experts, or not an expert's at all.
+
+        Args:
+            name: the parameter's global name.
+            degree: number of expert-parallel ranks.
+            rank: the expert-parallel rank.
+        """
         match = _NAME.fullmatch(name)
         return match is None or int(match[2]) * degree // self.counts[match[1]] == rank
 
     def degree_of(self, names: Iterable[str], hyper: Any, parts: Any, file: str) -> int:
-        """Over how many expert-parallel ranks the parameters of a flat group are dealt; 1 where they are no experts'.
+        """The number of expert-parallel ranks that share the parameters of a flat group; 1 without experts.
 
-        `parts`: into how many partitions the group is cut, if the file has it.
+        Args:
+            names: the local names of the group's parameters.
+            hyper: the group's hyper-parameters.
+            parts: number of partitions of the group, if the file records it.
+            file: the file's key, for messages.
+
+        Raises:
+            IntegrityError: the number of partitions or experts contradicts the files.
+            UnsupportedError: the group mixes experts with other parameters.
         """
         label = hyper.get("name") if isinstance(hyper, dict) and hyper.get("moe") else None
         told = _GROUP.fullmatch(label) if isinstance(label, str) else None
@@ -107,9 +141,16 @@ class Experts:
 
 
 def adopt_experts(model: ModelStates, files: Mapping[tuple[int, int], TorchFile], dp: int) -> Experts:
-    """Give the model states file the experts' weights, each after its layer's gate; returns which there are.
+    """Add the experts' weights to the model states, each after its layer's gate.
 
-    MissingData names the experts whose files are not there.
+    Args:
+        model: the model states.
+        files: the experts' files, by layer of experts and expert.
+        dp: number of data-parallel ranks.
+
+    Raises:
+        MissingData: the files of some experts are missing; the message names them.
+        IntegrityError: the files do not belong together.
     """
     told = model.value.get("num_experts") or []
     if not isinstance(told, list) or any(type(n) is not int or n < 1 for n in told):
@@ -154,7 +195,15 @@ def adopt_experts(model: ModelStates, files: Mapping[tuple[int, int], TorchFile]
 
 
 def expert_model(base: ModelStates, file: TorchFile, experts: Experts, degree: int, rank: int) -> ModelStates:
-    """The model states of an expert-parallel rank under ZeRO 0: its own optimizer and experts, and what all hold."""
+    """The model states of an expert-parallel rank under ZeRO 0: its own optimizer and experts, and all shared tensors.
+
+    Args:
+        base: the model states with the weights of all experts.
+        file: the rank's optimizer file, whose value is replaced.
+        experts: the experts.
+        degree: number of expert-parallel ranks.
+        rank: the expert-parallel rank.
+    """
     state = need(file.value, "optimizer", (dict, type(None)), file.key)
     buffers = [experts.globally(name, degree, rank) for name in base.buffers]
     file.value = {"module": {}, "buffer_names": buffers, "optimizer": state}
@@ -166,7 +215,18 @@ def expert_model(base: ModelStates, file: TorchFile, experts: Experts, degree: i
 
 
 def check_degree(experts: Experts, model: ModelStates, degree: int) -> None:
-    """Under ZeRO 0: check that there are as many files of expert-parallel ranks as the optimizer's groups require."""
+    """Under ZeRO 0, check that there is one optimizer file for each expert-parallel rank.
+
+    Args:
+        experts: the experts.
+        model: the model states.
+        degree: number of optimizer files.
+
+    Raises:
+        UnsupportedError: layers have different numbers of expert-parallel ranks.
+        MissingData: there are too few files.
+        IntegrityError: there are too many, or they do not divide the experts or ranks.
+    """
     state = model.value.get("optimizer")
     inner = state.get("optimizer_state_dict", state) if isinstance(state, dict) else {}
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
@@ -197,6 +257,7 @@ def check_degree(experts: Experts, model: ModelStates, degree: int) -> None:
 
 
 def _missing(told: Sequence[int], files: Mapping[tuple[int, int], TorchFile]) -> Iterator[tuple[int, int]]:
+    """The experts without a file, by layer and expert."""
     there = [0] * len(told)
     for layer, expert in files:
         if layer < len(told) and expert < told[layer]:

@@ -88,12 +88,20 @@ class TagFiles:
 
 
 def is_model_or_optimizer(name: str) -> bool:
-    """Whether DeepSpeed names the files of a tag folder so."""
+    """Whether DeepSpeed gives files of a tag folder such a name.
+
+    Args:
+        name: the file's name, perhaps with the tag folder in front.
+    """
     return _ANY.fullmatch(name) is not None
 
 
 def looks_like_deepspeed(store: Store) -> bool:
-    """Whether this folder has `latest`, or (or a folder in it has) files as DeepSpeed names them."""
+    """Whether a folder has `latest`, or it or a folder in it has files with DeepSpeed's names.
+
+    Args:
+        store: a store whose root is the folder.
+    """
     if exists(store, "latest_universal") or _tag_in(store, "latest"):
         return True
     names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
@@ -103,7 +111,14 @@ def looks_like_deepspeed(store: Store) -> bool:
 
 
 def find_tag(store: Store) -> str:
-    """The tag that `latest`, or else `latest_universal`, names; `""` where the store is rooted at a tag folder."""
+    """The tag that `latest`, or else `latest_universal`, names; `""` if the store's root is a tag folder.
+
+    Args:
+        store: a store whose root is the save folder or a tag folder.
+
+    Raises:
+        UsageError: there are several tags and no `latest`, or none.
+    """
     tag = _tag_in(store, "latest")
     if tag:
         return _existing(store, tag, "latest")
@@ -127,16 +142,29 @@ def find_tag(store: Store) -> str:
 
 
 def is_universal(store: Store, tag: str) -> bool:
-    """Whether a tag folder is of DeepSpeed's universal format."""
+    """Whether a tag folder has DeepSpeed's universal format.
+
+    Args:
+        store: the store of the checkpoint.
+        tag: the tag folder; "" for the root.
+    """
     prefix = f"{tag}/" if tag else ""
     found = (_UNIVERSAL.fullmatch(info.key.removeprefix(prefix)) for info in store.list(tag))
     return any(match is not None and not match[1] for match in found)
 
 
 def list_files(store: Store, tag: str, *, universal: bool = False) -> TagFiles:
-    """The files of a tag folder, all there; or an error that names what is missing, superfluous or not yet read.
+    """List the files of a tag folder, and check that all of them are there.
 
-    A folder of the universal format may be without any model states.
+    Args:
+        store: the store of the checkpoint.
+        tag: the tag folder; "" for the root.
+        universal: whether the folder has the universal format, which may lack model states.
+
+    Raises:
+        MissingData: files are missing; the message names them.
+        IntegrityError: there are files of two saves.
+        UnsupportedError: there are files that are not yet read.
     """
     prefix = f"{tag}/" if tag else ""
     names = [info.key.removeprefix(prefix) for info in store.list(tag)]
@@ -169,9 +197,17 @@ def list_files(store: Store, tag: str, *, universal: bool = False) -> TagFiles:
 
 
 def check_world(files: TagFiles, mp: int, dp: int | None, *, optims: bool = True) -> None:
-    """MissingData or IntegrityError where there are fewer or more files than the checkpoint had ranks.
+    """Check that there is one file for each rank.
 
-    Without `dp` there need not be any optimizer files, with `optims=False` there must be none.
+    Args:
+        files: the files of the tag folder.
+        mp: number of model-parallel ranks.
+        dp: number of data-parallel ranks; None: optimizer files are optional.
+        optims: whether optimizer files must be there; if not, there must be none.
+
+    Raises:
+        MissingData: files of ranks are missing.
+        IntegrityError: there are files of further ranks.
     """
     kinds = [("model", files.models, dp or 1 if files.zero3 else 1)]
     kinds += [("optim", files.optims, dp if optims else 0)] if dp else []

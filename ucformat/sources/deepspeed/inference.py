@@ -1,19 +1,19 @@
-"""How a parameter is sharded across tensor-parallel ranks, where neither the caller nor the checkpoint describes it.
+"""How a parameter is sharded across tensor-parallel ranks if neither the caller nor the checkpoint describes it.
 
-What counts as evidence: parts of unequal shape are cut along the dim in which they differ; equal bytes, not all of one
-value, are replicas; of a family that is known by its module names, the preset applies. What is left is not guessed: an
-error lists it, with the two ways in which it can be read.
+The evidence: parts of unequal shape are cut along the dim in which they differ; equal bytes that are not one repeated
+value are replicas; a family known by its module names follows its preset. Nothing else is guessed: an error lists the
+remaining parameters, with the two possible readings of each.
 
-Where a checkpoint has patterns and none matches a parameter, DeepSpeed joins it along dim 0, replicas too, so that
-proves nothing. The evidence is then, in this order: the sizes in the checkpoint's own arguments; parts that differ,
-which are no replicas; and the other parameters: one whose parts are equal is a replica where the checkpoint calls
-others replicated and holds parts that differ (ranks that were seeded alike would have equal parts of everything). Parts
-of one repeated value prove nothing by themselves: a bias goes with its weight, a norm with the other norms.
+If a checkpoint has patterns and none matches a parameter, DeepSpeed joins it along dim 0, replicas too, so a missing
+pattern proves nothing. The evidence is then, in this order: the sizes in the checkpoint's own arguments; parts that
+differ, which cannot be replicas; and the other parameters: equal parts are replicas if the checkpoint declares others
+replicated and also holds parts that differ (ranks seeded alike would have equal parts of everything). Parts of one
+repeated value prove nothing by themselves: a bias follows its weight, a norm the other norms.
 
-A preset is a set of layout rules over the axis `tp`. It applies where the caller names it, and by itself only where a
-checkpoint has no patterns and its module names are those of the family. Tables that engines cut in several ways (a
-vocabulary that may be cut, padded or replicated) are left out where the family does not settle it; the shapes of the
-parts then do, or the caller must.
+A preset is a set of layout rules over the axis `tp`. It applies if the caller names it, and by itself only if a
+checkpoint has no patterns and its module names are those of the family. It omits tables that engines cut in several
+ways (a vocabulary may be cut, padded or replicated) unless the family settles it; the shapes of the parts or the caller
+must then decide.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _LISTED = 20
 
 
 class Doubt(NamedTuple):
-    """A parameter that can be read in two ways, as a layout spells them."""
+    """A parameter with two possible readings, spelled as in a layout."""
 
     name: str
     shapes: Shapes
@@ -71,9 +71,17 @@ class Doubt(NamedTuple):
 def infer(
     name: str, shapes: Shapes, verdict: Callable[[], Verdict], siblings: Mapping[str, Shapes], hidden: int | None
 ) -> TPSharding | Doubt:
-    """The one sharding that the evidence allows, or a doubt.
+    """The only sharding that the evidence allows, or a doubt.
 
-    `verdict` compares the parts' bytes; `siblings` are all parameters; `hidden` is the model's width, if it is known.
+    Args:
+        name: the parameter's name.
+        shapes: the shapes of its parts.
+        verdict: compares the bytes of the parts.
+        siblings: the shapes of all parameters.
+        hidden: the model's width; None if unknown.
+
+    Raises:
+        LayoutError: the parts differ in several dims.
     """
     first, ndim = shapes[0], len(shapes[0])
     differing = {d for s in shapes for d, (a, b) in enumerate(zip(first, s, strict=False)) if a != b}
@@ -106,12 +114,22 @@ def infer(
 
 
 def cut(dim: int, how: str = "") -> str:
-    """A shard over the tensor-parallel ranks, as a layout spells it."""
+    """A shard over the tensor-parallel ranks, spelled as in a layout.
+
+    Args:
+        dim: the dim that is cut.
+        how: if not empty, two concatenated tensors are each cut.
+    """
     return f"{{shard: {dim}, over: tp{', parts: [1, 1]' if how else ''}}}"
 
 
 def ambiguous(doubts: Sequence[Doubt], ranks: int) -> AmbiguousLayout:
-    """The error that lists the parameters that can be read in two ways, and how to specify one."""
+    """The error that lists the parameters with two possible readings, and how to specify one.
+
+    Args:
+        doubts: the parameters, at least one.
+        ranks: number of tensor-parallel ranks.
+    """
     lines = [
         f"  {d.name} (parts of {list(d.shapes[0])}): {d.one.strip('{}')} or {d.other.strip('{}')}"
         for d in doubts[:_LISTED]
@@ -134,7 +152,7 @@ def ambiguous(doubts: Sequence[Doubt], ranks: int) -> AmbiguousLayout:
 
 
 def _word(place: str) -> str:
-    """What `cuts` calls a placement."""
+    """The word for a placement in `cuts`."""
     if "parts" in place:
         return "halves"
     return {"replicate": "replicate", MEAN: "mean"}.get(place) or place[len("{shard: ") :].partition(",")[0]
@@ -157,13 +175,17 @@ _WORDS = re.compile(r"(^|\.)((word|tok|token)_emb\w*|embed_tokens|wte|lm_head|ou
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The sizes of the model that a checkpoint tells: `padded_vocab_size`, `hidden_size`, … by name."""
+    """The sizes of the model that a checkpoint records: `padded_vocab_size`, `hidden_size`, … by name."""
 
     told: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> ModelSizes:
-        """Those in a model states file: in its arguments, and in `universal_checkpoint_info`."""
+        """The sizes in a model states file: in its arguments, and in `universal_checkpoint_info`.
+
+        Args:
+            value: the file's value.
+        """
         told: dict[str, int] = {}
         for key in (*_ARGUMENTS, "universal_checkpoint_info"):
             found = value.get(key)
@@ -174,7 +196,12 @@ class ModelSizes:
         return cls(told)
 
     def whole(self, name: str, shapes: Shapes) -> bool | None:
-        """Whether each rank's part is the whole parameter (True) or a cut of its rows (False); None: not told."""
+        """Whether each rank's part is the whole parameter (True) or a cut of its rows (False); None if unknown.
+
+        Args:
+            name: the parameter's name.
+            shapes: the shapes of its parts, of at least one dim.
+        """
         rows, total = shapes[0][0], sum(s[0] for s in shapes)
         size = self._expected(name, len(shapes[0]))
         if size is None and _WORDS.search(name) and (size := self._first(_VOCABULARY)) and rows < size <= total:
@@ -182,9 +209,13 @@ class ModelSizes:
         return size == rows if size in (rows, total) else None
 
     def width(self, name: str, shapes: Shapes) -> bool | None:
-        """Whether the parts of a matrix, joined along dim 0, are of the model's width; None: not told.
+        """Whether the parts of a matrix, joined along dim 0, have the model's width; None if unknown.
 
-        False: joined along dim 1 they would be, and one of the two dims of such a matrix always is.
+        False: they have it if joined along dim 1, and one dim of such a matrix always has that width.
+
+        Args:
+            name: the parameter's name.
+            shapes: the shapes of its parts.
         """
         size = self._first(_WIDTH)
         if size is None or len(shapes[0]) != 2:
@@ -214,7 +245,13 @@ class ModelSizes:
 
 
 def as_its_weight(name: str, shapes: Shapes, shardings: Mapping[str, TPSharding]) -> TPSharding | None:
-    """A bias sharded as the rows of its weight; None where it is no bias, or its weight's sharding does not fit."""
+    """A bias sharded as the rows of its weight; None for other parameters, or if its weight's sharding does not fit.
+
+    Args:
+        name: the parameter's name.
+        shapes: the shapes of its parts.
+        shardings: the shardings known so far.
+    """
     weight = shardings.get(f"{name.removesuffix('bias')}weight") if name.endswith("bias") else None
     if weight is None or weight.mean or weight.scaled or len(weight.shape) < 2 or len(shapes[0]) != 1:
         return None
@@ -228,7 +265,13 @@ def as_its_weight(name: str, shapes: Shapes, shardings: Mapping[str, TPSharding]
 
 
 def as_other_norms(name: str, shapes: Shapes, shardings: Mapping[str, TPSharding]) -> TPSharding | None:
-    """A norm as long as the others, of which the sharding is known, is on every rank as they are."""
+    """A norm replicated as all others of its length are; None for other parameters, or if the others are not.
+
+    Args:
+        name: the parameter's name.
+        shapes: the shapes of its parts.
+        shardings: the shardings known so far.
+    """
     if not _NORM.search(name) or _HEAD.search(name) or len(shapes[0]) != 1:
         return None
     others = [r for n, r in shardings.items() if _NORM.search(n) and not _HEAD.search(n) and len(r.shape) == 1]
@@ -304,7 +347,11 @@ class Family:
     signs: tuple[str, ...]
 
     def has(self, names: Iterable[str]) -> bool:
-        """Whether these are names of the family."""
+        """Whether these names are the family's.
+
+        Args:
+            names: the names of all parameters.
+        """
         names = list(names)
         return all(any(re.fullmatch(sign, name[:1000]) for name in names) for sign in self.signs)
 
@@ -330,9 +377,12 @@ FAMILIES = (
 
 
 def family_of(shapes: dict[str, tuple[tuple[int, ...], ...]]) -> str | None:
-    """The preset of the family that these parameters are of; `shapes`: those of the ranks' parts.
+    """The preset of the family of these parameters; None if unknown.
 
-    Megatron's SwiGLU is told by the shapes: what goes into the second matrix is half of what comes out of the first.
+    Shapes identify Megatron's SwiGLU: the second matrix has half as many inputs as the first has outputs.
+
+    Args:
+        shapes: the shapes of the parts of each parameter.
     """
     found = next((family.preset for family in FAMILIES if family.has(shapes)), None)
     if found != "megatron-deepspeed":

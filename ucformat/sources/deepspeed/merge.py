@@ -29,7 +29,7 @@ _MIXED = "files of different saves are mixed in one folder"
 
 
 class Merged:
-    """All tensors of a checkpoint: `stages` are its slices, by pipeline stage and tensor-parallel rank."""
+    """All tensors of a checkpoint, merged from its slices, by pipeline stage and tensor-parallel rank."""
 
     def __init__(self, store: Store, stages: Sequence[Sequence[Slice]], resolver: ShardingResolver) -> None:
         self.contents = TensorIndex()
@@ -99,7 +99,7 @@ class Merged:
             self._put(spare, _MergedTensor(self._store, spare, slices, sharding.padding, key).extents)
 
     def _put(self, info: TensorInfo, locate: Locate) -> None:
-        """A tensor of a stage; a stage that holds one of another stage must hold the same."""
+        """Add a stage's tensor; copies in several stages must be equal."""
         key, copy = info.key, Replica(locate, Box.whole(info.shape), info.itemsize)
         known = self.contents.infos.get(key)
         if known is None:
@@ -122,7 +122,7 @@ class Merged:
         return copies[0].locate(within)
 
     def _verdict(self, name: str) -> Verdict:
-        """Whether the parts of a parameter are equal: by its weight, and by its other states where that is constant."""
+        """Whether the parts of a parameter are equal: by its weight, or its other states if the weight is constant."""
         slices = self._homes[name]
         states = [key for key in slices[0].contents.infos if key.name == name]
         states.sort(key=lambda key: ("weight", "master").index(key.state) if key.state in ("weight", "master") else 2)
@@ -159,7 +159,7 @@ class _MergedTensor:
         self._view: View | None = None
 
     def extents(self, within: Box | None) -> Iterator[Extent]:
-        """Those of the ranks' tensors, in the global one; the first time after a look at whether replicas agree."""
+        """The extents of the ranks' tensors, in global coordinates; the first call checks that replicas agree."""
         if self._view is None:
             for held in self._replicas.values():
                 copies = [self._slices[t].contents.replica(self._key, r.box) for t, r in held]
@@ -173,7 +173,12 @@ class _MergedTensor:
 
 
 def tensor_list(stages: Sequence[Sequence[Slice]], contents: TensorIndex) -> TensorList:
-    """All tensors in the order of the module, what is not in it after that; each with its states together."""
+    """All tensors in the order of the module, others after them; the states of each parameter are adjacent.
+
+    Args:
+        stages: the slices, by pipeline stage and tensor-parallel rank.
+        contents: the tensors and groups of the whole checkpoint.
+    """
     modules = (name for slices in stages for name in slices[0].model.module)
     order = {name: i for i, name in enumerate(dict.fromkeys((*modules, *(key.name for key in contents.infos))))}
     infos = sorted(contents.infos.values(), key=lambda info: order[info.name])
@@ -226,11 +231,17 @@ def _refuse_scaled(key: Key) -> Iterator[Extent]:
 
 
 def merge_groups(stages: Sequence[Sequence[Slice]]) -> list[Group]:
-    """Groups of tensor-parallel ranks must be the same; those of pipeline stages are joined.
+    """Check that groups of tensor-parallel ranks are the same, and join those of pipeline stages.
 
-    By position, where all stages have equally many, with the same hyper-parameters. Else by hyper-parameters, where
-    these belong to one group of the stage alone; what is left stays a group of its own. Nothing is lost by that: each
-    parameter keeps its hyper-parameters.
+    They are joined by position if all stages have equally many, with the same hyper-parameters; else by
+    hyper-parameters if these belong to only one group of the stage. Other groups stay separate. Each parameter keeps
+    its hyper-parameters.
+
+    Args:
+        stages: the slices, by pipeline stage and tensor-parallel rank.
+
+    Raises:
+        IntegrityError: the groups of the tensor-parallel ranks of a stage differ.
     """
     merged: list[Group] = []
     seen: set[str] = set()

@@ -1,22 +1,22 @@
-"""The model states file: the module's tensors, tied names, and everything that is no tensor.
+"""The model states file: the module's tensors, tied names, and everything that is not a tensor.
 
-Keys of the file (DeepSpeed 0.19.8): `module` (name -> tensor), `buffer_names`, `optimizer` (ZeRO 0 alone),
-`param_shapes` (ZeRO: for each flat group its parameters' shapes, in their order in it), `shared_params`
-(ZeRO: tied name -> stored name), `frozen_param_shapes` and `frozen_param_fragments` (ZeRO 2 and 3), the engine's
-counters and configuration, and every key of the `client_state` that `save_checkpoint` was given.
+Keys of the file (DeepSpeed 0.19.8): `module` (name -> tensor), `buffer_names`, `optimizer` (ZeRO 0 only),
+`param_shapes` (ZeRO: for each flat group the shapes of its parameters, in order), `shared_params` (ZeRO: tied name ->
+stored name), `frozen_param_shapes` and `frozen_param_fragments` (ZeRO 2 and 3), the engine's counters and
+configuration, and every key of the `client_state` that was passed to `save_checkpoint`.
 
-Of a pipeline `module` is None: its tensors are in the layers' files. Megatron-DeepSpeed nests dictionaries in `module`;
-joined by dots their keys are the parameters' names.
+In a pipeline `module` is None: its tensors are in the layers' files. Megatron-DeepSpeed nests dictionaries in `module`;
+their keys, joined by dots, are the parameters' names.
 
 The JSON objects of a checkpoint:
 
 - each key that DeepSpeed itself writes into the model states (`lr_scheduler`, `global_samples`, `ds_config`, …);
-- `optimizer`: what the optimizer's file holds besides tensors (loss scaler, clipping, …), as the first rank has it;
+- `optimizer`: everything in the first rank's optimizer file except tensors (loss scaler, clipping, …);
 - `client_state`: all other keys; a tensor above 64 KiB becomes a tensor of the checkpoint, named by its path
   (`client_state.ema.weight`), in the state `weight`;
-- `module`: entries of the module that are no tensors (`get_extra_state`), if any;
-- `rank`: where several ranks wrote a file: for each other rank what differs from the first's. They are called by their
-  place: under ZeRO 3 alone by number (`1`), else `tp1`, `pp1.tp0`, `tp0.dp1`;
+- `module`: entries of the module that are not tensors (`get_extra_state`), if any;
+- `rank`: if several ranks wrote a file: the differences of each other rank from the first. Ranks are labelled by their
+  coordinates: under ZeRO 3 alone by number (`1`), else `tp1`, `pp1.tp0`, `tp0.dp1`;
 - `not_stored`: parameters whose values are in no file, because no optimizer had them under ZeRO 3, if any.
 """
 
@@ -84,11 +84,25 @@ class ModelStates:
             raise IntegrityError(f"{self.key} has a tensor whose name is not text")
 
     def adopt(self, name: str, tensor: StoredTensor, home: TorchFile) -> None:
-        """Add a tensor of the module that another file holds."""
+        """Add a tensor of the module that another file holds.
+
+        Args:
+            name: its name in the module.
+            tensor: the tensor.
+            home: the file that holds it.
+        """
         self.module[name], self._homes[name] = tensor, home
 
     def adopt_after(self, prefix: str, tensors: dict[str, tuple[StoredTensor, TorchFile]]) -> None:
-        """Add tensors that other files hold, after the last one of the module whose name begins so; else last."""
+        """Add tensors that other files hold, after the module's last tensor with a prefix, or else at the end.
+
+        Args:
+            prefix: the prefix.
+            tensors: each tensor and the file that holds it, by name in the module.
+
+        Raises:
+            IntegrityError: the module has a tensor of the same name.
+        """
         names = list(self.module)
         at = max((i + 1 for i, name in enumerate(names) if name.startswith(prefix)), default=len(names))
         twice = next((name for name in tensors if name in self.module), None)
@@ -99,7 +113,11 @@ class ModelStates:
         self.module = dict([*items[:at], *((n, t) for n, (t, _) in tensors.items()), *items[at:]])
 
     def home(self, name: str) -> TorchFile:
-        """The file that holds a tensor of the module."""
+        """The file that holds a tensor of the module.
+
+        Args:
+            name: the tensor's name.
+        """
         return self._homes.get(name, self.file)
 
     @property
@@ -109,7 +127,7 @@ class ModelStates:
 
     @property
     def dims(self) -> tuple[int | None, int | None, int | None]:
-        """The degrees of pipeline and of tensor parallelism, and their product; None where the file has none."""
+        """The degrees of pipeline and tensor parallelism, and their product; None for those not recorded."""
         told = self.value.get("checkpoint_parallel_dimensions")
         told = told if isinstance(told, dict) else {}
         sizes = (told.get("pp_degree"), told.get("tp_degree"), self.value.get("mp_world_size"))
@@ -118,16 +136,20 @@ class ModelStates:
 
     @property
     def world(self) -> int | None:
-        """How many data-parallel ranks saved the checkpoint (sequence-parallel ones included)."""
+        """The number of data-parallel ranks (including sequence-parallel ones) that saved the checkpoint."""
         world = self.value.get("dp_world_size")
         return world if isinstance(world, int) else None
 
     def aliases(self, *, zero3: bool, shared: dict[str, str] | None = None) -> dict[str, str]:
-        """Tied name -> stored name.
+        """The stored name of each tied name.
 
-        ZeRO lists them in `shared_params`; but before stage 3 that goes by address, and all empty tensors have address
-        0, so a pair counts only where both are one stored tensor. ZeRO 0 has no list: what is stored in the same place
-        is tied. Only the first rank's file has the list: `shared` passes it to the others.
+        ZeRO lists them in `shared_params`, but before stage 3 it compares addresses, and all empty tensors have address
+        0, so a pair counts only if both are one stored tensor. ZeRO 0 has no list: parameters stored in the same place
+        are tied.
+
+        Args:
+            zero3: whether the checkpoint is of ZeRO 3.
+            shared: the list in the first rank's file, if this file has none.
         """
         shared = self.value.get("shared_params") or shared
         if zero3:

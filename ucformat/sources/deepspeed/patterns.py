@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Patterns(Generic[T]):
-    """Patterns, each with a value; the first that matches a name gives it."""
+    """Patterns with values; a name gets the value of the first pattern that matches."""
 
     def __init__(self, pairs: Iterable[tuple[Any, T]], what: str) -> None:
         self._exact: dict[str, tuple[str, T]] = {}
@@ -53,7 +53,14 @@ class Patterns(Generic[T]):
         return bool(self._exact or self._others)
 
     def find(self, name: str) -> tuple[str, T] | None:
-        """The pattern that matches a name, and its value."""
+        """The first pattern that matches a name, and its value; None if no pattern matches.
+
+        Args:
+            name: the name.
+
+        Raises:
+            UnsupportedError: the patterns cannot be applied to the name.
+        """
         if name in self._exact:
             return self._exact[name]
         try:
@@ -65,7 +72,11 @@ class Patterns(Generic[T]):
 
 
 def is_exact(pattern: str) -> bool:
-    """Whether a pattern is a name, as AutoTP writes them."""
+    """Whether a pattern matches exactly one name, as those that AutoTP writes.
+
+    Args:
+        pattern: a regular expression.
+    """
     return _literal(pattern) is not None
 
 
@@ -96,7 +107,6 @@ _LISTS: dict[str, Callable[[Shapes], TPSharding]] = {
 }
 _ROW = "parameter_with_row_parallelism_patterns"
 _SUB = "parameter_with_sub_params"
-_NEWEST = 0.4
 _AFFINE_NEWEST = 1
 _PIECES = 4096
 
@@ -130,9 +140,14 @@ class TensorParallelInfo:
         return any((*self._lists.values(), self._sub, self._affine))
 
     def sharding(self, name: str, shapes: Shapes) -> TPSharding | None:
-        """How a parameter is sharded; None where the checkpoint describes none.
+        """How a parameter is sharded; None if the checkpoint does not describe any parameter.
 
-        LayoutError (without the name) where the description does not fit the shapes of the parts.
+        Args:
+            name: the parameter's name.
+            shapes: the shapes of its parts.
+
+        Raises:
+            LayoutError: the description does not fit the shapes; the message lacks the name.
         """
         found = self._find(name, shapes) if len(shapes) > 1 and self else None
         if len(shapes) == 1:
@@ -140,16 +155,28 @@ class TensorParallelInfo:
         return found and self.strip(name, found)
 
     def is_default(self, name: str) -> bool:
-        """Whether no pattern speaks of a parameter, so that it is joined along dim 0."""
+        """Whether no pattern matches a parameter, so that it is joined along dim 0.
+
+        Args:
+            name: the parameter's name.
+        """
         found: tuple[Patterns[Any], ...] = (*self._lists.values(), self._sub, self._affine, self._unsupported)
         return not any(patterns.find(name) for patterns in found)
 
     def is_replicated(self, name: str) -> bool:
-        """Whether a pattern declares a parameter replicated."""
+        """Whether a pattern declares a parameter replicated.
+
+        Args:
+            name: the parameter's name.
+        """
         return self._lists["tp_replicated_parameter_patterns"].find(name) is not None
 
     def is_vocabulary(self, name: str) -> bool:
-        """Whether it is a vocabulary table."""
+        """Whether a parameter is a vocabulary table.
+
+        Args:
+            name: the parameter's name.
+        """
         return self._vocabulary.find(name) is not None
 
     def _find(self, name: str, shapes: Shapes) -> TPSharding:
@@ -194,7 +221,15 @@ class TensorParallelInfo:
         return sub_params(shapes, view, dim, [[n // ranks] * ranks for n in parts])
 
     def strip(self, name: str, sharding: TPSharding) -> TPSharding:
-        """The same without the padding of a vocabulary. AutoTP, which writes exact names, pads none."""
+        """The sharding without the padding of a vocabulary; AutoTP, which writes exact names, adds no padding.
+
+        Args:
+            name: the parameter's name.
+            sharding: its sharding, padding included.
+
+        Raises:
+            LayoutError: the rows are not those of the padded vocabulary.
+        """
         hit = self._vocabulary.find(name)
         rows = self._value.get("original_vocab_size")
         if hit is None or is_exact(hit[0]) or not isinstance(rows, int) or rows < 1 or not sharding.shape:
@@ -241,7 +276,7 @@ def _is_sizes(sizes: Any) -> bool:
 
 
 def _count(count: int, dim: int, shapes: Shapes) -> list[int]:
-    """The widths of so many equal sub-parameters: what a number meant before version 0.4."""
+    """The sizes of `count` equal sub-parameters, as a number meant before version 0.4."""
     total = sum(s[dim] if dim < len(s) else 0 for s in shapes)
     if count < 1 or total % count or count > total:
         raise LayoutError(f"{count} sub-parameters do not divide the {total} of its dim {dim}")

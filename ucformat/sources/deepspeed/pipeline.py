@@ -1,14 +1,13 @@
 """Pipelines: the weights of a `PipelineModule` are in one file per layer, which does not name the layer's stage.
 
-DeepSpeed names the parameters of layer 3 `3.…`, those of a tied module `tied_modules.KEY.…`, whichever layer it is. A
-layer's file holds them under their names in the layer, and a tied module is in the file of each of its layers that is a
-module (a layer that only applies a function to it has none). Under ZeRO 1 `param_shapes` of the stages tells which
-layer belongs to which stage, and which tied module.
+DeepSpeed names the parameters of layer 3 `3.…`, and those of a tied module `tied_modules.KEY.…`, regardless of layer. A
+layer's file holds them under their names within the layer, and each layer that is the tied module has a copy (a layer
+that only applies a function to it has none). Under ZeRO 1 `param_shapes` assigns layers and tied modules to stages.
 
-Under ZeRO 0 nothing names the parameters of a stage, nor its layers. A stage's optimizer numbers its entries: first
-those of the tied modules, then those of its layers in order. Stages have consecutive layers, so the number and shapes
-of the entries tell where the stages begin. A tied module is found by its layers' equal bytes, or by the entries of a
-stage that has no file of it. Its key is in no file, so it is called by its first layer.
+Under ZeRO 0 nothing names the parameters or layers of a stage. A stage's optimizer numbers its entries: first those of
+the tied modules, then those of its layers in order. Stages have consecutive layers, so the number and shapes of the
+entries determine the boundaries of stages. A tied module is found by its layers' equal bytes, or by the entries of a
+stage that has no file of it. No file has its key, so it is named after its first layer.
 """
 
 from __future__ import annotations
@@ -51,7 +50,14 @@ class Layer:
 
 
 def layers_of(files: Mapping[int, TorchFile]) -> list[Layer]:
-    """The layers of one tensor-parallel rank, in order."""
+    """The layers of one tensor-parallel rank, in order.
+
+    Args:
+        files: the layers' files, by number.
+
+    Raises:
+        IntegrityError: a file is not a dictionary by names.
+    """
     out = []
     for number in sorted(files):
         value = files[number].value
@@ -64,7 +70,7 @@ def layers_of(files: Mapping[int, TorchFile]) -> list[Layer]:
 
 
 class _StageLayers:
-    """What the stages' files tell of their layers."""
+    """What the stages' files record of their layers."""
 
     def __init__(self, models: Sequence[ModelStates]) -> None:
         self.stage_of: dict[int, int] = {}  # by layer
@@ -105,7 +111,12 @@ class _StageLayers:
 
 
 def adopt_layers(models: Sequence[ModelStates], layers: Sequence[Layer]) -> None:
-    """Give the stages of one tensor-parallel rank the tensors of their layers; MissingData names what is not there."""
+    """Give the stages of one tensor-parallel rank the tensors of their layers.
+
+    Args:
+        models: the model states of each stage; the tensors are added to them.
+        layers: the layers, in order.
+    """
     told = _StageLayers(models)
     _check_all_there(models, layers, told.stage_of, told.tied)
     copies: dict[str, Layer] = {}
@@ -120,7 +131,7 @@ def adopt_layers(models: Sequence[ModelStates], layers: Sequence[Layer]) -> None
 
 
 def _check_tied(key: str, first: Layer, other: Layer) -> None:
-    """The layers of a tied module hold the same."""
+    """Check that the layers of a tied module have equal bytes."""
     differing = [n for n in first.tensors if not same_bytes(first, other, n)]
     if differing:
         raise IntegrityError(
@@ -130,7 +141,13 @@ def _check_tied(key: str, first: Layer, other: Layer) -> None:
 
 
 def same_bytes(one: Layer, other: Layer, name: str) -> bool:
-    """Whether two layers hold the same tensor of this name, by the checksums of the files, where these have any."""
+    """Whether two layers hold the same tensor of this name, by the files' checksums if there are any.
+
+    Args:
+        one: a layer.
+        other: another layer.
+        name: the tensor's name in the layer.
+    """
     a, b = one.tensors.get(name), other.tensors.get(name)
     if a is None or b is None or (a.dtype, a.shape, a.strides) != (b.dtype, b.shape, b.strides):
         return False
@@ -141,7 +158,7 @@ def same_bytes(one: Layer, other: Layer, name: str) -> bool:
 
 
 def _tied_key(layer: Layer, tied: Mapping[str, Mapping[str, tuple[int, ...]]]) -> str | None:
-    """The tied module that a layer is which no stage knows by its number; None where it is none."""
+    """The tied module stored in a layer that no stage knows by its number; None if there is none."""
     fitting = [
         key
         for key, shapes in tied.items()
@@ -161,7 +178,7 @@ def _check_all_there(
     stage_of: Mapping[int, int],
     tied: Mapping[str, Mapping[str, tuple[int, ...]]],
 ) -> None:
-    """Every layer that a stage speaks of has its file, and every tied module that of one of its layers."""
+    """Check that every layer of a stage has a file, and every tied module that of one of its layers."""
     there = {layer.number for layer in layers}
     like = layers[0].file.key if layers else models[0].key.rpartition("/")[0] + "/layer_00-model_states.pt"
     missing = [re.sub(r"layer_\d+", f"layer_{n:02d}", like) for n in sorted(stage_of) if n not in there]
@@ -188,10 +205,18 @@ Names = list[list[str]]
 def names_of_stages(
     models: Sequence[ModelStates], layers: Sequence[Layer], groups: Sequence[Sequence[str]] | None
 ) -> tuple[list[Sequence[Sequence[str]] | None], dict[str, str]]:
-    """Give each stage of one tensor-parallel rank its layers' tensors.
+    """Give each stage of one tensor-parallel rank the tensors of its layers under ZeRO 0.
 
-    Returns the names of each stage's optimizer groups, where the caller gave them, and the tied names. UsageError where
-    the stages cannot be told apart.
+    Args:
+        models: the model states of each stage; the tensors are added to them.
+        layers: the layers, in order.
+        groups: the names of each optimizer group's parameters over all stages; None: they are derived.
+
+    Returns:
+        the names of each stage's optimizer groups (None: to be derived), and the stored name of each tied name.
+
+    Raises:
+        UsageError: not exactly one distribution of layers to stages fits the optimizers' entries.
     """
     ties = _ties(layers)
     if groups is not None:
@@ -216,7 +241,7 @@ def names_of_stages(
 def _ways(
     models: Sequence[ModelStates], layers: Sequence[Layer], ties: dict[int, int], stage: int, first: int
 ) -> Iterator[list[tuple[int, int, int | None]]]:
-    """The ways to deal the layers from `first` on to the stages from `stage` on: (first, last, tied layer) of each."""
+    """The ways to assign layers from `first` on to the stages from `stage` on: (first, last, tied layer) of each."""
     if stage == len(models):
         if first == len(layers):
             yield []
@@ -277,7 +302,7 @@ def _adopt_rest(models: Sequence[ModelStates], layers: Sequence[Layer], ties: di
 
 
 def _dealt(models: Sequence[ModelStates], groups: Sequence[Sequence[str]]) -> list[Names]:
-    """The caller's names, dealt to the stages: each takes of each group as many as its optimizer has entries."""
+    """The caller's names by stage: each stage takes as many of each group as its optimizer has entries."""
     at = [0] * len(groups)
     out: list[Names] = []
     for model in models:
@@ -296,7 +321,7 @@ def _dealt(models: Sequence[ModelStates], groups: Sequence[Sequence[str]]) -> li
 
 
 def _ties(layers: Sequence[Layer]) -> dict[int, int]:
-    """Layers that hold what an earlier one holds, and not just values that any new layer has: number -> number."""
+    """Layers that repeat an earlier one, and not just the initial values of any layer: number -> number."""
     out: dict[int, int] = {}
     for i, layer in enumerate(layers):
         for earlier in layers[:i]:

@@ -1,4 +1,4 @@
-"""How many ranks of each kind saved a checkpoint, and what the files of one model-parallel rank hold."""
+"""The parallel degrees of a checkpoint, and the tensors in the files of one model-parallel rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Slice:
 
     @property
     def model(self) -> ModelStates:
-        """The first data-parallel rank's."""
+        """The first data-parallel rank's model states."""
         return self.models[0]
 
 
@@ -54,7 +54,18 @@ def read_slice(
 ) -> Slice:
     """Read one model-parallel rank's files.
 
-    `shared`: the tied names that the first rank's file tells; `names`: the parameters of each optimizer group.
+    Args:
+        models: its model states files, by data-parallel rank.
+        optims: the keys of its optimizer files, by data-parallel rank.
+        label: the rank's label (see `ParallelDegrees.label`).
+        allow: further packages whose classes become inert stand-ins.
+        zero3: whether the checkpoint is of ZeRO 3.
+        shared: the tied names in the first rank's file; None if it has none.
+        names: the names of each optimizer group's parameters, for ZeRO 0; None: they are derived.
+        experts: the experts; None if the model has none.
+
+    Raises:
+        UnsupportedError: the checkpoint is of MiCS, or of an optimizer that is not yet read.
     """
     out, placeholders = read_weights(models, label, zero3=zero3, shared=shared)
     model, contents = out.model, out.contents
@@ -80,7 +91,17 @@ def read_slice(
 def read_weights(
     models: list[ModelStates], label: str, *, zero3: bool, shared: dict[str, str] | None
 ) -> tuple[Slice, list[str]]:
-    """What the model states files of one model-parallel rank hold, and the names of empty placeholders in them."""
+    """Read the model states files of one model-parallel rank.
+
+    Args:
+        models: the files, by data-parallel rank.
+        label: the rank's label.
+        zero3: whether the checkpoint is of ZeRO 3.
+        shared: the tied names in the first rank's file; None if it has none.
+
+    Returns:
+        the rank's tensors, and the names of empty placeholders.
+    """
     model = models[0]
     contents = LocalContents(f"{label}." if label else "")
     out = Slice(models, label, contents, model.aliases(zero3=zero3, shared=shared), stage=3 if zero3 else 0)
@@ -121,7 +142,7 @@ _MAX_RANKS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ParallelDegrees:
-    """Pipeline stages, tensor-parallel ranks of each, data-parallel ranks (sequence-parallel ones too) of those."""
+    """The numbers of pipeline stages, tensor-parallel ranks, and data-parallel (including sequence-parallel) ranks."""
 
     pp: int
     tp: int
@@ -129,12 +150,16 @@ class ParallelDegrees:
 
     @classmethod
     def of(cls, files: TagFiles, model: ModelStates, *, others: Sequence[ModelStates] | None = None) -> ParallelDegrees:
-        """From the first model states file, or the files' names; checked against each other.
+        """The degrees from the first model states file or the files' names, checked against each other.
 
-        `others`: the model states of all model-parallel ranks of a folder of the universal format, which has no
-        optimizer's files and no layers'. The ranks of one pipeline stage have parameters of the same names.
+        Args:
+            files: the files of the tag folder.
+            model: the first model states file.
+            others: for the universal format, the model states of all model-parallel ranks; ranks of one pipeline stage
+                have parameters of the same names. None for other checkpoints.
 
-        MissingData names the files that are not there, IntegrityError those that are too many.
+        Raises:
+            IntegrityError: the number of ranks is inconsistent.
         """
         pp, tp, mp = model.dims
         in_names = len(next(iter(files.layers.values()))) if files.layers else None
@@ -166,7 +191,13 @@ class ParallelDegrees:
         return cls(pp, tp, dp)
 
     def label(self, pp: int, tp: int, dp: int = 0) -> str:
-        """What a rank is called by its place; nothing for the first."""
+        """The label of a rank, such as `pp1.tp0`; empty for the first.
+
+        Args:
+            pp: its pipeline stage.
+            tp: its tensor-parallel rank.
+            dp: its data-parallel rank.
+        """
         if not (pp or tp or dp):
             return ""
         if self.pp == self.tp == 1:

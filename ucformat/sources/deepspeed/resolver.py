@@ -1,4 +1,4 @@
-"""The sharding of each parameter across tensor-parallel ranks: told by the caller or the checkpoint, else inferred."""
+"""The sharding of each parameter across tensor-parallel ranks: given by the caller or the checkpoint, else inferred."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = ["ShardingResolver"]
 
 
 class ShardingResolver:
-    """Finds the sharding of each parameter: `recognise` must be called with all of them, then `decide` with any."""
+    """Finds the sharding of each parameter: call `recognise` with all parameters, then `decide` with any of them."""
 
     def __init__(
         self,
@@ -71,9 +71,11 @@ class ShardingResolver:
         self._tables: dict[int, str] = {}  # padded rows -> a vocabulary of so many
 
     def recognise(self, shapes: Mapping[str, Shapes], described: Iterable[str] = ()) -> None:
-        """Take in the names and shapes of all parameters: the family that they are of, and the model's width.
+        """Determine the model's family and width from all parameters.
 
-        `described`: names of those too whose parts are not there to be compared.
+        Args:
+            shapes: the shapes of the parts of each parameter.
+            described: names of parameters, including those without parts to compare.
         """
         self._shapes, self._width = shapes, _width(shapes)
         self._described = [name for name in described if name not in shapes]
@@ -83,9 +85,16 @@ class ShardingResolver:
     def decide(
         self, shapes: Mapping[str, Shapes], buffers: frozenset[str], verdict: Callable[[str], Verdict]
     ) -> dict[str, TPSharding]:
-        """The sharding of every parameter; AmbiguousLayout lists those that can be read in two ways.
+        """The sharding of each of these parameters.
 
-        `verdict` compares the bytes of the parts of any parameter. LayoutError names the one that does not fit.
+        Args:
+            shapes: the shapes of the parts of each parameter.
+            buffers: the names of buffers.
+            verdict: compares the bytes of the parts of a parameter.
+
+        Raises:
+            LayoutError: a description does not fit a parameter's parts.
+            AmbiguousLayout: parameters have two possible readings; the message lists them.
         """
         out: dict[str, TPSharding] = {}
         doubts: dict[str, Doubt] = {}
@@ -136,7 +145,7 @@ class ShardingResolver:
     def _weigh(
         self, name: str, shapes: Shapes, joined: TPSharding, verdict: Callable[[str], Verdict]
     ) -> TPSharding | Doubt:
-        """A parameter of which no pattern speaks, which DeepSpeed joins along dim 0: replicas, too."""
+        """The sharding of a parameter that no pattern matches; DeepSpeed joins it along dim 0, even replicas."""
         whole, found = self._sizes.whole(name, shapes), verdict(name)
         if found == "different":
             if whole:
@@ -152,7 +161,7 @@ class ShardingResolver:
         return Doubt(name, shapes, "replicate", cut(0))
 
     def _telling_replicas(self, verdict: Callable[[str], Verdict]) -> bool:
-        """Whether equal parts are replicas here: the checkpoint calls others so, and holds parts that differ."""
+        """Whether equal parts are replicas: the checkpoint declares others replicated, and holds parts that differ."""
         called = any(map(self.info.is_replicated, self._described)) or any(
             self.info.is_replicated(n) and len(set(s)) == 1 and verdict(n) != "different"
             for n, s in self._shapes.items()
@@ -171,9 +180,12 @@ class ShardingResolver:
         return self._telling["differ"]
 
     def may_differ(self, name: str) -> bool:
-        """Whether the copies of several pipeline stages need not agree: the first one counts.
+        """Whether the copies of a parameter in several pipeline stages may differ; the first stage's copy is then read.
 
-        Megatron-DeepSpeed ties the whole embedding module, but of that trains the vocabulary alone in the last stage.
+        Megatron-DeepSpeed ties the whole embedding module, but the last stage trains only the vocabulary.
+
+        Args:
+            name: the parameter's name.
         """
         return self.info.pipeline.find(name) is not None and not self.info.is_vocabulary(name)
 
@@ -232,7 +244,7 @@ class ShardingResolver:
         return None
 
     def _check_vocabulary(self, shardings: Mapping[str, TPSharding]) -> None:
-        """Tables of one checkpoint are padded to one size; where there are several, which is padded is unclear."""
+        """Check that all padded tables have one size; otherwise it is unclear which of them is padded."""
         padded = self._tables
         padded.update({r.shape[0] + r.padding_rows: n for n, r in shardings.items() if r.padding_rows})
         if len(padded) > 1:
@@ -255,7 +267,7 @@ def _padded(model: ModelStates, info: Any) -> int | None:
 
 
 def _layout(layout: Layout | str | None, ranks: int) -> Layout | None:
-    """The caller's layout, or the preset of this name."""
+    """The caller's layout, or the preset with this name."""
     if isinstance(layout, str):
         if layout not in PRESETS:
             raise UsageError(f"there is no preset {layout!r}", hint=f"there are: {', '.join(PRESETS)}")

@@ -1,11 +1,11 @@
-"""ZeRO 0: one file holds the module and the optimizer, whole, whose entries are numbered.
+"""ZeRO 0: one file holds the whole module and the whole optimizer, whose entries are numbered.
 
 The content of `optimizer` depends on the precision (DeepSpeed 0.19.8):
 
-- fp32: the optimizer's own state dict; no master, the weights are fp32 themselves.
-- bf16, fp16 (FP16_UnfusedOptimizer): `optimizer_state_dict`, and `fp32_groups`: for each group a list of masters.
-- the same with a fused Adam (FP16_Optimizer, the usual one on a GPU): `fp32_groups_flat`: for each group one flat
-  master, of which the module's weights are views in the same order; states are flat too.
+- fp32: the optimizer's own state dict; no master, because the weights are fp32 themselves.
+- bf16, fp16 (FP16_UnfusedOptimizer): `optimizer_state_dict`, and `fp32_groups`: a list of masters for each group.
+- the same with a fused Adam (FP16_Optimizer, the usual one on a GPU): `fp32_groups_flat`: one flat master for each
+  group, with the module's weights in the same order as views of their storage; states are flat too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ucformat.sources.deepspeed.contents import (
 from ucformat.sources.deepspeed.experts import is_expert
 from ucformat.sources.pickle.optimizer import Candidate, Entry, match, shape_of_states
 from ucformat.sources.pickle.stand_ins import StoredTensor
-from ucformat.sources.values import to_json
+from ucformat.sources.values import all_equal, to_json
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
@@ -42,7 +42,16 @@ _SAMPLE = 64  # elements
 
 
 def read_zero0(model: ModelStates, names: Sequence[Sequence[str]] | None, contents: TensorIndex) -> None:
-    """The optimizer's tensors, groups and scalars; `names`: the parameters of each group, where the caller knows."""
+    """Add the optimizer's tensors, groups and scalars to the contents.
+
+    Args:
+        model: the model states, which hold the optimizer.
+        names: the names of each group's parameters; None: they are derived.
+        contents: the contents.
+
+    Raises:
+        UnsupportedError: the optimizer is a BF16_Optimizer.
+    """
     state = model.value.get("optimizer")
     if state is None:
         return
@@ -61,13 +70,17 @@ def read_zero0(model: ModelStates, names: Sequence[Sequence[str]] | None, conten
     else:
         masters = need(state, "fp32_groups", list, model.key) if wrapped else None
         counts = [len(group) for group in (states if masters is None else [_listed(g, model) for g in masters])]
-        _single(model, masters, states, names or _told(hypers, counts, model), contents, [_moe(h) for h in hypers])
+        _single(model, masters, states, names or _recorded(hypers, counts, model), contents, [_moe(h) for h in hypers])
     dropped = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat") if wrapped else ("state", "param_groups")
     contents.keep_scalars(model.file, {k: v for k, v in state.items() if k not in dropped})
 
 
 def entries_of(model: ModelStates) -> list[list[Entry]] | int:
-    """The entries of each group of the optimizer, as far as their shapes tell; of flat groups, their elements."""
+    """The evidence for each entry of the optimizer's groups; for flat groups, their total number of elements.
+
+    Args:
+        model: the model states, which hold the optimizer.
+    """
     state = need(model.value, "optimizer", dict, model.key)
     inner = need(state, "optimizer_state_dict", dict, model.key) if "optimizer_state_dict" in state else state
     if "fp32_groups_flat" in state:
@@ -79,7 +92,7 @@ def entries_of(model: ModelStates) -> list[list[Entry]] | int:
     return [[Entry(shape_of_states(state_of(found, i, model.key))) for i in group] for group in groups]
 
 
-def _told(hypers: list[dict[str, Any]], counts: list[int], model: ModelStates) -> list[list[str]] | None:
+def _recorded(hypers: list[dict[str, Any]], counts: list[int], model: ModelStates) -> list[list[str]] | None:
     """`param_names`, which optimizers keep that were given named parameters (PyTorch 2.6 and later).
 
     Where a group has fewer entries, parameters without elements have none: the wrapper of bf16 and fp16 drops them.
@@ -118,8 +131,8 @@ def _single(
         names = _match(entries, candidates, moe)
     if names is None:
         raise UsageError(
-            f"{model.key}: its optimizer states are numbered, and which parameters the numbers mean cannot be told for "
-            "certain from their shapes and the order of the module",
+            f"{model.key}: its optimizer states are numbered, and their "
+            "shapes and the order of the module do not determine which parameters they belong to",
             hint=f"name them: {option_text('groups')}",
         )
     _check_names(names, entries, {c.name: c for c in candidates}, model.key)
@@ -136,7 +149,7 @@ def _single(
                     plain.setdefault(state, {})[name] = to_json(value, read=model.file.read, path=state)
         stateful = sum(map(bool, states[g]))  # a parameter that never had a gradient has no state
         contents.groups[g].state = {
-            state: next(iter(values.values())) if len(values) == stateful and _one(values) else values
+            state: next(iter(values.values())) if len(values) == stateful and all_equal(values) else values
             for state, values in plain.items()
         }
 
@@ -153,7 +166,7 @@ def _moe(hyper: Any) -> bool:
 
 
 def _match(entries: list[list[Entry]], candidates: list[Candidate], moe: list[bool]) -> list[list[str]] | None:
-    """The names of the entries; where there are groups for experts, these have all of them, and nothing else."""
+    """The names of the entries; if there are groups for experts, these hold all experts and nothing else."""
     if not any(moe):
         return match(entries, candidates)
     names: dict[int, list[str]] = {}
@@ -166,16 +179,10 @@ def _match(entries: list[list[Entry]], candidates: list[Candidate], moe: list[bo
     return [names[g] for g in range(len(moe))]
 
 
-def _one(values: dict[str, Any]) -> bool:
-    """Whether all values are the same."""
-    first = next(iter(values.values()))
-    return all(type(v) is type(first) and v == first for v in values.values())
-
-
 def _check_names(
     names: Sequence[Sequence[str]], entries: list[list[Entry]], known: dict[str, Candidate], file: str
 ) -> None:
-    """The names exist, are as many as the entries, and what is known of each entry fits."""
+    """Check that the names exist, that there are as many as entries, and that the evidence for each entry fits."""
     if [len(g) for g in names] != [len(g) for g in entries]:
         raise UsageError(
             f"{file}: {[len(g) for g in names]} names are given for groups of {[len(g) for g in entries]} entries"
@@ -207,7 +214,13 @@ def _samples(
 
 
 def sample(file: TorchFile, tensor: StoredTensor, dtype: str) -> bytes:
-    """The first elements as bytes of this dtype."""
+    """The first 64 elements of a tensor, cast to another dtype, as bytes.
+
+    Args:
+        file: the file that holds it.
+        tensor: the tensor.
+        dtype: `bfloat16`, `float16` or `float32`.
+    """
     import ml_dtypes
     import numpy as np
 
@@ -221,7 +234,7 @@ def sample(file: TorchFile, tensor: StoredTensor, dtype: str) -> bytes:
 
 
 def _flat(model: ModelStates, masters: list[Any], states: list[list[dict[str, Any]]], contents: TensorIndex) -> None:
-    """One flat entry for each group, in which the module's weights have the offsets that they have in their storage."""
+    """Add one flat entry per group, in which parameters have the same offsets as the weights in their storage."""
     if len(masters) != len(states) or any(len(s) != 1 for s in states):
         raise IntegrityError(f"{model.key}: its optimizer has other groups than there are flat masters")
     by_storage: dict[tuple[str, str], list[tuple[int, str]]] = {}
@@ -256,7 +269,7 @@ def _flat(model: ModelStates, masters: list[Any], states: list[list[dict[str, An
 
 
 def _tiles(model: ModelStates, members: list[tuple[int, str]], master: StoredTensor) -> bool:
-    """Whether these views fill their storage without a gap, as long as the master, with the master's rounded values."""
+    """Whether these views fill their storage without a gap, and equal the master of the same length, rounded."""
     tensors = [model.module[name] for _, name in members]
     at = 0
     for tensor in tensors:

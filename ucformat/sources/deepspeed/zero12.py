@@ -28,6 +28,7 @@ from ucformat.sources.deepspeed.contents import (
     Ranks,
     hyper_parameters,
     need,
+    read_scalars,
     refuse_flat_state,
     scalars,
     stage_of,
@@ -84,11 +85,11 @@ class Zero12:
         self.round_robin: list[FlatBuffer] = []
         self.ranks = Ranks(model.file.store, keys, allow, self._parse)
         self.first = self.ranks[0]
-        self._scalars = self._read_scalars(self.first)
+        self._scalars = read_scalars(self.first.file, self.first.states)
         self._describe()
 
     def _parse(self, rank: int, file: TorchFile) -> Zero12Partition:
-        """A rank's file, checked against the layout; rank 0, which is first, tells the layout."""
+        """Parse a rank's file and check it against the layout, which the first file, rank 0's, defines."""
         state = need(file.value, "optimizer_state_dict", dict, file.key)
         raw = need(state, _MASTER, list, file.key)
         masters = [stored(t, _MASTER, file.key) for t in raw]
@@ -134,7 +135,7 @@ class Zero12:
                 self.round_robin.append(_flat_buffer(order, [0] * len(order), buffer.size))
 
     def _degrees(self, state: dict[str, Any], file: TorchFile) -> list[int]:
-        """Over how many expert-parallel ranks each group is dealt."""
+        """The number of expert-parallel ranks that share each group."""
         base, counts = state.get("base_optimizer_state"), state.get("partition_count")
         hypers = base.get("param_groups") if isinstance(base, dict) else None
         out = []
@@ -196,28 +197,22 @@ class Zero12:
                     hint="please report this checkpoint; it is not read because its layout is uncertain",
                 )
 
-    def _read_scalars(self, partition: Zero12Partition) -> list[dict[str, bytes]]:
-        return [
-            {n: partition.file.read(v) for n, v in states.items() if isinstance(v, StoredTensor) and not v.shape}
-            for states in partition.states
-        ]
-
     def _compare(self, partition: Zero12Partition) -> None:
-        """The states of another rank are those of rank 0, and so are its scalars (`step`)."""
+        """Check that another rank has the same states and scalars (`step`) as rank 0."""
         for index, (mine, theirs) in enumerate(zip(self.first.states, partition.states, strict=True)):
             if {n: _kind(v) for n, v in mine.items()} != {n: _kind(v) for n, v in theirs.items()}:
                 raise IntegrityError(
                     f"{partition.file.key}: group {index} has the optimizer states {sorted(theirs)}, rank 0 "
                     f"{sorted(mine)}"
                 )
-        if self._read_scalars(partition) != self._scalars:
+        if read_scalars(partition.file, partition.states) != self._scalars:
             raise IntegrityError(
                 f"{partition.file.key}: an optimizer scalar (`step`) differs from that in {self.first.file.key}",
                 hint="files of different saves are mixed in one folder",
             )
 
     def _describe(self) -> None:
-        """The tensors, groups and scalars, as rank 0's file tells them."""
+        """Add the tensors, groups and scalars that rank 0's file describes."""
         file, contents = self.first.file, self.contents
         state = file.value["optimizer_state_dict"]
         base = state["base_optimizer_state"]
@@ -246,7 +241,7 @@ class Zero12:
         self.stage = told
 
     def _extents(self, index: int, name: str, state: str, expert_rank: int, within: Box | None) -> Iterator[Extent]:
-        """The parts of a parameter, as the ranks call it, in the partitions that it touches."""
+        """The parts of a parameter, by its local name, in the partitions that contain it."""
         buffer, shape = self.flat[index], self.shapes[index][name]
         wanted = buffer.holders(name, *flat_range(shape, within))
         holders = self.experts.holders(self.degrees[index], expert_rank)
@@ -279,7 +274,7 @@ def _kind(value: Any) -> Any:
 
 
 def _flat_buffer(shapes: Mapping[str, tuple[int, ...]], paddings: Sequence[int], partition: int) -> FlatBuffer:
-    """Parameters one after another, each followed by its padding, in partitions of so many elements."""
+    """Parameters one after another, each followed by its padding, in partitions of this size."""
     buffer = FlatBuffer(size=partition)
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
         buffer.append(name, math.prod(shape), padding=padding)
@@ -292,5 +287,5 @@ def _slices(buffer: FlatBuffer, rank: int) -> dict[str, tuple[int, int]]:
 
 
 def _undealt(dealt: list[str], hands: int) -> list[str]:
-    """The order before a list was dealt to so many hands in turn, and the hands joined."""
+    """The original order of a list that was distributed round-robin to `hands` lists, which were then joined."""
     return [name for _, name in sorted(zip(round_robin_order(len(dealt), hands), dealt, strict=True))]

@@ -1,11 +1,11 @@
-"""ZeRO 3: each parameter is cut over the ranks by itself, and the parts are joined in flat groups.
+"""ZeRO 3: each parameter is partitioned across the ranks separately, and the parts are joined in flat groups.
 
-`param_shapes` lists the parameters of each flat group (a group here is a *sub-group*: `sub_group_size` cuts an
-optimizer group into several). A parameter of n elements is cut into parts of ceil(n / ranks), the last ones padded;
-rank R's `fp32_flat_groups` holds part R of each of the group's parameters, one after another, and so do the
-optimizer's states. Frozen parameters are cut the same way, each in a tensor of its own (`frozen_param_fragments` in
-the model states files). The weights of trained parameters are nowhere: the module holds empty placeholders, so their
-only copy is the master.
+`param_shapes` lists the parameters of each flat group (a *sub-group*: `sub_group_size` splits an optimizer group into
+several). A parameter of n elements is split into parts of ceil(n / ranks), the last ones padded; rank R's
+`fp32_flat_groups` holds part R of each of the group's parameters, one after another, and so do the optimizer's states.
+Frozen parameters are partitioned in the same way, each in its own tensor (`frozen_param_fragments` in the model states
+files). Weights of trained parameters are not stored: the module holds empty placeholders, so the master is the only
+copy.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ucformat.sources.deepspeed.contents import (
     Ranks,
     hyper_parameters,
     need,
+    read_scalars,
     refuse_flat_state,
     scalars,
     state_of,
@@ -66,7 +67,7 @@ class Zero3:
         self.ranks = Ranks(model.file.store, keys, allow, self._parse)
         self.first: Zero3Partition | None = None
         self.first = self.ranks[0]
-        self._scalars = _read_scalars(self.first)
+        self._scalars = read_scalars(self.first.file, self.first.states)
         self._describe(self.first)
 
     def _parse(self, rank: int, file: TorchFile) -> Zero3Partition:
@@ -107,14 +108,14 @@ class Zero3:
                     raise refuse_flat_state(name, value, index, partition.file.key)
         if rank and self.first and _kinds(partition) != _kinds(self.first):
             raise IntegrityError(f"{partition.file.key} has other optimizer states than {self.first.file.key}")
-        if rank and self.first and _read_scalars(partition) != self._scalars:
+        if rank and self.first and read_scalars(partition.file, partition.states) != self._scalars:
             raise IntegrityError(
                 f"{partition.file.key}: an optimizer scalar (`step`) differs from that in {self.first.file.key}",
                 hint="files of different saves are mixed in one folder",
             )
 
     def _describe(self, first: Zero3Partition) -> None:
-        """The tensors, groups and scalars, as rank 0's file tells them."""
+        """Add the tensors, groups and scalars that rank 0's file describes."""
         file, contents = first.file, self.contents
         state = file.value["optimizer_state_dict"]
         for hyper in state["optimizer_state_dict"]["param_groups"]:
@@ -142,7 +143,7 @@ class Zero3:
         contents.keep_scalars(file, scalars(file, state, frozenset((_MASTER, "optimizer_state_dict"))))
 
     def _extents(self, index: int, name: str, state: str, within: Box | None) -> Iterator[Extent]:
-        """The part of a parameter in the flat group of each rank that has something of the box."""
+        """The parts of a parameter in the flat groups of the ranks that hold elements of the box."""
         buffer, shape = self.flat[index], self.shapes[index][name]
         wanted = buffer.holders(name, *flat_range(shape, within))
         opened = self.ranks.get(wanted)
@@ -164,7 +165,15 @@ def _flat_buffer(shapes: Mapping[str, tuple[int, ...]], world: int) -> FlatBuffe
 
 
 def add_frozen(models: list[ModelStates], contents: TensorIndex) -> None:
-    """The frozen parameters, from the model states of all ranks; empty ones are listed with them."""
+    """Add the frozen parameters, stored in the model states of all ranks.
+
+    Args:
+        models: the model states, by data-parallel rank.
+        contents: the contents.
+
+    Raises:
+        IntegrityError: a rank's part has an unexpected size.
+    """
     world = len(models)
     for name, shape in models[0].frozen_shapes.items():
         part = part_size(math.prod(shape), world)
@@ -195,12 +204,5 @@ def _frozen_extents(
 def _kinds(partition: Zero3Partition) -> list[dict[str, Any]]:
     return [
         {n: (v.dtype, v.shape) if isinstance(v, StoredTensor) else type(v) for n, v in states.items()}
-        for states in partition.states
-    ]
-
-
-def _read_scalars(partition: Zero3Partition) -> list[dict[str, bytes]]:
-    return [
-        {n: partition.file.read(v) for n, v in states.items() if isinstance(v, StoredTensor) and not v.shape}
         for states in partition.states
     ]

@@ -1,4 +1,4 @@
-"""Numbers of the model and of its ranks: a checkpoint's own arguments (`args`), and the caller's options."""
+"""The model's sizes and the parallel degrees: from a checkpoint's own arguments (`args`) and the caller's options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VOCABULARY = ("word_embeddings.weight", "output_layer.weight", "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """`args` of a checkpoint; of one that has none every answer is that it does not tell."""
+    """`args` of a checkpoint; every value is None if the checkpoint has none."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     vocab_size: int | None = None  # as the caller gave it
@@ -30,14 +30,27 @@ class Arguments:
 
     @classmethod
     def of(cls, value: Any, vocab_size: int | None, file: str) -> Arguments:
-        """From the value in the file: a namespace, or a mapping."""
+        """Parse `args`.
+
+        Args:
+            value: the value in the file: a namespace, or a mapping; any other value is empty.
+            vocab_size: the caller's rows of the vocabulary without padding; None if not given.
+            file: the file's key, for messages.
+        """
         if isinstance(value, Inert):
             value = value.state
         found = {k: v for k, v in value.items() if isinstance(k, str)} if isinstance(value, dict) else {}
         return cls(found, vocab_size, file)
 
     def number(self, *names: str) -> int | None:
-        """The first of these arguments that is told; IntegrityError where it is no sensible number."""
+        """The first of these arguments that is an integer; None if there is none.
+
+        Args:
+            names: names of arguments.
+
+        Raises:
+            IntegrityError: it is negative or implausibly large.
+        """
         for name in names:
             value = self.values.get(name)
             if value is None or isinstance(value, bool) or not isinstance(value, int):
@@ -48,14 +61,25 @@ class Arguments:
         return None
 
     def degree(self, *names: str) -> int | None:
-        """A number of ranks."""
+        """The first of these arguments that is an integer, a number of ranks; None if there is none.
+
+        Args:
+            names: names of arguments.
+
+        Raises:
+            IntegrityError: it is less than 1 or more than 2^20.
+        """
         value = self.number(*names)
         if value is not None and not 1 <= value <= _MAX_RANKS:
             raise IntegrityError(f"{self.file}: {names[0]} is {value}")
         return value
 
     def flag(self, *names: str) -> bool | None:
-        """The first of these that is told."""
+        """The first of these arguments that is a boolean; None if there is none.
+
+        Args:
+            names: names of arguments.
+        """
         return next((v for name in names if isinstance(v := self.values.get(name), bool)), None)
 
     @property
@@ -65,7 +89,12 @@ class Arguments:
         return self.flag("share_embeddings_and_output_weights") if untied is None else not untied
 
     def rows(self, name: str, stored: int) -> int:
-        """The rows of a vocabulary's table without padding; those that are stored where nothing tells."""
+        """The rows of a vocabulary table without padding; `stored` if they are unknown, and for other parameters.
+
+        Args:
+            name: the parameter's name.
+            stored: number of rows in the files.
+        """
         if not any(name == v or name.endswith("." + v) for v in _VOCABULARY):
             return stored
         told = self.vocab_size

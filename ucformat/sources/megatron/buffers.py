@@ -1,10 +1,10 @@
-"""The offsets of parameters in the flat buffers of Megatron's distributed optimizer, and the proof of them.
+"""The offsets of parameters in the flat buffers of Megatron's distributed optimizer, and their proof.
 
-The buffers of one rank's model hold its parameters in the reverse order of the module, each beginning at a multiple of
-64 elements; a buffer is cut into buckets at whole parameters. Nothing in the files names them. They are placed by that
-rule, which must fill every bucket to its last element; and as the fp32 copy in the buffer rounds to the weight itself,
-the first and last elements of each prove its place when it is read (or at once, where some parameters are frozen, or
-several orders of the module are possible).
+The buffers of one rank's model hold its parameters in the reverse order of the module, each aligned to 64 elements; a
+buffer is split into buckets between parameters. The files do not name them. They are placed by that rule, which must
+fill every bucket exactly; and as the fp32 copy in the buffer rounds to the weight itself, the first and last elements
+of each parameter prove its slot when it is read (or at once, if some parameters are frozen or the module may have
+several orders).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Param:
 
 
 class BufferSlot(NamedTuple):
-    """A parameter's place: the number of its bucket, and where in it it begins."""
+    """The slot of a parameter: the number of its bucket, and its offset in it, in elements."""
 
     param: Param
     bucket: int
@@ -116,7 +116,14 @@ def _place(
 
 
 def same_values(store: Store, param: Param, master: FlatTensor, start: int) -> bool:
-    """Whether the first and last elements of a parameter are those at this place of the fp32 copy, rounded."""
+    """Whether the first and last 64 elements of a parameter are those at this offset of the fp32 copy, rounded.
+
+    Args:
+        store: the store of the checkpoint.
+        param: the parameter.
+        master: the flat tensor with the fp32 copy.
+        start: offset of the parameter in `master`, in elements.
+    """
     import ml_dtypes
     import numpy as np
 
@@ -141,12 +148,22 @@ def same_values(store: Store, param: Param, master: FlatTensor, start: int) -> b
 
 
 def _located(flat: FlatTensor, start: int, box: Box) -> Iterable[Extent]:
-    """The extents of what begins at `start` in a flat buffer, all of which `box` is."""
+    """The extents of `box`, which begins at element `start` of a flat buffer."""
     return flat.locate(start, start + box.size)
 
 
 def in_local(flat: FlatTensor, start: int, shape: tuple[int, ...], within: Box | None) -> Iterator[Extent]:
-    """The extents of a tensor of this shape that is flattened from `start` on, as boxes of the tensor."""
+    """The extents of a tensor stored in a flat buffer, as boxes of the tensor.
+
+    Args:
+        flat: the flat buffer.
+        start: offset of the tensor in it, in elements.
+        shape: shape of the tensor.
+        within: the box of the tensor that is read; None: all of it.
+
+    Raises:
+        IntegrityError: the flat buffer is not contiguous in the file.
+    """
     first, last = flat_range(shape, within)
     unit = ITEMSIZE[flat.dtype]
     for extent in flat.locate(start + first, start + last):

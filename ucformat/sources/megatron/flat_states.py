@@ -1,4 +1,4 @@
-"""The optimizer's format `dp_reshardable`: flat buckets without names, for each rank of a data-parallel group one set.
+"""The optimizer's format `dp_reshardable`: unnamed flat buckets, one set for each rank of a data-parallel group.
 
 `optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_D.bucket_idx_K.<state>`: G counts tensor-parallel ranks within
 pipeline stages (for experts: expert-tensor ranks, within expert-parallel ones, within stages); B counts the buffers of
@@ -40,13 +40,12 @@ def _hint() -> str:
     )
 
 
-#: Of one buffer: by bucket and state the entry.
-_Buffer = dict[int, dict[str, str]]
+_Buffer = dict[int, dict[str, str]]  # the entry of each bucket and state
 
 
 @dataclass(slots=True)
 class _Model:
-    """What is known of the model: its parameters, the ranks' parts of each, and the stages."""
+    """The model: its parameters, the ranks' parts of each, and the stages."""
 
     of: Opened
     items: Items
@@ -96,7 +95,18 @@ class _Model:
 
 
 def add_flat_states(of: Opened, items: Items, entries: Sequence[tuple[Bucket, str]], *, stacked: bool) -> None:
-    """Name what the buckets hold, and add it to the contents; AmbiguousLayout where that cannot be proved."""
+    """Name the contents of the buckets, and add them to the checkpoint's.
+
+    Args:
+        of: the opened checkpoint.
+        items: its entries.
+        entries: the buckets, with their entries.
+        stacked: whether parameters are shown stacked, which is not possible here.
+
+    Raises:
+        AmbiguousLayout: the names cannot be proved, or `stacked` is set.
+        IntegrityError: the number of groups contradicts the parallel degrees.
+    """
     if stacked:
         raise AmbiguousLayout(
             "the optimizer's states are in flat buckets, which have no stacked form",
@@ -135,7 +145,6 @@ class _Chunk:
 
     dense: list[str]
     experts: list[str]
-    used: bool = False
 
 
 def _stages(
@@ -144,7 +153,7 @@ def _stages(
     dtypes: dict[tuple[int, int, int], str],
     chain: int,
 ) -> list[list[_Chunk]]:
-    """The chunks of every stage: which layers each has is what fills the buckets of its first rank."""
+    """The chunks of every stage; the layers of each are those that fill the buckets of its first rank."""
     names = list(model.of.weights)
     stack = next((m[1] for n in names if (m := LAYER.fullmatch(n))), "")
     layered: dict[int, list[str]] = {}
@@ -166,8 +175,7 @@ def _stages(
     joint = any(c != chain for c, _ in groups)
     for number in range(count):
         v, p = divmod(number, model.pp)
-        per = total // count
-        rest = total - at
+        per, rest = total // count, total - at
         tries = [rest] if number == count - 1 else [k for k in (per, *range(rest + 1)) if k <= rest]
         for own_layers in dict.fromkeys(tries):
             mine = [x for i in range(at, at + own_layers) for x in layered.get(i, [])]
@@ -204,7 +212,7 @@ def _fit(
     rank: int,
     degree: int,
 ) -> list[tuple[_Buffer, list[BufferSlot]]] | None:
-    """The slots of a chunk's parameters in its buffers; None where they fit in no way, or in several."""
+    """The slots of a chunk's parameters in its buffers; None unless they fit in exactly one way."""
     found = []
     for dtype, buffer in _buffers_of(buffers, dtypes, group, v, chunks):
         mine = [n for n in names if model.weight(_stored(model, n)).dtype == dtype]
@@ -216,7 +224,7 @@ def _fit(
 
 
 def _stored(model: _Model, name: str) -> str:
-    """The parameter whose values one has: the last stage's copy of a tied embedding is the embedding."""
+    """The parameter whose values another has: the last stage's copy of a tied embedding is the embedding."""
     return name if name in model.of.weights else _WORD
 
 
@@ -269,7 +277,7 @@ def _flat(model: _Model, fqn: str | None) -> FlatTensor | None:
 
 @dataclass(slots=True)
 class _Piece:
-    """What one rank has of a state of a parameter; its place is proved when it is read."""
+    """One rank's part of a state of a parameter; its slot is proved when it is read."""
 
     model: _Model
     slot: BufferSlot
@@ -357,7 +365,7 @@ def _experts(
     chain: int,
     stages: list[list[_Chunk]],
 ) -> None:
-    """The states of experts, whose ranks are another mesh."""
+    """The states of experts, whose ranks form another mesh."""
     model = out.model
     numbers = {_number(n) for stage in stages for chunk in stage for n in chunk.experts}
     mine = sorted(g for c, g in groups if c == chain)
@@ -386,7 +394,7 @@ def _experts(
 
 def _unproved(model: _Model, where: str) -> AmbiguousLayout:
     return AmbiguousLayout(
-        f"{model.items.meta.file}: the optimizer's flat buckets (format dp_reshardable) of {where} cannot be told "
-        "apart: in no order of Megatron's do the model's parameters fill them, with the values of the weights",
+        f"{model.items.meta.file}: the optimizer's flat buckets (format dp_reshardable) of {where} cannot be "
+        "named: in none of Megatron's orders do the model's parameters fill them with the values of the weights",
         hint=_hint(),
     )

@@ -1,4 +1,4 @@
-"""Which checkpoint of Megatron a folder holds: the one that its tracker names, or the folder itself."""
+"""Find the Megatron checkpoint in a folder: the one that its tracker names, or the folder itself."""
 
 from __future__ import annotations
 
@@ -40,14 +40,23 @@ class MegatronFolder:
 
 
 def is_marker(name: str) -> bool:
-    """Whether a folder with a file of this name holds one of Megatron's checkpoints, or many."""
+    """Whether a folder with such a file holds Megatron checkpoints.
+
+    Args:
+        name: the file's name.
+    """
     return name in (TRACKER, "model_optim_rng.pt", "model_rng.pt")
 
 
 def find_place(store: Store) -> MegatronFolder | None:
-    """The checkpoint in this place; None where there is none of Megatron's.
+    """Find the checkpoint; None if there is none of Megatron's.
 
-    NotFound or UsageError where it cannot be told which of several.
+    Args:
+        store: a store whose root is the save folder or a checkpoint.
+
+    Raises:
+        NotFound: the tracker names a folder that is missing.
+        UsageError: there are several checkpoints and no tracker, or the tracker names none.
     """
     if backend_of(store) is not None:
         return MegatronFolder("", None, classic=False)
@@ -75,7 +84,12 @@ def find_place(store: Store) -> MegatronFolder | None:
 
 
 def backend_of(store: Store, folder: str = "") -> str | None:
-    """The format that `metadata.json` names; None where there is none of Megatron's."""
+    """The format that `metadata.json` names; None if there is no such file of Megatron's.
+
+    Args:
+        store: the store.
+        folder: the checkpoint's folder; "" for the root.
+    """
     key = f"{folder}/{CONFIG}" if folder else CONFIG
     if not exists(store, key) or (size := store.info(key).size) > _MAX_METADATA_BYTES:
         return None
@@ -104,7 +118,14 @@ def _named(store: Store) -> str | None:
 
 @contextmanager
 def built_by_megatron(where: str) -> Iterator[None]:
-    """Values of other kinds than Megatron's, at whatever place of a nested dictionary, are damage: IntegrityError."""
+    """Report values that Megatron would not write, at any depth, as damage.
+
+    Args:
+        where: the checkpoint, for messages.
+
+    Raises:
+        IntegrityError: the body raised an error that is not ucformat's own.
+    """
     try:
         yield
     except UcformatError:

@@ -1,15 +1,15 @@
-"""Names of Megatron's parameters: out of the keys of distributed checkpoints, in the order of the module, and by group.
+"""Names of Megatron's parameters: from the keys of distributed checkpoints, in the order of the module, and by group.
 
 Layers and experts of one kind share a key, and are stacked along leading dims: `decoder.layers.mlp.linear_fc1.weight`
-is `decoder.layers.{i}.mlp.linear_fc1.weight` for every layer, and `….mlp.experts.experts.linear_fc2.weight` those of
-every expert. Where layers differ (`non_homogeneous_layers`), and with `singleton_local_shards`, keys have the numbers
-in them; the latter also stores both halves of a gated projection apart, under `…_w` and `…_v`.
+holds `decoder.layers.{i}.mlp.linear_fc1.weight` of every layer, and `….mlp.experts.experts.linear_fc2.weight` that of
+every expert. If layers differ (`non_homogeneous_layers`), and with `singleton_local_shards`, keys contain the numbers;
+the latter also stores both halves of a gated projection separately, under `…_w` and `…_v`.
 
-Optimizer states are `optimizer.state.<state>.<key>`, prefixed with `chained_N.` where there are several optimizers.
+Optimizer states are `optimizer.state.<state>.<key>`, prefixed with `chained_N.` if there are several optimizers.
 
-Distributed checkpoints keep the hyper-parameters of the optimizer groups, but no group's parameters. Megatron's own
-rule gives them: biases and vectors have no weight decay (`wd_mult` 0), and experts under expert parallelism are groups
-of their own. Groups that were made by another rule stay as they are among the objects.
+Distributed checkpoints keep the hyper-parameters of the optimizer groups, but not the groups' parameters. Megatron's
+own rule gives them: biases and vectors have no weight decay (`wd_mult` 0), and experts under expert parallelism form
+groups of their own. Groups made by another rule are kept as they are among the objects.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ LOCAL = (
 
 @dataclass(frozen=True, slots=True)
 class StateKey:
-    """A model's key, the state of it that a tensor is, and the number of the optimizer that has it."""
+    """A model's key, the state that a tensor holds, and the number of its optimizer."""
 
     key: str
     state: str
@@ -81,14 +81,18 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class NameTemplate:
-    """How a key names parameters: `{0}`, `{1}` in the template are indices of that many leading dims."""
+    """The names of a key's parameters: `{0}`, `{1}` in the template are indices of that many leading dims."""
 
     template: str
     leading: int
     half: int | None = None  # of a gated projection: 0 the gate, 1 the other
 
     def at(self, index: tuple[int, ...]) -> str:
-        """The name at these leading indices."""
+        """The name at these leading indices.
+
+        Args:
+            index: one index for each leading dim.
+        """
         name = self.template
         for d, i in enumerate(index):
             name = name.replace(f"{{{d}}}", str(i), 1)
@@ -96,7 +100,11 @@ class NameTemplate:
 
 
 def split_state_key(fqn: str) -> StateKey | Bucket | None:
-    """What a tensor's entry is; None where it is an optimizer's in some other way."""
+    """Parse the name of a tensor's entry; None for an optimizer's entry of unknown form.
+
+    Args:
+        fqn: the entry's name.
+    """
     match = _CHAINED.fullmatch(fqn)
     if match is None:
         return StateKey(fqn, "weight")
@@ -106,7 +114,11 @@ def split_state_key(fqn: str) -> StateKey | Bucket | None:
 
 
 def bucket_of(match: re.Match[str]) -> Bucket | None:
-    """The bucket whose entry has this name."""
+    """The bucket whose entry has this name; None for other names.
+
+    Args:
+        match: the name, split into the optimizer's number and the rest.
+    """
     found = _BUCKET.fullmatch(match[2])
     if found is None:
         return None
@@ -115,7 +127,12 @@ def bucket_of(match: re.Match[str]) -> Bucket | None:
 
 
 def name_of(key: str, *, local: bool) -> NameTemplate:
-    """How a key names parameters; `local`: those of the local specification."""
+    """The names of a key's parameters.
+
+    Args:
+        key: the model's key.
+        local: whether to use the names of the local specification.
+    """
     half = None
     if match := _HALF.fullmatch(key):
         key, half = match["whole"], "wv".index(match["half"])
@@ -131,7 +148,11 @@ def name_of(key: str, *, local: bool) -> NameTemplate:
 
 
 def local_name(name: str) -> str:
-    """The name of a parameter in a model of the local specification."""
+    """The name of a parameter in a model of the local specification.
+
+    Args:
+        name: its name in a model of Transformer Engine.
+    """
     for fused, own in LOCAL:
         at = name.find("." + fused)
         if at >= 0:
@@ -160,7 +181,7 @@ _PARTS = {
 
 
 def _rank(name: str, *, grouped: bool) -> tuple[tuple[int, int, str], ...]:
-    """What to sort a name by; `grouped`: all experts' first projections come before their second ones."""
+    """The sort key of a name; `grouped`: all experts' first projections come before their second ones."""
     parts = name.split(".")
     if grouped and "local_experts" in parts:
         at = parts.index("local_experts")
@@ -180,7 +201,10 @@ def _rank(name: str, *, grouped: bool) -> tuple[tuple[int, int, str], ...]:
 def orders_of(names: Sequence[str]) -> list[list[str]]:
     """The orders in which a module may list these parameters, the likeliest first.
 
-    As Megatron's own modules do, with experts one after the other or grouped; or as the checkpoint lists them.
+    They follow Megatron's own modules, with experts one after another or grouped, or the checkpoint's list.
+
+    Args:
+        names: the names, in the order of the checkpoint.
     """
     found = [
         sorted(names, key=lambda n: _rank(n, grouped=False)),
@@ -198,14 +222,24 @@ class Member(NamedTuple):
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter is one expert's."""
+    """Whether a parameter belongs to an expert.
+
+    Args:
+        name: the parameter's name.
+    """
     return ".experts." in name
 
 
 def groups_by_rule(
     raw: Sequence[dict[str, Any]], members: Sequence[Member], json: Callable[[Any], Any]
 ) -> list[Group] | None:
-    """The groups with their parameters in the order of the module; None where Megatron's rule does not tell them."""
+    """The groups with their parameters in the order of the module; None if Megatron's rule does not determine them.
+
+    Args:
+        raw: the optimizer's groups, as stored.
+        members: the trained parameters, in the order of the module.
+        json: converts hyper-parameters to JSON.
+    """
     if any(g.get("lr_mult", 1.0) != 1.0 or g.get("is_decoupled_lr") for g in raw) or not raw:
         return None
     expert_groups = any(g.get("is_expert_parallel") for g in raw)

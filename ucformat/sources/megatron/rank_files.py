@@ -1,8 +1,8 @@
 """The classic files: `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` of each rank, and their parameters by global names.
 
 TT is the tensor-parallel rank, PPP the pipeline stage (if there are several), EEE the expert-parallel rank (if there
-are several). A rank counts its own layers and experts from 0; `model` is its part of the model, or `model0`,
-`model1`, … its parts under interleaved stages. Old files nest the names.
+are several). A rank counts its own layers and experts from 0; `model` is its part of the model, or `model0`, `model1`,
+… are its chunks under interleaved stages. Old files nest the names.
 """
 
 from __future__ import annotations
@@ -53,7 +53,21 @@ class RankFile:
 def read_ranks(
     store: Store, place: MegatronFolder, allow: tuple[str, ...], vocab: int | None
 ) -> tuple[dict[At, RankFile], Arguments]:
-    """The files of all ranks, which must all be there, and the arguments that the first has."""
+    """Open the files of all ranks, each of which must have one.
+
+    Args:
+        store: the store of the checkpoint.
+        place: the checkpoint's folder.
+        allow: further packages whose classes become inert stand-ins.
+        vocab: the caller's rows of the vocabulary without padding; None if not given.
+
+    Returns:
+        the files by rank, and the arguments in the first.
+
+    Raises:
+        MissingData: there are no such files.
+        UnsupportedError: the optimizer is in files of data-parallel ranks.
+    """
     below = f"{place.folder}/" if place.folder else ""
     keys = [info.key for info in store.list(place.folder)]
     found = {m: k for k in keys if (m := MODEL.fullmatch(k.removeprefix(below)))}
@@ -176,7 +190,7 @@ def _number(ranks: dict[At, RankFile]) -> None:
 
 
 def _layers(tensors: Iterable[str], key: str) -> dict[str, int]:
-    """How many layers of each stack there are."""
+    """The number of layers of each stack."""
     found: dict[str, set[int]] = {}
     for name in tensors:
         if m := _LAYER.match(name):

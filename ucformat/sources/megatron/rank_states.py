@@ -41,7 +41,18 @@ def _without() -> str:
 
 
 def read_states(rank: RankFile, contents: LocalContents) -> list[list[Group]]:
-    """Add a rank's optimizer states to its contents; returns the groups of each of its optimizers."""
+    """Add a rank's optimizer states to its contents.
+
+    Args:
+        rank: the rank's file.
+        contents: the rank's contents.
+
+    Returns:
+        the groups of each of its optimizers.
+
+    Raises:
+        IntegrityError: an optimizer is not a dictionary.
+    """
     found = rank.values.get("optimizer")
     if found is None:
         return []

@@ -1,12 +1,12 @@
 """How a parameter is sharded across tensor-parallel ranks, by the names of Megatron's modules and the parts' shapes.
 
-Column-parallel layers are cut along dim 0, row-parallel ones along dim 1, vocabularies along dim 0, and all else that
-is known is on every rank. Of a gated first projection each rank has a part of the gate, then one of the other half:
-it is known by its shape, twice as wide as what goes into the second projection. Query, key and value are interleaved
-by head since version 1 of the files, so that a rank's part is a run of heads; in version 0 each part had all queries
-first.
+Column-parallel layers are cut along dim 0, row-parallel ones along dim 1, vocabularies along dim 0, and all other known
+parameters are replicated. Of a gated first projection each rank has a part of the gate, then one of the other half; it
+is recognised by its shape, with twice as many outputs as the second projection has inputs. Query, key and value are
+interleaved by head since version 1 of the files, so that a rank's part is a run of heads; in version 0 each part had
+all queries first.
 
-Names are no proof against bytes: what a name calls cut, and is equal on all ranks and not all of one value, is a doubt.
+Bytes overrule names: a parameter that should be cut but is equal on all ranks, and not one repeated value, is a doubt.
 """
 
 from __future__ import annotations
@@ -46,9 +46,13 @@ _LISTED = 20
 
 
 class NameResolver:
-    """The shardings of all parameters; `version` is the file's `checkpoint_version`, `layouts` the caller's.
+    """The shardings of all parameters.
 
-    `queries`: the groups that heads of queries share keys and values in, where the arguments tell it.
+    Args:
+        shapes: the shapes of the parts of each parameter.
+        version: the file's `checkpoint_version`.
+        layouts: the caller's layouts.
+        queries: number of query groups that share keys and values; None if the arguments do not record it.
     """
 
     def __init__(
@@ -57,9 +61,14 @@ class NameResolver:
         self._shapes, self._version, self._layouts, self._queries = shapes, version, layouts, queries
 
     def decide(self, verdict: Callable[[str], Verdict]) -> dict[str, TPSharding]:
-        """The sharding of each parameter; AmbiguousLayout lists those that nothing tells.
+        """The sharding of each parameter.
 
-        `verdict` compares the bytes of a parameter's parts.
+        Args:
+            verdict: compares the bytes of a parameter's parts.
+
+        Raises:
+            LayoutError: the caller's layout does not fit a parameter's parts.
+            AmbiguousLayout: the sharding of parameters is unknown; the message lists them.
         """
         out: dict[str, TPSharding] = {}
         doubts: list[str] = []
@@ -95,7 +104,7 @@ class NameResolver:
         return found if verdict(name) != "equal" else None
 
     def _cut(self, name: str, shapes: Shapes) -> TPSharding | None:
-        """How a parameter of this name is cut; None where it is not told, or the name is none that is known."""
+        """How a parameter with this name is cut; None if the name or the cut is unknown."""
         if _QKV.fullmatch(name):
             if self._queries is not None and self._queries < len(shapes):
                 return None  # several ranks hold the same keys and values

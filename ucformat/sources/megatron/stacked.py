@@ -1,8 +1,8 @@
 """The tensors of a distributed checkpoint: stacked, as the files hold chunks of them, and as single parameters.
 
-Up to Megatron-Core 0.14 the optimizer's format `fully_sharded_model_space` stored flat ranges of the ranks' chunks: an
-entry then has the number of chunks along each dim as its shape, and the flattened chunk as a last dim; `mcore_data` in
-`.metadata` has the shape of the tensor itself.
+Up to Megatron-Core 0.14 the optimizer's format `fully_sharded_model_space` stored flat ranges of the ranks' chunks: the
+shape of such an entry is the number of chunks along each dim, followed by the size of the flattened chunk; `mcore_data`
+in `.metadata` has the shape of the tensor itself.
 """
 
 from __future__ import annotations
@@ -44,7 +44,14 @@ _SHAPE = "nd_reformulated_orig_global_shape"
 
 
 def original_shapes(meta: Metadata) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors that are stored as flat ranges, by entry."""
+    """The shapes of the tensors that are stored as flat ranges, by entry.
+
+    Args:
+        meta: the checkpoint's `.metadata`.
+
+    Raises:
+        IntegrityError: a shape is not a list of sizes.
+    """
     found = meta.root.get("mcore_data")
     out = {}
     for fqn, told in found.items() if isinstance(found, dict) else ():
@@ -196,7 +203,7 @@ class UnstackedPart:
 
 
 class Opened(Protocol):
-    """What must be known of an opened checkpoint to find the parameters in the flat buckets of its optimizer."""
+    """The attributes of an opened checkpoint needed to find parameters in the flat buckets of its optimizer."""
 
     store: Store
     args: Arguments
@@ -205,7 +212,15 @@ class Opened(Protocol):
 
 
 def unstacked(key: Key, parts: Sequence[UnstackedPart]) -> ReadableTensor:
-    """The parameter that these parts are, one after another along the first dim."""
+    """A parameter stored in one or several parts, concatenated along the first dim.
+
+    Args:
+        key: the parameter and its state.
+        parts: the parts, at least one.
+
+    Raises:
+        IntegrityError: the parts differ in dtype or in a dim other than the first.
+    """
     first = parts[0]
     if len(parts) == 1:
         return ReadableTensor(key, first.stored.dtype, first.shape, first.boxes, first.extents)
@@ -234,7 +249,13 @@ def unstacked(key: Key, parts: Sequence[UnstackedPart]) -> ReadableTensor:
 
 
 def add_tensor(contents: TensorIndex, tensor: ReadableTensor, rows: int) -> None:
-    """Add a tensor; the rows from this one on are padding, and kept apart."""
+    """Add a tensor to the contents, its padding separately.
+
+    Args:
+        contents: the contents.
+        tensor: the tensor.
+        rows: number of rows without padding.
+    """
     if not tensor.shape or rows >= tensor.shape[0]:
         contents.add(*tensor.key, tensor.dtype, tensor.shape, partial(_part, tensor, Box.whole(tensor.shape)))
         return
@@ -258,7 +279,14 @@ def joined(
     shape: tuple[int, ...],
     parts: Sequence[tuple[Locate, Sequence[Part]]],
 ) -> ReadableTensor:
-    """The tensor that ranks hold parts of: each its local extents, and the regions of the whole tensor in them."""
+    """The global tensor whose parts ranks hold.
+
+    Args:
+        key: the tensor's parameter and state.
+        dtype: its dtype.
+        shape: its global shape.
+        parts: for each rank its local extents, and the regions of the global tensor that it holds.
+    """
     seen: dict[Box, int] = {}
     views: list[tuple[Key, Part]] = []
     for i, (_, regions) in enumerate(parts):

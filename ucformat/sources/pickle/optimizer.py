@@ -18,7 +18,7 @@ from ucformat.errors import IntegrityError, UsageError
 from ucformat.geometry.tensor import Key
 from ucformat.sources.index import Group, TensorIndex
 from ucformat.sources.pickle.stand_ins import StoredTensor
-from ucformat.sources.values import to_json
+from ucformat.sources.values import all_equal, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -360,7 +360,7 @@ def _add_group(
                 plain.setdefault(str(state), {})[name] = _json(value, optimizer, f"{name}.{state}", contents)
     stateful = sum(map(bool, of))  # a parameter that never had a gradient has no state
     group.state = {
-        state: next(iter(values.values())) if len(values) == stateful and _all_equal(values) else values
+        state: next(iter(values.values())) if len(values) == stateful and all_equal(values) else values
         for state, values in plain.items()
     }
     return group
@@ -388,9 +388,3 @@ def _check(optimizer: Optimizer, names: Sequence[Sequence[str]], shapes: Mapping
                     f"have the shape {entry.shape}, and it has {shapes[name]}",
                     hint="the names must be in the order in which the optimizer was given the parameters",
                 )
-
-
-def _all_equal(values: dict[str, Any]) -> bool:
-    """Whether all values are the same."""
-    first = next(iter(values.values()))
-    return all(type(v) is type(first) and v == first for v in values.values())

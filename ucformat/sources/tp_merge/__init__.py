@@ -1,1 +1,1 @@
-"""Merging the parts of tensor-parallel ranks into whole tensors, for every engine that saves them apart."""
+"""Merging tensor-parallel ranks' parts into whole tensors, for every engine that saves each rank's parts separately."""

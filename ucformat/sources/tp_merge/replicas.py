@@ -1,7 +1,7 @@
-"""Whether what several files hold of one tensor is the same, without reading more than needed.
+"""Compare copies of one tensor in several files, reading as little as possible.
 
-The zip directory's CRC-32 tells where a tensor has a record of its own. Others are read and compared: the first
-elements, which tell most that differ; then whole up to 1 MiB, larger ones in 16 places of 64 KiB.
+The CRC-32 in the zip directory decides if each tensor has a record of its own. Others are read and compared: first the
+leading elements, which expose most differences; then all of a tensor up to 1 MiB, or 16 samples of 64 KiB.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FIRST, _FEW = 1 << 9, 8  # bytes, and elements of a small tensor
 
 
 class LocalContents(TensorIndex):
-    """The tensors of one model-parallel rank; it also notes which are whole in a file, for their checksums."""
+    """The tensors of one model-parallel rank; it also records which are whole in a file, for their checksums."""
 
     __slots__ = ("label", "large", "whole")
 
@@ -50,27 +50,36 @@ class LocalContents(TensorIndex):
         self.whole[next(reversed(self.infos))] = file, tensor
 
     def replica(self, key: Key, box: Box | None = None) -> Replica:
-        """A tensor, or a box of it, to be compared with what others hold."""
+        """A tensor, or a box of it, to compare with other copies.
+
+        Args:
+            key: the tensor's parameter and state.
+            box: the box; None: the whole tensor.
+        """
         info = self.infos[key]
         box = box or Box.whole(info.shape)
         whole = self.whole.get(key) if box == Box.whole(info.shape) else None
         return Replica(self.locate[key], box, info.itemsize, whole)
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """Leave out tensors, where they are there: another rank's contents have them."""
+        """Remove tensors that another rank's contents hold.
+
+        Args:
+            keys: the tensors; unknown ones are ignored.
+        """
         for key in keys:
             self.infos.pop(key, None)
             self.locate.pop(key, None)
 
     def add_large(self, path: str, file: TorchFile, tensor: StoredTensor) -> str:
-        """A tensor out of a plain value, under the name of its path."""
+        """Add a tensor from a plain value, named by its path; returns the name."""
         name = super().add_large(self.label + path, file, tensor)
         self.large[next(reversed(self.infos))] = None
         return name
 
 
 class Replica:
-    """A box of a stored tensor, to be compared with others; `whole` where it is all that one file holds of it."""
+    """A box of a stored tensor, to compare with other copies; `whole` if one file holds exactly this box."""
 
     def __init__(
         self, locate: Locate, box: Box, itemsize: int, whole: tuple[TorchFile, StoredTensor] | None = None
@@ -78,14 +87,18 @@ class Replica:
         self.locate, self.box, self.itemsize, self._whole = locate, box, itemsize, whole
 
     def crc32(self) -> int:
-        """CRC-32 of its bytes, as the file has it; 0 where it has none."""
+        """CRC-32 of its bytes, as recorded in the file; 0 if none is recorded."""
         if self._whole is None:
             return 0
         file, tensor = self._whole
         return file.crc32(tensor) if tensor.numel == tensor.size == self.box.size else 0
 
     def ranges(self, *, short: bool) -> Iterable[tuple[int, int]]:
-        """Flat ranges of it to compare; short ones only tell what is repeated."""
+        """The flat ranges to compare, as (start, stop) in elements.
+
+        Args:
+            short: only enough to find out whether one value, row or column is repeated.
+        """
         size = self.box.size
         few, place = _FIRST // self.itemsize, _PLACE // self.itemsize
         if size <= 4 * few:
@@ -100,7 +113,13 @@ class Replica:
         return [*first, *((i * step, i * step + place) for i in range(_PLACES))]
 
     def read(self, store: Store, start: int, stop: int) -> bytes:
-        """The bytes of a flat range of it."""
+        """Read a flat range.
+
+        Args:
+            store: the store of the checkpoint.
+            start: first element.
+            stop: element after the last.
+        """
         from ucformat.reading.read import read_extents
 
         boxes = (part.shift(self.box.start) for part in flat_boxes(self.box.shape, start, stop))
@@ -108,7 +127,12 @@ class Replica:
 
 
 def compare(store: Store, copies: Sequence[Replica]) -> Verdict:
-    """Whether copies of one shape hold the same bytes."""
+    """Compare copies of one tensor.
+
+    Args:
+        store: the store of the checkpoint.
+        copies: the copies, of one shape and dtype.
+    """
     if (told := _by_sums(copies)) is False:
         return "different"
     repeated = _Repeated(copies[0].box.shape)
@@ -121,7 +145,7 @@ def compare(store: Store, copies: Sequence[Replica]) -> Verdict:
 
 
 def _same(store: Store, copies: Sequence[Replica]) -> bool:
-    """Whether they hold the same bytes, whatever these are."""
+    """Whether all copies have the same bytes."""
     told = _by_sums(copies)
     if told is not None:
         return told
@@ -130,7 +154,7 @@ def _same(store: Store, copies: Sequence[Replica]) -> bool:
 
 
 class _Repeated:
-    """Whether all that was seen of a tensor is one slice along a dim, over and over."""
+    """Whether all elements read of a tensor repeat one slice along a dim."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._size = math.prod(shape)
@@ -140,7 +164,7 @@ class _Repeated:
         self._again = [0] * len(self._ways)
 
     def add(self, start: int, data: bytes, itemsize: int) -> None:
-        """The elements from this one on."""
+        """Take in the elements from index `start` on."""
         import numpy as np
 
         values = np.frombuffer(data, f"V{itemsize}")
@@ -160,13 +184,22 @@ class _Repeated:
 
     @property
     def is_so(self) -> bool:
-        """True of a tensor of one element, too, and of none."""
+        """Also true for tensors of one element or none."""
         seen = zip(self._again, self._seen, strict=True)
         return self._size <= 1 or any(again > len(places) for again, places in seen)
 
 
 def must_agree(store: Store, key: Key, copies: Sequence[Replica]) -> None:
-    """IntegrityError, which names two files, where replicas differ."""
+    """Check that replicas have the same bytes.
+
+    Args:
+        store: the store of the checkpoint.
+        key: the tensor, for messages.
+        copies: the replicas, of one shape and dtype.
+
+    Raises:
+        IntegrityError: they differ; the message names two files.
+    """
     for other in copies[1:]:
         if not _same(store, (copies[0], other)):
             one, two = (
@@ -181,6 +214,6 @@ def must_agree(store: Store, key: Key, copies: Sequence[Replica]) -> None:
 
 
 def _by_sums(copies: Sequence[Replica]) -> bool | None:
-    """Whether the CRC-32s of tensors that have records of their own are equal; None where one is not known."""
+    """Whether the recorded CRC-32s are equal; None if one is not recorded."""
     sums = [copy.crc32() for copy in copies]
     return len(set(sums)) == 1 if all(sums) else None

@@ -1,6 +1,6 @@
 """How a parameter is sharded across the tensor-parallel ranks: its global shape, and the regions of each rank.
 
-A caller may give the same in a word for each pattern of names (`cuts`), which becomes a layout.
+A caller may also specify it by one word for each pattern of names (`cuts`), which becomes a layout.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ Shapes = tuple[tuple[int, ...], ...]  # of the local tensors, by tensor-parallel
 
 @dataclass(frozen=True, slots=True)
 class TPSharding:
-    """A global tensor, and its regions: the parts of it whose source is the local tensor of a tensor-parallel rank.
+    """A global tensor and its regions: the parts of it that are stored in each tensor-parallel rank's local tensor.
 
-    Equal boxes of several ranks are replicas. `padding`: regions of rows that a file holds, but that are not of the
-    tensor. `mean`: each rank holds a value of its own of the whole tensor. `scaled`: it is not stored as it is.
+    Equal boxes of several ranks are replicas. `padding`: regions of rows that files hold beyond the end of the tensor.
+    `mean`: the tensor is the mean of the ranks' values. `scaled`: stored values must be multiplied by a factor.
     """
 
     shape: tuple[int, ...]
@@ -56,11 +56,19 @@ class TPSharding:
     why: str = ""
 
     def because(self, why: str) -> TPSharding:
-        """The same, for this reason."""
+        """A copy with this reason.
+
+        Args:
+            why: the evidence for the sharding.
+        """
         return replace(self, why=why)
 
     def strip(self, rows: int) -> TPSharding:
-        """The same without the rows from this one on, which are kept as padding."""
+        """A copy whose trailing rows are padding.
+
+        Args:
+            rows: number of rows that are kept.
+        """
         if not self.shape or rows >= self.shape[0]:
             return self
         cut = [keep_rows(regions, rows) for regions in self.regions]
@@ -79,7 +87,14 @@ class TPSharding:
 
 
 def replicate(shapes: Shapes) -> TPSharding:
-    """Every rank holds all of it."""
+    """Every rank holds the whole tensor.
+
+    Args:
+        shapes: the shapes of the ranks' parts.
+
+    Raises:
+        LayoutError: the shapes differ.
+    """
     if len(set(shapes)) > 1:
         raise LayoutError(f"its parts have the shapes {_list(shapes)}, so they cannot be replicas")
     whole = Box.whole(shapes[0])
@@ -87,12 +102,24 @@ def replicate(shapes: Shapes) -> TPSharding:
 
 
 def mean(shapes: Shapes) -> TPSharding:
-    """It is the mean of what the ranks hold."""
+    """The tensor is the mean of the ranks' values.
+
+    Args:
+        shapes: the shapes of the ranks' parts.
+    """
     return replace(replicate(shapes), mean=len(shapes) > 1)
 
 
 def concatenate(shapes: Shapes, dim: int) -> TPSharding:
-    """The ranks' parts, one after another along a dim; they may be of different widths."""
+    """The ranks' parts are concatenated along a dim, in which they may differ.
+
+    Args:
+        shapes: the shapes of the ranks' parts.
+        dim: the dim; negative: from the end.
+
+    Raises:
+        LayoutError: there is no such dim.
+    """
     d = dim + len(shapes[0]) if dim < 0 else dim
     if not 0 <= d < len(shapes[0]):
         raise LayoutError(f"its parts of the shape {list(shapes[0])} cannot be joined along dim {dim}")
@@ -100,7 +127,16 @@ def concatenate(shapes: Shapes, dim: int) -> TPSharding:
 
 
 def shard(shapes: Shapes, how: Shard, size: int | None = None) -> TPSharding:
-    """Cut by a shard; `size` is that of the whole dim where the ranks' parts together are longer (`pad_to`)."""
+    """The ranks' parts are those of a `Shard`.
+
+    Args:
+        shapes: the shapes of the ranks' parts.
+        how: the shard; its sizes come from `shapes` if it has neither sizes, parts nor padding.
+        size: global size of the dim; None: the sum of the parts, which include any padding.
+
+    Raises:
+        LayoutError: the shapes of the parts do not fit the shard.
+    """
     ndim = len(shapes[0])
     d = how.dim + ndim if how.dim < 0 else how.dim
     if not 0 <= d < ndim or any(len(s) != ndim for s in shapes):
@@ -130,10 +166,16 @@ def shard(shapes: Shapes, how: Shard, size: int | None = None) -> TPSharding:
 def sub_params(
     shapes: Shapes, view: Sequence[int | Sequence[int]], dim: int, widths: Sequence[Sequence[int]]
 ) -> TPSharding:
-    """Several tensors, concatenated along `dim` of a view, of which each is cut by itself.
+    """Several tensors, concatenated along a dim of a view, are each cut separately.
 
-    `view`: the shape of the whole tensor as it is seen for that, which may have more dims than the tensor; -1 is what
-    is left. `widths`: for each of the tensors its width on each rank.
+    Args:
+        shapes: the shapes of the ranks' parts.
+        view: shape of the global tensor as a view, which may have more dims; -1: the remaining elements.
+        dim: the dim of the view.
+        widths: for each of the tensors its size along `dim` on each rank.
+
+    Raises:
+        LayoutError: the shapes, the view and the widths do not fit, or there would be more than 65,536 parts.
     """
     sizes: list[int] = [n if isinstance(n, int) else sum(n) for n in view]
     if not 0 <= dim < len(sizes):
@@ -195,14 +237,23 @@ CUTS: dict[str, list[Any]] = {
 
 
 def layout_of_cuts(cuts: Mapping[str, str | int] | None, ranks: int) -> Layout | None:
-    """The same as a layout; UsageError where a word is none of those of `CUTS`."""
+    """The layout that `cuts` specify; None without any.
+
+    Args:
+        cuts: for each pattern of names a word in `CUTS`, or the dim along which parts are joined.
+        ranks: number of tensor-parallel ranks.
+    """
     if not cuts:
         return None
     return Layout({TP: ranks}, [{"match": pattern, "place": _place(pattern, how)} for pattern, how in cuts.items()])
 
 
 def how_to_say(cuts: Mapping[str, str]) -> str:
-    """The option for these cuts, as `option_text` spells it."""
+    """The option for these cuts, as `option_text` spells it.
+
+    Args:
+        cuts: for each pattern of names the word or dim.
+    """
     return option_text("cuts", repr(dict(cuts)), ",".join(f"{pattern}={how}" for pattern, how in cuts.items()))
 
 
