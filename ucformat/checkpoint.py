@@ -200,7 +200,11 @@ class Checkpoint(Mapping[str, "Tensor"]):
         return list(self._states)
 
     def states(self, name: str) -> list[str]:
-        """The states in which a tensor is stored."""
+        """The states in which a tensor is stored.
+
+        Args:
+            name: the tensor's name or alias.
+        """
         return list(self._states[self._stored(name)])
 
     @property

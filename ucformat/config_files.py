@@ -22,9 +22,12 @@ _MAX_VALUES = 1_000_000  # values of a YAML file, an alias counted as all that i
 
 
 def read_config_file(path: Path, what: str, fault: type[UsageError] = UsageError) -> Any:
-    """What a YAML or JSON file holds; `fault` names the line of one, also of a key that is given twice.
+    """Read a YAML or JSON file; a key that is given twice is an error.
 
-    `what` says in errors what kind of file it should be.
+    Args:
+        path: the file.
+        what: the kind of file, for error messages.
+        fault: the error to raise for an invalid file; it names the line.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -45,7 +48,12 @@ def read_config_file(path: Path, what: str, fault: type[UsageError] = UsageError
 
 
 def line_of(path: Path, place: str) -> int | None:
-    """The line of a place in a file, such as `rules[3].place[0].over`, or of what is nearest above it."""
+    """The line of a place in a file, such as `rules[3].place[0].over`, or of what is nearest above it.
+
+    Args:
+        path: the file.
+        place: the path of a value in it.
+    """
     import yaml
 
     try:

@@ -14,7 +14,11 @@ __all__ = ["make_folder", "sync_folder", "sync_open_folder"]
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable; a folder that is gone has none."""
+    """Make the names in a folder durable; a missing folder is ignored.
+
+    Args:
+        folder: the folder.
+    """
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -26,7 +30,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_open_folder(fd: int) -> None:
-    """Make the names in a folder that is open durable."""
+    """Make the names in an open folder durable.
+
+    Args:
+        fd: its file descriptor.
+    """
     try:
         os.fsync(fd)
     except OSError as error:
@@ -35,10 +43,13 @@ def sync_open_folder(fd: int) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, durable.
+    """Make a folder and its parents, all of them durable.
 
     Each is made when the one above it lasts: so of those that are there, only the last may not last yet, which somebody
     made who was killed.
+
+    Args:
+        folder: the folder.
     """
     missing = []
     while not folder.is_dir() and folder != folder.parent:

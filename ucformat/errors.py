@@ -217,7 +217,11 @@ def option_text(name: str, value: str | None = None, text: str | None = None) ->
 
 @contextmanager
 def spelling_options(spell: Spelling) -> Iterator[None]:
-    """Have hints spell options so, as long as this lasts: the command line's own way."""
+    """Format options in hints in another way inside the block, as the command line does.
+
+    Args:
+        spell: returns the text from an option's name, its value in Python, and its value on the command line.
+    """
     _spellings.append(spell)
     try:
         yield

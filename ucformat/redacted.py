@@ -64,7 +64,11 @@ _learned: set[str] = set()
 
 
 def learn(*secrets: str) -> None:
-    """Know that these texts are secret; words, and what is shorter than six letters, stand everywhere."""
+    """Register secrets; words and texts of fewer than six characters are ignored, since they occur everywhere.
+
+    Args:
+        secrets: the texts.
+    """
     for secret in secrets:
         if secret not in _learned and len(secret) >= _MIN_LENGTH:
             _learned.add(secret)
@@ -73,7 +77,11 @@ def learn(*secrets: str) -> None:
 
 
 def learn_url(text: str) -> None:
-    """Know the secrets in a url: its password, a token in place of a user, and parameters that are named as secrets."""
+    """Register the secrets of a url: its password, a token in place of a user, and parameters named like secrets.
+
+    Args:
+        text: the url.
+    """
     from urllib.parse import unquote, unquote_plus
 
     for scheme, user in _USERINFO.findall(text):
@@ -85,12 +93,20 @@ def learn_url(text: str) -> None:
 
 
 def has_users(scheme: str) -> bool:
-    """Whether `scheme://name@host` names a user; elsewhere, as in `hf://`, it may be a token."""
+    """Whether `scheme://name@host` names a user; elsewhere, as in `hf://`, it may be a token.
+
+    Args:
+        scheme: the scheme.
+    """
     return scheme.partition("+")[0].lower() in _USERS
 
 
 def hide(text: str) -> str:
-    """A text without the secrets that are known."""
+    """Replace the registered secrets in a text by `…`.
+
+    Args:
+        text: the text.
+    """
     _learn_environment()
     return _any_of(tuple(_known)).sub("…", text) if _known else text
 
@@ -112,14 +128,22 @@ def redacted(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def shown_url(text: str) -> str:
-    """A url, or what was to be one, without what may be secret in it."""
+    """A url, or an invalid one, without possible secrets.
+
+    Args:
+        text: the url.
+    """
     if "://" in text or _ALMOST.match(text):
         text = _QUERY.sub("?…", _ALMOST.sub(r"\1\2:***@", text))
     return hide(text)
 
 
 def scrub(error: BaseException) -> None:
-    """Hide known secrets in an error of a library, and in those that led to it: in texts, and in what else it holds."""
+    """Hide registered secrets in an error of a library and in its causes: in arguments and in attributes.
+
+    Args:
+        error: the error, which is changed in place.
+    """
     found, todo = set[int](), [error]
     while todo:
         one = todo.pop()
@@ -134,7 +158,12 @@ def scrub(error: BaseException) -> None:
 
 
 def named_secrets(options: Any, name: str = "") -> Iterator[str]:
-    """Those texts in a file system's options that are named as secrets."""
+    """The texts in a file system's options that are named like secrets.
+
+    Args:
+        options: the options.
+        name: the path of these options in others (default: none).
+    """
     if isinstance(options, dict):
         for key, value in options.items():
             yield from named_secrets(value, f"{name}.{key}" if _OPTION.search(name) else str(key))
@@ -150,7 +179,11 @@ def named_secrets(options: Any, name: str = "") -> Iterator[str]:
 
 
 def secrets_in(options: Any) -> Iterator[str]:
-    """The texts in a file system's options, however deep: any of them may be a secret."""
+    """All texts in a file system's options, at any depth: any of them may be a secret.
+
+    Args:
+        options: the options.
+    """
     if isinstance(options, dict):
         options = list(options.values())
     if isinstance(options, list | tuple | set):
@@ -164,7 +197,11 @@ def secrets_in(options: Any) -> Iterator[str]:
 
 
 def hide_in_record(record: LogRecord) -> bool:
-    """A filter of a logger: its records hold no known secret, nor do the errors that they tell of."""
+    """Hide registered secrets in a log record and its exception; a filter for loggers.
+
+    Args:
+        record: the record, which is changed in place.
+    """
     record.msg, record.args = hide(record.getMessage()), ()
     if record.exc_info and not record.exc_text:
         import traceback
@@ -185,12 +222,20 @@ class Hiding:
         return self._inner
 
     def write(self, text: str) -> int:
-        """Write a text, or a line of one, without secrets."""
+        """Write a text without secrets.
+
+        Args:
+            text: the text.
+        """
         self._inner.write(hide(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write several."""
+        """Write several lines without secrets.
+
+        Args:
+            lines: the lines.
+        """
         for line in lines:
             self.write(line)
 

@@ -36,7 +36,6 @@ def open_reference(
         place: a path or url of a universal checkpoint, or of one that a known engine wrote; or, of one that the catalog
             knows, `run@step`, `run@latest`, `alias:name`, its id or the beginning of that. A path that exists wins.
         view: see its tensors through these steps, as `Checkpoint.view` does: a preset, a layout file, or a list.
-
         roots: a place, or places, in which a virtual checkpoint's files may lie, besides those that the settings name
             (`UCP_ROOTS`) and those of which this user has registered checkpoints so.
         options: what the files of a foreign checkpoint do not say, such as how they are laid out; each kind of

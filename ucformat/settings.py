@@ -75,7 +75,11 @@ class Settings:
 
 @contextmanager
 def using(**given: str | None) -> Iterator[None]:
-    """In the block, what is given here, and is not None, wins over all else: the options of a command."""
+    """Override settings inside the block, as the options of a command do.
+
+    Args:
+        given: the settings; None overrides nothing.
+    """
     token = _given.set(_given.get() | {k: v for k, v in given.items() if v is not None})
     try:
         yield
@@ -84,7 +88,10 @@ def using(**given: str | None) -> Iterator[None]:
 
 
 def load_settings(**given: str | None) -> Settings:
-    """The settings; what is given here, and is not None, wins over all else.
+    """Load the settings.
+
+    Args:
+        given: settings that override all others; None overrides nothing.
 
     Raises:
         UsageError: a file cannot be read, or sets what cannot be set.
@@ -117,7 +124,11 @@ def load_settings(**given: str | None) -> Settings:
 
 
 def source_of(key: str) -> str:
-    """Who says what a setting is: `flag`, `env`, `project`, `user` or `default`."""
+    """The source of a setting: `flag`, `env`, `project`, `user` or `default`.
+
+    Args:
+        key: the name of the setting.
+    """
     if key in _given.get():
         return "flag"
     if key in _environment():
@@ -139,7 +150,11 @@ def allowed_roots() -> tuple[str, ...]:
 
 
 def roots_with(url: str) -> str:
-    """What to put before a command in a shell, for files in this place to be read, too: `UCP_ROOTS=…`."""
+    """The variable to set before a shell command so that it may also read files in a place: `UCP_ROOTS=…`.
+
+    Args:
+        url: the place.
+    """
     return _assigned("roots", (*load_settings().roots, url))
 
 
@@ -165,7 +180,11 @@ def _registered_roots(trusted: tuple[str, ...]) -> list[str]:
 
 
 def allow_root(url: str) -> None:
-    """Let this user's virtual checkpoints have their files in this place, too."""
+    """Allow this user's virtual checkpoints to have files in a place.
+
+    Args:
+        url: the place.
+    """
     settings = load_settings()
     if url in settings.roots:
         return
@@ -353,7 +372,11 @@ def _user_place() -> Path:
 
 
 def local_path(text: str | os.PathLike[str], *, absolute: bool = True) -> Path:
-    """The path that a user writes, with `~` as the home folder.
+    """The path that a user gave, with `~` expanded.
+
+    Args:
+        text: the path.
+        absolute: whether to make it absolute (default: yes).
 
     Raises:
         UsageError: no file can be called so, or `~name` is of nobody.

@@ -102,7 +102,7 @@ def test_overwriting_fails_when_the_checkpoint_was_replaced_meanwhile() -> None:
     commit(store, old := begin(store, {"a": 0}, overwrite=False), manifest(old.id))
     one, two = (begin(store, {"a": n}, overwrite=True) for n in (1, 2))
     commit(store, one, manifest(one.id))
-    with pytest.raises(Conflict, match="somebody else"):
+    with pytest.raises(Conflict, match="another writer"):
         commit(store, two, manifest(two.id))
     assert read_manifest(store)[0].attempt == one.id
 
@@ -120,7 +120,7 @@ def test_nobody_begins_where_a_checkpoint_is_being_removed(overwrite: bool, comm
         commit(store, old, manifest(old.id))
     store.put_if_absent("tombstone.json", tombstone("x", old.id))
     before = [i.key for i in store.list()]
-    with pytest.raises(Conflict, match="was deleted, and is not yet removed") as caught:
+    with pytest.raises(Conflict, match="was deleted, but its removal is incomplete") as caught:
         begin(store, {"a": 1}, overwrite=overwrite)
     assert "ucp gc" in str(caught.value.hint)
     assert [i.key for i in store.list()] == before
@@ -161,7 +161,7 @@ def test_what_was_to_be_replaced_may_be_deleted_meanwhile(gone: bool) -> None:
         store.delete("manifest.json")
     else:
         store.replace("manifest.json", tombstone("x", old.id), store.read_versioned("manifest.json")[1])
-    with pytest.raises(Conflict, match="deleted meanwhile"):
+    with pytest.raises(Conflict, match="deleted in the meantime"):
         commit(store, new, manifest(new.id))
     assert new.id not in " ".join(i.key for i in store.list())
 

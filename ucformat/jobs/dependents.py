@@ -56,9 +56,12 @@ Home = tuple[str, frozenset[str]]
 
 
 def find_homes(files: Sequence[tuple[Store, str]]) -> tuple[Home, ...]:
-    """Where it has to be said that these files are needed: in their roots, and in checkpoints around or below those.
+    """Find the places where files must be recorded as needed: their roots, and checkpoints around or below those.
 
     Such a one has them in the folders of its attempt: all else nobody removes with it.
+
+    Args:
+        files: the store and the key of each file.
     """
     found: dict[str, set[str]] = {}
     candidates: dict[str, set[str]] = {}
@@ -140,10 +143,14 @@ def _refuse_dying(store: Store, attempts: frozenset[str]) -> None:
 
 
 def release(store: Store, record: AttemptDoc) -> None:
-    """Take back that a checkpoint, whose attempt is gone, needed files elsewhere; what goes wrong is a warning.
+    """Withdraw that a checkpoint whose attempt is gone needs files elsewhere; failures are warnings.
 
     Only where this user's virtual checkpoints may have files, and only what speaks of this place: a record may be
     anybody's.
+
+    Args:
+        store: the place of the checkpoint.
+        record: the record of its attempt.
     """
     for place in record.needs:
         try:
@@ -182,15 +189,22 @@ def _is_same(one: str, other: str) -> bool:
 
 
 def dependents_at(store: Store) -> tuple[str, ...]:
-    """The ids of those who need files of this place, by the documents beside these."""
+    """The ids of the checkpoints that need files of a place, according to the documents there.
+
+    Args:
+        store: the place.
+    """
     names = (_NAME.fullmatch(info.key.removeprefix(f"{NEEDED_BY}/")) for info in store.list(NEEDED_BY))
     return tuple(found[1] for found in names if found)
 
 
 def dependents_of(places: Mapping[str, Sequence[str]]) -> dict[str, frozenset[str]]:
-    """Of checkpoints, by id, with the places where they lie: who needs them, where anybody does.
+    """Find the dependents of checkpoints.
 
     A place that cannot be asked counts as one that nobody needs: it is asked once more before anything of it goes.
+
+    Args:
+        places: the id of each checkpoint with the urls of its places.
     """
 
     def ask(url: str) -> tuple[str, ...]:
@@ -210,7 +224,11 @@ def dependents_of(places: Mapping[str, Sequence[str]]) -> dict[str, frozenset[st
 
 
 def forget_dependents(store: Store) -> None:
-    """Remove what says that files of a place are needed, now that they are gone."""
+    """Remove the documents of dependents, after the files are gone.
+
+    Args:
+        store: the place.
+    """
     for who in dependents_at(store):
         store.delete(_key(who))
 
@@ -249,9 +267,12 @@ def ignore_dependents(url: str, ids: Collection[str], *, command: str) -> frozen
 
 
 def unprotected(ck: Checkpoint) -> tuple[str, ...]:
-    """The places in which a virtual checkpoint's files lie, and nothing says that it needs them.
+    """The places of a virtual checkpoint's files that do not record that it needs them.
 
     Places that nobody allows to be read, or that cannot be, are left out.
+
+    Args:
+        ck: the checkpoint.
     """
     source = ck.universal
     if source is None or source.manifest.sidecar is None:

@@ -46,7 +46,11 @@ class Access:
 
 
 def access_to(url: str) -> Access:
-    """How the store of a url is reached, as `clouds.connect` does it."""
+    """The endpoint, region and credentials with which `clouds.connect` opens a url.
+
+    Args:
+        url: the url.
+    """
     cloud = SCHEMES.get(split_url(url)[0])
     if cloud == "s3":
         return _of_s3()

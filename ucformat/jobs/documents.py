@@ -55,9 +55,14 @@ _log = logging.getLogger("ucformat")
 
 
 def write_documents(catalog: Catalog, limit: int | None = _AT_ONCE, *, changed: Collection[int] = ()) -> int:
-    """Bring documents up to date: of the checkpoints that changed, by their serials, and of the newest others.
+    """Bring documents up to date: those of changed checkpoints, and the newest others.
 
     One that cannot be written is a warning, and due again the next time. How many were due.
+
+    Args:
+        catalog: the catalog.
+        limit: the most documents besides those that changed (default 20; None: all).
+        changed: the serials of checkpoints that changed.
     """
     with catalog.database.reading() as c:
         due = stale(c, limit, changed)
@@ -67,7 +72,10 @@ def write_documents(catalog: Catalog, limit: int | None = _AT_ONCE, *, changed: 
 
 
 def read_document(store: Store) -> CatalogDoc | None:
-    """The document of a checkpoint; None if there is none.
+    """Read the catalog's document beside a checkpoint; None if there is none.
+
+    Args:
+        store: the checkpoint's place.
 
     Raises:
         IntegrityError: there is one that is none of ours, or of a version that we do not know.
@@ -80,7 +88,11 @@ def read_document(store: Store) -> CatalogDoc | None:
 
 
 def find_document(store: Store) -> CatalogDoc | None:
-    """The document of a checkpoint; one that cannot be read is a warning, and as good as none."""
+    """Read the catalog's document beside a checkpoint; if it cannot be read, warn and return None.
+
+    Args:
+        store: the checkpoint's place.
+    """
     try:
         return read_document(store)
     except UcformatError as error:
@@ -89,9 +101,14 @@ def find_document(store: Store) -> CatalogDoc | None:
 
 
 def copy_document(src: Store, dst: Store, checkpoint: str) -> None:
-    """Put the document of a checkpoint beside a copy of it, unless it has one; what goes wrong is a warning.
+    """Copy the catalog's document beside a checkpoint to a copy that has none; failures are warnings.
 
     That of one that was deleted is not copied: it would have the copy removed.
+
+    Args:
+        src: the checkpoint's place.
+        dst: the place of the copy.
+        checkpoint: the checkpoint's id.
     """
     try:
         doc = find_document(src)
@@ -216,10 +233,15 @@ def _put(store: Store, data: bytes, version: str | None) -> None:
 
 
 def refuse_protected(store: Store, there: Manifest, new: str | None) -> None:
-    """Conflict where something protects the checkpoint at a place from being replaced.
+    """Raise Conflict if something protects the checkpoint at a place from being replaced.
 
     The same as keeps it from being deleted. By what has the id `new`, the checkpoint itself in another form, only the
     files are replaced, which others may need.
+
+    Args:
+        store: the place.
+        there: the manifest of the checkpoint there.
+        new: the id of the checkpoint that replaces it; None if it is new.
     """
     if there.id == new:
         why = tuple(dict.fromkeys((*_beside(store, there.id), *_known(store.url, there.id, annotations=False))))
@@ -238,7 +260,13 @@ def _beside(store: Store, checkpoint: str) -> tuple[str, ...]:
 
 
 def protections_of(url: str, checkpoint: str, *, known: bool = True) -> tuple[str, ...]:
-    """Why nobody may remove a checkpoint: what is said beside it, and if asked for, what our catalog knows of it."""
+    """The reasons why a checkpoint must not be removed, from its documents and the catalog.
+
+    Args:
+        url: its place.
+        checkpoint: its id.
+        known: whether to ask the catalog too (default: yes).
+    """
     store = open_store(url)
     try:
         doc = read_document(store)

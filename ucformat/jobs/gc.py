@@ -138,7 +138,12 @@ def _places(catalog: Catalog, checkpoint: str) -> tuple[int, tuple[str, ...]]:
 
 
 def consult(catalog: Catalog, ids: Sequence[str]) -> dict[str, str]:
-    """Take in what other catalogs say of these checkpoints; of which that cannot be known, and why."""
+    """Import what other catalogs recorded about checkpoints; returns the reason for each that cannot be read.
+
+    Args:
+        catalog: the catalog.
+        ids: the ids of the checkpoints.
+    """
     unclear = {}
     for checkpoint in ids:
         for url in _places(catalog, checkpoint)[1]:
@@ -160,7 +165,12 @@ def _consult(catalog: Catalog, checkpoint: str, url: str) -> None:
 
 
 def purge(catalog: Catalog, checkpoint: str) -> bool:
-    """Remove one checkpoint from all its places; False if something protects it by now, in one of them at least."""
+    """Remove a checkpoint from all its places; False if something protects it in at least one of them.
+
+    Args:
+        catalog: the catalog.
+        checkpoint: the checkpoint's id.
+    """
     stamp = make_stamp()
     serial, _ = _places(catalog, checkpoint)
     urls = catalog.database.write(lambda c: begin_purge(c, serial, stamp))

@@ -87,7 +87,11 @@ def _is_settled(info: Info, begun: float) -> bool:
 
 
 def is_empty(store: Store) -> bool:
-    """Whether a place lists nothing."""
+    """Whether a place lists nothing.
+
+    Args:
+        store: the place.
+    """
     try:
         return next(iter(store.list()), None) is None
     except NotFound:  # a bucket that is gone
@@ -95,7 +99,11 @@ def is_empty(store: Store) -> bool:
 
 
 def check_listed(store: Store, catalog: Catalog) -> None:
-    """Refuse to take a place that lists nothing for empty, if the catalog knows checkpoints there or it is absent.
+    """Refuse to treat a place without files as empty if the catalog knows checkpoints there or it does not exist.
+
+    Args:
+        store: the place.
+        catalog: the catalog.
 
     Raises:
         NotFound: it may be a disk that is not mounted.

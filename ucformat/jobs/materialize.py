@@ -91,7 +91,11 @@ def materialize(
 
 
 def is_packed(ck: Checkpoint) -> bool:
-    """Whether some tensors of a universal checkpoint are not arrays."""
+    """Whether some tensors of a universal checkpoint are not arrays.
+
+    Args:
+        ck: the checkpoint.
+    """
     return ck.universal is not None and not ck.viewed and any(t.path is None for t in ck.manifest.tensors)
 
 

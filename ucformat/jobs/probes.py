@@ -65,14 +65,24 @@ def _must(holds: bool, message: str) -> None:  # noqa: FBT001
 
 
 def write(store: Store, root: str) -> str:
-    """A small file."""
+    """Probe writing a small file.
+
+    Args:
+        store: the place.
+        root: the folder of the probes.
+    """
     put_file(store, f"{root}/small", _bytes(SMALL, 1))
     store.flush()
     return "files can be written"
 
 
 def read_after_write(store: Store, root: str) -> str:
-    """A file is seen at once, and as it was written last."""
+    """Probe that a file is seen at once, with its latest content.
+
+    Args:
+        store: the place.
+        root: the folder of the probes.
+    """
     key = f"{root}/again"
     _must(not exists(store, key), "a file is seen that nobody wrote")
     for seed in (2, 3):
@@ -84,7 +94,12 @@ def read_after_write(store: Store, root: str) -> str:
 
 
 def list_order(store: Store, root: str) -> str:
-    """What was written is listed, all of it and nothing else."""
+    """Probe that a list has all files that were written, in order, and no others.
+
+    Args:
+        store: the place.
+        root: the folder of the probes.
+    """
     wanted = sorted(f"{root}/{name}" for name in _NAMES)
     for key in wanted:
         put_file(store, key, b"x")
@@ -94,7 +109,12 @@ def list_order(store: Store, root: str) -> str:
 
 
 def parts(store: Store, root: str) -> str:
-    """A file that is sent in several parts, where a place takes parts; it appears as a whole."""
+    """Probe a file that is uploaded in several parts, if the place supports parts; it must appear as a whole.
+
+    Args:
+        store: the place.
+        root: the folder of the probes.
+    """
     key, data = f"{root}/large", memoryview(_bytes(_SIZE, 4))
     with store.create(key, _UNIT) as out:
         for at in range(0, _SIZE, 1 << 20):
@@ -115,7 +135,13 @@ def parts(store: Store, root: str) -> str:
 
 
 def ranges(store: Store, key: str, whole: Callable[[], bytes]) -> str:
-    """Ranges of a file give exactly their bytes, and one past the end gives none."""
+    """Probe that ranges of a file have exactly their bytes, and that one past the end is an error.
+
+    Args:
+        store: the place.
+        key: the file's key.
+        whole: returns the content of the file, or its beginning.
+    """
     data = whole()
     size = store.info(key).size
     _must(len(data) <= size, "a file has another size than it says")
@@ -152,7 +178,12 @@ def _at_once(work: Callable[[int], object]) -> int:
 
 
 def put_if_absent(store: Store, root: str) -> str:
-    """A file is put once, whoever else puts it."""
+    """Probe that a file is created only once, whatever the number of writers.
+
+    Args:
+        store: the place.
+        root: the folder of the probes.
+    """
     key = f"{root}/once"
     store.put_if_absent(key, b"first")
     try:
@@ -170,7 +201,12 @@ def put_if_absent(store: Store, root: str) -> str:
 
 
 def replace(store: Store, root: str) -> str:
-    """A file is replaced only by one who knows what stands there."""
+    """Probe that only a writer with the current version replaces a file.
+
+    Args:
+        store: the place.
+        root: the folder of the probes.
+    """
     key = f"{root}/replaced"
     old = store.put_if_absent(key, b"old")
     version = store.replace(key, b"new", old)
@@ -189,7 +225,12 @@ def replace(store: Store, root: str) -> str:
 
 
 def delete(store: Store, root: str) -> str:
-    """What is deleted is gone."""
+    """Probe that deleted files are gone.
+
+    Args:
+        store: the place.
+        root: the folder of the probes.
+    """
     key = f"{root}/small"
     put_file(store, f"{root}/folder/a", b"x")
     store.delete(key)
@@ -201,14 +242,24 @@ def delete(store: Store, root: str) -> str:
 
 
 def list_there(store: Store) -> str:
-    """What lies there is listed."""
+    """Probe listing the files of the place.
+
+    Args:
+        store: the place.
+    """
     found = [info.key for info in islice(store.list(), _LISTED)]
     count = f"the first {_LISTED:,}" if len(found) == _LISTED else f"{len(found):,}"
     return f"{count} files are listed" if found else "nothing lies there"
 
 
 def find(store: Store, usual: str, *, listed: bool) -> tuple[str, int]:
-    """A file that lies there, and its size: the one that a checkpoint has, else the largest of the first `listed`."""
+    """Find a file for reading, and its size: the usual one, else the largest of the first that are listed.
+
+    Args:
+        store: the place.
+        usual: the key that a checkpoint has.
+        listed: whether the place can be listed.
+    """
     try:
         return usual, store.info(usual).size
     except NotFound:
@@ -220,7 +271,13 @@ def find(store: Store, usual: str, *, listed: bool) -> tuple[str, int]:
 
 
 def latency(store: Store, key: str, nbytes: int = SMALL) -> float:
-    """Milliseconds until a small range is there, the median of a few."""
+    """Milliseconds to read a small range: the median of five.
+
+    Args:
+        store: the place.
+        key: the file's key.
+        nbytes: bytes of the range (default 1 KiB).
+    """
     taken = []
     for _ in range(_TIMES):
         begun = time.perf_counter()
@@ -230,7 +287,13 @@ def latency(store: Store, key: str, nbytes: int = SMALL) -> float:
 
 
 def throughput(store: Store, key: str, size: int) -> float:
-    """MB/s of one range, of 8 MiB if the file has as many."""
+    """MB/s of reading a range of at most 8 MiB.
+
+    Args:
+        store: the place.
+        key: the file's key.
+        size: the file's size in bytes.
+    """
     nbytes = min(_READ, size)
     buffer = memoryview(bytearray(nbytes))
     begun = time.perf_counter()

@@ -37,13 +37,23 @@ def record_commits() -> None:
 
 
 def record_commit(url: str, manifest: Manifest) -> None:
-    """Record a checkpoint that was just committed, in the catalog that the settings name."""
+    """Record a checkpoint that was just committed in the catalog of the settings.
+
+    Args:
+        url: its place.
+        manifest: its manifest.
+    """
     failed = f"the checkpoint {url} is committed, but not in the catalog"
     _tell(lambda catalog: catalog.record(manifest, url), failed, f"`ucp reindex {url}` makes up for it")
 
 
 def record_verification(ck: Checkpoint, report: Report) -> None:
-    """Note what a verification found, if the catalog knows the checkpoint."""
+    """Record the result of a verification if the catalog knows the checkpoint.
+
+    Args:
+        ck: the checkpoint.
+        report: the result.
+    """
 
     def note(catalog: Catalog) -> None:
         with suppress(NotFound):
@@ -61,7 +71,12 @@ def record_verification(ck: Checkpoint, report: Report) -> None:
 
 
 def contradiction(manifest: Manifest, url: str) -> str | None:
-    """Why the catalog takes what lies at a place for another one than was recorded there; None where it does not."""
+    """Why a checkpoint is not the one that the catalog recorded at its place; None if it is.
+
+    Args:
+        manifest: the checkpoint's manifest.
+        url: its place.
+    """
     found: list[str | None] = [None]
     _tell(
         lambda catalog: found.append(catalog.contradiction(manifest, url)),

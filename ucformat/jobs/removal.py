@@ -43,7 +43,11 @@ __all__ = ["bury", "orphaned_document", "read_tombstone", "remove", "remove_orph
 
 
 def remove(store: Store, checkpoint: str) -> tuple[str, ...]:
-    """Remove a checkpoint from one place, if it is still that one which lies there; its folder, if it is empty then.
+    """Remove a checkpoint from a place, if it is still there, and then its folder if that is empty.
+
+    Args:
+        store: the place.
+        checkpoint: the checkpoint's id.
 
     Returns:
         because of whom it stays: the ids of those who need its files.
@@ -186,7 +190,12 @@ def _is_full(error: UcformatError) -> bool:
 
 
 def bury(store: Store, tombstone: TombstoneDoc) -> None:
-    """Remove the checkpoint that a tombstone names, the tombstone last."""
+    """Remove the checkpoint that a tombstone names, the tombstone last.
+
+    Args:
+        store: the place.
+        tombstone: the tombstone.
+    """
     with suppress(NotFound):
         if is_tombstone(store.read(MANIFEST)):
             store.delete(MANIFEST)
@@ -204,7 +213,10 @@ def bury(store: Store, tombstone: TombstoneDoc) -> None:
 
 
 def orphaned_document(store: Store) -> CatalogDoc | None:
-    """The document of a catalog, if it is all that a place has: it was written when its checkpoint had just gone.
+    """The catalog's document, if the place has nothing else: it was written when its checkpoint had just gone.
+
+    Args:
+        store: the place.
 
     Raises:
         IntegrityError: it is none of ours.
@@ -213,7 +225,11 @@ def orphaned_document(store: Store) -> CatalogDoc | None:
 
 
 def remove_orphaned_document(store: Store) -> None:
-    """Remove it, as the rest of a purge, unless somebody begins to write a checkpoint at this place."""
+    """Remove such a document, unless another writer begins a checkpoint at the place.
+
+    Args:
+        store: the place.
+    """
     doc = orphaned_document(store)
     if doc is None:
         return
@@ -233,7 +249,11 @@ def _keys(store: Store) -> set[str]:
 
 
 def read_tombstone(store: Store) -> TombstoneDoc | None:
-    """The tombstone of a place, if there is one."""
+    """The tombstone of a place, if there is one.
+
+    Args:
+        store: the place.
+    """
     try:
         return _parse(store.read(TOMBSTONE), store)
     except NotFound:

@@ -31,14 +31,23 @@ def default_workers() -> int:
 
 
 def workers_for(*stores: Store) -> int:
-    """Tasks at once where these stores are read from or written to; those of networks wait most of the time."""
+    """The number of tasks at once for stores: one for each core, and at least eight for object stores.
+
+    Args:
+        stores: the stores that the tasks read or write.
+    """
     return max(default_workers(), _MIN_REMOTE_WORKERS if any(s.costs.parallel for s in stores) else 0)
 
 
 def run(function: Callable[[T], R], tasks: Iterable[T], workers: int | None = None) -> Iterator[tuple[T, R]]:
-    """Yield each task with its result, in the order in which they end.
+    """Run tasks in threads, and yield each with its result as it ends.
 
     At the first error, or when the caller stops listening, no further task is begun; those that run are let end.
+
+    Args:
+        function: called with each task.
+        tasks: the tasks.
+        workers: tasks at once (default: one for each core, at most 16).
     """
     count = workers or default_workers()
     todo = iter(tasks)
@@ -87,7 +96,11 @@ class Report:
 
 @contextmanager
 def naming_place(place: str) -> Iterator[None]:
-    """Turn what nobody thought of into an error that names the place whose files brought it out."""
+    """Turn unexpected exceptions into errors that name a place.
+
+    Args:
+        place: the url whose files are read.
+    """
     try:
         yield
     except UcformatError:

@@ -100,9 +100,18 @@ def put_sidecar(
     unprotected: bool,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[SidecarDoc, tuple[TensorDoc, ...]]:
-    """Write the extents of tensors whose bytes stay where they are, and let this user read them there.
+    """Write the sidecar of a virtual checkpoint, and allow this user to read the files that it refers to.
 
     First it is said beside their files that these are needed, unless that cannot be, and they may be `unprotected`.
+
+    Args:
+        source: the checkpoint that has the files.
+        store: the place of the virtual checkpoint.
+        attempt: the attempt.
+        placed: the extents.
+        checksums: whether to read the files and record their digests.
+        unprotected: whether to continue if nothing can be written beside the files.
+        progress: called with the bytes done and the bytes in all.
 
     Raises:
         Conflict: what the files belong to is being removed or replaced.
