@@ -24,8 +24,9 @@ import ucformat
 from ucformat.errors import UsageError
 from ucformat.torch import Rng, load, save, state_dict
 from ucformat.torch.loading import read as reading
-from ucformat.torch.saving.staging import HostBuffer, map_shared, room_for, stage
+from ucformat.torch.saving.staging import HostBuffer, room_for, stage
 from ucformat.torch.state import memory
+from ucformat.torch.state.elements import map_shared
 from ucformat.torch.state.local import local_state
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ucformat.errors import LayoutError, UsageError
 from ucformat.torch.saving.assignment import WriteItem, merge_items
+from ucformat.torch.state.elements import elements_of, host_memory, row_major_bytes
 from ucformat.torch.state.local import LocalShard, _dims_candidates, local_of, mesh_of, pieces_in
-from ucformat.torch.state.memory import elements_of, host_memory, row_major_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.local import Dim
-from ucformat.torch.state.local import pieces_in
-from ucformat.torch.state.memory import (
+from ucformat.torch.state.elements import (
     blocks_of,
     copy_common,
     dense_elements,
@@ -22,6 +21,7 @@ from ucformat.torch.state.memory import (
     host_memory,
     row_major_bytes,
 )
+from ucformat.torch.state.local import pieces_in
 
 itemsizes = st.sampled_from([1, 2, 4, 8, 16])
 DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64, 16: torch.complex128}

@@ -23,8 +23,9 @@ from ucformat.storage.memory import MemoryStore
 from ucformat.torch.loading import read as reading
 from ucformat.torch.loading.match import Matched
 from ucformat.torch.loading.read import read
+from ucformat.torch.state.elements import host_memory
 from ucformat.torch.state.local import LocalShard, local_of, pieces_in
-from ucformat.torch.state.memory import host_memory, torch_dtype
+from ucformat.torch.state.memory import torch_dtype
 
 if TYPE_CHECKING:
     from pathlib import Path

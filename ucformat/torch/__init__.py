@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-try:
-    import torch  # noqa: F401
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("ucformat.torch needs PyTorch: pip install 'ucformat[torch]'", name="torch") from error
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from ucformat.jobs.record import record_commits
-from ucformat.torch.dcp.reader import Reader
-from ucformat.torch.dcp.writer import Writer
-from ucformat.torch.loading.load import LoadReport, load, state_dict
-from ucformat.torch.loading.match import Problems
-from ucformat.torch.manager.manager import Manager
-from ucformat.torch.saving.asynchronous import async_save
-from ucformat.torch.saving.background import SaveHandle
-from ucformat.torch.saving.save import Saved, save
-from ucformat.torch.state.objects import PerRank, Rng
+
+if TYPE_CHECKING:
+    from ucformat.torch.dcp.reader import Reader
+    from ucformat.torch.dcp.writer import Writer
+    from ucformat.torch.loading.load import LoadReport, load, state_dict
+    from ucformat.torch.loading.match import Problems
+    from ucformat.torch.manager.manager import Manager
+    from ucformat.torch.saving.asynchronous import async_save
+    from ucformat.torch.saving.background import SaveHandle
+    from ucformat.torch.saving.save import Saved, save
+    from ucformat.torch.state.objects import PerRank, Rng
 
 __all__ = [
     "LoadReport",
@@ -34,4 +35,36 @@ __all__ = [
     "state_dict",
 ]
 
+_HOMES = {
+    "LoadReport": "loading.load",
+    "Manager": "manager.manager",
+    "PerRank": "state.objects",
+    "Problems": "loading.match",
+    "Reader": "dcp.reader",
+    "Rng": "state.objects",
+    "SaveHandle": "saving.background",
+    "Saved": "saving.save",
+    "Writer": "dcp.writer",
+    "async_save": "saving.asynchronous",
+    "load": "loading.load",
+    "save": "saving.save",
+    "state_dict": "loading.load",
+}
+
+if find_spec("torch") is None:
+    raise ModuleNotFoundError("ucformat.torch needs PyTorch: pip install 'ucformat[torch]'", name="torch")
+
 record_commits()  # saves are recorded in the catalog
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name when it is first used; the process that writes in the background does not import torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ucformat.torch' has no attribute {name!r}")
+    found: object = getattr(import_module(f"ucformat.torch.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch.distributed as dist
 
 from ucformat.errors import UcformatError, UsageError
 from ucformat.torch.comm.handshake import Host, connect, gather_through_store, host_here, listen
@@ -29,6 +28,7 @@ from ucformat.torch.comm.wire import decode, encode, message, name_rank
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    import torch.distributed as dist
     from numpy.typing import NDArray
 
     from ucformat.torch.comm.handshake import Peer
@@ -296,6 +296,8 @@ def group_of(process_group: dist.ProcessGroup | None = None, timeout: float = TI
         timeout: seconds after which an unresponsive rank is considered dead.
         call: the function that communicates and what it works on, as `save s3://bucket/run7/step-100`.
     """
+    import torch.distributed as dist
+
     if not (dist.is_available() and dist.is_initialized()):
         _groups.clear()
         return single_process_group()
@@ -317,6 +319,8 @@ def group_of(process_group: dist.ProcessGroup | None = None, timeout: float = TI
 
 def _make(store: dist.Store, ranks: tuple[int, ...], timeout: float) -> Group:
     """A new group. Each rank counts its attempts in the store, so that after a failure all ranks use a new prefix."""
+    import torch.distributed as dist
+
     name = f"ucformat/{'-'.join(map(str, ranks)) if len(ranks) < dist.get_world_size() else 'all'}/{timeout}"
     rank = ranks.index(dist.get_rank())
     count = store.add(f"{name}/count/{rank}", 1) if len(ranks) > 1 else 1

@@ -29,13 +29,13 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch.distributed as dist
-
 from ucformat.errors import UcformatError
 from ucformat.torch.comm.wire import message
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    import torch.distributed as dist
 
 __all__ = ["Address", "Host", "Peer", "connect", "gather_through_store", "host_here", "listen"]
 
@@ -356,6 +356,8 @@ def _own_address() -> str:
 
 def _address_of(store: dist.Store | None) -> tuple[str, int]:
     """Host and port of a store; of one without, such as a FileStore, those in the environment."""
+    import torch.distributed as dist
+
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):

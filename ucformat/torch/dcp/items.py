@@ -22,8 +22,9 @@ from ucformat.sources.pickle.stand_ins import opaque_file
 from ucformat.sources.values import json_key
 from ucformat.torch.comm.wire import message
 from ucformat.torch.state.collect import collect
+from ucformat.torch.state.elements import host_memory
 from ucformat.torch.state.local import groups_of, local_of, mesh_of, paths_of, places_of, tied_names
-from ucformat.torch.state.memory import copied_to_host, host_memory
+from ucformat.torch.state.memory import copied_to_host
 from ucformat.torch.state.objects import PerRank, encode
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
     from ucformat.reading.readable import Place
+    from ucformat.torch.state.elements import Memory
     from ucformat.torch.state.local import LocalShard
-    from ucformat.torch.state.memory import Memory
 
 __all__ = ["LocalItems", "PlainValues", "RankItems", "collect_items", "join_values", "local_items"]
 

@@ -9,7 +9,7 @@ from ucformat.errors import StateMismatch, UsageError
 from ucformat.geometry.patterns import compile_pattern, expand
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.jobs.record import lineage_to
-from ucformat.torch.state.memory import blocks_of
+from ucformat.torch.state.elements import blocks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

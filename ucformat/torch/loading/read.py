@@ -21,12 +21,11 @@ from ucformat.reading.rank import item_for
 from ucformat.reading.read import read_items
 from ucformat.torch.comm.group import group_of
 from ucformat.torch.comm.wire import name_rank
+from ucformat.torch.state.elements import blocks_of, host_memory
 from ucformat.torch.state.memory import (
-    blocks_of,
     check_fillable,
     device_of_first,
     devices_of,
-    host_memory,
     keep_current_device,
     record_events,
     synchronize,

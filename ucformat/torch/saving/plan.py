@@ -30,7 +30,7 @@ from ucformat.torch.saving.assignment import (
     assign_shards,
     merge_items,
 )
-from ucformat.torch.state.memory import elements_within, row_major_bytes
+from ucformat.torch.state.elements import elements_within, row_major_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ucformat.sources.dcp.names import Path
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
-    from ucformat.torch.state.memory import Elements
+    from ucformat.torch.state.elements import Elements
 
 __all__ = ["Assignment", "GlobalPlan", "SaveOptions", "WritePlan", "plan_save"]
 

@@ -17,8 +17,7 @@ from ucformat.torch.saving.assignment import WriteItem
 from ucformat.torch.saving.manifest import SaveMetadata, StateInfo, WriteReport, manifest_of, state_info
 from ucformat.torch.saving.plan import SaveOptions, plan_save
 from ucformat.torch.saving.write import Leaves, packed_file, write_packed, write_shards
-from ucformat.torch.state.local import local_state
-from ucformat.torch.state.memory import copied_to_host, elements_of, elements_within, host_memory
+from ucformat.torch.state.elements import elements_of, elements_within, host_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.plan import Assignment
+    from ucformat.torch.state.elements import Elements, Memory
     from ucformat.torch.state.local import LocalState
-    from ucformat.torch.state.memory import Elements, Memory
 
 __all__ = ["Saved", "save", "save_in_group", "save_local", "write_checkpoint"]
 
@@ -228,6 +227,8 @@ def save(
         CoverageError: no rank holds some part of a tensor.
         UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
     """
+    from ucformat.torch.state.local import local_state  # not above: the background writer does not import torch
+
     with group_for_call(group, timeout, "save", url) as ranks:
         with ranks.sharing_errors():
             held = local_state(state)
@@ -266,6 +267,8 @@ def save_in_group(state: LocalState, options: SaveOptions, metadata: SaveMetadat
         metadata: of the checkpoint, the same on all ranks.
         ranks: the group.
     """
+    from ucformat.torch.state.memory import copied_to_host
+
     with ranks.sharing_errors():
         memories = [host_memory(copied_to_host(t.tensor)) for t in state.tensors]
     return write_checkpoint(state_info(state), memories, options, metadata, ranks)

@@ -12,7 +12,8 @@ import torch
 
 from ucformat.geometry.box import row_major
 from ucformat.geometry.tensor import Piece
-from ucformat.torch.state.memory import dense_elements, devices_of, elements_of, host_memory, synchronize
+from ucformat.torch.state.elements import Slots, dense_elements, elements_of, host_memory, map_shared
+from ucformat.torch.state.memory import devices_of, synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,17 +22,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.geometry.tensor import TensorInfo
+    from ucformat.torch.state.elements import Memory
     from ucformat.torch.state.local import LocalShard, LocalState
-    from ucformat.torch.state.memory import Memory
 
-__all__ = ["HostBuffer", "Slots", "map_shared", "room_for", "stage"]
+__all__ = ["HostBuffer", "room_for", "stage"]
 
 _ALIGNMENT = 64  # bytes
 _COPY_BYTES = 8 << 20  # that one thread copies at a time
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
-
-#: The bytes `[start, stop)` of the buffer that each tensor occupies.
-Slots = tuple[tuple[int, int], ...]
 
 
 class HostBuffer:
@@ -88,16 +86,6 @@ def _clear_error(device: torch.device) -> None:
     """
     with suppress(RuntimeError):
         torch.ones(1, device=device)
-
-
-def map_shared(fd: int, nbytes: int) -> Memory:
-    """Map shared memory.
-
-    Args:
-        fd: its file descriptor.
-        nbytes: its size.
-    """
-    return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
 
 
 def room_for(state: LocalState) -> int:

@@ -28,10 +28,10 @@ from ucformat.torch.comm.wire import decode, encode, message
 from ucformat.torch.saving.manifest import SaveMetadata, StateInfo
 from ucformat.torch.saving.plan import SaveOptions
 from ucformat.torch.saving.save import Saved, write_checkpoint
-from ucformat.torch.saving.staging import Slots, map_shared
+from ucformat.torch.state.elements import Slots, map_shared
 
 if TYPE_CHECKING:
-    from ucformat.torch.state.memory import Memory
+    from ucformat.torch.state.elements import Memory
 
 __all__ = [
     "Command",

@@ -20,13 +20,7 @@ from ucformat.format.sidecar import NO_BLOCK, PLACED, Columns, encode_columns
 from ucformat.geometry.box import row_major
 from ucformat.reading.execute import checksum, place_checksum
 from ucformat.storage.upload import unit_for
-from ucformat.torch.state.memory import (
-    copy_common,
-    dense_elements,
-    elements_of,
-    elements_within,
-    row_major_bytes,
-)
+from ucformat.torch.state.elements import copy_common, dense_elements, elements_of, elements_within, row_major_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +34,7 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.assignment import Fragment, GlobalTensor, ShardBatch, ShardTask, Transfer, WriteItem
-    from ucformat.torch.state.memory import Elements, Memory
+    from ucformat.torch.state.elements import Elements, Memory
 
 __all__ = ["Leaves", "packed_file", "sidecar_of", "write_packed", "write_shards"]
 

@@ -18,7 +18,8 @@ from ucformat.errors import UnsafeError, UnsupportedError, UsageError
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.sources.pickle.stand_ins import Dtype, NdArray, Opaque, Stream
 from ucformat.sources.values import from_json, to_json
-from ucformat.torch.state.memory import dtype_name, host_memory
+from ucformat.torch.state.elements import host_memory
+from ucformat.torch.state.memory import dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable

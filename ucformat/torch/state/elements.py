@@ -1,0 +1,168 @@
+"""Host memory as arrays of elements, without torch: the process that writes in the background does not import it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucformat.geometry.box import Box
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    import torch
+    from numpy.typing import NDArray
+
+    from ucformat.geometry.tensor import Piece
+
+    Memory = NDArray[np.uint8]
+    Elements = NDArray[np.generic]
+#: The bytes `[start, stop)` of the buffer that each tensor occupies.
+Slots = tuple[tuple[int, int], ...]
+
+
+__all__ = [
+    "BLOCK_BYTES",
+    "Slots",
+    "blocks_of",
+    "copy_common",
+    "dense_elements",
+    "elements_of",
+    "elements_within",
+    "host_memory",
+    "map_shared",
+    "row_major_bytes",
+    "span",
+]
+
+
+def span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Return the bytes from the first element of a strided tensor to the end of the last.
+
+    Args:
+        shape: of the tensor.
+        strides: in elements.
+        itemsize: bytes of an element.
+    """
+    if 0 in shape:
+        return 0
+    return (sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1) * itemsize
+
+
+def host_memory(tensor: torch.Tensor) -> Memory:
+    """Return all bytes that a tensor on the host spans, from its first element, without a copy.
+
+    Args:
+        tensor: on the host; it is kept alive.
+    """
+    nbytes = span(tensor.shape, tensor.stride(), tensor.element_size())
+    if not nbytes:
+        return np.empty(0, np.uint8)
+    raw = (ctypes.c_uint8 * nbytes).from_address(tensor.data_ptr())
+    raw.owner = tensor  # type: ignore[attr-defined] # kept alive with the array
+    return np.frombuffer(memoryview(raw), np.uint8)
+
+
+#: The default maximum size of a block.
+BLOCK_BYTES = 4 << 20
+
+
+_UNITS = {n: np.dtype(f"V{n}") if n > 8 else np.dtype(f"u{n}") for n in (1, 2, 4, 8, 16)}
+
+
+def elements_of(piece: Piece, memory: Memory, itemsize: int) -> Elements:
+    """Return a piece as an array of elements of an untyped dtype.
+
+    Args:
+        piece: the piece.
+        memory: the host memory of its tensor, which the array shares.
+        itemsize: bytes of an element.
+    """
+    strides = tuple(s * itemsize for s in piece.strides)
+    return np.ndarray(piece.box.shape, _UNITS[itemsize], memory, piece.offset * itemsize, strides)
+
+
+def dense_elements(shape: tuple[int, ...], memory: Memory, itemsize: int) -> Elements:
+    """Return the row-major array of elements at the beginning of a memory.
+
+    Args:
+        shape: of the array.
+        memory: which the array shares.
+        itemsize: bytes of an element.
+    """
+    return np.ndarray(shape, _UNITS[itemsize], memory)
+
+
+def elements_within(elements: Elements, of: Box, box: Box) -> Elements:
+    """Return the part of an array for a box, a view.
+
+    Args:
+        elements: the array.
+        of: the box of the whole array.
+        box: the wanted box, inside `of`.
+    """
+    index: tuple[Any, ...] = tuple(
+        slice(a - b, a - b + n) for a, b, n in zip(box.start, of.start, box.shape, strict=True)
+    )
+    return elements[(..., *index)]  # without `...` a 0-d array would give a scalar
+
+
+def row_major_bytes(elements: Elements) -> Memory:
+    """Return the bytes of an array in row-major order: a view if it is contiguous, else a copy.
+
+    Args:
+        elements: the array.
+    """
+    return np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
+
+
+def copy_common(source: Elements, source_box: Box, target: Elements, target_box: Box) -> None:
+    """Copy the elements that two boxes have in common.
+
+    Args:
+        source: the array to copy from.
+        source_box: its box.
+        target: the array to copy to.
+        target_box: its box.
+    """
+    common = source_box.intersect(target_box)
+    if common is not None:
+        elements_within(target, target_box, common)[...] = elements_within(source, source_box, common)
+
+
+def blocks_of(box: Box, itemsize: int, most: int = BLOCK_BYTES) -> Sequence[Box]:
+    """Split a box into blocks that are consecutive in its row-major order.
+
+    Args:
+        box: the box.
+        itemsize: bytes of an element.
+        most: the maximum size of a block in bytes.
+    """
+    if box.size * itemsize <= most or not box.shape:
+        return [box] if box.size else []
+    row = box.size // box.shape[0] * itemsize
+    rows = max(1, most // row)
+    out: list[Box] = []
+    for first in range(0, box.shape[0], rows):
+        count = min(rows, box.shape[0] - first)
+        cut = Box((box.start[0] + first, *box.start[1:]), (count, *box.shape[1:]))
+        if count == 1 and row > most:  # split the row itself
+            below = blocks_of(Box(cut.start[1:], cut.shape[1:]), itemsize, most)
+            out += [Box((cut.start[0], *b.start), (1, *b.shape)) for b in below]
+        else:
+            out.append(cut)
+    return out
+
+
+def map_shared(fd: int, nbytes: int) -> Memory:
+    """Map shared memory.
+
+    Args:
+        fd: its file descriptor.
+        nbytes: its size.
+    """
+    return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
