@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,7 +17,6 @@ from tests.s3 import serving, set_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from tests.s3 import Bucket
 
@@ -25,6 +26,11 @@ _CHECKS = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
 settings.register_profile("ucformat", deadline=None, suppress_health_check=_CHECKS, derandomize=True, database=None)
 settings.register_profile("explore", deadline=None, suppress_health_check=_CHECKS)
 settings.load_profile("ucformat")
+
+#: Tests sync thousands of small files; in memory that costs nothing. TMPDIR, where it is set, is another choice.
+_MEMORY = Path("/dev/shm")  # noqa: S108 - pytest makes folders of its own there
+if "TMPDIR" not in os.environ and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 8 << 30:
+    os.environ["TMPDIR"] = tempfile.tempdir = str(_MEMORY)
 
 _SERVERS = tempfile.TemporaryDirectory(prefix="ucf-")
 os.environ.setdefault(FOLDER, _SERVERS.name)  # test processes that xdist starts have it from the first

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ucformat._version import __version__
 from ucformat.catalog import dependent_finders, on_change
-from ucformat.format.hooks import may_replace, on_abandon
+from ucformat.format import may_replace, on_abandon
 from ucformat.redacted import hide_in_record
 
 if TYPE_CHECKING:

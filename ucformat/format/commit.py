@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, NotFound, UcformatError, Uncertain, UpgradeNeeded
+from ucformat.format import may_replace, on_abandon
 from ucformat.format.attempts import (
     FOLDERS,
     being_removed,
@@ -34,7 +35,6 @@ from ucformat.format.attempts import (
     refuse_others,
 )
 from ucformat.format.digest import document_digest, own_digest
-from ucformat.format.hooks import may_replace, on_abandon
 from ucformat.format.structure import find_manifest, manifest_bytes, read_manifest
 from ucformat.schema.documents import TOMBSTONE
 from ucformat.schema.manifest import MANIFEST, Manifest
