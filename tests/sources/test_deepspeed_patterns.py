@@ -109,7 +109,7 @@ class TestSubParameters:
             read(sub(shape, dim), "w", [numbered(8, 5)] * 2)
 
     def test_uneven_parts_without_widths_are_an_error(self) -> None:
-        with pytest.raises(LayoutError, match="no widths are told"):
+        with pytest.raises(LayoutError, match="no widths are recorded"):
             read(sub(((3, 5), 2), 0), "w", [numbered(4, 2)] * 2)
 
 

@@ -25,7 +25,7 @@ _HEAD = 512
 _PARTS = ("model", "optimizer")
 _STEP = re.compile(r"(?:.*/)?global_step_(\d+)/?")
 _EXTRA = re.compile(r"extra_state/extra_state_rank_(\d+)\.pt")
-_NAMED = 10
+_MAX_LISTED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def _latest(store: Store) -> int | None:
         steps = {m[1] for info in store.list() if (m := re.match(r"global_step_(\d+)/(?:model|optimizer)/", info.key))}
         if len(steps) > 1 and any(_is_ours(store, f"global_step_{s}/model/") for s in steps):
             raise UsageError(
-                f"{store.url} has the steps {', '.join(sorted(steps, key=int)[:_NAMED])} and no {LATEST}",
+                f"{store.url} has the steps {', '.join(sorted(steps, key=int)[:_MAX_LISTED])} and no {LATEST}",
                 hint="open the folder of one step: …/global_step_N",
             ) from None
         text = steps.pop() if len(steps) == 1 else ""

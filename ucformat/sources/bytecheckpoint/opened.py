@@ -103,8 +103,8 @@ class _RawItems(Items):
         self._layouts: dict[tuple[str, Any], Any] = {}
         self.parts = metas
         for part, one in metas.items():
-            told = one.root.get("all_tensor_metadata")
-            for index, layout in (told if isinstance(told, dict) else {}).items():
+            recorded = one.root.get("all_tensor_metadata")
+            for index, layout in (recorded if isinstance(recorded, dict) else {}).items():
                 if isinstance(index, Inert):
                     self._layouts[f"{part}.{index.get('fqn')}", index.get("offset")] = layout
 
@@ -112,11 +112,11 @@ class _RawItems(Items):
         """The extent of one chunk, as its pickle describes it."""
         layout, label = self._layouts.get((fqn, box.start)), f"{info.key}{box}"
         if not isinstance(layout, bytes):
-            raise MissingData(f"the metadata does not say how {label} lies in {stored.file}")
+            raise MissingData(f"the metadata does not describe the layout of {label} in {stored.file}")
         found = unpickle(layout, file=f"the layout of {label}", storage_nbytes=lambda _: stored.nbytes)
         if not isinstance(found, StoredTensor) or (found.dtype, found.shape) != (info.dtype, box.shape):
             raise IntegrityError(
-                f"{stored.file}: {label} should be {info.dtype} of shape {box.shape}, but its layout says otherwise"
+                f"{stored.file}: {label} should be {info.dtype} of shape {box.shape}, but its layout differs"
             )
         unit = ITEMSIZE[found.dtype]
         return [Extent(box, stored.file, stored.offset + found.offset * unit, tuple(s * unit for s in found.strides))]

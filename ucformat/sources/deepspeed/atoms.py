@@ -45,7 +45,7 @@ Shape = tuple[int, ...]
 _ATOM = re.compile(r"zero/(.+)/([^/]+)\.pt", re.DOTALL)
 _FRAGMENT = re.compile(r"tmp/(.+)/\d+/[^/]+\.\d+", re.DOTALL)
 _STATES = {"fp32": "master"}
-_LISTED = 10
+_MAX_LISTED = 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ __all__ = ["Experts", "adopt_experts", "check_degree", "expert_model", "is_exper
 
 _NAME = re.compile(r"\.?((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,6})(\..+)", re.DOTALL)
 _GROUP = re.compile(r"ep_size_(\d{1,6})")
-_LISTED = 10
+_MAX_LISTED = 10
 
 
 def is_expert(name: str) -> bool:
@@ -107,7 +107,7 @@ class Experts:
             UnsupportedError: the group mixes experts with other parameters.
         """
         label = hyper.get("name") if isinstance(hyper, dict) and hyper.get("moe") else None
-        told = _GROUP.fullmatch(label) if isinstance(label, str) else None
+        recorded = _GROUP.fullmatch(label) if isinstance(label, str) else None
         held: dict[str, set[int]] = {}
         other = None
         for name in names:
@@ -116,13 +116,15 @@ class Experts:
                 other = name
             else:
                 held.setdefault(match[1], set()).add(int(match[2]))
-        degree = int(told[1]) if told else self.dp // parts if isinstance(parts, int) and 0 < parts <= self.dp else 1
+        degree = (
+            int(recorded[1]) if recorded else self.dp // parts if isinstance(parts, int) and 0 < parts <= self.dp else 1
+        )
         if not held or degree < 1 or self.dp % degree:
             degree = 1
         if isinstance(parts, int) and parts * degree != self.dp:
             raise IntegrityError(
-                f"{file} was saved by {parts} ranks of one group{f' named {label!r}' if told else ''}, but {self.dp} "
-                "files of optimizer states are there",
+                f"{file} was saved by {parts} ranks of one group{f' named {label!r}' if recorded else ''}, but "
+                f"{self.dp} files of optimizer states are there",
                 hint="files of different saves are mixed in one folder, or experts were dealt to ranks in a way that "
                 "ucformat does not know",
             )
@@ -152,27 +154,27 @@ def adopt_experts(model: ModelStates, files: Mapping[tuple[int, int], TorchFile]
         MissingData: the files of some experts are missing; the message names them.
         IntegrityError: the files do not belong together.
     """
-    told = model.value.get("num_experts") or []
-    if not isinstance(told, list) or any(type(n) is not int or n < 1 for n in told):
-        raise IntegrityError(f"{model.key} has no usable 'num_experts' ({told!r:.80})")
-    missing = list(islice(_missing(told, files), _LISTED + 1))
+    recorded = model.value.get("num_experts") or []
+    if not isinstance(recorded, list) or any(type(n) is not int or n < 1 for n in recorded):
+        raise IntegrityError(f"{model.key} has no usable 'num_experts' ({recorded!r:.80})")
+    missing = list(islice(_missing(recorded, files), _MAX_LISTED + 1))
     folder = model.key.rpartition("mp_rank_")[0]
     if missing:
-        names = ", ".join(f"{folder}layer_{i}_expert_{e}_mp_rank_00_model_states.pt" for i, e in missing[:_LISTED])
+        names = ", ".join(f"{folder}layer_{i}_expert_{e}_mp_rank_00_model_states.pt" for i, e in missing[:_MAX_LISTED])
         raise MissingData(
-            f"{names}{' and more' if len(missing) > _LISTED else ''} is missing: the checkpoint has {len(told)} layers "
-            f"of {', '.join(map(str, told[:_LISTED]))} experts",
+            f"{names}{' and more' if len(missing) > _MAX_LISTED else ''} is missing: the checkpoint has "
+            f"{len(recorded)} layers of {', '.join(map(str, recorded[:_MAX_LISTED]))} experts",
             hint="copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk",
         )
-    extra = next((file for (i, e), file in files.items() if i >= len(told) or e >= told[i]), None)
+    extra = next((file for (i, e), file in files.items() if i >= len(recorded) or e >= recorded[i]), None)
     if extra is not None:
         raise IntegrityError(
-            f"{extra.key} does not belong to this checkpoint, whose layers have {told} experts",
+            f"{extra.key} does not belong to this checkpoint, whose layers have {recorded} experts",
             hint="an earlier save of another model left it; move it elsewhere",
         )
     counts: dict[str, int] = {}
     layers: list[dict[str, tuple[StoredTensor, TorchFile]]] = []
-    for layer, number in enumerate(told):
+    for layer, number in enumerate(recorded):
         found = {}
         prefixes = set()
         for expert in range(number):
@@ -239,30 +241,32 @@ def check_degree(experts: Experts, model: ModelStates, degree: int) -> None:
             f"{model.key}: layers of experts are dealt to different numbers of ranks ({sorted(sizes)}), which is read "
             "with ZeRO 1 and 2 alone"
         )
-    told = sizes.pop()
-    if degree < told:
+    recorded = sizes.pop()
+    if degree < recorded:
         folder = model.key.rpartition("/")[0]
-        names = [f"expp_rank_{k}_mp_rank_00_optim_states.pt" for k in range(degree, min(told, degree + _LISTED))]
+        names = [
+            f"expp_rank_{k}_mp_rank_00_optim_states.pt" for k in range(degree, min(recorded, degree + _MAX_LISTED))
+        ]
         raise MissingData(
-            f"{', '.join(names)} is missing in {folder or 'the folder'}: {told} expert-parallel ranks saved it",
+            f"{', '.join(names)} is missing in {folder or 'the folder'}: {recorded} expert-parallel ranks saved it",
             hint="copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk",
         )
     odd = next((p for p, n in experts.counts.items() if n % degree), None)
-    if degree > told or odd is not None or experts.dp % degree:
+    if degree > recorded or odd is not None or experts.dp % degree:
         raise IntegrityError(
-            f"there are optimizer files of {degree} expert-parallel ranks, but {model.key} was saved by {told} of "
+            f"there are optimizer files of {degree} expert-parallel ranks, but {model.key} was saved by {recorded} of "
             f"{experts.dp} data-parallel ranks" + (f", with {experts.counts[odd]} experts in {odd}*" if odd else ""),
             hint="an earlier save by more ranks left some; move those elsewhere",
         )
 
 
-def _missing(told: Sequence[int], files: Mapping[tuple[int, int], TorchFile]) -> Iterator[tuple[int, int]]:
+def _missing(recorded: Sequence[int], files: Mapping[tuple[int, int], TorchFile]) -> Iterator[tuple[int, int]]:
     """The experts without a file, by layer and expert."""
-    there = [0] * len(told)
+    there = [0] * len(recorded)
     for layer, expert in files:
-        if layer < len(told) and expert < told[layer]:
+        if layer < len(recorded) and expert < recorded[layer]:
             there[layer] += 1
-    for layer, number in enumerate(told):
+    for layer, number in enumerate(recorded):
         if there[layer] < number:
             yield from ((layer, e) for e in range(number) if (layer, e) not in files)
 

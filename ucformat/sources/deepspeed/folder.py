@@ -50,9 +50,9 @@ _EXPP = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _ANY = re.compile(r"([^/]*/)?((bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)|mp_rank_\d+_model)_states\.pt")
 _UNIVERSAL = re.compile(r"([^/]*/)?(zero/(.+/fp32|optimizer_state)\.pt|tmp/.+/\d+/fp32\.\d+)", re.DOTALL)
 _DIGITS = 6  # of a rank or layer; more are no number that DeepSpeed writes
-_LOOK = 10_000  # files of a folder without `latest` that are looked at
+_MAX_FILES = 10_000  # files of a folder without `latest` that are looked at
 _LATEST = 4096  # bytes of `latest`
-_NAMED = 10  # of several tags, so many are named in the error
+_MAX_LISTED = 10  # of several tags, so many are named in the error
 
 _READ = "data, tensor and pipeline parallelism with ZeRO 0 to 3 are read"
 _NVME = (
@@ -107,7 +107,7 @@ def looks_like_deepspeed(store: Store) -> bool:
     names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
     if any(exists(store, name) for name in names):
         return True
-    return any(_ANY.fullmatch(i.key) or _UNIVERSAL.fullmatch(i.key) for i in islice(store.list(), _LOOK))
+    return any(_ANY.fullmatch(i.key) or _UNIVERSAL.fullmatch(i.key) for i in islice(store.list(), _MAX_FILES))
 
 
 def find_tag(store: Store) -> str:
@@ -122,7 +122,7 @@ def find_tag(store: Store) -> str:
     tag = _tag_in(store, "latest")
     if tag:
         return _existing(store, tag, "latest")
-    keys = [info.key for info in islice(store.list(), _LOOK)]
+    keys = [info.key for info in islice(store.list(), _MAX_FILES)]
     found = [m for m in (_ANY.fullmatch(key) or _UNIVERSAL.fullmatch(key) for key in keys) if m]
     if any(not m[1] for m in found):
         return ""
@@ -132,9 +132,9 @@ def find_tag(store: Store) -> str:
     tags = sorted({m[1].rstrip("/") for m in found})
     if len(tags) == 1:
         return tags[0]
-    more = f" and {len(tags) - _NAMED} more" if len(tags) > _NAMED else ""
+    more = f" and {len(tags) - _MAX_LISTED} more" if len(tags) > _MAX_LISTED else ""
     raise UsageError(
-        f"{store.url} holds several DeepSpeed checkpoints and no file `latest`: {', '.join(tags[:_NAMED])}{more}"
+        f"{store.url} holds several DeepSpeed checkpoints and no file `latest`: {', '.join(tags[:_MAX_LISTED])}{more}"
         if tags
         else f"{store.url} holds no DeepSpeed checkpoint",
         hint="open the folder of one of them",
@@ -216,11 +216,11 @@ def check_world(files: TagFiles, mp: int, dp: int | None, *, optims: bool = True
         there = {(m, r) for m, row in enumerate(ranks) for r in range(len(row))}
         missing = [_like(keys[0][0], m, r, kind) for m in range(mp) for r in range(wide) if (m, r) not in there]
         if missing:
-            more = f" (and {len(missing) - _NAMED} more)" if len(missing) > _NAMED else ""
+            more = f" (and {len(missing) - _MAX_LISTED} more)" if len(missing) > _MAX_LISTED else ""
             raise MissingData(
-                f"{', '.join(missing[:_NAMED])}{more} is missing: the checkpoint was saved by {dp} data-parallel ranks"
-                f"{f' of each of {mp} model-parallel ranks' if mp > 1 else ''}, and {len(there)} files of {kind} "
-                "states are there",
+                f"{', '.join(missing[:_MAX_LISTED])}{more} is missing: the checkpoint was saved by "
+                f"{dp} data-parallel ranks{f' of each of {mp} model-parallel ranks' if mp > 1 else ''}, and "
+                f"{len(there)} files of {kind} states are there",
                 hint="copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk",
             )
         for m, r in sorted(there):
@@ -266,13 +266,13 @@ def _whole(
 ) -> tuple[tuple[str, ...], ...]:
     """The files as a full grid of these two numbers; MissingData names all that are not there."""
     high, wide = (1 + max(key[i] for key in found) for i in (0, 1))
-    if high * wide > 4 * len(found) + _LOOK:
+    if high * wide > 4 * len(found) + _MAX_FILES:
         raise MissingData(f"{prefix}{name.format(0, 0)} and most of the {high * wide} files like it are missing")
     missing = [prefix + name.format(m, r) for m in range(high) for r in range(wide) if (m, r) not in found]
     if missing:
-        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        more = f" and {len(missing) - _MAX_LISTED} more" if len(missing) > _MAX_LISTED else ""
         raise MissingData(
-            f"{', '.join(missing[:_NAMED])}{more} is missing, and files of higher ranks are there",
+            f"{', '.join(missing[:_MAX_LISTED])}{more} is missing, and files of higher ranks are there",
             hint="copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk",
         )
     keys = tuple(tuple(prefix + found[m, r] for r in range(wide)) for m in range(high))
@@ -296,7 +296,7 @@ def _layers(prefix: str, found: list[re.Match[str]]) -> dict[int, tuple[str, ...
         missing = [prefix + name.format(layer, r) for r in range(degree) if (layer, r) not in by_rank]
         if missing:
             raise MissingData(
-                f"{', '.join(missing[:_NAMED])} is missing, and files of other tensor-parallel ranks are there",
+                f"{', '.join(missing[:_MAX_LISTED])} is missing, and files of other tensor-parallel ranks are there",
                 hint="copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk",
             )
         out[layer] = tuple(prefix + by_rank[layer, r] for r in range(degree))

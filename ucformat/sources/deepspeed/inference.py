@@ -26,7 +26,7 @@ from ucformat.errors import AmbiguousLayout, LayoutError, option_text
 from ucformat.geometry.box import Box
 from ucformat.geometry.view import Part
 from ucformat.sources.pickle.stand_ins import Inert
-from ucformat.sources.tp_merge.sharding import CUTS, Shapes, TPSharding, concatenate, how_to_say, replicate
+from ucformat.sources.tp_merge.sharding import CUTS, Shapes, TPSharding, concatenate, cuts_option, replicate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -56,7 +56,7 @@ EQUAL = "equal bytes"  # why parts are read as replicas
 _FUSED = re.compile(
     r"qkv|query_key_value|key_value|c_attn|in_proj|gate_up|up_gate|h_to_4h|fc1|w12|w13|fused|experts", re.IGNORECASE
 )
-_LISTED = 20
+_MAX_LISTED = 20
 
 
 class Doubt(NamedTuple):
@@ -132,18 +132,18 @@ def ambiguous(doubts: Sequence[Doubt], ranks: int) -> AmbiguousLayout:
     """
     lines = [
         f"  {d.name} (parts of {list(d.shapes[0])}): {d.one.strip('{}')} or {d.other.strip('{}')}"
-        for d in doubts[:_LISTED]
+        for d in doubts[:_MAX_LISTED]
     ]
-    if len(doubts) > _LISTED:
-        lines.append(f"  … and {len(doubts) - _LISTED} more")
-    told = {d.name: _word(d.one) for d in doubts[:3]}
+    if len(doubts) > _MAX_LISTED:
+        lines.append(f"  … and {len(doubts) - _MAX_LISTED} more")
+    recorded = {d.name: _word(d.one) for d in doubts[:3]}
     example = "\n".join(
-        f"    - {{match: {_quoted(d.name)}, place: [{d.one}]}}  # or [{d.other}]" for d in doubts[:_LISTED]
+        f"    - {{match: {_quoted(d.name)}, place: [{d.one}]}}  # or [{d.other}]" for d in doubts[:_MAX_LISTED]
     )
     return AmbiguousLayout(
         f"the checkpoint was saved by {ranks} tensor-parallel ranks and does not record how these parameters are cut:\n"
         + "\n".join(lines),
-        hint=f"specify it for each, as in {how_to_say(told)} ({', '.join(CUTS)}, or the dim to join along; a "
+        hint=f"specify it for each, as in {cuts_option(recorded)} ({', '.join(CUTS)}, or the dim to join along; a "
         "pattern may have *); or in a layout file "
         f"that is given as {option_text('layout')}; a preset may do, too, "
         f"such as {option_text('layout', repr('llama'), 'llama')}:\n    version: 1\n    mesh: {{tp: {ranks}}}\n"
@@ -177,7 +177,7 @@ _WORDS = re.compile(r"(^|\.)((word|tok|token)_emb\w*|embed_tokens|wte|lm_head|ou
 class ModelSizes:
     """The sizes of the model that a checkpoint records: `padded_vocab_size`, `hidden_size`, … by name."""
 
-    told: Mapping[str, int] = field(default_factory=dict)
+    recorded: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> ModelSizes:
@@ -186,14 +186,14 @@ class ModelSizes:
         Args:
             value: the file's value.
         """
-        told: dict[str, int] = {}
+        recorded: dict[str, int] = {}
         for key in (*_ARGUMENTS, "universal_checkpoint_info"):
             found = value.get(key)
             found = found.state if isinstance(found, Inert) else found
             for name, n in (found if isinstance(found, dict) else {}).items():
                 if isinstance(name, str) and type(n) is int and n > 0:
-                    told.setdefault(name, n)
-        return cls(told)
+                    recorded.setdefault(name, n)
+        return cls(recorded)
 
     def whole(self, name: str, shapes: Shapes) -> bool | None:
         """Whether each rank's part is the whole parameter (True) or a cut of its rows (False); None if unknown.
@@ -205,7 +205,7 @@ class ModelSizes:
         rows, total = shapes[0][0], sum(s[0] for s in shapes)
         size = self._expected(name, len(shapes[0]))
         if size is None and _WORDS.search(name) and (size := self._first(_VOCABULARY)) and rows < size <= total:
-            return False  # padded to a size that is not told
+            return False  # padded to a size that is not recorded
         return size == rows if size in (rows, total) else None
 
     def width(self, name: str, shapes: Shapes) -> bool | None:
@@ -241,7 +241,7 @@ class ModelSizes:
         return self._first(("kv_channels", "head_dim")) or (width // heads if width and heads else None)
 
     def _first(self, names: Iterable[str]) -> int | None:
-        return next((self.told[name] for name in names if name in self.told), None)
+        return next((self.recorded[name] for name in names if name in self.recorded), None)
 
 
 def as_its_weight(name: str, shapes: Shapes, shardings: Mapping[str, TPSharding]) -> TPSharding | None:

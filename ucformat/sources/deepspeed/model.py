@@ -128,9 +128,9 @@ class ModelStates:
     @property
     def dims(self) -> tuple[int | None, int | None, int | None]:
         """The degrees of pipeline and tensor parallelism, and their product; None for those not recorded."""
-        told = self.value.get("checkpoint_parallel_dimensions")
-        told = told if isinstance(told, dict) else {}
-        sizes = (told.get("pp_degree"), told.get("tp_degree"), self.value.get("mp_world_size"))
+        recorded = self.value.get("checkpoint_parallel_dimensions")
+        recorded = recorded if isinstance(recorded, dict) else {}
+        sizes = (recorded.get("pp_degree"), recorded.get("tp_degree"), self.value.get("mp_world_size"))
         pp, tp, mp = (n if isinstance(n, int) and n > 0 else None for n in sizes)
         return pp, tp, mp
 

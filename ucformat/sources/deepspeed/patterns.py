@@ -205,18 +205,18 @@ class TensorParallelInfo:
         if not sizes or not isinstance(dim, int) or not 0 <= dim < len(view):
             raise LayoutError(f"{_SUB} has no usable shape and partition_dim")
         ranks, parts = len(shapes), view[dim]
-        told = (self._value.get("sub_param_shard_widths") or {}).get(pattern)
-        if told is not None:
-            if not isinstance(told, list | tuple) or not all(_is_sizes(w) for w in told):
+        recorded = (self._value.get("sub_param_shard_widths") or {}).get(pattern)
+        if recorded is not None:
+            if not isinstance(recorded, list | tuple) or not all(_is_sizes(w) for w in recorded):
                 raise LayoutError("sub_param_shard_widths are no lists of numbers")
-            return sub_params(shapes, view, dim, told)
+            return sub_params(shapes, view, dim, recorded)
         if isinstance(parts, int) and (self.version >= 0.3 or is_exact(pattern)):
             parts = _count(parts, dim, shapes)
         parts = [parts] if isinstance(parts, int) else list(parts)
         uneven = [n for n in parts if n % ranks]
         if uneven:
             raise LayoutError(
-                f"its sub-parameters {parts} cannot be cut evenly over {ranks} ranks, and no widths are told"
+                f"its sub-parameters {parts} cannot be cut evenly over {ranks} ranks, and no widths are recorded"
             )
         return sub_params(shapes, view, dim, [[n // ranks] * ranks for n in parts])
 

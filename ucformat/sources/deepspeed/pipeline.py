@@ -117,11 +117,11 @@ def adopt_layers(models: Sequence[ModelStates], layers: Sequence[Layer]) -> None
         models: the model states of each stage; the tensors are added to them.
         layers: the layers, in order.
     """
-    told = _StageLayers(models)
-    _check_all_there(models, layers, told.stage_of, told.tied)
+    recorded = _StageLayers(models)
+    _check_all_there(models, layers, recorded.stage_of, recorded.tied)
     copies: dict[str, Layer] = {}
     for layer in layers:
-        stage, key = told.place(layer)
+        stage, key = recorded.place(layer)
         if key is not None:
             _check_tied(key, copies.setdefault(key, layer), layer)
         prefix = f"{layer.number}." if key is None else f"{_TIED}{key}."
@@ -184,7 +184,7 @@ def _check_all_there(
     missing = [re.sub(r"layer_\d+", f"layer_{n:02d}", like) for n in sorted(stage_of) if n not in there]
     if missing:
         raise MissingData(
-            f"{', '.join(missing[:10])} is missing: {models[stage_of[min(set(stage_of) - there)]].key} speaks of "
+            f"{', '.join(missing[:10])} is missing: {models[stage_of[min(set(stage_of) - there)]].key} has "
             "parameters of the layer",
             hint="copy all files of the tag folder; each stage wrote its own, perhaps to its node's disk",
         )

@@ -26,7 +26,7 @@ from ucformat.sources.tp_merge.sharding import (
     TP,
     Shapes,
     TPSharding,
-    how_to_say,
+    cuts_option,
     layout_of_cuts,
     mean,
     replicate,
@@ -56,16 +56,16 @@ class ShardingResolver:
     ) -> None:
         self._ranks, self._vocab = ranks, vocab
         self._file = models[0].key
-        told = next((m for m in models if m.value.get("universal_checkpoint_info")), models[0])
-        info = told.value.get("universal_checkpoint_info")
-        self.info = TensorParallelInfo(info, told.key, _padded(told, info))
+        described_by = next((m for m in models if m.value.get("universal_checkpoint_info")), models[0])
+        info = described_by.value.get("universal_checkpoint_info")
+        self.info = TensorParallelInfo(info, described_by.key, _padded(described_by, info))
         if vocab is None and isinstance(info, dict) and isinstance(info.get("original_vocab_size"), int):
             self._vocab = info["original_vocab_size"]
         self._layouts = [given for given in (layout_of_cuts(cuts, ranks), _layout(layout, ranks)) if given is not None]
-        self._sizes = ModelSizes.of(told.value)
+        self._sizes = ModelSizes.of(described_by.value)
         self._shapes: Mapping[str, Shapes] = {}
         self._described: list[str] = []
-        self._telling: dict[str, bool] = {}  # what the other parameters prove, once it was asked for
+        self._proved: dict[str, bool] = {}  # what the other parameters prove, computed on demand
         self._family: Layout | None = None
         self._width: int | None = None
         self._tables: dict[int, str] = {}  # padded rows -> a vocabulary of so many
@@ -111,7 +111,7 @@ class ShardingResolver:
             except LayoutError as error:
                 raise type(error)(
                     f"{self._file}: {name}: {error.message}",
-                    hint=error.hint or f"specify how it is cut: {how_to_say({name: 'replicate'})}, …",
+                    hint=error.hint or f"specify how it is cut: {cuts_option({name: 'replicate'})}, …",
                 ) from error
             if isinstance(found, Doubt):
                 doubts[name] = found
@@ -156,11 +156,11 @@ class ShardingResolver:
         same = self.info.strip(name, replicate(shapes))
         if whole:
             return same.because("its rows, as the arguments tell")
-        if found == "equal" and self._telling_replicas(verdict):
+        if found == "equal" and self._equal_means_replica(verdict):
             return same.because("equal bytes, where those of cut parameters differ")
         return Doubt(name, shapes, "replicate", cut(0))
 
-    def _telling_replicas(self, verdict: Callable[[str], Verdict]) -> bool:
+    def _equal_means_replica(self, verdict: Callable[[str], Verdict]) -> bool:
         """Whether equal parts are replicas: the checkpoint declares others replicated, and holds parts that differ."""
         called = any(map(self.info.is_replicated, self._described)) or any(
             self.info.is_replicated(n) and len(set(s)) == 1 and verdict(n) != "different"
@@ -170,14 +170,14 @@ class ShardingResolver:
 
     def _differ(self, verdict: Callable[[str], Verdict]) -> bool:
         """Whether the ranks hold different parts of any parameter, so that they were not all seeded alike."""
-        if "differ" not in self._telling:
+        if "differ" not in self._proved:
             names = sorted(self._shapes, key=lambda n: -len(self._shapes[n][0]))  # matrices first
-            self._telling["differ"] = any(
+            self._proved["differ"] = any(
                 len(set(self._shapes[n])) > 1 or (self._shapes[n][0] and verdict(n) == "different")
                 for n in names
                 if not self.info.is_replicated(n)
             )
-        return self._telling["differ"]
+        return self._proved["differ"]
 
     def may_differ(self, name: str) -> bool:
         """Whether the copies of a parameter in several pipeline stages may differ; the first stage's copy is then read.
@@ -251,7 +251,7 @@ class ShardingResolver:
             names = " and ".join(padded.values())
             raise AmbiguousLayout(
                 f"{self._file}: {names} are vocabularies of {' and '.join(map(str, padded))} rows, but one original "
-                f"size, {self._vocab}, is told: which of them is padded, and from what, is unclear",
+                f"size, {self._vocab}, is recorded: which of them is padded, and from what, is unclear",
                 hint="specify how they are cut in a layout, where a rule without pad_to keeps all rows: "
                 f"{option_text('layout')}",
             )

@@ -184,14 +184,14 @@ class Zero12:
         """Check that `param_slice_mappings`, if the file has them, agree with the layout."""
         if not isinstance(mappings, list):
             return
-        for index, told in enumerate(mappings):
-            said = {name: (a.get("start"), a.get("numel")) for name, a in told.items() if isinstance(a, Inert)}
+        for index, recorded in enumerate(mappings):
+            ranges = {name: (a.get("start"), a.get("numel")) for name, a in recorded.items() if isinstance(a, Inert)}
             at = self.experts.place(self.degrees[index], rank)
             accepted = [_slices(layout[index], at) for layout in (self.flat, self.round_robin) if layout]
-            if said not in accepted:
-                name = next((n for n in chain(said, accepted[0]) if said.get(n) != accepted[0].get(n)), "?")
+            if ranges not in accepted:
+                name = next((n for n in chain(ranges, accepted[0]) if ranges.get(n) != accepted[0].get(n)), "?")
                 raise IntegrityError(
-                    f"{file}: `param_slice_mappings` puts {name} at {said.get(name)} (start, elements) of group "
+                    f"{file}: `param_slice_mappings` puts {name} at {ranges.get(name)} (start, elements) of group "
                     f"{index}, the "
                     f"order of `param_shapes` in {self.model.key} at {accepted[0].get(name)}",
                     hint="please report this checkpoint; it is not read because its layout is uncertain",
@@ -235,10 +235,10 @@ class Zero12:
                     else:
                         contents.add_whole(name, kind, file, tensor)
         contents.keep_scalars(file, scalars(file, state, _TENSORS))
-        told = stage_of(state.get("zero_stage", 1))  # BF16_Optimizer, which is of ZeRO 1, says nothing
-        if told not in (1, 2):
-            raise IntegrityError(f"{file.key} records ZeRO {told}, but its files are those of ZeRO 1 and 2")
-        self.stage = told
+        recorded = stage_of(state.get("zero_stage", 1))  # BF16_Optimizer, which is of ZeRO 1, does not record it
+        if recorded not in (1, 2):
+            raise IntegrityError(f"{file.key} records ZeRO {recorded}, but its files are those of ZeRO 1 and 2")
+        self.stage = recorded
 
     def _extents(self, index: int, name: str, state: str, expert_rank: int, within: Box | None) -> Iterator[Extent]:
         """The parts of a parameter, by its local name, in the partitions that contain it."""

@@ -97,15 +97,15 @@ class Arguments:
         """
         if not any(name == v or name.endswith("." + v) for v in _VOCABULARY):
             return stored
-        told = self.vocab_size
-        if told is None:
+        rows_kept = self.vocab_size
+        if rows_kept is None:
             size, unit = self.number("vocab_size"), self.number("make_vocab_size_divisible_by")
             padded = self.number("padded_vocab_size")
             if padded is None and size and unit:
                 unit *= self.degree("tensor_model_parallel_size") or 1
                 padded = -(-size // unit) * unit
-            told = size if padded == stored else None  # else what the rows beyond it are is not told
-        return told if told is not None and 0 < told < stored else stored
+            rows_kept = size if padded == stored else None  # else the purpose of the other rows is unknown
+        return rows_kept if rows_kept is not None and 0 < rows_kept < stored else stored
 
 
 @dataclass(frozen=True, kw_only=True)

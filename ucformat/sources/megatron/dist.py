@@ -104,9 +104,9 @@ class OpenDist:
 
         Its linear layers keep nothing as extra state, Transformer Engine's always something.
         """
-        told = self.args.values.get("transformer_impl")
-        if isinstance(told, str):
-            return told == "local"
+        recorded = self.args.values.get("transformer_impl")
+        if isinstance(recorded, str):
+            return recorded == "local"
         meta = self._items.meta
         key = next((k for k in meta.values if f"self_attention.linear_qkv.{_EXTRA}/shard_" in k), None)
         return key is not None and _unwrapped(self._items.values([key])[key].value) is None

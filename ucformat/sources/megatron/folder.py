@@ -27,7 +27,7 @@ _ITERATION = re.compile(r"iter_\d{7,}|release")
 _MAX_KEYS = 10_000
 _MAX_METADATA_BYTES = 4096  # bytes of metadata.json
 _MAX_TRACKER_BYTES = 64  # bytes of the tracker
-_NAMED = 10
+_MAX_LISTED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ def find_place(store: Store) -> MegatronFolder | None:
         return MegatronFolder("", None, classic=True)
     folders = sorted({k.split("/", 1)[0] for k in keys if _ITERATION.fullmatch(k.split("/", 1)[0]) and _inside(k)})
     if len(folders) > 1:
-        more = f" and {len(folders) - _NAMED} more" if len(folders) > _NAMED else ""
+        more = f" and {len(folders) - _MAX_LISTED} more" if len(folders) > _MAX_LISTED else ""
         raise UsageError(
-            f"{store.url} holds several iterations and no {TRACKER}: {', '.join(folders[:_NAMED])}{more}",
+            f"{store.url} holds several iterations and no {TRACKER}: {', '.join(folders[:_MAX_LISTED])}{more}",
             hint="open the folder of one of them",
         )
     return MegatronFolder(folders[0], None, classic=backend_of(store, folders[0]) is None) if folders else None

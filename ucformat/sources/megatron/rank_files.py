@@ -29,7 +29,7 @@ __all__ = ["At", "RankFile", "read_ranks"]
 At = tuple[int, int, int]  # tensor-parallel rank, pipeline stage, expert-parallel rank
 
 _DEPTH = 20
-_NAMED = 10
+_MAX_LISTED = 10
 _CHUNK = re.compile(r"model(\d{0,3})")
 _LAYER = re.compile(r"((?:[^.]+\.)*?layers)\.(\d{1,6})\.", re.DOTALL)
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d{1,6})(.*)", re.DOTALL)
@@ -132,8 +132,8 @@ def _grid(found: dict[re.Match[str], str], args: Arguments) -> dict[At, str]:
             hint="an earlier save by more ranks left it; move it elsewhere",
         )
     if lost := sorted(whole - out.keys()):
-        more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
-        shown = ", ".join(f"tp {t} pp {p} ep {e}" for t, p, e in lost[:_NAMED])
+        more = f" and {len(lost) - _MAX_LISTED} more" if len(lost) > _MAX_LISTED else ""
+        shown = ", ".join(f"tp {t} pp {p} ep {e}" for t, p, e in lost[:_MAX_LISTED])
         raise MissingData(f"the files of the ranks {shown}{more} are missing; {len(out)} are there", hint=_COPY)
     return out
 

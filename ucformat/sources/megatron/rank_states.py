@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["read_states"]
 
 _COPIES = ("fp32_from_fp16_params", "fp32_from_fp16")
-_LOOKS = 3  # places in a buffer that are looked at when it is opened
+_CHECKED = 3  # places in a buffer that are looked at when it is opened
 
 
 def _without() -> str:
@@ -220,11 +220,11 @@ def _add_buffer(
         return same_values(file.store, slot.param, master, slot.start)
 
     slots = place(params, [master.size])
-    if slots is None or not all(map(proved, slots[:: max(1, len(slots) // _LOOKS)])) or not proved(slots[-1]):
+    if slots is None or not all(map(proved, slots[:: max(1, len(slots) // _CHECKED)])) or not proved(slots[-1]):
         slots = place(params, [master.size], proved=proved, joined=True)
     if slots is None:
         raise AmbiguousLayout(
-            f"{file.key}: a flat buffer of {master.size:,} elements cannot be told apart: in Megatron's order the "
+            f"{file.key}: a flat buffer of {master.size:,} elements cannot be named: in Megatron's order the "
             f"parameters of {rank.file.key} do not fill it with the values of the weights",
             hint="save it with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, " + _without(),
         )

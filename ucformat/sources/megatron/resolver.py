@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ucformat.errors import AmbiguousLayout, LayoutError, option_text
 from ucformat.geometry.placement import Replicate, Shard
-from ucformat.sources.tp_merge.sharding import TP, Shapes, TPSharding, concatenate, how_to_say, replicate, shard
+from ucformat.sources.tp_merge.sharding import TP, Shapes, TPSharding, concatenate, cuts_option, replicate, shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ _SAME = re.compile(
     re.DOTALL,
 )
 _SECOND = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
-_LISTED = 20
+_MAX_LISTED = 20
 
 
 class NameResolver:
@@ -142,14 +142,14 @@ class NameResolver:
         return shard(shapes, cuts[0])
 
     def _ambiguous(self, doubts: Sequence[str]) -> AmbiguousLayout:
-        lines = [f"  {n} (parts of {list(self._shapes[n][0])})" for n in doubts[:_LISTED]]
-        lines += [f"  … and {len(doubts) - _LISTED} more"] if len(doubts) > _LISTED else []
+        lines = [f"  {n} (parts of {list(self._shapes[n][0])})" for n in doubts[:_MAX_LISTED]]
+        lines += [f"  … and {len(doubts) - _MAX_LISTED} more"] if len(doubts) > _MAX_LISTED else []
         ranks = len(self._shapes[doubts[0]])
         example = "\n".join(f"    - {{match: '{n}', place: [{{shard: 0, over: tp}}]}}" for n in doubts[:3])
         return AmbiguousLayout(
             f"the checkpoint was saved by {ranks} tensor-parallel ranks, and neither Megatron's names nor the bytes "
             "tell how these parameters are cut:\n" + "\n".join(lines),
-            hint=f"specify it for each, as in {how_to_say({doubts[0]: '0'})} (or replicate, halves, 1; a pattern may "
+            hint=f"specify it for each, as in {cuts_option({doubts[0]: '0'})} (or replicate, halves, 1; a pattern may "
             f"have *); or in a layout file, given as {option_text('layout')}:\n"
             f"    version: 1\n    mesh: {{tp: {ranks}}}\n    rules:\n{example}  # or replicate, shard 1, parts",
         )

@@ -54,8 +54,8 @@ def original_shapes(meta: Metadata) -> dict[str, tuple[int, ...]]:
     """
     found = meta.root.get("mcore_data")
     out = {}
-    for fqn, told in found.items() if isinstance(found, dict) else ():
-        shape = told.get(_SHAPE) if isinstance(told, dict) else None
+    for fqn, recorded in found.items() if isinstance(found, dict) else ():
+        shape = recorded.get(_SHAPE) if isinstance(recorded, dict) else None
         if shape is None:
             continue
         if not isinstance(shape, tuple | list) or not all(type(n) is int and n >= 0 for n in shape):

@@ -28,9 +28,9 @@ __all__ = ["LocalContents", "Replica", "Verdict", "compare", "must_agree"]
 #: `constant`: equal, but made of one value, row or column, repeated: then two different tensors may well be equal.
 Verdict = Literal["equal", "constant", "different"]
 
-_WHOLE = 1 << 20
-_PLACES, _PLACE = 16, 1 << 16
-_FIRST, _FEW = 1 << 9, 8  # bytes, and elements of a small tensor
+_MAX_WHOLE_BYTES = 1 << 20
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
+_HEAD_BYTES, _SMALL = 1 << 9, 8  # bytes, and elements of a small tensor
 
 
 class LocalContents(TensorIndex):
@@ -100,17 +100,17 @@ class Replica:
             short: only enough to find out whether one value, row or column is repeated.
         """
         size = self.box.size
-        few, place = _FIRST // self.itemsize, _PLACE // self.itemsize
+        few, place = _HEAD_BYTES // self.itemsize, _SAMPLE_BYTES // self.itemsize
         if size <= 4 * few:
-            return [(0, _FEW), (0, size)] if size > _FEW else [(0, size)] if size else []
+            return [(0, _SMALL), (0, size)] if size > _SMALL else [(0, size)] if size else []
         row = size // self.box.shape[0]
         first = [(0, few), *([(row, min(size, row + few))] if few < row < size else [])]
         if short:
             return [*first, (0, min(size, place))]
-        if size * self.itemsize <= _WHOLE:
+        if size * self.itemsize <= _MAX_WHOLE_BYTES:
             return [*first, (0, size)]
-        step = (size - place) // (_PLACES - 1)
-        return [*first, *((i * step, i * step + place) for i in range(_PLACES))]
+        step = (size - place) // (_SAMPLES - 1)
+        return [*first, *((i * step, i * step + place) for i in range(_SAMPLES))]
 
     def read(self, store: Store, start: int, stop: int) -> bytes:
         """Read a flat range.
@@ -133,22 +133,22 @@ def compare(store: Store, copies: Sequence[Replica]) -> Verdict:
         store: the store of the checkpoint.
         copies: the copies, of one shape and dtype.
     """
-    if (told := _by_sums(copies)) is False:
+    if (same := _by_sums(copies)) is False:
         return "different"
     repeated = _Repeated(copies[0].box.shape)
-    for start, stop in copies[0].ranges(short=told is True):
-        parts = {copy.read(store, start, stop) for copy in copies[: 1 if told else None]}
+    for start, stop in copies[0].ranges(short=same is True):
+        parts = {copy.read(store, start, stop) for copy in copies[: 1 if same else None]}
         if len(parts) > 1:
             return "different"
         repeated.add(start, parts.pop(), copies[0].itemsize)
-    return "constant" if repeated.is_so else "equal"
+    return "constant" if repeated.found else "equal"
 
 
 def _same(store: Store, copies: Sequence[Replica]) -> bool:
     """Whether all copies have the same bytes."""
-    told = _by_sums(copies)
-    if told is not None:
-        return told
+    same = _by_sums(copies)
+    if same is not None:
+        return same
     ranges = copies[0].ranges(short=False)
     return all(len({copy.read(store, start, stop) for copy in copies}) == 1 for start, stop in ranges)
 
@@ -183,7 +183,7 @@ class _Repeated:
                 del self._ways[way], self._seen[way], self._again[way]
 
     @property
-    def is_so(self) -> bool:
+    def found(self) -> bool:
         """Also true for tensors of one element or none."""
         seen = zip(self._again, self._seen, strict=True)
         return self._size <= 1 or any(again > len(places) for again, places in seen)

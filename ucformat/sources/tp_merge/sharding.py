@@ -25,7 +25,7 @@ __all__ = [
     "Shapes",
     "TPSharding",
     "concatenate",
-    "how_to_say",
+    "cuts_option",
     "layout_of_cuts",
     "mean",
     "replicate",
@@ -151,7 +151,7 @@ def shard(shapes: Shapes, how: Shard, size: int | None = None) -> TPSharding:
         found = tuple(n.size for n in dims)
         if found != shape:
             raise LayoutError(
-                f"the part of tensor-parallel rank {at} has the shape {list(shape)}, where {_say(how)} of "
+                f"the part of tensor-parallel rank {at} has the shape {list(shape)}, where {_shard_text(how)} of "
                 f"{list(whole)} gives {list(found)}"
             )
         kept, spare = regions_of(dims)
@@ -159,7 +159,7 @@ def shard(shapes: Shapes, how: Shard, size: int | None = None) -> TPSharding:
         padding.append(spare)
     rows = -total % how.pad_to if how.pad_to else 0
     if rows and d:
-        raise LayoutError(f"{_say(how)} pads dim {d}; padding is read along dim 0 alone")
+        raise LayoutError(f"{_shard_text(how)} pads dim {d}; padding is read along dim 0 alone")
     return TPSharding(whole, tuple(regions), tuple(padding) if rows else (), rows)
 
 
@@ -219,7 +219,7 @@ def _splits(view: list[int], shape: tuple[int, ...]) -> bool:
     return not rest
 
 
-def _say(how: Shard) -> str:
+def _shard_text(how: Shard) -> str:
     given = {"sizes": how.sizes, "parts": how.parts, "pad_to": how.pad_to}
     return f"shard {how.dim}" + "".join(f" {k} {v}" for k, v in given.items() if v is not None)
 
@@ -248,7 +248,7 @@ def layout_of_cuts(cuts: Mapping[str, str | int] | None, ranks: int) -> Layout |
     return Layout({TP: ranks}, [{"match": pattern, "place": _place(pattern, how)} for pattern, how in cuts.items()])
 
 
-def how_to_say(cuts: Mapping[str, str]) -> str:
+def cuts_option(cuts: Mapping[str, str]) -> str:
     """The option for these cuts, as `option_text` spells it.
 
     Args:
