@@ -378,7 +378,7 @@ def test_of_whatever_the_writer_of_async_save_writes_to_its_streams(
         "    return begin(*args)\n"
         "worker._do = do\n"
     )
-    monkeypatch.setattr("ucformat.torch.saving.background._SERVE", f"{code}worker.main()")
+    monkeypatch.setattr("ucformat.torch.saving.background._MAIN", f"{code}worker.main()")
     monkeypatch.setenv("SOME_TOKEN", watch.canary)
     _save_behind(watch)
     out, err = capfd.readouterr()
