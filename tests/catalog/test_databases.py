@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from tests.catalog.databases import Postgres
 
 
-def test_a_database_is_fresh_and_takes_the_tables(database_url: str) -> None:
-    engine = create_engine(database_url)
+def test_a_database_is_fresh_and_takes_the_tables(empty_database_url: str) -> None:
+    engine = create_engine(empty_database_url)
     assert inspect(engine).get_table_names() == []
     Base.metadata.create_all(engine)
     assert "checkpoint" in inspect(engine).get_table_names()

@@ -78,15 +78,15 @@ def test_the_chain_is_what_the_package_says_it_is() -> None:
     assert tuple(r.revision for r in reversed(list(script.walk_revisions()))) == KNOWN
 
 
-def test_models_and_chain_agree(database_url: str) -> None:
-    database = Database(database_url)
+def test_models_and_chain_agree(empty_database_url: str) -> None:
+    database = Database(empty_database_url)
     with database.engine.connect() as connection:
         command.check(config(connection))
     database.close()
 
 
-def test_every_foreign_key_has_an_index(database_url: str) -> None:
-    database = Database(database_url)
+def test_every_foreign_key_has_an_index(empty_database_url: str) -> None:
+    database = Database(empty_database_url)
     inspector = sa.inspect(database.engine)
     keys = 0
     for table in Base.metadata.tables:
@@ -99,57 +99,61 @@ def test_every_foreign_key_has_an_index(database_url: str) -> None:
     database.close()
 
 
-def test_an_older_database_waits_for_an_upgrade_that_keeps_its_data(database_url: str, tmp_path: Path) -> None:
-    filled(database_url)
+def test_an_older_database_waits_for_an_upgrade_that_keeps_its_data(empty_database_url: str, tmp_path: Path) -> None:
+    filled(empty_database_url)
     with next_release(tmp_path / "scripts"):
         with pytest.raises(UpgradeNeeded, match="older") as caught:
-            Database(database_url)
+            Database(empty_database_url)
         assert "ucp catalog upgrade" in str(caught.value.hint)
 
-        with Catalog(database_url, upgrade=True) as catalog:
+        with Catalog(empty_database_url, upgrade=True) as catalog:
             entry = catalog.get("run7@0")
             assert (entry.urls, entry.tags) == (("/data/1",), ("good",))
             assert catalog.lineage(entry.id).edges
             with catalog.database.reading() as connection:
                 assert connection.execute(sa.text("select distinct toy from checkpoint")).scalars().all() == [7]
             catalog.record(manifest(3), "/data/3")
-        Database(database_url).close()  # and nothing more to do
+        Database(empty_database_url).close()  # and nothing more to do
 
 
-def test_a_newer_database_is_only_read(database_url: str) -> None:
-    with Catalog(database_url) as catalog:
+def test_a_newer_database_is_only_read(empty_database_url: str) -> None:
+    with Catalog(empty_database_url) as catalog:
         catalog.record(manifest(1), "/data/1")
         with catalog.database.writing() as connection:
             connection.execute(sa.text(f"update {VERSION_TABLE} set version_num = 'future'"))  # noqa: S608
 
-    with Catalog(database_url) as catalog:
+    with Catalog(empty_database_url) as catalog:
         assert catalog.count() == 1
         with pytest.raises(UpgradeNeeded, match="newer ucformat") as caught:
             catalog.tag("run7@0", "x")
         assert "pip install --upgrade" in str(caught.value.hint)
 
 
-def test_tables_of_somebody_else_are_left_alone(database_url: str) -> None:
-    engine = sa.create_engine(database_url)
+def test_tables_of_somebody_else_are_left_alone(empty_database_url: str) -> None:
+    engine = sa.create_engine(empty_database_url)
     with engine.begin() as connection:
         connection.execute(sa.text("create table run (name text)"))
     with pytest.raises(PermissionDenied, match="'run' that is not ucformat's"):
-        Database(database_url)
+        Database(empty_database_url)
     assert sa.inspect(engine).get_table_names() == ["run"]
     engine.dispose()
 
 
-def test_one_that_is_killed_while_upgrading_leaves_the_database_as_it_was(database_url: str, tmp_path: Path) -> None:
-    filled(database_url)
+def test_one_that_is_killed_while_upgrading_leaves_the_database_as_it_was(
+    empty_database_url: str, tmp_path: Path
+) -> None:
+    filled(empty_database_url)
     scripts = tmp_path / "scripts"
     with next_release(scripts):
-        process = multiprocessing.get_context("spawn").Process(target=_upgrade_and_die, args=(database_url, scripts))
+        process = multiprocessing.get_context("spawn").Process(
+            target=_upgrade_and_die, args=(empty_database_url, scripts)
+        )
         process.start()
         process.join()
         assert process.exitcode == 9
         with pytest.raises(UpgradeNeeded):
-            Database(database_url)
-        with Catalog(database_url, upgrade=True) as catalog:
+            Database(empty_database_url)
+        with Catalog(empty_database_url, upgrade=True) as catalog:
             assert catalog.get("run7@0").tags == ("good",)
 
 
@@ -169,10 +173,10 @@ def _upgrade_and_die(url: str, scripts: Path) -> None:
         Database(url, upgrade=True)
 
 
-def test_many_that_come_to_an_empty_database_make_it_once(database_url: str) -> None:
+def test_many_that_come_to_an_empty_database_make_it_once(empty_database_url: str) -> None:
     context = multiprocessing.get_context("spawn")
     with context.Pool(6) as pool:
-        ids = pool.map(_identity, [database_url] * 12)
+        ids = pool.map(_identity, [empty_database_url] * 12)
     assert len(set(ids)) == 1
 
 
@@ -185,11 +189,11 @@ def _identity(url: str) -> str:
     return str(found[0])
 
 
-def test_two_that_upgrade_at_once_both_end_well(database_url: str, tmp_path: Path) -> None:
-    filled(database_url)
+def test_two_that_upgrade_at_once_both_end_well(empty_database_url: str, tmp_path: Path) -> None:
+    filled(empty_database_url)
     scripts = tmp_path / "scripts"
     with next_release(scripts), multiprocessing.get_context("spawn").Pool(4) as pool:
-        assert pool.starmap(_upgrade, [(database_url, scripts)] * 8) == ["toy"] * 8
+        assert pool.starmap(_upgrade, [(empty_database_url, scripts)] * 8) == ["toy"] * 8
 
 
 def _upgrade(url: str, scripts: Path) -> str:

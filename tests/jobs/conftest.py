@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ucformat
-from tests.catalog.conftest import Clock, clock, database_url, postgres_server  # noqa: F401 - fixtures
+from tests.catalog.conftest import (  # noqa: F401 - fixtures
+    Clock,
+    clock,
+    database_url,
+    engine_name,
+    postgres_server,
+    sqlite_catalog,
+)
 from tests.fakes import FakeSource, random_array
 from tests.zero_files import FLAT, write_zero3
 from ucformat.catalog.catalog import Catalog

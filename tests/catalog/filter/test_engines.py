@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def connection(database_url: str) -> Iterator[Connection]:
+def connection(empty_database_url: str) -> Iterator[Connection]:
     """One checkpoint in a database."""
-    engine = create_engine(database_url)
+    engine = create_engine(empty_database_url)
     store(engine, WORLDS[1][:1])
     with engine.connect() as connection:
         yield connection

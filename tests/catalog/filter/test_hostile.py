@@ -48,9 +48,9 @@ NASTY = [
 
 
 @pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
+def engine(empty_database_url: str) -> Iterator[Engine]:
     """A database of few checkpoints, of which the second bears every nasty word."""
-    engine = create_engine(database_url)
+    engine = create_engine(empty_database_url)
     store(engine, WORLDS[1][:3])
     with engine.begin() as c:
         c.execute(insert(Config).values(id=99, hash="nasty", document={word: {word: word} for word in NASTY}))
