@@ -10,6 +10,7 @@ import atexit
 import faulthandler
 import fcntl
 import gc
+import hashlib
 import importlib
 import json
 import os
@@ -19,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -27,16 +29,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.patience import PATIENCE
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["FOLDER", "Program", "run"]
+__all__ = ["FOLDER", "Program", "run", "ucp"]
 
 #: The environment variable that names the folder with the sockets of the session's servers.
 FOLDER = "UCFORMAT_TEST_SERVERS"
 _ROOT = Path(__file__).parents[1]
 #: What is set before torch is imported, and so is the same for all programs of a server.
 _FIXED = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+#: What commands import, most of it late.
+_UCP = (
+    "ucformat.cli.main",
+    "ucformat.catalog.catalog",
+    "ucformat.jobs.convert",
+    "ucformat.jobs.verify",
+    "ucformat.sources",
+)
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL, for ranks whose neighbour failed
 
 
@@ -48,6 +60,7 @@ class Program:
         argv: a script or `-m` and a module, and its arguments.
         environment: all of its environment.
         logs: the file for output and errors of each process, or one for all.
+        errors: a file for the errors of all processes, apart from their output.
         ranks: 0 for a program that is no rank.
         together: whether the others end when one rank fails, as under torchrun.
         cwd: its working directory.
@@ -61,6 +74,7 @@ class Program:
     together: bool = True
     cwd: str = str(_ROOT)
     modules: Sequence[str] = ()
+    errors: str | None = None
 
 
 def run(python: str, modules: Sequence[str], program: Program, timeout: float) -> list[int]:
@@ -68,7 +82,7 @@ def run(python: str, modules: Sequence[str], program: Program, timeout: float) -
 
     Args:
         python: the interpreter.
-        modules: what its server imports; those of the first call count.
+        modules: what its server imports; each interpreter and set of modules has a server of its own.
         program: what to run.
         timeout: seconds; TimeoutError after these, and the program is killed.
     """
@@ -84,10 +98,26 @@ def run(python: str, modules: Sequence[str], program: Program, timeout: float) -
     return codes
 
 
+def ucp(arguments: Sequence[object], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `ucp` in a process of its own.
+
+    Args:
+        arguments: of the command.
+        folder: its working directory.
+        environment: more of the environment.
+    """
+    argv = ["-m", "ucformat.cli", *map(str, arguments)]
+    with tempfile.TemporaryDirectory() as place:
+        out, err = Path(place) / "out", Path(place) / "err"
+        more = {**os.environ, "PYTHONPATH": str(_ROOT), **environment}
+        program = Program(argv, more, [str(out)], cwd=str(folder), errors=str(err))
+        (code,) = run(sys.executable, _UCP, program, PATIENCE)
+        return subprocess.CompletedProcess(argv, code, out.read_text(), err.read_text())
+
+
 def _connect(python: str, modules: Sequence[str]) -> socket.socket:
     """A connection to the server of an interpreter, which is started where there is none."""
-    name = python.replace("/", "_")[-60:]
-    place = Path(os.environ[FOLDER]) / name
+    place = Path(os.environ[FOLDER]) / hashlib.sha256(repr((python, *modules)).encode()).hexdigest()[:16]
     with place.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for _ in range(2):
@@ -217,7 +247,7 @@ def _be(program: Program, rank: int, port: int) -> None:
     """Be one process of a program."""
     log = os.open(program.logs[rank % len(program.logs)], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
-    os.dup2(log, 2)
+    os.dup2(os.open(program.errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if program.errors else log, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     faulthandler.enable()
     os.environ.clear()

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import ucformat
+from tests import forkserver
 from tests.fakes import Arrays, manifest_file, random_array, same
-from tests.patience import PATIENCE
 from tests.sources.torch_files import call, dictionary, glob, pickled, save, tensor, text
 from tests.storage.faulty import FaultyStore
 from tests.zero_files import FLAT, a_list, mapping, write_zero3
@@ -71,15 +71,7 @@ def ucp(tmp_path: Path) -> Ucp:
         place = tmp_path / "place"
         place.mkdir(exist_ok=True)
         before = listing(tmp_path, without=tmp_path / "target")
-        done = subprocess.run(
-            [sys.executable, "-m", "ucformat.cli", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            cwd=place,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "UCP_DEBUG": "0"},
-            check=False,
-        )
+        done = forkserver.ucp(arguments, place, UCP_DEBUG="0")
         assert done.returncode == code, done.stdout + done.stderr
         assert "Traceback" not in done.stderr
         if code:
