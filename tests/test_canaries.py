@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import traceback
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -182,7 +183,10 @@ class Watch:
     def check(self) -> None:
         plain = self.canary
         files = [f for f in self.folder.rglob("*") if f.is_file() and f.name not in ("config.toml", "credentials")]
-        texts = [*self.texts, *self.heard.texts, *(f.read_bytes().decode("latin-1") for f in files)]
+        texts = [*self.texts, *self.heard.texts]
+        for file in files:
+            with suppress(FileNotFoundError):  # SQLite removes its own when the last connection is closed
+                texts.append(file.read_bytes().decode("latin-1"))
         texts += [str(f) for f in self.folder.rglob("*")]
         for text in texts:
             for form in (plain, quote(plain, safe=""), quote(plain), plain[4:20]):

@@ -46,7 +46,7 @@ def test_a_shard_that_a_large_plan_asks_the_size_of(store: Store, monkeypatch: p
 
 
 def test_a_shard_of_a_large_tensor(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(universal, "_LARGE", 0)
+    monkeypatch.setattr(universal, "_LARGE_BYTES", 0)
     lose(store, "weight/table/c/")
     with pytest.raises(MissingData, match=r"table \(weight\): .*weight/table/c/"):
         ucformat.open(store)["table"].plan()

@@ -109,7 +109,7 @@ def test_a_document_that_is_no_layout(change: dict[str, Any], message: str) -> N
         ({"flat": "optimizer", "over": "dp", "cut": "x"}, r"rules\[1\]\.place\[0\]\.flat\.cut: Input should be"),
         ({"flat": "units", "over": "dp"}, r"rules\[1\] \(match '\*'\): unknown group 'units'"),
         ({"stage": [0, 1], "over": "dp"}, r"rules\[1\] \(match '\*'\) gives the first layers"),
-        ({"shard": 0, "over": "pp"}, r"rules\[1\] \(match '\*'\) names the axis 'pp', which the mesh \(dp=2, tp=2\)"),
+        ({"shard": 0, "over": "pp"}, r"rules\[1\] \(match '\*'\) names the axis 'pp', which is not in the mesh"),
     ],
 )
 def test_a_faulty_rule_is_named(place: Any, message: str) -> None:

@@ -59,7 +59,7 @@ def place(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("form", ["zarr", "packed"])
 def test_a_save_that_cannot_tell_whether_it_is_committed_drops_nothing(form: Any, faulty: Faulty, place: str) -> None:
     faulty.proxy.choose = after_the_commit("reset", last="lost")
-    with pytest.raises(Uncertain, match=r"cannot be told whether the checkpoint at .* was committed") as failure:
+    with pytest.raises(Uncertain, match=r"it is unknown whether the checkpoint at .* was committed") as failure:
         save(state(), place, form=form)
     assert "open it" in (failure.value.hint or "")
     faulty.proxy.choose = fine

@@ -119,7 +119,7 @@ def decode(data: Any, template: Any = None, *, trust: bool = False) -> Any:
 
 def _distrusted(_: bytes) -> Any:
     raise UnsafeError(
-        "the value is a pickle, which could run code when it is loaded",
+        "the value is a pickle, which could run code when it is loaded; trust=True loads it",
         hint="pass trust=True if you trust the author of the checkpoint",
     )
 
