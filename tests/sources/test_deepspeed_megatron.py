@@ -143,7 +143,7 @@ class TestWithoutInfo:
         rule = {"match": "*word_embeddings*", "place": [{"shard": 0, "over": "tp", "pad_to": 8}]}
         layout = ucformat.Layout({"tp": 2}, [rule])
         check(opened(tmp_path / "ckpt", layout=layout, vocab=11), truth)
-        with pytest.raises(LayoutError, match="not from what size"):
+        with pytest.raises(LayoutError, match="its size without padding is unknown"):
             opened(tmp_path / "ckpt", layout=layout)
 
     def test_a_layout_of_another_degree_is_refused(self, tmp_path: Path) -> None:

@@ -314,5 +314,5 @@ class TestInference:
         )
 
     def test_shapes_that_fit_no_cut(self) -> None:
-        with pytest.raises(LayoutError, match="fit no cut"):
+        with pytest.raises(LayoutError, match="fit no sharding"):
             self.one("a.weight", ((4, 4), (5, 5)))

@@ -225,7 +225,7 @@ def manifest_problems(manifest: Manifest) -> Iterator[Problem]:
 
 def _tensor(doc: TensorDoc, manifest: Manifest) -> str | None:
     if len(doc.shape) > _MAX_DIMS or max(doc.shape, default=0) > MAX_EDGE:
-        return "the manifest gives it an impossible shape"
+        return "the manifest gives it an invalid shape"
     nbytes = math.prod(doc.shape) * ITEMSIZE[doc.dtype]
     if nbytes != doc.nbytes:
         return f"the manifest gives it {doc.nbytes} bytes, but its shape has {nbytes}"
@@ -235,13 +235,13 @@ def _tensor(doc: TensorDoc, manifest: Manifest) -> str | None:
         return f"the manifest gives it an array of {len(doc.shape)} dims; it may have {MAX_DIMS}"
     chunk, shard = doc.chunk, doc.shard
     if chunk is None or shard is None or not len(doc.shape) == len(chunk) == len(shard):
-        return "the manifest gives it an impossible chunk grid"
+        return "the manifest gives it an invalid chunk grid"
     if any(s % c for s, c in zip(shard, chunk, strict=True)):
-        return "the manifest gives it an impossible chunk grid"
+        return "the manifest gives it an invalid chunk grid"
     if doc.digest is None:
         return "the manifest gives it no digest"
     count = Grid(doc.shape, chunk, shard, ITEMSIZE[doc.dtype]).count
-    return f"the manifest gives it an impossible number of shards ({count})" if count > MAX_SHARDS else None
+    return f"the manifest gives it an invalid number of shards ({count})" if count > MAX_SHARDS else None
 
 
 def _sources(doc: SidecarDoc) -> Iterator[Problem]:

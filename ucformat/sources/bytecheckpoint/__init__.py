@@ -21,7 +21,7 @@ class ByteCheckpoint(Dcp):
 
     kind = "bytecheckpoint"
     title = "ByteCheckpoint"
-    before = ("dcp", "megatron")  # the files of both are there
+    before = ("dcp", "megatron")  # it has the files of both
 
     def is_marker(self, name: str) -> bool:
         """Whether a folder with such a file is a checkpoint; `extra_state_rank_0.pt` is one level further down."""

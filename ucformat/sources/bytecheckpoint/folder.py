@@ -33,7 +33,7 @@ class Folder:
     """The files of one step, as keys of the store; `below` is its folder with a trailing `/`, or "" for the root."""
 
     below: str
-    parts: dict[str, str]  # model, optimizer: the folder of each, with a `/` where it is not the root
+    parts: dict[str, str]  # the folder of `model` and `optimizer`, with a trailing `/` unless it is the root
     extra: tuple[str, ...]  # extra state, by rank
     others: tuple[str, ...]
     step: int | None
@@ -75,15 +75,15 @@ def find_folder(store: Store) -> Folder:
     parts = {part: f"{below}{part}/" for part in _PARTS if any(k.startswith(f"{below}{part}/") for k in keys)}
     for lacking in [k for k in {"model": f"{below}model/", **parts}.values() if not _is_ours(store, k)]:
         raise MissingData(
-            f"{lacking}{METADATA} is missing or damaged; each step has a model, and that file says what is in it",
-            hint="copy the folder again from where it was saved; its neighbours can be opened by themselves",
+            f"{lacking}{METADATA} is missing or damaged; each step has a model, and that file describes it",
+            hint="copy the folder again from where it was saved; the step's other folders can be opened separately",
         )
     extra = {int(m[1]): key for key in keys if (m := _EXTRA.fullmatch(key.removeprefix(below)))}
     if sorted(extra) != list(range(len(extra))):
         missing = next(r for r in range(len(extra)) if r not in extra)
         raise NotFound(
             f"{below}extra_state lacks the file of rank {missing}, but has that of rank {max(extra)}",
-            hint="copy it again from where it was saved, or take the folder extra_state away to do without",
+            hint="copy it again from where it was saved, or remove extra_state to open the checkpoint without it",
         )
     taken = {*extra.values(), *(k for k in keys if any(k.startswith(p) for p in parts.values()))}
     others = tuple(k for k in keys if k not in taken and k != LATEST)

@@ -83,7 +83,7 @@ def _joined(metas: Mapping[str, Metadata]) -> Metadata:
     wrapped = "model" in metas and all(f.startswith(_DDP) for f in metas["model"].tensors)
     if wrapped and "optimizer" in metas:
         entries = [p[1] for p in metas["optimizer"].paths.values() if len(p) > 2 and p[0] == "state"]
-        wrapped = all(str(entry).isdigit() for entry in entries)  # only DDP leaves the optimizer's own numbers
+        wrapped = all(str(entry).isdigit() for entry in entries)  # only DDP keeps the optimizer's own numbers
     for part, meta in metas.items():
         cut = len(_DDP) if wrapped and part == "model" else 0
         for fqn in (*meta.tensors, *meta.values):

@@ -44,7 +44,7 @@ class DeepSpeed(Source):
         """Open the checkpoint that `latest` or `latest_universal` names, or the tag folder that the store is rooted at.
 
         Reads kilobytes of the model states and layer files, and of the first data-parallel rank's optimizer file of
-        each model-parallel rank. The other ranks' must exist, and are opened when their extents are wanted.
+        each model-parallel rank. The other ranks' files must exist, and are opened when their extents are needed.
         """
         tag = find_tag(store)
         if is_universal(store, tag):

@@ -54,7 +54,7 @@ class Atom:
 
     file: str
     state: str
-    value: Any  # of one that holds no tensor
+    value: Any  # for a plain value
     dtype: str = ""
     shape: Shape = ()
     locate: Locate = lambda _: iter(())
@@ -81,10 +81,10 @@ def atom_names(prefix: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
     waiting = sorted({match[1] for match in map(_FRAGMENT.fullmatch, names) if match} - found.keys())
     without = [name for name, states in found.items() if "fp32" not in states]
     if waiting or without:
-        gone = waiting or without
-        more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
+        absent = waiting or without
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
         raise MissingData(
-            f"{prefix}zero/{gone[0]}/fp32.pt{more} is not there: the conversion to DeepSpeed's universal format did "
+            f"{prefix}zero/{absent[0]}/fp32.pt{more} is missing: the conversion to DeepSpeed's universal format did "
             "not finish, or files were lost",
             hint="run ds_to_universal.py again; or convert the original checkpoint with ucformat, which needs no such "
             "step",
@@ -128,7 +128,7 @@ def _read(file: TorchFile, name: str, state: str, expected: Shape | None) -> Ato
     if isinstance(value, dict):
         tensor = value.get("param")
         if not isinstance(tensor, StoredTensor):
-            raise IntegrityError(f"{file.key} is a dictionary without a tensor `param`, so it is no atom")
+            raise IntegrityError(f"{file.key} is not an atom: a dictionary without a tensor `param`")
         if state == "fp32" and expected is not None and tensor.shape != expected:
             tensor = _of_shape(file, tensor, expected, view="sub_param_shape" in value)
         elif "sub_param_shape" in value and expected is not None and tensor.size == math.prod(expected):
@@ -138,7 +138,7 @@ def _read(file: TorchFile, name: str, state: str, expected: Shape | None) -> Ato
         if len(value.shape) == 1 and state != "step":
             if expected is None:
                 raise UnsupportedError(
-                    f"{file.key} is a flat tensor of {value.size} elements, and no model states beside it tell "
+                    f"{file.key} is a flat tensor of {value.size} elements, and no model states beside it record "
                     f"the shape of {name}",
                     hint="put the *_model_states.pt of the checkpoint that was converted into the folder again",
                 )
@@ -155,14 +155,14 @@ def _atom(file: TorchFile, state: str, tensor: StoredTensor, *, bare: bool = Fal
 
 
 def _of_shape(file: TorchFile, tensor: StoredTensor, shape: Shape, *, view: bool) -> StoredTensor:
-    """The same elements in another shape, where they are as many and `view` allows it."""
+    """The tensor in another shape, if the number of elements is the same and `view` allows it."""
     if view and tensor.size == math.prod(shape) and (not tensor.size or tensor.strides == row_major(tensor.shape)):
         return replace(tensor, shape=shape, strides=row_major(shape))
     raise IntegrityError(
         f"{file.key} has the shape {list(tensor.shape)}, but the model states beside it record {list(shape)}",
-        hint="DeepSpeed's converter joins the parts of every parameter along dim 0 where it is not told how they are "
-        "cut (--inject_missing_state), or files of different conversions are mixed; convert the original checkpoint "
-        "with ucformat",
+        hint="DeepSpeed's converter joins the parts of every parameter along dim 0 if no pattern describes how "
+        "they are cut (--inject_missing_state), or files of different conversions are mixed; convert the original "
+        "checkpoint with ucformat",
     )
 
 

@@ -139,19 +139,19 @@ def state_of(found: dict[Any, Any], index: Any, file: str) -> dict[str, Any]:
     return value
 
 
-def stored(value: Any, what: str, file: str) -> StoredTensor:
+def stored(value: Any, label: str, file: str) -> StoredTensor:
     """A value that must be a tensor.
 
     Args:
         value: an unpickled value.
-        what: names the value in messages.
+        label: names the value in messages.
         file: the file's key, for messages.
 
     Raises:
         IntegrityError: it is not a tensor.
     """
     if not isinstance(value, StoredTensor):
-        raise IntegrityError(f"{what} in {file} is a {type(value).__name__} where a tensor should be")
+        raise IntegrityError(f"{label} in {file} is a {type(value).__name__} instead of a tensor")
     return value
 
 
@@ -232,6 +232,6 @@ def refuse_flat_state(state: str, tensor: StoredTensor, group: int, file: str) -
         file: the file's key.
     """
     return UnsupportedError(
-        f"{file}: the optimizer state {state!r} of group {group} has shape {tensor.shape}, which is not laid along the "
+        f"{file}: the optimizer state {state!r} of group {group} has shape {tensor.shape}, which does not match the "
         "group's parameters; such optimizers are not yet read"
     )

@@ -124,13 +124,13 @@ class Experts:
         if isinstance(parts, int) and parts * degree != self.dp:
             raise IntegrityError(
                 f"{file} was saved by {parts} ranks of one group{f' named {label!r}' if recorded else ''}, but "
-                f"{self.dp} files of optimizer states are there",
-                hint="files of different saves are mixed in one folder, or experts were dealt to ranks in a way that "
-                "ucformat does not know",
+                f"{self.dp} files of optimizer states are present",
+                hint="files of different saves are mixed in one folder, or experts were assigned to ranks in a way "
+                "that ucformat does not know",
             )
         if degree > 1 and other is not None:
             raise UnsupportedError(
-                f"{file} has {other}, which is no expert's, in a group that is dealt to {degree} ranks"
+                f"{file} has {other}, which is not an expert's, in a group that is sharded across {degree} ranks"
             )
         for prefix, ids in held.items():
             if self.counts.get(prefix) != len(ids) * degree or max(ids) >= len(ids):
@@ -238,8 +238,8 @@ def check_degree(experts: Experts, model: ModelStates, degree: int) -> None:
     sizes = {int(m[1]) for m in map(_GROUP.fullmatch, names) if m} or {degree}
     if len(sizes) > 1:
         raise UnsupportedError(
-            f"{model.key}: layers of experts are dealt to different numbers of ranks ({sorted(sizes)}), which is read "
-            "with ZeRO 1 and 2 alone"
+            f"{model.key}: layers of experts are sharded across different numbers of ranks ({sorted(sizes)}), which is "
+            "read with ZeRO 1 and 2 only"
         )
     recorded = sizes.pop()
     if degree < recorded:
@@ -251,11 +251,12 @@ def check_degree(experts: Experts, model: ModelStates, degree: int) -> None:
             f"{', '.join(names)} is missing in {folder or 'the folder'}: {recorded} expert-parallel ranks saved it",
             hint="copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk",
         )
-    odd = next((p for p, n in experts.counts.items() if n % degree), None)
-    if degree > recorded or odd is not None or experts.dp % degree:
+    uneven = next((p for p, n in experts.counts.items() if n % degree), None)
+    if degree > recorded or uneven is not None or experts.dp % degree:
         raise IntegrityError(
             f"there are optimizer files of {degree} expert-parallel ranks, but {model.key} was saved by {recorded} of "
-            f"{experts.dp} data-parallel ranks" + (f", with {experts.counts[odd]} experts in {odd}*" if odd else ""),
+            f"{experts.dp} data-parallel ranks"
+            + (f", with {experts.counts[uneven]} experts in {uneven}*" if uneven else ""),
             hint="an earlier save by more ranks left some; move those elsewhere",
         )
 
@@ -274,10 +275,10 @@ def _missing(recorded: Sequence[int], files: Mapping[tuple[int, int], TorchFile]
 def _tensors(file: TorchFile, expert: int) -> Iterator[tuple[str, StoredTensor]]:
     """The tensors of an expert's file, under their names in the whole checkpoint."""
     if not isinstance(file.value, dict):
-        raise IntegrityError(f"{file.key} holds a {type(file.value).__name__} where an expert's tensors should be")
+        raise IntegrityError(f"{file.key} holds a {type(file.value).__name__} instead of an expert's tensors")
     for name, tensor in file.value.items():
         match = _NAME.fullmatch(name) if isinstance(name, str) else None
         if match is None or int(match[2]) != expert:
-            raise IntegrityError(f"{file.key} holds {name!r:.200}, which is no tensor of expert {expert}")
+            raise IntegrityError(f"{file.key} holds {name!r:.200}, which is not a tensor of expert {expert}")
         if isinstance(tensor, StoredTensor):
             yield f"{match[1]}{match[2]}{match[3]}", tensor

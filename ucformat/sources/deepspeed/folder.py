@@ -1,4 +1,4 @@
-"""The files of one DeepSpeed checkpoint: which there must be, and which must not.
+"""The files of one DeepSpeed checkpoint: which must be present, and which must not.
 
 A save folder holds `latest`, a text file with the name of a tag folder, and the tag folders. A tag folder holds, for
 each model-parallel rank M (that of the pipeline stage times the tensor-parallel degree, plus the tensor-parallel rank):
@@ -49,10 +49,10 @@ _EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _EXPP = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _ANY = re.compile(r"([^/]*/)?((bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)|mp_rank_\d+_model)_states\.pt")
 _UNIVERSAL = re.compile(r"([^/]*/)?(zero/(.+/fp32|optimizer_state)\.pt|tmp/.+/\d+/fp32\.\d+)", re.DOTALL)
-_DIGITS = 6  # of a rank or layer; more are no number that DeepSpeed writes
-_MAX_FILES = 10_000  # files of a folder without `latest` that are looked at
+_DIGITS = 6  # of a rank or layer; DeepSpeed writes no longer numbers
+_MAX_FILES = 10_000  # files examined in a folder without `latest`
 _LATEST = 4096  # bytes of `latest`
-_MAX_LISTED = 10  # of several tags, so many are named in the error
+_MAX_LISTED = 10  # tags or files named in an error
 
 _READ = "data, tensor and pipeline parallelism with ZeRO 0 to 3 are read"
 _NVME = (
@@ -71,8 +71,10 @@ class TagFiles:
 
     tag: str  # "" where the store is rooted at the tag folder itself
     zero3: bool
-    models: tuple[tuple[str, ...], ...]  # by model-parallel rank, and under ZeRO 3 by data-parallel rank, else one each
-    optims: tuple[tuple[str, ...], ...]  # by model- and data-parallel rank; () where there are none at all
+    models: tuple[
+        tuple[str, ...], ...
+    ]  # by model-parallel rank, and under ZeRO 3 by data-parallel rank, else one file each
+    optims: tuple[tuple[str, ...], ...]  # by model- and data-parallel rank; () if there are none
     layers: Mapping[int, tuple[str, ...]]  # of pipelines: by layer and tensor-parallel rank
     experts: Mapping[tuple[int, int], str]  # by layer of experts and expert
     expert_optims: tuple[str, ...]  # by expert-parallel rank
@@ -80,7 +82,7 @@ class TagFiles:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Every one of them."""
+        """All files."""
         layers = (key for number in sorted(self.layers) for key in self.layers[number])
         ranks = (*self.models, *self.optims)
         experts = (*self.experts.values(), *self.expert_optims)
@@ -88,7 +90,7 @@ class TagFiles:
 
 
 def is_model_or_optimizer(name: str) -> bool:
-    """Whether DeepSpeed gives files of a tag folder such a name.
+    """Whether this is a name that DeepSpeed gives to files of a tag folder.
 
     Args:
         name: the file's name, perhaps with the tag folder in front.
@@ -154,7 +156,7 @@ def is_universal(store: Store, tag: str) -> bool:
 
 
 def list_files(store: Store, tag: str, *, universal: bool = False) -> TagFiles:
-    """List the files of a tag folder, and check that all of them are there.
+    """List the files of a tag folder, and check that none is missing.
 
     Args:
         store: the store of the checkpoint.
@@ -168,10 +170,10 @@ def list_files(store: Store, tag: str, *, universal: bool = False) -> TagFiles:
     """
     prefix = f"{tag}/" if tag else ""
     names = [info.key.removeprefix(prefix) for info in store.list(tag)]
-    for pattern, what, hint in _NOT_YET:
+    for pattern, feature, hint in _NOT_YET:
         for name in names:
             if pattern.fullmatch(name):
-                raise _not_yet(what, prefix + name, hint)
+                raise _not_yet(feature, prefix + name, hint)
     single = {(_number(m[1]), 0): m[0] for m in map(_MODEL.fullmatch, names) if m}
     ranks = [m for m in map(_RANK.fullmatch, names) if m]
     cut = _grid(prefix, [m for m in ranks if m[4] == "model"])
@@ -203,7 +205,7 @@ def check_world(files: TagFiles, mp: int, dp: int | None, *, optims: bool = True
         files: the files of the tag folder.
         mp: number of model-parallel ranks.
         dp: number of data-parallel ranks; None: optimizer files are optional.
-        optims: whether optimizer files must be there; if not, there must be none.
+        optims: whether optimizer files must exist; if not, there must be none.
 
     Raises:
         MissingData: files of ranks are missing.
@@ -220,7 +222,7 @@ def check_world(files: TagFiles, mp: int, dp: int | None, *, optims: bool = True
             raise MissingData(
                 f"{', '.join(missing[:_MAX_LISTED])}{more} is missing: the checkpoint was saved by "
                 f"{dp} data-parallel ranks{f' of each of {mp} model-parallel ranks' if mp > 1 else ''}, and "
-                f"{len(there)} files of {kind} states are there",
+                f"{len(there)} files of {kind} states are present",
                 hint="copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk",
             )
         for m, r in sorted(there):
@@ -264,7 +266,7 @@ def _grid(prefix: str, found: list[re.Match[str]]) -> tuple[tuple[str, ...], ...
 def _whole(
     prefix: str, found: Mapping[tuple[int, int], str], name: str, *, rows: bool = False
 ) -> tuple[tuple[str, ...], ...]:
-    """The files as a full grid of these two numbers; MissingData names all that are not there."""
+    """The files as a full grid of these two numbers; MissingData names those that are missing."""
     high, wide = (1 + max(key[i] for key in found) for i in (0, 1))
     if high * wide > 4 * len(found) + _MAX_FILES:
         raise MissingData(f"{prefix}{name.format(0, 0)} and most of the {high * wide} files like it are missing")
@@ -272,7 +274,7 @@ def _whole(
     if missing:
         more = f" and {len(missing) - _MAX_LISTED} more" if len(missing) > _MAX_LISTED else ""
         raise MissingData(
-            f"{', '.join(missing[:_MAX_LISTED])}{more} is missing, and files of higher ranks are there",
+            f"{', '.join(missing[:_MAX_LISTED])}{more} is missing, but files of higher ranks are present",
             hint="copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk",
         )
     keys = tuple(tuple(prefix + found[m, r] for r in range(wide)) for m in range(high))
@@ -296,7 +298,7 @@ def _layers(prefix: str, found: list[re.Match[str]]) -> dict[int, tuple[str, ...
         missing = [prefix + name.format(layer, r) for r in range(degree) if (layer, r) not in by_rank]
         if missing:
             raise MissingData(
-                f"{', '.join(missing[:_MAX_LISTED])} is missing, and files of other tensor-parallel ranks are there",
+                f"{', '.join(missing[:_MAX_LISTED])} is missing, but files of other tensor-parallel ranks are present",
                 hint="copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk",
             )
         out[layer] = tuple(prefix + by_rank[layer, r] for r in range(degree))
@@ -316,8 +318,8 @@ def _experts(prefix: str, names: Sequence[str]) -> tuple[dict[tuple[int, int], s
     return dict(sorted(found.items())), tuple(key for row in keys for key in row)
 
 
-def _not_yet(what: str, key: str, hint: str = _READ) -> UnsupportedError:
-    return UnsupportedError(f"{key}: not yet read: {what}", hint=hint)
+def _not_yet(feature: str, key: str, hint: str = _READ) -> UnsupportedError:
+    return UnsupportedError(f"{key}: not yet read: {feature}", hint=hint)
 
 
 def _existing(store: Store, tag: str, file: str) -> str:
@@ -344,21 +346,19 @@ class DeepSpeedOptions(PickleOptions):
     groups: Sequence[Sequence[str]] | None = option(
         None,
         "document",
-        "the parameters of each optimizer group, in order, where ZeRO 0 does not list them",
+        "the parameters of each optimizer group, in order, if a ZeRO 0 checkpoint does not list them",
     )
-    layout: Layout | str | None = option(  # noqa: RUF009 - which makes a field
+    layout: Layout | str | None = option(  # noqa: RUF009 - it makes a field
         None,
         "layout",
-        "how parameters are sharded over tensor-parallel ranks, where the checkpoint does not say it, or says it "
+        "how parameters are sharded over tensor-parallel ranks, if the checkpoint does not describe it, or does so "
         "wrongly: rules over the axis `tp`, or a preset (`llama`, `megatron-deepspeed`, `megatron-deepspeed-swiglu`)",
     )
-    vocab: int | None = option(
-        None, "number", "rows of the vocabulary without its padding, where the layout says `pad_to`"
-    )
+    vocab: int | None = option(None, "number", "rows of the vocabulary without its padding, if the layout has `pad_to`")
     cuts: Mapping[str, str | int] | None = option(
         None,
         "cuts",
         "how the parameters that a pattern (a glob or `/regex/`) matches are sharded: `replicate`, `mean`, `halves` "
-        "(two tensors, one after the other, each sharded), or the dim along which parts are joined; it goes before "
-        "`layout`",
+        "(two tensors, one after the other, each sharded), or the dim along which parts are joined; it "
+        "takes precedence over `layout`",
     )

@@ -86,7 +86,7 @@ def infer(
     first, ndim = shapes[0], len(shapes[0])
     differing = {d for s in shapes for d, (a, b) in enumerate(zip(first, s, strict=False)) if a != b}
     if len({len(s) for s in shapes}) > 1 or len(differing) > 1:
-        raise LayoutError(f"its parts have the shapes {[list(s) for s in shapes]}, which fit no cut")
+        raise LayoutError(f"its parts have the shapes {[list(s) for s in shapes]}, which fit no sharding")
     fused = _FUSED.search(name) is not None
     if differing:
         d = differing.pop()
@@ -162,7 +162,7 @@ def _quoted(name: str) -> str:
     return "'" + name.replace("'", "''") + "'"
 
 
-_ARGUMENTS = ("args", "config", "model_config", "hf_config", "hparams")  # of the client state
+_ARGUMENTS = ("args", "config", "model_config", "hf_config", "hparams")  # in the client state
 _WIDTH = ("hidden_size", "n_embd", "d_model", "dim_model")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 _VOCABULARY = ("original_vocab_size", "vocab_size")

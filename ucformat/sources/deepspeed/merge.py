@@ -207,18 +207,18 @@ def _check_same_tensors(slices: Sequence[Slice]) -> None:
     """All tensor-parallel ranks of a stage hold parts of the same tensors."""
     first = slices[0].contents
     for of in slices[1:]:
-        odd = (first.infos.keys() - first.large.keys()) ^ (of.contents.infos.keys() - of.contents.large.keys())
-        if odd:
-            key = min(odd)
+        unshared = (first.infos.keys() - first.large.keys()) ^ (of.contents.infos.keys() - of.contents.large.keys())
+        if unshared:
+            key = min(unshared)
             there, not_there = (slices[0], of) if key in first.infos else (of, slices[0])
             raise IntegrityError(
-                f"{there.model.key} and its optimizer have {key}, those of {not_there.model.key} have not"
+                f"{there.model.key} or its optimizer has {key}, that of {not_there.model.key} does not"
             )
 
 
 def _refuse_mean(key: Key, parts: Sequence[Key]) -> Iterator[Extent]:
     raise UnsupportedError(
-        f"{key} is the mean of {len(parts)} values, those of its tensor-parallel ranks, which are stored apart",
+        f"{key} is the mean of {len(parts)} values, one for each tensor-parallel rank, which are stored separately",
         hint=f"they are {parts[0].state} to {parts[-1].state}",
     )
 
@@ -226,7 +226,7 @@ def _refuse_mean(key: Key, parts: Sequence[Key]) -> Iterator[Extent]:
 def _refuse_scaled(key: Key) -> Iterator[Extent]:
     raise UnsupportedError(
         f"{key} is scaled, according to the affine map of the checkpoint, so it is not read in place",
-        hint="DeepSpeed's own converter undoes it for weights; of optimizer states it refuses it, too",
+        hint="DeepSpeed's own converter undoes it for weights; it refuses optimizer states, too",
     )
 
 
@@ -250,7 +250,7 @@ def merge_groups(stages: Sequence[Sequence[Slice]]) -> list[Group]:
         for of in slices[1:]:
             if [(g.names, g.hyper) for g in of.contents.groups] != [(g.names, g.hyper) for g in groups]:
                 raise IntegrityError(
-                    f"the optimizer groups of {slices[0].model.key} and {of.model.key} are not the same",
+                    f"the optimizer groups of {slices[0].model.key} and {of.model.key} differ",
                     hint="files of different saves are mixed in one folder",
                 )
         for group, into in zip(groups, _partners(merged, groups), strict=True):
@@ -281,7 +281,7 @@ def _alike(one: Group, other: Group) -> bool:
 
 
 def _joined(one: Group, other: Group) -> dict[str, Any]:
-    """Plain state: one value for all, or one for each name where they differ."""
+    """Plain state: one value for all, or one for each name if they differ."""
     out: dict[str, Any] = {}
     for key, value in one.state.items():
         theirs = other.state[key]

@@ -57,12 +57,12 @@ ENGINE_KEYS = frozenset(
 )  # fmt: skip
 
 
-_EXTRA = "_extra_state"  # what modules keep besides tensors
+_EXTRA = "_extra_state"  # values of modules other than tensors
 _DEPTH = 20
 
 
 class ModelStates:
-    """One model states file, its parts checked."""
+    """One model states file, with checked entries."""
 
     def __init__(self, file: TorchFile) -> None:
         self.file, self.key = file, file.key
@@ -74,14 +74,14 @@ class ModelStates:
         self.extra: dict[str, Any] = {k: v for k, v in module.items() if not isinstance(v, StoredTensor)}
         self.buffers = frozenset(self._names("buffer_names", (list, tuple, set)))
         self._names("shared_params", dict)
-        self._refuse_what_is_not_read()
+        self._refuse_unsupported()
         shapes = self.value.get("param_shapes")
         if not isinstance(shapes, list | tuple | None):
             raise IntegrityError(f"{self.key} has no usable 'param_shapes'")
         self.param_shapes = None if shapes is None else [self._shapes(g, "param_shapes") for g in shapes]
         self.frozen_shapes = self._shapes(self.value.get("frozen_param_shapes") or {}, "frozen_param_shapes")
         if any(not isinstance(name, str) for name in module):
-            raise IntegrityError(f"{self.key} has a tensor whose name is not text")
+            raise IntegrityError(f"{self.key} has a tensor whose name is not a string")
 
     def adopt(self, name: str, tensor: StoredTensor, home: TorchFile) -> None:
         """Add a tensor of the module that another file holds.
@@ -105,9 +105,9 @@ class ModelStates:
         """
         names = list(self.module)
         at = max((i + 1 for i, name in enumerate(names) if name.startswith(prefix)), default=len(names))
-        twice = next((name for name in tensors if name in self.module), None)
-        if twice is not None:
-            raise IntegrityError(f"{twice} is in {self.key} and in {tensors[twice][1].key}")
+        duplicate = next((name for name in tensors if name in self.module), None)
+        if duplicate is not None:
+            raise IntegrityError(f"{duplicate} is in {self.key} and in {tensors[duplicate][1].key}")
         self._homes.update((name, home) for name, (_, home) in tensors.items())
         items = list(self.module.items())
         self.module = dict([*items[:at], *((n, t) for n, (t, _) in tensors.items()), *items[at:]])
@@ -172,19 +172,19 @@ class ModelStates:
         return one is not None and one == other and one.size > 0 and self.home(a).key == self.home(b).key
 
     def _names(self, key: str, kind: type | tuple[type, ...]) -> Any:
-        """A value made of names, which may also be missing."""
+        """An optional value that contains only names."""
         value = self.value.get(key) or ()
         plain = value and isinstance(value, kind)
         if value and not (plain and all(isinstance(n, str) for n in (*value, *getattr(value, "values", tuple)()))):
             raise IntegrityError(f"{self.key} has no usable {key!r}")
         return value
 
-    def _shapes(self, shapes: Any, what: str) -> dict[str, tuple[int, ...]]:
+    def _shapes(self, shapes: Any, key: str) -> dict[str, tuple[int, ...]]:
         if not isinstance(shapes, dict) or not all(isinstance(s, tuple) for s in shapes.values()):
-            raise IntegrityError(f"{self.key} has no usable {what!r}")
+            raise IntegrityError(f"{self.key} has no usable {key!r}")
         return dict(shapes)
 
-    def _refuse_what_is_not_read(self) -> None:
+    def _refuse_unsupported(self) -> None:
         value = self.value
         if value.get("ds_autoep_layers"):
             raise UnsupportedError(
@@ -217,9 +217,13 @@ class Objects:
     """Collects them, and adds the large tensors among them to the contents."""
 
     def __init__(
-        self, models: Mapping[str, ModelStates], optimizers: Mapping[str, Any], contents: TensorIndex, lost: list[str]
+        self,
+        models: Mapping[str, ModelStates],
+        optimizers: Mapping[str, Any],
+        contents: TensorIndex,
+        not_stored: list[str],
     ) -> None:
-        self._models, self._optimizers, self._contents, self._lost = models, optimizers, contents, lost
+        self._models, self._optimizers, self._contents, self._not_stored = models, optimizers, contents, not_stored
         self._spilled: dict[
             str, tuple[StoredTensor, int, str]
         ] = {}  # path -> tensor, CRC-32, name, as the first rank has it
@@ -243,8 +247,8 @@ class Objects:
                 others[rank] = differing
         if others:
             first["rank"] = others
-        if self._lost:
-            first["not_stored"] = self._lost
+        if self._not_stored:
+            first["not_stored"] = self._not_stored
         return first
 
     def _of_rank(self, rank: str) -> dict[str, Any]:
@@ -277,12 +281,12 @@ class Objects:
 
 
 def _form(tensor: StoredTensor) -> tuple[Any, ...]:
-    """All of a tensor but which storage of its file it is in."""
+    """A tensor's description without the number of its storage."""
     return tensor.dtype, tensor.shape, tensor.strides, tensor.offset, tensor.numel
 
 
 def _difference(value: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a dictionary that differ; all of it where its keys are not plain."""
+    """The entries of a dictionary that differ; the whole dictionary if its keys are not plain."""
     if "$dict" in value or "$dict" in first:
         return value
     return {k: v for k, v in value.items() if k not in first or first[k] != v}

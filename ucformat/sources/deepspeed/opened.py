@@ -50,8 +50,8 @@ class OpenDeepSpeed:
             for d, model in enumerate(of.models)
         }
         optimizers = {of.label: of.contents.optimizer for slices in stages for of in slices}
-        lost = list(dict.fromkeys(name for slices in stages for name in slices[0].lost))
-        objects = Objects(by_label, optimizers, contents, lost).json()  # before the tensor list: large tensors join it
+        not_stored = list(dict.fromkeys(name for slices in stages for name in slices[0].not_stored))
+        objects = Objects(by_label, optimizers, contents, not_stored).json()  # adds large tensors
         first = stages[0][0]
         self.metadata = CheckpointMetadata(
             tensor_list=tensor_list(stages, contents),
@@ -84,7 +84,7 @@ def _read(store: Store, files: TagFiles, how: DeepSpeedOptions) -> tuple[Paralle
         return TorchFile(store, key, allow=how.allow)
 
     first = ModelStates(load(files.models[0][0]))
-    degrees = ParallelDegrees.of(files, first)  # before others are opened that may not belong to it
+    degrees = ParallelDegrees.of(files, first)  # before opening others, which may not belong to it
     others = [row[not m :] for m, row in enumerate(files.models)]
     rows = [[ModelStates(file) for file in row] for row in load_all(load, others)]
     rows[0].insert(0, first)
@@ -137,7 +137,7 @@ def _read(store: Store, files: TagFiles, how: DeepSpeedOptions) -> tuple[Paralle
 def _expert_stages(
     files: TagFiles, load: Callable[[str], TorchFile], experts: Experts, first: ModelStates, how: DeepSpeedOptions
 ) -> list[list[Slice]]:
-    """Under ZeRO 0 each expert-parallel rank as a slice of its own; what all hold must agree, as in pipeline stages."""
+    """Under ZeRO 0 each expert-parallel rank as a slice of its own; shared tensors must agree as across stages."""
     degree = len(files.expert_optims)
     check_degree(experts, first, degree)
     opened = [row[0] for row in load_all(load, [[key] for key in files.expert_optims])]
@@ -150,7 +150,7 @@ def _expert_stages(
         if rank:
             of.contents.forget(key for key in stages[0][0].contents.infos if key.state == "weight")
         else:
-            of.models = [first]  # the only one that has more than that
+            of.models = [first]  # only the first has more than that
         stages.append([of])
     return stages
 

@@ -1,8 +1,8 @@
 """`universal_checkpoint_info`: how a checkpoint describes the sharding of its parameters across tensor-parallel ranks.
 
 Megatron-DeepSpeed's models write it into the client state, AutoTP into the model states; its versions are 0.2, 0.3 and
-0.4. It lists patterns of names by what is to be done with the parts. As DeepSpeed does it: an affine map goes first,
-then replicated, averaged, two sub-parameters, sub-parameters, row parallelism (joined along dim 1); any other parameter
+0.4. It lists patterns of names by how the parts are merged. The precedence is DeepSpeed's: an affine map first, then
+replicated, averaged, two sub-parameters, sub-parameters, row parallelism (joined along dim 1); any other parameter
 is joined along dim 0. The vocabulary's padding is cut off after that.
 
 DeepSpeed applies its patterns with `re.match`, so a pattern need only match the beginning of a name. Those that AutoTP
@@ -37,17 +37,17 @@ T = TypeVar("T")
 class Patterns(Generic[T]):
     """Patterns with values; a name gets the value of the first pattern that matches."""
 
-    def __init__(self, pairs: Iterable[tuple[Any, T]], what: str) -> None:
+    def __init__(self, pairs: Iterable[tuple[Any, T]], label: str) -> None:
         self._exact: dict[str, tuple[str, T]] = {}
         self._others: list[tuple[Pattern, str, T]] = []
         for pattern, value in pairs:
             if not isinstance(pattern, str):
-                raise IntegrityError(f"{what} has a pattern that is no text ({type(pattern).__name__})")
+                raise IntegrityError(f"{label} has a pattern that is not a string ({type(pattern).__name__})")
             name = _literal(pattern)
             if name is not None:
                 self._exact.setdefault(name, (pattern, value))
             else:
-                self._others.append((_compiled(pattern, what), pattern, value))
+                self._others.append((_compiled(pattern, label), pattern, value))
 
     def __bool__(self) -> bool:
         return bool(self._exact or self._others)
@@ -87,14 +87,14 @@ def _literal(pattern: str) -> str | None:
     return name if re.escape(name) == pattern[1:-1] else None
 
 
-def _compiled(pattern: str, what: str) -> Pattern:
+def _compiled(pattern: str, label: str) -> Pattern:
     try:
         return compile_pattern(pattern)
     except LayoutError as error:
         if error.__cause__ is not None:
-            raise IntegrityError(f"{what} has a pattern that is none: {error.message}") from error
+            raise IntegrityError(f"{label} has an invalid pattern: {error.message}") from error
         raise UnsupportedError(
-            f"of the patterns of {what}, {error.message}",
+            f"of the patterns of {label}, {error.message}",
             hint=f"specify how the tensors are cut instead: {option_text('layout')}",
         ) from error
 
@@ -130,7 +130,7 @@ class TensorParallelInfo:
             raise IntegrityError(f"{self._where} has no usable affine map")
         if affine.get("version", 1) > _AFFINE_NEWEST:
             raise UpgradeNeeded(
-                f"{self._where} has an affine map of version {affine['version']}; known is {_AFFINE_NEWEST}",
+                f"{self._where} has an affine map of version {affine['version']}; the newest known is {_AFFINE_NEWEST}",
                 hint=f"specify how the tensors are cut: {option_text('layout')}, or use a newer ucformat",
             )
         self._affine = self._mapping("params", affine)
@@ -208,7 +208,7 @@ class TensorParallelInfo:
         recorded = (self._value.get("sub_param_shard_widths") or {}).get(pattern)
         if recorded is not None:
             if not isinstance(recorded, list | tuple) or not all(_is_sizes(w) for w in recorded):
-                raise LayoutError("sub_param_shard_widths are no lists of numbers")
+                raise LayoutError("sub_param_shard_widths are not lists of numbers")
             return sub_params(shapes, view, dim, recorded)
         if isinstance(parts, int) and (self.version >= 0.3 or is_exact(pattern)):
             parts = _count(parts, dim, shapes)
@@ -216,7 +216,7 @@ class TensorParallelInfo:
         uneven = [n for n in parts if n % ranks]
         if uneven:
             raise LayoutError(
-                f"its sub-parameters {parts} cannot be cut evenly over {ranks} ranks, and no widths are recorded"
+                f"its sub-parameters {parts} cannot be sharded evenly across {ranks} ranks, and no widths are recorded"
             )
         return sub_params(shapes, view, dim, [[n // ranks] * ranks for n in parts])
 
@@ -245,13 +245,13 @@ class TensorParallelInfo:
     def _patterns(self, key: str) -> Patterns[None]:
         value = self._value.get(key) or []
         if not isinstance(value, list | tuple):
-            raise IntegrityError(f"{self._where} has a {type(value).__name__} as {key}, where a list should be")
+            raise IntegrityError(f"{self._where} has a {type(value).__name__} as {key}, instead of a list")
         return Patterns(((pattern, None) for pattern in value), self._where)
 
-    def _mapping(self, key: str, of: Mapping[str, Any] | None = None) -> Patterns[Any]:
-        value = (self._value if of is None else of).get(key) or {}
+    def _mapping(self, key: str, source: Mapping[str, Any] | None = None) -> Patterns[Any]:
+        value = (self._value if source is None else source).get(key) or {}
         if not isinstance(value, dict):
-            raise IntegrityError(f"{self._where} has a {type(value).__name__} as {key}, where a mapping should be")
+            raise IntegrityError(f"{self._where} has a {type(value).__name__} as {key}, instead of a mapping")
         return Patterns(value.items(), self._where)
 
     def _sub_params(self) -> list[tuple[Any, dict[str, Any]]]:
@@ -308,7 +308,7 @@ def _affine(entry: Any, shapes: Shapes) -> TPSharding:
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, LayoutError):
             raise
-        raise LayoutError(f"its affine map is not one ({type(error).__name__}: {error})") from error
+        raise LayoutError(f"its affine map is invalid ({type(error).__name__}: {error})") from error
     first = {r.target: None for held in regions for r in held}
     prove(TensorInfo("it", "weight", "uint8", shape), enumerate(first))
     return replace(TPSharding(shape, tuple(regions)), scaled=scaled)
@@ -316,5 +316,5 @@ def _affine(entry: Any, shapes: Shapes) -> TPSharding:
 
 def _sizes(values: Any) -> tuple[int, ...]:
     if not all(_is_size(n) for n in values):
-        raise ValueError("a size is no number")
+        raise ValueError("a size is not a number")
     return tuple(values)

@@ -62,9 +62,7 @@ def layers_of(files: Mapping[int, TorchFile]) -> list[Layer]:
     for number in sorted(files):
         value = files[number].value
         if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-            raise IntegrityError(
-                f"{files[number].key} holds a {type(value).__name__} where a layer's tensors should be"
-            )
+            raise IntegrityError(f"{files[number].key} holds a {type(value).__name__} instead of a layer's tensors")
         out.append(Layer(number, files[number], {n: t for n, t in value.items() if isinstance(t, StoredTensor)}))
     return out
 
@@ -135,7 +133,7 @@ def _check_tied(key: str, first: Layer, other: Layer) -> None:
     differing = [n for n in first.tensors if not same_bytes(first, other, n)]
     if differing:
         raise IntegrityError(
-            f"{_TIED}{key}.{differing[0]}: {first.file.key} and {other.file.key} should hold the same, and do not",
+            f"{_TIED}{key}.{differing[0]}: {first.file.key} and {other.file.key} should be equal, but differ",
             hint="files of different saves are mixed in one folder",
         )
 
@@ -180,8 +178,8 @@ def _check_all_there(
 ) -> None:
     """Check that every layer of a stage has a file, and every tied module that of one of its layers."""
     there = {layer.number for layer in layers}
-    like = layers[0].file.key if layers else models[0].key.rpartition("/")[0] + "/layer_00-model_states.pt"
-    missing = [re.sub(r"layer_\d+", f"layer_{n:02d}", like) for n in sorted(stage_of) if n not in there]
+    example = layers[0].file.key if layers else models[0].key.rpartition("/")[0] + "/layer_00-model_states.pt"
+    missing = [re.sub(r"layer_\d+", f"layer_{n:02d}", example) for n in sorted(stage_of) if n not in there]
     if missing:
         raise MissingData(
             f"{', '.join(missing[:10])} is missing: {models[stage_of[min(set(stage_of) - there)]].key} has "
@@ -197,7 +195,7 @@ def _check_all_there(
             )
 
 
-_SAMPLE = 1024  # elements that tell whether a tensor is of one value
+_SAMPLE = 1024  # elements that are compared to find tensors of one repeated value
 
 Names = list[list[str]]
 
@@ -220,25 +218,25 @@ def names_of_stages(
     """
     ties = _ties(layers)
     if groups is not None:
-        names = _dealt(models, groups)
+        names = _names_by_stage(models, groups)
         for model, held in zip(models, names, strict=True):
             mine = {name.partition(".")[0] for group in held for name in group}
             _adopt(model, [layer for layer in layers if str(ties.get(layer.number, layer.number)) in mine], ties)
         _adopt_rest(models, layers, ties)
         return list(names), _aliases(layers, ties)
-    ways = list(islice(_ways(models, layers, ties, 0, 0), 2))
-    if len(ways) != 1:
+    splits = list(islice(_splits(models, layers, ties, 0, 0), 2))
+    if len(splits) != 1:
         raise UsageError(
-            f"{models[0].key}: {'no' if not ways else 'more than one'} way to deal the layers to the {len(models)} "
+            f"{models[0].key}: {'no' if not splits else 'more than one'} way to assign the layers to the {len(models)} "
             "pipeline stages fits the entries of their optimizers, so these cannot be named",
             hint=f"name them: {option_text('groups')}, stage after stage",
         )
-    for model, (first, last, extra) in zip(models, ways[0], strict=True):
+    for model, (first, last, extra) in zip(models, splits[0], strict=True):
         _adopt(model, [*_tied_first(layers, first, last, extra, ties)], ties)
     return [None] * len(models), _aliases(layers, ties)
 
 
-def _ways(
+def _splits(
     models: Sequence[ModelStates], layers: Sequence[Layer], ties: dict[int, int], stage: int, first: int
 ) -> Iterator[list[tuple[int, int, int | None]]]:
     """The ways to assign layers from `first` on to the stages from `stage` on: (first, last, tied layer) of each."""
@@ -253,7 +251,7 @@ def _ways(
         others = [i for i, layer in enumerate(layers) if layer.number not in inside]
         for extra in (None, *others):
             if _fits(models[stage], entries, [*_tied_first(layers, first, last, extra, ties)], ties):
-                for rest in _ways(models, layers, ties, stage + 1, last):
+                for rest in _splits(models, layers, ties, stage + 1, last):
                     yield [(first, last, extra), *rest]
                 break
 
@@ -301,7 +299,7 @@ def _adopt_rest(models: Sequence[ModelStates], layers: Sequence[Layer], ties: di
     _adopt(models[0], rest, ties)
 
 
-def _dealt(models: Sequence[ModelStates], groups: Sequence[Sequence[str]]) -> list[Names]:
+def _names_by_stage(models: Sequence[ModelStates], groups: Sequence[Sequence[str]]) -> list[Names]:
     """The caller's names by stage: each stage takes as many of each group as its optimizer has entries."""
     at = [0] * len(groups)
     out: list[Names] = []

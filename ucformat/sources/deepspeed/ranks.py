@@ -28,10 +28,10 @@ class Slice:
     """The tensors of one pipeline stage as one tensor-parallel rank holds them."""
 
     models: list[ModelStates]  # one, or under ZeRO 3 one for each data-parallel rank
-    label: str  # "" of the first
+    label: str  # "" for the first
     contents: LocalContents
     aliases: dict[str, str] = field(default_factory=dict)
-    lost: list[str] = field(default_factory=list)  # parameters whose values are in no file
+    not_stored: list[str] = field(default_factory=list)  # parameters whose values are in no file
     stage: int = 0
     degrees: tuple[int, ...] = ()  # expert-parallel ranks of each optimizer group
 
@@ -73,7 +73,7 @@ def read_slice(
         raise UnsupportedError(f"{model.key}: DeepSpeed checkpoints with MiCS are not yet read")
     if not zero3 and model.param_shapes is None and optims:
         raise UnsupportedError(
-            f"{optims[0]} is there, but {model.key} has no `param_shapes`: a BF16_Optimizer without ZeRO, perhaps; "
+            f"{optims[0]} exists, but {model.key} has no `param_shapes`: a BF16_Optimizer without ZeRO, perhaps; "
             "such checkpoints are not yet read"
         )
     if zero3:
@@ -84,7 +84,7 @@ def read_slice(
     else:
         read_zero0(model, names, contents)
     found = {key.name for key in contents.infos}
-    out.lost = [name for name in placeholders if name not in found]
+    out.not_stored = [name for name in placeholders if name not in found]
     return out
 
 
@@ -207,14 +207,14 @@ class ParallelDegrees:
 
 
 def _check_layers(files: TagFiles, model: ModelStates) -> None:
-    """A pipeline has files of layers, and nothing else has."""
+    """Check that a pipeline has files of layers, and other checkpoints have none."""
     if model.in_layers and not files.layers:
         raise MissingData(
-            f"{model.key} is a pipeline's, but none of its layers (layer_*-model_states.pt) is there",
+            f"{model.key} is a pipeline's, but the files of its layers (layer_*-model_states.pt) are missing",
             hint="copy all files of the tag folder; each stage wrote its own, perhaps to its node's disk",
         )
     if files.layers and not model.in_layers:
         raise IntegrityError(
-            f"{next(iter(files.layers.values()))[0]} is a pipeline's, but {model.key} is none's",
+            f"{next(iter(files.layers.values()))[0]} is a pipeline's, but {model.key} is not",
             hint="files of different saves are mixed in one folder; move those that you do not want elsewhere",
         )

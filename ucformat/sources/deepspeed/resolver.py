@@ -65,10 +65,10 @@ class ShardingResolver:
         self._sizes = ModelSizes.of(described_by.value)
         self._shapes: Mapping[str, Shapes] = {}
         self._described: list[str] = []
-        self._proved: dict[str, bool] = {}  # what the other parameters prove, computed on demand
+        self._proved: dict[str, bool] = {}  # evidence from the other parameters, computed on demand
         self._family: Layout | None = None
         self._width: int | None = None
-        self._tables: dict[int, str] = {}  # padded rows -> a vocabulary of so many
+        self._tables: dict[int, str] = {}  # padded rows -> the vocabularies with this number
 
     def recognise(self, shapes: Mapping[str, Shapes], described: Iterable[str] = ()) -> None:
         """Determine the model's family and width from all parameters.
@@ -152,12 +152,12 @@ class ShardingResolver:
                 return Doubt(name, shapes, MEAN, cut(0))
             return Doubt(name, shapes, cut(0), cut(1)) if self._sizes.width(name, shapes) is False else joined
         if whole is False:
-            return joined.because("its rows, as the arguments tell")
+            return joined.because("the rows that the arguments record")
         same = self.info.strip(name, replicate(shapes))
         if whole:
-            return same.because("its rows, as the arguments tell")
+            return same.because("the rows that the arguments record")
         if found == "equal" and self._equal_means_replica(verdict):
-            return same.because("equal bytes, where those of cut parameters differ")
+            return same.because("equal bytes, while those of sharded parameters differ")
         return Doubt(name, shapes, "replicate", cut(0))
 
     def _equal_means_replica(self, verdict: Callable[[str], Verdict]) -> bool:
@@ -196,9 +196,9 @@ class ShardingResolver:
         for layout in self._layouts:
             found = self._placed(layout, name, shapes)
             if found is not None:
-                return found.because("the layout that was given")
+                return found.because("the given layout")
         if name in buffers and self._ranks > 1 and self.info and self.info.is_default(name):
-            if len(set(shapes)) == 1 and verdict(name) != "different":  # patterns speak of parameters alone
+            if len(set(shapes)) == 1 and verdict(name) != "different":  # patterns describe parameters only
                 return replicate(shapes).because("equal buffers")
             return None
         found = self.info.sharding(name, shapes)
@@ -209,7 +209,7 @@ class ShardingResolver:
     def _preset(
         self, family: Layout, name: str, shapes: Shapes, verdict: Callable[[str], Verdict]
     ) -> TPSharding | Doubt | None:
-        """The sharding of a recognised family's preset, where the bytes do not contradict it."""
+        """The sharding of a recognised family's preset, if the bytes do not contradict it."""
         found = self._placed(family, name, shapes)
         if found is None or len(set(shapes)) > 1:
             return found
@@ -220,14 +220,14 @@ class ShardingResolver:
         return found.because("its family")
 
     def _placed(self, layout: Layout, name: str, shapes: Shapes) -> TPSharding | None:
-        """The sharding that a layout gives a parameter; None where no rule matches it."""
+        """The sharding that a layout gives a parameter; None if no rule matches it."""
         for rule in layout.rules:
             match = rule.find(name)
             if match is None or not rule.has_state("weight"):
                 continue
             placed = place(layout.meshes[rule.mesh] if rule.mesh else layout.mesh, [(rule, match)])
             if placed.flat or placed.holders or any(axes_of(p) not in ((), (TP,)) for p in rule.place):
-                raise LayoutError(f"{rule} places it by other means than over the axis {TP!r}")
+                raise LayoutError(f"{rule} uses another axis than {TP!r}")
             if placed.partial:
                 return mean(shapes)
             if not placed.shards:
@@ -237,21 +237,21 @@ class ShardingResolver:
                 return self.info.strip(name, shard(shapes, how)) if how.dim == 0 else shard(shapes, how)
             if self._vocab is None:
                 raise LayoutError(
-                    f"{rule} pads it, but not from what size",
-                    hint=f"give it: {option_text('vocab', '50257')}, or leave out pad_to, which keeps it as rows",
+                    f"{rule} pads it, but its size without padding is unknown",
+                    hint=f"give it: {option_text('vocab', '50257')}, or leave out pad_to to keep the padding as rows",
                 )
             return shard(shapes, how, self._vocab)
         return None
 
     def _check_vocabulary(self, shardings: Mapping[str, TPSharding]) -> None:
-        """Check that all padded tables have one size; otherwise it is unclear which of them is padded."""
+        """Check that all padded tables have one size; otherwise it is unclear which one is padded."""
         padded = self._tables
         padded.update({r.shape[0] + r.padding_rows: n for n, r in shardings.items() if r.padding_rows})
         if len(padded) > 1:
             names = " and ".join(padded.values())
             raise AmbiguousLayout(
                 f"{self._file}: {names} are vocabularies of {' and '.join(map(str, padded))} rows, but one original "
-                f"size, {self._vocab}, is recorded: which of them is padded, and from what, is unclear",
+                f"size, {self._vocab}, is recorded: which of them is padded is unclear",
                 hint="specify how they are cut in a layout, where a rule without pad_to keeps all rows: "
                 f"{option_text('layout')}",
             )
@@ -284,7 +284,7 @@ def _layout(layout: Layout | str | None, ranks: int) -> Layout | None:
 
 
 def _width(shapes: Mapping[str, Shapes]) -> int | None:
-    """The model's width, where all norms have one length."""
+    """The model's width, if all norms have the same length."""
     lengths = {s[0] for n, s in shapes.items() if "norm" in n.lower() and n.endswith("weight") and len(s[0]) == 1}
     lengths = {length for length in lengths if length}
     return lengths.pop()[0] if len(lengths) == 1 else None

@@ -1,12 +1,12 @@
 """DeepSpeed's universal format: what `ds_to_universal.py` and `hf_to_universal.py` wrote, read in place.
 
 A folder (`latest_universal` beside it names it) with `zero/NAME/STATE.pt` for each parameter, see `atoms`;
-`zero/optimizer_state.pt`, the rest of the first rank's optimizer file; and copies of the model states files. Of those
-come the weights, those of frozen parameters and buffers too, the tied names and the shapes.
+`zero/optimizer_state.pt`, the rest of the first rank's optimizer file; and copies of the model states files. These
+provide the weights (also of frozen parameters and buffers), the tied names and the shapes.
 
-Of names that no optimizer had (buffers, frozen and tied parameters) ZeRO 1 and 2 convert a copy of the weight, in fp32:
-it is left out, because the weight is there. Weights of pipelines and of experts are in files that the converter does
-not copy, so their masters alone are there.
+For names that no optimizer had (buffers, frozen and tied parameters) ZeRO 1 and 2 convert an fp32 copy of the weight;
+it is omitted, because the weight is stored too. Weights of pipelines and of experts are in files that the converter
+does not copy, so only their masters are available.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["OpenUniversal"]
 
 _OPTIMIZER = "zero/optimizer_state.pt"
-_LAID_OUT = frozenset(  # of the flat buffers that the atoms were cut from, and rank 0's part of them under ZeRO 3
+_LAID_OUT = frozenset(  # the flat buffers that the atoms were cut from, and rank 0's part of them under ZeRO 3
     ("param_groups", "group_paddings", "param_alignment_paddings", "fp32_flat_groups", "optimizer_state_dict",
      "ds_zero_partition_groups")
 )  # fmt: skip
@@ -60,18 +60,18 @@ class OpenUniversal:
         self._optimizer = f"{prefix}{_OPTIMIZER}" if _OPTIMIZER in names else None
         files = list_files(store, tag, universal=True)
         self._check_finished(prefix, names, files)
-        self._degrees, self._stages, lost = _read_models(store, files, how)
+        self._degrees, self._stages, not_stored = _read_models(store, files, how)
         contents = self._add_weights(how, keys)
         self._add_atoms(keys, how, contents)
         found = {key.name for key in contents.infos}
-        lost = [name for name in lost if name not in found]
+        not_stored = [name for name in not_stored if name not in found]
         by_label = {
             self._degrees.label(p, t, d) if d else of.label: model
             for p, slices in enumerate(self._stages)
             for t, of in enumerate(slices)
             for d, model in enumerate(of.models)
         }
-        objects = Objects(by_label, {"": contents.optimizer}, contents, lost).json() if by_label else {}
+        objects = Objects(by_label, {"": contents.optimizer}, contents, not_stored).json() if by_label else {}
         first = self._stages[0][0].model.value if self._stages else {}
         atoms = (key for states in keys.values() for key in states.values())
         self.metadata = CheckpointMetadata(
@@ -99,7 +99,7 @@ class OpenUniversal:
                 yield from TorchZip(self.store, key).records()
 
     def _check_finished(self, prefix: str, names: list[str], files: TagFiles) -> None:
-        """The model states are copied last: without them it is a conversion that stopped, or one of Hugging Face's."""
+        """Check that the model states, which are copied last, exist, unless a Hugging Face model was converted."""
         if files.models:
             if self._optimizer is None:
                 raise MissingData(
@@ -115,7 +115,7 @@ class OpenUniversal:
             )
 
     def _add_weights(self, how: DeepSpeedOptions, keys: dict[str, dict[str, str]]) -> TensorIndex:
-        """What the model states hold, over all model-parallel ranks, and atoms that the converter joined unasked."""
+        """Add the tensors in the model states of all model-parallel ranks, and the atoms joined without a pattern."""
         self._means: Mapping[Key, tuple[Key, ...]] = {}
         self._contents = TensorIndex()
         self._taken: dict[str, list[Atom]] = {}
@@ -136,11 +136,11 @@ class OpenUniversal:
         shapes = {key.name: info.shape for key, info in contents.infos.items() if key.state == "weight"}
         if self._degrees.tp == 1:
             shapes |= trained
-        gone = [name for name, shape in trained.items() if name not in keys and 0 not in shape]
-        if gone:
+        missing = [name for name, shape in trained.items() if name not in keys and 0 not in shape]
+        if missing:
             raise MissingData(
-                f"zero/{gone[0]}/fp32.pt{f' and {len(gone) - 1} more' if len(gone) > 1 else ''} is missing: the model "
-                f"states describe {len(trained)} trained parameters",
+                f"zero/{missing[0]}/fp32.pt{f' and {len(missing) - 1} more' if len(missing) > 1 else ''} is missing: "
+                f"the model states describe {len(trained)} trained parameters",
                 hint="the conversion did not finish, or files were lost; convert the original checkpoint again",
             )
         copies = {n for n, states in keys.items() if trained and n not in trained and states.keys() == {"fp32"}}
@@ -150,7 +150,7 @@ class OpenUniversal:
         atoms = {name: read[name] for name in keys if name in read}
         for name, held in atoms.items():
             if len(held) == 1 and held[0].bare and Key(name, "weight") in contents.infos:
-                continue  # never had a gradient, so that the converter took the weight
+                continue  # never had a gradient, so the converter took the weight
             for atom in held:
                 if atom.value is None and Key(name, atom.state) not in contents.infos:
                     contents.add(name, atom.state, atom.dtype, atom.shape, atom.locate)
@@ -169,7 +169,7 @@ class OpenUniversal:
     def _add_groups(self, file: TorchFile, value: dict[str, Any], contents: TensorIndex) -> None:
         """The optimizer's groups, by the names of `param_shapes`; under ZeRO 3 also the states of no dims (`step`).
 
-        Only the first stage of a pipeline is told of: those of others are joined to it where they are as many.
+        Only the first stage's groups are recorded; those of other stages are joined to them if there are equally many.
         """
         hypers = need(value, "param_groups", list, file.key)
         members = [need(hyper, "params", list, file.key) for hyper in hypers]
@@ -177,28 +177,28 @@ class OpenUniversal:
         found = inner.get("state") if isinstance(inner, dict) else None
         for p, slices in enumerate(self._stages):
             flat = slices[0].model.param_shapes or []
-            if sorted(i for of in members for i in of if isinstance(i, int)) != list(range(len(flat))):
+            if sorted(i for indices in members for i in indices if isinstance(i, int)) != list(range(len(flat))):
                 if not p:
                     raise IntegrityError(
                         f"{file.key} has optimizer groups of {sum(map(len, members))} flat groups, but "
                         f"{slices[0].model.key} describes {len(flat)}",
                         hint="files of different conversions are mixed in one folder",
                     )
-                contents.groups.extend(Group(list(shapes), {}) for shapes in flat)  # whose settings are lost
+                contents.groups.extend(Group(list(shapes), {}) for shapes in flat)  # whose hyper-parameters are lost
                 continue
-            for g, (hyper, of) in enumerate(zip(hypers, members, strict=True)):
+            for g, (hyper, indices) in enumerate(zip(hypers, members, strict=True)):
                 if not p:
                     contents.groups.append(Group([], hyper_parameters(hyper, file)))
                 known = {name for group in contents.groups for name in group.names}
-                contents.groups[g].names.extend(n for i in of for n in flat[i] if n not in known)
-                for i in of:
+                contents.groups[g].names.extend(n for i in indices for n in flat[i] if n not in known)
+                for i in indices:
                     states = state_of(found, i, file.key) if isinstance(found, dict) else {}
                     self._add_scalars(contents, contents.groups[g], file, states, flat[i])
 
     def _add_scalars(
         self, contents: TensorIndex, group: Group, file: TorchFile, states: dict[str, Any], names: Iterable[str]
     ) -> None:
-        """States of a flat group that are no tensors along it, which the converter makes no atoms of."""
+        """States of a flat group that are not tensors along it, for which the converter writes no atoms."""
         for state, value in states.items():
             for name in names:
                 if isinstance(value, StoredTensor) and not value.shape and Key(name, state) not in contents.infos:
@@ -207,7 +207,7 @@ class OpenUniversal:
                 group.state[state] = to_json(value, read=file.read, path="state")
 
     def _add_plain(self, atoms: dict[str, list[Atom]], contents: TensorIndex) -> None:
-        """Numbers (`step`), with the group of their parameter: one for all that have it, or one for each name."""
+        """Add numbers (`step`) to their parameters' groups: one value for the group, or one for each name."""
         plain = {name: {a.state: a.value for a in held if a.value is not None} for name, held in atoms.items()}
         plain = {name: values for name, values in plain.items() if values}
         if plain and not contents.groups:
@@ -248,19 +248,19 @@ def _read_models(
     degrees = ParallelDegrees.of(files, first, others=[row[0] for row in models])
     shared = first.aliases(zero3=files.zero3)
     stages: list[list[Slice]] = []
-    lost: dict[str, None] = {}
+    not_stored: dict[str, None] = {}
     for p in range(degrees.pp):
         stages.append([])
         for t in range(degrees.tp):
             row = models[p * degrees.tp + t]
             of, empty = read_weights(row, degrees.label(p, t), zero3=files.zero3, shared=None if p else shared)
             stages[p].append(of)
-            lost.update(dict.fromkeys(empty))
-    return degrees, stages, list(lost)
+            not_stored.update(dict.fromkeys(empty))
+    return degrees, stages, list(not_stored)
 
 
 def _check_alike(group: Mapping[str, list[Atom]]) -> None:
-    """All parameters of a flat group have the same states, but those that the optimizer never met."""
+    """Check that all parameters of a flat group have the same states, except those without a gradient."""
     held = {name: {atom.state for atom in atoms} for name, atoms in group.items() if not _untrained(atoms)}
     every = set().union(*held.values())
     for name, states in held.items():

@@ -70,7 +70,9 @@ def read_zero0(model: ModelStates, names: Sequence[Sequence[str]] | None, conten
     else:
         masters = need(state, "fp32_groups", list, model.key) if wrapped else None
         counts = [len(group) for group in (states if masters is None else [_listed(g, model) for g in masters])]
-        _single(model, masters, states, names or _recorded(hypers, counts, model), contents, [_moe(h) for h in hypers])
+        _single(
+            model, masters, states, names or _recorded(hypers, counts, model), contents, [_is_moe(h) for h in hypers]
+        )
     dropped = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat") if wrapped else ("state", "param_groups")
     contents.keep_scalars(model.file, {k: v for k, v in state.items() if k not in dropped})
 
@@ -93,10 +95,10 @@ def entries_of(model: ModelStates) -> list[list[Entry]] | int:
 
 
 def _recorded(hypers: list[dict[str, Any]], counts: list[int], model: ModelStates) -> list[list[str]] | None:
-    """`param_names`, which optimizers keep that were given named parameters (PyTorch 2.6 and later).
+    """`param_names`, which optimizers constructed with named parameters store (PyTorch 2.6 and later).
 
-    Where a group has fewer entries, parameters without elements have none: the wrapper of bf16 and fp16 drops them.
-    None where that does not explain it.
+    If a group has fewer entries, parameters without elements have none: the wrapper of bf16 and fp16 drops them.
+    None if that does not explain it.
     """
     names: list[list[str]] = [list(g.get("param_names") or ()) for g in hypers]
     if [len(g) for g in names] != counts:
@@ -113,7 +115,7 @@ def _single(
     contents: TensorIndex,
     moe: list[bool],
 ) -> None:
-    """One entry for each parameter."""
+    """Add one entry for each parameter."""
     parameters = _parameters(model)
     if masters is not None:
         copies = [[stored(t, "fp32_groups", model.key) for t in _listed(group, model)] for group in masters]
@@ -122,7 +124,7 @@ def _single(
         rest = iter(samples[0])
         entries = [[Entry(t.shape, next(rest)) for t in group] for group in copies]
         if [len(g) for g in states] != [len(g) for g in copies]:
-            raise IntegrityError(f"{model.key}: its optimizer has other entries than there are fp32 copies")
+            raise IntegrityError(f"{model.key}: its optimizer entries do not match the fp32 copies")
     else:
         copies, by_name = [], {}
         entries = [[Entry(shape_of_states(s)) for s in group] for group in states]
@@ -160,7 +162,7 @@ def _listed(group: Any, model: ModelStates) -> list[Any]:
     return group
 
 
-def _moe(hyper: Any) -> bool:
+def _is_moe(hyper: Any) -> bool:
     """Whether DeepSpeed made the group for experts."""
     return isinstance(hyper, dict) and bool(hyper.get("moe"))
 
@@ -171,7 +173,7 @@ def _match(entries: list[list[Entry]], candidates: list[Candidate], moe: list[bo
         return match(entries, candidates)
     names: dict[int, list[str]] = {}
     for kind in (True, False):
-        groups = [g for g, of in enumerate(moe) if of is kind]
+        groups = [g for g, is_moe in enumerate(moe) if is_moe is kind]
         found = match([entries[g] for g in groups], [c for c in candidates if is_expert(c.name) is kind])
         if found is None:
             return None
@@ -187,8 +189,8 @@ def _check_names(
         raise UsageError(
             f"{file}: {[len(g) for g in names]} names are given for groups of {[len(g) for g in entries]} entries"
         )
-    for group, of in zip(names, entries, strict=True):
-        for name, entry in zip(group, of, strict=True):
+    for group, group_entries in zip(names, entries, strict=True):
+        for name, entry in zip(group, group_entries, strict=True):
             if name not in known or not known[name].fits(entry):
                 raise UsageError(
                     f"{file}: {name} cannot be the optimizer entry at its place in the group (its shape, or its fp32 "
@@ -236,7 +238,7 @@ def sample(file: TorchFile, tensor: StoredTensor, dtype: str) -> bytes:
 def _flat(model: ModelStates, masters: list[Any], states: list[list[dict[str, Any]]], contents: TensorIndex) -> None:
     """Add one flat entry per group, in which parameters have the same offsets as the weights in their storage."""
     if len(masters) != len(states) or any(len(s) != 1 for s in states):
-        raise IntegrityError(f"{model.key}: its optimizer has other groups than there are flat masters")
+        raise IntegrityError(f"{model.key}: its optimizer groups do not match the flat masters")
     by_storage: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for name, tensor in _parameters(model).items():
         if tensor.size:

@@ -67,7 +67,7 @@ class Zero12Partition:
 
 
 class Zero12:
-    """The flat groups of a ZeRO 1 or 2 checkpoint; ranks beyond the first are opened when their extents are wanted."""
+    """The flat groups of a ZeRO 1 or 2 checkpoint; ranks beyond the first are opened when their extents are needed."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Zero12:
         parts = [self.world // degree for degree in self.degrees]
         if counts != parts if isinstance(counts, list) else {counts} != set(parts):
             raise IntegrityError(
-                f"{file.key} was saved by {counts} ranks, but {self.world} files of optimizer states are there",
+                f"{file.key} was saved by {counts} ranks, but {self.world} files of optimizer states are present",
                 hint="files of different saves are mixed in one folder",
             )
         partition = Zero12Partition(file, masters, _states(state, len(self.shapes), file.key))
@@ -131,7 +131,7 @@ class Zero12:
             self.flat.append(buffer)
         if zero_options(self.model.value).get("round_robin_gradients"):
             for shapes, buffer, degree in zip(self.shapes, self.flat, self.degrees, strict=True):
-                order = {name: shapes[name] for name in _undealt(list(shapes), self.world // degree)}
+                order = {name: shapes[name] for name in _undo_round_robin(list(shapes), self.world // degree)}
                 self.round_robin.append(_flat_buffer(order, [0] * len(order), buffer.size))
 
     def _degrees(self, state: dict[str, Any], file: TorchFile) -> list[int]:
@@ -146,7 +146,7 @@ class Zero12:
         return out
 
     def _check_views(self, index: int, buffer: FlatBuffer) -> None:
-        """Check that the module's tensors, if they are views of one flat buffer, are where the layout puts them."""
+        """Check that the module's tensors, if they are views of one flat buffer, have the layout's offsets."""
         shapes = self.shapes[index]
         views = {n: self.model.module[n] for n in shapes if n in self.model.module}
         homes = {self.model.home(n).key for n in views}
@@ -169,15 +169,15 @@ class Zero12:
 
     def _check_lengths(self, rank: int, partition: Zero12Partition, *, padded: bool) -> None:
         for index, (buffer, master) in enumerate(zip(self.flat, partition.masters, strict=True)):
-            lean = buffer.size - buffer.padding(self.experts.place(self.degrees[index], rank))
-            if master.size != (buffer.size if padded else lean):
+            unpadded = buffer.size - buffer.padding(self.experts.place(self.degrees[index], rank))
+            if master.size != (buffer.size if padded else unpadded):
                 raise IntegrityError(
                     f"{partition.file.key}: the master of group {index} has {master.size} elements; the layout gives "
-                    f"rank {rank} {lean} of a partition of {buffer.size}",
+                    f"rank {rank} {unpadded} of a partition of {buffer.size}",
                     hint="files of different saves are mixed in one folder",
                 )
             for name, value in partition.states[index].items():
-                if isinstance(value, StoredTensor) and value.shape and value.shape not in ((lean,), (buffer.size,)):
+                if isinstance(value, StoredTensor) and value.shape and value.shape not in ((unpadded,), (buffer.size,)):
                     raise refuse_flat_state(name, value, index, partition.file.key)
 
     def _check_slices(self, rank: int, mappings: Any, file: str) -> None:
@@ -286,6 +286,6 @@ def _slices(buffer: FlatBuffer, rank: int) -> dict[str, tuple[int, int]]:
     return {name: (at, stop - start) for name, (start, stop, at) in buffer.on(rank).items()}
 
 
-def _undealt(dealt: list[str], hands: int) -> list[str]:
-    """The original order of a list that was distributed round-robin to `hands` lists, which were then joined."""
-    return [name for _, name in sorted(zip(round_robin_order(len(dealt), hands), dealt, strict=True))]
+def _undo_round_robin(joined: list[str], lists: int) -> list[str]:
+    """The original order of a list that was distributed round-robin to `lists` lists, which were then joined."""
+    return [name for _, name in sorted(zip(round_robin_order(len(joined), lists), joined, strict=True))]

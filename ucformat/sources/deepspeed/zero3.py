@@ -56,7 +56,7 @@ class Zero3Partition:
 
 
 class Zero3:
-    """The flat groups of a ZeRO 3 checkpoint; ranks beyond the first are opened when their extents are wanted."""
+    """The flat groups of a ZeRO 3 checkpoint; ranks beyond the first are opened when their extents are needed."""
 
     def __init__(
         self, model: ModelStates, keys: tuple[str, ...], allow: tuple[str, ...], contents: TensorIndex
@@ -77,7 +77,7 @@ class Zero3:
         if state.get("partition_count") not in (None, self.world):
             raise IntegrityError(
                 f"{file.key} was saved by {state['partition_count']} ranks, but {self.world} files of optimizer "
-                "states are there",
+                "states are present",
                 hint="files of different saves are mixed in one folder",
             )
         masters = [stored(t, _MASTER, file.key) for t in need(state, _MASTER, list, file.key)]
@@ -99,8 +99,8 @@ class Zero3:
         for index, (buffer, master) in enumerate(zip(self.flat, partition.masters, strict=True)):
             if master.shape != (buffer.size,):
                 raise IntegrityError(
-                    f"{partition.file.key}: flat group {index} has shape {master.shape}; its parameters, cut over "
-                    f"{self.world} ranks, take {buffer.size} elements",
+                    f"{partition.file.key}: flat group {index} has shape {master.shape}; its parameters, sharded "
+                    f"across {self.world} ranks, take {buffer.size} elements",
                     hint="files of different saves are mixed in one folder, or the optimizer was offloaded to NVMe",
                 )
             for name, value in partition.states[index].items():
@@ -184,8 +184,8 @@ def add_frozen(models: list[ModelStates], contents: TensorIndex) -> None:
         for model, fragment in zip(models, fragments, strict=True):
             if fragment.shape != (part,):
                 raise IntegrityError(
-                    f"{model.key}: the frozen {name} has a part of shape {fragment.shape}; cut over {world} ranks "
-                    f"its shape {shape} gives {part} elements"
+                    f"{model.key}: the frozen {name} has a part of shape {fragment.shape}; sharded across {world} "
+                    f"ranks, its shape {shape} gives {part} elements"
                 )
 
         contents.add(name, "weight", fragments[0].dtype, shape, partial(_frozen_extents, models, fragments, shape))

@@ -29,7 +29,7 @@ class Megatron(Source):
     options: MegatronOptions
 
     def is_marker(self, name: str) -> bool:
-        """Whether a folder with a file of this name is one of Megatron's."""
+        """Whether a folder with a file of this name is a Megatron checkpoint."""
         return is_marker(name)
 
     def find(self, store: Store) -> bool:
@@ -37,13 +37,13 @@ class Megatron(Source):
         try:
             return find_place(store) is not None
         except UcformatError:
-            return True  # let opening tell what is wrong
+            return True  # opening raises an error that describes the fault
 
     def open(self, store: Store) -> OpenDist | OpenClassic:
         """Open the checkpoint that the tracker names, or the one that the store is rooted at."""
         place = find_place(store)
         if place is None:
-            raise NotACheckpoint(f"{store.url} holds no checkpoint of Megatron's")
+            raise NotACheckpoint(f"{store.url} holds no Megatron checkpoint")
         where = f"{store.url}/{place.folder}" if place.folder else store.url
         if place.classic:
             from ucformat.sources.megatron.classic import OpenClassic

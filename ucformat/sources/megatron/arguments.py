@@ -104,7 +104,7 @@ class Arguments:
             if padded is None and size and unit:
                 unit *= self.degree("tensor_model_parallel_size") or 1
                 padded = -(-size // unit) * unit
-            rows_kept = size if padded == stored else None  # else the purpose of the other rows is unknown
+            rows_kept = size if padded == stored else None  # otherwise the purpose of the other rows is unknown
         return rows_kept if rows_kept is not None and 0 < rows_kept < stored else stored
 
 
@@ -118,20 +118,22 @@ class MegatronOptions(PickleOptions):
         text="of a distributed checkpoint, show the stacked tensors of all layers under their keys, as stored",
     )
     vocab_size: int | None = option(
-        None, "number", "rows of the vocabulary without its padding, where the checkpoint does not say it"
+        None, "number", "rows of the vocabulary without its padding, if the checkpoint does not record it"
     )
     optimizer: bool = option(
-        default=True, how="flag", text="whether to read the optimizer's states; false where they cannot be named"
+        default=True,
+        how="flag",
+        text="whether to read the optimizer's states; false if their parameters cannot be determined",
     )
-    layout: Layout | None = option(  # noqa: RUF009 - which makes a field
+    layout: Layout | None = option(  # noqa: RUF009 - it makes a field
         None,
         "layout",
-        "of a classic checkpoint, how parameters are sharded over tensor-parallel ranks where Megatron's own names do "
-        "not say it: rules over the axis `tp`",
+        "of a classic checkpoint, how parameters are sharded over tensor-parallel ranks if Megatron's own names do "
+        "not determine it: rules over the axis `tp`",
     )
     cuts: Mapping[str, str | int] | None = option(
         None,
         "cuts",
         "the same for the parameters that a pattern matches: `replicate`, `halves` (two tensors, one after the other, "
-        "each sharded), or the dim along which parts are joined; it goes before `layout`",
+        "each sharded), or the dim along which parts are joined; it takes precedence over `layout`",
     )

@@ -70,12 +70,12 @@ def place(
     proved: Callable[[BufferSlot], bool] | None = None,
     joined: bool = False,
 ) -> list[BufferSlot] | None:
-    """The slots of parameters (in the order of the module) in buckets of these sizes; None where they do not fit.
+    """The slots of parameters (in the order of the module) in buckets of these sizes; None if they do not fit.
 
     Args:
-        params: all parameters; those that cannot be proved to be at their place are left out as frozen.
+        params: all parameters; those whose slot cannot be proved are omitted as frozen.
         sizes: elements of each bucket.
-        edges: positions in each bucket at which something begins or ends, if they are known.
+        edges: offsets in each bucket at which parameters begin or end, in elements, if they are known.
         proved: whether the values in a slot are the parameter's. Without it all parameters must fit.
         joined: the buckets of a buffer may be joined without their padding.
     """
@@ -95,7 +95,7 @@ def _place(
     joined: bool,  # noqa: FBT001
 ) -> list[BufferSlot] | None:
     slots: list[BufferSlot] = []
-    bucket = base = at = 0  # `base`: where the bucket begins
+    bucket = base = at = 0  # `base`: the start of the bucket
     for param in reversed(params):
         if at == sizes[bucket] and at and bucket + 1 < len(sizes):
             bucket, at = bucket + 1, 0

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenClassic"]
 
-_WORD = ("embedding.word_embeddings.weight", "language_model.embedding.word_embeddings.weight")
-_HEAD = ("output_layer.weight", "word_embeddings_for_head.weight", "language_model.output_layer.weight")
+_WORD_EMBEDDING = ("embedding.word_embeddings.weight", "language_model.embedding.word_embeddings.weight")
+_OUTPUT_LAYER = ("output_layer.weight", "word_embeddings_for_head.weight", "language_model.output_layer.weight")
 _NOT_OURS = ("args", "optimizer", "iteration")
-_MIXED = "files of different saves are mixed in one folder, or the ranks' copies had come apart in training"
+_MIXED = "files of different saves are mixed in one folder, or the ranks' copies had diverged in training"
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class OpenClassic:
                     rank.contents.add_whole(named[name], "weight", rank.file.file, tensor)
             if how.optimizer:
                 rank.groups = read_states(rank.file, rank.contents)
-        self._agreeing: set[tuple[Key, int]] = set()  # parts of tensor-parallel ranks whose copies were compared
+        self._agreeing: set[tuple[Key, int]] = set()  # parts of tensor-parallel ranks whose copies have been compared
         self._degree = 1 + max(t for t, _, _ in files)
         self.contents = TensorIndex()
         self.aliases: dict[str, str] = {}
@@ -103,7 +103,7 @@ class OpenClassic:
                 yield from TorchZip(self.store, rank.file.distrib.key).records()
 
     def _join(self, how: MegatronOptions) -> None:
-        """All tensors: of each parameter its parts by tensor-parallel rank, and who else has a copy of them."""
+        """All tensors: the parts of each parameter by tensor-parallel rank, and the ranks with copies of them."""
         holders: dict[Key, dict[int, list[_Rank]]] = {}
         for (t, _, _), rank in sorted(self._ranks.items(), key=lambda item: (item[0][1], item[0][2], item[0][0])):
             for key in rank.contents.infos:
@@ -112,7 +112,7 @@ class OpenClassic:
         for key, found in holders.items():
             if sorted(found) != list(range(self._degree)):
                 raise IntegrityError(
-                    f"{key} is in the files of the tensor-parallel ranks {sorted(found)} alone", hint=_MIXED
+                    f"{key} is only in the files of the tensor-parallel ranks {sorted(found)}", hint=_MIXED
                 )
         degree = self.args.degree("expert_tensor_parallel_size")
         shapes = {k.name: tuple(holders[k][t][0].contents.infos[k].shape for t in range(self._degree)) for k in weights}
@@ -120,8 +120,8 @@ class OpenClassic:
         whole |= {n for n in shapes if is_expert(n) and degree is None and self._experts_are_whole(shapes, n)}
         if degree not in (None, 1, self._degree):
             raise AmbiguousLayout(
-                f"experts were cut over {degree} tensor-parallel ranks and the rest over {self._degree}: the files do "
-                "not record which rank has which part",
+                f"experts are sharded across {degree} tensor-parallel ranks and the rest across {self._degree}: "
+                "the files do not record which rank has which part",
                 hint="save it with --ckpt-format torch_dist",
             )
 
@@ -143,7 +143,7 @@ class OpenClassic:
         self.aliases = tied
 
     def _verdict(self, holders: Mapping[Key, dict[int, list[_Rank]]], states: Sequence[str], name: str) -> Verdict:
-        """Whether the parts of a parameter are equal: by its weight, and by its other states where that is constant."""
+        """Whether the parts of a parameter are equal: by its weight, and by its other states if that is constant."""
         found: Verdict = "constant"
         shape = None
         for key in (k for state in states if (k := Key(name, state)) in holders):
@@ -154,7 +154,7 @@ class OpenClassic:
         return found
 
     def _experts_are_whole(self, shapes: Mapping[str, Sequence[tuple[int, ...]]], name: str) -> bool:
-        """Whether each tensor-parallel rank has all of an expert, as its width tells: the arguments name it."""
+        """Whether each tensor-parallel rank has a whole expert: its width is the one that the arguments record."""
         width = self.args.number("moe_ffn_hidden_size") or self.args.number("ffn_hidden_size")
         second = re.sub(r"linear_fc1\.(weight|bias)", "linear_fc2.weight", name)
         return self._degree > 1 and width is not None and second in shapes and shapes[second][0][-1] == width
@@ -162,7 +162,7 @@ class OpenClassic:
     def _add(self, key: Key, found: dict[int, list[_Rank]], sharding: TPSharding) -> None:
         infos = [found[t][0].contents.infos[key] for t in range(self._degree)]
         if len({i.dtype for ranks in found.values() for i in (r.contents.infos[key] for r in ranks)}) > 1:
-            raise IntegrityError(f"{key} is of several dtypes in the files of the ranks", hint=_MIXED)
+            raise IntegrityError(f"{key} has different dtypes in the files of the ranks", hint=_MIXED)
         own = tuple(i.shape for i in infos)
         weights = tuple(found[t][0].contents.infos[Key(key.name, "weight")].shape for t in range(self._degree))
         if own != weights:
@@ -188,7 +188,7 @@ class OpenClassic:
         regions: tuple[tuple[Part, ...], ...],
         within: Box | None,
     ) -> Iterator[Extent]:
-        """The extents of one rank's part, after a look at whether all copies of it are the same."""
+        """The extents of one rank's part, after a check that all copies of it are equal."""
         if (key, t) not in self._agreeing:
             same = [r for u in range(self._degree) if u == t or regions[u] == regions[t] for r in found[u]]
             for other in same[1:]:
@@ -203,7 +203,7 @@ class OpenClassic:
         ):
             names = sorted({e.file for r in (one, other) for e in r.contents.locate[key](None)})
             raise IntegrityError(
-                f"{key}: {' and '.join(names)} should hold the same, and do not",
+                f"{key}: {' and '.join(names)} should be equal, but differ",
                 hint=f"{_MIXED}; if it is cut instead, specify how: {option_text('layout')}",
             )
 
@@ -211,12 +211,12 @@ class OpenClassic:
         self, holders: Mapping[Key, dict[int, list[_Rank]]], shardings: Mapping[str, TPSharding]
     ) -> dict[str, str]:
         """The last stage's copy of the input embedding, if the arguments or the bytes show that it is one."""
-        word = next((n for n in _WORD if n in shardings), None)
+        word = next((n for n in _WORD_EMBEDDING if n in shardings), None)
         if word is None or self.args.tied is False:
             return {}
-        head = next((n for n in _HEAD if n in shardings), None)
+        head = next((n for n in _OUTPUT_LAYER if n in shardings), None)
         if head is None:
-            return {_HEAD[0]: word} if self.args.tied and word == _WORD[0] else {}
+            return {_OUTPUT_LAYER[0]: word} if self.args.tied and word == _WORD_EMBEDDING[0] else {}
         one, two = Key(word, "weight"), Key(head, "weight")
         copies = [(holders[one][t][0], holders[two][t][0]) for t in range(self._degree)]
         same = shardings[word].shape == shardings[head].shape and all(
@@ -224,7 +224,7 @@ class OpenClassic:
         )
         if not same and self.args.tied:
             raise IntegrityError(
-                f"{head} should be a copy of {word}, and is not: see {copies[0][0].file.file.key} and "
+                f"{head} should be a copy of {word}, but differs: see {copies[0][0].file.file.key} and "
                 f"{copies[0][1].file.file.key}",
                 hint=_MIXED,
             )
@@ -250,7 +250,7 @@ class OpenClassic:
         return [merged[k] for k in sorted(merged)]
 
     def _objects(self) -> dict[str, Any]:
-        """What is no tensor, as the first rank has it; under `ranks` what differs in the others."""
+        """The first rank's values other than tensors; under `ranks` the differences of the others."""
         out = self._plain(self._ranks[0, 0, 0], "")
         if self.args.values:
             out["args"] = to_json(dict(self.args.values), path="args")
@@ -258,8 +258,8 @@ class OpenClassic:
         for (t, p, e), rank in self._ranks.items():
             if (t, p, e) != (0, 0, 0):
                 plain = self._plain(rank, f"tp{t}.pp{p}.ep{e}.")
-                odd = {k: v for k, v in plain.items() if json.dumps(v) != json.dumps(out.get(k))}
-                others |= {f"tp{t}.pp{p}.ep{e}": odd} if odd else {}
+                differing = {k: v for k, v in plain.items() if json.dumps(v) != json.dumps(out.get(k))}
+                others |= {f"tp{t}.pp{p}.ep{e}": differing} if differing else {}
         return {**out, "ranks": others} if others else out
 
     def _plain(self, rank: _Rank, label: str) -> dict[str, Any]:
@@ -280,9 +280,9 @@ class OpenClassic:
 
 
 def _without_states(value: dict[Any, Any]) -> dict[Any, Any]:
-    """What an optimizer holds besides states, groups and fp32 copies."""
-    gone = ("state", "param_groups", "fp32_from_fp16_params", "fp32_from_fp16")
-    out = {k: v for k, v in value.items() if k not in gone}
+    """The entries of an optimizer other than states, groups and fp32 copies."""
+    excluded = ("state", "param_groups", "fp32_from_fp16_params", "fp32_from_fp16")
+    out = {k: v for k, v in value.items() if k not in excluded}
     if isinstance(out.get("optimizer"), dict):
         inner = _without_states(out.pop("optimizer"))
         out |= {"optimizer": inner} if inner else {}

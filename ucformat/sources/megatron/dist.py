@@ -1,6 +1,6 @@
 """Megatron's distributed checkpoints (`dist_checkpointing`, format `torch_dist`), read in place.
 
-A folder with `metadata.json`, a PyTorch DCP checkpoint, and `common.pt`: all that is the same on every rank.
+A folder with `metadata.json`, a PyTorch DCP checkpoint, and `common.pt`: values that are the same on every rank.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class OpenDist:
         self._items = Items(store, meta, allow)
         if not exists(store, below + COMMON):
             raise MissingData(
-                f"{below}{COMMON} is missing; it holds all that is the same on every rank",
-                hint="the save did not finish, or the file was not copied: take it from where it was saved",
+                f"{below}{COMMON} is missing; it holds the values that are the same on every rank",
+                hint="the save did not finish, or the file was not copied: copy it from where it was saved",
             )
         self._common = TorchFile(store, below + COMMON, allow=allow)
         values = self._common.value
@@ -102,7 +102,7 @@ class OpenDist:
     def _is_local(self) -> bool:
         """Whether the model is of the local specification, whose norms have other names than the keys.
 
-        Its linear layers keep nothing as extra state, Transformer Engine's always something.
+        Its linear layers have empty extra state; Transformer Engine's never do.
         """
         recorded = self.args.values.get("transformer_impl")
         if isinstance(recorded, str):
@@ -117,20 +117,20 @@ class OpenDist:
         order: dict[str, None] = {}
         trained = []
         for fqn in meta.tensors:
-            what = split_state_key(fqn)
-            if not self._how.optimizer and not (what and what == StateKey(fqn, "weight")):
+            parsed = split_state_key(fqn)
+            if not self._how.optimizer and not (parsed and parsed == StateKey(fqn, "weight")):
                 continue
-            if isinstance(what, Bucket):
-                self.buckets.append((what, fqn))
+            if isinstance(parsed, Bucket):
+                self.buckets.append((parsed, fqn))
                 continue
-            if what is None:
+            if parsed is None:
                 raise UnsupportedError(
                     f"{meta.file}: {fqn} is an optimizer's tensor that ucformat does not know",
                     hint="save with --dist-ckpt-optim-fully-reshardable, and report this checkpoint",
                 )
-            for key, half, part in self._unstack(fqn, what, shapes.get(fqn), stacked=stacked):
+            for key, half, part in self._unstack(fqn, parsed, shapes.get(fqn), stacked=stacked):
                 if half in found.setdefault(key, {}):
-                    raise IntegrityError(f"{meta.file}: {fqn} and another entry are both {key}")
+                    raise IntegrityError(f"{meta.file}: {fqn} and another entry both map to {key}")
                 found[key][half] = part
                 order.setdefault(key.name)
                 trained += [key] if key.state != "weight" else []
@@ -146,16 +146,16 @@ class OpenDist:
             add_flat_states(self, self._items, self.buckets, stacked=stacked)
 
     def _unstack(
-        self, fqn: str, what: StateKey, original: tuple[int, ...] | None, *, stacked: bool
+        self, fqn: str, parsed: StateKey, original: tuple[int, ...] | None, *, stacked: bool
     ) -> Iterator[tuple[Key, int | None, UnstackedPart]]:
-        name = name_of(what.key, local=self.local)
+        name = name_of(parsed.key, local=self.local)
         leading = 0 if stacked else name.leading
-        stored = StackedTensor(self._items, fqn, Key(what.key, what.state), leading, original)
+        stored = StackedTensor(self._items, fqn, Key(parsed.key, parsed.state), leading, original)
         if stacked:
-            yield Key(what.key, what.state), None, UnstackedPart(stored, ())
+            yield Key(parsed.key, parsed.state), None, UnstackedPart(stored, ())
             return
         for index in product(*map(range, stored.shape[:leading])):
-            yield Key(name.at(index), what.state), name.half, UnstackedPart(stored, index)
+            yield Key(name.at(index), parsed.state), name.half, UnstackedPart(stored, index)
 
     def _add(self, key: Key, parts: list[UnstackedPart]) -> None:
         tensor = unstacked(key, parts)
@@ -165,7 +165,7 @@ class OpenDist:
         add_tensor(self.contents, tensor, rows if tensor.shape else 0)
 
     def _add_steps(self, *, stacked: bool) -> None:
-        """The step that all parameters of a torch optimizer share, where it is a tensor."""
+        """The step that all parameters of a torch optimizer share, if it is a tensor."""
         common = self._common
         if stacked:
             return
@@ -179,7 +179,7 @@ class OpenDist:
             self.contents.add_whole(name, "step", common, tensors[0])
 
     def _aliases(self) -> dict[str, str]:
-        """A tied output layer, if the arguments have it so."""
+        """The tied output layer, if the arguments record one."""
         word, out = "embedding.word_embeddings.weight", "output_layer.weight"
         return {out: word} if self.args.tied and word in self.weights and out not in self.weights else {}
 
@@ -202,7 +202,7 @@ class OpenDist:
         return chained or [found]
 
     def _raw_groups(self) -> list[dict[str, Any]]:
-        """The optimizer groups as the checkpoint has them, of all optimizers."""
+        """The optimizer groups of all optimizers, as stored."""
         out: list[dict[str, Any]] = []
         sharded = [k for k in self._items.meta.values if re.search(r"dp_group_idx_\d+\.optimizer/shard_", k)]
         if sharded:
@@ -218,7 +218,7 @@ class OpenDist:
         return out
 
     def _groups(self) -> list[dict[str, Any]]:
-        """The optimizer groups with their parameters; none where Megatron's rule does not tell these."""
+        """The optimizer groups with their parameters; none if Megatron's rule does not determine these."""
         trained = {k.name for k in self.contents.infos if k not in ((w := Key(k.name, "weight")), w.padding)}
         members = [
             Member(k.name, len(i.shape))
@@ -229,7 +229,7 @@ class OpenDist:
         return [group.json() for group in groups_by_rule(self._raw_groups(), members, self._json) or ()]
 
     def _objects(self) -> dict[str, Any]:
-        """All that is no tensor: of `common.pt`, and the sharded objects by key and shard."""
+        """All values other than tensors: those of `common.pt`, and the sharded objects by key and shard."""
         out = {str(k): self._json(v, str(k)) for k, v in self.values.items() if k not in _NOT_OURS}
         if self.args.values:
             out["args"] = self._json(dict(self.args.values), "args")
@@ -254,7 +254,7 @@ class OpenDist:
 
 
 def _unwrapped(value: Any) -> Any:
-    """A sharded object, out of the list of one in which it is kept."""
+    """A sharded object without the list of length 1 that contains it."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 

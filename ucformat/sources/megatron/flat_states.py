@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_flat_states"]
 
-_WORD, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_WORD_EMBEDDING, _OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def _hint() -> str:
@@ -69,7 +69,7 @@ class _Model:
             return (Part.aligned(whole, whole),)
         if len(cut) > 1 or len(boxes) not in (degree, 2 * degree):
             raise AmbiguousLayout(
-                f"{name} was stored as {len(boxes)} boxes by {degree} tensor-parallel ranks, which fits no cut",
+                f"{name} was stored as {len(boxes)} boxes by {degree} tensor-parallel ranks, which fits no sharding",
                 hint=_hint(),
             )
         mine = boxes[rank::degree] if len(boxes) == 2 * degree else [boxes[rank]]
@@ -169,7 +169,7 @@ def _stages(
     kinds = len({dtypes[chain, 0, b] for b in buffers})
     chunks = model.of.args.degree("virtual_pipeline_model_parallel_size") or max(1, len(buffers) // kinds)
     total, count = len(layered), model.pp * chunks
-    tied = [] if _OUTPUT in names or _WORD not in names or count == 1 else [_OUTPUT]
+    tied = [] if _OUTPUT_LAYER in names or _WORD_EMBEDDING not in names or count == 1 else [_OUTPUT_LAYER]
     stages: list[list[_Chunk]] = [[] for _ in range(model.pp)]
     at = 0
     joint = any(c != chain for c, _ in groups)
@@ -224,8 +224,8 @@ def _fit(
 
 
 def _stored(model: _Model, name: str) -> str:
-    """The parameter whose values another has: the last stage's copy of a tied embedding is the embedding."""
-    return name if name in model.of.weights else _WORD
+    """The parameter whose values this one has: the last stage's copy of a tied embedding is the embedding."""
+    return name if name in model.of.weights else _WORD_EMBEDDING
 
 
 def _place(model: _Model, buffer: _Buffer, names: list[str], rank: int, degree: int) -> list[BufferSlot] | None:
@@ -264,7 +264,7 @@ def _flat(model: _Model, fqn: str | None) -> FlatTensor | None:
         return None
     stored = StackedTensor(model.items, fqn, Key(fqn, "flat"))
     if len(stored.shape) != 1:
-        raise IntegrityError(f"{fqn} is no flat bucket, but of the shape {list(stored.shape)}")
+        raise IntegrityError(f"{fqn} is not a flat bucket: its shape is {list(stored.shape)}")
 
     def locate(start: int, stop: int) -> Iterator[Extent]:
         box = Box((start,), (stop - start,))
@@ -292,8 +292,8 @@ class _Piece:
             if not self.proved and self.master is not None:
                 if not same_values(self.model.of.store, self.slot.param, self.master, self.slot.start):
                     raise AmbiguousLayout(
-                        f"the optimizer's flat buckets do not hold {self.slot.param.name} where Megatron's order of "
-                        "parameters puts it: its fp32 copy there is not the weight",
+                        f"the optimizer's flat buckets do not hold {self.slot.param.name} at the offset in "
+                        "Megatron's order of parameters: the fp32 copy there does not match the weight",
                         hint=_hint(),
                     )
                 self.proved = True
@@ -301,7 +301,7 @@ class _Piece:
 
 
 class _States:
-    """The states that were found, by parameter."""
+    """The states by parameter."""
 
     def __init__(self, model: _Model) -> None:
         self.model = model

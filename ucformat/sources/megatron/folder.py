@@ -32,7 +32,7 @@ _MAX_LISTED = 10
 
 @dataclass(frozen=True, slots=True)
 class MegatronFolder:
-    """A checkpoint's folder in the store ("" for the store itself), and the tracker where it was followed."""
+    """A checkpoint's folder in the store ("" for the root), and the tracker if it names the folder."""
 
     folder: str
     tracker: str | None
@@ -49,7 +49,7 @@ def is_marker(name: str) -> bool:
 
 
 def find_place(store: Store) -> MegatronFolder | None:
-    """Find the checkpoint; None if there is none of Megatron's.
+    """Find the checkpoint; None if there is none.
 
     Args:
         store: a store whose root is the save folder or a checkpoint.
@@ -132,6 +132,6 @@ def built_by_megatron(where: str) -> Iterator[None]:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise IntegrityError(
-            f"{where} holds something else than Megatron writes there ({type(error).__name__}: {error})",
+            f"{where} holds values that Megatron does not write ({type(error).__name__}: {error})",
             hint="the files are damaged, or of a version that ucformat does not know; report it if Megatron reads them",
         ) from error

@@ -48,10 +48,10 @@ _STACKED_LAYERS = re.compile(r"(?P<before>(?:.*\.)?layers)\.(?!\d+\.)(?P<after>.
 _EXPERTS = re.compile(r"(?P<before>.*\.experts)\.experts\.(?:(?P<number>\d+)\.)?(?P<after>.+)", re.DOTALL)
 _HALF = re.compile(r"(?P<whole>.*\.linear_fc1\.(?:weight|bias))_(?P<half>[wv])", re.DOTALL)
 
-#: What the optimizers call the fp32 copy.
+#: The optimizers' names of the fp32 copy.
 _MASTER = ("param", "fp32_param")
 
-#: How the layers of the local specification name what the keys call as Transformer Engine does.
+#: Names in layers of the local specification, by the names of Transformer Engine, which the keys have.
 LOCAL = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),

@@ -99,12 +99,12 @@ def read_ranks(
 
 def _value(file: TorchFile) -> dict[str, Any]:
     if not isinstance(file.value, dict):
-        raise IntegrityError(f"{file.key} holds no dictionary", hint="it is no checkpoint of Megatron's")
+        raise IntegrityError(f"{file.key} holds no dictionary", hint="it is not a Megatron checkpoint")
     return file.value
 
 
 def _grid(found: dict[re.Match[str], str], args: Arguments) -> dict[At, str]:
-    """The files by rank; MissingData where there are fewer than in the arguments, IntegrityError where more."""
+    """The files by rank; MissingData if there are fewer than the arguments record, IntegrityError if more."""
     pp = args.degree("pipeline_model_parallel_size")
     ep = args.degree("expert_model_parallel_size") or 1
     out: dict[At, str] = {}
@@ -116,7 +116,7 @@ def _grid(found: dict[re.Match[str], str], args: Arguments) -> dict[At, str]:
         p, e = (*rest, 0, 0)[:2]
         if out.setdefault((t, p, e), key) != key:
             raise IntegrityError(
-                f"{out[t, p, e]} and {key} are both of one rank",
+                f"{out[t, p, e]} and {key} are of the same rank",
                 hint="two saves were made to one folder; move one elsewhere",
             )
     high = tuple(1 + max(at[i] for at in out) for i in range(3))
@@ -134,7 +134,7 @@ def _grid(found: dict[re.Match[str], str], args: Arguments) -> dict[At, str]:
     if lost := sorted(whole - out.keys()):
         more = f" and {len(lost) - _MAX_LISTED} more" if len(lost) > _MAX_LISTED else ""
         shown = ", ".join(f"tp {t} pp {p} ep {e}" for t, p, e in lost[:_MAX_LISTED])
-        raise MissingData(f"the files of the ranks {shown}{more} are missing; {len(out)} are there", hint=_COPY)
+        raise MissingData(f"the files of the ranks {shown}{more} are missing; {len(out)} are present", hint=_COPY)
     return out
 
 
@@ -145,12 +145,12 @@ def _parse(at: At, file: TorchFile, distrib: TorchFile | None) -> RankFile:
     names = sorted((k for k in values if isinstance(k, str) and _CHUNK.fullmatch(k)), key=lambda k: (len(k), k))
     for i, key in enumerate(names):
         if key not in ("model", f"model{i}"):
-            raise MissingData(f"{file.key} has {', '.join(names)}, of which one is missing")
+            raise MissingData(f"{file.key} has {', '.join(names)}, with a gap")
         flat = dict(_flattened(values[key], "", file.key, 0))
         chunks.append({k: v for k, v in flat.items() if isinstance(v, StoredTensor)})
         extra |= {f"{key}.{k}": v for k, v in flat.items() if not isinstance(v, StoredTensor) and v is not None}
     if not chunks:
-        raise IntegrityError(f"{file.key} has no `model`", hint="it is no checkpoint of Megatron's")
+        raise IntegrityError(f"{file.key} has no `model`", hint="it is not a Megatron checkpoint")
     return RankFile(at, file, values, chunks, extra, distrib)
 
 
@@ -162,7 +162,7 @@ def _flattened(value: Any, path: str, key: str, depth: int) -> Iterable[tuple[st
         return
     for k, v in value.items():
         if not isinstance(k, str):
-            raise IntegrityError(f"{key} has a tensor whose name is not text")
+            raise IntegrityError(f"{key} has a tensor whose name is not a string")
         yield from _flattened(v, f"{path}.{k}" if path else k, key, depth + 1)
 
 
@@ -185,7 +185,7 @@ def _number(ranks: dict[At, RankFile]) -> None:
             experts = _experts(tensors)
             named = {n: _expert_name(_layer_name(n, offsets[v, p]), e, experts) for n in tensors}
             if len(set(named.values())) < len(named):
-                raise IntegrityError(f"{rank.file.key} has two parameters that would have one name")
+                raise IntegrityError(f"{rank.file.key} has two parameters that would have the same name")
             rank.names.append(named)
 
 
@@ -197,7 +197,7 @@ def _layers(tensors: Iterable[str], key: str) -> dict[str, int]:
             found.setdefault(m[1], set()).add(int(m[2]))
     for stack, numbers in found.items():
         if numbers != set(range(len(numbers))):
-            raise IntegrityError(f"{key} has the layers {sorted(numbers)[:20]} of {stack}, of which one is missing")
+            raise IntegrityError(f"{key} has the layers {sorted(numbers)[:20]} of {stack}, with a gap")
     return {stack: len(numbers) for stack, numbers in found.items()}
 
 

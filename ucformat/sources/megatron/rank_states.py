@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 __all__ = ["read_states"]
 
 _COPIES = ("fp32_from_fp16_params", "fp32_from_fp16")
-_CHECKED = 3  # places in a buffer that are looked at when it is opened
+_CHECKED = 3  # slots in a buffer that are checked when it is opened
 
 
-def _without() -> str:
+def _without_optimizer() -> str:
     return f"or leave the optimizer out: {option_text('optimizer')}"
 
 
@@ -61,7 +61,7 @@ def read_states(rank: RankFile, contents: LocalContents) -> list[list[Group]]:
     out = []
     for number, one in enumerate(optimizers):
         if not isinstance(one, dict):
-            raise IntegrityError(f"{rank.file.key}: its optimizer is no state dict")
+            raise IntegrityError(f"{rank.file.key}: its optimizer is not a state dict")
         wrapped = isinstance(one.get("optimizer"), dict)
         inner = one["optimizer"] if wrapped else one
         raw = [g for g in inner.get("param_groups") or () if isinstance(g, dict)]
@@ -104,7 +104,7 @@ def _numbered(
     members: Sequence[Member],
     copies: Any,
 ) -> list[Group]:
-    """A torch optimizer's own states, which are numbered."""
+    """Add a torch optimizer's own states, which are numbered."""
     file, tensors = rank.file, _tensors(rank)
     found: dict[Any, Any] = inner["state"]
     numbers = [list(g["params"]) for g in raw]
@@ -117,16 +117,16 @@ def _numbered(
     if names is None:
         raise AmbiguousLayout(
             f"{file.key}: the optimizer's states are numbered ({[len(g) for g in numbers]} parameters by group), and "
-            "which parameters the numbers mean cannot be told for certain from their shapes and the order of the model",
-            hint="save it with --ckpt-format torch_dist, " + _without(),
+            "their shapes and the order of the model do not determine which parameters these are",
+            hint="save it with --ckpt-format torch_dist, " + _without_optimizer(),
         )
     low = [[n for n in group if tensors[n].dtype in ("bfloat16", "float16")] for group in names]
     if copies is not None and ([len(c) for c in copies] != [len(g) for g in low] if isinstance(copies, list) else True):
-        raise IntegrityError(f"{file.key} has other fp32 copies than there are parameters in bf16 or fp16")
+        raise IntegrityError(f"{file.key} has fp32 copies that do not match the parameters in bf16 or fp16")
     for group, masters in zip(low, copies or (), strict=False):
         for name, master in zip(group, masters, strict=True):
             if not isinstance(master, StoredTensor) or master.shape != tensors[name].shape:
-                raise IntegrityError(f"{file.key}: the fp32 copy of {name} is of another shape")
+                raise IntegrityError(f"{file.key}: the fp32 copy of {name} has another shape")
             contents.add_whole(name, "master", file, master)
     for group, held in zip(names, states, strict=True):
         for name, state in zip(group, held, strict=True):
@@ -146,7 +146,7 @@ def _by_rule(
     shapes: Sequence[Sequence[tuple[int, ...] | None]],
     tensors: dict[str, StoredTensor],
 ) -> list[list[str]] | None:
-    """The names as Megatron's own rule deals parameters to groups, where every shape is as it should be."""
+    """The names by Megatron's rule for the parameters of groups, if every shape fits."""
     groups = groups_by_rule(raw, members, lambda v: v)
     if groups is None or [len(g.names) for g in groups] != [len(s) for s in shapes]:
         return None
@@ -158,7 +158,7 @@ def _by_rule(
 
 
 def _flats(rank: RankFile, count: int) -> list[dict[Any, Any] | None]:
-    """What `distrib_optim.pt` holds, by optimizer."""
+    """The contents of `distrib_optim.pt`, by optimizer."""
     if rank.distrib is None:
         return [None] * count
     value = rank.distrib.value
@@ -166,8 +166,8 @@ def _flats(rank: RankFile, count: int) -> list[dict[Any, Any] | None]:
     for one in found:
         if one is not None and not (isinstance(one, dict) and one.get("buckets_coalesced") is True):
             raise UnsupportedError(
-                f"{rank.distrib.key} is of a distributed optimizer of before February 2024, which is not read",
-                hint="update it with Megatron's --ckpt-convert-update-legacy-dist-opt-format, " + _without(),
+                f"{rank.distrib.key} is of a distributed optimizer from before February 2024, which is not supported",
+                hint="update it with Megatron's --ckpt-convert-update-legacy-dist-opt-format, " + _without_optimizer(),
             )
     if len(found) != count:
         raise IntegrityError(f"{rank.distrib.key} has the states of {len(found)} optimizers, {rank.file.key} {count}")
@@ -177,14 +177,14 @@ def _flats(rank: RankFile, count: int) -> list[dict[Any, Any] | None]:
 def _distributed(
     rank: RankFile, contents: LocalContents, flats: Sequence[dict[Any, Any] | None], number: int, names: Sequence[str]
 ) -> None:
-    """The distributed optimizer's states out of its flat buffers."""
+    """Add the distributed optimizer's states from its flat buffers."""
     value, file = flats[number], rank.distrib
     if file is None:
         raise MissingData(
             f"{rank.file.key} is of a distributed optimizer, but distrib_optim.pt beside it is missing",
-            hint=f"copy it from where it was saved, {_without()}",
+            hint=f"copy it from where it was saved, {_without_optimizer()}",
         )
-    if value is None:  # another expert-parallel rank's file has them
+    if value is None:  # they are in another expert-parallel rank's file
         return
     buffers = sorted(k for k in value if isinstance(k, int))
     kinds = {dtypes for b in buffers for dtypes in value[b]}
@@ -226,7 +226,7 @@ def _add_buffer(
         raise AmbiguousLayout(
             f"{file.key}: a flat buffer of {master.size:,} elements cannot be named: in Megatron's order the "
             f"parameters of {rank.file.key} do not fill it with the values of the weights",
-            hint="save it with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, " + _without(),
+            hint="save it with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, " + _without_optimizer(),
         )
     for slot in reversed(slots):
         check = _Proof(partial(proved, slot), file.key, slot.param.name)
@@ -237,7 +237,7 @@ def _add_buffer(
 
 @dataclass(slots=True)
 class _Proof:
-    """Whether the fp32 copy at a parameter's place is its own; looked up when its states are first read."""
+    """Check that the fp32 copy in a parameter's slot matches its weight; done when its states are first read."""
 
     proved: Callable[[], bool]
     file: str
@@ -247,9 +247,10 @@ class _Proof:
     def __call__(self) -> None:
         if not self.done and not self.proved():
             raise AmbiguousLayout(
-                f"{self.file} does not hold {self.name} where Megatron's order of parameters puts it: the fp32 copy "
-                "there is not the weight",
-                hint="the two files are of different saves, or it was not Megatron that ordered them; " + _without(),
+                f"{self.file} does not hold {self.name} at the offset in Megatron's order of parameters: the fp32 copy "
+                "there does not match the weight",
+                hint="the two files are of different saves, or the parameters are not in Megatron's order; "
+                + _without_optimizer(),
             )
         self.done = True
 
@@ -260,5 +261,5 @@ def _proved(check: _Proof, flat: FlatTensor, slot: BufferSlot, within: Box | Non
 
 
 def _range(file: TorchFile, tensor: StoredTensor, start: int, stop: int) -> Iterator[Extent]:
-    """A range of a flat tensor, from 0 on."""
+    """A range of a flat tensor, with extents relative to its start."""
     return file.flat(tensor, start, (stop - start,), 0, stop - start)

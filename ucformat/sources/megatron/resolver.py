@@ -93,9 +93,9 @@ class NameResolver:
         return next((found for layout in self._layouts if (found := self._in_layout(layout, name, shapes))), None)
 
     def _by_name(self, name: str, shapes: Shapes, verdict: Callable[[str], Verdict]) -> TPSharding | None:
-        """The sharding by the name, where the bytes do not contradict it; of other names, by the bytes."""
+        """The sharding by the name, if the bytes do not contradict it; for other names, by the bytes."""
         if _SAME.fullmatch(name):
-            return replicate(shapes)  # which is proved when it is read
+            return replicate(shapes)  # it is checked when it is read
         found = self._cut(name, shapes)
         if len(set(shapes)) > 1:
             return found
@@ -148,7 +148,7 @@ class NameResolver:
         example = "\n".join(f"    - {{match: '{n}', place: [{{shard: 0, over: tp}}]}}" for n in doubts[:3])
         return AmbiguousLayout(
             f"the checkpoint was saved by {ranks} tensor-parallel ranks, and neither Megatron's names nor the bytes "
-            "tell how these parameters are cut:\n" + "\n".join(lines),
+            "determine how these parameters are sharded:\n" + "\n".join(lines),
             hint=f"specify it for each, as in {cuts_option({doubts[0]: '0'})} (or replicate, halves, 1; a pattern may "
             f"have *); or in a layout file, given as {option_text('layout')}:\n"
             f"    version: 1\n    mesh: {{tp: {ranks}}}\n    rules:\n{example}  # or replicate, shard 1, parts",

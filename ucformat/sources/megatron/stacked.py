@@ -59,7 +59,7 @@ def original_shapes(meta: Metadata) -> dict[str, tuple[int, ...]]:
         if shape is None:
             continue
         if not isinstance(shape, tuple | list) or not all(type(n) is int and n >= 0 for n in shape):
-            raise IntegrityError(f"{meta.file} gives {fqn} the impossible shape {shape!r}")
+            raise IntegrityError(f"{meta.file} gives {fqn} the invalid shape {shape!r}")
         out[fqn] = tuple(shape)
     return out
 
@@ -70,9 +70,9 @@ class StackedTensor:
     Args:
         items: the files of the checkpoint.
         fqn: the entry.
-        key: what errors call it.
+        key: its name in messages.
         leading: dims along which parameters are stacked.
-        original: the tensor's shape where flat ranges of it are stored, else None.
+        original: the tensor's shape if flat ranges of it are stored, else None.
     """
 
     def __init__(
@@ -81,25 +81,25 @@ class StackedTensor:
         entry = items.meta.tensors[fqn]
         self.items, self.fqn, self.key, self.leading = items, fqn, key, leading
         self.dtype, self.shape = entry.dtype, entry.shape if original is None else original
-        #: By the box of each stored chunk: the boxes of the tensor that it is, in their order in it.
+        #: The boxes of the tensor in each stored chunk, in storage order, by the chunk's box.
         self._chunks: dict[Box, tuple[Box, ...]] = {
             b: (b,) if original is None else _flat(fqn, b, entry.shape, original) for b in entry.boxes if b.size
         }
         if leading > len(self.shape):
             raise IntegrityError(
-                f"{items.meta.file}: {fqn} has the shape {list(self.shape)}, but its name says that {leading} dims are "
-                "those of layers and experts"
+                f"{items.meta.file}: {fqn} has the shape {list(self.shape)}, but its name implies that {leading} "
+                "dims are those of layers and experts"
             )
         self._by_index: dict[tuple[int, ...], list[Box]] | None = None
         self._extents: dict[Box, list[Extent]] = {}
         self._lock = threading.Lock()
 
     def boxes(self) -> Iterator[Box]:
-        """The boxes that ranks stored."""
+        """The stored boxes."""
         return (b for boxes in self._chunks.values() for b in boxes)
 
     def extents(self, box: Box) -> Iterator[Extent]:
-        """The extents of a box of the whole tensor, with their own boxes; proved to cover it."""
+        """The extents of a box of the whole tensor, with their own boxes, after a check that they cover it."""
         near = [(chunk, clip) for chunk in self._near(box) for b in self._chunks[chunk] if (clip := b.intersect(box))]
         info = TensorInfo(*self.key, self.dtype, box.shape)
         shift = tuple(-a for a in box.start)
@@ -156,7 +156,7 @@ def _flat(fqn: str, stored: Box, counts: tuple[int, ...], shape: tuple[int, ...]
     start, stop = stored.start[-1], stored.start[-1] + stored.shape[-1]
     outside = any(a >= g for a, g in zip(stored.start, grid, strict=False))
     if math.prod(local) != numel or stop > numel or stored.shape[:-1] != (1,) * len(grid) or outside:
-        raise IntegrityError(f"{fqn}: {stored} is no range of a chunk of the shape {list(local)}")
+        raise IntegrityError(f"{fqn}: {stored} is not a range of a chunk of the shape {list(local)}")
     corner = tuple(i * n for i, n in zip(stored.start, local, strict=False))
     return tuple(b.shift(corner) for b in flat_boxes(local, start, stop))
 
@@ -185,7 +185,7 @@ class UnstackedPart:
         return self.stored.shape[len(self.index) :]
 
     def boxes(self) -> Iterator[Box]:
-        """The boxes of it that ranks stored."""
+        """Its stored boxes."""
         n = len(self.index)
         whole = Box((*self.index, *[0] * len(self.shape)), (*[1] * n, *self.shape))
         for box in self.stored.boxes():

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalContents", "Replica", "Verdict", "compare", "must_agree"]
 
-#: `constant`: equal, but made of one value, row or column, repeated: then two different tensors may well be equal.
+#: `constant`: equal, but one repeated value, row or column, so that different tensors may be equal by chance.
 Verdict = Literal["equal", "constant", "different"]
 
 _MAX_WHOLE_BYTES = 1 << 20
@@ -41,7 +41,7 @@ class LocalContents(TensorIndex):
     def __init__(self, label: str = "") -> None:
         super().__init__()
         self.whole: dict[Key, tuple[TorchFile, StoredTensor]] = {}
-        self.large: dict[Key, None] = {}  # those that plain values hold
+        self.large: dict[Key, None] = {}  # large tensors in plain values
         self.label = label
 
     def add_whole(self, name: str, state: str, file: TorchFile, tensor: StoredTensor) -> None:
@@ -160,21 +160,21 @@ class _Repeated:
         self._size = math.prod(shape)
         rows = [math.prod(shape[d:]) for d in range(len(shape) + 1)]  # [d]: elements of a slice of the dims from d on
         self._ways = [(rows[d], rows[d + 1]) for d, n in enumerate(shape) if n > 1]
-        self._seen: list[dict[int, bytes]] = [{} for _ in self._ways]  # place in the slice -> element
+        self._seen: list[dict[int, bytes]] = [{} for _ in self._ways]  # offset in the slice -> element
         self._again = [0] * len(self._ways)
 
     def add(self, start: int, data: bytes, itemsize: int) -> None:
-        """Take in the elements from index `start` on."""
+        """Add the elements from index `start` on."""
         import numpy as np
 
         values = np.frombuffer(data, f"V{itemsize}")
         index = np.arange(start, start + len(values))
         for way, (outer, inner) in reversed(list(enumerate(self._ways))):
-            _, first, of = np.unique(
+            _, first, inverse = np.unique(
                 at := index // outer * inner + index % inner, return_index=True, return_inverse=True
             )
             seen = self._seen[way]
-            same = bool((values[first][of] == values).all()) and all(
+            same = bool((values[first][inverse] == values).all()) and all(
                 seen.setdefault(place, value) == value
                 for place, value in zip(at[first].tolist(), values[first].tolist(), strict=True)
             )
@@ -207,8 +207,8 @@ def must_agree(store: Store, key: Key, copies: Sequence[Replica]) -> None:
             )
             which = f"{one} and {two}" if one != two else f"the parts of the tensor-parallel ranks in {one}"
             raise IntegrityError(
-                f"{key}: {which} should hold the same, and do not",
-                hint="files of different saves are mixed in one folder, or the ranks' copies had come apart in "
+                f"{key}: {which} should be equal, but differ",
+                hint="files of different saves are mixed in one folder, or the ranks' copies had diverged in "
                 f"training; if it is cut instead, specify how: {option_text('layout')}",
             )
 

@@ -141,7 +141,7 @@ def shard(shapes: Shapes, how: Shard, size: int | None = None) -> TPSharding:
     d = how.dim + ndim if how.dim < 0 else how.dim
     if not 0 <= d < ndim or any(len(s) != ndim for s in shapes):
         raise LayoutError(f"its parts have the shapes {_list(shapes)}, which cannot be joined along dim {how.dim}")
-    if how.sizes is None and how.parts is None and how.pad_to is None:  # the files tell the widths
+    if how.sizes is None and how.parts is None and how.pad_to is None:  # the widths are those of the files
         how = replace(how, sizes=tuple(s[d] for s in shapes))
     total = sum(s[d] for s in shapes) if size is None else size
     whole = (*shapes[0][:d], total, *shapes[0][d + 1 :])
@@ -159,7 +159,7 @@ def shard(shapes: Shapes, how: Shard, size: int | None = None) -> TPSharding:
         padding.append(spare)
     rows = -total % how.pad_to if how.pad_to else 0
     if rows and d:
-        raise LayoutError(f"{_shard_text(how)} pads dim {d}; padding is read along dim 0 alone")
+        raise LayoutError(f"{_shard_text(how)} pads dim {d}; padding is supported along dim 0 only")
     return TPSharding(whole, tuple(regions), tuple(padding) if rows else (), rows)
 
 
@@ -181,7 +181,7 @@ def sub_params(
     if not 0 <= dim < len(sizes):
         raise LayoutError(f"its sub-parameters are along dim {dim} of a view of {len(sizes)} dims")
     if any(len(w) != len(shapes) for w in widths):
-        raise LayoutError(f"its sub-parameters are cut for another number of ranks than {len(shapes)}")
+        raise LayoutError(f"its sub-parameters are not cut for {len(shapes)} ranks")
     sizes[dim] = sum(sum(w) for w in widths)
     total = sum(math.prod(s) for s in shapes)
     free = [i for i, n in enumerate(sizes) if n < 0]
@@ -192,7 +192,7 @@ def sub_params(
         raise LayoutError(f"its parts of the shapes {_list(shapes)} are not {total} elements of the view {sizes}")
     of, outer, inner = _dim_of(shapes[0], sizes, dim)
     if outer * len(widths) > _MAX_PARTS:
-        raise LayoutError(f"it would come apart into {outer * len(widths):,} parts")
+        raise LayoutError(f"it would be split into {outer * len(widths):,} parts")
     parts = tuple(tuple(w * inner for w in part) for part in widths) * outer
     return shard(shapes, Shard(of, TP, parts=parts))
 
@@ -237,7 +237,7 @@ CUTS: dict[str, list[Any]] = {
 
 
 def layout_of_cuts(cuts: Mapping[str, str | int] | None, ranks: int) -> Layout | None:
-    """The layout that `cuts` specify; None without any.
+    """The layout that `cuts` specifies; None if `cuts` is empty.
 
     Args:
         cuts: for each pattern of names a word in `CUTS`, or the dim along which parts are joined.
@@ -262,7 +262,7 @@ def _place(pattern: str, how: str | int) -> list[Any]:
         return [{"shard": int(how), "over": TP}]
     if how not in CUTS:
         raise UsageError(
-            f"{how!r}, given for {pattern!r}, is not a way to cut a tensor",
-            hint=f"the ways are: {', '.join(CUTS)}, or the number of the dim along which the ranks' parts are joined",
+            f"{how!r}, given for {pattern!r}, is not a sharding",
+            hint=f"use one of {', '.join(CUTS)}, or the number of the dim along which the ranks' parts are joined",
         )
     return CUTS[str(how)]

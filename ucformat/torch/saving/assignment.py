@@ -140,7 +140,7 @@ def assign_pieces(tensors: Sequence[GlobalTensor], ranks: int) -> list[list[tupl
 
     Args:
         tensors: of the checkpoint.
-        ranks: how many there are.
+        ranks: number of ranks.
 
     Returns:
         the (item, piece) that each rank writes, in the order of its items.
@@ -166,7 +166,7 @@ def assign_shards(
 
     Args:
         tensors: of the checkpoint.
-        ranks: how many there are.
+        ranks: number of ranks.
         grids: of each tensor.
 
     Returns:

@@ -92,7 +92,7 @@ class GlobalPlan:
 
 @message
 class WritePlan:
-    """What one rank writes: `pieces` in the packed form; `batches` in the Zarr form, and the messages that it sends."""
+    """The part of one rank: `pieces` in the packed form; `batches` in the Zarr form, and the messages that it sends."""
 
     infos: tuple[TensorInfo, ...]
     pieces: tuple[tuple[int, int], ...] = ()  # (item, piece)
@@ -102,7 +102,7 @@ class WritePlan:
 
 @message
 class Assignment:
-    """What this rank is to write: its part of the plan, the attempt, and the names of the objects that it provides."""
+    """This rank's assignment: its part of the plan, the attempt, and the names of the objects that it provides."""
 
     attempt: str
     part: WritePlan
@@ -119,7 +119,7 @@ class Assignment:
 
 @message
 class _LocalPlan:
-    """What a rank sends to rank 0. `items`, encoded, is None if they are those of the plan `known`."""
+    """The message of a rank to rank 0. `items`, encoded, is None if they are those of the plan `known`."""
 
     options: SaveOptions
     digest: str
@@ -132,7 +132,7 @@ class _LocalPlan:
 
 @message
 class _Reply:
-    """What rank 0 answers; `part` is None if it is that of the plan that the rank knows."""
+    """Rank 0's reply; `part` is None if it is that of the plan that the rank knows."""
 
     plan: str
     part: WritePlan | None
