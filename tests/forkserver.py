@@ -16,6 +16,7 @@ import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -117,6 +118,10 @@ def ucp(arguments: Sequence[object], folder: Path, **environment: str) -> subpro
 
 def _connect(python: str, modules: Sequence[str]) -> socket.socket:
     """A connection to the server of an interpreter, which is started where there is none."""
+    if FOLDER not in os.environ:  # a program that is no test, as a benchmark
+        folder = tempfile.mkdtemp(prefix="ucf-")
+        os.environ[FOLDER] = folder
+        atexit.register(shutil.rmtree, folder)
     place = Path(os.environ[FOLDER]) / hashlib.sha256(repr((python, *modules)).encode()).hexdigest()[:16]
     with place.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
