@@ -221,10 +221,12 @@ def report(plan: Plan, benches: Mapping[str, Bench], mlflow: Mlflow | None, roun
         ]
         for what in LABELS
     ]
-    print(table(["", "asked", *benches], rows))
+    print(table(["", "target", *benches], rows))
     if mlflow is None:
         return
-    print(f"\nThe same question to MLflow on SQLite (as many runs and logged models, {mlflow.filled:.0f} s to fill):\n")
+    print(
+        f"\nThe same query in MLflow on SQLite (equally many runs and logged models, {mlflow.filled:.0f} s to fill):\n"
+    )
     rows = [
         [
             f"`{what}`",

@@ -111,10 +111,10 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def targets(*rows: tuple[str, str, float]) -> str:
-    """A Markdown table of what was asked, whether it holds or not.
+    """A Markdown table of targets, and whether each is met.
 
     Args:
-        rows: what is measured, what is asked of it (`>= 0.7` or `<= 1.5`), and what was measured.
+        rows: the measure, its target (`>= 0.7` or `<= 1.5`), and the measured value.
     """
     out = []
     for what, asked, measured in rows:
@@ -123,7 +123,7 @@ def targets(*rows: tuple[str, str, float]) -> str:
         out.append(
             [what, f"{'≥' if sign == '>=' else '≤'} {bound}", f"{measured:.3g}", "yes" if holds else "**missed**"]
         )
-    return table(["target", "asked", "measured", "holds"], out)
+    return table(["measure", "target", "measured", "met"], out)
 
 
 def ours() -> str:

@@ -66,8 +66,8 @@ def main() -> None:
     ]
     print(f"{size / 1e9:.2f} GB, {ROUNDS} interleaved rounds, medians (range):\n")
     print(table(["", "seconds", "× cp", "DeepSpeed ÷ it", "peak RSS, MB"], rows))
-    print("\n`cp` and ours end when all is on disk; `ds_to_universal` does not wait for that.")
-    print(f"The interpreter with all of ucformat imported: {idle / 1e6:.0f} MB.\n")
+    print("\n`cp` and ucformat finish when all data is on disk; `ds_to_universal` does not wait for it.")
+    print(f"Peak RSS of an interpreter that imports all of ucformat and does nothing: {idle / 1e6:.0f} MB.\n")
     print(
         targets(
             ("`ucp convert`, × cp", "<= 1.5", seconds["ucformat"] / seconds["cp"]),

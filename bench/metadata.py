@@ -83,10 +83,10 @@ def main() -> None:
     head = ["", "kB", "bytes a shard", "opened in, ms", "DCP ÷ it, bytes", "DCP ÷ it, time"]
     print(f"{TENSORS:,} tensors × {SHARDS} shards, {ROUNDS} interleaved rounds, medians:\n")
     print(table(head, rows))
-    reading = f"as objects: {ms['extents']:.2f} ms; a plan to read it: {ms['plan']:.1f} ms."
+    reading = f"as objects: {ms['extents']:.2f} ms; planning to read it: {ms['plan']:.1f} ms."
     print(
-        f"\nOf ours: the manifest {(ours - len(data)) / 1e3:,.0f} kB, opened in {ms['manifest']:.0f} ms; the sidecar "
-        f"{len(data) / 1e3:,.0f} kB, made from columns in {encoding * 1e3:.0f} ms.\n"
+        f"\nucformat alone: the manifest has {(ours - len(data)) / 1e3:,.0f} kB and opens in {ms['manifest']:.0f} ms; "
+        f"the sidecar has {len(data) / 1e3:,.0f} kB and is encoded from columns in {encoding * 1e3:.0f} ms.\n"
         f"The {SHARDS} extents of one tensor {reading}\n"
     )
     print(

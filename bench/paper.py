@@ -60,9 +60,9 @@ def _table(found: Sequence[Cell]) -> str:
     read, needed, ranks = (sum(getattr(c, what) for c in found) for what in ("read", "needed", "ranks"))
     return (
         "Rows are sources, columns targets: TP×PP×DP(×SP), ZeRO stage. Cells: bytes read / bytes needed over all "
-        "ranks, `≠` where a byte is wrong.\n\n"
+        "ranks, `≠` if any byte differs.\n\n"
         + table(["", *map(str, TARGETS)], rows)
-        + f"\n\n{sum(not c.wrong for c in found)} of {len(found)} bit-exact, on {ranks} ranks in all: "
+        + f"\n\n{sum(not c.wrong for c in found)} of {len(found)} bit-exact, on {ranks} ranks in total: "
         f"{read:,} bytes read / {needed:,} needed = {read / needed:.4f}"
     )
 

@@ -60,7 +60,7 @@ def registering(folder: Path, steps: int) -> float:
     command = [ours(), "-m", "ucformat.cli", "register", "-r", str(folder / "tree"), "-q"]
     command += ["--catalog", f"sqlite:///{folder}/catalog.db"]
     rows, first = [], 0.0
-    for what, more in (("first", []), ("again", []), ("again, `--rescan`", ["--rescan"])):
+    for what, more in (("first", []), ("again", []), ("again, with `--rescan`", ["--rescan"])):
         before = _processor()
         wall = run([*command, *more]).seconds
         spent = _processor() - before
@@ -87,9 +87,9 @@ def needing(urls: Mapping[str, str], dependents: int) -> dict[str, float]:
         with Catalog(url) as catalog:
             base = make_dependents(catalog, dependents)
             asked: tuple[tuple[str, Callable[[], Any]], ...] = (
-                ("a deletion that is refused", lambda c=catalog, b=base: refused(c, b)),  # type: ignore[misc]
-                ("what a policy would delete", lambda c=catalog: c.retain(policy)),  # type: ignore[misc]
-                ("what `gc` would purge", catalog.purgeable),
+                ("a refused deletion", lambda c=catalog, b=base: refused(c, b)),  # type: ignore[misc]
+                ("plan of a retention policy", lambda c=catalog: c.retain(policy)),  # type: ignore[misc]
+                ("plan of `gc`", catalog.purgeable),
             )
             for what, ask in asked:
                 begun = time.perf_counter()
@@ -97,7 +97,7 @@ def needing(urls: Mapping[str, str], dependents: int) -> dict[str, float]:
                 seconds.setdefault(what, []).append(time.perf_counter() - begun)
     rows = [[what, *(f"{s:.2f}" for s in each)] for what, each in seconds.items()]
     print(table([f"seconds, {dependents:,} dependents", *urls], rows))
-    return dict(zip(urls, seconds["a deletion that is refused"], strict=True))
+    return dict(zip(urls, seconds["a refused deletion"], strict=True))
 
 
 def make_dependents(catalog: Catalog, dependents: int) -> str:
@@ -141,7 +141,7 @@ def main() -> None:
             urls["PostgreSQL"] = stack.enter_context(running_postgres()).fresh()
             sync(urls["PostgreSQL"])
         refusals = needing(urls, given.dependents)
-        what = f"seconds to refuse the deletion of what {given.dependents:,} need"
+        what = f"seconds to refuse deleting a checkpoint with {given.dependents:,} dependents"
         print()
         print(
             targets(

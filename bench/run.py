@@ -34,9 +34,9 @@ BENCHMARKS = {
 RESULTS = ROOT / "bench" / "RESULTS.md"
 _HEAD = (
     "# Results\n\n"
-    "Ratios measured in one run on the same files, runs interleaved. `python -m bench.run` makes the files and writes "
-    "this page,\n`python -m bench.run read train` only these sections. Absolute numbers are those of a shared virtual "
-    "machine and mean little.\n"
+    "Each ratio compares interleaved runs on the same files. `python -m bench.run` creates the files and writes this "
+    "page;\n`python -m bench.run read train` updates only these sections. Absolute numbers come from a shared virtual "
+    "machine; compare only ratios.\n"
 )
 
 

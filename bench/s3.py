@@ -52,7 +52,7 @@ def main() -> None:
                         _read(found, names, layout, url, environment, turns)
         how = "at once" if not latency else f"after {1000 * latency:.0f} ms"
         for layout in LAYOUTS:
-            print(f"**cut as {layout}**, answers {how}\n" if not place else f"**cut as {layout}**, {place}\n")
+            print(f"**sharding: {layout}**, responses {how}\n" if not place else f"**sharding: {layout}**, {place}\n")
             _show(found, layout)
 
 
@@ -90,7 +90,7 @@ def _show(found: Found, layout: str) -> None:
     head = [f"{needed / 1e6:.0f} MB", "seconds", "÷ ucformat", "requests", "bytes read ÷ needed"]
     print(table([*head, "peak RSS above the tensors, MB"], rows) + "\n")
     mine, raw = of("ours in turn", "execute"), of("raw in turn", "execute")
-    print(f"Opened and planned, the reads alone: {mine:.3f} s; `get_ranges` {raw:.3f} s.\n")
+    print(f"The reads alone, after opening and planning: {mine:.3f} s; `get_ranges` {raw:.3f} s.\n")
     wanted = [
         ("speed of the reads ÷ `get_ranges`", ">= 0.8", raw / mine),
         ("zarr-python over s3fs ÷ ucformat, seconds", ">= 3", of("zarr", "seconds") / of("ours", "seconds")),

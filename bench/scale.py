@@ -68,7 +68,7 @@ def main() -> None:
     begun = time.perf_counter()
     pickle.loads((FOLDER / "1" / ".metadata").read_bytes())  # noqa: S301 - written above
     plain = time.perf_counter() - begun
-    print(f"100,000 extents in some 1,000 files, medians of {ROUNDS} runs, seconds:\n")
+    print(f"100,000 extents in about 1,000 files; seconds, medians of {ROUNDS} runs:\n")
     print(table(["", "open", "plan 1 rank of 512", "register virtually"], rows))
     print(f"\n`pickle.load` of DCP's `.metadata`: {plain:.2f} s.")
 

@@ -29,14 +29,14 @@ def main() -> None:
     compare("Save", "`write` + `fsync`", SAVES, found)
     compare("Load under the same layout", "`readinto`", loads("fsdp2"), found)
     compare("Load under tensor parallelism", "`readinto`", loads("tp"), found)
-    compare("Load cut along columns", "`readinto`", loads("columns"), found)
-    rows = {"`async_save` stands still, × `memcpy`": [m["blocked"] / m["memcpy"] for m in found.values()]}
+    compare("Load sharded along columns", "`readinto`", loads("columns"), found)
+    rows = {"stall of `async_save`, × `memcpy`": [m["blocked"] / m["memcpy"] for m in found.values()]}
     for form in ("packed", "zarr"):
         for kind in ("fsdp2", "tp", "columns"):
             rows[f"bytes read by all ÷ held, {form}, {kind}"] = [m.mean(f"read {form} {kind}") for m in found.values()]
         label = f"bytes read by all ÷ state, `broadcast_group`, {form}"
         rows[label] = [m.sum(f"read shared {form}") for m in found.values()]
-    rows["most held by a rank beside its shards, in sizes of these"] = [m["memory"] for m in found.values()]
+    rows["largest extra memory of a rank ÷ size of its shards"] = [m["memory"] for m in found.values()]
     print(table(["", *(f"{w} ranks" for w in WORLDS)], [[k, *(f"{v:.3f}" for v in row)] for k, row in rows.items()]))
     print()
     print(targets(*(row for world, m in found.items() for row in asked(world, m))))
@@ -51,11 +51,11 @@ def asked(world: int, m: Measures) -> Iterator[tuple[str, str, float]]:
         for form in ("packed", "zarr"):
             ratio = m[f"load dcp {kind}"] / m[f"load {form} {kind}"]
             yield f"resharded load, {kind}, {form}, × `dcp.load`, {world} ranks", ">= 4", ratio
-    yield f"`async_save` stands still, × `memcpy`, {world} ranks", "<= 1.3", m["blocked"] / m["memcpy"]
+    yield f"stall of `async_save`, × `memcpy`, {world} ranks", "<= 1.3", m["blocked"] / m["memcpy"]
     read = [m.mean(f"read {form} {kind}") for form in ("packed", "zarr") for kind in ("fsdp2", "tp", "columns")]
     shared = [m.sum(f"read shared {form}") for form in ("packed", "zarr")]
     yield (
-        f"bytes read ÷ held, and with `broadcast_group` ÷ state: the most, {world} ranks",
+        f"bytes read ÷ held, or with `broadcast_group` ÷ state: the highest, {world} ranks",
         "<= 1.05",
         max(read + shared),
     )
@@ -74,7 +74,7 @@ def compare(title: str, limit: str, measures: dict[str, tuple[str, str, str]], f
 
 
 SAVES = {
-    "`write` + `fsync`, a file a rank": ("save raw", "save dcp", "save raw"),
+    "`write` + `fsync`, one file per rank": ("save raw", "save dcp", "save raw"),
     "`dcp.save`": ("save dcp", "save dcp", "save raw"),
     "`save`, packed": ("save packed", "save dcp", "save raw"),
     "`save`, zarr": ("save zarr", "save dcp", "save raw"),
@@ -84,7 +84,7 @@ SAVES = {
 def loads(kind: str) -> dict[str, tuple[str, str, str]]:
     names = {f"`load`, {form}": (f"load {form} {kind}", f"load dcp {kind}", "load raw") for form in ("packed", "zarr")}
     return {
-        "`readinto` of as many bytes": ("load raw", f"load dcp {kind}", "load raw"),
+        "`readinto` of the same bytes": ("load raw", f"load dcp {kind}", "load raw"),
         "`dcp.load`": (f"load dcp {kind}", f"load dcp {kind}", "load raw"),
         **names,
     }
